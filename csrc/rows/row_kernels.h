@@ -100,7 +100,7 @@ struct RowGradient {
   int64_t grad_lse_stride = 0;
 };
 
-/// The scales of reduction 'mean': out[0] = 1 / D, out[1] = 1 / K, out[2] = the factor left for the backward.
+/// The scales of reduction 'mean': out[0] = 1 / D, out[1] = 1 / K, out[2] = the factor left for later, out[3] = D.
 ///   K = number of kept rows, D = sum of class_weight over the kept rows (N for probabilities);
 ///   a normalizer (one acc value) replaces both.
 /// `defer`: float16 gradients would underflow, so out = {1, D / K, 1 / D}; otherwise out[2] = 1.
@@ -111,16 +111,16 @@ struct RowScales {
   RowTargets targets;
   const void* normalizer = nullptr;
   bool defer = false;
-  void* out = nullptr;  // [3] acc
+  void* out = nullptr;  // [4] acc
 };
 
 /// out = (sum_n loss[n]) * (factor ? factor[0] : 1): one value, in a fixed order of summation.
-/// nan_if: where this value (acc, on the device; null: never) is infinite, NaN: the mean of no rows.
+/// Where nan_if_zero[0] is 0 the result is NaN: the mean of no rows.
 struct RowSum {
   int64_t rows = 0;
   const void* loss = nullptr;    // [N] acc
   const void* factor = nullptr;  // one acc value
-  const void* nan_if_inf = nullptr;
+  const void* nan_if_zero = nullptr;  // one acc value; null: never
   void* out = nullptr;  // one acc value
 };
 
