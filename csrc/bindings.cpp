@@ -1,0 +1,23 @@
+// fusegrad._C: what is not an op. Ops are reached through torch.ops.fusegrad and need no binding.
+#include <fusegrad/build_info.h>
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, m) {
+  m.def(
+      "build_info",
+      [] {
+        const fusegrad::BuildInfo& info = fusegrad::build_info();
+        py::dict result;
+        result["version"] = info.version;
+        result["torch_version"] = info.torch_version;
+        result["cuda"] = info.cuda;
+        result["cuda_version"] = info.cuda_version;
+        result["cuda_archs"] = info.cuda_archs;
+        result["cuda_status"] = info.cuda_status;
+        result["compiler"] = info.compiler;
+        return result;
+      },
+      "What this build is for and with: versions, CUDA and why or why not, compiler.");
+}
