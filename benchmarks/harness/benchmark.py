@@ -85,15 +85,15 @@ def run_case(benchmark: Benchmark, plan: Plan, options: Options) -> CaseResult:
 def _choose(
     benchmark: Benchmark, plan: Plan, options: Options
 ) -> tuple[list[Implementation], list[Unavailable]]:
-    chosen, unavailable = [], []
-    for one in benchmark.implementations(plan.case, options):
-        if isinstance(one, Unavailable):
-            unavailable.append(one)
-        elif (one.essential or not options.quick) and all(
-            re.search(pattern, one.name) for pattern in (plan.only, options.only) if pattern
-        ):
-            chosen.append(one)
-    return chosen, unavailable
+    patterns = [pattern for pattern in (plan.only, options.only) if pattern]
+    wanted = [
+        one
+        for one in benchmark.implementations(plan.case, options)
+        if all(re.search(pattern, one.name) for pattern in patterns)
+    ]
+    unavailable = [one for one in wanted if isinstance(one, Unavailable)]
+    implementations = [one for one in wanted if isinstance(one, Implementation)]
+    return [one for one in implementations if one.essential or not options.quick], unavailable
 
 
 def _check_all(

@@ -122,7 +122,9 @@ def _write(arguments: argparse.Namespace, benchmark: Benchmark, document: dict[s
 def _finish(
     arguments: argparse.Namespace, benchmark: Benchmark, document: dict[str, Any], verdicts: list[Verdict]
 ) -> None:
-    print("\ngoals")
+    missed = [one for one in verdicts if one.passed is False]
+    unknown = [one for one in verdicts if one.passed is None]
+    print(f"\n{len(verdicts)} goals, {len(missed)} missed, {len(unknown)} not measured")
     print_verdicts(verdicts)
     if arguments.output is not None:
         plot_document(document, arguments.output / f"{_stem(benchmark, document)}.png")

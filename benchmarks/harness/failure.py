@@ -15,7 +15,7 @@ class Outcome(Generic[T]):
         self.failure: str | None = None
         try:
             self._values = [call()]
-        except Exception as error:  # noqa: BLE001 - peers raise whatever they like
+        except Exception as error:  # peers raise whatever they like
             self.failure = _describe(error)
 
     @property

@@ -45,6 +45,7 @@ class Verdict:
     """passed is None where something that the goal needs was not measured."""
 
     goal: Goal
+    case: str
     subject: str
     passed: bool | None
     conditions: tuple[Condition, ...] = ()
@@ -56,7 +57,7 @@ class Verdict:
             f"{one.text} ({'margin' if one.excess <= 0 else 'over by'} {abs(one.excess):.1%})"
             for one in self.conditions
         )
-        return f"{word}  {self.goal.text}  [{self.subject}]  {details or self.reason}"
+        return f"{word}  {self.case}: {self.goal.text}  [{self.subject}]  {details or self.reason}"
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -84,8 +85,10 @@ def _judge_one(goal: Goal, name: str, result: CaseResult) -> Verdict:
         other = _measured(result, goal.than) if goal.than else None
         conditions = tuple(_conditions(goal, mine, other))
     except LookupError as error:
-        return Verdict(goal, name, None, reason=str(error.args[0]))
-    return Verdict(goal, name, all(one.value <= one.limit for one in conditions), conditions)
+        return Verdict(goal, result.case.label, name, None, reason=str(error.args[0]))
+    return Verdict(
+        goal, result.case.label, name, all(one.value <= one.limit for one in conditions), conditions
+    )
 
 
 def _conditions(goal: Goal, mine: Measurement, other: Measurement | None) -> list[Condition]:

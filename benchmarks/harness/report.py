@@ -16,7 +16,9 @@ HEADINGS = ("implementation", "ms", "x floor", "peak MiB", "error loss", "error 
 def print_case(result: CaseResult) -> None:
     floor = "" if result.floor_ms is None else f"; floor ({result.floor_name}) {result.floor_ms:.3f} ms"
     print(f"\n{result.case.op} {result.case.label} on {result.case.device}{floor}")
-    print_table(HEADINGS, [_cells(one) for one in sorted(result.measurements, key=_order) if not one.failure])
+    rows = [_cells(one) for one in sorted(result.measurements, key=_order) if not one.failure]
+    used = [i for i in range(len(HEADINGS)) if i == 0 or any(row[i] for row in rows)]
+    print_table([HEADINGS[i] for i in used], [[row[i] for i in used] for row in rows])
     for failed in result.measurements:
         if failed.failure:
             print(f"  failed: {failed.name}: {failed.failure}")
