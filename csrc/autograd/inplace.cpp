@@ -25,6 +25,16 @@ bool rows_writable(const at::Tensor& tensor) {
   return tensor.is_contiguous();
 }
 
+// Raises where `tensor` shares elements with `other`. False where that cannot be decided: ATen cannot say, or sizes
+// are symbolic (torch.compile, dynamic shapes) and the two share a storage.
+bool surely_apart(const at::Tensor& tensor, const at::Tensor& other) {
+  const bool symbolic = tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+                        other.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  if (symbolic) return !tensor.is_alias_of(other);
+  at::assert_no_overlap(tensor, other);
+  return at::get_overlap_status(tensor, other) != at::MemOverlapStatus::TooHard;
+}
+
 // Passes a gradient on; its own backward raises.
 struct RefuseDoubleBackward : torch::autograd::Function<RefuseDoubleBackward> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& gradient,
@@ -50,9 +60,7 @@ bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional
   at::assert_no_internal_overlap(tensor);
   bool decidable = at::has_internal_overlap(tensor) == at::MemOverlap::No;
   for (const auto& other : others) {
-    if (!other.has_value() || !other->defined()) continue;
-    at::assert_no_overlap(tensor, *other);
-    decidable &= at::get_overlap_status(tensor, *other) != at::MemOverlapStatus::TooHard;
+    if (other.has_value() && other->defined()) decidable &= surely_apart(tensor, *other);
   }
   return decidable && !saved_tensor_hooks_active() && rows_writable(tensor);
 }

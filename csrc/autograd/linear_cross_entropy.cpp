@@ -10,7 +10,8 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-// Indices of the differentiable arguments of both Functions, and of what their backwards return.
+// Places of the differentiable arguments of both Functions, and of what their backwards return. An absent bias has
+// no edge, and the last place.
 enum { kInput, kWeight, kBias, kInputs };
 
 variable_list visible(const RowOutputs& out) {
@@ -18,26 +19,26 @@ variable_list visible(const RowOutputs& out) {
 }
 
 // Inside Function::forward nothing requires grad any more: asked here, by the arguments themselves.
-std::array<bool, 3> wanted_gradients(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+std::array<bool, 3> wanted_gradients(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool enabled = at::GradMode::is_enabled();
   return {enabled && input.requires_grad(), enabled && weight.requires_grad(),
-          enabled && bias.defined() && bias.requires_grad()};
+          enabled && bias.has_value() && bias->requires_grad()};
 }
 
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const Tensor& bias,
-                               const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
                                std::array<bool, 3> needs_grad, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
-    const auto [out, gradients] = dispatch::linear_cross_entropy_forward(input, weight, optional_of(bias), rows,
+    const auto [out, gradients] = dispatch::linear_cross_entropy_forward(input, weight, bias, rows,
                                                                          options, linear, needs_grad, inplace);
     ctx->set_materialize_grads(false);
     ctx->saved_data["hooks"] = saved_tensor_hooks_active();
     ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
     // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
-    ctx->save_for_backward({input, weight, bias, inplace ? input : gradients.input, gradients.weight, gradients.bias,
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), inplace ? input : gradients.input, gradients.weight, gradients.bias,
                             out.scales});
     return visible(out);
   }
@@ -61,17 +62,17 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
 // Keeps one lse a row and computes the logits a second time in the backward: reduction 'none', a differentiable
 // lse, and where memory must be least.
 struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntropyRecompute> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const Tensor& bias,
-                               const RowArguments& rows, const LossOptions& options, const LinearOptions& linear) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options, const LinearOptions& linear) {
     at::AutoDispatchBelowAutograd guard;
-    const auto out = dispatch::linear_cross_entropy_forward(input, weight, optional_of(bias), rows, options, linear,
+    const auto out = dispatch::linear_cross_entropy_forward(input, weight, bias, rows, options, linear,
                                                             {false, false, false}, /*inplace=*/false)
                          .first;
     ctx->set_materialize_grads(false);
     save_options(ctx, options);
     ctx->saved_data["logit_scale"] = linear.logit_scale;
     ctx->saved_data["workspace_mib"] = linear.workspace_mib;
-    ctx->save_for_backward({input, weight, bias, rows.target, rows.weight.value_or(Tensor()),
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), rows.target, rows.weight.value_or(Tensor()),
                             rows.token_weight.value_or(Tensor()), out.lse, out.lse_low, out.mass, out.scales});
     return visible(out);
   }
@@ -110,11 +111,10 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
 RowOutputs linear_cross_entropy(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                 const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
                                 bool recompute, bool inplace) {
-  const auto bias_or_undefined = bias.value_or(Tensor());
   const auto out =
-      recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias_or_undefined, rows, options, linear)
-                : LinearCrossEntropy::apply(input, weight, bias_or_undefined, rows, options, linear,
-                                            wanted_gradients(input, weight, bias_or_undefined), inplace);
+      recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias, rows, options, linear)
+                : LinearCrossEntropy::apply(input, weight, bias, rows, options, linear,
+                                            wanted_gradients(input, weight, bias), inplace);
   return {out[0], out[1], out[2], out[3], out[4], out[5], {}, {}, {}};
 }
 
