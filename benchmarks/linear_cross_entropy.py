@@ -1,7 +1,7 @@
-"""Linear cross entropy: eager, torch.compile, Liger, quack, CCE and fusegrad beside the op's own three products.
+"""Linear cross entropy: eager, torch.compile, Liger, quack, CCE and fusegrad beside the op's three products.
 
-The floor is the three matrix products alone (logits, gradient of the input, gradient of the weight), back to back on
-the op's own data, all rows at once. Memory is above the inputs and counts both gradients.
+The floor is the three matrix products alone (logits, gradient of the input, gradient of the weight), back to
+back on the op's own data, all rows at once. Memory is above the inputs and counts both gradients.
 
     python benchmarks/linear_cross_entropy.py [--device cpu] [--quick] [--output benchmarks/results]
 """
@@ -127,7 +127,7 @@ def ours(fusegrad: Any, case: Case) -> list[Implementation]:
 
 
 def _bounded(case: Case) -> dict[str, dict[str, Any]]:
-    """The modes of the case's targets at their memory, by name; for other sizes at 1/2 and 1/8 of the logits."""
+    """Options of the case's targets by name; for other sizes, at 1/2 and 1/8 of the logits' memory."""
     sizes = case["N"], case["H"], case["V"]
     element = case.torch_dtype.itemsize
     gradients = math.ceil((case["N"] + case["V"]) * case["H"] * element / MIB)
