@@ -5,6 +5,9 @@
 
 #include <optional>
 #include <string_view>
+#include <vector>
+
+#include "fusegrad/check_targets.h"
 
 #define FUSEGRAD_CHECK_VALUE(condition, op, ...) TORCH_CHECK_VALUE(condition, op, ": ", __VA_ARGS__)
 #define FUSEGRAD_CHECK_TYPE(condition, op, ...) TORCH_CHECK_TYPE(condition, op, ": ", __VA_ARGS__)
@@ -64,10 +67,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
                                 const c10::SymInt& vocab, int64_t class_dim, at::ScalarType logits_dtype);
 
 /// Rule 15: on the CPU, an index outside [0, V) that is not ignore_index raises IndexError with its position. On
-/// the GPU only where set_check_targets(true) asks for it, since it synchronises.
+/// the GPU only where set_check_targets(true) asks for it.
 void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index);
-
-void set_check_targets(bool enabled);
-bool check_targets_enabled();
 
 }  // namespace fusegrad

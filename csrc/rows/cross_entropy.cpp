@@ -43,7 +43,7 @@ Tensor cross_entropy_backward(const OptionalTensor& grad_loss, const OptionalTen
              logits.scalar_type());
   job.resume(lse, lse_low, mass, scales);
   const auto rows = dense_rows(logits);
-  const auto grad = at::empty(logits.sizes(), logits.options());
+  const auto grad = empty_result(logits.sizes(), logits.options());
   job.gradient(grad_loss.value_or(Tensor()), grad_lse.value_or(Tensor()), rows, 0, grad);
   return grad;
 }
@@ -71,7 +71,7 @@ Tensor scale_gradient(const Tensor& gradient, const Tensor& scale, const Optiona
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(gradient));
   const auto in = gradient.dim() == 2 ? dense_rows(gradient) : gradient.contiguous();
-  auto out = at::empty(in.sizes(), in.options());
+  const auto out = empty_result(in.sizes(), in.options());
   scale_rows(in, out, scale, factor);
   return out;
 }

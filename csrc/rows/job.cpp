@@ -1,5 +1,7 @@
 #include "rows/job.h"
 
+#include <sys/mman.h>
+
 #include <limits>
 
 #include "fusegrad/options.h"
@@ -33,6 +35,18 @@ RowDevice row_device(const at::Device& device) {
 #else
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 #endif
+}
+
+Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  auto result = at::empty(sizes, options);
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  if (result.is_cpu() && result.nbytes() >= 4 * kHugePage) {
+    const auto begin = (reinterpret_cast<uintptr_t>(result.data_ptr()) + kHugePage - 1) & ~(kHugePage - 1);
+    const auto end = (reinterpret_cast<uintptr_t>(result.data_ptr()) + result.nbytes()) & ~(kHugePage - 1);
+    // Advice: where the system has no huge pages, nothing changes.
+    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+  return result;
 }
 
 DType to_dtype(at::ScalarType dtype) {

@@ -24,6 +24,10 @@ RowDevice row_device(const at::Device& device);
 
 DType to_dtype(at::ScalarType dtype);
 
+/// An empty contiguous tensor for a result. Large ones on the CPU ask for huge pages: the first touch of 4 KiB pages
+/// takes longer than the kernel that writes them.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
+
 /// The options and tensors of one call, on rows [0, N) of V columns.
 class RowJob {
  public:

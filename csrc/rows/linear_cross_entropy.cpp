@@ -58,9 +58,9 @@ struct Sum {
 
   void allocate(at::IntArrayRef shape, const at::TensorOptions& options, at::ScalarType accumulate) {
     if (options.dtype() == accumulate) {
-      result = accumulator = at::empty(shape, options);
+      result = accumulator = empty_result(shape, options);
     } else {
-      accumulator = at::empty(shape, options.dtype(accumulate));
+      accumulator = empty_result(shape, options.dtype(accumulate));
     }
     result_options = options;
   }
@@ -87,7 +87,7 @@ struct Sum {
 
 Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorOptions& options) {
   const int64_t stride = logits_row_elements(columns, static_cast<int64_t>(options.dtype().itemsize()));
-  return at::empty({rows, stride}, options).narrow(1, 0, columns);
+  return empty_result({rows, stride}, options).narrow(1, 0, columns);
 }
 
 // Gradients from saved statistics: the logits a block of columns at a time, so that each block of the weight's
@@ -102,7 +102,7 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Tensor
   LinearGradients gradients;
   Sum input_sum;
   if (needs_grad[0]) input_sum.allocate({rows, hidden}, input_options, columns >= vocab ? x.scalar_type() : acc);
-  if (needs_grad[1]) gradients.weight = at::empty({vocab, hidden}, weight_options);
+  if (needs_grad[1]) gradients.weight = empty_result({vocab, hidden}, weight_options);
   if (needs_grad[2]) gradients.bias = at::empty({vocab}, bias_options);
   {
     const auto buffer = logits_buffer(rows, std::min(columns, vocab), x.options());

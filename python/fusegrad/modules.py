@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusegrad import functional
-from fusegrad.functional import Aux, Reduction
+from . import functional
+from .functional import Aux, Reduction
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 
