@@ -114,11 +114,12 @@ def ours(fusegrad: Any, case: Case) -> list[Implementation]:
         def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
             return fusegrad.linear_cross_entropy(hidden, weight, target, **(options or {}))
 
+        how.setdefault("essential", case.device == "cuda")
         return Implementation(f"fusegrad{name}", loss, ours=True, **how)
 
     found = [
-        make(""),
-        make(" inplace", {"inplace": True}, overwrites=True),
+        make("", essential=True),
+        make(" inplace", {"inplace": True}, overwrites=True, essential=True),
         make(" upstream 0.37", upstream=0.37),
         make(" none", {"reduction": "none"}, upstream="rows"),
         make(" no-grad", backward=False, floor_scale=1 / 3),
