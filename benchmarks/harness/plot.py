@@ -10,7 +10,7 @@ from typing import Any
 
 OURS, PEERS = "#c1272d", "#7a93b8"
 # Longer bars are cut, with their times written beside them: else the rest are too short to compare.
-LONGEST_BAR = 3.5
+LONGEST_BAR = 8.0
 COLUMNS = 2
 BAR_INCHES = 0.26
 
