@@ -93,7 +93,7 @@ test-example: build
 	$(BIN)/cmake -S examples/cpp -B $(BUILD)-example -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
 	  -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$$prefix" > $(BUILD)/example.log
 	$(BIN)/ninja -C $(BUILD)-example
-	$(BIN)/ctest --test-dir $(BUILD)-example --output-on-failure
+	$(BIN)/ctest --test-dir $(BUILD)-example --verbose
 
 demo: build $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)

@@ -84,6 +84,11 @@ if(NOT FUSEGRAD_WITH_CUDA)
 endif()
 
 fusegrad_nvcc_version(${nvcc} FUSEGRAD_CUDA_VERSION)
+# CMake remembers the compiler of the first configuration and would go on with it, unasked.
+if(NOT nvcc STREQUAL FUSEGRAD_LAST_NVCC)
+  file(REMOVE ${CMAKE_BINARY_DIR}/CMakeFiles/${CMAKE_VERSION}/CMakeCUDACompiler.cmake)
+  set(FUSEGRAD_LAST_NVCC ${nvcc} CACHE INTERNAL "")
+endif()
 set(CMAKE_CUDA_COMPILER ${nvcc})
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 if(FUSEGRAD_CUDA_ARCHS STREQUAL "native")
