@@ -114,7 +114,7 @@ void RowJob::begin_forward(const std::optional<Tensor>& normalizer, bool defer) 
     p.rows = rows_;
     p.cols = vocab_;
     p.targets = targets(0, 0);
-    p.normalizer = pointer_at(normalizer, 0);
+    p.normalizer = normalizer.has_value() ? normalizer->const_data_ptr() : nullptr;
     p.defer = deferred_;
     p.out = out_.scales.data_ptr();
     device_.kernels->scales(p, to_dtype(dtype_), device_.stream);
