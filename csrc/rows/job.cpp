@@ -26,6 +26,13 @@ const void* pointer_at(const std::optional<Tensor>& tensor, int64_t index) {
   return tensor.has_value() ? pointer_at(*tensor, index) : nullptr;
 }
 
+// The kernels read probabilities in the logits' dtype or in acc. Those of the inputs' dtype are neither where the
+// logits are wider: low-precision products on the CPU.
+Tensor readable_target(const Tensor& target, at::ScalarType logits_dtype) {
+  const auto dtype = target.scalar_type();
+  return !target.is_floating_point() || dtype == logits_dtype ? target : target.to(acc_type(logits_dtype));
+}
+
 }  // namespace
 
 RowDevice row_device(const at::Device& device) {
@@ -62,7 +69,7 @@ DType to_dtype(at::ScalarType dtype) {
 RowJob::RowJob(const Tensor& target, const std::optional<Tensor>& weight, const std::optional<Tensor>& token_weight,
                const LossOptions& options, double logit_scale, int64_t rows, int64_t vocab,
                at::ScalarType logits_dtype)
-    : target_(target),
+    : target_(readable_target(target, logits_dtype)),
       weight_(weight),
       token_weight_(token_weight),
       options_(options),
@@ -114,7 +121,7 @@ void RowJob::begin_forward(const std::optional<Tensor>& normalizer, bool defer) 
     p.rows = rows_;
     p.cols = vocab_;
     p.targets = targets(0, 0);
-    p.normalizer = pointer_at(normalizer, 0);
+    p.normalizer = normalizer.has_value() ? normalizer->const_data_ptr() : nullptr;
     p.defer = deferred_;
     p.out = out_.scales.data_ptr();
     device_.kernels->scales(p, to_dtype(dtype_), device_.stream);

@@ -48,7 +48,9 @@ inline int64_t plan_columns(const LinearSizes& s, std::optional<int64_t> budget)
   const int64_t fallback = (s.cpu ? 32 : 512) * kMiB;
   const int64_t accumulator = 4 * s.rows * s.hidden;  // the input's gradient, float32
   const int64_t bytes = budget.has_value() ? *budget - accumulator : fallback;
-  return balanced_chunk(s.vocab, bytes / std::max<int64_t>(1, s.rows * s.element_size), 1024);
+  // The padding of a row counts too: all columns are one block only where it fits.
+  const int64_t columns = logits_row_elements(s.vocab, s.element_size);
+  return std::min(s.vocab, balanced_chunk(columns, bytes / std::max<int64_t>(1, s.rows * s.element_size), 1024));
 }
 
 /// The plan of a forward that computes the gradients too.
