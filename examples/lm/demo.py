@@ -1,0 +1,2 @@
+def run_demo(options):
+    return 0
