@@ -66,6 +66,7 @@ struct RowForward {
   // is the row's own (if lse_of_ignored), all others are 0.
   void* loss = nullptr;
   void* lse = nullptr;
+  void* lse_low = nullptr;         // what rounding took from lse: (m - lse) + log l
   void* mass = nullptr;            // A, dense targets only
   void* z_loss_term = nullptr;     // z_loss * lse^2, unscaled
   void* predicted = nullptr;       // the first index of the row's maximum
@@ -93,6 +94,7 @@ struct RowGradient {
   double z_loss = 0.0;
   const void* scales = nullptr;     // [2] acc, or null
   const void* lse = nullptr;        // [N] acc
+  const void* lse_low = nullptr;    // [N] acc: p = exp((z - lse) - lse_low), exact for large offsets
   const void* mass = nullptr;       // [N] acc, dense targets only
   const void* grad_loss = nullptr;  // [N] or one value (stride 0), acc; null: zero
   int64_t grad_loss_stride = 0;
@@ -131,7 +133,6 @@ struct RowScaling {
   int64_t cols = 0;
   const void* in = nullptr;
   int64_t in_stride = 0;
-  DType in_dtype = DType::kFloat32;  // the output's own dtype is the call's; the input may also be float32
   void* out = nullptr;
   int64_t out_stride = 0;
   const void* scale = nullptr;  // acc: one value (stride 0) or one a row (stride 1); null: 1

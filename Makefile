@@ -1,0 +1,130 @@
+# Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
+#
+#   make test | demo | bench | lint | wheel | docs | build | clean
+#
+# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment),
+# JOBS (compile jobs), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi.
+DEFAULT_TORCH := 2.11.0
+TORCH ?= $(DEFAULT_TORCH)
+JOBS ?= $(shell nproc)
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
+BUILD := build/torch-$(TORCH)
+BIN := $(CURDIR)/$(VENV)/bin
+LINT := .venv-lint/bin
+PIP_INSTALL := install --quiet --disable-pip-version-check
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: test test-python test-cpp test-example demo bench lint tidy wheel docs build clean FORCE
+.DEFAULT_GOAL := build
+
+# --- environments ---------------------------------------------------------------------------------------------
+
+# The first Python 3.10 to 3.13 that can make environments and has its headers; pyenv's names may exist and not run.
+PYTHON ?=
+define make_venv
+	for python in $(or $(PYTHON),python3.12 python3.13 python3.11 python3.10 python3); do \
+	  if $$python -c 'import ensurepip, os, sys, sysconfig as s, venv; \
+	      sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 13) and \
+	                    os.path.exists(s.get_path("include") + "/Python.h")))' 2>/dev/null; then \
+	    echo "Making $(1) with $$($$python --version)"; $$python -m venv $(1); break; fi; done
+	test -x $(1)/bin/python || { echo "No Python 3.10 to 3.13 with venv and headers was found (tried: \
+	$(or $(PYTHON),python3.12 python3.13 python3.11 python3.10 python3)). Debian, Ubuntu: apt-get install python3-venv \
+	python3-dev. Or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(1)/bin/python -m pip $(PIP_INSTALL) --upgrade 'pip>=24'
+	touch $@
+endef
+
+$(VENV)/.made:
+	$(call make_venv,$(VENV))
+
+.venv-lint/.made:
+	$(call make_venv,.venv-lint)
+
+# An extra of pyproject.toml, never with another torch.
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.made
+	$(BIN)/python tools/requirements.py $* > $(VENV)/requirements-$*.txt
+	echo "Installing the requirements of '$*' and torch $(TORCH) into $(VENV)"
+	$(BIN)/python -m pip $(PIP_INSTALL) torch==$(TORCH) -r $(VENV)/requirements-$*.txt
+	touch $@
+
+.venv-lint/.installed: pyproject.toml .venv-lint/.made
+	.venv-lint/bin/python tools/requirements.py lint > .venv-lint/requirements.txt
+	.venv-lint/bin/python -m pip $(PIP_INSTALL) -r .venv-lint/requirements.txt
+	touch $@
+
+# --- build ----------------------------------------------------------------------------------------------------
+
+# The package is installed into the environment as a wheel lays it out, its Python files as links: edits take
+# effect at once.
+build: $(BUILD)/build.ninja
+	$(BIN)/ninja -C $(BUILD) -j $(JOBS)
+	site=$$(echo $(VENV)/lib/python3*/site-packages); mkdir -p $$site/fusegrad
+	find $$site/fusegrad -maxdepth 1 -type l -delete
+	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
+	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $$site/fusegrad/
+	$(BIN)/cmake --install $(BUILD) --prefix $$site/fusegrad > $(BUILD)/install.log
+
+OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC
+CMAKE_OPTIONS := $(foreach o,$(OPTIONS),$(if $($(o)),-D$(o)='$($(o))',-U$(o)))
+$(BUILD)/options: FORCE
+	mkdir -p $(BUILD)
+	echo "$(CMAKE_OPTIONS)" | cmp --silent - $@ || echo "$(CMAKE_OPTIONS)" > $@
+
+$(BUILD)/build.ninja: $(BUILD)/options $(VENV)/.installed-build
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(BIN)/python \
+	  -DFUSEGRAD_TESTS=ON $(CMAKE_OPTIONS)
+	touch $@
+
+# --- what people ask for --------------------------------------------------------------------------------------
+
+test: test-python test-cpp test-example
+
+test-python: build $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/python $(PYTEST_ARGS)
+
+test-cpp: build
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+
+# The C++ example, built as a user's project against the installed package.
+test-example: build
+	prefix=$$($(BIN)/python -c 'import fusegrad; print(fusegrad.utils.cmake_prefix_path)'); \
+	$(BIN)/cmake -S examples/cpp -B $(BUILD)-example -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja \
+	  -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$$prefix" > $(BUILD)/example.log
+	$(BIN)/ninja -C $(BUILD)-example
+	$(BIN)/ctest --test-dir $(BUILD)-example --output-on-failure
+
+demo: build $(VENV)/.installed-demo
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+# Peers that cannot be installed beside this torch are left out; the benchmarks say which are there.
+bench: build $(VENV)/.installed-bench
+	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+
+wheel: build
+	FUSEGRAD_BUILD_DIR=$(BUILD) $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
+lint: .venv-lint/.installed
+	$(LINT)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(LINT)/ruff check .
+	$(LINT)/ruff format --check .
+	$(LINT)/mypy
+
+format: .venv-lint/.installed
+	$(LINT)/clang-format -i $(CXX_FILES)
+	$(LINT)/ruff check --fix .
+	$(LINT)/ruff format .
+
+tidy: .venv-lint/.installed build
+	$(LINT)/clang-tidy -p $(BUILD) --quiet $$(git ls-files 'csrc/*.cpp')
+
+docs: build $(VENV)/.installed-docs
+	$(BIN)/sphinx-build -q -W -b html docs site
+	echo "site/index.html"
+
+clean:
+	rm -rf build dist site .venv .venv-* python/fusegrad.egg-info
+	rm -rf python/fusegrad/lib python/fusegrad/include python/fusegrad/share python/fusegrad/_build.py
+	rm -f python/fusegrad/_C.*.so

@@ -1,0 +1,124 @@
+#include "autograd/inplace.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <string>
+
+namespace fusegrad {
+namespace {
+
+constexpr c10::DispatchKeySet kTransformKeys({c10::DispatchKey::FuncTorchBatched,
+                                              c10::DispatchKey::FuncTorchGradWrapper,
+                                              c10::DispatchKey::FuncTorchVmapMode});
+
+// Rows of a [.., C] tensor can be written by the kernels: the last dimension is dense, and the others are as if
+// contiguous, but for a free row stride of a matrix.
+bool rows_writable(const at::Tensor& tensor) {
+  if (tensor.dim() == 2) {
+    return tensor.sym_stride(1) == 1 && tensor.sym_stride(0) >= tensor.sym_size(1);
+  }
+  return tensor.is_contiguous();
+}
+
+// Raises where `tensor` shares elements with `other`. False where that cannot be decided: ATen cannot say, or sizes
+// are symbolic (torch.compile, dynamic shapes) and the two share a storage.
+bool surely_apart(const at::Tensor& tensor, const at::Tensor& other) {
+  const bool symbolic = tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+                        other.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  if (symbolic) return !tensor.is_alias_of(other);
+  at::assert_no_overlap(tensor, other);
+  return at::get_overlap_status(tensor, other) != at::MemOverlapStatus::TooHard;
+}
+
+// Passes a gradient on; its own backward raises.
+struct RefuseDoubleBackward : torch::autograd::Function<RefuseDoubleBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& gradient,
+                            at::TensorList /*inputs: edges only*/, const std::string& op) {
+    ctx->saved_data["op"] = op;
+    return gradient.detach();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& /*grads*/) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "fusegrad::", ctx->saved_data["op"].toStringRef(),
+                                ": the gradient must not be differentiated a second time, but a double backward "
+                                "reached it");
+  }
+};
+
+}  // namespace
+
+bool saved_tensor_hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
+
+bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional<at::Tensor>> others) {
+  if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
+  torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
+  at::assert_no_internal_overlap(tensor);
+  bool decidable = at::has_internal_overlap(tensor) == at::MemOverlap::No;
+  for (const auto& other : others) {
+    if (other.has_value() && other->defined()) decidable &= surely_apart(tensor, *other);
+  }
+  return decidable && !saved_tensor_hooks_active() && rows_writable(tensor);
+}
+
+bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active) {
+  return !hooks_were_active && !at::GradMode::is_enabled() &&
+         !torch::autograd::get_current_graph_task_keep_graph() && !c10::impl::dispatch_mode_enabled() &&
+         !saved.key_set().has(c10::DispatchKey::Python) && !saved.key_set().has_any(kTransformKeys);
+}
+
+at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at::TensorList inputs) {
+  if (!gradient.defined() || !at::GradMode::is_enabled()) return gradient;
+  return RefuseDoubleBackward::apply(gradient, inputs, std::string(op));
+}
+
+void refuse_transforms(const char* op, std::initializer_list<std::optional<at::Tensor>> tensors) {
+  for (const auto& tensor : tensors) {
+    if (!tensor.has_value() || !tensor->defined()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor->key_set().has_any(kTransformKeys), "fusegrad::", op,
+                                ": torch.func transforms (grad, vjp, vmap, ...) must not be applied, but one is "
+                                "active; use torch.autograd");
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor->_fw_grad(/*level=*/0).defined(), "fusegrad::", op,
+                                ": inputs must not carry forward-mode tangents, but one does; only reverse-mode "
+                                "gradients are implemented");
+  }
+}
+
+void bump_overwritten(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  c10::SmallVector<at::Tensor, 2> overwritten;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) overwritten.push_back((*stack)[first + i].toTensor());
+  }
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  for (const auto& tensor : overwritten) torch::autograd::increment_version(tensor);
+}
+
+void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), ": torch.vmap must not be applied, but it is; the op takes "
+                              "batch dimensions itself");
+}
+
+std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
+  const auto device = tensor.device().type();
+  if (!at::autocast::is_autocast_enabled(device)) return std::nullopt;
+  return at::autocast::get_autocast_dtype(device);
+}
+
+void check_differentiable_outputs(const char* op, const torch::autograd::variable_list& grads, size_t count) {
+  for (size_t i = count; i < grads.size(); ++i) {
+    TORCH_CHECK(!grads[i].defined(), "fusegrad::", op, ": only the loss and lse are differentiable, but output ", i,
+                " received a gradient");
+  }
+}
+
+}  // namespace fusegrad

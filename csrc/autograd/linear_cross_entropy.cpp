@@ -1,0 +1,121 @@
+#include "autograd/autograd.h"
+#include "autograd/saved.h"
+
+namespace fusegrad::autograd {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "linear_cross_entropy";
+
+// Places of the differentiable arguments of both Functions, and of what their backwards return. An absent bias has
+// no edge, and the last place.
+enum { kInput, kWeight, kBias, kInputs };
+
+variable_list visible(const RowOutputs& out) {
+  return {out.loss, out.lse, out.z_loss, out.predicted_tokens, out.entropy, out.token_log_prob};
+}
+
+// Inside Function::forward nothing requires grad any more: asked here, by the arguments themselves.
+std::array<bool, 3> wanted_gradients(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const bool enabled = at::GradMode::is_enabled();
+  return {enabled && input.requires_grad(), enabled && weight.requires_grad(),
+          enabled && bias.has_value() && bias->requires_grad()};
+}
+
+// Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
+// backward. With `inplace` the input's gradient lies in the input.
+struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
+                               std::array<bool, 3> needs_grad, bool inplace) {
+    at::AutoDispatchBelowAutograd guard;
+    const auto [out, gradients] = dispatch::linear_cross_entropy_forward(input, weight, bias, rows,
+                                                                         options, linear, needs_grad, inplace);
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["hooks"] = saved_tensor_hooks_active();
+    ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
+    // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), inplace ? input : gradients.input, gradients.weight, gradients.bias,
+                            out.scales});
+    return visible(out);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    check_differentiable_outputs(kOp, grads, 1);
+    const auto saved = ctx->get_saved_variables();
+    variable_list result(8);
+    if (!grads[0].defined()) return result;
+    const bool hooks = ctx->saved_data["hooks"].toBool();
+    const auto factor = deferred_factor(saved[6], ctx->saved_data["half"].toBool() ? at::kHalf : at::kFloat);
+    const std::vector<Tensor> inputs(saved.begin(), saved.begin() + (saved[kBias].defined() ? 3 : 2));
+    for (size_t i = 0; i < kInputs; ++i) {
+      if (!saved[i].defined() || !ctx->needs_input_grad(i)) continue;
+      result[i] = refuse_double_backward(kOp, scale_saved(saved[kInputs + i], grads[0], factor, hooks), inputs);
+    }
+    return result;
+  }
+};
+
+// Keeps one lse a row and computes the logits a second time in the backward: reduction 'none', a differentiable
+// lse, and where memory must be least.
+struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntropyRecompute> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options, const LinearOptions& linear) {
+    at::AutoDispatchBelowAutograd guard;
+    const auto out = dispatch::linear_cross_entropy_forward(input, weight, bias, rows, options, linear,
+                                                            {false, false, false}, /*inplace=*/false)
+                         .first;
+    ctx->set_materialize_grads(false);
+    save_options(ctx, options);
+    ctx->saved_data["logit_scale"] = linear.logit_scale;
+    ctx->saved_data["workspace_mib"] = linear.workspace_mib;
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), rows.target, rows.weight.value_or(Tensor()),
+                            rows.token_weight.value_or(Tensor()), out.lse, out.lse_low, out.mass, out.scales});
+    return visible(out);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    check_differentiable_outputs(kOp, grads, 2);
+    const auto saved = ctx->get_saved_variables();
+    variable_list result(6);
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+    RowArguments rows;
+    rows.target = saved[3];
+    rows.weight = optional_of(saved[4]);
+    rows.token_weight = optional_of(saved[5]);
+    RowOutputs forward;
+    forward.lse = saved[6];
+    forward.lse_low = saved[7];
+    forward.mass = saved[8];
+    forward.scales = saved[9];
+    LinearOptions linear;
+    linear.logit_scale = ctx->saved_data["logit_scale"].toDouble();
+    linear.workspace_mib = ctx->saved_data["workspace_mib"].toOptional<int64_t>();
+    std::array<bool, 3> needs_grad{};
+    for (size_t i = 0; i < kInputs; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(i);
+    const auto gradients = dispatch::linear_cross_entropy_backward(
+        grads[0], grads[1], saved[kInput], saved[kWeight], optional_of(saved[kBias]), rows, load_options(ctx), linear,
+        forward, needs_grad);
+    if (needs_grad[kInput]) result[kInput] = gradients.input;
+    if (needs_grad[kWeight]) result[kWeight] = gradients.weight;
+    if (needs_grad[kBias]) result[kBias] = gradients.bias;
+    return result;
+  }
+};
+
+}  // namespace
+
+RowOutputs linear_cross_entropy(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
+                                bool recompute, bool inplace) {
+  const auto out =
+      recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias, rows, options, linear)
+                : LinearCrossEntropy::apply(input, weight, bias, rows, options, linear,
+                                            wanted_gradients(input, weight, bias), inplace);
+  return {out[0], out[1], out[2], out[3], out[4], out[5], {}, {}, {}};
+}
+
+}  // namespace fusegrad::autograd

@@ -1,0 +1,50 @@
+// How the losses' Functions keep what their backward needs.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "autograd/inplace.h"
+#include "ops/dispatch.h"
+
+namespace fusegrad::autograd {
+
+/// The options that a backward reads.
+inline void save_options(torch::autograd::AutogradContext* ctx, const LossOptions& options) {
+  auto& data = ctx->saved_data;
+  data["ignore_index"] = options.ignore_index;
+  data["label_smoothing"] = options.label_smoothing;
+  data["z_loss"] = options.z_loss;
+  data["softcap"] = options.softcap;
+}
+
+inline LossOptions load_options(torch::autograd::AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  LossOptions options;
+  options.ignore_index = data["ignore_index"].toInt();
+  options.label_smoothing = data["label_smoothing"].toDouble();
+  options.z_loss = data["z_loss"].toDouble();
+  options.softcap = data["softcap"].toDouble();
+  return options;
+}
+
+inline std::optional<at::Tensor> optional_of(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
+/// The factor that the forward left out of a saved gradient: it applies 1 / D itself, but for float16, whose range
+/// is too small for it (see RowScales).
+inline std::optional<at::Tensor> deferred_factor(const at::Tensor& scales, at::ScalarType dtype) {
+  if (scales.numel() == 0 || dtype != at::kHalf) return std::nullopt;
+  return scales.narrow(0, 2, 1);
+}
+
+/// A gradient saved for an upstream gradient of 1, times the upstream gradient: in the buffer itself where this
+/// is its last use, else in a fresh tensor, since AccumulateGrad steals what it is given.
+inline at::Tensor scale_saved(const at::Tensor& saved, const at::Tensor& upstream,
+                              const std::optional<at::Tensor>& factor, bool hooks_were_active) {
+  if (!may_reuse_saved(saved, hooks_were_active)) return dispatch::scale_gradient(saved.detach(), upstream, factor);
+  dispatch::scale_gradient_(saved, upstream, factor);
+  return saved.detach();
+}
+
+}  // namespace fusegrad::autograd

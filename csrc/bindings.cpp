@@ -1,0 +1,28 @@
+// fusegrad._C: what is not an op. Ops are reached through torch.ops.fusegrad and need no binding.
+#include <fusegrad/build_info.h>
+#include <fusegrad/check_targets.h>
+#include <pybind11/pybind11.h>
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_C, m) {
+  m.def(
+      "build_info",
+      [] {
+        const fusegrad::BuildInfo& info = fusegrad::build_info();
+        py::dict result;
+        result["version"] = info.version;
+        result["torch_version"] = info.torch_version;
+        result["cuda"] = info.cuda;
+        result["cuda_version"] = info.cuda_version;
+        result["cuda_archs"] = info.cuda_archs;
+        result["cuda_status"] = info.cuda_status;
+        result["compiler"] = info.compiler;
+        return result;
+      },
+      "What this build is for and with: versions, CUDA and why or why not, compiler.");
+  m.def("set_check_targets", &fusegrad::set_check_targets, py::arg("enabled"),
+        "Whether class indices out of range raise IndexError on the GPU too, which synchronises at every call (off by "
+        "default). Without it such a row's loss and gradient are NaN. The CPU always raises.");
+  m.def("check_targets_enabled", &fusegrad::check_targets_enabled, "Whether set_check_targets(True) is in force.");
+}

@@ -1,0 +1,92 @@
+// The CPU's row kernels: the choice of the instruction set, the split over threads, and the small reductions.
+#include "cpu/row_range.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+
+#include <limits>
+#include <type_traits>
+
+namespace fusegrad {
+namespace {
+
+const cpu::RowRangeKernels& range_kernels() {
+  static const cpu::RowRangeKernels& chosen = []() -> const cpu::RowRangeKernels& {
+    const auto capability = at::get_cpu_capability();
+    if (capability == "AVX512") return cpu::AVX512::kRowRangeKernels;
+    if (capability == "AVX2") return cpu::AVX2::kRowRangeKernels;
+    return cpu::DEFAULT::kRowRangeKernels;
+  }();
+  return chosen;
+}
+
+// Rows a thread should at least have: about 32 K elements, the work that is worth a thread.
+int64_t grain(int64_t cols) { return 1 + (int64_t{1} << 15) / (cols + 1); }
+
+template <class Params>
+void over_rows(const Params& p, DType dtype, void (*kernel)(const Params&, DType, int64_t, int64_t)) {
+  at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
+}
+
+void forward(const RowForward& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().forward); }
+void gradient(const RowGradient& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().gradient); }
+void scaling(const RowScaling& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().scaling); }
+
+template <class Function>
+void with_acc(DType dtype, Function&& function) {
+  if (dtype == DType::kFloat64) {
+    function(double{});
+  } else {
+    function(float{});
+  }
+}
+
+void scales(const RowScales& p, DType dtype, void*) {
+  with_acc(dtype, [&](auto zero) {
+    using Acc = decltype(zero);
+    const auto& t = p.targets;
+    const auto* class_weight = static_cast<const Acc*>(t.class_weight);
+    int64_t kept = p.rows;
+    double weight = static_cast<double>(p.rows);
+    if (t.index != nullptr) {
+      kept = 0;
+      weight = 0;
+      for (int64_t n = 0; n < p.rows; ++n) {
+        const int64_t y = t.index_is_int32 ? static_cast<const int32_t*>(t.index)[n]
+                                           : static_cast<const int64_t*>(t.index)[n];
+        if (y == t.ignore_index) continue;
+        ++kept;
+        weight += class_weight != nullptr ? static_cast<double>(class_weight[y]) : 1.0;
+      }
+    } else if (p.rows != 0 && t.probability == nullptr) {
+      kept = 0;  // no columns: the caller deals with it
+    }
+    double count = static_cast<double>(kept);
+    if (p.normalizer != nullptr) weight = count = static_cast<double>(*static_cast<const Acc*>(p.normalizer));
+    auto* out = static_cast<Acc*>(p.out);
+    out[0] = p.defer ? Acc(1) : static_cast<Acc>(1 / weight);
+    out[1] = p.defer ? static_cast<Acc>(weight / count) : static_cast<Acc>(1 / count);
+    out[2] = !p.defer ? Acc(1) : weight == 0 ? Acc(0) : static_cast<Acc>(1 / weight);
+    out[3] = static_cast<Acc>(weight);
+  });
+}
+
+void sum(const RowSum& p, DType dtype, void*) {
+  with_acc(dtype, [&](auto zero) {
+    using Acc = decltype(zero);
+    const auto* loss = static_cast<const Acc*>(p.loss);
+    double total = 0;
+    for (int64_t n = 0; n < p.rows; ++n) total += static_cast<double>(loss[n]);
+    if (p.factor != nullptr) total *= static_cast<double>(*static_cast<const Acc*>(p.factor));
+    if (p.nan_if_zero != nullptr && *static_cast<const Acc*>(p.nan_if_zero) == 0) {
+      total = std::numeric_limits<double>::quiet_NaN();
+    }
+    *static_cast<Acc*>(p.out) = static_cast<Acc>(total);
+  });
+}
+
+}  // namespace
+
+const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling};
+
+}  // namespace fusegrad

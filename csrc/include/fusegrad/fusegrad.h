@@ -1,0 +1,7 @@
+// fusegrad: fused losses whose gradients cannot be silently wrong. Include this one header.
+#pragma once
+
+#include "fusegrad/check_targets.h"
+#include "fusegrad/cross_entropy.h"
+#include "fusegrad/linear_cross_entropy.h"
+#include "fusegrad/options.h"

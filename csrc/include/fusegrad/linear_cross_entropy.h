@@ -1,0 +1,44 @@
+#pragma once
+
+#include "fusegrad/options.h"
+
+namespace fusegrad {
+
+/// Options of linear_cross_entropy; those it shares with CrossEntropyOptions mean the same.
+struct LinearCrossEntropyOptions {
+  /// [V], floating, on the input's device.
+  TORCH_ARG(std::optional<at::Tensor>, linear_bias);
+  TORCH_ARG(std::optional<at::Tensor>, weight);
+  TORCH_ARG(std::optional<at::Tensor>, token_weight);
+  TORCH_ARG(Normalizer, normalizer);
+  TORCH_ARG(int64_t, ignore_index) = -100;
+  TORCH_ARG(std::string, reduction) = "mean";
+  TORCH_ARG(double, label_smoothing) = 0.0;
+  TORCH_ARG(double, z_loss) = 0.0;
+  TORCH_ARG(std::optional<double>, softcap);
+  /// z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)).
+  TORCH_ARG(double, logit_scale) = 1.0;
+  /// Permission to overwrite the input with its gradient.
+  TORCH_ARG(bool, inplace) = false;
+  /// float32 (the default): the weight's gradient accumulates in float32. The weight's own low-precision dtype: it
+  /// accumulates in that, chunk by chunk, which saves 4 * V * H bytes and costs accuracy (docs/contract.md).
+  TORCH_ARG(std::optional<at::ScalarType>, accumulate_dtype);
+  /// Budget for temporary tensors, in MiB, above the gradients themselves. The smallest chunks may exceed it.
+  TORCH_ARG(std::optional<int64_t>, workspace_mib);
+};
+
+/// cross_entropy(linear(input, linear_weight, linear_bias), target) without ever holding all logits.
+///
+/// input: [..., H]; linear_weight: [V, H]; target: class indices [...] or class probabilities [..., V] (which get no
+/// gradient). The products are computed in the input's dtype (autocast's under autocast); every gradient has its
+/// own tensor's dtype. Errors as in cross_entropy.
+at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& linear_weight, const at::Tensor& target,
+                                const LinearCrossEntropyOptions& options = {});
+
+/// The same, with per-row values beside the loss. With Aux().lse(true), which is differentiable, the gradients are
+/// computed in the backward.
+LossOutput linear_cross_entropy_with_aux(const at::Tensor& input, const at::Tensor& linear_weight,
+                                         const at::Tensor& target, const LinearCrossEntropyOptions& options,
+                                         const Aux& aux);
+
+}  // namespace fusegrad

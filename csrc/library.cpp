@@ -1,0 +1,81 @@
+// READ FIRST: every schema of the library, each backward under its forward.
+//
+// Three layers, top down:
+//   <op>, <op>_                  what front ends call. Composite: checks, views, the choice of the path
+//                                (ops/<op>.cpp), then the autograd Function (autograd/<op>.cpp).
+//   <op>_forward, <op>_forward_  the work on [N, V] or [N, H], by device; no autograd of its own.
+//   <op>_backward                the gradient from what the forward saved; cannot be differentiated.
+// A trailing underscore marks the op that may write a gradient into its (a!) argument; it returns fresh tensors
+// only, and raises the argument's version counter.
+//
+// Letters: N rows (tokens), V vocabulary, H hidden size. `acc` is float64 for float64 and float32 otherwise.
+#include <torch/library.h>
+
+#include <string>
+
+namespace {
+
+void define(torch::Library& m, const std::string& schema) {
+  m.def(schema.c_str(), {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
+}
+
+// One text for an op and its in-place twin, so that they cannot differ.
+void define_pair(torch::Library& m, const std::string& name, const std::string& overwritten,
+                 const std::string& arguments, const std::string& returns) {
+  define(m, name + "(Tensor " + overwritten + ", " + arguments + ") -> " + returns);
+  define(m, name + "_(Tensor(a!) " + overwritten + ", " + arguments + ") -> " + returns);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(fusegrad, m) {
+  // Options that every loss over class targets has. `aux` is a set of bits, see include/fusegrad/options.h.
+  const std::string loss_options =
+      "Tensor? token_weight=None, Tensor? normalizer=None, int? ignore_index=None, str reduction='mean', "
+      "float label_smoothing=0.0, float z_loss=0.0, float? softcap=None, int aux=0";
+  const std::string loss_returns =
+      "(Tensor loss, Tensor lse, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, "
+      "Tensor entropy, Tensor token_log_prob)";
+
+  // The same after the checks: weights are acc, `reduction` is at::Reduction, a softcap of 0 means none.
+  const std::string row_options =
+      "Tensor? token_weight, Tensor? normalizer, int ignore_index, int reduction, float label_smoothing, "
+      "float z_loss, float softcap, int aux";
+  const std::string row_returns =
+      "Tensor loss, Tensor lse, Tensor z_loss, Tensor predicted_tokens, Tensor entropy, Tensor token_log_prob, "
+      "Tensor lse_low, Tensor mass, Tensor scales";
+  const std::string saved = "Tensor lse, Tensor lse_low, Tensor mass, Tensor scales";
+
+  // --- cross entropy ---------------------------------------------------------------------------------------
+  define_pair(m, "cross_entropy", "input", "Tensor target, Tensor? weight=None, *, " + loss_options, loss_returns);
+  define_pair(m, "cross_entropy_forward", "logits", "Tensor target, Tensor? weight, " + row_options,
+              "(" + row_returns + ")");
+  define(m, "cross_entropy_backward(Tensor? grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor? weight, " +
+            saved + ", Tensor? token_weight, int ignore_index, float label_smoothing, float z_loss, float softcap) "
+            "-> Tensor grad_logits");
+
+  // --- linear cross entropy --------------------------------------------------------------------------------
+  define_pair(m, "linear_cross_entropy", "input",
+              "Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, Tensor? weight=None, " +
+                  loss_options + ", float logit_scale=1.0, ScalarType? accumulate_dtype=None, int? workspace_mib=None",
+              loss_returns);
+  const std::string linear_options =
+      row_options + ", float logit_scale, ScalarType? accumulate_dtype, int? workspace_mib";
+  // Gradients for an upstream gradient of 1, computed where `needs_grad` (input, weight, bias) says so and empty
+  // otherwise; the in-place twin writes the input's over the input and returns it empty.
+  define_pair(m, "linear_cross_entropy_forward", "input",
+              "Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, " + linear_options +
+                  ", bool[3] needs_grad",
+              "(" + row_returns + ", Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  define(m, "linear_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, "
+        "Tensor target, Tensor? linear_bias, Tensor? weight, " +
+            saved + ", Tensor? token_weight, int ignore_index, float label_smoothing, float z_loss, float softcap, "
+            "float logit_scale, int? workspace_mib, bool[3] needs_grad) "
+            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
+  // --- shared ----------------------------------------------------------------------------------------------
+  // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.
+  // In place, rows whose factor is 1 are not touched.
+  define(m, "scale_gradient(Tensor gradient, Tensor scale, Tensor? factor=None) -> Tensor");
+  define(m, "scale_gradient_(Tensor(a!) gradient, Tensor scale, Tensor? factor=None) -> ()");
+}

@@ -1,0 +1,169 @@
+#include "ops/check.h"
+
+#include <atomic>
+#include <cmath>
+
+#include "fusegrad/options.h"
+
+namespace fusegrad {
+namespace {
+
+std::atomic<bool> check_targets{false};
+
+at::Tensor rows_as(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.to(dtype).reshape({-1}).contiguous();
+}
+
+}  // namespace
+
+void set_check_targets(bool enabled) { check_targets = enabled; }
+bool check_targets_enabled() { return check_targets; }
+
+int64_t parse_reduction(const char* op, std::string_view reduction) {
+  if (reduction == "none") return at::Reduction::None;
+  if (reduction == "mean") return at::Reduction::Mean;
+  if (reduction == "sum") return at::Reduction::Sum;
+  FUSEGRAD_CHECK_VALUE(false, op, "reduction must be 'none', 'mean' or 'sum', but got '", reduction, "'");
+}
+
+void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
+  FUSEGRAD_CHECK_TYPE(tensor.layout() == at::kStrided, op, name, " must be a dense tensor, but got layout ",
+                      tensor.layout());
+  const auto device = tensor.device().type();
+  FUSEGRAD_CHECK_VALUE(device == at::kCPU || device == at::kCUDA || device == at::kMeta, op, name,
+                       " must be on the CPU or on a CUDA GPU, but got device ", tensor.device());
+  const auto dtype = tensor.scalar_type();
+  const bool common = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  if (device == at::kCUDA) {
+    FUSEGRAD_CHECK_TYPE(common, op, name, " must be float32, bfloat16 or float16 on CUDA, but got ", dtype);
+  } else {
+    FUSEGRAD_CHECK_TYPE(common || dtype == at::kDouble, op, name,
+                        " must be float64, float32, bfloat16 or float16, but got ", dtype);
+  }
+}
+
+void check_same_device(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& input) {
+  FUSEGRAD_CHECK_VALUE(tensor.device() == input.device(), op, name, " must be on the input's device ",
+                       input.device(), ", but got ", tensor.device());
+}
+
+void check_no_grad(const char* op, const char* name, const at::Tensor& tensor) {
+  FUSEGRAD_CHECK_VALUE(!tensor.requires_grad(), op, name,
+                       " must not require grad, since it gets no gradient, but got a tensor that does: detach it");
+}
+
+LossOptions make_loss_options(const char* op, const std::optional<at::Tensor>& weight,
+                              const std::optional<at::Tensor>& token_weight,
+                              const std::optional<at::Tensor>& normalizer, std::optional<int64_t> ignore_index,
+                              std::string_view reduction, double label_smoothing, double z_loss,
+                              std::optional<double> softcap, int64_t aux) {
+  LossOptions options;
+  options.weight = weight;
+  options.token_weight = token_weight;
+  options.normalizer = normalizer;
+  options.ignore_index = ignore_index.value_or(-100);
+  options.reduction = parse_reduction(op, reduction);
+  FUSEGRAD_CHECK_VALUE(label_smoothing >= 0.0 && label_smoothing <= 1.0, op,
+                       "label_smoothing must be in [0, 1], but got ", label_smoothing);
+  options.label_smoothing = label_smoothing;
+  FUSEGRAD_CHECK_VALUE(z_loss >= 0.0 && std::isfinite(z_loss), op, "z_loss must be a finite number >= 0, but got ",
+                       z_loss);
+  options.z_loss = z_loss;
+  if (softcap.has_value()) {
+    FUSEGRAD_CHECK_VALUE(*softcap > 0.0 && std::isfinite(*softcap), op,
+                         "softcap must be a finite number > 0 or None, but got ", *softcap);
+    options.softcap = *softcap;
+  }
+  FUSEGRAD_CHECK_VALUE(!normalizer.has_value() || options.reduction == at::Reduction::Mean, op,
+                       "a normalizer must come with reduction 'mean', whose divisor it replaces, but got reduction '",
+                       reduction, "'");
+  FUSEGRAD_CHECK_VALUE(aux >= 0 && aux < 64, op, "aux must be a set of the six AuxBit bits, but got ", aux);
+  options.aux = aux;
+  return options;
+}
+
+RowArguments make_row_arguments(const char* op, const at::Tensor& input, const at::Tensor& target,
+                                const LossOptions& options, std::vector<c10::SymInt> row_shape,
+                                const c10::SymInt& vocab, int64_t class_dim, at::ScalarType logits_dtype) {
+  const c10::SymIntArrayRef rows_ref(row_shape);
+  const auto acc = acc_type(logits_dtype);
+  RowArguments rows;
+  check_same_device(op, "target", target, input);
+  rows.probabilities = target.is_floating_point();
+  if (rows.probabilities) {
+    std::vector<c10::SymInt> expected(row_shape);
+    expected.insert(expected.begin() + class_dim, vocab);
+    FUSEGRAD_CHECK_VALUE(target.sym_sizes() == c10::SymIntArrayRef(expected), op,
+                         "a target of class probabilities must have the shape of the logits ",
+                         c10::SymIntArrayRef(expected), ", but got ", target.sym_sizes());
+    FUSEGRAD_CHECK_VALUE((options.aux & (kAuxTokenAccuracy | kAuxTokenLogProb)) == 0, op,
+                         "token_accuracy and token_log_prob must come with class indices, but got a target of "
+                         "class probabilities");
+    const auto dtype = target.scalar_type() == logits_dtype ? logits_dtype : acc;
+    rows.target = target.to(dtype).movedim(class_dim, -1).reshape_symint({-1, vocab}).contiguous();
+  } else {
+    const auto dtype = target.scalar_type();
+    FUSEGRAD_CHECK_TYPE(dtype == at::kLong || dtype == at::kInt, op,
+                        "target must be int64 or int32 class indices or floating-point class probabilities, but got ",
+                        dtype);
+    FUSEGRAD_CHECK_VALUE(target.sym_sizes() == rows_ref, op, "a target of class indices must have shape ", rows_ref,
+                         ", but got ", target.sym_sizes());
+    rows.target = target.reshape({-1}).contiguous();
+  }
+  if (options.weight.has_value()) {
+    const auto& weight = *options.weight;
+    FUSEGRAD_CHECK_TYPE(weight.is_floating_point(), op, "weight must be floating-point, but got ",
+                        weight.scalar_type());
+    FUSEGRAD_CHECK_VALUE(weight.dim() == 1 && weight.sym_size(0) == vocab, op, "weight must have shape [", vocab,
+                         "], but got ", weight.sym_sizes());
+    check_same_device(op, "weight", weight, input);
+    check_no_grad(op, "weight", weight);
+    rows.weight = weight.to(acc).contiguous();
+  }
+  if (options.token_weight.has_value()) {
+    const auto& token_weight = *options.token_weight;
+    FUSEGRAD_CHECK_TYPE(token_weight.is_floating_point(), op, "token_weight must be floating-point, but got ",
+                        token_weight.scalar_type());
+    FUSEGRAD_CHECK_VALUE(token_weight.sym_sizes() == rows_ref, op, "token_weight must have shape ", rows_ref,
+                         ", but got ", token_weight.sym_sizes());
+    check_same_device(op, "token_weight", token_weight, input);
+    check_no_grad(op, "token_weight", token_weight);
+    rows.token_weight = rows_as(token_weight, acc);
+  }
+  if (options.normalizer.has_value()) {
+    const auto& normalizer = *options.normalizer;
+    FUSEGRAD_CHECK_VALUE(normalizer.dim() == 0, op, "normalizer must be a number or a 0-d tensor, but got shape ",
+                         normalizer.sym_sizes());
+    check_same_device(op, "normalizer", normalizer, input);
+    check_no_grad(op, "normalizer", normalizer);
+    rows.normalizer = normalizer.to(acc);
+  }
+  rows.row_shape = std::move(row_shape);
+  return rows;
+}
+
+void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index) {
+  if (target.is_floating_point() || target.numel() == 0) return;
+  const auto refuse = [&](int64_t position, int64_t value) {
+    TORCH_CHECK_INDEX(false, op, ": target must be in [0, ", vocab, ") or ignore_index (", ignore_index,
+                      "), but got ", value, " at row ", position);
+  };
+  if (target.is_cpu()) {
+    AT_DISPATCH_INDEX_TYPES(target.scalar_type(), "check_target_range", [&] {
+      const index_t* values = target.const_data_ptr<index_t>();
+      for (int64_t n = 0; n < target.numel(); ++n) {
+        const int64_t value = values[n];
+        if ((value < 0 || value >= vocab) && value != ignore_index) refuse(n, value);
+      }
+    });
+  } else if (check_targets_enabled()) {
+    const auto wrong = target.lt(0).logical_or(target.ge(vocab)).logical_and(target.ne(ignore_index));
+    const auto positions = wrong.nonzero();
+    if (positions.size(0) != 0) {
+      const auto position = positions[0].item<int64_t>();
+      refuse(position, target[position].item<int64_t>());
+    }
+  }
+}
+
+}  // namespace fusegrad

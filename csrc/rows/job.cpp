@@ -1,0 +1,216 @@
+#include "rows/job.h"
+
+#include <sys/mman.h>
+
+#include <limits>
+
+#include "fusegrad/options.h"
+
+#ifdef FUSEGRAD_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace fusegrad {
+
+using at::Tensor;
+
+namespace {
+
+// Null for a tensor that is absent or has no elements: the kernels take it as "not wanted".
+void* pointer_at(const Tensor& tensor, int64_t index) {
+  if (!tensor.defined() || tensor.numel() == 0) return nullptr;
+  return static_cast<char*>(tensor.data_ptr()) + index * tensor.stride(0) * tensor.element_size();
+}
+
+const void* pointer_at(const std::optional<Tensor>& tensor, int64_t index) {
+  return tensor.has_value() ? pointer_at(*tensor, index) : nullptr;
+}
+
+}  // namespace
+
+RowDevice row_device(const at::Device& device) {
+  if (device.is_cpu()) return {&kCpuRowKernels, nullptr};
+#ifdef FUSEGRAD_WITH_CUDA
+  return {&kCudaRowKernels, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
+#else
+  TORCH_INTERNAL_ASSERT(false, "built without CUDA");
+#endif
+}
+
+Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  auto result = at::empty(sizes, options);
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  if (result.is_cpu() && result.nbytes() >= 4 * kHugePage) {
+    const auto begin = (reinterpret_cast<uintptr_t>(result.data_ptr()) + kHugePage - 1) & ~(kHugePage - 1);
+    const auto end = (reinterpret_cast<uintptr_t>(result.data_ptr()) + result.nbytes()) & ~(kHugePage - 1);
+    // Advice: where the system has no huge pages, nothing changes.
+    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+  return result;
+}
+
+DType to_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    case at::kDouble: return DType::kFloat64;
+    default: TORCH_INTERNAL_ASSERT(false, "no kernels for ", dtype);
+  }
+}
+
+RowJob::RowJob(const Tensor& target, const std::optional<Tensor>& weight, const std::optional<Tensor>& token_weight,
+               const LossOptions& options, double logit_scale, int64_t rows, int64_t vocab,
+               at::ScalarType logits_dtype)
+    : target_(target),
+      weight_(weight),
+      token_weight_(token_weight),
+      options_(options),
+      logit_scale_(logit_scale),
+      rows_(rows),
+      vocab_(vocab),
+      dtype_(logits_dtype),
+      acc_(target.options().dtype(acc_type(logits_dtype)).requires_grad(false)),
+      device_(row_device(target.device())),
+      dense_(target.is_floating_point() || (weight.has_value() && options.label_smoothing > 0.0)) {}
+
+RowTargets RowJob::targets(int64_t first_row, int64_t first_column) const {
+  RowTargets t;
+  if (target_.is_floating_point()) {
+    t.probability_is_acc = target_.scalar_type() == acc_.dtype();
+    t.probability_stride = target_.stride(0);
+    if (target_.numel() != 0) {
+      t.probability = static_cast<const char*>(target_.const_data_ptr()) +
+                      (first_row * target_.stride(0) + first_column) * target_.element_size();
+    }
+  } else {
+    t.index_is_int32 = target_.scalar_type() == at::kInt;
+    t.index = pointer_at(target_, first_row);
+  }
+  t.class_weight = pointer_at(weight_, 0);
+  t.token_weight = pointer_at(token_weight_, first_row);
+  t.ignore_index = options_.ignore_index;
+  t.smoothing = options_.label_smoothing;
+  t.dense = dense_;
+  return t;
+}
+
+void RowJob::begin_forward(const std::optional<Tensor>& normalizer, bool defer) {
+  const auto wanted = [&](bool flag) { return at::empty({flag ? rows_ : 0}, acc_); };
+  row_loss_ = wanted(true);
+  out_.lse = wanted(true);
+  out_.lse_low = wanted(true);
+  out_.z_loss = wanted((options_.aux & kAuxZLoss) != 0);
+  out_.predicted_tokens =
+      at::empty({(options_.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0 ? rows_ : 0}, acc_.dtype(at::kLong));
+  out_.entropy = wanted((options_.aux & kAuxEntropy) != 0);
+  out_.token_log_prob = wanted((options_.aux & kAuxTokenLogProb) != 0);
+  out_.mass = wanted(dense_);
+  const bool mean = options_.reduction == at::Reduction::Mean;
+  out_.scales = at::empty({mean ? 4 : 0}, acc_);
+  deferred_ = mean && defer;
+  if (mean) {
+    RowScales p;
+    p.rows = rows_;
+    p.cols = vocab_;
+    p.targets = targets(0, 0);
+    p.normalizer = pointer_at(normalizer, 0);
+    p.defer = deferred_;
+    p.out = out_.scales.data_ptr();
+    device_.kernels->scales(p, to_dtype(dtype_), device_.stream);
+  }
+}
+
+void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_logits) {
+  if (logits.numel() == 0) return;
+  RowForward p;
+  p.rows = logits.size(0);
+  p.cols = vocab_;
+  p.logits = logits.const_data_ptr();
+  p.logits_stride = logits.stride(0);
+  if (gradient_over_logits) {
+    p.grad = logits.data_ptr();
+    p.grad_stride = logits.stride(0);
+  }
+  p.targets = targets(first, 0);
+  p.transform = {logit_scale_, options_.softcap};
+  p.z_loss = options_.z_loss;
+  p.scales = pointer_at(out_.scales, 0);
+  p.lse_of_ignored = (options_.aux & kAuxLse) != 0;
+  p.loss = pointer_at(row_loss_, first);
+  p.lse = pointer_at(out_.lse, first);
+  p.lse_low = pointer_at(out_.lse_low, first);
+  p.mass = pointer_at(out_.mass, first);
+  p.z_loss_term = pointer_at(out_.z_loss, first);
+  p.predicted = pointer_at(out_.predicted_tokens, first);
+  p.token_log_prob = pointer_at(out_.token_log_prob, first);
+  p.entropy = pointer_at(out_.entropy, first);
+  device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
+}
+
+RowOutputs RowJob::finish_forward() {
+  if (vocab_ == 0) {
+    // No kernel ran. A row that counts has no class to choose from.
+    row_loss_.zero_();
+    if (!target_.is_floating_point()) {
+      row_loss_.masked_fill_(target_.ne(options_.ignore_index), std::numeric_limits<double>::quiet_NaN());
+    }
+    out_.lse.fill_(-std::numeric_limits<double>::infinity());
+    out_.predicted_tokens.fill_(-1);
+    for (const auto& tensor : {out_.lse_low, out_.z_loss, out_.entropy, out_.token_log_prob, out_.mass}) tensor.zero_();
+  }
+  if (options_.reduction == at::Reduction::None) {
+    out_.loss = row_loss_;
+    return out_;
+  }
+  out_.loss = at::empty({}, acc_);
+  RowSum p;
+  p.rows = rows_;
+  p.loss = pointer_at(row_loss_, 0);
+  p.factor = deferred_ ? pointer_at(out_.scales, 2) : nullptr;
+  p.nan_if_zero = pointer_at(out_.scales, 3);
+  p.out = out_.loss.data_ptr();
+  device_.kernels->sum(p, to_dtype(dtype_), device_.stream);
+  return out_;
+}
+
+void RowJob::resume(const Tensor& lse, const Tensor& lse_low, const Tensor& mass, const Tensor& scales) {
+  out_.lse = lse;
+  out_.lse_low = lse_low;
+  out_.mass = mass;
+  out_.scales = scales;
+}
+
+Tensor RowJob::unit_gradient() const { return at::ones({}, acc_); }
+
+void RowJob::gradient(const Tensor& grad_loss, const Tensor& grad_lse, const Tensor& logits, int64_t column,
+                      const Tensor& grad) {
+  if (logits.numel() == 0) return;
+  RowGradient p;
+  p.rows = logits.size(0);
+  p.cols = logits.size(1);
+  p.vocab = vocab_;
+  p.col_offset = column;
+  p.logits = logits.const_data_ptr();
+  p.logits_stride = logits.stride(0);
+  p.grad = grad.data_ptr();
+  p.grad_stride = grad.stride(0);
+  p.targets = targets(0, column);
+  p.transform = {logit_scale_, options_.softcap};
+  p.z_loss = options_.z_loss;
+  p.scales = pointer_at(out_.scales, 0);
+  p.lse = pointer_at(out_.lse, 0);
+  p.lse_low = pointer_at(out_.lse_low, 0);
+  p.mass = pointer_at(out_.mass, 0);
+  if (grad_loss.defined()) {
+    p.grad_loss = grad_loss.const_data_ptr();
+    p.grad_loss_stride = grad_loss.dim() == 0 ? 0 : grad_loss.stride(0);
+  }
+  if (grad_lse.defined()) {
+    p.grad_lse = grad_lse.const_data_ptr();
+    p.grad_lse_stride = grad_lse.stride(0);
+  }
+  device_.kernels->gradient(p, to_dtype(dtype_), device_.stream);
+}
+
+}  // namespace fusegrad

@@ -1,0 +1,75 @@
+// One call of a loss over rows: its tensors, and the device's kernels run on ranges of its rows.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "ops/dispatch.h"
+#include "rows/row_kernels.h"
+
+namespace fusegrad {
+
+/// Inside a kernel: neither autograd nor autocast may touch what the kernel calls.
+struct BelowAutogradAndAutocast {
+  at::AutoDispatchBelowADInplaceOrView autograd;
+  c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
+};
+
+/// A device's kernels and its current stream.
+struct RowDevice {
+  const RowKernels* kernels;
+  void* stream;
+};
+RowDevice row_device(const at::Device& device);
+
+DType to_dtype(at::ScalarType dtype);
+
+/// An empty contiguous tensor for a result. Large ones on the CPU ask for huge pages: the first touch of 4 KiB pages
+/// takes longer than the kernel that writes them.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+/// The options and tensors of one call, on rows [0, N) of V columns.
+class RowJob {
+ public:
+  RowJob(const at::Tensor& target, const std::optional<at::Tensor>& weight,
+         const std::optional<at::Tensor>& token_weight, const LossOptions& options, double logit_scale, int64_t rows,
+         int64_t vocab, at::ScalarType logits_dtype);
+
+  /// Allocates the outputs and computes the scales of reduction 'mean'. `defer`: gradients are to be stored in
+  /// float16 for an upstream gradient of 1, so they leave a factor for later, see RowScales.
+  void begin_forward(const std::optional<at::Tensor>& normalizer, bool defer);
+  /// Rows [first, first + logits.size(0)): statistics and loss; the gradient over the logits where asked for.
+  void forward(const at::Tensor& logits, int64_t first, bool gradient_over_logits);
+  /// Reduces the loss and hands out the outputs.
+  RowOutputs finish_forward();
+
+  /// Saved by a forward.
+  void resume(const at::Tensor& lse, const at::Tensor& lse_low, const at::Tensor& mass, const at::Tensor& scales);
+  /// All rows, columns [column, column + logits.size(1)): the gradient from saved statistics into `grad`, which may
+  /// be the logits. An undefined upstream gradient is zero.
+  void gradient(const at::Tensor& grad_loss, const at::Tensor& grad_lse, const at::Tensor& logits, int64_t column,
+                const at::Tensor& grad);
+
+  /// What resume() would be given in a forward that goes on to gradients: upstream gradient 1.
+  at::Tensor unit_gradient() const;
+
+ private:
+  RowTargets targets(int64_t first_row, int64_t first_column) const;
+
+  at::Tensor target_;
+  std::optional<at::Tensor> weight_;
+  std::optional<at::Tensor> token_weight_;
+  LossOptions options_;
+  double logit_scale_;
+  int64_t rows_;
+  int64_t vocab_;
+  at::ScalarType dtype_;
+  at::TensorOptions acc_;
+  RowDevice device_;
+  bool dense_;
+  bool deferred_ = false;
+  at::Tensor row_loss_;
+  RowOutputs out_;
+};
+
+}  // namespace fusegrad

@@ -1,0 +1,85 @@
+// How the linear losses cut their logits, decided by one function of the sizes and the budget.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+namespace fusegrad {
+
+struct LinearSizes {
+  int64_t rows = 0;          // N
+  int64_t hidden = 0;        // H
+  int64_t vocab = 0;         // V
+  int64_t element_size = 0;  // of the logits in memory
+  bool cpu = false;
+  bool weight_grad = false;  // the weight's gradient is wanted
+  bool low_precision_result = false;  // more than one chunk needs a float32 accumulator beside the gradient
+};
+
+struct LinearPlan {
+  int64_t rows = 1;         // rows of logits that are held at a time
+  int64_t columns = 0;      // 0: the gradients come from those rows. Else: the logits are computed a second time,
+                            // so many columns of all rows at a time
+  bool accumulator = false;  // the weight's gradient accumulates in a float32 tensor beside the result
+};
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+/// Bytes of one row of logits as the losses store it: rows start at multiples of 16 bytes, which matrix products
+/// and vector loads are several times faster with.
+inline int64_t logits_row_elements(int64_t vocab, int64_t element_size) {
+  const int64_t align = std::max<int64_t>(1, 16 / element_size);
+  return (vocab + align - 1) / align * align;
+}
+
+/// Chunks of equal size, at most `limit` each, in multiples of `unit`.
+inline int64_t balanced_chunk(int64_t total, int64_t limit, int64_t unit) {
+  limit = std::max(limit, unit);
+  if (total <= limit) return std::max<int64_t>(total, 1);
+  const int64_t floor_limit = limit / unit * unit;
+  const int64_t chunks = (total + floor_limit - 1) / floor_limit;
+  const int64_t even = (total + chunks - 1) / chunks;
+  return std::min((even + unit - 1) / unit * unit, floor_limit);
+}
+
+/// Columns of all rows at a time where lse is known. Without a budget 512 MiB of logits (32 MiB on the CPU).
+inline int64_t plan_columns(const LinearSizes& s, std::optional<int64_t> budget) {
+  const int64_t fallback = (s.cpu ? 32 : 512) * kMiB;
+  const int64_t accumulator = 4 * s.rows * s.hidden;  // the input's gradient, float32
+  const int64_t bytes = budget.has_value() ? *budget - accumulator : fallback;
+  return balanced_chunk(s.vocab, bytes / std::max<int64_t>(1, s.rows * s.element_size), 1024);
+}
+
+/// The plan of a forward that computes the gradients too.
+///
+/// One chunk, whose weight gradient is rounded once and needs no accumulator, where the budget holds all logits;
+/// without a budget where N <= 2 H, since a float32 accumulator (4 V H bytes) would be larger than the bfloat16
+/// logits that chunks save. Otherwise chunks of rows: without a budget so many that the peak stays below that of
+/// one chunk (rows + H <= N), at most 8192 (4096 where no accumulator is needed; 256 on the CPU, where a chunk
+/// should stay near the caches). A budget too small for the accumulator and 1024 rows beside it: the logits are
+/// computed twice, and the gradients made from columns. Never less than 256 rows or 1024 columns.
+inline LinearPlan plan_linear(const LinearSizes& s, std::optional<int64_t> budget) {
+  const int64_t row_bytes = std::max<int64_t>(1, logits_row_elements(s.vocab, s.element_size) * s.element_size);
+  const bool needs_accumulator = s.weight_grad && s.low_precision_result;
+  const int64_t accumulator_bytes = needs_accumulator ? 4 * s.vocab * s.hidden : 0;
+  const int64_t unit = s.cpu ? 64 : 256;
+  if (budget.has_value()) {
+    if (s.rows * row_bytes <= *budget) return {std::max<int64_t>(s.rows, 1), 0, false};
+    const int64_t rows = (*budget - accumulator_bytes) / row_bytes;
+    if (needs_accumulator && rows < std::min<int64_t>(1024, s.rows)) {
+      return {balanced_chunk(s.rows, *budget / row_bytes, unit), plan_columns(s, budget), false};
+    }
+    return {balanced_chunk(s.rows, rows, unit), 0, needs_accumulator && rows < s.rows};
+  }
+  if (s.cpu) {
+    const int64_t rows = balanced_chunk(s.rows, std::max<int64_t>(64, 32 * kMiB / row_bytes), unit);
+    return {rows, 0, needs_accumulator && rows < s.rows};
+  }
+  if (!needs_accumulator) return {balanced_chunk(s.rows, 4096, unit), 0, false};
+  if (s.rows <= 2 * s.hidden) return {std::max<int64_t>(s.rows, 1), 0, false};
+  const int64_t rows = balanced_chunk(s.rows, std::min<int64_t>(8192, s.rows - s.hidden), unit);
+  return {rows, 0, rows < s.rows};
+}
+
+}  // namespace fusegrad

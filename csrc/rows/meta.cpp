@@ -1,0 +1,96 @@
+// Meta kernels: the shapes and dtypes that the ops of rows/ return.
+#include <torch/library.h>
+
+#include "fusegrad/options.h"
+#include "rows/registration.h"
+
+namespace fusegrad {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+RowTuple row_outputs(const c10::SymInt& rows, const Tensor& like, const Tensor& target, const OptionalTensor& weight,
+                     int64_t reduction, double label_smoothing, int64_t aux) {
+  const auto acc = like.options().dtype(acc_type(like.scalar_type())).requires_grad(false);
+  const auto wanted = [&](bool flag, const at::TensorOptions& options) {
+    return at::empty_symint({flag ? rows : c10::SymInt(0)}, options);
+  };
+  const bool dense = target.is_floating_point() || (weight.has_value() && label_smoothing > 0.0);
+  const bool none = reduction == at::Reduction::None;
+  return {none ? wanted(true, acc) : at::empty({}, acc),
+          wanted(true, acc),
+          wanted((aux & kAuxZLoss) != 0, acc),
+          wanted((aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0, acc.dtype(at::kLong)),
+          wanted((aux & kAuxEntropy) != 0, acc),
+          wanted((aux & kAuxTokenLogProb) != 0, acc),
+          wanted(true, acc),
+          wanted(dense, acc),
+          at::empty({reduction == at::Reduction::Mean ? 4 : 0}, acc)};
+}
+
+Tensor gradient_like(bool wanted, const Tensor& tensor) {
+  const auto options = tensor.options().requires_grad(false);
+  return wanted ? at::empty_symint(tensor.sym_sizes(), options) : at::empty({0}, options);
+}
+
+RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                               const OptionalTensor& /*token_weight*/, const OptionalTensor& /*normalizer*/,
+                               int64_t /*ignore_index*/, int64_t reduction, double label_smoothing, double /*z_loss*/,
+                               double /*softcap*/, int64_t aux) {
+  return row_outputs(logits.sym_size(0), logits, target, weight, reduction, label_smoothing, aux);
+}
+
+Tensor cross_entropy_backward(const OptionalTensor& /*grad_loss*/, const OptionalTensor& /*grad_lse*/,
+                              const Tensor& logits, const Tensor& /*target*/, const OptionalTensor& /*weight*/,
+                              const Tensor& /*lse*/, const Tensor& /*lse_low*/, const Tensor& /*mass*/, const Tensor& /*scales*/,
+                              const OptionalTensor& /*token_weight*/, int64_t /*ignore_index*/,
+                              double /*label_smoothing*/, double /*z_loss*/, double /*softcap*/) {
+  return gradient_like(true, logits);
+}
+
+template <bool inplace>
+LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                                         const OptionalTensor& linear_bias, const OptionalTensor& weight,
+                                         const OptionalTensor& /*token_weight*/, const OptionalTensor& /*normalizer*/,
+                                         int64_t /*ignore_index*/, int64_t reduction, double label_smoothing,
+                                         double /*z_loss*/, double /*softcap*/, int64_t aux, double /*logit_scale*/,
+                                         std::optional<at::ScalarType> /*accumulate_dtype*/,
+                                         std::optional<int64_t> /*workspace_mib*/, std::array<bool, 3> needs_grad) {
+  return std::tuple_cat(
+      row_outputs(input.sym_size(0), input, target, weight, reduction, label_smoothing, aux),
+      std::make_tuple(gradient_like(needs_grad[0] && !inplace, input), gradient_like(needs_grad[1], linear_weight),
+                      gradient_like(needs_grad[2], linear_bias.value_or(input))));
+}
+
+LinearGradientTuple linear_cross_entropy_backward(
+    const OptionalTensor& /*grad_loss*/, const OptionalTensor& /*grad_lse*/, const Tensor& input,
+    const Tensor& linear_weight, const Tensor& /*target*/, const OptionalTensor& linear_bias,
+    const OptionalTensor& /*weight*/, const Tensor& /*lse*/, const Tensor& /*lse_low*/, const Tensor& /*mass*/, const Tensor& /*scales*/,
+    const OptionalTensor& /*token_weight*/, int64_t /*ignore_index*/, double /*label_smoothing*/, double /*z_loss*/,
+    double /*softcap*/, double /*logit_scale*/, std::optional<int64_t> /*workspace_mib*/,
+    std::array<bool, 3> needs_grad) {
+  return {gradient_like(needs_grad[0], input), gradient_like(needs_grad[1], linear_weight),
+          gradient_like(needs_grad[2], linear_bias.value_or(input))};
+}
+
+Tensor scale_gradient(const Tensor& gradient, const Tensor& /*scale*/, const OptionalTensor& /*factor*/) {
+  return gradient_like(true, gradient);
+}
+
+void scale_gradient_(const Tensor& /*gradient*/, const Tensor& /*scale*/, const OptionalTensor& /*factor*/) {}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
+  m.impl("cross_entropy_forward", TORCH_FN(cross_entropy_forward));
+  m.impl("cross_entropy_forward_", TORCH_FN(cross_entropy_forward));
+  m.impl("cross_entropy_backward", TORCH_FN(cross_entropy_backward));
+  m.impl("linear_cross_entropy_forward", TORCH_FN(linear_cross_entropy_forward<false>));
+  m.impl("linear_cross_entropy_forward_", TORCH_FN(linear_cross_entropy_forward<true>));
+  m.impl("linear_cross_entropy_backward", TORCH_FN(linear_cross_entropy_backward));
+  m.impl("scale_gradient", TORCH_FN(scale_gradient));
+  m.impl("scale_gradient_", TORCH_FN(scale_gradient_));
+}
+
+}  // namespace fusegrad

@@ -1,0 +1,19 @@
+// The tuples that the ops below the front ends return; schemas in library.cpp.
+#pragma once
+
+#include <tuple>
+
+#include "ops/dispatch.h"
+
+namespace fusegrad {
+
+using RowTuple =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using LinearGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using LinearTuple = decltype(std::tuple_cat(RowTuple(), LinearGradientTuple()));
+
+inline RowTuple to_tuple(const RowOutputs& out) {
+  return {out.loss, out.lse, out.z_loss, out.predicted_tokens, out.entropy, out.token_log_prob, out.lse_low, out.mass, out.scales};
+}
+
+}  // namespace fusegrad

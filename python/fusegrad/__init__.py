@@ -1,0 +1,27 @@
+"""Fused losses for PyTorch whose gradients cannot be silently wrong.
+
+``fusegrad.cross_entropy`` and ``fusegrad.linear_cross_entropy`` are drop-ins for PyTorch's own; see README.md.
+"""
+
+from ._load import build_info  # first: it registers torch.ops.fusegrad, which everything below calls
+
+# isort: split
+from . import utils
+from ._C import check_targets_enabled, set_check_targets
+from ._load import version as __version__
+from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
+from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
+
+__all__ = [
+    "Aux",
+    "AuxOutput",
+    "CrossEntropyLoss",
+    "LinearCrossEntropyLoss",
+    "__version__",
+    "build_info",
+    "check_targets_enabled",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "set_check_targets",
+    "utils",
+]

@@ -1,0 +1,35 @@
+"""Loads the ops library into the process, after a check that it fits the torch that is there."""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+
+try:
+    from . import _build
+except ImportError as error:
+    raise ImportError(
+        "fusegrad is not built here: this is its source folder. Run `make build` and use .venv/bin/python from another "
+        "folder than python/, or install it: pip install --no-build-isolation ."
+    ) from error
+
+_found = torch.__version__.split("+")[0]
+if _found != _build.torch_version:
+    # The library would fail with an unresolved symbol, or worse, load and misread torch's structures.
+    raise ImportError(
+        f"fusegrad {_build.version} was built for torch {_build.torch_version}, but torch {_found} is installed. "
+        f"Either install the torch it was built for (pip install torch=={_build.torch_version}) or build fusegrad "
+        f"for this one (in its source folder: pip install --no-build-isolation --force-reinstall --no-deps .)."
+    )
+
+torch.ops.load_library(str(pathlib.Path(__file__).parent / "lib" / "libfusegrad.so"))
+
+from . import _C  # noqa: E402  (it links the library and must come after it)
+
+version: str = _build.version
+
+
+def build_info() -> dict[str, str | bool]:
+    """What the library was built for and with: versions, CUDA (and why not), architectures, compiler."""
+    return _C.build_info()

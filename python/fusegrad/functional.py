@@ -1,0 +1,275 @@
+"""The losses as functions. Letters: N rows (tokens), V vocabulary, H hidden size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+__all__ = ["Aux", "AuxOutput", "cross_entropy", "linear_cross_entropy"]
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Aux:
+    """Per-row values that a loss can return beside itself (``return_aux=Aux(lse=True)``).
+
+    They are one per row whatever the reduction, in the shape of a class-index target, float32 (float64 for float64
+    inputs). At ignored rows ``predicted_tokens`` is -1, ``lse`` is the row's own and the others are 0. Only ``lse``
+    is differentiable. ``token_accuracy`` and ``token_log_prob`` need class indices.
+
+    Attributes:
+        lse: log(sum(exp(z))) of the row.
+        z_loss: ``z_loss * lse**2``.
+        token_accuracy: 1 where the largest logit is the target's, else 0.
+        predicted_tokens: index of the largest logit (the first of equals), int64.
+        entropy: of softmax(z), in nats.
+        token_log_prob: ``z[target] - lse``.
+    """
+
+    lse: bool = False
+    z_loss: bool = False
+    token_accuracy: bool = False
+    predicted_tokens: bool = False
+    entropy: bool = False
+    token_log_prob: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """The values that an :class:`Aux` asked for; the others are None."""
+
+    lse: Tensor | None
+    z_loss: Tensor | None
+    token_accuracy: Tensor | None
+    predicted_tokens: Tensor | None
+    entropy: Tensor | None
+    token_log_prob: Tensor | None
+
+
+def _aux_bits(aux: Aux | None) -> int:
+    """The bits of csrc/include/fusegrad/options.h's AuxBit."""
+    if aux is None:
+        return 0
+    return (
+        aux.lse
+        + 2 * aux.z_loss
+        + 4 * aux.token_accuracy
+        + 8 * aux.predicted_tokens
+        + 16 * aux.entropy
+        + 32 * aux.token_log_prob
+    )
+
+
+def _normalizer(normalizer: float | Tensor | None, input: Tensor) -> Tensor | None:
+    """A number becomes a 0-d tensor filled on the device: no copy from the host, which would synchronise."""
+    if normalizer is None or isinstance(normalizer, Tensor):
+        return normalizer
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return torch.full((), float(normalizer), dtype=dtype, device=input.device)
+
+
+def _result(out: tuple[Tensor, ...], aux: Aux | None) -> Tensor | tuple[Tensor, AuxOutput]:
+    if aux is None:
+        return out[0]
+    return out[0], AuxOutput(
+        out[1] if aux.lse else None,
+        out[2] if aux.z_loss else None,
+        out[3] if aux.token_accuracy else None,
+        out[4] if aux.predicted_tokens else None,
+        out[5] if aux.entropy else None,
+        out[6] if aux.token_log_prob else None,
+    )
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    ignore_index: int | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    inplace: bool = False,
+    return_aux: None = None,
+) -> Tensor: ...
+
+
+@overload
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    ignore_index: int | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    inplace: bool = False,
+    return_aux: Aux,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    ignore_index: int | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    inplace: bool = False,
+    return_aux: Aux | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
+    r"""Cross entropy between logits and targets, a drop-in for :func:`torch.nn.functional.cross_entropy`.
+
+    With logits z (after ``softcap``) and lse = log(sum(exp(z))), a row of target y costs ``lse - z[y]`` plus
+    ``z_loss * lse**2``; class weights and smoothing as PyTorch defines them. Any number of backwards gives bitwise the
+    same gradients; a second differentiation raises.
+
+    Args:
+        input: logits, ``[V]``, ``[N, V]`` or ``[N, V, d1, ...]``; float32, bfloat16, float16 (float64 on the CPU).
+        target: class indices, int64 or int32, ``[]``, ``[N]`` or ``[N, d1, ...]``; or class probabilities of the
+            input's shape, which get a gradient if they require it.
+        weight: class weights ``[V]``, any floating dtype; gets no gradient.
+        token_weight: scales each row's loss before the reduction, in the shape of a class-index target; gets no
+            gradient.
+        normalizer: replaces the divisor of reduction 'mean' (a number, or a 0-d tensor on the device): gradient
+            accumulation and data parallelism divide by a count that one batch does not know.
+        ignore_index: rows with this class index count for nothing; None means -100.
+        reduction: 'none', 'sum' or 'mean': the sum over kept rows / the sum of their class weights. The z-loss part is
+            divided by the number of kept rows. No row kept: NaN, with gradients of zero.
+        label_smoothing: in [0, 1].
+        z_loss: coefficient of lse**2 (PaLM, arXiv:2204.02311, section 5).
+        softcap: z = softcap * tanh(input / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+        inplace: permission to overwrite ``input`` with its gradient. Its version counter is raised, so PyTorch raises
+            an error where another op has saved it for its own backward; a leaf, a view of one, an expanded or an
+            overlapping tensor is refused before anything is written. Where versions cannot be checked (saved-tensor
+            hooks) or nothing is gained, the op works out of place.
+        return_aux: also return these per-row values.
+
+    Returns:
+        The loss, float32 (float64 for float64): 0-d, or one value a row for 'none'. With ``return_aux``,
+        ``(loss, AuxOutput)``.
+
+    Raises:
+        ValueError, TypeError: ``cross_entropy: what must hold, but got <value>``.
+        IndexError: a class index outside [0, V) on the CPU. On the GPU that row's loss and gradient are NaN, unless
+            :func:`fusegrad.set_check_targets` asks for the check.
+    """
+    op = torch.ops.fusegrad.cross_entropy_ if inplace else torch.ops.fusegrad.cross_entropy
+    out = op(
+        input,
+        target,
+        weight,
+        token_weight=token_weight,
+        normalizer=_normalizer(normalizer, input),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        aux=_aux_bits(return_aux),
+    )
+    return _result(out, return_aux)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    inplace: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    workspace_mib: int | None = None,
+    return_aux: Aux | None = None,
+    options: Any = None,
+) -> Any:
+    r"""Cross entropy of ``input @ linear_weight.T + linear_bias`` without ever holding all its logits.
+
+    z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)). The gradients are computed in the forward, chunk
+    by chunk, and scaled in the backward: any number of backwards gives bitwise the same. With reduction 'none', with a
+    differentiable ``lse`` and with ``workspace_mib=0`` the backward computes the logits again instead.
+
+    The products run in the input's dtype (autocast's under autocast, as :func:`torch.nn.functional.linear`), to which
+    ``linear_weight`` and ``linear_bias`` are rounded; each gradient has its own tensor's dtype, so a float32 weight
+    gets a float32 gradient, accumulated in float32, from bfloat16 products. On the CPU the products of bfloat16 and
+    float16 run in float32.
+
+    Args:
+        input: hidden states ``[..., H]``; float32, bfloat16, float16 (float64 on the CPU).
+        linear_weight: ``[V, H]``, the same dtypes.
+        target: class indices ``[...]`` (int64, int32), or class probabilities ``[..., V]``, which get no gradient.
+        linear_bias: ``[V]``.
+        weight, ignore_index, reduction, label_smoothing, z_loss, softcap, token_weight, normalizer: as in
+            :func:`cross_entropy`.
+        logit_scale: a factor of the logits, before the softcap.
+        inplace: permission to overwrite ``input`` with its gradient, under the checks of :func:`cross_entropy`.
+        accumulate_dtype: dtype in which the weight's gradient adds up over chunks: float32 (the default), or the
+            weight's own, which saves 4 * V * H bytes and is less accurate (measured in docs/contract.md).
+        workspace_mib: budget for temporaries in MiB, above the gradients. The default stays below what the same call
+            takes under torch.compile; 0 takes the least there is, at one more product. The smallest chunks may exceed
+            it.
+        return_aux: also return these per-row values.
+        options: a ``torch.nn.LinearCrossEntropyOptions`` (PyTorch >= 2.13), so that a call of
+            ``torch.nn.functional.linear_cross_entropy`` runs unchanged. ``allow_retain_graph`` always holds here; the
+            chunking and accuracy hints are left to this op's own plan; ``acc_dtype`` is ``accumulate_dtype``.
+
+    Returns:
+        The loss, float32 (float64 for float64): 0-d, or one value a row for 'none'. With ``return_aux``,
+        ``(loss, AuxOutput)``.
+
+    Raises:
+        ValueError, TypeError, IndexError: as :func:`cross_entropy`, under this op's name.
+    """
+    if options is not None:
+        if accumulate_dtype is not None:
+            raise ValueError(
+                "linear_cross_entropy: accumulate_dtype and options must not both be given, "
+                f"but got accumulate_dtype={accumulate_dtype} and options={options}"
+            )
+        accumulate_dtype = options.acc_dtype
+    op = torch.ops.fusegrad.linear_cross_entropy_ if inplace else torch.ops.fusegrad.linear_cross_entropy
+    out = op(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        token_weight=token_weight,
+        normalizer=_normalizer(normalizer, input),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        aux=_aux_bits(return_aux),
+        logit_scale=logit_scale,
+        accumulate_dtype=accumulate_dtype,
+        workspace_mib=workspace_mib,
+    )
+    return _result(out, return_aux)
