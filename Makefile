@@ -11,6 +11,7 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 BUILD := build/torch-$(TORCH)
 BIN := $(CURDIR)/$(VENV)/bin
 LINT := .venv-lint/bin
+SITE = $(wildcard $(VENV)/lib/python3.*/site-packages)
 PIP_INSTALL := install --quiet --disable-pip-version-check
 
 SHELL := bash
@@ -60,11 +61,10 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.made
 # effect at once.
 build: $(BUILD)/build.ninja
 	$(BIN)/ninja -C $(BUILD) -j $(JOBS)
-	site=$$(echo $(VENV)/lib/python3*/site-packages); mkdir -p $$site/fusegrad
-	find $$site/fusegrad -maxdepth 1 -type l -delete
+	$(BIN)/cmake --install $(BUILD) --prefix $(SITE)/fusegrad > $(BUILD)/install.log
+	find $(SITE)/fusegrad -maxdepth 1 -type l -delete
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
-	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $$site/fusegrad/
-	$(BIN)/cmake --install $(BUILD) --prefix $$site/fusegrad > $(BUILD)/install.log
+	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $(SITE)/fusegrad/
 
 OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC
 CMAKE_OPTIONS := $(foreach o,$(OPTIONS),$(if $($(o)),-D$(o)='$($(o))',-U$(o)))

@@ -96,18 +96,19 @@ else()
 endif()
 list(JOIN FUSEGRAD_CUDA_ARCHS " " FUSEGRAD_BUILT_ARCHS)
 set(FUSEGRAD_CUDA_STATUS "with CUDA ${FUSEGRAD_CUDA_VERSION} for ${FUSEGRAD_BUILT_ARCHS}, by ${nvcc}")
+enable_language(CUDA)
+set(CMAKE_CUDA_STANDARD 20)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 
-# Torch's CUDA headers include those of cuBLAS, cuSPARSE and cuSOLVER. Torch's wheels depend on packages that hold
-# them, for toolkits that are installed without.
+# The packages that torch's wheels depend on hold the headers of cuBLAS, cuSPARSE and cuSOLVER, which torch's own
+# include and a small toolkit lacks. The runtime is the one that torch loads.
 string(REGEX MATCH "^[0-9]+" major ${FUSEGRAD_CUDA_VERSION})
 cmake_path(SET nvidia NORMALIZE "${FUSEGRAD_TORCH_ROOT}/../nvidia/cu${major}")
-cmake_path(GET nvcc PARENT_PATH toolkit)
-cmake_path(GET toolkit PARENT_PATH toolkit)
 find_library(FUSEGRAD_CUDART NAMES libcudart.so.${major} libcudart.so
-             HINTS ${nvidia}/lib ${toolkit}/lib64 ${toolkit}/lib REQUIRED)
+             HINTS ${nvidia}/lib ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED NO_CACHE)
 add_library(fusegrad_cuda_settings INTERFACE)
 target_include_directories(fusegrad_cuda_settings SYSTEM INTERFACE
-  "$<$<COMPILE_LANGUAGE:CXX>:${toolkit}/include>" ${nvidia}/include)
+  ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} ${nvidia}/include)
 target_compile_definitions(fusegrad_cuda_settings INTERFACE FUSEGRAD_WITH_CUDA)
 target_compile_options(fusegrad_cuda_settings INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--expt-extended-lambda;-lineinfo;--threads=2>")
