@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from lm import ExampleError
 from lm.data import default_cache_dir, load_corpus
-from lm.demo import run_demo
+from lm.demo import demo_preset, run_demo
 from lm.measure import PeakMemory
 from lm.model import LOSSES, generate
 from lm.training import StopRequest, Trainer, TrainingConfig
@@ -55,8 +54,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--loss", choices=LOSSES, default=defaults.loss)
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     run.add_argument("--dtype", choices=("fp32", "bf16"), default=defaults.dtype, help="bf16 is autocast")
-    run.add_argument("--compile", action="store_true", help="torch.compile the model and its loss")
-    run.add_argument("--deterministic", action="store_true", help="bit-exact repeats on a GPU too")
+    add_switch(run, "--compile", defaults.compile, "torch.compile the model and its loss")
+    add_switch(run, "--deterministic", defaults.deterministic, "bit-exact repeats on a GPU too")
     run.add_argument("--seed", type=int, default=defaults.seed)
     run.add_argument(
         "--out", type=Path, default=Path("demo"), help="folder of checkpoint, report and picture"
@@ -85,13 +84,16 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     ):
         default = getattr(defaults, name)
         training.add_argument("--" + name.replace("_", "-"), type=type(default), default=default, help=" ")
-    training.add_argument(
-        "--tied",
-        action=argparse.BooleanOptionalAction,
-        default=defaults.tied,
-        help="the head uses the token embedding's weight",
-    )
+    add_switch(training, "--tied", defaults.tied, "the head uses the token embedding's weight")
+
+    known, _ = parser.parse_known_args(arguments)
+    if known.demo:
+        parser.set_defaults(**demo_preset(known.device))
     return parser.parse_args(arguments)
+
+
+def add_switch(group: argparse._ArgumentGroup, option: str, default: bool, text: str) -> None:
+    group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
 
 
 def train(options: argparse.Namespace) -> int:

@@ -73,7 +73,8 @@ def read_documents(path: Path | None) -> list[Document]:
             documents.append(Document(name.as_posix(), text))
     if not documents:
         raise ExampleError(
-            f"no data: no UTF-8 text in {root} ({len(names)} files seen); give --data a text file or a folder of them"
+            f"no data: no UTF-8 text in {root} ({len(names)} files seen); "
+            "give --data a text file or a folder of them"
         )
     return documents
 

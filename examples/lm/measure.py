@@ -1,5 +1,6 @@
 """Peak memory of a training loop."""
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -30,11 +31,9 @@ class PeakMemory:
 
 
 def _reset_resident_peak() -> None:
-    """Sets VmHWM to VmRSS; where the kernel does not allow it, the peak is that of the process's whole life."""
-    try:
+    """Sets VmHWM to VmRSS. Where the kernel does not allow it, the peak is the process's whole life's."""
+    with contextlib.suppress(OSError):
         _CLEAR_REFS.write_text("5")
-    except OSError:
-        pass
 
 
 def _status_bytes(field: str) -> int:

@@ -134,7 +134,7 @@ def eager_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: list[int], count: int, seed: int, top_k: int = 40) -> list[int]:
-    """`count` tokens after `prompt`, drawn from the `top_k` likeliest; global random states stay as they are."""
+    """`count` tokens after `prompt`, drawn from the `top_k` likeliest; draws from no global random state."""
     generator = torch.Generator().manual_seed(seed)
     device = model.head_weight.device
     tokens = list(prompt)
