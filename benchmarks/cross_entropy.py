@@ -1,7 +1,7 @@
 """Cross entropy over logits: eager, torch.compile, Liger, quack and fusegrad beside a copy of the logits.
 
-The floor is one read and one write of the logits, which is what a copy of them takes in the same run. Ours in place
-has that floor; out of place the logits are read twice and the gradient written once: 1.5 of it.
+The floor is one read and one write of the logits, which is what a copy of them takes in the same run. Ours in
+place has that floor; out of place the logits are read twice and the gradient written once: 1.5 of it.
 
     python benchmarks/cross_entropy.py [--device cpu] [--quick] [--output benchmarks/results]
 """

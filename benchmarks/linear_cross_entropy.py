@@ -1,7 +1,7 @@
-"""Linear cross entropy: eager, torch.compile, Liger, quack, CCE and fusegrad beside the op's own three products.
+"""Linear cross entropy: eager, torch.compile, Liger, quack, CCE and fusegrad beside the op's three products.
 
-The floor is the three matrix products alone (logits, gradient of the input, gradient of the weight), back to back on
-the op's own data, all rows at once. Memory is above the inputs and counts both gradients.
+The floor is the three matrix products alone (logits, gradient of the input, gradient of the weight), back to
+back on the op's own data, all rows at once. Memory is above the inputs and counts both gradients.
 
     python benchmarks/linear_cross_entropy.py [--device cpu] [--quick] [--output benchmarks/results]
 """
@@ -114,11 +114,12 @@ def ours(fusegrad: Any, case: Case) -> list[Implementation]:
         def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
             return fusegrad.linear_cross_entropy(hidden, weight, target, **(options or {}))
 
+        how.setdefault("essential", case.device == "cuda")
         return Implementation(f"fusegrad{name}", loss, ours=True, **how)
 
     found = [
-        make(""),
-        make(" inplace", {"inplace": True}, overwrites=True),
+        make("", essential=True),
+        make(" inplace", {"inplace": True}, overwrites=True, essential=True),
         make(" upstream 0.37", upstream=0.37),
         make(" none", {"reduction": "none"}, upstream="rows"),
         make(" no-grad", backward=False, floor_scale=1 / 3),
@@ -127,7 +128,7 @@ def ours(fusegrad: Any, case: Case) -> list[Implementation]:
 
 
 def _bounded(case: Case) -> dict[str, dict[str, Any]]:
-    """The modes of the case's targets at their memory, by name; for other sizes at 1/2 and 1/8 of the logits."""
+    """Options of the case's targets by name; for other sizes, at 1/2 and 1/8 of the logits' memory."""
     sizes = case["N"], case["H"], case["V"]
     element = case.torch_dtype.itemsize
     gradients = math.ceil((case["N"] + case["V"]) * case["H"] * element / MIB)

@@ -1,1 +1,1 @@
-"""What every benchmark shares: running implementations side by side, judging them, and writing down the result."""
+"""What every benchmark shares: running implementations side by side, judging and recording them."""

@@ -46,7 +46,8 @@ class Plan:
 class Benchmark:
     """One op's benchmark. `module` is the script's stem: processes that measure memory import it.
 
-    launch_case: sizes so small that a call's time is the host's; launch_pairs: (ours, theirs, 'leaf' or 'non-leaf').
+    launch_case: sizes so small that a call's time is the host's.
+    launch_pairs: (ours, theirs, 'leaf' or 'non-leaf').
     """
 
     op: str

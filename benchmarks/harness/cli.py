@@ -84,9 +84,10 @@ def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
+    reps = {("cuda", False): 5, ("cuda", True): 3, ("cpu", False): 3, ("cpu", True): 2}
     return Options(
         rounds=arguments.rounds or (2 if arguments.quick else 3),
-        reps=arguments.reps or (3 if arguments.quick else 5),
+        reps=arguments.reps or reps[arguments.device, arguments.quick],
         only=arguments.only,
         quick=arguments.quick,
         autotune=arguments.autotune,

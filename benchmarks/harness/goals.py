@@ -14,8 +14,8 @@ MEMORY_TOLERANCE = 1.001
 class Goal:
     """Conditions that one of `subjects` has to meet, all at once.
 
-    max_floor_ratio: time over the floor. max_mib: peak memory. than: another implementation, which the subject
-    beats in time by min_speedup and whose memory times max_memory_share it does not exceed.
+    max_floor_ratio: time over the floor. max_mib: peak memory. than: another implementation, which the
+    subject beats in time by min_speedup and whose memory times max_memory_share it does not exceed.
     """
 
     text: str

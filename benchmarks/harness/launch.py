@@ -49,7 +49,7 @@ def run_launch(benchmark: Benchmark, device: str, options: Options) -> dict[str,
 
 
 def _call(problem: Problem, implementation: Implementation, kind: str) -> Callable[[], object]:
-    """A call on a leaf, as in a loop over one parameter; or on the output of another op, which adds that op's cost."""
+    """A call on a leaf; or on the output of another op, which adds that op's cost to both sides."""
     if kind == "non-leaf":
         return Step(problem, implementation).run
     activation = problem.activation.detach().requires_grad_()

@@ -42,8 +42,8 @@ def cuda_peak_mib(run: Callable[[], object]) -> float:
 def cpu_peak_mib(module: str, case: Case, name: str, options: Options) -> float:
     """Peak resident memory of a warm run, in a process of its own, above that before the run.
 
-    The process is forked from a server that has imported torch and nothing more: a fork of this one would inherit
-    thread pools that do not survive forking.
+    The process is forked from a server that has imported torch and nothing more: a fork of this one would
+    inherit thread pools that do not survive forking.
     """
     context = _fork_server()
     receiver, sender = context.Pipe(duplex=False)

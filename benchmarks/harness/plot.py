@@ -1,4 +1,4 @@
-"""Time against memory, one panel a case; also `python benchmarks/harness/plot.py results.json`."""
+"""Bars of time, memory beside them, one panel a case; `python benchmarks/harness/plot.py file.json`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OURS, PEERS = "#c1272d", "#4a6fa5"
-# Slower than this many floors: left out of the panel and counted in its title, else the rest is one heap.
-MOST_FLOORS = 6.0
+OURS, PEERS = "#c1272d", "#7a93b8"
+# Longer bars are cut, with their times written beside them: else the rest are too short to compare.
+LONGEST_BAR = 8.0
 COLUMNS = 2
+BAR_INCHES = 0.26
 
 
 def plot_document(document: dict[str, Any], path: Path) -> None:
     """Write the PNG, or say why there is none."""
-    cases = [case for case in document["cases"] if _points(case)]
+    cases = [case for case in document["cases"] if _bars(case)]
     try:
         import matplotlib
     except ImportError:
@@ -28,55 +29,44 @@ def plot_document(document: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     lines = math.ceil(len(cases) / COLUMNS)
-    figure, axes = pyplot.subplots(lines, COLUMNS, figsize=(7.5 * COLUMNS, 4.8 * lines), squeeze=False)
+    tallest = max(len(_bars(case)) for case in cases) * BAR_INCHES + 1.3
+    figure, axes = pyplot.subplots(lines, COLUMNS, figsize=(8 * COLUMNS, tallest * lines), squeeze=False)
     for axis, case in zip(axes.flat, cases, strict=False):
         _panel(axis, case)
     for axis in axes.flat[len(cases) :]:
         axis.set_visible(False)
-    title = f"{document['op']}, forward and backward, {document['device']}, {document['date'][:10]}"
-    figure.suptitle(title)
+    figure.suptitle(f"{document['op']}, forward and backward, {document['device']}, {document['date'][:10]}")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _points(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Forward and backward passes whose memory is known; bare forwards would compare different work."""
-    return [
-        one for one in case["results"] if "ms" in one and "peak_mib" in one and "no-grad" not in one["name"]
-    ]
+def _bars(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Forward and backward passes whose memory is known, the slowest first; a bare forward is other work."""
+    passes = [one for one in case["results"] if "ms" in one and "peak_mib" in one]
+    return sorted((one for one in passes if "no-grad" not in one["name"]), key=lambda one: -one["ms"])
 
 
 def _panel(axis: Any, case: dict[str, Any]) -> None:
-    floor = case["floor"]["ms"]
-    points = _points(case)
-    shown = [
-        one for one in points if floor is None or one["ms"] <= MOST_FLOORS * max(floor, _fastest(points))
-    ]
-    for one in shown:
-        colour = OURS if one["ours"] else PEERS
-        axis.scatter(one["ms"], one["peak_mib"], color=colour, s=28, zorder=3)
-        place = (4, 3) if one["ours"] else (4, -8)
-        axis.annotate(
-            one["name"], (one["ms"], one["peak_mib"]), place, textcoords="offset points", fontsize=7
-        )
-    if floor is not None:
-        axis.axvline(
-            floor, color="black", linestyle="--", linewidth=1, label=f"floor: {case['floor']['name']}"
-        )
-        axis.legend(fontsize=7, loc="upper right")
+    bars = _bars(case)
+    limit = LONGEST_BAR * bars[-1]["ms"]
+    for place, one in enumerate(bars):
+        length = min(one["ms"], limit)
+        axis.barh(place, length, color=OURS if one["ours"] else PEERS, height=0.72)
+        axis.text(length + 0.01 * limit, place, _label(one), va="center", fontsize=7)
+    axis.set_yticks(range(len(bars)), [one["name"] for one in bars], fontsize=7)
+    floor = case["floor"]
+    if floor["ms"] is not None:
+        axis.axvline(floor["ms"], color="black", linestyle="--", linewidth=1)
+        axis.set_xlabel(f"ms (dashed: {floor['name']}, {floor['ms']:.4g})", fontsize=8)
+    axis.set_xlim(0, 1.4 * min(limit, bars[0]["ms"]))
     sizes = " ".join(f"{letter}={size}" for letter, size in case["sizes"].items())
-    hidden = f"; {len(points) - len(shown)} slower not shown" if len(shown) < len(points) else ""
-    axis.set_title(f"{sizes} {case['dtype']}{hidden}", fontsize=9)
-    axis.set_xlabel("ms")
-    axis.set_ylabel("peak MiB above the inputs")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=-0.03 * max((one["peak_mib"] for one in shown), default=1))
-    axis.grid(alpha=0.3)
+    axis.set_title(f"{sizes} {case['dtype']}", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
-def _fastest(points: list[dict[str, Any]]) -> float:
-    return min(one["ms"] for one in points)
+def _label(one: dict[str, Any]) -> str:
+    return f"{one['ms']:.4g} ms, {one['peak_mib']:,.0f} MiB"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Errors against float64, computed from the same rounded inputs.
 
-Loss: every row. Gradient of the activation: sampled rows. Gradient of the weight: sampled rows of the vocabulary.
+Loss: every row. Gradient of the activation: sampled rows. Gradient of the weight: sampled vocabulary rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 class Reference:
-    """Cross entropy of activation (@ weight.T) and its gradients for an upstream gradient of 1 in each row."""
+    """Cross entropy of activation (@ weight.T), and its gradients for an upstream of 1 in each row."""
 
     def __init__(self, problem: Problem) -> None:
         activation, target = problem.activation, problem.target

@@ -13,8 +13,8 @@ from harness.model import Implementation, Problem
 class _Source(torch.autograd.Function):
     """Hands out a buffer as the output of an earlier op, and ends the backward there.
 
-    Logits and hidden states are never leaves in a model, and in-place losses refuse leaves. A tensor that shares
-    the buffer's storage without being a view of it costs nothing and may be overwritten.
+    Logits and hidden states are never leaves in a model, and in-place losses refuse leaves. A tensor that
+    shares the buffer's storage without being a view of it costs nothing and may be overwritten.
     """
 
     @staticmethod

@@ -1,0 +1,93 @@
+// Reductions of a State with `merge(const State&)` over a warp, a CTA and a cluster, each in a fixed order.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
+namespace fusegrad::device {
+
+/// Shared memory for States. Raw bytes: shared variables cannot run the States' initialisers.
+template <class State, int kCount>
+struct alignas(8) SharedSlots {
+  unsigned char bytes[kCount * sizeof(State)];
+  __device__ State* get() { return reinterpret_cast<State*>(bytes); }
+};
+
+/// A trivially copyable struct of 32-bit words, taken from another lane.
+template <class State>
+__device__ State shuffle_xor(const State& state, int lanes) {
+  static_assert(sizeof(State) % 4 == 0);
+  State other;
+  const auto* from = reinterpret_cast<const uint32_t*>(&state);
+  auto* to = reinterpret_cast<uint32_t*>(&other);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(State) / 4); ++i) to[i] = __shfl_xor_sync(~0u, from[i], lanes);
+  return other;
+}
+
+template <class State>
+__device__ void merge_warp(State& state) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const State other = shuffle_xor(state, lanes);
+    // Both lanes of a pair must merge in the same order, or rounding would leave them with different results.
+    if ((threadIdx.x & lanes) == 0) {
+      state.merge(other);
+    } else {
+      State first = other;
+      first.merge(state);
+      state = first;
+    }
+  }
+}
+
+/// `warp_states` is shared memory for one State a warp, plus one. Every thread gets the result.
+template <int kThreads, class State>
+__device__ void merge_block(State& state, State* warp_states) {
+  merge_warp(state);
+  if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = state;
+  __syncthreads();
+  state = warp_states[0];
+  for (int w = 1; w < kThreads / 32; ++w) state.merge(warp_states[w]);
+}
+
+/// Merges the CTAs' states over the cluster, in the order of their ranks. The caller must run cluster_leave() before
+/// it exits: others may still be reading its shared memory.
+template <class State>
+__device__ void merge_cluster(State& state, State* slot) {
+#if __CUDA_ARCH__ >= 900
+  const auto cluster = cooperative_groups::this_cluster();
+  if (cluster.num_blocks() == 1) return;
+  if (threadIdx.x == 0) *slot = state;
+  cluster.sync();
+  state = *cluster.map_shared_rank(slot, 0);
+  for (unsigned rank = 1; rank < cluster.num_blocks(); ++rank) state.merge(*cluster.map_shared_rank(slot, rank));
+  cluster.barrier_arrive();
+#endif
+}
+
+__device__ inline void cluster_leave() {
+#if __CUDA_ARCH__ >= 900
+  const auto cluster = cooperative_groups::this_cluster();
+  if (cluster.num_blocks() > 1) cluster.barrier_wait();
+#endif
+}
+
+__device__ inline int cluster_rank() {
+#if __CUDA_ARCH__ >= 900
+  return static_cast<int>(cooperative_groups::this_cluster().block_rank());
+#else
+  return 0;
+#endif
+}
+
+__device__ inline int cluster_size() {
+#if __CUDA_ARCH__ >= 900
+  return static_cast<int>(cooperative_groups::this_cluster().num_blocks());
+#else
+  return 1;
+#endif
+}
+
+}  // namespace fusegrad::device

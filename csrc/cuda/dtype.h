@@ -1,0 +1,30 @@
+// From the dtype of a call to the type of a kernel.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/launch.h"
+
+namespace fusegrad::cuda {
+
+template <class Function>
+void with_type(DType dtype, Function&& function) {
+  switch (dtype) {
+    case DType::kFloat32: return function(TypeTag<float>{});
+    case DType::kBFloat16: return function(TypeTag<__nv_bfloat16>{});
+    case DType::kFloat16: return function(TypeTag<__half>{});
+    case DType::kFloat64: break;
+  }
+  TORCH_INTERNAL_ASSERT(false, "float64 is refused on CUDA before a kernel is chosen");
+}
+
+/// Whether two rows of `size`-byte values start at the same place within 16 bytes, for every row: then one split of the
+/// row into vectors suits both.
+inline bool same_alignment(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t size) {
+  const auto distance = reinterpret_cast<intptr_t>(a) - reinterpret_cast<intptr_t>(b);
+  return distance % 16 == 0 && (a_stride - b_stride) * size % 16 == 0;
+}
+
+}  // namespace fusegrad::cuda

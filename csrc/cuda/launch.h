@@ -1,0 +1,83 @@
+// Host helpers of the CUDA kernels: launches with a cluster, what the device can do, errors with a name.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <cstdint>
+
+#include "rows/row_kernels.h"
+
+namespace fusegrad::cuda {
+
+inline void check(cudaError_t status, const char* what) {
+  TORCH_CHECK(status == cudaSuccess, "fusegrad: ", what, " failed: ", cudaGetErrorString(status));
+}
+
+struct Device {
+  int multiprocessors = 0;
+  int shared_bytes = 0;  // a CTA may have, opted in
+  bool clusters = false;
+};
+
+inline const Device& current_device() {
+  constexpr int kMaxDevices = 64;
+  static std::array<Device, kMaxDevices> devices;
+  int index = 0;
+  check(cudaGetDevice(&index), "cudaGetDevice");
+  TORCH_CHECK(index < kMaxDevices, "fusegrad: the device's index must be below ", kMaxDevices, ", but got ", index);
+  auto& device = devices[index];
+  // Two threads may both fill it in, with the same values.
+  if (device.multiprocessors == 0) {
+    Device found;
+    int clusters = 0;
+    check(cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "a query");
+    check(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, index), "a query");
+    found.clusters = clusters != 0;
+    check(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, index), "a query");
+    device = found;
+  }
+  return device;
+}
+
+struct Grid {
+  int64_t blocks = 1;
+  int threads = 1;
+  int cluster = 1;  // CTAs
+  int shared_bytes = 0;
+};
+
+template <class... Params, class... Args>
+void launch(const char* name, void (*kernel)(Params...), const Grid& grid, void* stream, const Args&... args) {
+  TORCH_CHECK(grid.blocks <= INT32_MAX, "fusegrad: ", name, ": too many rows for one launch: ", grid.blocks, " CTAs");
+  if (grid.shared_bytes > 0) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes), name);
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(grid.cluster);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = grid.cluster > 1 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), name);
+}
+
+template <class T>
+struct TypeTag {
+  using type = T;
+};
+
+/// The kernels of cuda/row_forward.cu, row_gradient.cu and row_reduce.cu.
+void row_forward(const RowForward& p, DType dtype, void* stream);
+void row_gradient(const RowGradient& p, DType dtype, void* stream);
+void row_scaling(const RowScaling& p, DType dtype, void* stream);
+void row_scales(const RowScales& p, DType dtype, void* stream);
+void row_sum(const RowSum& p, DType dtype, void* stream);
+
+}  // namespace fusegrad::cuda
