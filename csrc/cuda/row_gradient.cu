@@ -48,9 +48,9 @@ __device__ void each_vector(const RowVectors<T, kWidth>& vectors, const T* row, 
   using P = Pack<T, kWidth>;
   P packs[kUnroll];
   if (first >= vectors.whole_begin && first + (kUnroll - 1) * distance < vectors.whole_end) {
-    const P* from = reinterpret_cast<const P*>(row + vectors.column(first));
+    const T* from = row + vectors.column(first);
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) packs[j] = from[j * distance];
+    for (int j = 0; j < kUnroll; ++j) packs[j] = P::load(from + j * distance * kWidth);
   } else {
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(kThreads)
   const RowVectors<T, kWidth> vectors(logits, p.cols);
   const int first = blocks.vector(blockIdx.x);
   if (!target.in_range || (P == 0.f && Q == 0.f)) {
-    Pack<T, kWidth> fill;
-    for (int i = 0; i < kWidth; ++i) fill.value[i] = static_cast<T>(target.in_range ? 0.f : device::not_a_number());
+    const auto fill = device::filled<T, kWidth>(static_cast<T>(target.in_range ? 0.f : device::not_a_number()));
     for (int j = 0; j < kUnroll; ++j) {
       const int v = first + j * blocks.threads_per_row;
       if (v < vectors.count) vectors.store(grad, v, fill);
@@ -106,10 +105,10 @@ __global__ void __launch_bounds__(kThreads)
   const int column = static_cast<int>(p.col_offset);
   const int64_t index = target.index >= 0 ? target.index - p.col_offset : -1;
   const float low2 = low * device::kLog2E;
-  each_vector<T, kWidth>(vectors, logits, first, blocks.threads_per_row, [&](int v, Pack<T, kWidth> pack) {
+  each_vector<T, kWidth>(vectors, logits, first, blocks.threads_per_row, [&](int v, const Pack<T, kWidth>& pack) {
     const int c = vectors.column(v);
     float x[kWidth];
-    device::unpack<kWidth>(pack, x);
+    device::unpack(pack, x);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       float slope = constants.scale, z;
@@ -129,8 +128,7 @@ __global__ void __launch_bounds__(kThreads)
       if (index - c == i) value = fmaf(-Q, target.at_index, value);
       x[i] = value * slope;
     }
-    device::pack_into<kWidth>(pack, x);
-    vectors.store(grad, v, pack);
+    vectors.store(grad, v, device::packed<T, kWidth>(x));
   });
 }
 
@@ -148,13 +146,12 @@ __global__ void __launch_bounds__(kThreads) scaling_kernel(const __grid_constant
     const float scale = factor * (scales != nullptr ? scales[row * p.scale_stride] : 1.f);
     if (in == out && scale == 1.f) continue;
     const RowVectors<T, kWidth> vectors(in, p.cols);
-    each_vector<T, kWidth>(vectors, in, blocks.vector(cta), blocks.threads_per_row, [&](int v, Pack<T, kWidth> pack) {
+    each_vector<T, kWidth>(vectors, in, blocks.vector(cta), blocks.threads_per_row, [&](int v, const Pack<T, kWidth>& pack) {
       float x[kWidth];
-      device::unpack<kWidth>(pack, x);
+      device::unpack(pack, x);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) x[i] *= scale;
-      device::pack_into<kWidth>(pack, x);
-      vectors.store(out, v, pack);
+      vectors.store(out, v, device::packed<T, kWidth>(x));
     });
   }
 }

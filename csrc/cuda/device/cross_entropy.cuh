@@ -95,7 +95,7 @@ struct RowTarget {
   __device__ float coefficient(const Constants& constants, int c, int first) const {
     float a = constants.uniform;
     if (full != nullptr) a = fmaf(full[c], constants.keep, a);
-    if (low != nullptr) a = fmaf(to_float(low[c]), constants.keep, a);
+    if (low != nullptr) a = fmaf(widen(low[c]), constants.keep, a);
     return class_weight != nullptr ? a * class_weight[first + c] : a;
   }
   /// A of sparse targets.
@@ -186,7 +186,7 @@ struct CrossEntropy {
       : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {
     // Before anything is written over the logits.
     if (target.index >= 0) {
-      target_logit = to_float((static_cast<const T*>(p.logits) + row * p.logits_stride)[target.index]);
+      target_logit = widen((static_cast<const T*>(p.logits) + row * p.logits_stride)[target.index]);
     }
   }
 
@@ -211,7 +211,7 @@ struct CrossEntropy {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         float x[kWidth];
-        unpack<kWidth>(packs[j], x);
+        unpack(packs[j], x);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) largest = fmaxf(largest, x[i]);
       }
@@ -220,7 +220,7 @@ struct CrossEntropy {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         float x[kWidth], part = 0.f;
-        unpack<kWidth>(packs[j], x);
+        unpack(packs[j], x);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) part += exp2_fast(exponent(x[i], reference));
         sums.sum += part;
@@ -234,7 +234,7 @@ struct CrossEntropy {
   template <int kWidth>
   __device__ void add_vector(Sums& sums, const Pack<T, kWidth>& pack, int first) const {
     float e[kWidth], largest = minus_infinity();
-    unpack<kWidth>(pack, e);
+    unpack(pack, e);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       const bool inside = first + i >= 0 && first + i < p.cols;
@@ -328,7 +328,7 @@ struct CrossEntropy {
   template <int kWidth>
   __device__ void gradient(const Gradient& g, Pack<T, kWidth>& pack, int first) const {
     float x[kWidth];
-    unpack<kWidth>(pack, x);
+    unpack(pack, x);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
       float slope = constants.scale, y;
@@ -348,7 +348,7 @@ struct CrossEntropy {
       if (target.index - first == i) value = fmaf(-g.Q, target.at_index, value);
       x[i] = value * slope;
     }
-    pack_into<kWidth>(pack, x);
+    pack = packed<T, kWidth>(x);
   }
 };
 

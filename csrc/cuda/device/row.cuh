@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   if (!loss.needs_row()) {  // the same for every CTA of the cluster
     if (writes) loss.finish(Sums{}, true);
     if (grad == nullptr) return;
-    P fill;
-    for (int i = 0; i < kWidth; ++i) fill.value[i] = static_cast<T>(loss.constant());
+    const P fill = filled<T, kWidth>(static_cast<T>(loss.constant()));
     for (int v = begin + thread; v < end; v += kRowThreads) vectors.store(grad, v, fill);
     return;
   }
@@ -58,19 +57,14 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   for (int v0 = begin + thread; v0 < end; v0 += kUnroll * kRowThreads) {
     P packs[kUnroll];
     if (v0 >= vectors.whole_begin && v0 + (kUnroll - 1) * kRowThreads < min(end, vectors.whole_end)) {
-      const P* from = reinterpret_cast<const P*>(logits + vectors.column(v0));
+      const T* from = logits + vectors.column(v0);
 #pragma unroll
-      for (int j = 0; j < kUnroll; ++j) packs[j] = from[j * kRowThreads];
+      for (int j = 0; j < kUnroll; ++j) packs[j] = P::load(from + j * kRowThreads * kWidth);
     } else {
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) {
         const int v = v0 + j * kRowThreads;
-        if (v < end) {
-          packs[j] = vectors.load(logits, v, lowest_pad<T>());
-        } else {
-#pragma unroll
-          for (int i = 0; i < kWidth; ++i) packs[j].value[i] = lowest_pad<T>();
-        }
+        packs[j] = v < end ? vectors.load(logits, v, lowest_pad<T>()) : filled<T, kWidth>(lowest_pad<T>());
       }
     }
     if (stash) {
@@ -96,9 +90,8 @@ __global__ void __launch_bounds__(kRowThreads, 3)
     for (int v = begin + thread; v < end; v += kRowThreads) {
       P pack = stash ? copy[v - begin] : vectors.load(logits, v, static_cast<T>(0.f));
       loss.template gradient<kWidth>(g, pack, vectors.column(v));
-      if (loss.constant_gradient()) {  // ignored, and read for its lse only
-        for (int i = 0; i < kWidth; ++i) pack.value[i] = static_cast<T>(0.f);
-      }
+      // A row that is ignored, and was read for its lse only.
+      if (loss.constant_gradient()) pack = filled<T, kWidth>(static_cast<T>(0.f));
       vectors.store(grad, v, pack);
     }
   }
@@ -133,7 +126,7 @@ __global__ void __launch_bounds__(128)
   for (int v = lane; v < vectors.count; v += lanes) {
     P pack = vectors.load(logits, v, static_cast<T>(0.f));
     if (loss.constant_gradient()) {
-      for (int i = 0; i < kWidth; ++i) pack.value[i] = static_cast<T>(loss.constant());
+      pack = filled<T, kWidth>(static_cast<T>(loss.constant()));
     } else {
       loss.template gradient<kWidth>(g, pack, vectors.column(v));
     }

@@ -5,81 +5,114 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace fusegrad::device {
 
-/// kWidth values of T: 16 bytes, or a single value where two rows do not share their alignment.
+template <class T>
+__device__ inline uint32_t to_bits(T x) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(x);
+  } else {
+    return *reinterpret_cast<const unsigned short*>(&x);
+  }
+}
+template <class T>
+__device__ inline T from_bits(uint32_t bits) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(bits);
+  } else {
+    const auto low = static_cast<unsigned short>(bits);
+    return *reinterpret_cast<const T*>(&low);
+  }
+}
+
+/// kWidth values of T in 32-bit words: 16 bytes, or a single value where two rows do not share their alignment. Words,
+/// because the compiler takes an array of 16-bit values apart and then moves each with an instruction of its own.
 template <class T, int kWidth>
-struct alignas(kWidth * sizeof(T)) Pack {
-  T value[kWidth];
+struct Pack {
+  static_assert(kWidth * sizeof(T) == 16);
+  static constexpr int kPerWord = 4 / sizeof(T);
+  static constexpr int kBits = 8 * sizeof(T);
+  uint4 words;
+
+  __device__ static Pack load(const T* from) { return {*reinterpret_cast<const uint4*>(from)}; }
+  // Spelled out: the compiler splits this store into four, of a word each, in some of the kernels.
+  __device__ void store(T* to) const {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+  }
+  __device__ uint32_t word(int i) const { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+  __device__ uint32_t& word(int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+  __device__ T get(int i) const { return from_bits<T>(word(i / kPerWord) >> (i % kPerWord * kBits)); }
+  __device__ void set(int i, T x) {
+    if constexpr (kPerWord == 1) {
+      word(i) = to_bits(x);
+    } else {
+      const int shift = i % kPerWord * kBits;
+      word(i / kPerWord) = (word(i / kPerWord) & ~(0xffffu << shift)) | (to_bits(x) << shift);
+    }
+  }
 };
 
-/// Whole vectors are converted two values at a time: one value at a time costs the instructions that a kernel at the
-/// speed of memory does not have.
-template <int kWidth>
-__device__ inline void unpack(const Pack<float, kWidth>& pack, float (&x)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) x[i] = pack.value[i];
-}
-template <int kWidth>
-__device__ inline void unpack(const Pack<__nv_bfloat16, kWidth>& pack, float (&x)[kWidth]) {
-  if constexpr (kWidth == 1) {
-    x[0] = __bfloat162float(pack.value[0]);
-  } else {
-    const auto* words = reinterpret_cast<const uint32_t*>(&pack);
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) {
-      x[2 * i] = __uint_as_float(words[i] << 16);
-      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-  }
-}
-template <int kWidth>
-__device__ inline void unpack(const Pack<__half, kWidth>& pack, float (&x)[kWidth]) {
-  if constexpr (kWidth == 1) {
-    x[0] = __half2float(pack.value[0]);
-  } else {
-    const auto* pairs = reinterpret_cast<const __half2*>(&pack);
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) {
-      const float2 both = __half22float2(pairs[i]);
-      x[2 * i] = both.x;
-      x[2 * i + 1] = both.y;
-    }
-  }
-}
-
-template <int kWidth>
-__device__ inline void pack_into(Pack<float, kWidth>& pack, const float (&x)[kWidth]) {
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) pack.value[i] = x[i];
-}
-template <int kWidth>
-__device__ inline void pack_into(Pack<__nv_bfloat16, kWidth>& pack, const float (&x)[kWidth]) {
-  if constexpr (kWidth == 1) {
-    pack.value[0] = __float2bfloat16_rn(x[0]);
-  } else {
-    auto* pairs = reinterpret_cast<__nv_bfloat162*>(&pack);
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) pairs[i] = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-  }
-}
-template <int kWidth>
-__device__ inline void pack_into(Pack<__half, kWidth>& pack, const float (&x)[kWidth]) {
-  if constexpr (kWidth == 1) {
-    pack.value[0] = __float2half_rn(x[0]);
-  } else {
-    auto* pairs = reinterpret_cast<__half2*>(&pack);
-#pragma unroll
-    for (int i = 0; i < kWidth / 2; ++i) pairs[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
-  }
-}
-
 template <class T>
-__device__ float to_float(T x) {
-  float y[1];
-  unpack<1>(Pack<T, 1>{{x}}, y);
-  return y[0];
+struct Pack<T, 1> {
+  T value;
+  __device__ static Pack load(const T* from) { return {*from}; }
+  __device__ void store(T* to) const { *to = value; }
+  __device__ T get(int) const { return value; }
+  __device__ void set(int, T x) { value = x; }
+};
+
+template <class T, int kWidth>
+__device__ inline Pack<T, kWidth> filled(T x) {
+  Pack<T, kWidth> pack{};
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) pack.set(i, x);
+  return pack;
+}
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(__half x) { return __half2float(x); }
+
+template <class T, int kWidth>
+__device__ inline void unpack(const Pack<T, kWidth>& pack, float (&x)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if constexpr (kWidth == 1 || sizeof(T) == 4) {
+      x[i] = widen(pack.get(i));
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      // A bfloat16 is the upper half of a float.
+      x[i] = __uint_as_float(i % 2 == 0 ? pack.word(i / 2) << 16 : pack.word(i / 2) & 0xffff0000u);
+    } else {
+      const uint32_t bits = pack.word(i / 2);
+      const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&bits));
+      x[i] = i % 2 == 0 ? both.x : both.y;
+    }
+  }
+}
+
+template <class T, int kWidth>
+__device__ inline Pack<T, kWidth> packed(const float (&x)[kWidth]) {
+  Pack<T, kWidth> pack{};
+  if constexpr (kWidth == 1 || sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) pack.set(i, static_cast<T>(x[i]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWidth; i += 2) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        const auto both = __floats2bfloat162_rn(x[i], x[i + 1]);
+        pack.word(i / 2) = *reinterpret_cast<const uint32_t*>(&both);
+      } else {
+        const auto both = __floats2half2_rn(x[i], x[i + 1]);
+        pack.word(i / 2) = *reinterpret_cast<const uint32_t*>(&both);
+      }
+    }
+  }
+  return pack;
 }
 
 /// A row as vectors that are aligned in memory: vector v holds columns [v * kWidth - lead, ...). Only the first and the
@@ -103,21 +136,21 @@ struct RowVectors {
   /// Columns outside the row are `pad`.
   __device__ Pack<T, kWidth> load(const T* row, int v, T pad) const {
     const int c = column(v);
-    if (whole(v)) return *reinterpret_cast<const Pack<T, kWidth>*>(row + c);
-    Pack<T, kWidth> pack;
+    if (whole(v)) return Pack<T, kWidth>::load(row + c);
+    Pack<T, kWidth> pack{};
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) pack.value[i] = has(c + i) ? row[c + i] : pad;
+    for (int i = 0; i < kWidth; ++i) pack.set(i, has(c + i) ? row[c + i] : pad);
     return pack;
   }
   __device__ void store(T* row, int v, const Pack<T, kWidth>& pack) const {
     const int c = column(v);
     if (whole(v)) {
-      *reinterpret_cast<Pack<T, kWidth>*>(row + c) = pack;
+      pack.store(row + c);
       return;
     }
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      if (has(c + i)) row[c + i] = pack.value[i];
+      if (has(c + i)) row[c + i] = pack.get(i);
     }
   }
 };
