@@ -97,7 +97,7 @@ test-example: build
 	$(BIN)/ctest --test-dir $(BUILD)-example --verbose
 
 demo: build $(VENV)/.installed-demo
-	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+	$(BIN)/python examples/train_lm.py --demo $(DEMO_ARGS)
 
 # Peers that cannot be installed beside this torch are left out; the benchmarks say which are there.
 bench: build $(VENV)/.installed-bench
@@ -121,8 +121,11 @@ tidy: .venv-lint/.installed build
 	$(LINT)/clang-tidy -p $(BUILD) --quiet $$(git ls-files 'csrc/*.cpp')
 
 docs: build $(VENV)/.installed-docs
-	$(BIN)/sphinx-build -q -W -b html docs site
-	echo "site/index.html"
+	command -v doxygen >/dev/null || { echo "doxygen is missing (Debian, Ubuntu: apt-get install doxygen)" >&2; exit 1; }
+	mkdir -p $(BUILD)/doxygen
+	(cat docs/Doxyfile; echo "OUTPUT_DIRECTORY = $(BUILD)/doxygen") | doxygen -
+	DOXYGEN_XML=$(CURDIR)/$(BUILD)/doxygen/xml $(BIN)/sphinx-build -q -b html docs site
+	@echo "Open site/index.html"
 
 clean:
 	rm -rf build dist site .venv .venv-* python/fusegrad.egg-info
