@@ -99,9 +99,15 @@ test-example: build
 demo: build $(VENV)/.installed-demo
 	$(BIN)/python examples/train_lm.py --demo $(DEMO_ARGS)
 
-# Peers that cannot be installed beside this torch are left out; the benchmarks say which are there.
-bench: build $(VENV)/.installed-bench
+bench: build $(VENV)/.installed-peers
 	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+
+# One by one: a peer that cannot be had beside this torch must not keep the others out. The benchmarks say which are
+# there.
+$(VENV)/.installed-peers: pyproject.toml $(VENV)/.made
+	$(BIN)/python tools/requirements.py bench | while read -r peer; do \
+	  $(BIN)/python -m pip $(PIP_INSTALL) torch==$(TORCH) "$$peer" || echo "Left out: $$peer" >&2; done
+	touch $@
 
 wheel: build
 	FUSEGRAD_BUILD_DIR=$(BUILD) $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
