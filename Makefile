@@ -97,11 +97,17 @@ test-example: build
 	$(BIN)/ctest --test-dir $(BUILD)-example --verbose
 
 demo: build $(VENV)/.installed-demo
-	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+	$(BIN)/python examples/train_lm.py --demo $(DEMO_ARGS)
 
-# Peers that cannot be installed beside this torch are left out; the benchmarks say which are there.
-bench: build $(VENV)/.installed-bench
+bench: build $(VENV)/.installed-peers
 	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH_ARGS); done
+
+# One by one: a peer that cannot be had beside this torch must not keep the others out. The benchmarks say which are
+# there.
+$(VENV)/.installed-peers: pyproject.toml $(VENV)/.made
+	$(BIN)/python tools/requirements.py bench | while read -r peer; do \
+	  $(BIN)/python -m pip $(PIP_INSTALL) torch==$(TORCH) "$$peer" || echo "Left out: $$peer" >&2; done
+	touch $@
 
 wheel: build
 	FUSEGRAD_BUILD_DIR=$(BUILD) $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
@@ -121,8 +127,11 @@ tidy: .venv-lint/.installed build
 	$(LINT)/clang-tidy -p $(BUILD) --quiet $$(git ls-files 'csrc/*.cpp')
 
 docs: build $(VENV)/.installed-docs
-	$(BIN)/sphinx-build -q -W -b html docs site
-	echo "site/index.html"
+	command -v doxygen >/dev/null || { echo "doxygen is missing (Debian, Ubuntu: apt-get install doxygen)" >&2; exit 1; }
+	mkdir -p $(BUILD)/doxygen
+	(cat docs/Doxyfile; echo "OUTPUT_DIRECTORY = $(BUILD)/doxygen") | doxygen -
+	DOXYGEN_XML=$(CURDIR)/$(BUILD)/doxygen/xml $(BIN)/sphinx-build -q -b html docs site
+	@echo "Open site/index.html"
 
 clean:
 	rm -rf build dist site .venv .venv-* python/fusegrad.egg-info
