@@ -1,6 +1,6 @@
 # Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
 #
-#   make test | demo | bench | lint | wheel | docs | build | clean
+#   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | wheel | docs | clean
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment),
 # JOBS (compile jobs), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi.
@@ -17,7 +17,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: test test-python test-cpp test-example demo bench lint tidy wheel docs build clean FORCE
+.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel docs build clean FORCE
 .DEFAULT_GOAL := build
 
 # --- environments ---------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.made
 # The package is installed into the environment as a wheel lays it out, its Python files as links: edits take
 # effect at once.
 build: $(BUILD)/build.ninja
-	$(BIN)/ninja -C $(BUILD) -j $(JOBS)
+	$(BIN)/ninja -C $(BUILD) -j $(JOBS) fusegrad _C
 	$(BIN)/cmake --install $(BUILD) --prefix $(SITE)/fusegrad > $(BUILD)/install.log
 	find $(SITE)/fusegrad -maxdepth 1 -type l -delete
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
@@ -85,6 +85,7 @@ test-python: build $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/python $(PYTEST_ARGS)
 
 test-cpp: build
+	$(BIN)/ninja -C $(BUILD) -j $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 
 # The C++ example, built as a user's project against the installed package.
@@ -107,9 +108,8 @@ wheel: build
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
 lint: .venv-lint/.installed
-	$(LINT)/clang-format --dry-run --Werror $(CXX_FILES)
-	$(LINT)/ruff check .
-	$(LINT)/ruff format --check .
+	$(LINT)/clang-format --dry-run --Werror $(CXX_FILES) || { echo "To mend it: make format" >&2; exit 1; }
+	$(LINT)/ruff check . && $(LINT)/ruff format --check . || { echo "To mend it: make format" >&2; exit 1; }
 	$(LINT)/mypy
 
 format: .venv-lint/.installed

@@ -20,6 +20,12 @@ void with_type(DType dtype, Function&& function) {
   TORCH_INTERNAL_ASSERT(false, "float64 is refused on CUDA before a kernel is chosen");
 }
 
+/// Columns are counted in 32 bits, with room for a vector beyond the last.
+inline void check_columns(const char* name, int64_t cols) {
+  TORCH_CHECK_VALUE(cols < (int64_t{1} << 31) - 64, name, ": a row must have fewer than 2^31 - 64 columns, but got ",
+                    cols);
+}
+
 /// Whether two rows of `size`-byte values start at the same place within 16 bytes, for every row: then one split of the
 /// row into vectors suits both.
 inline bool same_alignment(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t size) {

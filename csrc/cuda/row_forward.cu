@@ -13,7 +13,7 @@ using device::CrossEntropy;
 using device::kRowThreads;
 using device::Mode;
 
-constexpr int64_t kWarpRowBytes = 2048;    // rows up to here are one warp's
+constexpr int64_t kShortRowBytes = 2048;   // rows up to here are one warp's, or less
 constexpr int64_t kSliceBytes = 72 << 10;  // three CTAs with such a slice fit a multiprocessor of 228 KiB
 constexpr int kMaxCluster = 8;             // portable
 
@@ -45,17 +45,22 @@ RowShape choose_shape(const Device& device, int64_t rows, int64_t vectors, int64
 template <class T, Mode kMode, int kWidth>
 void launch_rows(const RowForward& p, void* stream) {
   using Loss = CrossEntropy<T, kMode>;
-  if (p.cols * static_cast<int64_t>(sizeof(T)) <= kWarpRowBytes) {
-    constexpr int kThreads = 128;
-    launch("row_by_warp", device::row_by_warp<Loss, T, kWidth>, {(p.rows + 3) / 4, kThreads}, stream, p);
-    return;
-  }
+  const device::Constants constants(p.targets, p.transform, p.z_loss, p.cols);
   // A row that starts inside a 16-byte unit touches one vector more.
   const int64_t vectors = (p.cols + kWidth - 1) / kWidth + (kWidth > 1 ? 1 : 0);
+  if (p.cols * static_cast<int64_t>(sizeof(T)) <= kShortRowBytes) {
+    constexpr int kThreads = 128;
+    int lanes = 2;
+    while (lanes < 32 && lanes < vectors) lanes *= 2;
+    const int64_t groups = kThreads / lanes;
+    launch("row_by_lanes", device::row_by_lanes<Loss, T, kWidth>, {(p.rows + groups - 1) / groups, kThreads}, stream, p,
+           constants, lanes);
+    return;
+  }
   const auto shape = choose_shape(current_device(), p.rows, vectors, kWidth * sizeof(T), p.grad != nullptr);
   const int shared = shape.stash ? static_cast<int>(shape.slice * kWidth * sizeof(T)) : 0;
   launch("row_by_cluster", device::row_by_cluster<Loss, T, kWidth>,
-         {p.rows * shape.cluster, kRowThreads, shape.cluster, shared}, stream, p, shape.slice, shape.stash);
+         {p.rows * shape.cluster, kRowThreads, shape.cluster, shared}, stream, p, constants, shape.slice, shape.stash);
 }
 
 template <class T, Mode kMode>
@@ -72,6 +77,7 @@ void launch_aligned(const RowForward& p, void* stream) {
 
 void row_forward(const RowForward& p, DType dtype, void* stream) {
   if (p.rows == 0) return;
+  check_columns("cross entropy", p.cols);
   const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && p.transform.scale > 0.0 &&
                      p.entropy == nullptr && p.predicted == nullptr;
   with_type(dtype, [&](auto tag) {

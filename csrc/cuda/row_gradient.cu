@@ -2,17 +2,17 @@
 #include <algorithm>
 
 #include "cuda/device/cross_entropy.cuh"
+#include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
 
 namespace fusegrad::cuda {
 namespace {
 
-using device::from_float;
+using device::Constants;
 using device::Mode;
 using device::Pack;
 using device::RowVectors;
-using device::to_float;
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
@@ -20,123 +20,150 @@ constexpr int kUnroll = 4;
 /// A grid over (row, block of columns): a block is what kUnroll vectors a thread cover. Short rows share a CTA.
 struct Blocks {
   int64_t rows;
-  int threads_per_row;
-  int64_t blocks_per_row;
+  int threads_per_row;  // a power of 2
+  int blocks_per_row;
 
-  __host__ __device__ int64_t rows_per_cta() const { return kThreads / threads_per_row; }
+  __host__ __device__ int rows_per_cta() const { return kThreads / threads_per_row; }
   __host__ __device__ int64_t ctas() const { return (rows + rows_per_cta() - 1) / rows_per_cta() * blocks_per_row; }
+  __device__ int64_t row(int64_t cta) const {
+    return cta / blocks_per_row * rows_per_cta() + static_cast<int>(threadIdx.x) / threads_per_row;
+  }
+  /// This thread's first vector of a row; the others follow at distances of threads_per_row.
+  __device__ int vector(int64_t cta) const {
+    return static_cast<int>(cta % blocks_per_row) * threads_per_row * kUnroll +
+           static_cast<int>(threadIdx.x) % threads_per_row;
+  }
 };
 
 Blocks make_blocks(int64_t rows, int64_t cols, int width) {
   const int64_t vectors = (cols + width - 1) / width + 1;
-  int threads = 32;
+  int threads = 2;
   while (threads < kThreads && threads * kUnroll < vectors) threads *= 2;
-  return {rows, threads, (vectors + threads * kUnroll - 1) / (threads * kUnroll)};
+  return {rows, threads, static_cast<int>((vectors + threads * kUnroll - 1) / (threads * kUnroll))};
 }
 
-/// function(vector) for this thread's vectors of block `block` of its row.
-template <class T, int kWidth, class Load, class Use>
-__device__ void each_vector(const RowVectors<T, kWidth>& vectors, const Blocks& blocks, int64_t block, Load&& load,
-                            Use&& use) {
-  const int lane = static_cast<int>(threadIdx.x) % blocks.threads_per_row;
-  const int first = static_cast<int>(block) * blocks.threads_per_row * kUnroll + lane;
-  Pack<T, kWidth> packs[kUnroll];
+/// use(vector, pack) for the kUnroll vectors from `first` on, all loaded before the first use.
+template <class T, int kWidth, class Use>
+__device__ void each_vector(const RowVectors<T, kWidth>& vectors, const T* row, int first, int distance, Use&& use) {
+  using P = Pack<T, kWidth>;
+  P packs[kUnroll];
+  if (first >= vectors.whole_begin && first + (kUnroll - 1) * distance < vectors.whole_end) {
+    const P* from = reinterpret_cast<const P*>(row + vectors.column(first));
 #pragma unroll
-  for (int j = 0; j < kUnroll; ++j) {
-    const int v = first + j * blocks.threads_per_row;
-    if (v < vectors.count()) packs[j] = load(v);
+    for (int j = 0; j < kUnroll; ++j) packs[j] = from[j * distance];
+  } else {
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      const int v = first + j * distance;
+      if (v < vectors.count) packs[j] = vectors.load(row, v, static_cast<T>(0.f));
+    }
   }
 #pragma unroll
   for (int j = 0; j < kUnroll; ++j) {
-    const int v = first + j * blocks.threads_per_row;
-    if (v < vectors.count()) use(v, packs[j]);
+    const int v = first + j * distance;
+    if (v < vectors.count) use(v, packs[j]);
   }
 }
 
 template <class T, Mode kMode, int kWidth>
-__global__ void __launch_bounds__(kThreads) gradient_kernel(const __grid_constant__ RowGradient p, const Blocks blocks) {
-  const int64_t row = blockIdx.x / blocks.blocks_per_row * blocks.rows_per_cta() + threadIdx.x / blocks.threads_per_row;
+__global__ void __launch_bounds__(kThreads)
+    gradient_kernel(const __grid_constant__ RowGradient p, const __grid_constant__ Constants constants,
+                    const Blocks blocks) {
+  const int64_t row = blocks.row(blockIdx.x);
   if (row >= p.rows) return;
   const T* logits = static_cast<const T*>(p.logits) + row * p.logits_stride;
   T* grad = static_cast<T*>(p.grad) + row * p.grad_stride;
-  const device::RowTarget<T> target(p.targets, row, p.vocab);
-  const device::Exponent<kMode> exponent(p.transform);
+  const device::RowTarget<T> target(p.targets, constants, row, p.vocab);
   const auto* scales = static_cast<const float*>(p.scales);
   const float lse = static_cast<const float*>(p.lse)[row];
   const float low = p.lse_low != nullptr ? static_cast<const float*>(p.lse_low)[row] : 0.f;
-  const float z_loss = static_cast<float>(p.z_loss);
 
   // grad = (P * p[c] - Q * a[c]) * dz/dx
   float P = 0.f, Q = 0.f;
   if (target.kept && p.grad_loss != nullptr) {
     const float upstream = static_cast<const float*>(p.grad_loss)[row * p.grad_loss_stride] * target.token_weight;
-    const float mass = kMode == Mode::kDense ? static_cast<const float*>(p.mass)[row] : target.sparse_mass(p.vocab);
+    const float mass =
+        kMode == Mode::kDense ? static_cast<const float*>(p.mass)[row] : target.sparse_mass(constants, p.vocab);
     Q = scales != nullptr ? upstream * scales[0] : upstream;
     P = Q * mass;
-    if (z_loss != 0.f) P = fmaf((scales != nullptr ? upstream * scales[1] : upstream) * 2.f * z_loss, lse, P);
+    if (constants.z_loss != 0.f) {
+      P = fmaf((scales != nullptr ? upstream * scales[1] : upstream) * 2.f * constants.z_loss, lse, P);
+    }
   }
   if (p.grad_lse != nullptr) P += static_cast<const float*>(p.grad_lse)[row * p.grad_lse_stride];
-  const bool zero = P == 0.f && Q == 0.f && target.in_range;
-  if (!target.in_range) P = device::not_a_number();
-  const int64_t index = target.index - p.col_offset;
-  const float low2 = low * device::kLog2E;
-
   const RowVectors<T, kWidth> vectors(logits, p.cols);
-  each_vector<T, kWidth>(
-      vectors, blocks, blockIdx.x % blocks.blocks_per_row,
-      [&](int v) { return zero ? Pack<T, kWidth>{} : vectors.load(logits, v, 0.f); },
-      [&](int v, Pack<T, kWidth> pack) {
-        const int64_t c = vectors.column(v);
+  const int first = blocks.vector(blockIdx.x);
+  if (!target.in_range || (P == 0.f && Q == 0.f)) {
+    Pack<T, kWidth> fill;
+    for (int i = 0; i < kWidth; ++i) fill.value[i] = static_cast<T>(target.in_range ? 0.f : device::not_a_number());
+    for (int j = 0; j < kUnroll; ++j) {
+      const int v = first + j * blocks.threads_per_row;
+      if (v < vectors.count) vectors.store(grad, v, fill);
+    }
+    return;
+  }
+  // Before the logits of this CTA's block are overwritten; those of no other block matter to it.
+  const int column = static_cast<int>(p.col_offset);
+  const int64_t index = target.index >= 0 ? target.index - p.col_offset : -1;
+  const float low2 = low * device::kLog2E;
+  each_vector<T, kWidth>(vectors, logits, first, blocks.threads_per_row, [&](int v, Pack<T, kWidth> pack) {
+    const int c = vectors.column(v);
+    float x[kWidth];
+    device::unpack<kWidth>(pack, x);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          const float x = to_float(pack.value[i]);
-          // z - lse first: exact for large offsets, where lse * log2(e) would not be.
-          float y;
-          if (kMode != Mode::kPlain && exponent.cap != 0.f) {
-            y = fmaf(exponent.cap * tanhf(x * exponent.k * exponent.inverse_cap) - lse, device::kLog2E, -low2);
-          } else {
-            y = fmaf(fmaf(x, exponent.slope_scale, -lse), device::kLog2E, -low2);
-          }
-          float a = kMode == Mode::kPlain ? 0.f : target.uniform;
-          if constexpr (kMode == Mode::kDense) a = vectors.has(c + i) ? target.coefficient(c + i, p.col_offset) : 0.f;
-          if (c + i == index) a += target.at_index;
-          const float value = fmaf(P, device::exp2_fast(y), -Q * a) * exponent.slope(x);
-          pack.value[i] = from_float<T>(zero ? 0.f : value);
-        }
-        vectors.store(grad, v, pack);
-      });
+    for (int i = 0; i < kWidth; ++i) {
+      float slope = constants.scale, z;
+      if (kMode != Mode::kPlain && constants.cap != 0.f) {
+        const float t = device::tanh_for<T>(x[i] * constants.scale * constants.inverse_cap);
+        slope *= 1.f - t * t;
+        z = constants.cap * t - lse;
+      } else {
+        z = fmaf(x[i], constants.scale, -lse);
+      }
+      // z - lse first: exact for large offsets, where lse * log2(e) would not be.
+      float value = P * device::exp2_fast(fmaf(z, device::kLog2E, -low2));
+      if constexpr (kMode == Mode::kSparse) value = fmaf(-Q, constants.uniform, value);
+      if constexpr (kMode == Mode::kDense) {
+        if (vectors.has(c + i)) value = fmaf(-Q, target.coefficient(constants, c + i, column), value);
+      }
+      if (index - c == i) value = fmaf(-Q, target.at_index, value);
+      x[i] = value * slope;
+    }
+    device::pack_into<kWidth>(pack, x);
+    vectors.store(grad, v, pack);
+  });
 }
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) scaling_kernel(const __grid_constant__ RowScaling p, const Blocks blocks) {
   const float factor = p.factor != nullptr ? *static_cast<const float*>(p.factor) : 1.f;
+  const auto* scales = static_cast<const float*>(p.scale);
   // One value for all rows, and it is 1: nothing to do, found out by the GPU itself.
-  if (p.in == p.out && p.scale_stride == 0 && factor * (p.scale != nullptr ? *static_cast<const float*>(p.scale) : 1.f) == 1.f) {
-    return;
-  }
+  if (p.in == p.out && p.scale_stride == 0 && factor * (scales != nullptr ? *scales : 1.f) == 1.f) return;
   for (int64_t cta = blockIdx.x; cta < blocks.ctas(); cta += gridDim.x) {
-    const int64_t row = cta / blocks.blocks_per_row * blocks.rows_per_cta() + threadIdx.x / blocks.threads_per_row;
+    const int64_t row = blocks.row(cta);
     if (row >= p.rows) continue;
     const T* in = static_cast<const T*>(p.in) + row * p.in_stride;
     T* out = static_cast<T*>(p.out) + row * p.out_stride;
-    const float scale =
-        factor * (p.scale != nullptr ? static_cast<const float*>(p.scale)[row * p.scale_stride] : 1.f);
+    const float scale = factor * (scales != nullptr ? scales[row * p.scale_stride] : 1.f);
     if (in == out && scale == 1.f) continue;
     const RowVectors<T, kWidth> vectors(in, p.cols);
-    each_vector<T, kWidth>(
-        vectors, blocks, cta % blocks.blocks_per_row, [&](int v) { return vectors.load(in, v, 0.f); },
-        [&](int v, Pack<T, kWidth> pack) {
+    each_vector<T, kWidth>(vectors, in, blocks.vector(cta), blocks.threads_per_row, [&](int v, Pack<T, kWidth> pack) {
+      float x[kWidth];
+      device::unpack<kWidth>(pack, x);
 #pragma unroll
-          for (int i = 0; i < kWidth; ++i) pack.value[i] = from_float<T>(to_float(pack.value[i]) * scale);
-          vectors.store(out, v, pack);
-        });
+      for (int i = 0; i < kWidth; ++i) x[i] *= scale;
+      device::pack_into<kWidth>(pack, x);
+      vectors.store(out, v, pack);
+    });
   }
 }
 
 template <class T, Mode kMode, int kWidth>
 void launch_gradient(const RowGradient& p, void* stream) {
   const auto blocks = make_blocks(p.rows, p.cols, kWidth);
-  launch("gradient_kernel", gradient_kernel<T, kMode, kWidth>, {blocks.ctas(), kThreads}, stream, p, blocks);
+  launch("gradient_kernel", gradient_kernel<T, kMode, kWidth>, {blocks.ctas(), kThreads}, stream, p,
+         Constants(p.targets, p.transform, p.z_loss, p.vocab), blocks);
 }
 
 template <class T, int kWidth>
@@ -150,6 +177,7 @@ void launch_scaling(const RowScaling& p, void* stream) {
 
 void row_gradient(const RowGradient& p, DType dtype, void* stream) {
   if (p.rows == 0 || p.cols == 0) return;
+  check_columns("cross entropy", p.cols);
   const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -7,7 +7,7 @@ import pathlib
 import torch
 
 try:
-    from . import _build
+    import fusegrad._build as _build
 except ImportError as error:
     raise ImportError(
         "fusegrad is not built here: this is its source folder. Run `make build` and use .venv/bin/python from another "
@@ -25,7 +25,7 @@ if _found != _build.torch_version:
 
 torch.ops.load_library(str(pathlib.Path(__file__).parent / "lib" / "libfusegrad.so"))
 
-from . import _C  # noqa: E402  (it links the library and must come after it)
+import fusegrad._C as _C  # noqa: E402  (it links the library and must come after it)
 
 version: str = _build.version
 

@@ -1,4 +1,4 @@
-// Reductions of a State with `merge(const State&)` over a warp, a CTA and a cluster, each in a fixed order.
+// Reductions of a State with `merge(const State&)` over lanes, a CTA and a cluster, each in a fixed order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -26,30 +26,30 @@ __device__ State shuffle_xor(const State& state, int lanes) {
   return other;
 }
 
+/// Merges groups of `group` neighbouring lanes (a power of 2, at most 32). All lanes of the warp must take part.
 template <class State>
-__device__ void merge_warp(State& state) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const State other = shuffle_xor(state, lanes);
+__device__ void merge_lanes(State& state, int group) {
+  for (int lanes = group / 2; lanes > 0; lanes /= 2) {
+    State other = shuffle_xor(state, lanes);
     // Both lanes of a pair must merge in the same order, or rounding would leave them with different results.
     if ((threadIdx.x & lanes) == 0) {
       state.merge(other);
     } else {
-      State first = other;
-      first.merge(state);
-      state = first;
+      other.merge(state);
+      state = other;
     }
   }
 }
 
-/// `warp_states` is shared memory for one State a warp, plus one. Every thread gets the result.
+/// Every thread gets the result. `warp_states` is shared memory for one State a warp.
 template <int kThreads, class State>
 __device__ void merge_block(State& state, State* warp_states) {
-  merge_warp(state);
+  constexpr int kWarps = kThreads / 32;
+  merge_lanes(state, 32);
   if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = state;
   __syncthreads();
-  state = warp_states[0];
-  for (int w = 1; w < kThreads / 32; ++w) state.merge(warp_states[w]);
+  state = warp_states[threadIdx.x % kWarps];
+  merge_lanes(state, kWarps);
 }
 
 /// Merges the CTAs' states over the cluster, in the order of their ranks. The caller must run cluster_leave() before

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/cross_entropy.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/vector.cuh"
 
@@ -10,6 +11,11 @@ namespace fusegrad::device {
 
 constexpr int kRowThreads = 256;
 constexpr int kUnroll = 4;  // vectors in flight a thread
+
+template <class T>
+__device__ T lowest_pad() {
+  return static_cast<T>(minus_infinity());
+}
 
 /// A row by a cluster of CTAs (of one, on GPUs without clusters), each with a slice of the row's vectors.
 ///
@@ -19,43 +25,52 @@ constexpr int kUnroll = 4;  // vectors in flight a thread
 /// between every read of them in phase 1 and the first write.
 template <class Loss, class T, int kWidth>
 __global__ void __launch_bounds__(kRowThreads, 3)
-    row_by_cluster(const __grid_constant__ typename Loss::Params p, int slice, bool stash) {
+    row_by_cluster(const __grid_constant__ typename Loss::Params p, const __grid_constant__ Constants constants,
+                   int slice, bool stash) {
   using P = Pack<T, kWidth>;
+  using Sums = typename Loss::Sums;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ SharedSlots<typename Loss::Sums, kRowThreads / 32> warp_sums;
-  __shared__ SharedSlots<typename Loss::Sums, 1> cluster_slot;
+  __shared__ SharedSlots<Sums, kRowThreads / 32> warp_sums;
+  __shared__ SharedSlots<Sums, 1> cluster_slot;
   P* copy = reinterpret_cast<P*>(shared_bytes);
 
   const int rank = cluster_rank();
   const int64_t row = blockIdx.x / cluster_size();
   const T* logits = static_cast<const T*>(p.logits) + row * p.logits_stride;
   T* grad = p.grad != nullptr ? static_cast<T*>(p.grad) + row * p.grad_stride : nullptr;
-  const Loss loss(p, row);
+  const Loss loss(p, constants, row);
   const RowVectors<T, kWidth> vectors(logits, p.cols);
-  const int begin = rank * slice, end = min(begin + slice, vectors.count());
-  const bool writes = rank == 0 && threadIdx.x == 0;
+  const int begin = rank * slice, end = min(begin + slice, vectors.count);
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool writes = rank == 0 && thread == 0;
 
   if (!loss.needs_row()) {  // the same for every CTA of the cluster
-    if (writes) loss.finish(typename Loss::Sums{}, true);
+    if (writes) loss.finish(Sums{}, true);
     if (grad == nullptr) return;
     P fill;
-    for (int i = 0; i < kWidth; ++i) fill.value[i] = from_float<T>(loss.target.in_range ? 0.f : not_a_number());
-    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kRowThreads) vectors.store(grad, v, fill);
+    for (int i = 0; i < kWidth; ++i) fill.value[i] = static_cast<T>(loss.constant());
+    for (int v = begin + thread; v < end; v += kRowThreads) vectors.store(grad, v, fill);
     return;
   }
 
   // Phase 1
-  typename Loss::Sums sums;
-  for (int v0 = begin + static_cast<int>(threadIdx.x); v0 < end; v0 += kUnroll * kRowThreads) {
+  Sums sums;
+  for (int v0 = begin + thread; v0 < end; v0 += kUnroll * kRowThreads) {
     P packs[kUnroll];
+    if (v0 >= vectors.whole_begin && v0 + (kUnroll - 1) * kRowThreads < min(end, vectors.whole_end)) {
+      const P* from = reinterpret_cast<const P*>(logits + vectors.column(v0));
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int v = v0 + j * kRowThreads;
-      if (v < end) {
-        packs[j] = vectors.load(logits, v, minus_infinity());
-      } else {
+      for (int j = 0; j < kUnroll; ++j) packs[j] = from[j * kRowThreads];
+    } else {
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) packs[j].value[i] = from_float<T>(minus_infinity());
+      for (int j = 0; j < kUnroll; ++j) {
+        const int v = v0 + j * kRowThreads;
+        if (v < end) {
+          packs[j] = vectors.load(logits, v, lowest_pad<T>());
+        } else {
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) packs[j].value[i] = lowest_pad<T>();
+        }
       }
     }
     if (stash) {
@@ -65,10 +80,9 @@ __global__ void __launch_bounds__(kRowThreads, 3)
         if (v < end) copy[v - begin] = packs[j];
       }
     }
-    loss.template add<kUnroll, kWidth>(sums, packs, [&](int j, int i) -> int64_t {
+    loss.template add<kUnroll, kWidth>(sums, packs, [&](int j) {
       const int v = v0 + j * kRowThreads;
-      const int64_t c = vectors.column(v) + i;
-      return v < end && vectors.has(c) ? c : -1;
+      return v < end ? vectors.column(v) : kNoColumn - kWidth;
     });
   }
 
@@ -79,16 +93,11 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   // Phase 3
   const auto g = loss.finish(sums, writes);
   if (grad != nullptr) {
-    const bool zero = !loss.target.kept;
-    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kRowThreads) {
-      P pack = stash ? copy[v - begin] : vectors.load(logits, v, 0.f);
-      const int64_t c = vectors.column(v);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        // A dense target reads its coefficient at the column: not beyond the row.
-        const bool inside = vectors.has(c + i);
-        pack.value[i] =
-            from_float<T>(zero || !inside ? 0.f : loss.gradient(g, to_float(pack.value[i]), c + i));
+    for (int v = begin + thread; v < end; v += kRowThreads) {
+      P pack = stash ? copy[v - begin] : vectors.load(logits, v, static_cast<T>(0.f));
+      loss.template gradient<kWidth>(g, pack, vectors.column(v));
+      if (loss.constant_gradient()) {  // ignored, and read for its lse only
+        for (int i = 0; i < kWidth; ++i) pack.value[i] = static_cast<T>(0.f);
       }
       vectors.store(grad, v, pack);
     }
@@ -96,39 +105,37 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   cluster_leave();
 }
 
-/// Short rows: one a warp. The second read finds the row in the cache.
+/// Short rows: one for each group of `lanes` lanes. The second read finds the row in the cache.
 template <class Loss, class T, int kWidth>
-__global__ void __launch_bounds__(128) row_by_warp(const __grid_constant__ typename Loss::Params p) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  if (row >= p.rows) return;
-  const int lane = static_cast<int>(threadIdx.x % 32);
+__global__ void __launch_bounds__(128)
+    row_by_lanes(const __grid_constant__ typename Loss::Params p, const __grid_constant__ Constants constants,
+                 int lanes) {
+  using P = Pack<T, kWidth>;
+  const int64_t group = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
+  // Groups beyond the last row repeat it and write nothing: all lanes must take part in the merge.
+  const bool exists = group < p.rows;
+  const int64_t row = exists ? group : p.rows - 1;
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
   const T* logits = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  T* grad = p.grad != nullptr ? static_cast<T*>(p.grad) + row * p.grad_stride : nullptr;
-  const Loss loss(p, row);
+  const Loss loss(p, constants, row);
   const RowVectors<T, kWidth> vectors(logits, p.cols);
   typename Loss::Sums sums;
   if (loss.needs_row()) {
-    for (int v = lane; v < vectors.count(); v += 32) {
-      Pack<T, kWidth> packs[1] = {vectors.load(logits, v, minus_infinity())};
-      loss.template add<1, kWidth>(sums, packs, [&](int, int i) -> int64_t {
-        const int64_t c = vectors.column(v) + i;
-        return vectors.has(c) ? c : -1;
-      });
+    for (int v = lane; v < vectors.count; v += lanes) {
+      const P packs[1] = {vectors.load(logits, v, lowest_pad<T>())};
+      loss.template add<1, kWidth>(sums, packs, [&](int) { return vectors.column(v); });
     }
-    merge_warp(sums);
   }
-  const auto g = loss.finish(sums, lane == 0);
-  if (grad == nullptr) return;
-  const bool constant = !loss.target.kept || !loss.target.in_range;
-  const float fill = loss.target.in_range ? 0.f : not_a_number();
-  for (int v = lane; v < vectors.count(); v += 32) {
-    Pack<T, kWidth> pack = vectors.load(logits, v, 0.f);
-    const int64_t c = vectors.column(v);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const float value =
-          constant || !vectors.has(c + i) ? fill : loss.gradient(g, to_float(pack.value[i]), c + i);
-      pack.value[i] = from_float<T>(value);
+  merge_lanes(sums, lanes);
+  const auto g = loss.finish(sums, exists && lane == 0);
+  if (p.grad == nullptr || !exists) return;
+  T* grad = static_cast<T*>(p.grad) + row * p.grad_stride;
+  for (int v = lane; v < vectors.count; v += lanes) {
+    P pack = vectors.load(logits, v, static_cast<T>(0.f));
+    if (loss.constant_gradient()) {
+      for (int i = 0; i < kWidth; ++i) pack.value[i] = static_cast<T>(loss.constant());
+    } else {
+      loss.template gradient<kWidth>(g, pack, vectors.column(v));
     }
     vectors.store(grad, v, pack);
   }

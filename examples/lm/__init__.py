@@ -1,0 +1,5 @@
+"""The parts of `examples/train_lm.py`: a small language model trained on real text."""
+
+
+class ExampleError(Exception):
+    """Something the user can put right; the message says what was wrong and what to do."""

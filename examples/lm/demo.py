@@ -1,0 +1,200 @@
+"""Trains with every loss from one seed, each in a process of its own, and compares what came out."""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lm import ExampleError
+from lm.data import load_corpus
+from lm.model import LOSSES, loss_function
+from lm.training import TrainingConfig
+
+Report = dict[str, Any]
+
+# The same mathematics in another order of summation: over a few hundred float32 steps the losses drift apart
+# by far less than this, and a wrong gradient drives them apart by far more.
+LARGEST_DIFFERENCE = 1e-3
+SMALLEST_FALL = 2.0
+PICTURE = "train_lm.png"
+COLORS = {"eager": "#9aa0a6", "fusegrad": "#1f77b4", "fusegrad-inplace": "#e8710a"}
+
+# Sizes at which the loss is most of the work and the whole demo takes a few minutes.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "cpu": {"steps": 120, "batch_size": 8, "seq_length": 128, "layers": 2, "learning_rate": 1.5e-3},
+    "cuda": {"steps": 300, "batch_size": 16, "seq_length": 512, "hidden_size": 256, "learning_rate": 1.5e-3},
+}
+
+
+def demo_preset(device: str) -> dict[str, Any]:
+    """The demo's training options on this device; options given on the command line override them."""
+    return _PRESETS["cuda" if torch.device(device).type == "cuda" else "cpu"]
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """0 where the losses agree and fell; 1 where not; what an interrupted run returned."""
+    _check_requirements()
+    start = time.perf_counter()
+    load_corpus(options.data, options.vocab_size, options.cache_dir)
+    print(f"vocabulary and token ids: {time.perf_counter() - start:.1f} s", flush=True)
+    reports = []
+    for loss in LOSSES:
+        code = _run_child(_child_command(options, loss))
+        if code != 0:
+            print(f"train_lm: the run with --loss {loss} ended with code {code}", file=sys.stderr)
+            return code
+        reports.append(json.loads((options.out / f"{loss}.json").read_text()))
+    picture = options.out / PICTURE
+    draw(reports, picture)
+    print(format_table(reports))
+    print(f"\npicture: {picture}\ntotal: {time.perf_counter() - start:.0f} s")
+    failures = find_failures(reports)
+    for failure in failures:
+        print(f"train_lm: {failure}", file=sys.stderr)
+    if not failures:
+        print(f"The held-out losses agree to {LARGEST_DIFFERENCE}.")
+    return 1 if failures else 0
+
+
+def _check_requirements() -> None:
+    """Finds what is missing before minutes of training, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ExampleError("--demo needs the `matplotlib` package; run: pip install matplotlib") from error
+    for loss in LOSSES:
+        loss_function(loss)
+
+
+def _child_command(options: argparse.Namespace, loss: str) -> list[str]:
+    script = Path(__file__).resolve().parent.parent / "train_lm.py"
+    command = [sys.executable, str(script)]
+    for field in dataclasses.fields(TrainingConfig):
+        value = loss if field.name == "loss" else getattr(options, field.name)
+        command += _as_arguments(field.name, value)
+    for name in ("data", "vocab_size", "cache_dir", "out", "prompt", "sample_tokens", "checkpoint_every"):
+        command += _as_arguments(name, getattr(options, name))
+    return command
+
+
+def _as_arguments(name: str, value: object) -> list[str]:
+    option = name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    # One word, so that a value may begin with a dash.
+    return [f"--{option}={value}"]
+
+
+def _run_child(command: list[str]) -> int:
+    with subprocess.Popen(command) as child:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                # The terminal sends Ctrl-C to the child too, which saves its checkpoint and ends.
+                continue
+
+
+def find_failures(reports: list[Report]) -> list[str]:
+    """What is wrong with the results: losses that differ from the first one's, or did not fall."""
+    failures = []
+    reference = reports[0]
+    for report in reports:
+        fall = report["held_out_before"] - report["held_out_after"]
+        # Written so that NaN fails.
+        if not fall >= SMALLEST_FALL:
+            failures.append(
+                f"{report['loss']}: the held-out loss must fall by at least {SMALLEST_FALL}, but went from "
+                f"{report['held_out_before']:.4f} to {report['held_out_after']:.4f}"
+            )
+        difference = abs(report["held_out_after"] - reference["held_out_after"])
+        if not difference <= LARGEST_DIFFERENCE:
+            failures.append(
+                f"{report['loss']}: the held-out loss must equal that of {reference['loss']} to "
+                f"{LARGEST_DIFFERENCE}, but differs by {difference:.2g}"
+            )
+    return failures
+
+
+def format_table(reports: list[Report]) -> str:
+    header = ("loss", "held-out before", "after", "time s", "tokens/s", "peak MiB")
+    rows = [
+        (
+            report["loss"],
+            f"{report['held_out_before']:.4f}",
+            f"{report['held_out_after']:.4f}",
+            f"{sum(report['step_seconds']):.1f}",
+            f"{report['tokens_per_second']:.0f}",
+            f"{report['peak_memory_bytes'] / 2**20:.0f}",
+        )
+        for report in reports
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for row in (header, tuple("-" * width for width in widths), *rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def draw(reports: list[Report], path: Path) -> None:
+    """Writes a picture: the loss by step, the loss by time, peak memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (by_step, by_time, memory) = pyplot.subplots(
+        1, 3, figsize=(14, 4.6), width_ratios=(1, 1, 0.8), layout="constrained"
+    )
+    for index, report in enumerate(reports):
+        style = {
+            "color": COLORS[report["loss"]],
+            "label": report["loss"],
+            # The curves coincide: each is drawn narrower than the one below it.
+            "linewidth": 6.0 - 2.2 * index,
+        }
+        losses = report["train_losses"]
+        by_step.plot(range(1, len(losses) + 1), losses, **style)
+        by_time.plot(_cumulative(report["step_seconds"]), losses, **style)
+    by_step.set(title="Training loss by step (curves coincide)", xlabel="step", ylabel="loss, nats per token")
+    by_time.set(title="Training loss by time", xlabel="seconds of training")
+    by_step.legend(frameon=False)
+    _draw_memory(memory, reports)
+    for axes in (by_step, by_time):
+        axes.grid(alpha=0.25)
+    for axes in (by_step, by_time, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_describe(reports[0]["config"]), fontsize=10, color="#555555")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_memory(axes: Any, reports: list[Report]) -> None:
+    names = [report["loss"] for report in reports]
+    mebibytes = [report["peak_memory_bytes"] / 2**20 for report in reports]
+    bars = axes.bar(names, mebibytes, color=[COLORS[name] for name in names], width=0.65)
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.set(title="Peak memory of training", ylabel="MiB")
+    axes.margins(y=0.12)
+
+
+def _cumulative(seconds: list[float]) -> list[float]:
+    return torch.tensor(seconds, dtype=torch.float64).cumsum(0).tolist()
+
+
+def _describe(config: dict[str, Any]) -> str:
+    return (
+        f"{config['device']}, {config['dtype']}, batch {config['batch_size']} × {config['seq_length']}, "
+        f"hidden size {config['hidden_size']}, {config['layers']} layers, seed {config['seed']}"
+    )
