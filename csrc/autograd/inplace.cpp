@@ -17,7 +17,7 @@ constexpr c10::DispatchKeySet kTransformKeys({c10::DispatchKey::FuncTorchBatched
                                               c10::DispatchKey::FuncTorchVmapMode});
 
 // Rows of a [.., C] tensor can be written by the kernels: the last dimension is dense, and the others are as if
-// contiguous, but for a free row stride of a matrix.
+// contiguous, but for a free row stride of a matrix. No two of its elements share memory then.
 bool rows_writable(const at::Tensor& tensor) {
   if (tensor.dim() == 2) {
     return tensor.sym_stride(1) == 1 && tensor.sym_stride(0) >= tensor.sym_size(1);
@@ -25,12 +25,13 @@ bool rows_writable(const at::Tensor& tensor) {
   return tensor.is_contiguous();
 }
 
-// Raises where `tensor` shares elements with `other`. False where that cannot be decided: ATen cannot say, or sizes
-// are symbolic (torch.compile, dynamic shapes) and the two share a storage.
+// Raises where `tensor` shares elements with `other`. False where that cannot be decided: the two share a storage,
+// and ATen cannot say or sizes are symbolic (torch.compile, dynamic shapes).
 bool surely_apart(const at::Tensor& tensor, const at::Tensor& other) {
+  if (!tensor.is_alias_of(other)) return true;
   const bool symbolic = tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
                         other.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  if (symbolic) return !tensor.is_alias_of(other);
+  if (symbolic) return false;
   at::assert_no_overlap(tensor, other);
   return at::get_overlap_status(tensor, other) != at::MemOverlapStatus::TooHard;
 }
@@ -58,7 +59,7 @@ bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional
   if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
   torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
   at::assert_no_internal_overlap(tensor);
-  bool decidable = at::has_internal_overlap(tensor) == at::MemOverlap::No;
+  bool decidable = true;
   for (const auto& other : others) {
     if (other.has_value() && other->defined()) decidable &= surely_apart(tensor, *other);
   }

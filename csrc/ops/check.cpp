@@ -26,9 +26,14 @@ int64_t parse_reduction(const char* op, std::string_view reduction) {
   FUSEGRAD_CHECK_VALUE(false, op, "reduction must be 'none', 'mean' or 'sum', but got '", reduction, "'");
 }
 
-void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
+void check_dense(const char* op, const char* name, const at::Tensor& tensor) {
+  FUSEGRAD_CHECK_TYPE(tensor.defined(), op, name, " must be a tensor, but got an undefined one");
   FUSEGRAD_CHECK_TYPE(tensor.layout() == at::kStrided, op, name, " must be a dense tensor, but got layout ",
                       tensor.layout());
+}
+
+void check_floating(const char* op, const char* name, const at::Tensor& tensor) {
+  check_dense(op, name, tensor);
   const auto device = tensor.device().type();
   FUSEGRAD_CHECK_VALUE(device == at::kCPU || device == at::kCUDA || device == at::kMeta, op, name,
                        " must be on the CPU or on a CUDA GPU, but got device ", tensor.device());
@@ -88,6 +93,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
   const c10::SymIntArrayRef rows_ref(row_shape);
   const auto acc = acc_type(logits_dtype);
   RowArguments rows;
+  check_dense(op, "target", target);
   check_same_device(op, "target", target, input);
   rows.probabilities = target.is_floating_point();
   if (rows.probabilities) {
@@ -112,6 +118,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
   }
   if (options.weight.has_value()) {
     const auto& weight = *options.weight;
+    check_dense(op, "weight", weight);
     FUSEGRAD_CHECK_TYPE(weight.is_floating_point(), op, "weight must be floating-point, but got ",
                         weight.scalar_type());
     FUSEGRAD_CHECK_VALUE(weight.dim() == 1 && weight.sym_size(0) == vocab, op, "weight must have shape [", vocab,
@@ -122,6 +129,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
   }
   if (options.token_weight.has_value()) {
     const auto& token_weight = *options.token_weight;
+    check_dense(op, "token_weight", token_weight);
     FUSEGRAD_CHECK_TYPE(token_weight.is_floating_point(), op, "token_weight must be floating-point, but got ",
                         token_weight.scalar_type());
     FUSEGRAD_CHECK_VALUE(token_weight.sym_sizes() == rows_ref, op, "token_weight must have shape ", rows_ref,
@@ -132,6 +140,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
   }
   if (options.normalizer.has_value()) {
     const auto& normalizer = *options.normalizer;
+    check_dense(op, "normalizer", normalizer);
     FUSEGRAD_CHECK_VALUE(normalizer.dim() == 0, op, "normalizer must be a number or a 0-d tensor, but got shape ",
                          normalizer.sym_sizes());
     check_same_device(op, "normalizer", normalizer, input);

@@ -22,6 +22,9 @@ inline at::ScalarType acc_type(at::ScalarType dtype) {
 /// 'none', 'mean' or 'sum' as at::Reduction.
 int64_t parse_reduction(const char* op, std::string_view reduction);
 
+/// A tensor, and one with strides.
+void check_dense(const char* op, const char* name, const at::Tensor& tensor);
+
 /// A floating dtype that the kernels of the tensor's device have; the device itself.
 void check_floating(const char* op, const char* name, const at::Tensor& tensor);
 

@@ -161,9 +161,7 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
   sizes.cpu = input.is_cpu();
   sizes.weight_grad = needs_grad[1];
   sizes.low_precision_result = linear_weight.scalar_type() != accumulate_dtype.value_or(acc);
-  const auto budget =
-      workspace_mib.has_value() ? std::optional<int64_t>(*workspace_mib * kMiB) : std::nullopt;
-  const auto plan = plan_linear(sizes, budget);
+  const auto plan = plan_linear(sizes, budget_bytes(workspace_mib));
   const bool over_rows = any_gradient && plan.columns == 0;
 
   const Head head(linear_weight, linear_bias, dtype);
@@ -234,10 +232,9 @@ LinearGradientTuple linear_cross_entropy_backward(
   sizes.vocab = linear_weight.size(0);
   sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
   sizes.cpu = input.is_cpu();
-  const auto budget = workspace_mib.has_value() ? std::optional<int64_t>(*workspace_mib * kMiB) : std::nullopt;
   const auto gradients = gradients_by_columns(
       job, Head(linear_weight, linear_bias, dtype), grad_loss.value_or(Tensor()), grad_lse.value_or(Tensor()), input,
-      plan_columns(sizes, budget), linear_weight.options(),
+      plan_columns(sizes, budget_bytes(workspace_mib)), linear_weight.options(),
       linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
   return to_tuple(gradients, input, linear_weight, linear_bias);
 }

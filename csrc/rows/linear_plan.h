@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <optional>
 
 namespace fusegrad {
@@ -25,6 +26,12 @@ struct LinearPlan {
 };
 
 constexpr int64_t kMiB = int64_t{1} << 20;
+
+/// A budget in bytes; more than there can be is as good as the largest.
+inline std::optional<int64_t> budget_bytes(std::optional<int64_t> mib) {
+  if (!mib.has_value()) return std::nullopt;
+  return std::min(*mib, std::numeric_limits<int64_t>::max() / kMiB) * kMiB;
+}
 
 /// Bytes of one row of logits as the losses store it: rows start at multiples of 16 bytes, which matrix products
 /// and vector loads are several times faster with.

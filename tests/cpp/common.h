@@ -1,4 +1,5 @@
-// What the C++ tests share: where they run, the losses made of PyTorch's own ops, and how far apart two may be.
+// What the C++ tests share: where they run, the losses made of PyTorch's own ops, and how far apart two may
+// be.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -51,25 +52,27 @@ inline Tensor random(at::IntArrayRef shape, const Place& place, double scale = 1
   return at::randn(shape, at::kDouble).mul(scale).to(place.dtype).to(place.device);
 }
 
-/// Upstream gradients, positive and negative. Powers of two, since a gradient that was computed in the forward is
-/// rounded a second time by others, which is documented and not what the bounds here are for.
+/// Upstream gradients, positive and negative. Powers of two, since a gradient that was computed in the
+/// forward is rounded a second time by others, which is documented and not what the bounds here are for.
 inline Tensor powers_of_two(at::IntArrayRef shape, const Place& place) {
   const auto exponents = at::randint(-3, 3, shape, at::kDouble);
   return (exponents.exp2() * at::randn(shape, at::kDouble).sign()).to(place.dtype).to(place.device);
 }
 
 /// Class indices [rows], every fifth of them ignored.
-inline Tensor random_target(int64_t rows, int64_t vocab, const at::Device& device, int64_t ignore_index = -100) {
+inline Tensor random_target(int64_t rows, int64_t vocab, const at::Device& device,
+                            int64_t ignore_index = -100) {
   auto target = at::randint(vocab, {rows}, at::kLong);
   target.slice(0, 2, rows, 5).fill_(ignore_index);
   return target.to(device);
 }
 
 /// The gradients of sum(loss * upstream).
-inline std::vector<Tensor> gradients(const Tensor& loss, const std::vector<Tensor>& inputs, const Tensor& upstream,
-                                     bool retain_graph = false, bool create_graph = false) {
-  return torch::autograd::grad({loss}, inputs, {upstream.to(loss.scalar_type()).expand_as(loss)}, retain_graph,
-                               create_graph);
+inline std::vector<Tensor> gradients(const Tensor& loss, const std::vector<Tensor>& inputs,
+                                     const Tensor& upstream, bool retain_graph = false,
+                                     bool create_graph = false) {
+  return torch::autograd::grad({loss}, inputs, {upstream.to(loss.scalar_type()).expand_as(loss)},
+                               retain_graph, create_graph);
 }
 
 /// `tensor` in another dtype, as a leaf of a graph of its own.
@@ -79,10 +82,11 @@ inline Tensor leaf(const Tensor& tensor, at::ScalarType dtype) {
 
 inline double l2(const Tensor& tensor) { return tensor.to(at::kDouble).norm().item<double>(); }
 
-/// Rule 12 of the contract: the error against float64 is at most 1.5 times that of PyTorch in the same dtype, plus
-/// 1e-7 of the truth's norm (1e-14 for float64). A single value gets a few more units in the last place, since
-/// PyTorch's may be exact by luck.
-inline void expect_accurate(const std::string& what, const Tensor& ours, const Tensor& eager, const Tensor& truth) {
+/// Rule 12 of the contract: the error against float64 is at most 1.5 times that of PyTorch in the same dtype,
+/// plus 1e-7 of the truth's norm (1e-14 for float64). A single value gets a few more units in the last place,
+/// since PyTorch's may be exact by luck.
+inline void expect_accurate(const std::string& what, const Tensor& ours, const Tensor& eager,
+                            const Tensor& truth) {
   ASSERT_EQ(ours.sizes(), truth.sizes()) << what;
   if (truth.numel() == 0) return;
   const double floor = (ours.scalar_type() == at::kDouble ? 1e-14 : 1e-7) * (truth.numel() == 1 ? 5 : 1);
@@ -102,21 +106,26 @@ inline Tensor reference_loss(const Tensor& input, const Tensor& target, const Cr
   auto function_options = F::CrossEntropyFuncOptions().weight(weight).ignore_index(options.ignore_index());
   function_options.label_smoothing(options.label_smoothing());
 
-  const auto kept = probabilities ? at::ones_like(z.select(class_dim, 0), at::kBool)
-                                  : classes.ne(options.ignore_index());
-  const auto row_weight = options.token_weight() ? options.token_weight()->to(dtype) : at::ones({}, input.options());
+  const auto kept =
+      probabilities ? at::ones_like(z.select(class_dim, 0), at::kBool) : classes.ne(options.ignore_index());
+  const auto row_weight =
+      options.token_weight() ? options.token_weight()->to(dtype) : at::ones({}, input.options());
   const auto penalty = options.z_loss() * z.logsumexp(class_dim).square() * kept * row_weight;
   const auto rows = F::cross_entropy(z, classes, function_options.reduction(torch::kNone)) * row_weight;
   if (options.reduction() == "none") return rows + penalty;
   if (options.reduction() == "sum") return (rows + penalty).sum();
-  if (const auto* number = std::get_if<double>(&options.normalizer())) return (rows + penalty).sum() / *number;
-  if (const auto* divisor = std::get_if<Tensor>(&options.normalizer())) return (rows + penalty).sum() / *divisor;
+  if (const auto* number = std::get_if<double>(&options.normalizer()))
+    return (rows + penalty).sum() / *number;
+  if (const auto* divisor = std::get_if<Tensor>(&options.normalizer()))
+    return (rows + penalty).sum() / *divisor;
   if (!options.token_weight()) {
-    return F::cross_entropy(z, classes, function_options.reduction(torch::kMean)) + penalty.sum() / kept.sum();
+    return F::cross_entropy(z, classes, function_options.reduction(torch::kMean)) +
+           penalty.sum() / kept.sum();
   }
-  const auto class_weights = weight.defined() && !probabilities
-                                 ? (weight.index_select(0, classes.clamp_min(0).flatten()) * kept.flatten()).sum()
-                                 : kept.sum();
+  const auto class_weights =
+      weight.defined() && !probabilities
+          ? (weight.index_select(0, classes.clamp_min(0).flatten()) * kept.flatten()).sum()
+          : kept.sum();
   return rows.sum() / class_weights + penalty.sum() / kept.sum();
 }
 
@@ -134,7 +143,8 @@ inline void expect_repeatable(const Tensor& loss, const std::vector<Tensor>& inp
 }
 
 /// The same where the first result becomes .grad, whose buffer the later ones are added to.
-inline void expect_accumulates(const Tensor& loss, const std::vector<Tensor>& leaves, const Tensor& upstream) {
+inline void expect_accumulates(const Tensor& loss, const std::vector<Tensor>& leaves,
+                               const Tensor& upstream) {
   const auto once = gradients(loss, leaves, upstream, /*retain_graph=*/true);
   std::vector<Tensor> expected;
   for (const auto& gradient : once) expected.push_back(gradient + gradient + gradient);

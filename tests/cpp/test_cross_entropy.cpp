@@ -88,8 +88,8 @@ TEST_P(CrossEntropy, Targets) {
   expect_parity("int32", logits, data.target.to(at::kInt), {}, scalar);
   const auto other = random_target(kN, kV, logits.device(), /*ignore_index=*/7);
   expect_parity("ignore_index", logits, other, CrossEntropyOptions().ignore_index(7), scalar);
-  expect_parity("float32 weight", logits, data.target, CrossEntropyOptions().weight(data.weight.to(at::kFloat)),
-                scalar);
+  expect_parity("float32 weight", logits, data.target,
+                CrossEntropyOptions().weight(data.weight.to(at::kFloat)), scalar);
   for (const std::string reduction : {"none", "mean", "sum"}) {
     const auto options = CrossEntropyOptions().reduction(reduction);
     expect_parity("unbatched, " + reduction, logits[0], data.target[0], options, scalar);
@@ -133,7 +133,9 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
   const auto log_p = z.log_softmax(1);
   const auto kept = data.target.ne(-100);
   const auto lse = z.logsumexp(1);
-  const auto all = Aux().lse(true).z_loss(true).token_accuracy(true).predicted_tokens(true).entropy(true).token_log_prob(true);
+  const auto all =
+      Aux().lse(true).z_loss(true).token_accuracy(true).predicted_tokens(true).entropy(true).token_log_prob(
+          true);
   const auto close = [](const Tensor& ours, const Tensor& truth) {
     return at::allclose(ours.to(at::kDouble), truth, /*rtol=*/1e-5, /*atol=*/1e-6);
   };
@@ -144,7 +146,8 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
     EXPECT_TRUE(close(aux.lse, lse));
     EXPECT_TRUE(close(aux.z_loss, 0.5 * lse.square() * kept));
     EXPECT_TRUE(close(aux.entropy, -(log_p.exp() * log_p).sum(1) * kept));
-    EXPECT_TRUE(close(aux.token_log_prob, log_p.gather(1, data.target.clamp_min(0).unsqueeze(1)).squeeze(1) * kept));
+    EXPECT_TRUE(
+        close(aux.token_log_prob, log_p.gather(1, data.target.clamp_min(0).unsqueeze(1)).squeeze(1) * kept));
     EXPECT_TRUE(at::equal(aux.predicted_tokens, at::where(kept, data.logits.argmax(1), -1)));
     EXPECT_TRUE(close(aux.token_accuracy, data.logits.argmax(1).eq(data.target).to(at::kDouble)));
     for (const auto& constant : {aux.z_loss, aux.entropy, aux.token_log_prob, aux.token_accuracy}) {
@@ -156,9 +159,11 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
     const auto ours = gradients(aux.lse, {input}, upstream, /*retain_graph=*/true)[0];
     const double tolerance = data.logits.scalar_type() == at::kBFloat16 ? 4e-3 : 1e-3;
     EXPECT_TRUE(at::allclose(ours.to(at::kDouble), truth, tolerance, 1e-5));
-    const auto both = gradients(loss.sum() + (aux.lse * upstream).sum(), {input}, at::ones_like(loss.sum()))[0];
-    const auto expected = gradients(reference_loss(z, data.target, options).sum() + (lse * upstream).sum(), {z},
-                                    at::ones({}, z.options().requires_grad(false)), /*retain_graph=*/true)[0];
+    const auto both =
+        gradients(loss.sum() + (aux.lse * upstream).sum(), {input}, at::ones_like(loss.sum()))[0];
+    const auto expected =
+        gradients(reference_loss(z, data.target, options).sum() + (lse * upstream).sum(), {z},
+                  at::ones({}, z.options().requires_grad(false)), /*retain_graph=*/true)[0];
     EXPECT_TRUE(at::allclose(both.to(at::kDouble), expected, tolerance, 1e-5));
   }
 }
@@ -167,7 +172,8 @@ TEST_P(CrossEntropy, OnlyWhatIsAskedForIsReturned) {
   const auto [loss, aux] = cross_entropy_with_aux(data.logits, data.probabilities, {}, Aux().entropy(true));
   EXPECT_TRUE(loss.defined() && aux.entropy.defined());
   EXPECT_EQ(aux.entropy.sizes(), at::IntArrayRef({kN}));
-  for (const auto& other : {aux.lse, aux.z_loss, aux.token_accuracy, aux.predicted_tokens, aux.token_log_prob}) {
+  for (const auto& other :
+       {aux.lse, aux.z_loss, aux.token_accuracy, aux.predicted_tokens, aux.token_log_prob}) {
     EXPECT_FALSE(other.defined());
   }
 }
@@ -181,9 +187,11 @@ TEST_P(CrossEntropy, ProbabilitiesGetTheirGradient) {
       const std::vector<Tensor> inputs{leaf(data.logits, dtype), leaf(data.probabilities, dtype)};
       results.push_back(gradients(reference_loss(inputs[0], inputs[1], options), inputs, upstream));
     }
-    const std::vector<Tensor> inputs{leaf(data.logits, GetParam().dtype), leaf(data.probabilities, GetParam().dtype)};
+    const std::vector<Tensor> inputs{leaf(data.logits, GetParam().dtype),
+                                     leaf(data.probabilities, GetParam().dtype)};
     const auto ours = gradients(cross_entropy(inputs[0], inputs[1], options), inputs, upstream);
-    for (size_t i = 0; i < 2; ++i) expect_accurate("gradient of " + std::to_string(i), ours[i], results[1][i], results[0][i]);
+    for (size_t i = 0; i < 2; ++i)
+      expect_accurate("gradient of " + std::to_string(i), ours[i], results[1][i], results[0][i]);
   }
 }
 
@@ -193,10 +201,12 @@ TEST_P(CrossEntropy, NoRowsAndNoKeptRows) {
   for (const bool inplace : {false, true}) {
     for (const std::string reduction : {"none", "mean", "sum"}) {
       const auto options = CrossEntropyOptions().reduction(reduction).z_loss(1e-3).inplace(inplace);
-      for (const auto& [logits, target] : {std::pair(data.logits, ignored), {empty, ignored.narrow(0, 0, 0)}}) {
+      for (const auto& [logits, target] :
+           {std::pair(data.logits, ignored), {empty, ignored.narrow(0, 0, 0)}}) {
         const auto input = leaf(logits, logits.scalar_type());
         const auto loss = cross_entropy(input.clone(), target, options);
-        EXPECT_TRUE(reduction == "mean" ? loss.isnan().item<bool>() : loss.eq(0).all().item<bool>()) << reduction;
+        EXPECT_TRUE(reduction == "mean" ? loss.isnan().item<bool>() : loss.eq(0).all().item<bool>())
+            << reduction;
         EXPECT_TRUE(gradients(loss, {input}, scalar)[0].eq(0).all().item<bool>()) << reduction;
       }
     }
@@ -208,7 +218,8 @@ TEST_P(CrossEntropy, RepeatedBackward) {
     for (const std::string reduction : {"none", "mean"}) {
       const auto input = leaf(data.logits, GetParam().dtype);
       const auto options = CrossEntropyOptions().reduction(reduction).inplace(inplace);
-      const auto upstream = reduction == "none" ? data.upstream_rows : at::full({}, 0.37, input.options().requires_grad(false));
+      const auto upstream =
+          reduction == "none" ? data.upstream_rows : at::full({}, 0.37, input.options().requires_grad(false));
       expect_accumulates(cross_entropy(input.clone(), data.target, options), {input}, upstream);
       expect_repeatable(cross_entropy(input.clone(), data.target, options), {input}, upstream);
     }

@@ -9,7 +9,8 @@
 namespace fusegrad {
 
 void PrintTo(const LinearPlan& plan, std::ostream* out) {
-  *out << "{rows " << plan.rows << ", columns " << plan.columns << ", accumulator " << plan.accumulator << "}";
+  *out << "{rows " << plan.rows << ", columns " << plan.columns << ", accumulator " << plan.accumulator
+       << "}";
 }
 
 namespace {
@@ -20,7 +21,9 @@ int64_t row_bytes(const LinearSizes& s) {
   return logits_row_elements(s.vocab, s.element_size) * s.element_size;
 }
 
-int64_t accumulator_bytes(const LinearSizes& s, bool accumulator) { return accumulator ? 4 * s.vocab * s.hidden : 0; }
+int64_t accumulator_bytes(const LinearSizes& s, bool accumulator) {
+  return accumulator ? 4 * s.vocab * s.hidden : 0;
+}
 
 /// What the pass over rows holds above the gradients themselves.
 int64_t row_pass_bytes(const LinearSizes& s, const LinearPlan& plan) {
@@ -41,11 +44,12 @@ void for_each_size(const std::function<void(const LinearSizes&)>& check) {
       for (const int64_t vocab : {1, 1000, 32000, 50257, 128256, 256000}) {
         for (const int64_t element_size : {2, 4, 8}) {
           for (int flags = 0; flags < 8; ++flags) {
-            const LinearSizes s{rows, hidden, vocab, element_size, (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0};
-            SCOPED_TRACE(::testing::Message() << "N " << rows << ", H " << hidden << ", V " << vocab << ", bytes "
-                                              << element_size << (s.cpu ? ", CPU" : "")
-                                              << (s.weight_grad ? ", weight_grad" : "")
-                                              << (s.low_precision_result ? ", low_precision_result" : ""));
+            const LinearSizes s{
+                rows, hidden, vocab, element_size, (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0};
+            SCOPED_TRACE(::testing::Message()
+                         << "N " << rows << ", H " << hidden << ", V " << vocab << ", bytes " << element_size
+                         << (s.cpu ? ", CPU" : "") << (s.weight_grad ? ", weight_grad" : "")
+                         << (s.low_precision_result ? ", low_precision_result" : ""));
             check(s);
             if (::testing::Test::HasFailure()) return;  // one failing size says enough
           }
@@ -101,8 +105,8 @@ TEST(LinearPlan, WithoutABudgetFewRowsAreOneChunk) {
   });
 }
 
-// The weight's gradient counts here: beside one chunk it lies there all along, while the accumulator is rounded
-// into it when the logits are gone.
+// The weight's gradient counts here: beside one chunk it lies there all along, while the accumulator is
+// rounded into it when the logits are gone.
 TEST(LinearPlan, WithoutABudgetThePeakIsAtMostThatOfOneChunk) {
   for_each_size([](const LinearSizes& s) {
     if (s.cpu || s.element_size != 2) return;
@@ -111,7 +115,8 @@ TEST(LinearPlan, WithoutABudgetThePeakIsAtMostThatOfOneChunk) {
     if (plan.rows <= minimum_rows(s)) return;
     const int64_t result = s.weight_grad ? 2 * s.vocab * s.hidden : 0;
     const int64_t one_chunk = s.rows * row_bytes(s) + result;
-    const int64_t chunks = plan.accumulator ? std::max(row_pass_bytes(s, plan), 3 * result) : row_pass_bytes(s, plan) + result;
+    const int64_t chunks =
+        plan.accumulator ? std::max(row_pass_bytes(s, plan), 3 * result) : row_pass_bytes(s, plan) + result;
     EXPECT_LE(chunks, one_chunk) << ::testing::PrintToString(plan);
   });
 }
@@ -123,7 +128,8 @@ TEST(LinearPlan, AccumulatorOnlyForSeveralChunksOfALowPrecisionWeight) {
     for (const auto& budget : all) {
       const auto plan = plan_linear(s, budget);
       const bool several = plan.rows < s.rows && plan.columns == 0;
-      EXPECT_EQ(plan.accumulator, several && s.weight_grad && s.low_precision_result) << ::testing::PrintToString(plan);
+      EXPECT_EQ(plan.accumulator, several && s.weight_grad && s.low_precision_result)
+          << ::testing::PrintToString(plan);
     }
   });
 }
@@ -133,7 +139,8 @@ TEST(LinearPlan, ChunksAreEvenAndCoverEverything) {
     for (const int64_t unit : {1, 64, 256, 1024}) {
       for (const int64_t limit : {-5, 0, 1, 64, 255, 256, 257, 4000, 8192, 2000000}) {
         const int64_t chunk = balanced_chunk(total, limit, unit);
-        SCOPED_TRACE(::testing::Message() << total << " in chunks of " << chunk << ", limit " << limit << ", unit " << unit);
+        SCOPED_TRACE(::testing::Message()
+                     << total << " in chunks of " << chunk << ", limit " << limit << ", unit " << unit);
         ASSERT_GE(chunk, 1);
         EXPECT_LE(chunk, std::max({limit, unit, int64_t{1}}));
         EXPECT_TRUE(chunk % unit == 0 || chunk >= total);
@@ -169,7 +176,14 @@ TEST(LinearPlan, MonotoneInTheBudget) {
   });
 }
 
+TEST(LinearPlan, BudgetsInBytes) {
+  EXPECT_EQ(budget_bytes(std::nullopt), std::nullopt);
+  EXPECT_EQ(budget_bytes(3), 3 * kMiB);
+  EXPECT_GT(budget_bytes(std::numeric_limits<int64_t>::max()), int64_t{1} << 62);
+}
+
 TEST(LinearPlan, TheBenchmarkedSizes) {
+  // rows, hidden, vocab, element_size, cpu, weight_grad, low_precision_result
   const LinearSizes llama{8192, 4096, 128256, 2, false, true, true};
   EXPECT_EQ(plan_linear(llama, std::nullopt).rows, 8192);
   EXPECT_FALSE(plan_linear(llama, std::nullopt).accumulator);
