@@ -33,18 +33,16 @@ TORCH_LIBRARY(fusegrad, m) {
   const std::string loss_options =
       "Tensor? token_weight=None, Tensor? normalizer=None, int? ignore_index=None, str reduction='mean', "
       "float label_smoothing=0.0, float z_loss=0.0, float? softcap=None, int aux=0";
-  const std::string loss_returns =
-      "(Tensor loss, Tensor lse, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, "
-      "Tensor entropy, Tensor token_log_prob)";
+  // `aux` holds what was asked for, in the order of the bits.
+  const std::string loss_returns = "(Tensor loss, Tensor[] aux)";
 
   // The same after the checks: weights are acc, `reduction` is at::Reduction, a softcap of 0 means none.
   const std::string row_options =
       "Tensor? token_weight, Tensor? normalizer, int ignore_index, int reduction, float label_smoothing, "
       "float z_loss, float softcap, int aux";
-  const std::string row_returns =
-      "Tensor loss, Tensor lse, Tensor z_loss, Tensor predicted_tokens, Tensor entropy, Tensor token_log_prob, "
-      "Tensor lse_low, Tensor mass, Tensor scales";
-  const std::string saved = "Tensor lse, Tensor lse_low, Tensor mass, Tensor scales";
+  // `stats` is [k, N] acc, see StatRows in ops/dispatch.h; `scales` what reduction 'mean' divides by.
+  const std::string row_returns = "Tensor loss, Tensor lse, Tensor stats, Tensor predicted_tokens, Tensor scales";
+  const std::string saved = "Tensor lse, Tensor stats, Tensor scales";
 
   // --- cross entropy ---------------------------------------------------------------------------------------
   define_pair(m, "cross_entropy", "input", "Tensor target, Tensor? weight=None, *, " + loss_options, loss_returns);

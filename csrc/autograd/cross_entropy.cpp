@@ -10,12 +10,12 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "cross_entropy";
 
-// The order of RowOutputs' first six, the ones that a front end returns.
+// The order of RowOutputs' first four, the ones that a front end returns.
 variable_list visible(const RowOutputs& out) {
-  return {out.loss, out.lse, out.z_loss, out.predicted_tokens, out.entropy, out.token_log_prob};
+  return {out.loss, out.lse, out.stats, out.predicted_tokens};
 }
 
-RowOutputs from_visible(const variable_list& out) { return {out[0], out[1], out[2], out[3], out[4], out[5], {}, {}, {}}; }
+RowOutputs from_visible(const variable_list& out) { return {out[0], out[1], out[2], out[3], {}}; }
 
 // Saves the logits and one lse a row; the gradient is computed in the backward, for whatever upstream gradient.
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
@@ -26,7 +26,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     ctx->set_materialize_grads(false);
     save_options(ctx, options);
     ctx->save_for_backward({logits, target, rows.weight.value_or(Tensor()), rows.token_weight.value_or(Tensor()),
-                            out.lse, out.lse_low, out.mass, out.scales});
+                            out.lse, out.stats, out.scales});
     return visible(out);
   }
 
@@ -40,13 +40,13 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     rows.token_weight = optional_of(saved[3]);
     RowOutputs forward;
     forward.lse = saved[4];
-    forward.lse_low = saved[5];
-    forward.mass = saved[6];
-    forward.scales = saved[7];
+    forward.stats = saved[5];
+    forward.scales = saved[6];
     const auto& logits = saved[0];
     variable_list result(4);
     if (!grads[0].defined() && !grads[1].defined()) return result;
     if (ctx->needs_input_grad(0)) {
+      const BelowAutogradUnlessRecording below;
       result[0] = dispatch::cross_entropy_backward(grads[0], grads[1], logits, rows, options, forward);
     }
     if (ctx->needs_input_grad(1) && grads[0].defined()) {
@@ -61,7 +61,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
                                 const LossOptions& options, const RowOutputs& forward) {
     auto z = logits.to(forward.lse.scalar_type());
     if (options.softcap != 0.0) z = (z / options.softcap).tanh() * options.softcap;
-    auto gradient = (forward.lse.unsqueeze(1) - z) + forward.lse_low.unsqueeze(1);
+    auto gradient = (forward.lse.unsqueeze(1) - z) + forward.stats[StatRows(true, 0).lse_low].unsqueeze(1);
     if (rows.weight) gradient = gradient * *rows.weight;
     auto scale = grad_loss * (1.0 - options.label_smoothing);
     if (rows.token_weight) scale = scale * *rows.token_weight;

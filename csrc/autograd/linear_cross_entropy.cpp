@@ -15,7 +15,7 @@ constexpr const char* kOp = "linear_cross_entropy";
 enum { kInput, kWeight, kBias, kInputs };
 
 variable_list visible(const RowOutputs& out) {
-  return {out.loss, out.lse, out.z_loss, out.predicted_tokens, out.entropy, out.token_log_prob};
+  return {out.loss, out.lse, out.stats, out.predicted_tokens};
 }
 
 // Inside Function::forward nothing requires grad any more: asked here, by the arguments themselves.
@@ -73,7 +73,7 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
     ctx->saved_data["logit_scale"] = linear.logit_scale;
     ctx->saved_data["workspace_mib"] = linear.workspace_mib;
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), rows.target, rows.weight.value_or(Tensor()),
-                            rows.token_weight.value_or(Tensor()), out.lse, out.lse_low, out.mass, out.scales});
+                            rows.token_weight.value_or(Tensor()), out.lse, out.stats, out.scales});
     return visible(out);
   }
 
@@ -88,9 +88,8 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
     rows.token_weight = optional_of(saved[5]);
     RowOutputs forward;
     forward.lse = saved[6];
-    forward.lse_low = saved[7];
-    forward.mass = saved[8];
-    forward.scales = saved[9];
+    forward.stats = saved[7];
+    forward.scales = saved[8];
     LinearOptions linear;
     linear.logit_scale = ctx->saved_data["logit_scale"].toDouble();
     linear.workspace_mib = ctx->saved_data["workspace_mib"].toOptional<int64_t>();
@@ -115,7 +114,7 @@ RowOutputs linear_cross_entropy(const Tensor& input, const Tensor& weight, const
       recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias, rows, options, linear)
                 : LinearCrossEntropy::apply(input, weight, bias, rows, options, linear,
                                             wanted_gradients(input, weight, bias), inplace);
-  return {out[0], out[1], out[2], out[3], out[4], out[5], {}, {}, {}};
+  return {out[0], out[1], out[2], out[3], {}};
 }
 
 }  // namespace fusegrad::autograd

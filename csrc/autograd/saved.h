@@ -8,6 +8,14 @@
 
 namespace fusegrad::autograd {
 
+/// In a backward that records no graph, the ops below skip autograd's keys, whose kernels are boxed and slow.
+struct BelowAutogradUnlessRecording {
+  std::optional<at::AutoDispatchBelowAutograd> guard;
+  BelowAutogradUnlessRecording() {
+    if (!at::GradMode::is_enabled()) guard.emplace();
+  }
+};
+
 /// The options that a backward reads.
 inline void save_options(torch::autograd::AutogradContext* ctx, const LossOptions& options) {
   auto& data = ctx->saved_data;
@@ -42,6 +50,7 @@ inline std::optional<at::Tensor> deferred_factor(const at::Tensor& scales, at::S
 /// is its last use, else in a fresh tensor, since AccumulateGrad steals what it is given.
 inline at::Tensor scale_saved(const at::Tensor& saved, const at::Tensor& upstream,
                               const std::optional<at::Tensor>& factor, bool hooks_were_active) {
+  const BelowAutogradUnlessRecording below;
   if (!may_reuse_saved(saved, hooks_were_active)) return dispatch::scale_gradient(saved.detach(), upstream, factor);
   dispatch::scale_gradient_(saved, upstream, factor);
   return saved.detach();

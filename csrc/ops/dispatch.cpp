@@ -35,11 +35,11 @@ RowOutputs cross_entropy_forward(const Tensor& logits, const RowArguments& rows,
 Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& grad_lse, const Tensor& logits,
                               const RowArguments& rows, const LossOptions& options, const RowOutputs& saved) {
   using Signature = Tensor(const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                           const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
                            const OptionalTensor&, int64_t, double, double, double);
   static const auto op = handle<Signature>("fusegrad::cross_entropy_backward");
   return op.call(optional_of(grad_loss), optional_of(grad_lse), logits, rows.target, rows.weight, saved.lse,
-                 saved.lse_low, saved.mass, saved.scales, rows.token_weight, options.ignore_index, options.label_smoothing,
+                 saved.stats, saved.scales, rows.token_weight, options.ignore_index, options.label_smoothing,
                  options.z_loss, options.softcap);
 }
 
@@ -52,12 +52,12 @@ std::pair<RowOutputs, LinearGradients> linear_cross_entropy_forward(
                                 std::optional<int64_t>, std::array<bool, 3>);
   static const auto functional = handle<Signature>("fusegrad::linear_cross_entropy_forward");
   static const auto mutating = handle<Signature>("fusegrad::linear_cross_entropy_forward_");
-  auto [loss, lse, z_loss, predicted, entropy, token_log_prob, lse_low, mass, scales, grad_input, grad_weight, grad_bias] =
+  auto [loss, lse, stats, predicted, scales, grad_input, grad_weight, grad_bias] =
       (inplace ? mutating : functional)
           .call(input, weight, rows.target, bias, rows.weight, rows.token_weight, rows.normalizer,
                 options.ignore_index, options.reduction, options.label_smoothing, options.z_loss, options.softcap,
                 options.aux, linear.logit_scale, linear.accumulate_dtype, linear.workspace_mib, needs_grad);
-  return {{loss, lse, z_loss, predicted, entropy, token_log_prob, lse_low, mass, scales},
+  return {{loss, lse, stats, predicted, scales},
           {grad_input, grad_weight, grad_bias}};
 }
 
@@ -68,12 +68,12 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad_loss, const Ten
                                               std::array<bool, 3> needs_grad) {
   using Signature = std::tuple<Tensor, Tensor, Tensor>(
       const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-      const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+      const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
       int64_t, double, double, double, double, std::optional<int64_t>, std::array<bool, 3>);
   static const auto op = handle<Signature>("fusegrad::linear_cross_entropy_backward");
   return std::make_from_tuple<LinearGradients>(
       op.call(optional_of(grad_loss), optional_of(grad_lse), input, weight, rows.target, bias, rows.weight, saved.lse,
-              saved.lse_low, saved.mass, saved.scales, rows.token_weight, options.ignore_index, options.label_smoothing,
+              saved.stats, saved.scales, rows.token_weight, options.ignore_index, options.label_smoothing,
               options.z_loss, options.softcap, linear.logit_scale, linear.workspace_mib, needs_grad));
 }
 

@@ -7,21 +7,41 @@
 #include <optional>
 #include <tuple>
 
+#include "fusegrad/options.h"
 #include "ops/check.h"
 
 namespace fusegrad {
 
-/// What a forward over rows returns beside gradients. Values are [N]; those not asked for are empty.
+/// Which row of a forward's `stats` holds what; -1: it is not there.
+struct StatRows {
+  int64_t lse_low = 0;          // what rounding took from lse
+  int64_t mass = -1;            // dense targets: the sum of a row's coefficients
+  int64_t z_loss = -1;          // the others are aux values
+  int64_t entropy = -1;
+  int64_t token_log_prob = -1;
+  int64_t count = 1;
+
+  StatRows(bool dense, int64_t aux) {
+    const auto next = [&](bool wanted) { return wanted ? count++ : -1; };
+    mass = next(dense);
+    z_loss = next((aux & kAuxZLoss) != 0);
+    entropy = next((aux & kAuxEntropy) != 0);
+    token_log_prob = next((aux & kAuxTokenLogProb) != 0);
+  }
+};
+
+/// Whether every column has a coefficient: class probabilities, or class weights together with smoothing.
+inline bool dense_target(const at::Tensor& target, bool class_weights, double label_smoothing) {
+  return target.is_floating_point() || (class_weights && label_smoothing > 0.0);
+}
+
+/// What a forward over rows returns beside gradients.
 struct RowOutputs {
   at::Tensor loss;              // acc: [N] for reduction 'none', else 0-d
-  at::Tensor lse;               // acc
-  at::Tensor z_loss;            // acc
-  at::Tensor predicted_tokens;  // int64
-  at::Tensor entropy;           // acc
-  at::Tensor token_log_prob;    // acc
-  at::Tensor lse_low;           // acc; what rounding took from lse
-  at::Tensor mass;              // acc; what the backward needs of dense targets
-  at::Tensor scales;            // acc [4]; what reduction 'mean' divides by, see RowScales; else empty
+  at::Tensor lse;               // acc [N]
+  at::Tensor stats;             // acc [StatRows::count, N]
+  at::Tensor predicted_tokens;  // int64 [N], empty if not asked for
+  at::Tensor scales;            // acc [4], see RowScales; empty but for reduction 'mean'
 };
 
 /// Gradients of input, weight and bias; empty where not wanted.

@@ -6,34 +6,39 @@ using at::Tensor;
 
 LossTuple to_front(const RowOutputs& out, const RowArguments& rows, const LossOptions& options) {
   const c10::SymIntArrayRef shape(rows.row_shape);
-  const auto empty = [&] { return at::empty({0}, out.lse.options()); };
-  // Values without a gradient are cut off the graph, so that a gradient for them cannot be asked for.
-  const auto value = [&](int64_t bit, const Tensor& tensor) {
-    return (options.aux & bit) != 0 ? tensor.detach().reshape_symint(shape) : empty();
-  };
-  auto accuracy = empty();
-  if ((options.aux & kAuxTokenAccuracy) != 0) {
-    // At ignored rows the prediction is -1: it must not equal an ignore_index of -1.
-    const auto right =
-        out.predicted_tokens.eq(rows.target).logical_and(rows.target.ne(options.ignore_index));
-    accuracy = right.to(out.lse.scalar_type()).reshape_symint(shape);
+  std::vector<Tensor> aux;
+  if (options.aux != 0) {
+    const StatRows stat_rows(dense_target(rows.target, rows.weight.has_value(), options.label_smoothing), options.aux);
+    // Values without a gradient are cut off the graph, so that a gradient for them cannot be asked for.
+    const auto put = [&](int64_t bit, const auto& value) {
+      if ((options.aux & bit) != 0) aux.push_back(value().reshape_symint(shape));
+    };
+    const auto stat = [&](int64_t row) { return out.stats.detach().select(0, row); };
+    put(kAuxLse, [&] { return out.lse; });
+    put(kAuxZLoss, [&] { return stat(stat_rows.z_loss); });
+    put(kAuxTokenAccuracy, [&] {
+      // At ignored rows the prediction is -1: it must not equal an ignore_index of -1.
+      const auto right = out.predicted_tokens.eq(rows.target).logical_and(rows.target.ne(options.ignore_index));
+      return right.to(out.lse.scalar_type());
+    });
+    put(kAuxPredictedTokens, [&] { return out.predicted_tokens; });
+    put(kAuxEntropy, [&] { return stat(stat_rows.entropy); });
+    put(kAuxTokenLogProb, [&] { return stat(stat_rows.token_log_prob); });
   }
-  return {options.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss,
-          (options.aux & kAuxLse) != 0 ? out.lse.reshape_symint(shape) : empty(),
-          value(kAuxZLoss, out.z_loss),
-          accuracy,
-          value(kAuxPredictedTokens, out.predicted_tokens),
-          value(kAuxEntropy, out.entropy),
-          value(kAuxTokenLogProb, out.token_log_prob)};
+  return {options.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
 }
 
 LossOutput from_front(const LossTuple& out, const Aux& aux) {
-  const auto& [loss, lse, z_loss, token_accuracy, predicted_tokens, entropy, token_log_prob] = out;
-  const auto wanted = [](bool flag, const Tensor& tensor) { return flag ? tensor : Tensor(); };
-  return {loss,
-          {wanted(aux.lse(), lse), wanted(aux.z_loss(), z_loss), wanted(aux.token_accuracy(), token_accuracy),
-           wanted(aux.predicted_tokens(), predicted_tokens), wanted(aux.entropy(), entropy),
-           wanted(aux.token_log_prob(), token_log_prob)}};
+  auto next = std::get<1>(out).begin();
+  const auto take = [&](bool wanted) { return wanted ? *next++ : Tensor(); };
+  LossOutput result{std::get<0>(out), {}};
+  result.aux.lse = take(aux.lse());
+  result.aux.z_loss = take(aux.z_loss());
+  result.aux.token_accuracy = take(aux.token_accuracy());
+  result.aux.predicted_tokens = take(aux.predicted_tokens());
+  result.aux.entropy = take(aux.entropy());
+  result.aux.token_log_prob = take(aux.token_log_prob());
+  return result;
 }
 
 int64_t aux_bits(const Aux& aux) {

@@ -2,17 +2,17 @@
 #pragma once
 
 #include <tuple>
+#include <vector>
 
 #include "fusegrad/options.h"
 #include "ops/dispatch.h"
 
 namespace fusegrad {
 
-/// (loss, lse, z_loss, token_accuracy, predicted_tokens, entropy, token_log_prob), as the schemas name them.
-using LossTuple =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+/// The loss, and the aux values that were asked for in the order of their bits, as the schemas have it.
+using LossTuple = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 
-/// Values in the shape of a row's target; those not asked for are empty.
+/// Aux values in the shape of a row's target.
 LossTuple to_front(const RowOutputs& out, const RowArguments& rows, const LossOptions& options);
 
 LossOutput from_front(const LossTuple& out, const Aux& aux);

@@ -34,14 +34,14 @@ RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const
 
 Tensor cross_entropy_backward(const OptionalTensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
                               const Tensor& target, const OptionalTensor& weight, const Tensor& lse,
-                              const Tensor& lse_low, const Tensor& mass, const Tensor& scales, const OptionalTensor& token_weight,
+                              const Tensor& stats, const Tensor& scales, const OptionalTensor& token_weight,
                               int64_t ignore_index, double label_smoothing, double z_loss, double softcap) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(logits));
   const LossOptions options{{}, {}, {}, ignore_index, 0, label_smoothing, z_loss, softcap, 0};
   RowJob job(target, weight, token_weight, options, /*logit_scale=*/1.0, logits.size(0), logits.size(1),
              logits.scalar_type());
-  job.resume(lse, lse_low, mass, scales);
+  job.resume(lse, stats, scales);
   const auto rows = dense_rows(logits);
   const auto grad = empty_result(logits.sizes(), logits.options());
   job.gradient(grad_loss.value_or(Tensor()), grad_lse.value_or(Tensor()), rows, 0, grad);

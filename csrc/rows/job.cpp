@@ -79,7 +79,12 @@ RowJob::RowJob(const Tensor& target, const std::optional<Tensor>& weight, const 
       dtype_(logits_dtype),
       acc_(target.options().dtype(acc_type(logits_dtype)).requires_grad(false)),
       device_(row_device(target.device())),
-      dense_(target.is_floating_point() || (weight.has_value() && options.label_smoothing > 0.0)) {}
+      dense_(dense_target(target, weight.has_value(), options.label_smoothing)),
+      stat_rows_(dense_, options.aux) {}
+
+void* RowJob::stat(int64_t row, int64_t first) const {
+  return row < 0 ? nullptr : pointer_at(out_.stats.select(0, row), first);
+}
 
 RowTargets RowJob::targets(int64_t first_row, int64_t first_column) const {
   RowTargets t;
@@ -103,16 +108,11 @@ RowTargets RowJob::targets(int64_t first_row, int64_t first_column) const {
 }
 
 void RowJob::begin_forward(const std::optional<Tensor>& normalizer, bool defer) {
-  const auto wanted = [&](bool flag) { return at::empty({flag ? rows_ : 0}, acc_); };
-  row_loss_ = wanted(true);
-  out_.lse = wanted(true);
-  out_.lse_low = wanted(true);
-  out_.z_loss = wanted((options_.aux & kAuxZLoss) != 0);
-  out_.predicted_tokens =
-      at::empty({(options_.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0 ? rows_ : 0}, acc_.dtype(at::kLong));
-  out_.entropy = wanted((options_.aux & kAuxEntropy) != 0);
-  out_.token_log_prob = wanted((options_.aux & kAuxTokenLogProb) != 0);
-  out_.mass = wanted(dense_);
+  row_loss_ = at::empty({rows_}, acc_);
+  out_.lse = at::empty({rows_}, acc_);
+  out_.stats = at::empty({stat_rows_.count, rows_}, acc_);
+  const bool predict = (options_.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0;
+  out_.predicted_tokens = at::empty({predict ? rows_ : 0}, acc_.dtype(at::kLong));
   const bool mean = options_.reduction == at::Reduction::Mean;
   out_.scales = at::empty({mean ? 4 : 0}, acc_);
   deferred_ = mean && defer;
@@ -146,12 +146,12 @@ void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_log
   p.lse_of_ignored = (options_.aux & kAuxLse) != 0;
   p.loss = pointer_at(row_loss_, first);
   p.lse = pointer_at(out_.lse, first);
-  p.lse_low = pointer_at(out_.lse_low, first);
-  p.mass = pointer_at(out_.mass, first);
-  p.z_loss_term = pointer_at(out_.z_loss, first);
+  p.lse_low = stat(stat_rows_.lse_low, first);
+  p.mass = stat(stat_rows_.mass, first);
+  p.z_loss_term = stat(stat_rows_.z_loss, first);
   p.predicted = pointer_at(out_.predicted_tokens, first);
-  p.token_log_prob = pointer_at(out_.token_log_prob, first);
-  p.entropy = pointer_at(out_.entropy, first);
+  p.token_log_prob = stat(stat_rows_.token_log_prob, first);
+  p.entropy = stat(stat_rows_.entropy, first);
   device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
 }
 
@@ -164,7 +164,7 @@ RowOutputs RowJob::finish_forward() {
     }
     out_.lse.fill_(-std::numeric_limits<double>::infinity());
     out_.predicted_tokens.fill_(-1);
-    for (const auto& tensor : {out_.lse_low, out_.z_loss, out_.entropy, out_.token_log_prob, out_.mass}) tensor.zero_();
+    out_.stats.zero_();
   }
   if (options_.reduction == at::Reduction::None) {
     out_.loss = row_loss_;
@@ -181,10 +181,9 @@ RowOutputs RowJob::finish_forward() {
   return out_;
 }
 
-void RowJob::resume(const Tensor& lse, const Tensor& lse_low, const Tensor& mass, const Tensor& scales) {
+void RowJob::resume(const Tensor& lse, const Tensor& stats, const Tensor& scales) {
   out_.lse = lse;
-  out_.lse_low = lse_low;
-  out_.mass = mass;
+  out_.stats = stats;
   out_.scales = scales;
 }
 
@@ -207,8 +206,8 @@ void RowJob::gradient(const Tensor& grad_loss, const Tensor& grad_lse, const Ten
   p.z_loss = options_.z_loss;
   p.scales = pointer_at(out_.scales, 0);
   p.lse = pointer_at(out_.lse, 0);
-  p.lse_low = pointer_at(out_.lse_low, 0);
-  p.mass = pointer_at(out_.mass, 0);
+  p.lse_low = stat(stat_rows_.lse_low, 0);
+  p.mass = stat(stat_rows_.mass, 0);
   if (grad_loss.defined()) {
     p.grad_loss = grad_loss.const_data_ptr();
     p.grad_loss_stride = grad_loss.dim() == 0 ? 0 : grad_loss.stride(0);

@@ -44,7 +44,7 @@ class RowJob {
   RowOutputs finish_forward();
 
   /// Saved by a forward.
-  void resume(const at::Tensor& lse, const at::Tensor& lse_low, const at::Tensor& mass, const at::Tensor& scales);
+  void resume(const at::Tensor& lse, const at::Tensor& stats, const at::Tensor& scales);
   /// All rows, columns [column, column + logits.size(1)): the gradient from saved statistics into `grad`, which may
   /// be the logits. An undefined upstream gradient is zero.
   void gradient(const at::Tensor& grad_loss, const at::Tensor& grad_lse, const at::Tensor& logits, int64_t column,
@@ -55,6 +55,7 @@ class RowJob {
 
  private:
   RowTargets targets(int64_t first_row, int64_t first_column) const;
+  void* stat(int64_t row, int64_t first) const;
 
   at::Tensor target_;
   std::optional<at::Tensor> weight_;
@@ -67,6 +68,7 @@ class RowJob {
   at::TensorOptions acc_;
   RowDevice device_;
   bool dense_;
+  StatRows stat_rows_;
   bool deferred_ = false;
   at::Tensor row_loss_;
   RowOutputs out_;

@@ -204,7 +204,7 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
     gradients.weight = weight_sum.finish();
     gradients.bias = bias_sum.finish();
   } else if (any_gradient) {
-    job.resume(out.lse, out.lse_low, out.mass, out.scales);
+    job.resume(out.lse, out.stats, out.scales);
     gradients = gradients_by_columns(job, head, job.unit_gradient(), Tensor(), input, plan.columns,
                                      linear_weight.options(), linear_bias ? linear_bias->options() : at::TensorOptions(),
                                      input.options(), needs_grad);
@@ -217,7 +217,7 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
 LinearGradientTuple linear_cross_entropy_backward(
     const OptionalTensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& input, const Tensor& linear_weight,
     const Tensor& target, const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor& lse,
-    const Tensor& lse_low, const Tensor& mass, const Tensor& scales, const OptionalTensor& token_weight, int64_t ignore_index,
+    const Tensor& stats, const Tensor& scales, const OptionalTensor& token_weight, int64_t ignore_index,
     double label_smoothing, double z_loss, double softcap, double logit_scale, std::optional<int64_t> workspace_mib,
     std::array<bool, 3> needs_grad) {
   BelowAutogradAndAutocast below;
@@ -225,7 +225,7 @@ LinearGradientTuple linear_cross_entropy_backward(
   const auto dtype = product_type(input);
   const LossOptions options{{}, {}, {}, ignore_index, 0, label_smoothing, z_loss, softcap, 0};
   RowJob job(target, weight, token_weight, options, logit_scale, input.size(0), linear_weight.size(0), dtype);
-  job.resume(lse, lse_low, mass, scales);
+  job.resume(lse, stats, scales);
   LinearSizes sizes;
   sizes.rows = input.size(0);
   sizes.hidden = input.size(1);

@@ -13,19 +13,11 @@ using OptionalTensor = std::optional<Tensor>;
 RowTuple row_outputs(const c10::SymInt& rows, const Tensor& like, const Tensor& target, const OptionalTensor& weight,
                      int64_t reduction, double label_smoothing, int64_t aux) {
   const auto acc = like.options().dtype(acc_type(like.scalar_type())).requires_grad(false);
-  const auto wanted = [&](bool flag, const at::TensorOptions& options) {
-    return at::empty_symint({flag ? rows : c10::SymInt(0)}, options);
-  };
-  const bool dense = target.is_floating_point() || (weight.has_value() && label_smoothing > 0.0);
-  const bool none = reduction == at::Reduction::None;
-  return {none ? wanted(true, acc) : at::empty({}, acc),
-          wanted(true, acc),
-          wanted((aux & kAuxZLoss) != 0, acc),
-          wanted((aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0, acc.dtype(at::kLong)),
-          wanted((aux & kAuxEntropy) != 0, acc),
-          wanted((aux & kAuxTokenLogProb) != 0, acc),
-          wanted(true, acc),
-          wanted(dense, acc),
+  const StatRows stat_rows(dense_target(target, weight.has_value(), label_smoothing), aux);
+  const bool predict = (aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0;
+  return {reduction == at::Reduction::None ? at::empty_symint({rows}, acc) : at::empty({}, acc),
+          at::empty_symint({rows}, acc), at::empty_symint({c10::SymInt(stat_rows.count), rows}, acc),
+          at::empty_symint({predict ? rows : c10::SymInt(0)}, acc.dtype(at::kLong)),
           at::empty({reduction == at::Reduction::Mean ? 4 : 0}, acc)};
 }
 
@@ -43,7 +35,7 @@ RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const
 
 Tensor cross_entropy_backward(const OptionalTensor& /*grad_loss*/, const OptionalTensor& /*grad_lse*/,
                               const Tensor& logits, const Tensor& /*target*/, const OptionalTensor& /*weight*/,
-                              const Tensor& /*lse*/, const Tensor& /*lse_low*/, const Tensor& /*mass*/, const Tensor& /*scales*/,
+                              const Tensor& /*lse*/, const Tensor& /*stats*/, const Tensor& /*scales*/,
                               const OptionalTensor& /*token_weight*/, int64_t /*ignore_index*/,
                               double /*label_smoothing*/, double /*z_loss*/, double /*softcap*/) {
   return gradient_like(true, logits);
@@ -66,7 +58,7 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
 LinearGradientTuple linear_cross_entropy_backward(
     const OptionalTensor& /*grad_loss*/, const OptionalTensor& /*grad_lse*/, const Tensor& input,
     const Tensor& linear_weight, const Tensor& /*target*/, const OptionalTensor& linear_bias,
-    const OptionalTensor& /*weight*/, const Tensor& /*lse*/, const Tensor& /*lse_low*/, const Tensor& /*mass*/, const Tensor& /*scales*/,
+    const OptionalTensor& /*weight*/, const Tensor& /*lse*/, const Tensor& /*stats*/, const Tensor& /*scales*/,
     const OptionalTensor& /*token_weight*/, int64_t /*ignore_index*/, double /*label_smoothing*/, double /*z_loss*/,
     double /*softcap*/, double /*logit_scale*/, std::optional<int64_t> /*workspace_mib*/,
     std::array<bool, 3> needs_grad) {

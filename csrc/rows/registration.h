@@ -7,13 +7,12 @@
 
 namespace fusegrad {
 
-using RowTuple =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using RowTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using LinearGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using LinearTuple = decltype(std::tuple_cat(RowTuple(), LinearGradientTuple()));
 
 inline RowTuple to_tuple(const RowOutputs& out) {
-  return {out.loss, out.lse, out.z_loss, out.predicted_tokens, out.entropy, out.token_log_prob, out.lse_low, out.mass, out.scales};
+  return {out.loss, out.lse, out.stats, out.predicted_tokens, out.scales};
 }
 
 }  // namespace fusegrad

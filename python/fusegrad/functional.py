@@ -71,16 +71,19 @@ def _normalizer(normalizer: float | Tensor | None, input: Tensor) -> Tensor | No
     return torch.full((), float(normalizer), dtype=dtype, device=input.device)
 
 
-def _result(out: tuple[Tensor, ...], aux: Aux | None) -> Tensor | tuple[Tensor, AuxOutput]:
+def _result(out: tuple[Tensor, list[Tensor]], aux: Aux | None) -> Tensor | tuple[Tensor, AuxOutput]:
+    """An op's outputs as its caller gets them: the aux values come in the order of their bits."""
+    loss, values = out
     if aux is None:
-        return out[0]
-    return out[0], AuxOutput(
-        out[1] if aux.lse else None,
-        out[2] if aux.z_loss else None,
-        out[3] if aux.token_accuracy else None,
-        out[4] if aux.predicted_tokens else None,
-        out[5] if aux.entropy else None,
-        out[6] if aux.token_log_prob else None,
+        return loss
+    left = iter(values)
+    return loss, AuxOutput(
+        next(left) if aux.lse else None,
+        next(left) if aux.z_loss else None,
+        next(left) if aux.token_accuracy else None,
+        next(left) if aux.predicted_tokens else None,
+        next(left) if aux.entropy else None,
+        next(left) if aux.token_log_prob else None,
     )
 
 
@@ -171,7 +174,8 @@ def cross_entropy(
         IndexError: a class index outside [0, V) on the CPU. On the GPU that row's loss and gradient are NaN, unless
             :func:`fusegrad.set_check_targets` asks for the check.
     """
-    op = torch.ops.fusegrad.cross_entropy_ if inplace else torch.ops.fusegrad.cross_entropy
+    ops = torch.ops.fusegrad
+    op = ops.cross_entropy_.default if inplace else ops.cross_entropy.default
     out = op(
         input,
         target,
@@ -253,7 +257,8 @@ def linear_cross_entropy(
                 f"but got accumulate_dtype={accumulate_dtype} and options={options}"
             )
         accumulate_dtype = options.acc_dtype
-    op = torch.ops.fusegrad.linear_cross_entropy_ if inplace else torch.ops.fusegrad.linear_cross_entropy
+    ops = torch.ops.fusegrad
+    op = ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default
     out = op(
         input,
         linear_weight,

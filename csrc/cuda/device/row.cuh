@@ -10,7 +10,7 @@
 namespace fusegrad::device {
 
 constexpr int kRowThreads = 256;
-constexpr int kUnroll = 4;  // vectors in flight a thread
+constexpr int kUnroll = 8;  // vectors in flight a thread
 
 template <class T>
 __device__ T lowest_pad() {
