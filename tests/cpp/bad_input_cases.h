@@ -32,8 +32,8 @@ struct LinearCrossEntropyCall {
   static constexpr const char* kOp = "linear_cross_entropy";
 
   void run(bool inplace) const {
-    linear_cross_entropy_with_aux(input, linear_weight, target,
-                                  LinearCrossEntropyOptions(options).inplace(inplace), aux);
+    linear_cross_entropy_with_aux(input, linear_weight, target, LinearCrossEntropyOptions(options).inplace(inplace),
+                                  aux);
   }
   std::vector<Tensor> tensors() const { return {input, linear_weight, target}; }
 
@@ -50,8 +50,7 @@ template <typename Expected>
 bool is(const c10::Error& error) {
   return typeid(error) == typeid(Expected);
 }
-inline constexpr IsType kValue = is<c10::ValueError>, kType = is<c10::TypeError>,
-                        kIndex = is<c10::IndexError>;
+inline constexpr IsType kValue = is<c10::ValueError>, kType = is<c10::TypeError>, kIndex = is<c10::IndexError>;
 
 template <typename Call>
 struct Case {
@@ -117,10 +116,7 @@ std::vector<Case<Call>> shared_cases() {
        kValue,
        {"reduction must be 'none', 'mean' or 'sum'", "but got 'average'"},
        [](Call& c) { c.options.reduction("average"); }},
-      {"reduction is empty",
-       kValue,
-       {"reduction must be", "but got ''"},
-       [](Call& c) { c.options.reduction(""); }},
+      {"reduction is empty", kValue, {"reduction must be", "but got ''"}, [](Call& c) { c.options.reduction(""); }},
       {"label_smoothing < 0",
        kValue,
        {"label_smoothing must be in [0, 1]", "but got -0.1"},
@@ -229,10 +225,7 @@ std::vector<Case<Call>> shared_cases() {
        kValue,
        {"must have shape [5]", "but got [4]"},
        [](Call& c) { c.input = at::cat({c.input, c.input}).narrow(0, 0, 5); }},
-      {"input is undefined",
-       kType,
-       {"input must be a tensor", "undefined"},
-       [](Call& c) { c.input = Tensor(); }},
+      {"input is undefined", kType, {"input must be a tensor", "undefined"}, [](Call& c) { c.input = Tensor(); }},
       {"target is sparse",
        kType,
        {"target must be a dense tensor", "Sparse"},
@@ -245,10 +238,7 @@ std::vector<Case<Call>> shared_cases() {
        kType,
        {"token_weight must be a tensor", "undefined"},
        [](Call& c) { c.options.token_weight(Tensor()); }},
-      {"target is undefined",
-       kType,
-       {"target must be a tensor", "undefined"},
-       [](Call& c) { c.target = Tensor(); }},
+      {"target is undefined", kType, {"target must be a tensor", "undefined"}, [](Call& c) { c.target = Tensor(); }},
   };
 }
 

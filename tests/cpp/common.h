@@ -60,19 +60,17 @@ inline Tensor powers_of_two(at::IntArrayRef shape, const Place& place) {
 }
 
 /// Class indices [rows], every fifth of them ignored.
-inline Tensor random_target(int64_t rows, int64_t vocab, const at::Device& device,
-                            int64_t ignore_index = -100) {
+inline Tensor random_target(int64_t rows, int64_t vocab, const at::Device& device, int64_t ignore_index = -100) {
   auto target = at::randint(vocab, {rows}, at::kLong);
   target.slice(0, 2, rows, 5).fill_(ignore_index);
   return target.to(device);
 }
 
 /// The gradients of sum(loss * upstream).
-inline std::vector<Tensor> gradients(const Tensor& loss, const std::vector<Tensor>& inputs,
-                                     const Tensor& upstream, bool retain_graph = false,
-                                     bool create_graph = false) {
-  return torch::autograd::grad({loss}, inputs, {upstream.to(loss.scalar_type()).expand_as(loss)},
-                               retain_graph, create_graph);
+inline std::vector<Tensor> gradients(const Tensor& loss, const std::vector<Tensor>& inputs, const Tensor& upstream,
+                                     bool retain_graph = false, bool create_graph = false) {
+  return torch::autograd::grad({loss}, inputs, {upstream.to(loss.scalar_type()).expand_as(loss)}, retain_graph,
+                               create_graph);
 }
 
 /// `tensor` in another dtype, as a leaf of a graph of its own.
@@ -85,8 +83,7 @@ inline double l2(const Tensor& tensor) { return tensor.to(at::kDouble).norm().it
 /// Rule 12 of the contract: the error against float64 is at most 1.5 times that of PyTorch in the same dtype,
 /// plus 1e-7 of the truth's norm (1e-14 for float64). A single value gets a few more units in the last place,
 /// since PyTorch's may be exact by luck.
-inline void expect_accurate(const std::string& what, const Tensor& ours, const Tensor& eager,
-                            const Tensor& truth) {
+inline void expect_accurate(const std::string& what, const Tensor& ours, const Tensor& eager, const Tensor& truth) {
   ASSERT_EQ(ours.sizes(), truth.sizes()) << what;
   if (truth.numel() == 0) return;
   const double floor = (ours.scalar_type() == at::kDouble ? 1e-14 : 1e-7) * (truth.numel() == 1 ? 5 : 1);
@@ -108,24 +105,19 @@ inline Tensor reference_loss(const Tensor& input, const Tensor& target, const Cr
 
   const auto kept =
       probabilities ? at::ones_like(z.select(class_dim, 0), at::kBool) : classes.ne(options.ignore_index());
-  const auto row_weight =
-      options.token_weight() ? options.token_weight()->to(dtype) : at::ones({}, input.options());
+  const auto row_weight = options.token_weight() ? options.token_weight()->to(dtype) : at::ones({}, input.options());
   const auto penalty = options.z_loss() * z.logsumexp(class_dim).square() * kept * row_weight;
   const auto rows = F::cross_entropy(z, classes, function_options.reduction(torch::kNone)) * row_weight;
   if (options.reduction() == "none") return rows + penalty;
   if (options.reduction() == "sum") return (rows + penalty).sum();
-  if (const auto* number = std::get_if<double>(&options.normalizer()))
-    return (rows + penalty).sum() / *number;
-  if (const auto* divisor = std::get_if<Tensor>(&options.normalizer()))
-    return (rows + penalty).sum() / *divisor;
+  if (const auto* number = std::get_if<double>(&options.normalizer())) return (rows + penalty).sum() / *number;
+  if (const auto* divisor = std::get_if<Tensor>(&options.normalizer())) return (rows + penalty).sum() / *divisor;
   if (!options.token_weight()) {
-    return F::cross_entropy(z, classes, function_options.reduction(torch::kMean)) +
-           penalty.sum() / kept.sum();
+    return F::cross_entropy(z, classes, function_options.reduction(torch::kMean)) + penalty.sum() / kept.sum();
   }
-  const auto class_weights =
-      weight.defined() && !probabilities
-          ? (weight.index_select(0, classes.clamp_min(0).flatten()) * kept.flatten()).sum()
-          : kept.sum();
+  const auto class_weights = weight.defined() && !probabilities
+                                 ? (weight.index_select(0, classes.clamp_min(0).flatten()) * kept.flatten()).sum()
+                                 : kept.sum();
   return rows.sum() / class_weights + penalty.sum() / kept.sum();
 }
 
@@ -143,8 +135,7 @@ inline void expect_repeatable(const Tensor& loss, const std::vector<Tensor>& inp
 }
 
 /// The same where the first result becomes .grad, whose buffer the later ones are added to.
-inline void expect_accumulates(const Tensor& loss, const std::vector<Tensor>& leaves,
-                               const Tensor& upstream) {
+inline void expect_accumulates(const Tensor& loss, const std::vector<Tensor>& leaves, const Tensor& upstream) {
   const auto once = gradients(loss, leaves, upstream, /*retain_graph=*/true);
   std::vector<Tensor> expected;
   for (const auto& gradient : once) expected.push_back(gradient + gradient + gradient);

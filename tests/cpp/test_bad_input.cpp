@@ -12,9 +12,7 @@ struct Snapshot {
     if (comparable) values = tensor.detach().clone();
     if (comparable) version = tensor._version();
   }
-  bool unchanged() const {
-    return !comparable || (tensor._version() == version && at::equal(tensor.detach(), values));
-  }
+  bool unchanged() const { return !comparable || (tensor._version() == version && at::equal(tensor.detach(), values)); }
 
   Tensor tensor, values;
   bool comparable;

@@ -88,8 +88,8 @@ TEST_P(CrossEntropy, Targets) {
   expect_parity("int32", logits, data.target.to(at::kInt), {}, scalar);
   const auto other = random_target(kN, kV, logits.device(), /*ignore_index=*/7);
   expect_parity("ignore_index", logits, other, CrossEntropyOptions().ignore_index(7), scalar);
-  expect_parity("float32 weight", logits, data.target,
-                CrossEntropyOptions().weight(data.weight.to(at::kFloat)), scalar);
+  expect_parity("float32 weight", logits, data.target, CrossEntropyOptions().weight(data.weight.to(at::kFloat)),
+                scalar);
   for (const std::string reduction : {"none", "mean", "sum"}) {
     const auto options = CrossEntropyOptions().reduction(reduction);
     expect_parity("unbatched, " + reduction, logits[0], data.target[0], options, scalar);
@@ -134,8 +134,7 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
   const auto kept = data.target.ne(-100);
   const auto lse = z.logsumexp(1);
   const auto all =
-      Aux().lse(true).z_loss(true).token_accuracy(true).predicted_tokens(true).entropy(true).token_log_prob(
-          true);
+      Aux().lse(true).z_loss(true).token_accuracy(true).predicted_tokens(true).entropy(true).token_log_prob(true);
   const auto close = [](const Tensor& ours, const Tensor& truth) {
     return at::allclose(ours.to(at::kDouble), truth, /*rtol=*/1e-5, /*atol=*/1e-6);
   };
@@ -146,8 +145,7 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
     EXPECT_TRUE(close(aux.lse, lse));
     EXPECT_TRUE(close(aux.z_loss, 0.5 * lse.square() * kept));
     EXPECT_TRUE(close(aux.entropy, -(log_p.exp() * log_p).sum(1) * kept));
-    EXPECT_TRUE(
-        close(aux.token_log_prob, log_p.gather(1, data.target.clamp_min(0).unsqueeze(1)).squeeze(1) * kept));
+    EXPECT_TRUE(close(aux.token_log_prob, log_p.gather(1, data.target.clamp_min(0).unsqueeze(1)).squeeze(1) * kept));
     EXPECT_TRUE(at::equal(aux.predicted_tokens, at::where(kept, data.logits.argmax(1), -1)));
     EXPECT_TRUE(close(aux.token_accuracy, data.logits.argmax(1).eq(data.target).to(at::kDouble)));
     for (const auto& constant : {aux.z_loss, aux.entropy, aux.token_log_prob, aux.token_accuracy}) {
@@ -159,11 +157,9 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
     const auto ours = gradients(aux.lse, {input}, upstream, /*retain_graph=*/true)[0];
     const double tolerance = data.logits.scalar_type() == at::kBFloat16 ? 4e-3 : 1e-3;
     EXPECT_TRUE(at::allclose(ours.to(at::kDouble), truth, tolerance, 1e-5));
-    const auto both =
-        gradients(loss.sum() + (aux.lse * upstream).sum(), {input}, at::ones_like(loss.sum()))[0];
-    const auto expected =
-        gradients(reference_loss(z, data.target, options).sum() + (lse * upstream).sum(), {z},
-                  at::ones({}, z.options().requires_grad(false)), /*retain_graph=*/true)[0];
+    const auto both = gradients(loss.sum() + (aux.lse * upstream).sum(), {input}, at::ones_like(loss.sum()))[0];
+    const auto expected = gradients(reference_loss(z, data.target, options).sum() + (lse * upstream).sum(), {z},
+                                    at::ones({}, z.options().requires_grad(false)), /*retain_graph=*/true)[0];
     EXPECT_TRUE(at::allclose(both.to(at::kDouble), expected, tolerance, 1e-5));
   }
 }
@@ -172,8 +168,7 @@ TEST_P(CrossEntropy, OnlyWhatIsAskedForIsReturned) {
   const auto [loss, aux] = cross_entropy_with_aux(data.logits, data.probabilities, {}, Aux().entropy(true));
   EXPECT_TRUE(loss.defined() && aux.entropy.defined());
   EXPECT_EQ(aux.entropy.sizes(), at::IntArrayRef({kN}));
-  for (const auto& other :
-       {aux.lse, aux.z_loss, aux.token_accuracy, aux.predicted_tokens, aux.token_log_prob}) {
+  for (const auto& other : {aux.lse, aux.z_loss, aux.token_accuracy, aux.predicted_tokens, aux.token_log_prob}) {
     EXPECT_FALSE(other.defined());
   }
 }
@@ -187,8 +182,7 @@ TEST_P(CrossEntropy, ProbabilitiesGetTheirGradient) {
       const std::vector<Tensor> inputs{leaf(data.logits, dtype), leaf(data.probabilities, dtype)};
       results.push_back(gradients(reference_loss(inputs[0], inputs[1], options), inputs, upstream));
     }
-    const std::vector<Tensor> inputs{leaf(data.logits, GetParam().dtype),
-                                     leaf(data.probabilities, GetParam().dtype)};
+    const std::vector<Tensor> inputs{leaf(data.logits, GetParam().dtype), leaf(data.probabilities, GetParam().dtype)};
     const auto ours = gradients(cross_entropy(inputs[0], inputs[1], options), inputs, upstream);
     for (size_t i = 0; i < 2; ++i)
       expect_accurate("gradient of " + std::to_string(i), ours[i], results[1][i], results[0][i]);
@@ -201,12 +195,10 @@ TEST_P(CrossEntropy, NoRowsAndNoKeptRows) {
   for (const bool inplace : {false, true}) {
     for (const std::string reduction : {"none", "mean", "sum"}) {
       const auto options = CrossEntropyOptions().reduction(reduction).z_loss(1e-3).inplace(inplace);
-      for (const auto& [logits, target] :
-           {std::pair(data.logits, ignored), {empty, ignored.narrow(0, 0, 0)}}) {
+      for (const auto& [logits, target] : {std::pair(data.logits, ignored), {empty, ignored.narrow(0, 0, 0)}}) {
         const auto input = leaf(logits, logits.scalar_type());
         const auto loss = cross_entropy(input.clone(), target, options);
-        EXPECT_TRUE(reduction == "mean" ? loss.isnan().item<bool>() : loss.eq(0).all().item<bool>())
-            << reduction;
+        EXPECT_TRUE(reduction == "mean" ? loss.isnan().item<bool>() : loss.eq(0).all().item<bool>()) << reduction;
         EXPECT_TRUE(gradients(loss, {input}, scalar)[0].eq(0).all().item<bool>()) << reduction;
       }
     }
@@ -235,7 +227,8 @@ TEST_P(CrossEntropy, DoubleBackwardRaises) {
       gradients(gradient.square().sum(), {input}, scalar);
       ADD_FAILURE() << "differentiated twice";
     } catch (const c10::Error& error) {
-      EXPECT_NE(std::string(error.what()).find("cross_entropy"), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what_without_backtrace()).find("cross_entropy"), std::string::npos)
+          << error.what_without_backtrace();
     }
   }
 }

@@ -9,21 +9,16 @@
 namespace fusegrad {
 
 void PrintTo(const LinearPlan& plan, std::ostream* out) {
-  *out << "{rows " << plan.rows << ", columns " << plan.columns << ", accumulator " << plan.accumulator
-       << "}";
+  *out << "{rows " << plan.rows << ", columns " << plan.columns << ", accumulator " << plan.accumulator << "}";
 }
 
 namespace {
 
 using Budget = std::optional<int64_t>;
 
-int64_t row_bytes(const LinearSizes& s) {
-  return logits_row_elements(s.vocab, s.element_size) * s.element_size;
-}
+int64_t row_bytes(const LinearSizes& s) { return logits_row_elements(s.vocab, s.element_size) * s.element_size; }
 
-int64_t accumulator_bytes(const LinearSizes& s, bool accumulator) {
-  return accumulator ? 4 * s.vocab * s.hidden : 0;
-}
+int64_t accumulator_bytes(const LinearSizes& s, bool accumulator) { return accumulator ? 4 * s.vocab * s.hidden : 0; }
 
 /// What the pass over rows holds above the gradients themselves.
 int64_t row_pass_bytes(const LinearSizes& s, const LinearPlan& plan) {
@@ -128,8 +123,7 @@ TEST(LinearPlan, AccumulatorOnlyForSeveralChunksOfALowPrecisionWeight) {
     for (const auto& budget : all) {
       const auto plan = plan_linear(s, budget);
       const bool several = plan.rows < s.rows && plan.columns == 0;
-      EXPECT_EQ(plan.accumulator, several && s.weight_grad && s.low_precision_result)
-          << ::testing::PrintToString(plan);
+      EXPECT_EQ(plan.accumulator, several && s.weight_grad && s.low_precision_result) << ::testing::PrintToString(plan);
     }
   });
 }
