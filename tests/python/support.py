@@ -1,0 +1,112 @@
+"""What the tests share: samples of every option, and the rule by which a result passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def dtypes(device: str) -> list[torch.dtype]:
+    low = [torch.float32, torch.bfloat16, torch.float16]
+    return [torch.float64, *low] if device == "cpu" else low
+
+
+DEVICE_DTYPES = [(device, dtype) for device in DEVICES for dtype in dtypes(device)]
+
+
+def rmse(value: Tensor, truth: Tensor) -> float:
+    return (value.detach().double() - truth.detach().double()).square().mean().sqrt().item()
+
+
+def assert_as_good_as_eager(ours: Tensor, eager: Tensor, truth: Tensor, what: str) -> None:
+    """Rule 12 of the contract: the RMSE is at most 1.5 times eager's in the same dtype, plus 1e-7 of the norm."""
+    assert ours.shape == truth.shape, what
+    if truth.numel() == 0:
+        return
+    scale = truth.detach().double().square().mean().sqrt().item()
+    bound = 1.5 * rmse(eager, truth) + 1e-7 * scale
+    if ours.dtype == torch.float64:
+        bound = 1e-12 * scale + 1e-14
+    assert rmse(ours, truth) <= bound, f"{what}: RMSE {rmse(ours, truth):.3g}, at most {bound:.3g}"
+
+
+@dataclass
+class Sample:
+    """Options of a call, as functions of the sizes, so that each test draws its own tensors."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    probabilities: bool = False
+    class_weight: bool = False
+    token_weight: bool = False
+    bias: bool = False
+    index_dtype: torch.dtype = torch.int64
+
+    def __str__(self) -> str:
+        return self.name
+
+    def target(self, rows: tuple[int, ...], vocab: int, device: str, dtype: torch.dtype) -> Tensor:
+        if self.probabilities:
+            return torch.randn(*rows, vocab, device=device).softmax(-1).to(dtype)
+        target = torch.randint(0, vocab, rows, device=device, dtype=self.index_dtype)
+        if target.numel() > 3:
+            target.view(-1)[2] = self.options.get("ignore_index", -100)
+        return target
+
+    def tensors(self, rows: tuple[int, ...], vocab: int, device: str, acc: torch.dtype) -> dict[str, Tensor]:
+        """The option tensors, of the accumulation dtype."""
+        made = {}
+        if self.class_weight:
+            made["weight"] = torch.rand(vocab, device=device, dtype=acc) + 0.1
+        if self.token_weight:
+            made["token_weight"] = torch.rand(rows, device=device, dtype=acc)
+        return made
+
+
+COMMON = [
+    Sample("plain"),
+    Sample("int32", index_dtype=torch.int32),
+    Sample("sum", {"reduction": "sum"}),
+    Sample("none", {"reduction": "none"}),
+    Sample("ignore", {"ignore_index": 1}),
+    Sample("smoothing", {"label_smoothing": 0.1}),
+    Sample("weight", class_weight=True),
+    Sample("weight, smoothing", {"label_smoothing": 0.2}, class_weight=True),
+    Sample("weight, sum", {"reduction": "sum"}, class_weight=True),
+    Sample("z_loss", {"z_loss": 1e-2}),
+    Sample("z_loss, weight, token_weight", {"z_loss": 1e-2}, class_weight=True, token_weight=True),
+    Sample("softcap", {"softcap": 3.0}),
+    Sample("softcap, smoothing, none", {"softcap": 3.0, "label_smoothing": 0.1, "reduction": "none"}),
+    Sample("token_weight", token_weight=True),
+    Sample("normalizer", {"normalizer": 37.0}),
+    Sample("probabilities", probabilities=True),
+    Sample("probabilities, weight, smoothing", {"label_smoothing": 0.1}, probabilities=True, class_weight=True),
+    Sample("probabilities, none", {"reduction": "none"}, probabilities=True),
+]
+
+LINEAR = [
+    *COMMON,
+    Sample("bias", bias=True),
+    Sample("bias, none", {"reduction": "none"}, bias=True),
+    Sample("logit_scale", {"logit_scale": 0.5, "softcap": 4.0}),
+    Sample("least workspace", {"workspace_mib": 0}, bias=True),
+    Sample("small workspace", {"workspace_mib": 1}, bias=True),
+    Sample("large workspace", {"workspace_mib": 1024}),
+]
+
+
+def gradients(
+    call: Callable[..., Any], tensors: list[Tensor], upstream: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The loss of fresh leaves, and the gradients of an upstream gradient (by default 0.5)."""
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    loss = call(*leaves)
+    if upstream is None:
+        upstream = torch.full_like(loss, 0.5)
+    return loss, torch.autograd.grad(loss, leaves, upstream.to(loss.dtype))

@@ -1,0 +1,117 @@
+"""Rules 6 to 10 and 14: any number of backwards, upstream gradients, second differentiation, determinism."""
+
+import pytest
+import torch
+from losses import NAMES, make
+from support import DEVICES
+
+both = pytest.mark.parametrize("name", NAMES)
+everywhere = pytest.mark.parametrize("device", DEVICES)
+modes = pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
+
+
+@both
+@everywhere
+@modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_three_backwards_are_bitwise_equal(name, device, inplace, dtype, reduction) -> None:
+    loss = make(name, device, rows=64)
+    x = torch.randn(64, 8, device=device).to(dtype).requires_grad_()
+    value = loss.ours(x * 1, inplace=inplace, reduction=reduction)
+    upstream = torch.rand_like(value) if reduction == "none" else torch.full_like(value, 0.37)
+    leaves = [x, *([loss.weight] if loss.weight is not None else [])]
+    first = torch.autograd.grad(value, leaves, upstream, retain_graph=True)
+    copies = [g.clone() for g in first]
+    second = torch.autograd.grad(value, leaves, upstream, retain_graph=True)
+    value.backward(upstream, retain_graph=True)  # accumulates into .grad, which may steal what it is given
+    value.backward(upstream, retain_graph=True)
+    third = torch.autograd.grad(value, leaves, upstream)
+    for a, b, c, d, leaf in zip(first, copies, second, third, leaves, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d)
+        assert torch.equal(leaf.grad, a + a)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(value, leaves, upstream)
+
+
+@both
+@everywhere
+@modes
+def test_backward_uses_what_it_was_given_this_time(name, device, inplace) -> None:
+    """Different upstream gradients over one kept graph: no scaling is carried over."""
+    loss = make(name, device)
+    x = torch.randn(8, 8, device=device, requires_grad=True)
+    value = loss.ours(x * 1, inplace=inplace)
+    (eager,) = torch.autograd.grad(loss.eager(x), x)
+    for scale in (3.0, 0.0, 1.0, 0.37):
+        (grad,) = torch.autograd.grad(value * scale, x, retain_graph=True)
+        torch.testing.assert_close(grad, eager * scale)
+
+
+@both
+@everywhere
+@modes
+def test_expanded_and_partial_upstream(name, device, inplace) -> None:
+    loss = make(name, device)
+    x = torch.randn(8, 8, device=device, requires_grad=True)
+    for reduce in (torch.sum, lambda v: v[2:5].sum(), lambda v: (v * 2).mean()):
+        (ours,) = torch.autograd.grad(reduce(loss.ours(x * 1, reduction="none", inplace=inplace)), x)
+        (eager,) = torch.autograd.grad(reduce(loss.eager(x, reduction="none")), x)
+        torch.testing.assert_close(ours, eager)
+
+
+@both
+@modes
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_differentiation_raises_and_names_the_op(name, inplace, reduction) -> None:
+    loss = make(name, "cpu")
+    x = torch.randn(8, 8, requires_grad=True)
+    value = loss.ours(x * 1, inplace=inplace, reduction=reduction).sum()
+    (grad,) = torch.autograd.grad(value, x, create_graph=True)  # alone it works
+    torch.testing.assert_close(grad, torch.autograd.grad(loss.eager(x, reduction=reduction).sum(), x)[0])
+    with pytest.raises(RuntimeError, match=f"fusegrad::{name}"):
+        grad.square().sum().backward()
+
+
+@both
+@everywhere
+def test_fp16_gradients_do_not_underflow_before_the_scaler(name, device) -> None:
+    """1 / N times a probability is below float16's range; times GradScaler's factor it is not."""
+    rows = 4096
+    loss = make(name, device, rows=rows)
+    x = torch.randn(rows, 8, device=device).half().requires_grad_()
+    for inplace in (False, True):
+        (ours,) = torch.autograd.grad(loss.ours(x * 1, inplace=inplace) * 65536.0, x)
+        (truth,) = torch.autograd.grad(loss.eager(x.float()) * 65536.0, x)
+        assert ((ours.float() - truth).norm() / truth.norm()).item() < 2e-3
+
+
+@both
+@everywhere
+def test_deterministic(name, device) -> None:
+    loss = make(name, device, rows=1000)
+    x = torch.randn(1000, 8, device=device, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [torch.autograd.grad(loss.ours(x * 1), x)[0] for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+
+
+@both
+def test_anomaly_mode_and_accumulation(name) -> None:
+    loss = make(name, "cpu")
+    x = torch.randn(8, 8, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True):
+        for part in (x[:4], x[4:]):
+            half = make(name, "cpu")
+            target = loss.target[:4] if part.data_ptr() == x.data_ptr() else loss.target[4:]
+            import fusegrad
+
+            if name == "cross_entropy":
+                fusegrad.cross_entropy(part * 1, target, normalizer=8, inplace=True).backward()
+            else:
+                fusegrad.linear_cross_entropy(part * 1, half.weight, target, normalizer=8, inplace=True).backward()
+    (eager,) = torch.autograd.grad(loss.eager(x), x)
+    torch.testing.assert_close(x.grad, eager)

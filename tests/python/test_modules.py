@@ -1,0 +1,27 @@
+"""The losses as modules."""
+
+import fusegrad
+import pytest
+import torch
+
+
+def test_cross_entropy_loss() -> None:
+    x, t, w = torch.randn(8, 5), torch.randint(0, 5, (8,)), torch.rand(5)
+    ours = fusegrad.CrossEntropyLoss(w, label_smoothing=0.1, reduction="sum")
+    torch.testing.assert_close(ours(x, t), torch.nn.CrossEntropyLoss(w, label_smoothing=0.1, reduction="sum")(x, t))
+    assert "label_smoothing=0.1" in repr(ours) and list(ours.state_dict()) == ["weight"]
+
+
+def test_linear_cross_entropy_loss_owns_its_weight_or_takes_a_tied_one() -> None:
+    x, t = torch.randn(8, 6), torch.randint(0, 5, (8,))
+    own = fusegrad.LinearCrossEntropyLoss(6, 5, bias=True)
+    assert set(own.state_dict()) == {"linear.weight", "linear.bias"}
+    own(x, t).backward()
+    assert own.linear.weight.grad is not None and own.linear.bias.grad is not None
+    tied = torch.nn.Embedding(5, 6)
+    none = fusegrad.LinearCrossEntropyLoss(6, None)
+    expected = torch.nn.functional.cross_entropy(x @ tied.weight.t(), t)
+    torch.testing.assert_close(own(x, t, tied.weight), expected)
+    torch.testing.assert_close(none(x, t, tied.weight), expected)
+    with pytest.raises(ValueError, match="linear_weight must be given"):
+        none(x, t)

@@ -1,0 +1,158 @@
+"""Compilers, autocast and function transforms: right gradients, or an error that names the op."""
+
+import fusegrad
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from losses import NAMES, make
+from support import DEVICES
+
+both = pytest.mark.parametrize("name", NAMES)
+everywhere = pytest.mark.parametrize("device", DEVICES)
+
+
+def model(inplace: bool, ours: bool = True):
+    def call(x, w, t):
+        if ours:
+            first = fusegrad.cross_entropy(x @ w, t, label_smoothing=0.1, inplace=inplace)
+            return (first + fusegrad.linear_cross_entropy(x * 2, w, t, inplace=inplace)) * 0.37
+        return (F.cross_entropy(x @ w, t, label_smoothing=0.1) + F.cross_entropy(F.linear(x * 2, w), t)) * 0.37
+
+    return call
+
+
+@everywhere
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compile_without_a_graph_break(device, backend, dynamic, inplace) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(model(inplace), backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (8, 12):
+        x = torch.randn(rows, 16, device=device, requires_grad=True)
+        w = torch.randn(16, 16, device=device, requires_grad=True)
+        t = torch.randint(0, 16, (rows,), device=device)
+        ours = torch.autograd.grad(compiled(x, w, t), (x, w))
+        eager = torch.autograd.grad(model(False, ours=False)(x, w, t), (x, w))
+        torch.testing.assert_close(ours, eager)
+
+
+@both
+@pytest.mark.parametrize("upstream", [lambda x: x.softmax(-1), torch.exp, torch.tanh])
+def test_compile_with_an_upstream_op_that_saved_the_tensor(name, upstream) -> None:
+    """The compiler sees the write: the gradient is right, or the call raises."""
+    torch._dynamo.reset()
+    loss = make(name, "cpu")
+    x = torch.randn(8, 8, requires_grad=True)
+    (eager,) = torch.autograd.grad(loss.eager(upstream(x)), x)
+    compiled = torch.compile(lambda x: loss.ours(upstream(x), inplace=True), backend="aot_eager", fullgraph=True)
+    try:
+        (ours,) = torch.autograd.grad(compiled(x), x)
+    except RuntimeError as error:
+        assert "inplace" in str(error)
+    else:
+        torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compiled_autograd(inplace) -> None:
+    torch._dynamo.reset()
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    t = torch.randint(0, 16, (8,))
+    eager = torch.autograd.grad(model(False, ours=False)(x, w, t), (x, w))
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        model(inplace)(x, w, t).backward()
+    torch.testing.assert_close((x.grad, w.grad), eager)
+
+
+ROW_OPTIONS = (None, None, -100, 1, 0.0, 0.0, 0.0, 0)
+
+
+@everywhere
+@pytest.mark.parametrize("suffix", ["", "_"])
+def test_opcheck_of_what_front_ends_call(device, suffix) -> None:
+    x = torch.randn(4, 5, device=device, requires_grad=True)
+    w = torch.randn(7, 5, device=device, requires_grad=True)
+    t = torch.randint(0, 5, (4,), device=device)
+    ops = torch.ops.fusegrad
+    # A leaf must not be overwritten: the in-place twin is checked where it may not write.
+    x = x.detach() if suffix else x
+    torch.library.opcheck(getattr(ops, "cross_entropy" + suffix).default, (x, t), {"label_smoothing": 0.1})
+    torch.library.opcheck(getattr(ops, "linear_cross_entropy" + suffix).default, (x, w, t), {"reduction": "sum"})
+
+
+@everywhere
+def test_opcheck_of_the_ops_below(device) -> None:
+    ops = torch.ops.fusegrad
+    x, w = torch.randn(4, 7, device=device), torch.randn(7, 5, device=device)
+    h, t = torch.randn(4, 5, device=device), torch.randint(0, 7, (4,), device=device)
+    one = torch.ones((), device=device)
+    logits = (x, t, None, *ROW_OPTIONS)
+    hidden = (h, w, t, None, None, *ROW_OPTIONS, 1.0, None, None, [True, True, False])
+    torch.library.opcheck(ops.cross_entropy_forward.default, logits)
+    torch.library.opcheck(ops.cross_entropy_forward_.default, logits)
+    torch.library.opcheck(ops.linear_cross_entropy_forward.default, hidden)
+    torch.library.opcheck(ops.linear_cross_entropy_forward_.default, hidden)
+    _, lse, stats, _, scales = ops.cross_entropy_forward(x, t, None, *ROW_OPTIONS)
+    torch.library.opcheck(
+        ops.cross_entropy_backward.default, (one, None, x, t, None, lse, stats, scales, None, -100, 0.0, 0.0, 0.0)
+    )
+    torch.library.opcheck(
+        ops.linear_cross_entropy_backward.default,
+        (
+            one,
+            None,
+            h,
+            w,
+            t,
+            None,
+            None,
+            lse,
+            stats,
+            scales,
+            None,
+            -100,
+            0.0,
+            0.0,
+            0.0,
+            1.0,
+            None,
+            [True] * 2 + [False],
+        ),
+    )
+    torch.library.opcheck(ops.scale_gradient.default, (x, one, None))
+    torch.library.opcheck(ops.scale_gradient_.default, (x, one, one))
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(device, dtype) -> None:
+    """Linear cross entropy casts as F.linear does, with float32 gradients; cross entropy reads what it is given."""
+    x, w = torch.randn(32, 16, device=device, requires_grad=True), torch.randn(9, 16, device=device, requires_grad=True)
+    t = torch.randint(0, 9, (32,), device=device)
+    for inplace in (False, True):
+        with torch.autocast(device, dtype):
+            hidden = x * 1
+            loss = fusegrad.linear_cross_entropy(hidden, w, t, inplace=inplace)
+            assert hidden._version == 0, "the cast is written, not the input"
+            logits = F.linear(x, w)
+            second = fusegrad.cross_entropy(logits, t, inplace=inplace)
+        assert loss.dtype == second.dtype == torch.float32 and logits.dtype == dtype
+        grads = torch.autograd.grad(loss + second, (x, w))
+        truth = torch.autograd.grad(2 * F.cross_entropy(F.linear(x.double(), w.double()), t), (x, w))
+        for grad, right in zip(grads, truth, strict=True):
+            assert grad.dtype == torch.float32
+            assert ((grad - right).norm() / right.norm()).item() < 2e-2
+
+
+@both
+def test_transforms_that_are_not_implemented_name_the_op(name) -> None:
+    loss = make(name, "cpu")
+    x = torch.randn(8, 8)
+    with pytest.raises(NotImplementedError, match=f"fusegrad::{name}.*vmap"):
+        torch.vmap(loss.ours)(torch.randn(3, 8, 8))
+    with pytest.raises(NotImplementedError, match=f"fusegrad::{name}.*torch.func"):
+        torch.func.grad(loss.ours)(x)
+    with pytest.raises(NotImplementedError, match=f"fusegrad::{name}.*forward-mode"), forward_ad.dual_level():
+        loss.ours(forward_ad.make_dual(x, torch.ones_like(x)))
