@@ -146,7 +146,7 @@ def test_a_call_of_pytorchs_own_runs_unchanged() -> None:
     x, w = torch.randn(20, 8), torch.randn(11, 8)
     target = torch.randint(0, 11, (20,))
     for options in (None, torch.nn.LinearCrossEntropyOptions()):
-        arguments = dict(linear_bias=torch.randn(11), label_smoothing=0.1, reduction="sum", options=options)
+        arguments = {"linear_bias": torch.randn(11), "label_smoothing": 0.1, "reduction": "sum", "options": options}
         ours = gradients(lambda x, w, a=arguments: fusegrad.linear_cross_entropy(x, w, target, **a), [x, w])
         theirs = gradients(lambda x, w, a=arguments: F.linear_cross_entropy(x, w, target, **a), [x, w])
         torch.testing.assert_close(ours, theirs)
