@@ -48,14 +48,16 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair(m, "cross_entropy", "input", "Tensor target, Tensor? weight=None, *, " + loss_options, loss_returns);
   define_pair(m, "cross_entropy_forward", "logits", "Tensor target, Tensor? weight, " + row_options,
               "(" + row_returns + ")");
-  define(m, "cross_entropy_backward(Tensor? grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor? weight, " +
-            saved + ", Tensor? token_weight, int ignore_index, float label_smoothing, float z_loss, float softcap) "
-            "-> Tensor grad_logits");
+  define(m,
+         "cross_entropy_backward(Tensor? grad_loss, Tensor? grad_lse, Tensor logits, Tensor target, Tensor? weight, " +
+             saved +
+             ", Tensor? token_weight, int ignore_index, float label_smoothing, float z_loss, float softcap) "
+             "-> Tensor grad_logits");
 
   // --- linear cross entropy --------------------------------------------------------------------------------
   define_pair(m, "linear_cross_entropy", "input",
-              "Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, Tensor? weight=None, " +
-                  loss_options + ", float logit_scale=1.0, ScalarType? accumulate_dtype=None, int? workspace_mib=None",
+              "Tensor linear_weight, Tensor target, *, Tensor? linear_bias=None, Tensor? weight=None, " + loss_options +
+                  ", float logit_scale=1.0, ScalarType? accumulate_dtype=None, int? workspace_mib=None",
               loss_returns);
   const std::string linear_options =
       row_options + ", float logit_scale, ScalarType? accumulate_dtype, int? workspace_mib";
@@ -65,11 +67,13 @@ TORCH_LIBRARY(fusegrad, m) {
               "Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, " + linear_options +
                   ", bool[3] needs_grad",
               "(" + row_returns + ", Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  define(m, "linear_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, "
-        "Tensor target, Tensor? linear_bias, Tensor? weight, " +
-            saved + ", Tensor? token_weight, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-            "float logit_scale, int? workspace_mib, bool[3] needs_grad) "
-            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  define(m,
+         "linear_cross_entropy_backward(Tensor? grad_loss, Tensor? grad_lse, Tensor input, Tensor linear_weight, "
+         "Tensor target, Tensor? linear_bias, Tensor? weight, " +
+             saved +
+             ", Tensor? token_weight, int ignore_index, float label_smoothing, float z_loss, float softcap, "
+             "float logit_scale, int? workspace_mib, bool[3] needs_grad) "
+             "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // --- shared ----------------------------------------------------------------------------------------------
   // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.

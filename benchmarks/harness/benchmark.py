@@ -83,9 +83,7 @@ def run_case(benchmark: Benchmark, plan: Plan, options: Options) -> CaseResult:
     return CaseResult(case, floor.name, floor_ms, list(measurements.values()), unavailable)
 
 
-def _choose(
-    benchmark: Benchmark, plan: Plan, options: Options
-) -> tuple[list[Implementation], list[Unavailable]]:
+def _choose(benchmark: Benchmark, plan: Plan, options: Options) -> tuple[list[Implementation], list[Unavailable]]:
     patterns = [pattern for pattern in (plan.only, options.only) if pattern]
     wanted = [
         one
@@ -97,9 +95,7 @@ def _choose(
     return [one for one in implementations if one.essential or not options.quick], unavailable
 
 
-def _check_all(
-    problem: Problem, implementations: list[Implementation], measurements: dict[str, Measurement]
-) -> None:
+def _check_all(problem: Problem, implementations: list[Implementation], measurements: dict[str, Measurement]) -> None:
     reference = Reference(problem)
     for one in implementations:
         outcome = Outcome(functools.partial(check, problem, reference, one))

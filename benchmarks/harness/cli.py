@@ -28,9 +28,7 @@ def main(benchmark: Benchmark) -> int:
     plans = _plans(benchmark, arguments)
     document: dict[str, Any] = {"op": benchmark.op, **environment(arguments.device, arguments.commit)}
     document["rounds"], document["reps"] = options.rounds, options.reps
-    print(
-        f"{benchmark.op} on {document['device']}, torch {torch.__version__}, {document['date']}", flush=True
-    )
+    print(f"{benchmark.op} on {document['device']}, torch {torch.__version__}, {document['date']}", flush=True)
     verdicts: list[Verdict] = []
     cases: list[dict[str, Any]] = []
     document["cases"] = cases
@@ -57,23 +55,15 @@ def main(benchmark: Benchmark) -> int:
 
 
 def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=f"Benchmark of {benchmark.op}: ours, its peers and the floor."
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    parser = argparse.ArgumentParser(description=f"Benchmark of {benchmark.op}: ours, its peers and the floor.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     sizes = "x".join(benchmark.letters)
     parser.add_argument("--shapes", help=f"comma-separated {sizes}[:dtype], in place of the default cases")
     parser.add_argument("--only", default="", help="regular expression on the implementations' names")
-    parser.add_argument(
-        "--quick", action="store_true", help="essential implementations, cases and repetitions"
-    )
+    parser.add_argument("--quick", action="store_true", help="essential implementations, cases and repetitions")
     parser.add_argument("--rounds", type=int, help="rounds in which the implementations alternate")
     parser.add_argument("--reps", type=int, help="repetitions of each in a round")
-    parser.add_argument(
-        "--autotune", action="store_true", help="quack's autotuned products too: 100 s a shape"
-    )
+    parser.add_argument("--autotune", action="store_true", help="quack's autotuned products too: 100 s a shape")
     parser.add_argument("--no-accuracy", action="store_true", help="skip the comparison with float64")
     parser.add_argument("--no-memory", action="store_true", help="skip the peak memory")
     parser.add_argument("--no-launch", dest="launch", action="store_false", help="skip the launch overhead")

@@ -86,9 +86,7 @@ def _judge_one(goal: Goal, name: str, result: CaseResult) -> Verdict:
         conditions = tuple(_conditions(goal, mine, other))
     except LookupError as error:
         return Verdict(goal, result.case.label, name, None, reason=str(error.args[0]))
-    return Verdict(
-        goal, result.case.label, name, all(one.value <= one.limit for one in conditions), conditions
-    )
+    return Verdict(goal, result.case.label, name, all(one.value <= one.limit for one in conditions), conditions)
 
 
 def _conditions(goal: Goal, mine: Measurement, other: Measurement | None) -> list[Condition]:

@@ -19,9 +19,7 @@ def run_launch(benchmark: Benchmark, device: str, options: Options) -> dict[str,
     """Wall-clock microseconds a call, ours beside theirs, and whether ours is no slower."""
     case = benchmark.launch_case(device)
     problem = benchmark.problem(case)
-    found = {
-        one.name: one for one in benchmark.implementations(case, options) if isinstance(one, Implementation)
-    }
+    found = {one.name: one for one in benchmark.implementations(case, options) if isinstance(one, Implementation)}
     print(f"\n{benchmark.op} {case.label}: wall-clock time of a forward and backward call")
     comparisons = []
     for ours, theirs, kind in benchmark.launch_pairs:

@@ -47,9 +47,7 @@ def cpu_peak_mib(module: str, case: Case, name: str, options: Options) -> float:
     """
     context = _fork_server()
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(
-        target=_measure_in_child, args=(sender, module, case, name, options), daemon=True
-    )
+    process = context.Process(target=_measure_in_child, args=(sender, module, case, name, options), daemon=True)
     process.start()
     sender.close()
     try:

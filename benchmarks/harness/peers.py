@@ -115,9 +115,7 @@ def quack_linear(case: Case, autotune: bool) -> Found:
 
     def build(module: Any) -> list[Implementation]:
         def with_options(**options: Any) -> Callable[..., Tensor]:
-            return lambda hidden, weight, target: module.chunked_linear_cross_entropy(
-                hidden, weight, target, **options
-            )
+            return lambda hidden, weight, target: module.chunked_linear_cross_entropy(hidden, weight, target, **options)
 
         found = [
             Implementation(f"quack chunk={chunk}", with_options(chunk_size=chunk, use_scaled_exp=True))

@@ -30,10 +30,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
     for row in (headings, *rows):
         first = row[0].ljust(widths[0])
-        print(
-            "  "
-            + "  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        )
+        print("  " + "  ".join([first, *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip())
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:

@@ -130,9 +130,7 @@ def alternate(
     return times, floor_times
 
 
-def wall_us(
-    steps: Sequence[tuple[str, Callable[[], object]]], device: str, iterations: int
-) -> dict[str, float]:
+def wall_us(steps: Sequence[tuple[str, Callable[[], object]]], device: str, iterations: int) -> dict[str, float]:
     """Wall-clock microseconds a call of many calls in a row, without synchronising between them.
 
     With inputs so small that the device waits for the host, this is the host's launch overhead.

@@ -6,14 +6,12 @@
 namespace fusegrad::autograd {
 
 /// logits [N, V]. `inplace` writes the gradient into the logits (may_overwrite has been asked).
-RowOutputs cross_entropy(const at::Tensor& logits, const RowArguments& rows, const LossOptions& options,
-                         bool inplace);
+RowOutputs cross_entropy(const at::Tensor& logits, const RowArguments& rows, const LossOptions& options, bool inplace);
 
 /// input [N, H], weight [V, H]. `recompute` keeps no gradients but computes them from the logits again in the
 /// backward; otherwise they are computed in the forward, into the input where `inplace`.
 RowOutputs linear_cross_entropy(const at::Tensor& input, const at::Tensor& weight,
                                 const std::optional<at::Tensor>& bias, const RowArguments& rows,
-                                const LossOptions& options, const LinearOptions& linear, bool recompute,
-                                bool inplace);
+                                const LossOptions& options, const LinearOptions& linear, bool recompute, bool inplace);
 
 }  // namespace fusegrad::autograd

@@ -11,9 +11,7 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "cross_entropy";
 
 // The order of RowOutputs' first four, the ones that a front end returns.
-variable_list visible(const RowOutputs& out) {
-  return {out.loss, out.lse, out.stats, out.predicted_tokens};
-}
+variable_list visible(const RowOutputs& out) { return {out.loss, out.lse, out.stats, out.predicted_tokens}; }
 
 RowOutputs from_visible(const variable_list& out) { return {out[0], out[1], out[2], out[3], {}}; }
 
@@ -50,8 +48,8 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
       result[0] = dispatch::cross_entropy_backward(grads[0], grads[1], logits, rows, options, forward);
     }
     if (ctx->needs_input_grad(1) && grads[0].defined()) {
-      result[1] = refuse_double_backward(kOp, target_gradient(grads[0], logits, rows, options, forward),
-                                         {logits, saved[1]});
+      result[1] =
+          refuse_double_backward(kOp, target_gradient(grads[0], logits, rows, options, forward), {logits, saved[1]});
     }
     return result;
   }

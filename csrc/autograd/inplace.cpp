@@ -67,9 +67,9 @@ bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional
 }
 
 bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active) {
-  return !hooks_were_active && !at::GradMode::is_enabled() &&
-         !torch::autograd::get_current_graph_task_keep_graph() && !c10::impl::dispatch_mode_enabled() &&
-         !saved.key_set().has(c10::DispatchKey::Python) && !saved.key_set().has_any(kTransformKeys);
+  return !hooks_were_active && !at::GradMode::is_enabled() && !torch::autograd::get_current_graph_task_keep_graph() &&
+         !c10::impl::dispatch_mode_enabled() && !saved.key_set().has(c10::DispatchKey::Python) &&
+         !saved.key_set().has_any(kTransformKeys);
 }
 
 at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at::TensorList inputs) {
@@ -105,7 +105,8 @@ void bump_overwritten(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
 }
 
 void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), ": torch.vmap must not be applied, but it is; the op takes "
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
+                              ": torch.vmap must not be applied, but it is; the op takes "
                               "batch dimensions itself");
 }
 

@@ -14,9 +14,7 @@ constexpr const char* kOp = "linear_cross_entropy";
 // no edge, and the last place.
 enum { kInput, kWeight, kBias, kInputs };
 
-variable_list visible(const RowOutputs& out) {
-  return {out.loss, out.lse, out.stats, out.predicted_tokens};
-}
+variable_list visible(const RowOutputs& out) { return {out.loss, out.lse, out.stats, out.predicted_tokens}; }
 
 // Inside Function::forward nothing requires grad any more: asked here, by the arguments themselves.
 std::array<bool, 3> wanted_gradients(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -29,17 +27,17 @@ std::array<bool, 3> wanted_gradients(const Tensor& input, const Tensor& weight, 
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
-                               std::array<bool, 3> needs_grad, bool inplace) {
+                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options,
+                               const LinearOptions& linear, std::array<bool, 3> needs_grad, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
-    const auto [out, gradients] = dispatch::linear_cross_entropy_forward(input, weight, bias, rows,
-                                                                         options, linear, needs_grad, inplace);
+    const auto [out, gradients] =
+        dispatch::linear_cross_entropy_forward(input, weight, bias, rows, options, linear, needs_grad, inplace);
     ctx->set_materialize_grads(false);
     ctx->saved_data["hooks"] = saved_tensor_hooks_active();
     ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
     // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
-    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), inplace ? input : gradients.input, gradients.weight, gradients.bias,
-                            out.scales});
+    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), inplace ? input : gradients.input, gradients.weight,
+                            gradients.bias, out.scales});
     return visible(out);
   }
 
@@ -63,7 +61,8 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
 // lse, and where memory must be least.
 struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntropyRecompute> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options, const LinearOptions& linear) {
+                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options,
+                               const LinearOptions& linear) {
     at::AutoDispatchBelowAutograd guard;
     const auto out = dispatch::linear_cross_entropy_forward(input, weight, bias, rows, options, linear,
                                                             {false, false, false}, /*inplace=*/false)
@@ -95,9 +94,9 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
     linear.workspace_mib = ctx->saved_data["workspace_mib"].toOptional<int64_t>();
     std::array<bool, 3> needs_grad{};
     for (size_t i = 0; i < kInputs; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(i);
-    const auto gradients = dispatch::linear_cross_entropy_backward(
-        grads[0], grads[1], saved[kInput], saved[kWeight], optional_of(saved[kBias]), rows, load_options(ctx), linear,
-        forward, needs_grad);
+    const auto gradients = dispatch::linear_cross_entropy_backward(grads[0], grads[1], saved[kInput], saved[kWeight],
+                                                                   optional_of(saved[kBias]), rows, load_options(ctx),
+                                                                   linear, forward, needs_grad);
     if (needs_grad[kInput]) result[kInput] = gradients.input;
     if (needs_grad[kWeight]) result[kWeight] = gradients.weight;
     if (needs_grad[kBias]) result[kBias] = gradients.bias;
@@ -110,10 +109,9 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
 RowOutputs linear_cross_entropy(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                 const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
                                 bool recompute, bool inplace) {
-  const auto out =
-      recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias, rows, options, linear)
-                : LinearCrossEntropy::apply(input, weight, bias, rows, options, linear,
-                                            wanted_gradients(input, weight, bias), inplace);
+  const auto out = recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias, rows, options, linear)
+                             : LinearCrossEntropy::apply(input, weight, bias, rows, options, linear,
+                                                         wanted_gradients(input, weight, bias), inplace);
   return {out[0], out[1], out[2], out[3], {}};
 }
 

@@ -52,8 +52,8 @@ void scales(const RowScales& p, DType dtype, void*) {
       kept = 0;
       weight = 0;
       for (int64_t n = 0; n < p.rows; ++n) {
-        const int64_t y = t.index_is_int32 ? static_cast<const int32_t*>(t.index)[n]
-                                           : static_cast<const int64_t*>(t.index)[n];
+        const int64_t y =
+            t.index_is_int32 ? static_cast<const int32_t*>(t.index)[n] : static_cast<const int64_t*>(t.index)[n];
         if (y == t.ignore_index) continue;
         ++kept;
         weight += class_weight != nullptr ? static_cast<double>(class_weight[y]) : 1.0;

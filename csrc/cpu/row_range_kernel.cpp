@@ -278,8 +278,7 @@ RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T
 // grad[c] = (P * p[c] - Q * a[c]) * dz/dx,  p = exp((z - shift) - low) * inverse_sum.
 template <class T>
 void row_gradient(const T* row, T* grad, int64_t cols, int64_t column, const Transform<AccOf<T>>& transform,
-                  const Target<T>& target, AccOf<T> P, AccOf<T> Q, AccOf<T> shift, AccOf<T> low,
-                  AccOf<T> inverse_sum) {
+                  const Target<T>& target, AccOf<T> P, AccOf<T> Q, AccOf<T> shift, AccOf<T> low, AccOf<T> inverse_sum) {
   using Acc = AccOf<T>;
   using Vec = at::vec::Vectorized<Acc>;
   const Vec m(shift), l(low), scale(P * inverse_sum), q(Q), uniform(Q * target.uniform);
@@ -406,8 +405,8 @@ void gradient_rows(const RowGradient& p, int64_t begin, int64_t end) {
     Acc P = 0, Q = 0;
     if (target.kept && p.grad_loss != nullptr) {
       const Acc upstream = static_cast<const Acc*>(p.grad_loss)[n * p.grad_loss_stride] * target.token_weight;
-      const Acc mass = target.dense ? static_cast<const Acc*>(p.mass)[n]
-                                    : target.at_index + target.uniform * Acc(p.vocab);
+      const Acc mass =
+          target.dense ? static_cast<const Acc*>(p.mass)[n] : target.at_index + target.uniform * Acc(p.vocab);
       Q = upstream * ce_scale;
       P = Q * mass;
       if (p.z_loss != 0) P += upstream * z_scale * Acc(2 * p.z_loss) * lse;
@@ -441,10 +440,14 @@ void scaling_rows(const RowScaling& p, int64_t begin, int64_t end) {
 template <class Function>
 void with_type(DType dtype, Function&& function) {
   switch (dtype) {
-    case DType::kFloat32: return function(float{});
-    case DType::kBFloat16: return function(c10::BFloat16{});
-    case DType::kFloat16: return function(c10::Half{});
-    case DType::kFloat64: return function(double{});
+    case DType::kFloat32:
+      return function(float{});
+    case DType::kBFloat16:
+      return function(c10::BFloat16{});
+    case DType::kFloat16:
+      return function(c10::Half{});
+    case DType::kFloat64:
+      return function(double{});
   }
 }
 

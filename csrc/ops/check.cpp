@@ -48,8 +48,8 @@ void check_floating(const char* op, const char* name, const at::Tensor& tensor) 
 }
 
 void check_same_device(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& input) {
-  FUSEGRAD_CHECK_VALUE(tensor.device() == input.device(), op, name, " must be on the input's device ",
-                       input.device(), ", but got ", tensor.device());
+  FUSEGRAD_CHECK_VALUE(tensor.device() == input.device(), op, name, " must be on the input's device ", input.device(),
+                       ", but got ", tensor.device());
 }
 
 void check_no_grad(const char* op, const char* name, const at::Tensor& tensor) {
@@ -154,8 +154,8 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
 void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index) {
   if (target.is_floating_point() || target.numel() == 0) return;
   const auto refuse = [&](int64_t position, int64_t value) {
-    TORCH_CHECK_INDEX(false, op, ": target must be in [0, ", vocab, ") or ignore_index (", ignore_index,
-                      "), but got ", value, " at row ", position);
+    TORCH_CHECK_INDEX(false, op, ": target must be in [0, ", vocab, ") or ignore_index (", ignore_index, "), but got ",
+                      value, " at row ", position);
   };
   if (target.is_cpu()) {
     AT_DISPATCH_INDEX_TYPES(target.scalar_type(), "check_target_range", [&] {

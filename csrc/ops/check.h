@@ -15,9 +15,7 @@
 namespace fusegrad {
 
 /// The dtype of everything that is accumulated: float64 for float64, else float32.
-inline at::ScalarType acc_type(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
+inline at::ScalarType acc_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
 /// 'none', 'mean' or 'sum' as at::Reduction.
 int64_t parse_reduction(const char* op, std::string_view reduction);

@@ -21,9 +21,10 @@ LossTuple cross_entropy_op(const Tensor& input, const Tensor& target, const Opti
   constexpr const char* op = "cross_entropy";
   refuse_transforms(op, {input, target, weight, token_weight, normalizer});
   check_floating(op, "input", input);
-  FUSEGRAD_CHECK_VALUE(input.dim() >= 1, op, "input must have shape [V], [N, V] or [N, V, d1, ...], but got a 0-d tensor");
-  const auto options = make_loss_options(op, weight, token_weight, normalizer, ignore_index, reduction,
-                                         label_smoothing, z_loss, softcap, aux);
+  FUSEGRAD_CHECK_VALUE(input.dim() >= 1, op,
+                       "input must have shape [V], [N, V] or [N, V, d1, ...], but got a 0-d tensor");
+  const auto options = make_loss_options(op, weight, token_weight, normalizer, ignore_index, reduction, label_smoothing,
+                                         z_loss, softcap, aux);
   const int64_t class_dim = input.dim() == 1 ? 0 : 1;
   const auto vocab = input.sym_size(class_dim);
   std::vector<c10::SymInt> row_shape(input.sym_sizes().begin(), input.sym_sizes().end());
@@ -35,7 +36,7 @@ LossTuple cross_entropy_op(const Tensor& input, const Tensor& target, const Opti
   // rows in memory.
   const bool overwrite = inplace && input.dim() <= 2 && (aux & kAuxLse) == 0 && !rows.target.requires_grad() &&
                          may_overwrite(input, {target, weight, token_weight, normalizer});
-  const auto logits = input.dim() == 2 ? input
+  const auto logits = input.dim() == 2   ? input
                       : input.dim() == 1 ? input.unsqueeze(0)
                                          : input.movedim(class_dim, -1).reshape_symint({-1, vocab});
   return to_front(autograd::cross_entropy(logits, rows, options, overwrite), rows, options);
@@ -45,9 +46,9 @@ LossTuple cross_entropy_op(const Tensor& input, const Tensor& target, const Opti
 
 LossOutput cross_entropy_with_aux(const Tensor& input, const Tensor& target, const CrossEntropyOptions& options,
                                   const Aux& aux) {
-  using Signature = LossTuple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&, std::optional<int64_t>, std::string_view, double, double,
-                              std::optional<double>, int64_t);
+  using Signature =
+      LossTuple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                std::optional<int64_t>, std::string_view, double, double, std::optional<double>, int64_t);
   static const auto functional =
       c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::cross_entropy", "").typed<Signature>();
   static const auto mutating =

@@ -25,18 +25,17 @@ RowOutputs cross_entropy_forward(const Tensor& logits, const RowArguments& rows,
                              const OptionalTensor&, int64_t, int64_t, double, double, double, int64_t);
   static const auto functional = handle<Signature>("fusegrad::cross_entropy_forward");
   static const auto mutating = handle<Signature>("fusegrad::cross_entropy_forward_");
-  return std::make_from_tuple<RowOutputs>((inplace ? mutating : functional)
-                                              .call(logits, rows.target, rows.weight, rows.token_weight,
-                                                    rows.normalizer, options.ignore_index, options.reduction,
-                                                    options.label_smoothing, options.z_loss, options.softcap,
-                                                    options.aux));
+  return std::make_from_tuple<RowOutputs>(
+      (inplace ? mutating : functional)
+          .call(logits, rows.target, rows.weight, rows.token_weight, rows.normalizer, options.ignore_index,
+                options.reduction, options.label_smoothing, options.z_loss, options.softcap, options.aux));
 }
 
 Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& grad_lse, const Tensor& logits,
                               const RowArguments& rows, const LossOptions& options, const RowOutputs& saved) {
-  using Signature = Tensor(const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                           const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&,
-                           const OptionalTensor&, int64_t, double, double, double);
+  using Signature =
+      Tensor(const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+             const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double, double, double);
   static const auto op = handle<Signature>("fusegrad::cross_entropy_backward");
   return op.call(optional_of(grad_loss), optional_of(grad_lse), logits, rows.target, rows.weight, saved.lse,
                  saved.stats, saved.scales, rows.token_weight, options.ignore_index, options.label_smoothing,
@@ -46,19 +45,18 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& grad_lse, c
 std::pair<RowOutputs, LinearGradients> linear_cross_entropy_forward(
     const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const RowArguments& rows,
     const LossOptions& options, const LinearOptions& linear, std::array<bool, 3> needs_grad, bool inplace) {
-  using Signature = LinearTuple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t, int64_t,
-                                double, double, double, int64_t, double, std::optional<at::ScalarType>,
-                                std::optional<int64_t>, std::array<bool, 3>);
+  using Signature =
+      LinearTuple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                  const OptionalTensor&, const OptionalTensor&, int64_t, int64_t, double, double, double, int64_t,
+                  double, std::optional<at::ScalarType>, std::optional<int64_t>, std::array<bool, 3>);
   static const auto functional = handle<Signature>("fusegrad::linear_cross_entropy_forward");
   static const auto mutating = handle<Signature>("fusegrad::linear_cross_entropy_forward_");
   auto [loss, lse, stats, predicted, scales, grad_input, grad_weight, grad_bias] =
       (inplace ? mutating : functional)
-          .call(input, weight, rows.target, bias, rows.weight, rows.token_weight, rows.normalizer,
-                options.ignore_index, options.reduction, options.label_smoothing, options.z_loss, options.softcap,
-                options.aux, linear.logit_scale, linear.accumulate_dtype, linear.workspace_mib, needs_grad);
-  return {{loss, lse, stats, predicted, scales},
-          {grad_input, grad_weight, grad_bias}};
+          .call(input, weight, rows.target, bias, rows.weight, rows.token_weight, rows.normalizer, options.ignore_index,
+                options.reduction, options.label_smoothing, options.z_loss, options.softcap, options.aux,
+                linear.logit_scale, linear.accumulate_dtype, linear.workspace_mib, needs_grad);
+  return {{loss, lse, stats, predicted, scales}, {grad_input, grad_weight, grad_bias}};
 }
 
 LinearGradients linear_cross_entropy_backward(const Tensor& grad_loss, const Tensor& grad_lse, const Tensor& input,
@@ -68,8 +66,8 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad_loss, const Ten
                                               std::array<bool, 3> needs_grad) {
   using Signature = std::tuple<Tensor, Tensor, Tensor>(
       const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-      const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-      int64_t, double, double, double, double, std::optional<int64_t>, std::array<bool, 3>);
+      const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, int64_t, double,
+      double, double, double, std::optional<int64_t>, std::array<bool, 3>);
   static const auto op = handle<Signature>("fusegrad::linear_cross_entropy_backward");
   return std::make_from_tuple<LinearGradients>(
       op.call(optional_of(grad_loss), optional_of(grad_lse), input, weight, rows.target, bias, rows.weight, saved.lse,
@@ -84,8 +82,7 @@ Tensor scale_gradient(const Tensor& gradient, const Tensor& scale, const Optiona
 }
 
 void scale_gradient_(const Tensor& gradient, const Tensor& scale, const OptionalTensor& factor) {
-  static const auto op =
-      handle<void(const Tensor&, const Tensor&, const OptionalTensor&)>("fusegrad::scale_gradient_");
+  static const auto op = handle<void(const Tensor&, const Tensor&, const OptionalTensor&)>("fusegrad::scale_gradient_");
   op.call(gradient, scale, factor);
 }
 

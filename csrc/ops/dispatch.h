@@ -14,9 +14,9 @@ namespace fusegrad {
 
 /// Which row of a forward's `stats` holds what; -1: it is not there.
 struct StatRows {
-  int64_t lse_low = 0;          // what rounding took from lse
-  int64_t mass = -1;            // dense targets: the sum of a row's coefficients
-  int64_t z_loss = -1;          // the others are aux values
+  int64_t lse_low = 0;  // what rounding took from lse
+  int64_t mass = -1;    // dense targets: the sum of a row's coefficients
+  int64_t z_loss = -1;  // the others are aux values
   int64_t entropy = -1;
   int64_t token_log_prob = -1;
   int64_t count = 1;
@@ -66,17 +66,15 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor&
                                   const RowArguments& rows, const LossOptions& options, const RowOutputs& saved);
 
 std::pair<RowOutputs, LinearGradients> linear_cross_entropy_forward(
-    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-    const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
-    std::array<bool, 3> needs_grad, bool inplace);
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const RowArguments& rows,
+    const LossOptions& options, const LinearOptions& linear, std::array<bool, 3> needs_grad, bool inplace);
 LinearGradients linear_cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& grad_lse,
                                               const at::Tensor& input, const at::Tensor& weight,
                                               const std::optional<at::Tensor>& bias, const RowArguments& rows,
                                               const LossOptions& options, const LinearOptions& linear,
                                               const RowOutputs& saved, std::array<bool, 3> needs_grad);
 
-at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& scale,
-                          const std::optional<at::Tensor>& factor);
+at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);
 void scale_gradient_(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);
 
 }  // namespace dispatch

@@ -42,9 +42,15 @@ LossOutput from_front(const LossTuple& out, const Aux& aux) {
 }
 
 int64_t aux_bits(const Aux& aux) {
-  return (aux.lse() ? kAuxLse : 0) | (aux.z_loss() ? kAuxZLoss : 0) |
-         (aux.token_accuracy() ? kAuxTokenAccuracy : 0) | (aux.predicted_tokens() ? kAuxPredictedTokens : 0) |
-         (aux.entropy() ? kAuxEntropy : 0) | (aux.token_log_prob() ? kAuxTokenLogProb : 0);
+  int64_t bits = 0;
+  const auto add = [&](bool wanted, int64_t bit) { bits |= wanted ? bit : 0; };
+  add(aux.lse(), kAuxLse);
+  add(aux.z_loss(), kAuxZLoss);
+  add(aux.token_accuracy(), kAuxTokenAccuracy);
+  add(aux.predicted_tokens(), kAuxPredictedTokens);
+  add(aux.entropy(), kAuxEntropy);
+  add(aux.token_log_prob(), kAuxTokenLogProb);
+  return bits;
 }
 
 std::optional<Tensor> normalizer_on(const Normalizer& normalizer, const Tensor& input) {

@@ -25,8 +25,8 @@ void check_matrices(const char* op, const Tensor& input, const Tensor& weight, c
                        weight.sym_sizes());
   check_same_device(op, "linear_weight", weight, input);
   FUSEGRAD_CHECK_TYPE((input.scalar_type() == at::kDouble) == (weight.scalar_type() == at::kDouble), op,
-                      "linear_weight must be float64 where the input is and only there, but got ",
-                      weight.scalar_type(), " for an input of ", input.scalar_type());
+                      "linear_weight must be float64 where the input is and only there, but got ", weight.scalar_type(),
+                      " for an input of ", input.scalar_type());
   if (bias.has_value()) {
     check_floating(op, "linear_bias", *bias);
     FUSEGRAD_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op,
@@ -40,10 +40,10 @@ LinearOptions make_linear_options(const char* op, const Tensor& weight, double l
                                   std::optional<int64_t> workspace_mib) {
   FUSEGRAD_CHECK_VALUE(std::isfinite(logit_scale), op, "logit_scale must be a finite number, but got ", logit_scale);
   if (accumulate_dtype.has_value()) {
-    FUSEGRAD_CHECK_TYPE(*accumulate_dtype == acc_type(weight.scalar_type()) ||
-                            *accumulate_dtype == weight.scalar_type(),
-                        op, "accumulate_dtype must be ", acc_type(weight.scalar_type()), " or linear_weight's dtype ",
-                        weight.scalar_type(), ", but got ", *accumulate_dtype);
+    FUSEGRAD_CHECK_TYPE(
+        *accumulate_dtype == acc_type(weight.scalar_type()) || *accumulate_dtype == weight.scalar_type(), op,
+        "accumulate_dtype must be ", acc_type(weight.scalar_type()), " or linear_weight's dtype ", weight.scalar_type(),
+        ", but got ", *accumulate_dtype);
   }
   FUSEGRAD_CHECK_VALUE(!workspace_mib.has_value() || *workspace_mib >= 0, op,
                        "workspace_mib must be a number of MiB >= 0 or None, but got ", workspace_mib.value_or(0));
@@ -61,8 +61,8 @@ LossTuple linear_cross_entropy_op(const Tensor& input, const Tensor& linear_weig
   constexpr const char* op = "linear_cross_entropy";
   refuse_transforms(op, {input, linear_weight, target, linear_bias, weight, token_weight, normalizer});
   check_matrices(op, input, linear_weight, linear_bias);
-  const auto options = make_loss_options(op, weight, token_weight, normalizer, ignore_index, reduction,
-                                         label_smoothing, z_loss, softcap, aux);
+  const auto options = make_loss_options(op, weight, token_weight, normalizer, ignore_index, reduction, label_smoothing,
+                                         z_loss, softcap, aux);
   const auto linear = make_linear_options(op, linear_weight, logit_scale, accumulate_dtype, workspace_mib);
   // Under autocast only the input is cast here: the op itself rounds the weight, so that a float32 weight gets its
   // gradient in float32.
@@ -70,40 +70,38 @@ LossTuple linear_cross_entropy_op(const Tensor& input, const Tensor& linear_weig
   const auto cast = input.scalar_type() == at::kDouble ? input : input.to(dtype);
   const auto vocab = linear_weight.sym_size(0);
   std::vector<c10::SymInt> row_shape(input.sym_sizes().begin(), input.sym_sizes().end() - 1);
-  const auto rows = make_row_arguments(op, input, target, options, std::move(row_shape), vocab, input.dim() - 1,
-                                       cast.scalar_type());
+  const auto rows =
+      make_row_arguments(op, input, target, options, std::move(row_shape), vocab, input.dim() - 1, cast.scalar_type());
   check_no_grad(op, "target", target);
 
-  const bool recompute =
-      options.reduction == at::Reduction::None || (aux & kAuxLse) != 0 || linear.workspace_mib == 0;
-  const bool overwrite =
-      inplace && cast.is_same(input) && !recompute &&
-      may_overwrite(input, {linear_weight, linear_bias, target, weight, token_weight, normalizer});
+  const bool recompute = options.reduction == at::Reduction::None || (aux & kAuxLse) != 0 || linear.workspace_mib == 0;
+  const bool overwrite = inplace && cast.is_same(input) && !recompute &&
+                         may_overwrite(input, {linear_weight, linear_bias, target, weight, token_weight, normalizer});
   const auto matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
-  return to_front(autograd::linear_cross_entropy(matrix, linear_weight, linear_bias, rows, options, linear, recompute,
-                                                 overwrite),
-                  rows, options);
+  return to_front(
+      autograd::linear_cross_entropy(matrix, linear_weight, linear_bias, rows, options, linear, recompute, overwrite),
+      rows, options);
 }
 
 }  // namespace
 
 LossOutput linear_cross_entropy_with_aux(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
                                          const LinearCrossEntropyOptions& options, const Aux& aux) {
-  using Signature = LossTuple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&, const OptionalTensor&, std::optional<int64_t>, std::string_view,
-                              double, double, std::optional<double>, int64_t, double, std::optional<at::ScalarType>,
-                              std::optional<int64_t>);
+  using Signature =
+      LossTuple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                const OptionalTensor&, const OptionalTensor&, std::optional<int64_t>, std::string_view, double, double,
+                std::optional<double>, int64_t, double, std::optional<at::ScalarType>, std::optional<int64_t>);
   static const auto functional =
       c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::linear_cross_entropy", "").typed<Signature>();
   static const auto mutating =
       c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::linear_cross_entropy_", "").typed<Signature>();
-  return from_front((options.inplace() ? mutating : functional)
-                        .call(input, linear_weight, target, options.linear_bias(), options.weight(),
-                              options.token_weight(), normalizer_on(options.normalizer(), input),
-                              options.ignore_index(), options.reduction(), options.label_smoothing(),
-                              options.z_loss(), options.softcap(), aux_bits(aux), options.logit_scale(),
-                              options.accumulate_dtype(), options.workspace_mib()),
-                    aux);
+  return from_front(
+      (options.inplace() ? mutating : functional)
+          .call(input, linear_weight, target, options.linear_bias(), options.weight(), options.token_weight(),
+                normalizer_on(options.normalizer(), input), options.ignore_index(), options.reduction(),
+                options.label_smoothing(), options.z_loss(), options.softcap(), aux_bits(aux), options.logit_scale(),
+                options.accumulate_dtype(), options.workspace_mib()),
+      aux);
 }
 
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,

@@ -58,17 +58,21 @@ Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
 
 DType to_dtype(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
-    case at::kDouble: return DType::kFloat64;
-    default: TORCH_INTERNAL_ASSERT(false, "no kernels for ", dtype);
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no kernels for ", dtype);
   }
 }
 
 RowJob::RowJob(const Tensor& target, const std::optional<Tensor>& weight, const std::optional<Tensor>& token_weight,
-               const LossOptions& options, double logit_scale, int64_t rows, int64_t vocab,
-               at::ScalarType logits_dtype)
+               const LossOptions& options, double logit_scale, int64_t rows, int64_t vocab, at::ScalarType logits_dtype)
     : target_(readable_target(target, logits_dtype)),
       weight_(weight),
       token_weight_(token_weight),

@@ -140,8 +140,8 @@ template <bool inplace>
 LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
                                          const OptionalTensor& linear_bias, const OptionalTensor& weight,
                                          const OptionalTensor& token_weight, const OptionalTensor& normalizer,
-                                         int64_t ignore_index, int64_t reduction, double label_smoothing,
-                                         double z_loss, double softcap, int64_t aux, double logit_scale,
+                                         int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
+                                         double softcap, int64_t aux, double logit_scale,
                                          std::optional<at::ScalarType> accumulate_dtype,
                                          std::optional<int64_t> workspace_mib, std::array<bool, 3> needs_grad) {
   BelowAutogradAndAutocast below;
@@ -205,9 +205,9 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
     gradients.bias = bias_sum.finish();
   } else if (any_gradient) {
     job.resume(out.lse, out.stats, out.scales);
-    gradients = gradients_by_columns(job, head, job.unit_gradient(), Tensor(), input, plan.columns,
-                                     linear_weight.options(), linear_bias ? linear_bias->options() : at::TensorOptions(),
-                                     input.options(), needs_grad);
+    gradients =
+        gradients_by_columns(job, head, job.unit_gradient(), Tensor(), input, plan.columns, linear_weight.options(),
+                             linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
     if (inplace && needs_grad[0]) input.copy_(gradients.input);
   }
   if (inplace) gradients.input = Tensor();

@@ -14,14 +14,14 @@ struct LinearSizes {
   int64_t vocab = 0;         // V
   int64_t element_size = 0;  // of the logits in memory
   bool cpu = false;
-  bool weight_grad = false;  // the weight's gradient is wanted
+  bool weight_grad = false;           // the weight's gradient is wanted
   bool low_precision_result = false;  // more than one chunk needs a float32 accumulator beside the gradient
 };
 
 struct LinearPlan {
-  int64_t rows = 1;         // rows of logits that are held at a time
-  int64_t columns = 0;      // 0: the gradients come from those rows. Else: the logits are computed a second time,
-                            // so many columns of all rows at a time
+  int64_t rows = 1;          // rows of logits that are held at a time
+  int64_t columns = 0;       // 0: the gradients come from those rows. Else: the logits are computed a second time,
+                             // so many columns of all rows at a time
   bool accumulator = false;  // the weight's gradient accumulates in a float32 tensor beside the result
 };
 

@@ -23,7 +23,7 @@ enum class DType : int8_t { kFloat32, kBFloat16, kFloat16, kFloat64 };
 ///   A    = sum_c a[c], computed by the forward kernel and stored in `mass`
 /// A coefficient of 0 contributes 0, also where z is -inf.
 struct RowTargets {
-  const void* index = nullptr;         // [N] class indices, int32 or int64; null for probabilities
+  const void* index = nullptr;  // [N] class indices, int32 or int64; null for probabilities
   bool index_is_int32 = false;
   const void* probability = nullptr;   // [N, V] row-major, innermost stride 1; null for indices
   bool probability_is_acc = false;     // dtype acc; otherwise the dtype of the logits
@@ -120,10 +120,10 @@ struct RowScales {
 /// Where nan_if_zero[0] is 0 the result is NaN: the mean of no rows.
 struct RowSum {
   int64_t rows = 0;
-  const void* loss = nullptr;    // [N] acc
-  const void* factor = nullptr;  // one acc value
+  const void* loss = nullptr;         // [N] acc
+  const void* factor = nullptr;       // one acc value
   const void* nan_if_zero = nullptr;  // one acc value; null: never
-  void* out = nullptr;  // one acc value
+  void* out = nullptr;                // one acc value
 };
 
 /// out[n, c] = in[n, c] * scale[n * scale_stride] * (factor ? factor[0] : 1), computed in acc, rounded once.

@@ -25,10 +25,9 @@ std::pair<torch::Tensor, torch::Tensor> sample_spirals(int64_t count) {
 
 struct ClassifierImpl : torch::nn::Module {
   ClassifierImpl() {
-    body =
-        register_module("body", torch::nn::Sequential(torch::nn::Linear(2, kHidden), torch::nn::SiLU(),
-                                                      torch::nn::Linear(kHidden, kHidden), torch::nn::SiLU(),
-                                                      torch::nn::Linear(kHidden, kHidden)));
+    body = register_module("body", torch::nn::Sequential(torch::nn::Linear(2, kHidden), torch::nn::SiLU(),
+                                                         torch::nn::Linear(kHidden, kHidden), torch::nn::SiLU(),
+                                                         torch::nn::Linear(kHidden, kHidden)));
     head = register_module("head", torch::nn::Linear(kHidden, kClasses));
   }
 
@@ -42,8 +41,8 @@ struct ClassifierImpl : torch::nn::Module {
   double accuracy(const torch::Tensor& points, const torch::Tensor& arm) {
     const torch::NoGradGuard no_grad;
     const auto options = fusegrad::LinearCrossEntropyOptions().linear_bias(head->bias);
-    const auto [loss, aux] = fusegrad::linear_cross_entropy_with_aux(
-        body->forward(points), head->weight, arm, options, fusegrad::Aux().token_accuracy(true));
+    const auto [loss, aux] = fusegrad::linear_cross_entropy_with_aux(body->forward(points), head->weight, arm, options,
+                                                                     fusegrad::Aux().token_accuracy(true));
     return aux.token_accuracy.mean().item<double>();
   }
 

@@ -38,7 +38,7 @@ struct CrossEntropyOptions {
 at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target, const CrossEntropyOptions& options = {});
 
 /// The same, with per-row values beside the loss.
-LossOutput cross_entropy_with_aux(const at::Tensor& input, const at::Tensor& target,
-                                  const CrossEntropyOptions& options, const Aux& aux);
+LossOutput cross_entropy_with_aux(const at::Tensor& input, const at::Tensor& target, const CrossEntropyOptions& options,
+                                  const Aux& aux);
 
 }  // namespace fusegrad
