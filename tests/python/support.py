@@ -31,6 +31,9 @@ def assert_as_good_as_eager(ours: Tensor, eager: Tensor, truth: Tensor, what: st
         return
     scale = truth.detach().double().square().mean().sqrt().item()
     bound = 1.5 * rmse(eager, truth) + 1e-7 * scale
+    if truth.numel() == 1:
+        # eager's error of a single number may be 0 by luck: two roundings of float32 are always allowed.
+        bound = max(bound, 2**-22 * scale)
     if ours.dtype == torch.float64:
         bound = 1e-12 * scale + 1e-14
     assert rmse(ours, truth) <= bound, f"{what}: RMSE {rmse(ours, truth):.3g}, at most {bound:.3g}"
