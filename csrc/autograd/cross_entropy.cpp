@@ -10,11 +10,6 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "cross_entropy";
 
-// The order of RowOutputs' first four, the ones that a front end returns.
-variable_list visible(const RowOutputs& out) { return {out.loss, out.lse, out.stats, out.predicted_tokens}; }
-
-RowOutputs from_visible(const variable_list& out) { return {out[0], out[1], out[2], out[3], {}}; }
-
 // Saves the logits and one lse a row; the gradient is computed in the backward, for whatever upstream gradient.
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target,
@@ -25,7 +20,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     save_options(ctx, options);
     ctx->save_for_backward({logits, target, rows.weight.value_or(Tensor()), rows.token_weight.value_or(Tensor()),
                             out.lse, out.stats, out.scales});
-    return visible(out);
+    return visible(out, options);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -42,10 +37,11 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     forward.scales = saved[6];
     const auto& logits = saved[0];
     variable_list result(4);
-    if (!grads[0].defined() && !grads[1].defined()) return result;
+    const auto grad_lse = lse_gradient(grads);
+    if (!grads[0].defined() && !grad_lse.defined()) return result;
     if (ctx->needs_input_grad(0)) {
       const BelowAutogradUnlessRecording below;
-      result[0] = dispatch::cross_entropy_backward(grads[0], grads[1], logits, rows, options, forward);
+      result[0] = dispatch::cross_entropy_backward(grads[0], grad_lse, logits, rows, options, forward);
     }
     if (ctx->needs_input_grad(1) && grads[0].defined()) {
       result[1] =
@@ -77,7 +73,7 @@ struct CrossEntropyInplace : torch::autograd::Function<CrossEntropyInplace> {
     ctx->set_materialize_grads(false);
     // Saved after the write, so that its version counter is the one that the write left.
     ctx->save_for_backward({logits, out.scales});
-    return visible(out);
+    return visible(out, options);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {

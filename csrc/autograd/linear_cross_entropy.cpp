@@ -14,8 +14,6 @@ constexpr const char* kOp = "linear_cross_entropy";
 // no edge, and the last place.
 enum { kInput, kWeight, kBias, kInputs };
 
-variable_list visible(const RowOutputs& out) { return {out.loss, out.lse, out.stats, out.predicted_tokens}; }
-
 // Inside Function::forward nothing requires grad any more: asked here, by the arguments themselves.
 std::array<bool, 3> wanted_gradients(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
   const bool enabled = at::GradMode::is_enabled();
@@ -38,7 +36,7 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), inplace ? input : gradients.input, gradients.weight,
                             gradients.bias, out.scales});
-    return visible(out);
+    return visible(out, options);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -73,14 +71,15 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
     ctx->saved_data["workspace_mib"] = linear.workspace_mib;
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), rows.target, rows.weight.value_or(Tensor()),
                             rows.token_weight.value_or(Tensor()), out.lse, out.stats, out.scales});
-    return visible(out);
+    return visible(out, options);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 2);
     const auto saved = ctx->get_saved_variables();
     variable_list result(6);
-    if (!grads[0].defined() && !grads[1].defined()) return result;
+    const auto grad_lse = lse_gradient(grads);
+    if (!grads[0].defined() && !grad_lse.defined()) return result;
     RowArguments rows;
     rows.target = saved[3];
     rows.weight = optional_of(saved[4]);
@@ -94,7 +93,7 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
     linear.workspace_mib = ctx->saved_data["workspace_mib"].toOptional<int64_t>();
     std::array<bool, 3> needs_grad{};
     for (size_t i = 0; i < kInputs; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(i);
-    const auto gradients = dispatch::linear_cross_entropy_backward(grads[0], grads[1], saved[kInput], saved[kWeight],
+    const auto gradients = dispatch::linear_cross_entropy_backward(grads[0], grad_lse, saved[kInput], saved[kWeight],
                                                                    optional_of(saved[kBias]), rows, load_options(ctx),
                                                                    linear, forward, needs_grad);
     if (needs_grad[kInput]) result[kInput] = gradients.input;
@@ -112,7 +111,7 @@ RowOutputs linear_cross_entropy(const Tensor& input, const Tensor& weight, const
   const auto out = recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias, rows, options, linear)
                              : LinearCrossEntropy::apply(input, weight, bias, rows, options, linear,
                                                          wanted_gradients(input, weight, bias), inplace);
-  return {out[0], out[1], out[2], out[3], {}};
+  return from_visible(out);
 }
 
 }  // namespace fusegrad::autograd

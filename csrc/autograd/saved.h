@@ -16,6 +16,22 @@ struct BelowAutogradUnlessRecording {
   }
 };
 
+/// What a Function returns: the loss alone, which costs least, or with it what aux values are made of.
+inline torch::autograd::variable_list visible(const RowOutputs& out, const LossOptions& options) {
+  if (options.aux == 0) return {out.loss};
+  return {out.loss, out.lse, out.stats, out.predicted_tokens};
+}
+
+inline RowOutputs from_visible(const torch::autograd::variable_list& out) {
+  if (out.size() == 1) return {out[0], {}, {}, {}, {}};
+  return {out[0], out[1], out[2], out[3], {}};
+}
+
+/// The upstream gradient of lse, undefined where there is none.
+inline at::Tensor lse_gradient(const torch::autograd::variable_list& grads) {
+  return grads.size() > 1 ? grads[1] : at::Tensor();
+}
+
 /// The options that a backward reads.
 inline void save_options(torch::autograd::AutogradContext* ctx, const LossOptions& options) {
   auto& data = ctx->saved_data;
