@@ -57,13 +57,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add_switch(run, "--compile", defaults.compile, "torch.compile the model and its loss")
     add_switch(run, "--deterministic", defaults.deterministic, "bit-exact repeats on a GPU too")
     run.add_argument("--seed", type=int, default=defaults.seed)
-    run.add_argument(
-        "--out", type=Path, default=Path("demo"), help="folder of checkpoint, report and picture"
-    )
+    run.add_argument("--out", type=Path, default=Path("demo"), help="folder of checkpoint, report and picture")
     run.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    run.add_argument(
-        "--checkpoint-every", type=int, default=500, help="steps; 0: only at the end and on Ctrl-C"
-    )
+    run.add_argument("--checkpoint-every", type=int, default=500, help="steps; 0: only at the end and on Ctrl-C")
     run.add_argument("--prompt", default="def ", help="the text that the sample continues")
     run.add_argument("--sample-tokens", type=int, default=80, help="length of the sample; 0: none")
 

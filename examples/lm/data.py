@@ -73,8 +73,7 @@ def read_documents(path: Path | None) -> list[Document]:
             documents.append(Document(name.as_posix(), text))
     if not documents:
         raise ExampleError(
-            f"no data: no UTF-8 text in {root} ({len(names)} files seen); "
-            "give --data a text file or a folder of them"
+            f"no data: no UTF-8 text in {root} ({len(names)} files seen); give --data a text file or a folder of them"
         )
     return documents
 
@@ -151,9 +150,7 @@ def _read_corpus(path: Path, key: str) -> Corpus:
         tokenizer = tokenizers.Tokenizer.from_str(content["tokenizer"])
         return Corpus(key, tokenizer, content["train"], content["held_out"])
     except (OSError, EOFError, RuntimeError, KeyError, pickle.UnpicklingError) as error:
-        raise ExampleError(
-            f"cannot read the cached corpus {path} ({error}); delete it and run again"
-        ) from error
+        raise ExampleError(f"cannot read the cached corpus {path} ({error}); delete it and run again") from error
 
 
 def _import_tokenizers() -> Any:
@@ -261,9 +258,7 @@ def take_windows(tokens: Tensor, windows: Tensor, seq_length: int) -> tuple[Tens
     return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
 
 
-def held_out_batches(
-    tokens: Tensor, batch_size: int, seq_length: int, count: int
-) -> list[tuple[Tensor, Tensor]]:
+def held_out_batches(tokens: Tensor, batch_size: int, seq_length: int, count: int) -> list[tuple[Tensor, Tensor]]:
     """Up to `count` batches of windows spread evenly over the held-out text."""
     windows = count_windows(tokens, seq_length)
     if windows == 0:

@@ -86,9 +86,7 @@ class Trainer:
             fused=True,
         )
         self.batches = BatchStream(corpus.train, config.batch_size, config.seq_length, config.seed)
-        self.held_out = held_out_batches(
-            corpus.held_out, config.batch_size, config.seq_length, config.held_out_batches
-        )
+        self.held_out = held_out_batches(corpus.held_out, config.batch_size, config.seq_length, config.held_out_batches)
         self.step = 0
         self.history = History()
         self._loss_function = loss_function(config.loss)
@@ -97,9 +95,7 @@ class Trainer:
     def train(self, until: int, stop: "StopRequest", checkpoint: Path | None, checkpoint_every: int) -> None:
         """Trains to step `until`, or until a stop is requested; saves to `checkpoint` then and at the end."""
         self.model.train()
-        progress = tqdm(
-            total=self.config.steps, initial=self.step, desc=self.config.loss, unit="step", disable=None
-        )
+        progress = tqdm(total=self.config.steps, initial=self.step, desc=self.config.loss, unit="step", disable=None)
         with progress:
             while self.step < until and not stop.requested:
                 self._train_step()
@@ -144,9 +140,7 @@ class Trainer:
             content = torch.load(path, map_location="cpu", weights_only=True)
             written = content["format"]
         except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
-            raise ExampleError(
-                f"cannot read the checkpoint {path} ({error}); delete it and start anew"
-            ) from error
+            raise ExampleError(f"cannot read the checkpoint {path} ({error}); delete it and start anew") from error
         if written != CHECKPOINT_FORMAT:
             raise ExampleError(
                 f"{path} has checkpoint format {written}, this program reads {CHECKPOINT_FORMAT}; start anew"

@@ -40,9 +40,7 @@ CONFIG = TrainingConfig(
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
     for index in range(4):
-        lines = (
-            f"def function_{line}(a, b):\n    return a * {line} + b\n" for line in range(index, index + 6)
-        )
+        lines = (f"def function_{line}(a, b):\n    return a * {line} + b\n" for line in range(index, index + 6))
         (folder / f"file_{index}.py").write_text("".join(lines))
     return folder
 
@@ -126,9 +124,7 @@ def test_resume_refuses_another_configuration(corpus: data.Corpus, tmp_path: Pat
     checkpoint = tmp_path / "checkpoint.pt"
     run_steps(Trainer(CONFIG, corpus), 1, checkpoint)
     other = Trainer(dataclasses.replace(CONFIG, steps=13, learning_rate=1e-4), corpus)
-    with pytest.raises(
-        ExampleError, match=r"--learning-rate was 0\.003 and is 0\.0001; --steps was 12 and is 13"
-    ):
+    with pytest.raises(ExampleError, match=r"--learning-rate was 0\.003 and is 0\.0001; --steps was 12 and is 13"):
         other.resume(checkpoint)
 
 
@@ -282,8 +278,7 @@ def test_too_little_data() -> None:
 def test_losses_agree(corpus: data.Corpus, dtype: str, tied: bool) -> None:
     pytest.importorskip("fusegrad")
     trainers = [
-        run_steps(Trainer(dataclasses.replace(CONFIG, loss=loss, dtype=dtype, tied=tied), corpus), 3)
-        for loss in LOSSES
+        run_steps(Trainer(dataclasses.replace(CONFIG, loss=loss, dtype=dtype, tied=tied), corpus), 3) for loss in LOSSES
     ]
     tolerance = 1e-5 if dtype == "fp32" else 2e-2
     for trainer in trainers[1:]:
