@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("train_lm: interrupted outside of training; nothing was saved", file=sys.stderr)
+        print("train_lm: interrupted; no new checkpoint was written", file=sys.stderr)
         return INTERRUPTED
 
 
