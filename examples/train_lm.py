@@ -36,6 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ExampleError as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("train_lm: interrupted; no new checkpoint was written", file=sys.stderr)
+        return INTERRUPTED
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:

@@ -96,8 +96,8 @@ def _as_arguments(name: str, value: object) -> list[str]:
 
 
 def _run_child(command: list[str]) -> int:
-    # glibc raises this threshold as it runs and then keeps freed blocks of many MiB in a fragmented heap. Where the
-    # threshold is fixed it gives them back, and the peak of resident memory is that of the live tensors.
+    # glibc raises this threshold as it runs, and then keeps freed blocks of many MiB in a fragmented heap. A
+    # fixed one makes it give them back, so that the peak of resident memory is that of the live tensors.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(4 * 2**20)}
     with subprocess.Popen(command, env=environment) as child:
         while True:
