@@ -165,6 +165,15 @@ def test_ctrl_c_saves_and_the_run_goes_on(
 
 
 def test_second_ctrl_c_acts_as_before() -> None:
+    # A process that a shell started in the background ignores Ctrl-C from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupt_twice()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt_twice() -> None:
     with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.requested
