@@ -12,10 +12,14 @@ namespace fusegrad::cuda {
 template <class Function>
 void with_type(DType dtype, Function&& function) {
   switch (dtype) {
-    case DType::kFloat32: return function(TypeTag<float>{});
-    case DType::kBFloat16: return function(TypeTag<__nv_bfloat16>{});
-    case DType::kFloat16: return function(TypeTag<__half>{});
-    case DType::kFloat64: break;
+    case DType::kFloat32:
+      return function(TypeTag<float>{});
+    case DType::kBFloat16:
+      return function(TypeTag<__nv_bfloat16>{});
+    case DType::kFloat16:
+      return function(TypeTag<__half>{});
+    case DType::kFloat64:
+      break;
   }
   TORCH_INTERNAL_ASSERT(false, "float64 is refused on CUDA before a kernel is chosen");
 }

@@ -146,13 +146,14 @@ __global__ void __launch_bounds__(kThreads) scaling_kernel(const __grid_constant
     const float scale = factor * (scales != nullptr ? scales[row * p.scale_stride] : 1.f);
     if (in == out && scale == 1.f) continue;
     const RowVectors<T, kWidth> vectors(in, p.cols);
-    each_vector<T, kWidth>(vectors, in, blocks.vector(cta), blocks.threads_per_row, [&](int v, const Pack<T, kWidth>& pack) {
-      float x[kWidth];
-      device::unpack(pack, x);
+    each_vector<T, kWidth>(vectors, in, blocks.vector(cta), blocks.threads_per_row,
+                           [&](int v, const Pack<T, kWidth>& pack) {
+                             float x[kWidth];
+                             device::unpack(pack, x);
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) x[i] *= scale;
-      vectors.store(out, v, device::packed<T, kWidth>(x));
-    });
+                             for (int i = 0; i < kWidth; ++i) x[i] *= scale;
+                             vectors.store(out, v, device::packed<T, kWidth>(x));
+                           });
   }
 }
 

@@ -1,5 +1,5 @@
-// Reductions over [N] values: the divisors of reduction 'mean', and the sum of the rows' losses. One cluster of CTAs, in
-// a fixed order of summation.
+// Reductions over [N] values: the divisors of reduction 'mean', and the sum of the rows' losses. One cluster of CTAs,
+// in a fixed order of summation.
 #include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
 
@@ -35,15 +35,15 @@ __device__ Totals total_rows(int64_t rows, const Value& value) {
 __global__ void __launch_bounds__(kThreads) scales_kernel(const __grid_constant__ RowScales p) {
   const auto& t = p.targets;
   const auto* class_weight = static_cast<const float*>(t.class_weight);
-  const auto totals = total_rows(t.index != nullptr && p.normalizer == nullptr ? p.rows : 0,
-                                 [&](int64_t n, Totals& totals) {
-                                   const int64_t y = t.index_is_int32 ? static_cast<const int32_t*>(t.index)[n]
-                                                                      : static_cast<const int64_t*>(t.index)[n];
-                                   if (y == t.ignore_index) return;
-                                   const bool known = class_weight != nullptr && y >= 0 && y < p.cols;
-                                   totals.first += 1.0;
-                                   totals.second += known ? static_cast<double>(class_weight[y]) : 1.0;
-                                 });
+  const auto totals =
+      total_rows(t.index != nullptr && p.normalizer == nullptr ? p.rows : 0, [&](int64_t n, Totals& totals) {
+        const int64_t y =
+            t.index_is_int32 ? static_cast<const int32_t*>(t.index)[n] : static_cast<const int64_t*>(t.index)[n];
+        if (y == t.ignore_index) return;
+        const bool known = class_weight != nullptr && y >= 0 && y < p.cols;
+        totals.first += 1.0;
+        totals.second += known ? static_cast<double>(class_weight[y]) : 1.0;
+      });
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
   double kept = totals.first, weight = totals.second;
   if (t.index == nullptr) kept = weight = static_cast<double>(p.rows);
@@ -77,9 +77,7 @@ void row_scales(const RowScales& p, DType, void* stream) {
   launch("scales_kernel", scales_kernel, one_cluster(p.rows), stream, p);
 }
 
-void row_sum(const RowSum& p, DType, void* stream) {
-  launch("sum_kernel", sum_kernel, one_cluster(p.rows), stream, p);
-}
+void row_sum(const RowSum& p, DType, void* stream) { launch("sum_kernel", sum_kernel, one_cluster(p.rows), stream, p); }
 
 }  // namespace fusegrad::cuda
 

@@ -1,8 +1,8 @@
 // Cross entropy as a functor of the row skeleton: what is added up over a row, and the last step. The formulas stand
 // in rows/row_kernels.h.
 //
-// Exponentials are base 2. With k = scale * log2(e), (z[c] - m) * log2(e) is x[c] * k - m2: one fused multiply-add whose
-// result is exact to float32 whatever the offset of the logits, because m2 is itself a float.
+// Exponentials are base 2. With k = scale * log2(e), (z[c] - m) * log2(e) is x[c] * k - m2: one fused multiply-add
+// whose result is exact to float32 whatever the offset of the logits, because m2 is itself a float.
 #pragma once
 
 #include <cstdint>

@@ -100,9 +100,8 @@ __global__ void __launch_bounds__(kRowThreads, 3)
 
 /// Short rows: one for each group of `lanes` lanes. The second read finds the row in the cache.
 template <class Loss, class T, int kWidth>
-__global__ void __launch_bounds__(128)
-    row_by_lanes(const __grid_constant__ typename Loss::Params p, const __grid_constant__ Constants constants,
-                 int lanes) {
+__global__ void __launch_bounds__(128) row_by_lanes(const __grid_constant__ typename Loss::Params p,
+                                                    const __grid_constant__ Constants constants, int lanes) {
   using P = Pack<T, kWidth>;
   const int64_t group = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
   // Groups beyond the last row repeat it and write nothing: all lanes must take part in the merge.
