@@ -1,4 +1,4 @@
-// What a device has to offer for the losses: five kernels over rows of logits, as plain functions of raw
+// What a device has to offer for the losses: six kernels over rows of logits, as plain functions of raw
 // pointers, 64-bit sizes and a stream, so that front ends other than ATen can call them too.
 //
 // Letters: N rows, V columns (the vocabulary). `acc` is float for float32, bfloat16 and float16 logits, and
@@ -112,6 +112,7 @@ struct RowScales {
   int64_t cols = 0;  // indices outside [0, cols) count as kept with weight 1, and are not used to read
   RowTargets targets;
   const void* normalizer = nullptr;
+  double values_per_row = 1.0;  // D and K are multiplied by it: V for a mean over all values of a row
   bool defer = false;
   void* out = nullptr;  // [4] acc
 };
@@ -140,6 +141,64 @@ struct RowScaling {
   const void* factor = nullptr;
 };
 
+/// The generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits, with labels' cross
+/// entropy mixed in, and its gradients in the same pass over memory.
+///
+/// z = cap * tanh(scale * x / cap) (see LogitTransform) for each; q = softmax(z_student / T_student) and
+/// p = softmax(z_teacher / T_teacher), or with `log_probs` q = exp(x_student), p = exp(x_teacher) as they are.
+///   0 < b < 1   m = (1 - b) q + b p,  soft = (1 - b) * KL(q | m) + b * KL(p | m)
+///   b = 0       soft = KL(p | q),     b = 1  soft = KL(q | p);        KL(x | y) = sum_c x[c] * (log x[c] - log y[c])
+///   hard        = cross entropy of softmax(z_student) (no temperature) at the label
+///   loss[n]     = token_weight[n] * scales[0] * (soft_weight * soft + hard_weight * hard)
+///   grad_*[n,c] = upstream[n] * d loss[n] / d x_*[n, c]
+/// 0 * log 0 = 0 throughout: x -inf in either or both leaves what is finite finite. Ignored rows: loss 0, gradients 0.
+///
+/// By logits, before the factor dz/dx / T:
+///   0 < b < 1   d soft / d student = (1 - b) * q * (log q - log m - KL(q | m)), teacher: b * p * (log p - log m - KL(p | m))
+///   b = 0       student: q - p, teacher: p * (log p - log q - soft);  b = 1  student: q * (log q - log p - soft), teacher: p - q
+/// By log-probabilities, which are independent of each other:
+///   0 < b < 1   student: (1 - b) * q * (log q - log m), teacher: b * p * (log p - log m)
+///   b = 0       student: -p, teacher: p * (log p - log q + 1);  b = 1  student: q * (log q - log p + 1), teacher: -q
+///
+/// A top-k teacher has K columns a row, `teacher_index`, whose log-probabilities `teacher` holds; all other columns are
+/// one bucket: q_tail = 1 - sum of q over them, and p_tail = max(0, 1 - sum of p) or, renormalised, p / sum of p and
+/// p_tail = 0. The sums above go over these K + 1; where p_tail = 0 its column counts only as q_tail does. The same
+/// formulas with log q_tail; columns outside the K have d soft / dz = q[c] / q_tail * (d soft / dz of the tail).
+struct RowJsd {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  const void* student = nullptr;  // [N, V], innermost stride 1
+  int64_t student_stride = 0;
+  const void* teacher = nullptr;  // [N, V] of the student's dtype, innermost stride 1; top-k: [N, K] acc
+  int64_t teacher_stride = 0;
+  const void* teacher_index = nullptr;  // top-k: [N, K] int64, contiguous, distinct in a row; null: a dense teacher
+  int64_t topk = 0;                     // K
+  bool renormalize = false;
+  bool log_probs = false;  // not with a top-k teacher, a hard part, transforms or temperatures
+  LogitTransform student_transform;
+  LogitTransform teacher_transform;
+  double student_temperature = 1.0;
+  double teacher_temperature = 1.0;
+  double beta = 0.5;
+  double soft_weight = 1.0;
+  double hard_weight = 0.0;
+  const void* label = nullptr;  // [N] int32 or int64; null: every row counts (and hard_weight is 0)
+  bool label_is_int32 = false;
+  int64_t ignore_index = -100;
+  const void* token_weight = nullptr;  // [N] acc; null: all 1
+  const void* scales = nullptr;        // one acc value; null: 1
+  const void* upstream = nullptr;      // acc: one value (stride 0) or one a row (stride 1); null: 1
+  int64_t upstream_stride = 0;
+  void* grad_student = nullptr;  // [N, V] in the student's dtype, or null: not wanted. May be `student` itself.
+  int64_t grad_student_stride = 0;
+  void* grad_teacher = nullptr;  // the same for the teacher's logits; null for a top-k teacher
+  int64_t grad_teacher_stride = 0;
+  // Outputs, [N] acc, any may be null. 0 at ignored rows.
+  void* loss = nullptr;
+  void* soft = nullptr;  // unweighted
+  void* hard = nullptr;
+};
+
 /// A device's kernels. `stream` is a cudaStream_t on CUDA and unused on the CPU.
 struct RowKernels {
   void (*forward)(const RowForward&, DType, void* stream);
@@ -147,6 +206,7 @@ struct RowKernels {
   void (*scales)(const RowScales&, DType, void* stream);
   void (*sum)(const RowSum&, DType, void* stream);
   void (*scaling)(const RowScaling&, DType, void* stream);
+  void (*jsd)(const RowJsd&, DType, void* stream);
 };
 
 extern const RowKernels kCpuRowKernels;
