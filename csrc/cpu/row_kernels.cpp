@@ -41,6 +41,13 @@ void with_acc(DType dtype, Function&& function) {
   }
 }
 
+template <class Acc>
+double total_of(const Acc* values, int64_t count) {
+  double total = 0;
+  for (int64_t n = 0; n < count; ++n) total += static_cast<double>(values[n]);
+  return total;
+}
+
 void scales(const RowScales& p, DType dtype, void*) {
   with_acc(dtype, [&](auto zero) {
     using Acc = decltype(zero);
@@ -63,20 +70,24 @@ void scales(const RowScales& p, DType dtype, void*) {
     }
     double count = static_cast<double>(kept);
     if (p.normalizer != nullptr) weight = count = static_cast<double>(*static_cast<const Acc*>(p.normalizer));
+    count *= p.values_per_row;
+    weight *= p.values_per_row;
     auto* out = static_cast<Acc*>(p.out);
     out[0] = p.defer ? Acc(1) : static_cast<Acc>(1 / weight);
     out[1] = p.defer ? static_cast<Acc>(weight / count) : static_cast<Acc>(1 / count);
     out[2] = !p.defer ? Acc(1) : weight == 0 ? Acc(0) : static_cast<Acc>(1 / weight);
     out[3] = static_cast<Acc>(weight);
+    if (p.mean_loss != nullptr) {
+      const double mean = total_of(static_cast<const Acc*>(p.loss), p.rows) / weight;
+      *static_cast<Acc*>(p.mean_loss) = weight == 0 ? std::numeric_limits<Acc>::quiet_NaN() : static_cast<Acc>(mean);
+    }
   });
 }
 
 void sum(const RowSum& p, DType dtype, void*) {
   with_acc(dtype, [&](auto zero) {
     using Acc = decltype(zero);
-    const auto* loss = static_cast<const Acc*>(p.loss);
-    double total = 0;
-    for (int64_t n = 0; n < p.rows; ++n) total += static_cast<double>(loss[n]);
+    double total = total_of(static_cast<const Acc*>(p.loss), p.rows);
     if (p.factor != nullptr) total *= static_cast<double>(*static_cast<const Acc*>(p.factor));
     if (p.nan_if_zero != nullptr && *static_cast<const Acc*>(p.nan_if_zero) == 0) {
       total = std::numeric_limits<double>::quiet_NaN();

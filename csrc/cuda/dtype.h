@@ -30,6 +30,11 @@ inline void check_columns(const char* name, int64_t cols) {
                     cols);
 }
 
+/// Whether every row of `size`-byte values starts at a multiple of `align` bytes.
+inline bool is_aligned(const void* p, int64_t stride, int64_t size, int64_t align) {
+  return reinterpret_cast<intptr_t>(p) % align == 0 && stride * size % align == 0;
+}
+
 /// Whether two rows of `size`-byte values start at the same place within 16 bytes, for every row: then one split of the
 /// row into vectors suits both.
 inline bool same_alignment(const void* a, int64_t a_stride, const void* b, int64_t b_stride, int64_t size) {

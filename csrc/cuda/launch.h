@@ -15,10 +15,12 @@ inline void check(cudaError_t status, const char* what) {
   TORCH_CHECK(status == cudaSuccess, "fusegrad: ", what, " failed: ", cudaGetErrorString(status));
 }
 
+constexpr int kPortableCluster = 8;  // CTAs a cluster may have on every GPU with clusters
+
 struct Device {
   int multiprocessors = 0;
   int shared_bytes = 0;  // a CTA may have, opted in
-  bool clusters = false;
+  int cluster = 1;       // CTAs a cluster may have
 };
 
 inline const Device& current_device() {
@@ -31,10 +33,12 @@ inline const Device& current_device() {
   // Two threads may both fill it in, with the same values.
   if (device.multiprocessors == 0) {
     Device found;
-    int clusters = 0;
+    int clusters = 0, major = 0;
     check(cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "a query");
     check(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, index), "a query");
-    found.clusters = clusters != 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "a query");
+    // 16 on the GPUs of data centres (9.0, 10.x).
+    if (clusters != 0) found.cluster = major == 9 || major == 10 ? 2 * kPortableCluster : kPortableCluster;
     check(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, index), "a query");
     device = found;
   }
@@ -46,6 +50,7 @@ struct Grid {
   int threads = 1;
   int cluster = 1;  // CTAs
   int shared_bytes = 0;
+  int64_t blocks_y = 1;
 };
 
 template <class... Params, class... Args>
@@ -54,8 +59,11 @@ void launch(const char* name, void (*kernel)(Params...), const Grid& grid, void*
   if (grid.shared_bytes > 0) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes), name);
   }
+  if (grid.cluster > kPortableCluster) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y));
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);

@@ -1,7 +1,7 @@
 // Element-wise kernels over rows: the gradient from saved statistics, and scaling by values on the device.
 #include <algorithm>
 
-#include "cuda/device/cross_entropy.cuh"
+#include "cuda/device/target.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
@@ -10,126 +10,159 @@ namespace fusegrad::cuda {
 namespace {
 
 using device::Constants;
-using device::Mode;
 using device::Pack;
 using device::RowVectors;
 
 constexpr int kThreads = 256;
 constexpr int kUnroll = 4;
 
-/// A grid over (row, block of columns): a block is what kUnroll vectors a thread cover. Short rows share a CTA.
+/// A grid over blocks of columns (x) and groups of rows (y): a block is what kUnroll vectors a thread cover; short rows
+/// share a CTA. A CTA goes on to the row group that is gridDim.y further.
 struct Blocks {
-  int64_t rows;
   int threads_per_row;  // a power of 2
-  int blocks_per_row;
+  int align;            // kLineBytes, or kUnitBytes where rows are short
 
-  __host__ __device__ int rows_per_cta() const { return kThreads / threads_per_row; }
-  __host__ __device__ int64_t ctas() const { return (rows + rows_per_cta() - 1) / rows_per_cta() * blocks_per_row; }
-  __device__ int64_t row(int64_t cta) const {
-    return cta / blocks_per_row * rows_per_cta() + static_cast<int>(threadIdx.x) / threads_per_row;
+  __device__ int64_t row() const {
+    return static_cast<int64_t>(blockIdx.y) * (blockDim.x / threads_per_row) + threadIdx.x / threads_per_row;
   }
+  __device__ int64_t row_step() const { return static_cast<int64_t>(gridDim.y) * (blockDim.x / threads_per_row); }
   /// This thread's first vector of a row; the others follow at distances of threads_per_row.
-  __device__ int vector(int64_t cta) const {
-    return static_cast<int>(cta % blocks_per_row) * threads_per_row * kUnroll +
-           static_cast<int>(threadIdx.x) % threads_per_row;
+  __device__ int vector() const {
+    return static_cast<int>(blockIdx.x) * threads_per_row * kUnroll +
+           (static_cast<int>(threadIdx.x) & (threads_per_row - 1));
   }
 };
 
-Blocks make_blocks(int64_t rows, int64_t cols, int width) {
-  const int64_t vectors = (cols + width - 1) / width + 1;
+struct BlockGrid {
+  Blocks blocks;
+  Grid grid;
+};
+
+/// For rows of `cols` values, `width` to a vector, all starting at lines if `aligned`; at most about `most` CTAs.
+BlockGrid make_blocks(int64_t rows, int64_t cols, int width, bool aligned, int64_t most) {
+  const int64_t plain = (cols + width - 1) / width;
+  const int align = plain > kThreads * kUnroll ? device::kLineBytes : device::kUnitBytes;
+  const int64_t vectors = plain + (aligned ? 0 : align / 16);
   int threads = 2;
   while (threads < kThreads && threads * kUnroll < vectors) threads *= 2;
-  return {rows, threads, static_cast<int>((vectors + threads * kUnroll - 1) / (threads * kUnroll))};
+  BlockGrid result{{threads, align}, {}};
+  result.grid.threads = kThreads;
+  result.grid.blocks = (vectors + threads * kUnroll - 1) / (threads * kUnroll);
+  const int64_t groups = (rows + kThreads / threads - 1) / (kThreads / threads);
+  constexpr int64_t kMaxGridY = 65535;
+  result.grid.blocks_y = std::min({groups, kMaxGridY, std::max<int64_t>(1, most / result.grid.blocks)});
+  return result;
 }
 
-/// use(vector, pack) for the kUnroll vectors from `first` on, all loaded before the first use.
-template <class T, int kWidth, class Use>
-__device__ void each_vector(const RowVectors<T, kWidth>& vectors, const T* row, int first, int distance, Use&& use) {
+/// kUnroll vectors from `first` on, all loaded before the first use.
+template <class T, int kWidth>
+struct Batch {
   using P = Pack<T, kWidth>;
   P packs[kUnroll];
-  if (first >= vectors.whole_begin && first + (kUnroll - 1) * distance < vectors.whole_end) {
-    const T* from = row + vectors.column(first);
+  bool whole;  // all of them
+
+  __device__ Batch(const RowVectors<T, kWidth>& vectors, const T* row, int first, int distance)
+      : whole(first >= vectors.whole_begin && first + (kUnroll - 1) * distance < vectors.whole_end) {
+    if (whole) {
+      const T* from = row + vectors.column(first);
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) packs[j] = P::load(from + j * distance * kWidth);
-  } else {
+      for (int j = 0; j < kUnroll; ++j) packs[j] = P::load(from + j * distance * kWidth);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      const int v = first + j * distance;
-      if (v < vectors.count) packs[j] = vectors.load(row, v, static_cast<T>(0.f));
+      for (int j = 0; j < kUnroll; ++j) {
+        const int v = first + j * distance;
+        if (v < vectors.count) packs[j] = vectors.load(row, v, static_cast<T>(0.f));
+      }
     }
   }
+  __device__ void store(const RowVectors<T, kWidth>& vectors, T* row, int first, int distance) const {
+    if (whole) {
+      T* to = row + vectors.column(first);
 #pragma unroll
-  for (int j = 0; j < kUnroll; ++j) {
-    const int v = first + j * distance;
-    if (v < vectors.count) use(v, packs[j]);
+      for (int j = 0; j < kUnroll; ++j) packs[j].store(to + j * distance * kWidth);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < kUnroll; ++j) {
+        const int v = first + j * distance;
+        if (v < vectors.count) vectors.store(row, v, device::chosen(packs, j));
+      }
+    }
   }
-}
+};
 
-template <class T, Mode kMode, int kWidth>
+template <class T, bool kPlain, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     gradient_kernel(const __grid_constant__ RowGradient p, const __grid_constant__ Constants constants,
                     const Blocks blocks) {
-  const int64_t row = blocks.row(blockIdx.x);
-  if (row >= p.rows) return;
-  const T* logits = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  T* grad = static_cast<T*>(p.grad) + row * p.grad_stride;
-  const device::RowTarget<T> target(p.targets, constants, row, p.vocab);
+  const int column = static_cast<int>(p.col_offset), first = blocks.vector(), distance = blocks.threads_per_row;
   const auto* scales = static_cast<const float*>(p.scales);
-  const float lse = static_cast<const float*>(p.lse)[row];
-  const float low = p.lse_low != nullptr ? static_cast<const float*>(p.lse_low)[row] : 0.f;
+  for (int64_t row = blocks.row(); row < p.rows; row += blocks.row_step()) {
+    const T* logits = static_cast<const T*>(p.logits) + row * p.logits_stride;
+    T* grad = static_cast<T*>(p.grad) + row * p.grad_stride;
+    const RowVectors<T, kWidth> vectors(logits, p.cols, blocks.align);
+    const device::RowTarget<T> target(p.targets, constants, row, p.vocab);
+    if (!target.in_range || (!target.kept && p.grad_lse == nullptr)) {
+      const auto fill = device::filled<T, kWidth>(static_cast<T>(target.in_range ? 0.f : device::not_a_number()));
+      for (int j = 0; j < kUnroll; ++j) {
+        const int v = first + j * distance;
+        if (v < vectors.count) vectors.store(grad, v, fill);
+      }
+      continue;
+    }
+    Batch<T, kWidth> batch(vectors, logits, first, distance);
 
-  // grad = (P * p[c] - Q * a[c]) * dz/dx
-  float P = 0.f, Q = 0.f;
-  if (target.kept && p.grad_loss != nullptr) {
-    const float upstream = static_cast<const float*>(p.grad_loss)[row * p.grad_loss_stride] * target.token_weight;
-    const float mass =
-        kMode == Mode::kDense ? static_cast<const float*>(p.mass)[row] : target.sparse_mass(constants, p.vocab);
-    Q = scales != nullptr ? upstream * scales[0] : upstream;
-    P = Q * mass;
-    if (constants.z_loss != 0.f) {
-      P = fmaf((scales != nullptr ? upstream * scales[1] : upstream) * 2.f * constants.z_loss, lse, P);
+    // grad = (P * p[c] - Q * a[c]) * dz/dx
+    const float lse = static_cast<const float*>(p.lse)[row];
+    const float low = p.lse_low != nullptr ? static_cast<const float*>(p.lse_low)[row] : 0.f;
+    float P = 0.f, Q = 0.f;
+    if (target.kept && p.grad_loss != nullptr) {
+      const float upstream = static_cast<const float*>(p.grad_loss)[row * p.grad_loss_stride] * target.token_weight;
+      const float mass =
+          p.targets.dense ? static_cast<const float*>(p.mass)[row] : target.sparse_mass(constants, p.vocab);
+      Q = scales != nullptr ? upstream * scales[0] : upstream;
+      P = Q * mass;
+      if (constants.z_loss != 0.f) {
+        P = fmaf((scales != nullptr ? upstream * scales[1] : upstream) * 2.f * constants.z_loss, lse, P);
+      }
     }
-  }
-  if (p.grad_lse != nullptr) P += static_cast<const float*>(p.grad_lse)[row * p.grad_lse_stride];
-  const RowVectors<T, kWidth> vectors(logits, p.cols);
-  const int first = blocks.vector(blockIdx.x);
-  if (!target.in_range || (P == 0.f && Q == 0.f)) {
-    const auto fill = device::filled<T, kWidth>(static_cast<T>(target.in_range ? 0.f : device::not_a_number()));
-    for (int j = 0; j < kUnroll; ++j) {
-      const int v = first + j * blocks.threads_per_row;
-      if (v < vectors.count) vectors.store(grad, v, fill);
-    }
-    return;
-  }
-  // Before the logits of this CTA's block are overwritten; those of no other block matter to it.
-  const int column = static_cast<int>(p.col_offset);
-  const int64_t index = target.index >= 0 ? target.index - p.col_offset : -1;
-  const float low2 = low * device::kLog2E;
-  each_vector<T, kWidth>(vectors, logits, first, blocks.threads_per_row, [&](int v, const Pack<T, kWidth>& pack) {
-    const int c = vectors.column(v);
-    float x[kWidth];
-    device::unpack(pack, x);
+    if (p.grad_lse != nullptr) P += static_cast<const float*>(p.grad_lse)[row * p.grad_lse_stride];
+    const int index = target.index >= column ? target.index - column : -1;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      float slope = constants.scale, z;
-      if (kMode != Mode::kPlain && constants.cap != 0.f) {
-        const float t = device::tanh_for<T>(x[i] * constants.scale * constants.inverse_cap);
-        slope *= 1.f - t * t;
-        z = constants.cap * t - lse;
-      } else {
-        z = fmaf(x[i], constants.scale, -lse);
+    for (int j = 0; j < kUnroll; ++j) {
+      const int c = vectors.column(first + j * distance);
+      float x[kWidth], slope[kWidth], a[kWidth];
+      device::unpack(batch.packs[j], x);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        slope[i] = constants.scale;
+        a[i] = constants.uniform;
+        if (!kPlain && constants.cap != 0.f) {
+          const auto z = device::Logit::capped<T>(constants, x[i]);
+          slope[i] *= z.slope;
+          x[i] = z.x;
+        } else {
+          x[i] *= constants.scale;
+        }
+        x[i] = P * device::probability<T>(x[i], lse, low);
       }
-      // z - lse first: exact for large offsets, where lse * log2(e) would not be.
-      float value = P * device::exp2_fast(fmaf(z, device::kLog2E, -low2));
-      if constexpr (kMode == Mode::kSparse) value = fmaf(-Q, constants.uniform, value);
-      if constexpr (kMode == Mode::kDense) {
-        if (vectors.has(c + i)) value = fmaf(-Q, target.coefficient(constants, c + i, column), value);
+      if (!kPlain) {
+        if (p.targets.dense) target.coefficients(constants, c, vectors.cols, column, a);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) x[i] = fmaf(-Q, a[i], x[i]);
       }
-      if (index - c == i) value = fmaf(-Q, target.at_index, value);
-      x[i] = value * slope;
+      // A branch for the vector, not a comparison for each value: one vector of the row takes it.
+      if (const int at = index - c; index >= 0 && at >= 0 && at < kWidth) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (i == at) x[i] = fmaf(-Q, target.at_index, x[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) x[i] *= slope[i];
+      batch.packs[j] = device::packed<T, kWidth>(x);
     }
-    vectors.store(grad, v, device::packed<T, kWidth>(x));
-  });
+    batch.store(vectors, grad, first, distance);
+  }
 }
 
 template <class T, int kWidth>
@@ -138,37 +171,45 @@ __global__ void __launch_bounds__(kThreads) scaling_kernel(const __grid_constant
   const auto* scales = static_cast<const float*>(p.scale);
   // One value for all rows, and it is 1: nothing to do, found out by the GPU itself.
   if (p.in == p.out && p.scale_stride == 0 && factor * (scales != nullptr ? *scales : 1.f) == 1.f) return;
-  for (int64_t cta = blockIdx.x; cta < blocks.ctas(); cta += gridDim.x) {
-    const int64_t row = blocks.row(cta);
-    if (row >= p.rows) continue;
+  const int first = blocks.vector();
+  for (int64_t row = blocks.row(); row < p.rows; row += blocks.row_step()) {
     const T* in = static_cast<const T*>(p.in) + row * p.in_stride;
     T* out = static_cast<T*>(p.out) + row * p.out_stride;
     const float scale = factor * (scales != nullptr ? scales[row * p.scale_stride] : 1.f);
     if (in == out && scale == 1.f) continue;
-    const RowVectors<T, kWidth> vectors(in, p.cols);
-    each_vector<T, kWidth>(vectors, in, blocks.vector(cta), blocks.threads_per_row,
-                           [&](int v, const Pack<T, kWidth>& pack) {
-                             float x[kWidth];
-                             device::unpack(pack, x);
+    const RowVectors<T, kWidth> vectors(in, p.cols, blocks.align);
+    Batch<T, kWidth> batch(vectors, in, first, blocks.threads_per_row);
 #pragma unroll
-                             for (int i = 0; i < kWidth; ++i) x[i] *= scale;
-                             vectors.store(out, v, device::packed<T, kWidth>(x));
-                           });
+    for (int j = 0; j < kUnroll; ++j) {
+      float x[kWidth];
+      device::unpack(batch.packs[j], x);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) x[i] *= scale;
+      batch.packs[j] = device::packed<T, kWidth>(x);
+    }
+    batch.store(vectors, out, first, blocks.threads_per_row);
   }
 }
 
-template <class T, Mode kMode, int kWidth>
+template <int kWidth>
+bool starts_whole(const void* p, int64_t stride, int64_t size) {
+  return kWidth == 1 || is_aligned(p, stride, size, device::kLineBytes);
+}
+
+template <class T, bool kPlain, int kWidth>
 void launch_gradient(const RowGradient& p, void* stream) {
-  const auto blocks = make_blocks(p.rows, p.cols, kWidth);
-  launch("gradient_kernel", gradient_kernel<T, kMode, kWidth>, {blocks.ctas(), kThreads}, stream, p,
+  const auto [blocks, grid] =
+      make_blocks(p.rows, p.cols, kWidth, starts_whole<kWidth>(p.logits, p.logits_stride, sizeof(T)), INT64_MAX);
+  launch("gradient_kernel", gradient_kernel<T, kPlain, kWidth>, grid, stream, p,
          Constants(p.targets, p.transform, p.z_loss, p.vocab), blocks);
 }
 
 template <class T, int kWidth>
 void launch_scaling(const RowScaling& p, void* stream) {
-  const auto blocks = make_blocks(p.rows, p.cols, kWidth);
-  const int64_t ctas = std::min<int64_t>(blocks.ctas(), 16 * current_device().multiprocessors);
-  launch("scaling_kernel", scaling_kernel<T, kWidth>, {ctas, kThreads}, stream, p, blocks);
+  // Not so many CTAs that they take long to find that there is nothing to do.
+  const auto [blocks, grid] = make_blocks(p.rows, p.cols, kWidth, starts_whole<kWidth>(p.in, p.in_stride, sizeof(T)),
+                                          64 * current_device().multiprocessors);
+  launch("scaling_kernel", scaling_kernel<T, kWidth>, grid, stream, p, blocks);
 }
 
 }  // namespace
@@ -176,17 +217,15 @@ void launch_scaling(const RowScaling& p, void* stream) {
 void row_gradient(const RowGradient& p, DType dtype, void* stream) {
   if (p.rows == 0 || p.cols == 0) return;
   check_columns("cross entropy", p.cols);
-  const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0;
+  const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && !p.targets.dense;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kWidth = 16 / sizeof(T);
     const bool aligned = same_alignment(p.logits, p.logits_stride, p.grad, p.grad_stride, sizeof(T));
-    if (p.targets.dense) {
-      aligned ? launch_gradient<T, Mode::kDense, kWidth>(p, stream) : launch_gradient<T, Mode::kDense, 1>(p, stream);
-    } else if (plain) {
-      aligned ? launch_gradient<T, Mode::kPlain, kWidth>(p, stream) : launch_gradient<T, Mode::kPlain, 1>(p, stream);
+    if (plain) {
+      aligned ? launch_gradient<T, true, kWidth>(p, stream) : launch_gradient<T, true, 1>(p, stream);
     } else {
-      aligned ? launch_gradient<T, Mode::kSparse, kWidth>(p, stream) : launch_gradient<T, Mode::kSparse, 1>(p, stream);
+      aligned ? launch_gradient<T, false, kWidth>(p, stream) : launch_gradient<T, false, 1>(p, stream);
     }
   });
 }

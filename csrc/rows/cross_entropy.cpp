@@ -27,7 +27,10 @@ RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const
   check_target_range("cross_entropy", target, vocab, ignore_index);
   const LossOptions options{{}, {}, {}, ignore_index, reduction, label_smoothing, z_loss, softcap, aux};
   RowJob job(target, weight, token_weight, options, /*logit_scale=*/1.0, logits.size(0), vocab, logits.scalar_type());
-  job.begin_forward(normalizer, /*defer=*/inplace && logits.scalar_type() == at::kHalf);
+  using Gradients = RowJob::Gradients;
+  job.begin_forward(normalizer, !inplace                            ? Gradients::kNone
+                                : logits.scalar_type() == at::kHalf ? Gradients::kDeferred
+                                                                    : Gradients::kStored);
   job.forward(inplace ? logits : dense_rows(logits), 0, /*gradient_over_logits=*/inplace);
   return to_tuple(job.finish_forward());
 }

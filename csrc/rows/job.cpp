@@ -111,7 +111,7 @@ RowTargets RowJob::targets(int64_t first_row, int64_t first_column) const {
   return t;
 }
 
-void RowJob::begin_forward(const std::optional<Tensor>& normalizer, bool defer) {
+void RowJob::begin_forward(const std::optional<Tensor>& normalizer, Gradients gradients) {
   row_loss_ = at::empty({rows_}, acc_);
   out_.lse = at::empty({rows_}, acc_);
   out_.stats = at::empty({stat_rows_.count, rows_}, acc_);
@@ -119,17 +119,26 @@ void RowJob::begin_forward(const std::optional<Tensor>& normalizer, bool defer) 
   out_.predicted_tokens = at::empty({predict ? rows_ : 0}, acc_.dtype(at::kLong));
   const bool mean = options_.reduction == at::Reduction::Mean;
   out_.scales = at::empty({mean ? 4 : 0}, acc_);
-  deferred_ = mean && defer;
-  if (mean) {
-    RowScales p;
-    p.rows = rows_;
-    p.cols = vocab_;
-    p.targets = targets(0, 0);
-    p.normalizer = normalizer.has_value() ? normalizer->const_data_ptr() : nullptr;
-    p.defer = deferred_;
-    p.out = out_.scales.data_ptr();
-    device_.kernels->scales(p, to_dtype(dtype_), device_.stream);
+  normalizer_ = normalizer;
+  deferred_ = mean && gradients == Gradients::kDeferred;
+  // Without a gradient, and without a z-loss that is divided by something else, only the sum of the losses needs them.
+  scales_come_last_ = mean && gradients == Gradients::kNone && options_.z_loss == 0.0 && vocab_ != 0;
+  if (mean && !scales_come_last_) compute_scales();
+}
+
+void RowJob::compute_scales() {
+  RowScales p;
+  p.rows = rows_;
+  p.cols = vocab_;
+  p.targets = targets(0, 0);
+  p.normalizer = normalizer_.has_value() ? normalizer_->const_data_ptr() : nullptr;
+  p.defer = deferred_;
+  p.out = out_.scales.data_ptr();
+  if (scales_come_last_) {
+    p.loss = pointer_at(row_loss_, 0);
+    p.mean_loss = out_.loss.data_ptr();
   }
+  device_.kernels->scales(p, to_dtype(dtype_), device_.stream);
 }
 
 void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_logits) {
@@ -146,7 +155,7 @@ void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_log
   p.targets = targets(first, 0);
   p.transform = {logit_scale_, options_.softcap};
   p.z_loss = options_.z_loss;
-  p.scales = pointer_at(out_.scales, 0);
+  p.scales = scales_come_last_ ? nullptr : pointer_at(out_.scales, 0);
   p.lse_of_ignored = (options_.aux & kAuxLse) != 0;
   p.loss = pointer_at(row_loss_, first);
   p.lse = pointer_at(out_.lse, first);
@@ -175,6 +184,10 @@ RowOutputs RowJob::finish_forward() {
     return out_;
   }
   out_.loss = at::empty({}, acc_);
+  if (scales_come_last_) {
+    compute_scales();
+    return out_;
+  }
   RowSum p;
   p.rows = rows_;
   p.loss = pointer_at(row_loss_, 0);

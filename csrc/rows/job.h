@@ -35,9 +35,11 @@ class RowJob {
          const std::optional<at::Tensor>& token_weight, const LossOptions& options, double logit_scale, int64_t rows,
          int64_t vocab, at::ScalarType logits_dtype);
 
-  /// Allocates the outputs and computes the scales of reduction 'mean'. `defer`: gradients are to be stored in
-  /// float16 for an upstream gradient of 1, so they leave a factor for later, see RowScales.
-  void begin_forward(const std::optional<at::Tensor>& normalizer, bool defer);
+  /// What the forward does with gradients for an upstream gradient of 1: it makes none, stores them, or stores them in
+  /// float16, where they leave a factor for later, see RowScales.
+  enum class Gradients { kNone, kStored, kDeferred };
+  /// Allocates the outputs and computes the scales of reduction 'mean', or leaves them to finish_forward().
+  void begin_forward(const std::optional<at::Tensor>& normalizer, Gradients gradients);
   /// Rows [first, first + logits.size(0)): statistics and loss; the gradient over the logits where asked for.
   void forward(const at::Tensor& logits, int64_t first, bool gradient_over_logits);
   /// Reduces the loss and hands out the outputs.
@@ -56,6 +58,7 @@ class RowJob {
  private:
   RowTargets targets(int64_t first_row, int64_t first_column) const;
   void* stat(int64_t row, int64_t first) const;
+  void compute_scales();
 
   at::Tensor target_;
   std::optional<at::Tensor> weight_;
@@ -69,7 +72,9 @@ class RowJob {
   RowDevice device_;
   bool dense_;
   StatRows stat_rows_;
+  std::optional<at::Tensor> normalizer_;
   bool deferred_ = false;
+  bool scales_come_last_ = false;
   at::Tensor row_loss_;
   RowOutputs out_;
 };

@@ -166,7 +166,10 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
 
   const Head head(linear_weight, linear_bias, dtype);
   RowJob job(target, weight, token_weight, options, logit_scale, rows, vocab, dtype);
-  job.begin_forward(normalizer, /*defer=*/any_gradient && input.scalar_type() == at::kHalf);
+  using Gradients = RowJob::Gradients;
+  job.begin_forward(normalizer, !any_gradient                      ? Gradients::kNone
+                                : input.scalar_type() == at::kHalf ? Gradients::kDeferred
+                                                                   : Gradients::kStored);
 
   LinearGradients gradients;
   Sum weight_sum, bias_sum;

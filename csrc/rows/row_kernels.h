@@ -107,6 +107,8 @@ struct RowGradient {
 ///   a normalizer (one acc value) replaces both.
 /// `defer`: float16 gradients would underflow, so out = {1, D / K, 1 / D}; otherwise out[2] = 1.
 /// Where no row is kept, what would be a factor 1 / 0 of a gradient is 0 in out[2], inf in out[0] and out[1].
+/// With `mean_loss`: mean_loss = (sum_n loss[n]) / D in a fixed order of summation, NaN where D is 0: one launch less than a
+/// RowSum, where the rows' losses do not need the scales.
 struct RowScales {
   int64_t rows = 0;
   int64_t cols = 0;  // indices outside [0, cols) count as kept with weight 1, and are not used to read
@@ -114,7 +116,9 @@ struct RowScales {
   const void* normalizer = nullptr;
   double values_per_row = 1.0;  // D and K are multiplied by it: V for a mean over all values of a row
   bool defer = false;
-  void* out = nullptr;  // [4] acc
+  void* out = nullptr;         // [4] acc
+  const void* loss = nullptr;  // [N] acc
+  void* mean_loss = nullptr;   // one acc value, or null
 };
 
 /// out = (sum_n loss[n]) * (factor ? factor[0] : 1): one value, in a fixed order of summation.
@@ -154,8 +158,9 @@ struct RowScaling {
 /// 0 * log 0 = 0 throughout: x -inf in either or both leaves what is finite finite. Ignored rows: loss 0, gradients 0.
 ///
 /// By logits, before the factor dz/dx / T:
-///   0 < b < 1   d soft / d student = (1 - b) * q * (log q - log m - KL(q | m)), teacher: b * p * (log p - log m - KL(p | m))
-///   b = 0       student: q - p, teacher: p * (log p - log q - soft);  b = 1  student: q * (log q - log p - soft), teacher: p - q
+///   0 < b < 1   d soft / d student = (1 - b) * q * (log q - log m - KL(q | m)), teacher: b * p * (log p - log m - KL(p
+///   | m)) b = 0       student: q - p, teacher: p * (log p - log q - soft);  b = 1  student: q * (log q - log p -
+///   soft), teacher: p - q
 /// By log-probabilities, which are independent of each other:
 ///   0 < b < 1   student: (1 - b) * q * (log q - log m), teacher: b * p * (log p - log m)
 ///   b = 0       student: -p, teacher: p * (log p - log q + 1);  b = 1  student: q * (log q - log p + 1), teacher: -q

@@ -176,18 +176,18 @@ def cross_entropy(
     """
     ops = torch.ops.fusegrad
     op = ops.cross_entropy_.default if inplace else ops.cross_entropy.default
-    out = op(
+    out = op(  # by position, see library.cpp
         input,
         target,
         weight,
-        token_weight=token_weight,
-        normalizer=_normalizer(normalizer, input),
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        aux=_aux_bits(return_aux),
+        token_weight,
+        _normalizer(normalizer, input),
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        _aux_bits(return_aux),
     )
     return _result(out, return_aux)
 
@@ -259,22 +259,22 @@ def linear_cross_entropy(
         accumulate_dtype = options.acc_dtype
     ops = torch.ops.fusegrad
     op = ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default
-    out = op(
+    out = op(  # by position, see library.cpp
         input,
         linear_weight,
         target,
-        linear_bias=linear_bias,
-        weight=weight,
-        token_weight=token_weight,
-        normalizer=_normalizer(normalizer, input),
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        aux=_aux_bits(return_aux),
-        logit_scale=logit_scale,
-        accumulate_dtype=accumulate_dtype,
-        workspace_mib=workspace_mib,
+        linear_bias,
+        weight,
+        token_weight,
+        _normalizer(normalizer, input),
+        ignore_index,
+        reduction,
+        label_smoothing,
+        z_loss,
+        softcap,
+        _aux_bits(return_aux),
+        logit_scale,
+        accumulate_dtype,
+        workspace_mib,
     )
     return _result(out, return_aux)

@@ -1,107 +1,19 @@
-// Cross entropy as a functor of the row skeleton: what is added up over a row, and the last step. The formulas stand
-// in rows/row_kernels.h.
-//
-// Exponentials are base 2. With k = scale * log2(e), (z[c] - m) * log2(e) is x[c] * k - m2: one fused multiply-add
-// whose result is exact to float32 whatever the offset of the logits, because m2 is itself a float.
+// Cross entropy as a functor of the row skeleton (device/row.cuh): what is added up over a row, and the last step.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/device/vector.cuh"
-#include "rows/row_kernels.h"
+#include "cuda/device/target.cuh"
 
 namespace fusegrad::device {
 
-constexpr float kLog2E = 1.4426950408889634f;
-// The inverse of the float kLog2E, not of log2(e): base-2 and natural values convert back and forth exactly.
-constexpr double kInverseLog2E = 1.0 / static_cast<double>(kLog2E);
 constexpr int kNoColumn = 0x7fffffff;
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
-__device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
 
 /// Which parts of the functor are compiled in.
 enum class Mode {
   kPlain,   // class indices, no smoothing, no softcap, a positive scale, no entropy or prediction
   kSparse,  // class indices, everything else
   kDense,   // a coefficient for every column
-};
-
-/// The options as the kernels use them, computed once on the host.
-struct Constants {
-  float uniform;  // smoothing / V
-  float keep;     // 1 - smoothing
-  float scale, cap, inverse_cap;
-  float k;  // scale * log2(e)
-  float z_loss;
-
-  Constants(const RowTargets& targets, const LogitTransform& transform, double z_loss, int64_t vocab)
-      : uniform(static_cast<float>(targets.smoothing / static_cast<double>(vocab))),
-        keep(static_cast<float>(1.0 - targets.smoothing)),
-        scale(static_cast<float>(transform.scale)),
-        cap(static_cast<float>(transform.cap)),
-        inverse_cap(transform.cap == 0.0 ? 0.f : static_cast<float>(1.0 / transform.cap)),
-        k(static_cast<float>(transform.scale) * kLog2E),
-        z_loss(static_cast<float>(z_loss)) {}
-};
-
-/// tanh to the accuracy of the logits' dtype: 1 - 2 / (1 + e^2x) is absolute to 1e-7, which low precision cannot see.
-template <class T>
-__device__ inline float tanh_for(float x) {
-  return 1.f - 2.f * __frcp_rn(1.f + exp2_fast(2.f * kLog2E * x));
-}
-template <>
-__device__ inline float tanh_for<float>(float x) {
-  return tanhf(x);
-}
-
-/// A row's target.
-template <class T>
-struct RowTarget {
-  int index = -1;        // class index; -1 for probabilities, and where there is none to read at
-  bool kept = true;      // not ignored
-  bool in_range = true;  // false: the row's loss and gradient are NaN
-  float token_weight = 1.f;
-  float at_index = 0.f;  // a[index] without its share of smoothing
-  const float* class_weight;
-  const T* low = nullptr;       // probabilities in the logits' dtype,
-  const float* full = nullptr;  // or in float32
-
-  __device__ RowTarget(const RowTargets& t, const Constants& constants, int64_t row, int64_t vocab)
-      : class_weight(static_cast<const float*>(t.class_weight)) {
-    if (t.token_weight != nullptr) token_weight = static_cast<const float*>(t.token_weight)[row];
-    if (t.index != nullptr) {
-      const int64_t y =
-          t.index_is_int32 ? static_cast<const int32_t*>(t.index)[row] : static_cast<const int64_t*>(t.index)[row];
-      kept = y != t.ignore_index;
-      in_range = !kept || (y >= 0 && y < vocab);
-      if (kept && in_range) {
-        index = static_cast<int>(y);
-        at_index = constants.keep * (class_weight != nullptr ? class_weight[y] : 1.f);
-      }
-    } else if (t.probability_is_acc) {
-      full = static_cast<const float*>(t.probability) + row * t.probability_stride;
-    } else {
-      low = static_cast<const T*>(t.probability) + row * t.probability_stride;
-    }
-  }
-
-  /// a[c] of dense targets, without at_index; `first` is where the row's pointers start in the vocabulary.
-  __device__ float coefficient(const Constants& constants, int c, int first) const {
-    float a = constants.uniform;
-    if (full != nullptr) a = fmaf(full[c], constants.keep, a);
-    if (low != nullptr) a = fmaf(widen(low[c]), constants.keep, a);
-    return class_weight != nullptr ? a * class_weight[first + c] : a;
-  }
-  /// A of sparse targets.
-  __device__ float sparse_mass(const Constants& constants, int64_t vocab) const {
-    return at_index + constants.uniform * static_cast<float>(vocab);
-  }
 };
 
 /// Sums over part of a row, relative to the part's own largest exponent m2. -inf is a valid reference while nothing
@@ -112,17 +24,18 @@ struct RowSums;
 template <>
 struct RowSums<Mode::kPlain> {
   float m2 = minus_infinity();
-  float sum = 0.f;  // 2^y, y = x k - m2
+  float sum = 0.f;           // 2^y, y = x k - m2
+  float target_logit = 0.f;  // from the one part that has it
 
   __device__ void rebase(float larger) {
     if (m2 != larger) sum *= exp2_fast(m2 - larger);
     m2 = larger;
   }
-  __device__ void merge(RowSums other) {
-    const float larger = fmaxf(m2, other.m2);
-    rebase(larger);
-    other.rebase(larger);
-    sum += other.sum;
+  template <class Over>
+  __device__ void merge(const Over& over) {
+    rebase(over.max(m2));
+    sum = over.sum(sum);
+    target_logit = over.sum(target_logit);
   }
 };
 
@@ -130,6 +43,7 @@ template <Mode kMode>
 struct RowSums {
   float m2 = minus_infinity();
   float sum = 0.f;
+  float target_logit = 0.f;
   float count = 0.f;    // columns
   float shifted = 0.f;  // y
   float entropy = 0.f;  // 2^y * y
@@ -153,20 +67,13 @@ struct RowSums {
     sum *= exp2_fast(shift);
     m2 = larger;
   }
-  __device__ void merge(RowSums other) {
-    const float larger = fmaxf(m2, other.m2);
-    rebase(larger);
-    other.rebase(larger);
-    sum += other.sum;
-    count += other.count;
-    shifted += other.shifted;
-    entropy += other.entropy;
-    dot += other.dot;
-    mass += other.mass;
-    if (other.best > best || (other.best == best && other.best_column < best_column)) {
-      best = other.best;
-      best_column = other.best_column;
-    }
+  template <class Over>
+  __device__ void merge(const Over& over) {
+    rebase(over.max(m2));
+    for (float* x : {&sum, &target_logit, &count, &shifted, &entropy, &dot, &mass}) *x = over.sum(*x);
+    const float largest = over.max(best);
+    best_column = over.min(best == largest ? best_column : kNoColumn);
+    best = largest;
   }
 };
 
@@ -175,122 +82,150 @@ template <class T, Mode kMode>
 struct CrossEntropy {
   using Params = RowForward;
   using Sums = RowSums<kMode>;
+  static constexpr int kInputs = 1;
+  static constexpr int kUnroll = kMode == Mode::kPlain ? 4 : kMode == Mode::kSparse ? 2 : 1;  // what registers allow
 
   const Params& p;
   const Constants& constants;
   int64_t row;
   RowTarget<T> target;
-  float target_logit = 0.f;
 
   __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row)
-      : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {
-    // Before anything is written over the logits.
-    if (target.index >= 0) {
-      target_logit = widen((static_cast<const T*>(p.logits) + row * p.logits_stride)[target.index]);
-    }
-  }
+      : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {}
 
+  __device__ const T* input(int) const { return static_cast<const T*>(p.logits) + row * p.logits_stride; }
+  /// Where the gradient by that input goes; null: not wanted.
+  __device__ T* output(int) const {
+    return p.grad != nullptr ? static_cast<T*>(p.grad) + row * p.grad_stride : nullptr;
+  }
   __device__ bool needs_row() const { return target.in_range && (target.kept || p.lse_of_ignored); }
-  /// What the gradient of a row that is not a kept one in range consists of.
+  /// The gradient of a row that is not a kept one in range is one value, constant().
   __device__ bool constant_gradient() const { return !target.kept || !target.in_range; }
   __device__ float constant() const { return target.in_range ? 0.f : not_a_number(); }
 
-  // x * k - m2, with the softcap in between.
-  __device__ float exponent(float x, float m2) const {
-    if (kMode != Mode::kPlain && constants.cap != 0.f) {
-      return fmaf(constants.cap * tanh_for<T>(x * constants.scale * constants.inverse_cap), kLog2E, -m2);
-    }
-    return fmaf(x, constants.k, -m2);
+  __device__ Logit logit(float x) const {
+    if (kMode != Mode::kPlain && constants.cap != 0.f) return Logit::capped<T>(constants, x);
+    return Logit::plain(constants, x);
   }
 
-  /// Adds kCount vectors. `column(j)` is the first column of vector j; columns outside [0, V) hold -inf.
-  template <int kCount, int kWidth, class Column>
-  __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[kCount], const Column& column) const {
-    float largest = minus_infinity();
+  /// Adds kCount vectors. `column(j)` is the first column of vector j; without kWhole it may hold columns outside
+  /// [0, V), which are -inf.
+  template <bool kWhole, int kCount, int kWidth, class Column>
+  __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[kInputs][kCount], const Column& column) const {
     if constexpr (kMode == Mode::kPlain) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        float x[kWidth];
-        unpack(packs[j], x);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) largest = fmaxf(largest, x[i]);
-      }
-      sums.rebase(fmaxf(sums.m2, largest * constants.k));
+      sums.rebase(fmaxf(sums.m2, largest_of(packs[0]) * constants.k));
       const float reference = sums.m2 == minus_infinity() ? 0.f : sums.m2;
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         float x[kWidth], part = 0.f;
-        unpack(packs[j], x);
+        unpack(packs[0][j], x);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) part += exp2_fast(exponent(x[i], reference));
+        for (int i = 0; i < kWidth; ++i) part += exp2_fast(fmaf(x[i], constants.k, -reference));
         sums.sum += part;
       }
     } else {
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) add_vector<kWidth>(sums, packs[j], column(j));
+      for (int j = 0; j < kCount; ++j) add_vector<kWhole>(sums, packs[0][j], column(j));
     }
   }
 
-  template <int kWidth>
+  template <bool kWhole, int kWidth>
   __device__ void add_vector(Sums& sums, const Pack<T, kWidth>& pack, int first) const {
-    float e[kWidth], largest = minus_infinity();
-    unpack(pack, e);
+    const auto inside = [&](int i) { return kWhole || (first + i >= 0 && first + i < static_cast<int>(p.cols)); };
+    float stored[kWidth], x[kWidth], y[kWidth], largest = minus_infinity(), k = constants.k;
+    unpack(pack, stored);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const bool inside = first + i >= 0 && first + i < p.cols;
-      e[i] = inside ? exponent(e[i], 0.f) : minus_infinity();
-      largest = fmaxf(largest, e[i]);
-      if (p.predicted != nullptr && e[i] > sums.best) {
-        sums.best = e[i];
-        sums.best_column = first + i;
-      }
+      const auto z = logit(stored[i]);
+      x[i] = z.x;
+      k = z.k;
+      if (inside(i)) largest = fmaxf(largest, x[i] * k);
     }
     sums.rebase(fmaxf(sums.m2, largest));
     const float reference = sums.m2 == minus_infinity() ? 0.f : sums.m2;
+    float part = 0.f;
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const float y = e[i] - reference, power = exp2_fast(y);
-      sums.sum += power;
-      if (p.entropy != nullptr && power > 0.f) sums.entropy = fmaf(power, y, sums.entropy);
-      const int c = first + i;
-      if (c < 0 || c >= p.cols) continue;
-      if constexpr (kMode == Mode::kDense) {
-        const float a = target.coefficient(constants, c, 0);
-        if (a != 0.f) sums.dot = fmaf(a, y, sums.dot);
-        sums.mass += a;
-      } else if (constants.uniform != 0.f) {
-        sums.shifted += y;
-        sums.count += 1.f;
+      y[i] = fmaf(x[i], k, -reference);
+      if (inside(i)) part += exp2_fast(y[i]);
+    }
+    sums.sum += part;
+    if (p.entropy != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float power = exp2_fast(y[i]);
+        if (inside(i) && power > 0.f) sums.entropy = fmaf(power, y[i], sums.entropy);
+      }
+    }
+    if (p.predicted != nullptr) {
+      const float sign = constants.scale < 0.f ? -1.f : 1.f;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (inside(i) && stored[i] * sign > sums.best) {
+          sums.best = stored[i] * sign;
+          sums.best_column = first + i;
+        }
+      }
+    }
+    if constexpr (kMode == Mode::kDense) {
+      float a[kWidth];
+      target.coefficients(constants, first, static_cast<int>(p.cols), 0, a);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (a[i] != 0.f) sums.dot = fmaf(a[i], y[i], sums.dot);
+        sums.mass += a[i];
+      }
+    } else if (constants.uniform != 0.f) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (inside(i)) {
+          sums.shifted += y[i];
+          sums.count += 1.f;
+        }
       }
     }
   }
 
-  /// What the gradient of the row is made of: (P * 2^y - Q * a) * dz/dx.
+  /// What one thread reads for columns [begin, end) before anything else, and adds to its sums after them: the target's
+  /// logit. It comes with the sums, so that nothing is written over the logits before it is read. Not converted yet:
+  /// that would wait for it.
+  using Early = T;
+  __device__ Early read_early(int begin, int end) const {
+    return target.index >= max(begin, 0) && target.index < end ? input(0)[target.index] : static_cast<T>(0.f);
+  }
+  __device__ void add_early(Sums& sums, Early logit) const { sums.target_logit = widen(logit); }
+
+  /// What the gradient of the row is made of: (P * 2^y - Q * a) * dz/dx / scale.
   struct Gradient {
     float m2, P, Q;
   };
 
-  __device__ Gradient finish(const Sums& sums, bool writes) const {
-    const float log2_sum = log2f(sums.sum);
+  __device__ Gradient finish(const Sums& sums) const {
     const auto* scales = static_cast<const float*>(p.scales);
-    const float ce_scale = scales != nullptr ? scales[0] : 1.f;
-    const float z_scale = scales != nullptr ? scales[1] : 1.f;
-    float mass = target.sparse_mass(constants, p.cols);
-    if constexpr (kMode == Mode::kDense) mass = sums.mass + target.at_index;
-    const float lse = (sums.m2 + log2_sum) * static_cast<float>(kInverseLog2E);
-    if (writes) write(sums, log2_sum, mass, ce_scale, z_scale);
-    float P = target.token_weight * ce_scale * mass;
+    const float Q = target.token_weight * (scales != nullptr ? scales[0] : 1.f);
+    float P = Q * mass(sums);
     if (constants.z_loss != 0.f) {
-      P = fmaf(target.token_weight * z_scale * 2.f * constants.z_loss, lse, P);
+      const float lse = (sums.m2 + log2f(sums.sum)) * static_cast<float>(kInverseLog2E);
+      P = fmaf(target.token_weight * (scales != nullptr ? scales[1] : 1.f) * 2.f * constants.z_loss, lse, P);
     }
-    return {sums.m2, P / sums.sum, target.token_weight * ce_scale};
+    return {sums.m2, __fdividef(P, sums.sum) * constants.scale, Q * constants.scale};
   }
 
-  __device__ void write(const Sums& sums, float log2_sum, float mass, float ce_scale, float z_scale) const {
+  __device__ float mass(const Sums& sums) const {
+    if constexpr (kMode == Mode::kDense) return sums.mass + target.at_index;
+    return target.sparse_mass(constants, p.cols);
+  }
+
+  /// The row's outputs, by one thread.
+  __device__ void write(const Sums& sums) const {
+    const auto* scales = static_cast<const float*>(p.scales);
+    const float ce_scale = scales != nullptr ? scales[0] : 1.f, z_scale = scales != nullptr ? scales[1] : 1.f;
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
+    const float mass = this->mass(sums), log2_sum = log2f(sums.sum);
     const double lse_exact = (static_cast<double>(sums.m2) + static_cast<double>(log2_sum)) * kInverseLog2E;
     const float lse = static_cast<float>(lse_exact);
-    const float y_target = exponent(target_logit, sums.m2);
+    const auto z = logit(sums.target_logit);
+    const float y_target = fmaf(z.x, z.k, -sums.m2);
     float dot = 0.f;
     if constexpr (kMode == Mode::kDense) {
       dot = sums.dot;
@@ -324,31 +259,36 @@ struct CrossEntropy {
     }
   }
 
-  /// The gradient of one vector, in place.
-  template <int kWidth>
-  __device__ void gradient(const Gradient& g, Pack<T, kWidth>& pack, int first) const {
-    float x[kWidth];
-    unpack(pack, x);
+  /// The gradient of one vector, in place; the target's column is put right by write_target().
+  template <bool kWhole, int kWidth>
+  __device__ void gradient(const Gradient& g, Pack<T, kWidth> (&packs)[kInputs], int first) const {
+    float x[kWidth], a[kWidth];
+    unpack(packs[0], x);
+    if constexpr (kMode == Mode::kDense) target.coefficients(constants, first, static_cast<int>(p.cols), 0, a);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      float slope = constants.scale, y;
-      if (kMode != Mode::kPlain && constants.cap != 0.f) {
-        const float t = tanh_for<T>(x[i] * constants.scale * constants.inverse_cap);
-        slope *= 1.f - t * t;
-        y = fmaf(constants.cap * t, kLog2E, -g.m2);
-      } else {
-        y = fmaf(x[i], constants.k, -g.m2);
-      }
-      float value = g.P * exp2_fast(y);
-      if constexpr (kMode == Mode::kSparse) value = fmaf(-g.Q, constants.uniform, value);
       if constexpr (kMode == Mode::kDense) {
-        const int c = first + i;
-        if (c >= 0 && c < p.cols) value = fmaf(-g.Q, target.coefficient(constants, c, 0), value);
+        x[i] = gradient_value(g, x[i], a[i]);
+      } else {
+        x[i] = gradient_value(g, x[i], constants.uniform);
       }
-      if (target.index - first == i) value = fmaf(-g.Q, target.at_index, value);
-      x[i] = value * slope;
     }
-    pack = packed<T, kWidth>(x);
+    packs[0] = packed<T, kWidth>(x);
+  }
+  __device__ float gradient_value(const Gradient& g, float x, float a) const {
+    const auto z = logit(x);
+    const float value = g.P * exp2_fast(fmaf(z.x, z.k, -g.m2));
+    return kMode == Mode::kPlain ? value : fmaf(-g.Q, a, value) * z.slope;
+  }
+
+  /// The gradient of the target's column, if it lies in [begin, end). Its vector has been written.
+  __device__ void write_target(const Gradient& g, const Sums& sums, int begin, int end) const {
+    const int c = target.index;
+    if (c < max(begin, 0) || c >= end) return;
+    float a[1] = {constants.uniform};
+    if constexpr (kMode == Mode::kDense) target.coefficients(constants, c, static_cast<int>(p.cols), 0, a);
+    const float others = gradient_value(g, sums.target_logit, a[0]);
+    output(0)[c] = static_cast<T>(fmaf(-g.Q * target.at_index, logit(sums.target_logit).slope, others));
   }
 };
 

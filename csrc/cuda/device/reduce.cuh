@@ -1,77 +1,62 @@
-// Reductions of a State with `merge(const State&)` over lanes, a CTA and a cluster, each in a fixed order.
+// Reductions over lanes, a CTA and a cluster, each in a fixed order. A State says how it is reduced by a member
+//   template <class Over> void merge(const Over& over)
+// that replaces each of its values by over.sum(value), over.max(value) or over.min(value); State{} is neutral.
 #pragma once
 
 #include <cooperative_groups.h>
 
 #include <cstdint>
+#include <cstring>
+
+#include "cuda/device/bulk.cuh"
 
 namespace fusegrad::device {
 
+constexpr int kMaxCluster = 16;
+
 /// Shared memory for States. Raw bytes: shared variables cannot run the States' initialisers.
 template <class State, int kCount>
-struct alignas(8) SharedSlots {
+struct alignas(16) SharedSlots {
   unsigned char bytes[kCount * sizeof(State)];
   __device__ State* get() { return reinterpret_cast<State*>(bytes); }
 };
 
-/// A trivially copyable struct of 32-bit words, taken from another lane.
-template <class State>
-__device__ State shuffle_xor(const State& state, int lanes) {
-  static_assert(sizeof(State) % 4 == 0);
-  State other;
-  const auto* from = reinterpret_cast<const uint32_t*>(&state);
-  auto* to = reinterpret_cast<uint32_t*>(&other);
+/// Groups of `group` neighbouring lanes (a power of 2, at most 32). All lanes of the warp must take part, and all of a
+/// group get the same bits: both of a pair add the same two values.
+struct OverLanes {
+  int group;
+
+  template <class Value, class Operation>
+  __device__ Value reduce(Value x, const Operation& operation) const {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(State) / 4); ++i) to[i] = __shfl_xor_sync(~0u, from[i], lanes);
-  return other;
-}
-
-/// Merges groups of `group` neighbouring lanes (a power of 2, at most 32). All lanes of the warp must take part.
-template <class State>
-__device__ void merge_lanes(State& state, int group) {
-  for (int lanes = group / 2; lanes > 0; lanes /= 2) {
-    State other = shuffle_xor(state, lanes);
-    // Both lanes of a pair must merge in the same order, or rounding would leave them with different results.
-    if ((threadIdx.x & lanes) == 0) {
-      state.merge(other);
-    } else {
-      other.merge(state);
-      state = other;
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      if (lanes < group) x = operation(x, __shfl_xor_sync(~0u, x, lanes));
     }
+    return x;
   }
-}
+  template <class Value>
+  __device__ Value sum(Value x) const {
+    return reduce(x, [](Value a, Value b) { return a + b; });
+  }
+  __device__ float max(float x) const {
+    return reduce(x, [](float a, float b) { return fmaxf(a, b); });
+  }
+  __device__ int min(int x) const {
+    return reduce(x, [](int a, int b) { return a < b ? a : b; });
+  }
+};
 
-/// Every thread gets the result. `warp_states` is shared memory for one State a warp.
-template <int kThreads, class State>
-__device__ void merge_block(State& state, State* warp_states) {
-  constexpr int kWarps = kThreads / 32;
-  merge_lanes(state, 32);
-  if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = state;
-  __syncthreads();
-  state = warp_states[threadIdx.x % kWarps];
-  merge_lanes(state, kWarps);
-}
-
-/// Merges the CTAs' states over the cluster, in the order of their ranks. The caller must run cluster_leave() before
-/// it exits: others may still be reading its shared memory.
+/// Merges groups of `group` threads (a power of 2); every thread of a group gets its result. `warp_states` is shared
+/// memory for one State a warp of the CTA. All threads of the CTA must take part, with the same `group`.
 template <class State>
-__device__ void merge_cluster(State& state, State* slot) {
-#if __CUDA_ARCH__ >= 900
-  const auto cluster = cooperative_groups::this_cluster();
-  if (cluster.num_blocks() == 1) return;
-  if (threadIdx.x == 0) *slot = state;
-  cluster.sync();
-  state = *cluster.map_shared_rank(slot, 0);
-  for (unsigned rank = 1; rank < cluster.num_blocks(); ++rank) state.merge(*cluster.map_shared_rank(slot, rank));
-  cluster.barrier_arrive();
-#endif
-}
-
-__device__ inline void cluster_leave() {
-#if __CUDA_ARCH__ >= 900
-  const auto cluster = cooperative_groups::this_cluster();
-  if (cluster.num_blocks() > 1) cluster.barrier_wait();
-#endif
+__device__ void merge_threads(State& state, State* warp_states, int group) {
+  state.merge(OverLanes{min(group, 32)});
+  if (group <= 32) return;
+  const int warp = static_cast<int>(threadIdx.x) / 32, warps = group / 32;
+  if (threadIdx.x % 32 == 0) warp_states[warp] = state;
+  __syncthreads();
+  state = warp_states[(warp & -warps) + (static_cast<int>(threadIdx.x) & (warps - 1))];
+  state.merge(OverLanes{warps});
 }
 
 __device__ inline int cluster_rank() {
@@ -89,5 +74,37 @@ __device__ inline int cluster_size() {
   return 1;
 #endif
 }
+
+/// Shared memory through which the CTAs of a cluster (a power of 2 of them) merge their States, once. Each CTA stores
+/// its own into every other's slots. No CTA leaves before it has got all of them, and none is sent anything later: so
+/// shared memory of CTAs that have left is not touched.
+template <class State>
+class ClusterMerge {
+ public:
+  /// By one thread; Arrival::fence_init() and a barrier of the cluster must follow.
+  __device__ void init() { arrival_.init(); }
+
+  /// Every thread brings its CTA's state and gets the cluster's.
+  __device__ void merge(State& state) {
+    const int size = cluster_size(), thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) arrival_.expect(size * kBytes);
+    if (thread < size) {
+      uint4 words[kBytes / 16] = {};
+      memcpy(words, &state, sizeof(State));
+      const uint32_t slot = remote_address(slots_[cluster_rank()], thread);
+      const uint32_t arrival = remote_address(&arrival_, thread);
+#pragma unroll
+      for (int i = 0; i < kBytes / 16; ++i) store_counted(slot + 16 * i, words[i], arrival);
+    }
+    arrival_.wait();
+    memcpy(&state, slots_[thread & (size - 1)], sizeof(State));
+    state.merge(OverLanes{size});
+  }
+
+ private:
+  static constexpr int kBytes = (sizeof(State) + 15) / 16 * 16;
+  uint4 slots_[kMaxCluster][kBytes / 16];
+  Arrival arrival_;
+};
 
 }  // namespace fusegrad::device

@@ -1,136 +1,204 @@
-// The row skeleton: load once, reduce online, last step. A loss is its functor (device/cross_entropy.cuh).
+// The row skeleton: load once, reduce online, last step. A loss is its functor, for example device/cross_entropy.cuh.
+// It may have several input rows (kInputs), all of one dtype and equally aligned.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/device/cross_entropy.cuh"
+#include "cuda/device/bulk.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/vector.cuh"
 
 namespace fusegrad::device {
 
 constexpr int kRowThreads = 256;
-constexpr int kUnroll = 8;  // vectors in flight a thread
+constexpr int kMaxChunks = 4;
 
-template <class T>
-__device__ T lowest_pad() {
-  return static_cast<T>(minus_infinity());
-}
+/// How the CTAs of a cluster share a row.
+struct RowSplit {
+  int slice;   // vectors of each input a CTA has, a multiple of 8
+  int chunk;   // vectors of a bulk copy, a multiple of 8; at most kMaxChunks of them make a slice
+  bool stash;  // the slice is kept in shared memory
+};
 
 /// A row by a cluster of CTAs (of one, on GPUs without clusters), each with a slice of the row's vectors.
 ///
-/// Phase 1 reads the slice, keeps a copy in shared memory if `stash`, and adds it up. Phase 2 merges the sums over the
-/// cluster. Phase 3 writes the gradient from the copy, or from a second read. A thread reads in phase 3 only what it
-/// wrote in phase 1, so the copy needs no barrier; and it may overwrite the logits, because the barriers of phase 2 lie
-/// between every read of them in phase 1 and the first write.
-template <class Loss, class T, int kWidth>
-__global__ void __launch_bounds__(kRowThreads, 3)
+/// Phase 1 reads the slice and adds it up. With kBulk the copy engine puts it into shared memory, all of it at once;
+/// otherwise the threads read it, and keep a copy if there is room. Phase 2 merges the sums over the cluster. Phase 3
+/// writes the gradient from the copy, or from a second read.
+///
+/// The gradient may overwrite the logits: a CTA touches only its own slice of them, and its barrier in phase 2 lies
+/// between all reads of phase 1 and the first write. In a second read a thread reads each vector before it writes it.
+template <class Loss, class T, int kWidth, bool kBulk>
+__global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 : 3)
     row_by_cluster(const __grid_constant__ typename Loss::Params p, const __grid_constant__ Constants constants,
-                   int slice, bool stash) {
+                   const RowSplit split) {
   using P = Pack<T, kWidth>;
   using Sums = typename Loss::Sums;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ SharedSlots<Sums, kRowThreads / 32> warp_sums;
-  __shared__ SharedSlots<Sums, 1> cluster_slot;
+  constexpr int kInputs = Loss::kInputs;
+  constexpr int kThreads = kRowThreads;
+  constexpr int kUnroll = Loss::kUnroll;  // vectors in flight a thread
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  __shared__ SharedSlots<Sums, kThreads / 32> warp_sums;
+  __shared__ ClusterMerge<Sums> cluster_merge;
+  __shared__ Arrival arrivals[kMaxChunks];
   P* copy = reinterpret_cast<P*>(shared_bytes);
 
-  const int rank = cluster_rank();
-  const int64_t row = blockIdx.x / cluster_size();
-  const T* logits = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  T* grad = p.grad != nullptr ? static_cast<T*>(p.grad) + row * p.grad_stride : nullptr;
-  const Loss loss(p, constants, row);
-  const RowVectors<T, kWidth> vectors(logits, p.cols);
-  const int begin = rank * slice, end = min(begin + slice, vectors.count);
-  const int thread = static_cast<int>(threadIdx.x);
-  const bool writes = rank == 0 && thread == 0;
-
+  const int thread = static_cast<int>(threadIdx.x), rank = cluster_rank(), size = cluster_size();
+  const Loss loss(p, constants, blockIdx.x / size);
+  const RowVectors<T, kWidth> vectors(loss.input(0), p.cols, kLineBytes);
+  const int begin = rank * split.slice, end = min(begin + split.slice, vectors.count);
+  const int whole_begin = max(begin, vectors.whole_begin), whole_end = min(end, vectors.whole_end);
+  const auto fill = [&](T x) {
+#pragma unroll 1
+    for (int v = begin + thread; v < end; v += kThreads) {
+      for (int k = 0; k < kInputs; ++k) {
+        if (loss.output(k) != nullptr) vectors.store(loss.output(k), v, filled<T, kWidth>(x));
+      }
+    }
+  };
   if (!loss.needs_row()) {  // the same for every CTA of the cluster
-    if (writes) loss.finish(Sums{}, true);
-    if (grad == nullptr) return;
-    const P fill = filled<T, kWidth>(static_cast<T>(loss.constant()));
-    for (int v = begin + thread; v < end; v += kRowThreads) vectors.store(grad, v, fill);
+    if (rank == 0 && thread == 0) loss.write(Sums{});
+    fill(static_cast<T>(loss.constant()));
     return;
   }
 
+  if (thread == 0) {
+#if __CUDA_ARCH__ >= 900
+    cluster_merge.init();
+    if constexpr (kBulk) {
+      for (int i = 0; i < kMaxChunks; ++i) arrivals[i].init();
+    }
+    Arrival::fence_init();
+    if constexpr (kBulk) {
+      for (int i = 0, from = begin; from < whole_end; ++i, from += split.chunk) {
+        const int first = max(from, whole_begin), last = min(from + split.chunk, whole_end);
+        const uint32_t bytes = max(last - first, 0) * sizeof(P);
+        arrivals[i].expect(kInputs * bytes);
+        for (int k = 0; k < kInputs && bytes > 0; ++k) {
+          arrivals[i].copy(copy + k * split.slice + (first - begin), loss.input(k) + vectors.column(first), bytes);
+        }
+      }
+    }
+#endif
+  }
+#if __CUDA_ARCH__ >= 900
+  if (size > 1) cluster_arrive();
+#endif
+  if constexpr (kBulk) __syncthreads();
+
   // Phase 1
   Sums sums;
-  for (int v0 = begin + thread; v0 < end; v0 += kUnroll * kRowThreads) {
-    P packs[kUnroll];
-    if (v0 >= vectors.whole_begin && v0 + (kUnroll - 1) * kRowThreads < min(end, vectors.whole_end)) {
-      const T* from = logits + vectors.column(v0);
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) packs[j] = P::load(from + j * kRowThreads * kWidth);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        const int v = v0 + j * kRowThreads;
-        packs[j] = v < end ? vectors.load(logits, v, lowest_pad<T>()) : filled<T, kWidth>(lowest_pad<T>());
-      }
-    }
-    if (stash) {
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        const int v = v0 + j * kRowThreads;
-        if (v < end) copy[v - begin] = packs[j];
-      }
-    }
-    loss.template add<kUnroll, kWidth>(sums, packs, [&](int j) {
-      const int v = v0 + j * kRowThreads;
-      return v < end ? vectors.column(v) : kNoColumn - kWidth;
-    });
+  // The row's first and last vector, where cut, are kept in a register each by a thread of their own.
+  int cut = -1;
+  if (thread == 0 && vectors.lead % kWidth != 0 && whole_begin > begin && whole_begin <= end) cut = whole_begin - 1;
+  if (thread == 32 && whole_end < end) cut = end - 1;
+  P cut_packs[kInputs];
+  if (cut >= 0) {
+    for (int k = 0; k < kInputs; ++k) cut_packs[k] = vectors.load(loss.input(k), cut, lowest_pad<T>());
   }
+  typename Loss::Early early{};
+  if (thread == 0) early = loss.read_early(vectors.column(begin), vectors.column(end));
+  int waited = begin;
+  for (int v = whole_begin + thread, chunk = 0; v < whole_end; v += kUnroll * kThreads) {
+    if constexpr (kBulk) {
+      for (; waited < whole_end && waited <= v + (kUnroll - 1) * kThreads; waited += split.chunk)
+        arrivals[chunk++].wait();
+    }
+    if (v + (kUnroll - 1) * kThreads < whole_end) {
+      P packs[kInputs][kUnroll];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        const T* from = loss.input(k) + vectors.column(v);
+        P* kept = copy + k * split.slice + (v - begin);
+#pragma unroll
+        for (int j = 0; j < kUnroll; ++j) {
+          packs[k][j] = kBulk ? kept[j * kThreads] : P::load(from + j * kThreads * kWidth);
+        }
+        if (!kBulk && split.stash) {
+#pragma unroll
+          for (int j = 0; j < kUnroll; ++j) kept[j * kThreads] = packs[k][j];
+        }
+      }
+      loss.template add<true>(sums, packs, [&](int j) { return vectors.column(v + j * kThreads); });
+    } else {
+#pragma unroll 1
+      for (int u = v; u < whole_end; u += kThreads) {
+        P packs[kInputs][1];
+        for (int k = 0; k < kInputs; ++k) {
+          P* kept = copy + k * split.slice + (u - begin);
+          packs[k][0] = kBulk ? *kept : P::load(loss.input(k) + vectors.column(u));
+          if (!kBulk && split.stash) *kept = packs[k][0];
+        }
+        loss.template add<true>(sums, packs, [&](int) { return vectors.column(u); });
+      }
+    }
+  }
+  if (cut >= 0) {
+    P packs[kInputs][1];
+    for (int k = 0; k < kInputs; ++k) packs[k][0] = cut_packs[k];
+    loss.template add<false>(sums, packs, [&](int) { return vectors.column(cut); });
+  }
+  if (thread == 0) loss.add_early(sums, early);
 
   // Phase 2
-  merge_block<kRowThreads>(sums, warp_sums.get());
-  merge_cluster(sums, cluster_slot.get());
+  merge_threads(sums, warp_sums.get(), kThreads);
+#if __CUDA_ARCH__ >= 900
+  if (size > 1) {
+    cluster_wait();
+    cluster_merge.merge(sums);
+  }
+#endif
+  if (rank == 0 && thread == kThreads - 1) loss.write(sums);
 
   // Phase 3
-  const auto g = loss.finish(sums, writes);
-  if (grad != nullptr) {
-    for (int v = begin + thread; v < end; v += kRowThreads) {
-      P pack = stash ? copy[v - begin] : vectors.load(logits, v, static_cast<T>(0.f));
-      loss.template gradient<kWidth>(g, pack, vectors.column(v));
-      // A row that is ignored, and was read for its lse only.
-      if (loss.constant_gradient()) pack = filled<T, kWidth>(static_cast<T>(0.f));
-      vectors.store(grad, v, pack);
+  if (loss.output(0) == nullptr) return;
+  if (loss.constant_gradient()) {  // an ignored row, read for its lse only
+    fill(static_cast<T>(loss.constant()));
+    return;
+  }
+  const auto g = loss.finish(sums);
+  const auto store = [&](int v, P(&packs)[kInputs]) {
+    for (int k = 0; k < kInputs; ++k) {
+      if (loss.output(k) != nullptr) packs[k].store(loss.output(k) + vectors.column(v));
+    }
+  };
+  int v = whole_begin + thread;
+#pragma unroll 1
+  for (; v + (kUnroll - 1) * kThreads < whole_end; v += kUnroll * kThreads) {
+    P packs[kUnroll][kInputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      const P* kept = copy + k * split.slice + (v - begin);
+      const T* from = loss.input(k) + vectors.column(v);
+#pragma unroll
+      for (int j = 0; j < kUnroll; ++j) {
+        packs[j][k] = kBulk || split.stash ? kept[j * kThreads] : P::load(from + j * kThreads * kWidth);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      loss.template gradient<true>(g, packs[j], vectors.column(v + j * kThreads));
+      store(v + j * kThreads, packs[j]);
     }
   }
-  cluster_leave();
-}
-
-/// Short rows: one for each group of `lanes` lanes. The second read finds the row in the cache.
-template <class Loss, class T, int kWidth>
-__global__ void __launch_bounds__(128) row_by_lanes(const __grid_constant__ typename Loss::Params p,
-                                                    const __grid_constant__ Constants constants, int lanes) {
-  using P = Pack<T, kWidth>;
-  const int64_t group = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
-  // Groups beyond the last row repeat it and write nothing: all lanes must take part in the merge.
-  const bool exists = group < p.rows;
-  const int64_t row = exists ? group : p.rows - 1;
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
-  const T* logits = static_cast<const T*>(p.logits) + row * p.logits_stride;
-  const Loss loss(p, constants, row);
-  const RowVectors<T, kWidth> vectors(logits, p.cols);
-  typename Loss::Sums sums;
-  if (loss.needs_row()) {
-    for (int v = lane; v < vectors.count; v += lanes) {
-      const P packs[1] = {vectors.load(logits, v, lowest_pad<T>())};
-      loss.template add<1, kWidth>(sums, packs, [&](int) { return vectors.column(v); });
+#pragma unroll 1
+  for (; v < whole_end; v += kThreads) {
+    P packs[kInputs];
+    for (int k = 0; k < kInputs; ++k) {
+      packs[k] =
+          kBulk || split.stash ? copy[k * split.slice + (v - begin)] : P::load(loss.input(k) + vectors.column(v));
+    }
+    loss.template gradient<true>(g, packs, vectors.column(v));
+    store(v, packs);
+  }
+  if (cut >= 0) {
+    loss.template gradient<false>(g, cut_packs, vectors.column(cut));
+    for (int k = 0; k < kInputs; ++k) {
+      if (loss.output(k) != nullptr) vectors.store(loss.output(k), cut, cut_packs[k]);
     }
   }
-  merge_lanes(sums, lanes);
-  const auto g = loss.finish(sums, exists && lane == 0);
-  if (p.grad == nullptr || !exists) return;
-  T* grad = static_cast<T*>(p.grad) + row * p.grad_stride;
-  for (int v = lane; v < vectors.count; v += lanes) {
-    P pack = vectors.load(logits, v, static_cast<T>(0.f));
-    if (loss.constant_gradient()) {
-      pack = filled<T, kWidth>(static_cast<T>(loss.constant()));
-    } else {
-      loss.template gradient<kWidth>(g, pack, vectors.column(v));
-    }
-    vectors.store(grad, v, pack);
-  }
+  __syncthreads();  // the target's vector has been written
+  if (thread == 0) loss.write_target(g, sums, vectors.column(begin), vectors.column(end));
 }
 
 }  // namespace fusegrad::device

@@ -65,6 +65,12 @@ struct Pack<T, 1> {
   __device__ void set(int, T x) { value = x; }
 };
 
+/// What stands in for columns outside a row.
+template <class T>
+__device__ T lowest_pad() {
+  return static_cast<T>(__int_as_float(0xff800000));
+}
+
 template <class T, int kWidth>
 __device__ inline Pack<T, kWidth> filled(T x) {
   Pack<T, kWidth> pack{};
@@ -115,18 +121,63 @@ __device__ inline Pack<T, kWidth> packed(const float (&x)[kWidth]) {
   return pack;
 }
 
-/// A row as vectors that are aligned in memory: vector v holds columns [v * kWidth - lead, ...). Only the first and the
-/// last may be cut.
+/// packs[i] for an index that the compiler does not know: registers cannot be indexed.
+template <class P, int kCount>
+__device__ inline P chosen(const P (&packs)[kCount], int i) {
+  P pack = packs[0];
+#pragma unroll
+  for (int j = 1; j < kCount; ++j) {
+    if (i == j) pack = packs[j];
+  }
+  return pack;
+}
+
+/// The largest of several vectors' values; NaN counts for nothing.
+template <class T, int kWidth, int kCount>
+__device__ inline float largest_of(const Pack<T, kWidth> (&packs)[kCount]) {
+  if constexpr (kWidth == 1 || sizeof(T) == 4) {
+    float largest = __int_as_float(0xff800000);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) largest = fmaxf(largest, widen(packs[j].get(i)));
+    }
+    return largest;
+  } else {
+    // Two values at a time, before they are widened.
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const auto pair = [&](int j, int i) {
+      const uint32_t bits = packs[j].word(i);
+      return *reinterpret_cast<const Pair*>(&bits);
+    };
+    Pair largest = pair(0, 0);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int i = 0; i < kWidth / 2; ++i) largest = __hmax2(largest, pair(j, i));
+    }
+    return fmaxf(widen(largest.x), widen(largest.y));
+  }
+}
+
+/// Where vector 0 of a row starts: at a multiple of so many bytes. Of lines, so that a warp's accesses fill whole ones;
+/// of units where rows are short.
+constexpr int kUnitBytes = 16, kLineBytes = 128;
+
+/// A row as vectors that are aligned in memory: vector v holds columns [v * kWidth - lead, ...). The row's first and
+/// last vector may be cut, and those before its first are empty.
 template <class T, int kWidth>
 struct RowVectors {
   int cols, lead, count;
   int whole_begin, whole_end;  // vectors without a cut
 
-  __device__ RowVectors(const T* row, int64_t columns)
+  __device__ RowVectors(const T* row, int64_t columns, int align)
       : cols(static_cast<int>(columns)),
-        lead(static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kWidth)),
+        lead(kWidth == 1
+                 ? 0
+                 : static_cast<int>(reinterpret_cast<uintptr_t>(row) & (align - 1)) / static_cast<int>(sizeof(T))),
         count((cols + lead + kWidth - 1) / kWidth),
-        whole_begin(lead > 0 ? 1 : 0),
+        whole_begin((lead + kWidth - 1) / kWidth),
         whole_end((cols + lead) / kWidth) {}
 
   __device__ int column(int v) const { return v * kWidth - lead; }

@@ -1,0 +1,67 @@
+// Asynchronous copies into shared memory (sm_90 and later), counted by mbarriers: bulk copies by the copy engine, and
+// stores from other CTAs of the cluster.
+#pragma once
+
+#include <cstdint>
+
+namespace fusegrad::device {
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+/// Counts the bytes that come, once.
+class Arrival {
+ public:
+  __device__ void init() {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state_)) : "memory");
+  }
+  /// Makes inits visible to the copy engine and to the cluster; a barrier must follow for other threads.
+  __device__ static void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+  /// By one thread. Bytes may come before.
+  __device__ void expect(uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state_)), "r"(bytes)
+                 : "memory");
+  }
+  /// Starts a copy of `bytes` (a multiple of 16, between multiples of 16) that counts here.
+  __device__ void copy(void* shared, const void* global, uint32_t bytes) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(&state_))
+                 : "memory");
+  }
+  /// Until all expected bytes are there, for the calling thread to read.
+  __device__ void wait() {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again%=:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "@!done bra again%=;\n"
+        "}" ::"r"(shared_address(&state_))
+        : "memory");
+  }
+
+ private:
+  uint64_t state_;
+};
+
+/// The address of `p` in the shared memory of another CTA of the cluster.
+__device__ inline uint32_t remote_address(const void* p, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
+  return address;
+}
+/// Stores 16 bytes there, counted by the Arrival at `arrival`, also there.
+__device__ inline void store_counted(uint32_t address, const uint4& x, uint32_t arrival) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(arrival)
+      : "memory");
+}
+
+// A barrier of the cluster in two halves. It orders the inits of mbarriers before fence_init(), and nothing else: with
+// release semantics every warp would wait for its own accesses to global memory.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+}  // namespace fusegrad::device
