@@ -107,8 +107,8 @@ struct RowGradient {
 ///   a normalizer (one acc value) replaces both.
 /// `defer`: float16 gradients would underflow, so out = {1, D / K, 1 / D}; otherwise out[2] = 1.
 /// Where no row is kept, what would be a factor 1 / 0 of a gradient is 0 in out[2], inf in out[0] and out[1].
-/// With `mean_loss`: mean_loss = (sum_n loss[n]) / D in a fixed order of summation, NaN where D is 0: one launch less than a
-/// RowSum, where the rows' losses do not need the scales.
+/// With `mean_loss`: mean_loss = (sum_n loss[n]) / D in a fixed order of summation, NaN where D is 0: one launch less
+/// than a RowSum, where the rows' losses do not need the scales.
 struct RowScales {
   int64_t rows = 0;
   int64_t cols = 0;  // indices outside [0, cols) count as kept with weight 1, and are not used to read

@@ -222,7 +222,7 @@ struct CrossEntropy {
     const float ce_scale = scales != nullptr ? scales[0] : 1.f, z_scale = scales != nullptr ? scales[1] : 1.f;
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
     const float mass = this->mass(sums), log2_sum = log2f(sums.sum);
-    const double lse_exact = (static_cast<double>(sums.m2) + static_cast<double>(log2_sum)) * kInverseLog2E;
+    const double lse_exact = (static_cast<double>(sums.m2) + log2_exact(sums.sum)) * kInverseLog2E;
     const float lse = static_cast<float>(lse_exact);
     const auto z = logit(sums.target_logit);
     const float y_target = fmaf(z.x, z.k, -sums.m2);

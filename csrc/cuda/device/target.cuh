@@ -20,6 +20,14 @@ __device__ inline float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+/// log2 of a positive float, to a few 1e-8: the exponent, which would cost the result its last bits, is added in
+/// double.
+__device__ inline double log2_exact(float x) {
+  if (!(x > 0.f && x <= 3e38f)) return log2f(x);
+  const int exponent = (__float_as_int(x) - 0x3f3504f3) >> 23;  // leaves a factor in [sqrt(1/2), sqrt(2))
+  const float factor = __int_as_float(__float_as_int(x) - (exponent << 23));
+  return static_cast<double>(exponent) + static_cast<double>(log2f(factor));
+}
 __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 __device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
 
