@@ -48,7 +48,7 @@ struct RowSums {
   float shifted = 0.f;  // y
   float entropy = 0.f;  // 2^y * y
   float dot = 0.f;      // dense: a * y
-  float mass = 0.f;     // dense: a
+  double mass = 0.0;    // dense: a; it is a factor of the whole gradient, so it should not round more than once
   float best = minus_infinity();
   int best_column = kNoColumn;
 
@@ -57,12 +57,12 @@ struct RowSums {
     const float shift = m2 - larger;
     if (m2 > minus_infinity()) {
       shifted = fmaf(count, shift, shifted);
-      dot = fmaf(mass, shift, dot);
+      dot = fmaf(static_cast<float>(mass), shift, dot);
       entropy = fmaf(sum, shift, entropy) * exp2_fast(shift);
     } else {
       // Only -inf so far, or nothing: seen from a finite reference each of them is -inf.
       if (count > 0.f) shifted = minus_infinity();
-      if (mass > 0.f) dot = minus_infinity();
+      if (mass > 0.0) dot = minus_infinity();
     }
     sum *= exp2_fast(shift);
     m2 = larger;
@@ -70,7 +70,8 @@ struct RowSums {
   template <class Over>
   __device__ void merge(const Over& over) {
     rebase(over.max(m2));
-    for (float* x : {&sum, &target_logit, &count, &shifted, &entropy, &dot, &mass}) *x = over.sum(*x);
+    for (float* x : {&sum, &target_logit, &count, &shifted, &entropy, &dot}) *x = over.sum(*x);
+    mass = over.sum(mass);
     const float largest = over.max(best);
     best_column = over.min(best == largest ? best_column : kNoColumn);
     best = largest;
@@ -170,11 +171,13 @@ struct CrossEntropy {
     if constexpr (kMode == Mode::kDense) {
       float a[kWidth];
       target.coefficients(constants, first, static_cast<int>(p.cols), 0, a);
+      float mass = 0.f;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         if (a[i] != 0.f) sums.dot = fmaf(a[i], y[i], sums.dot);
-        sums.mass += a[i];
+        mass += a[i];
       }
+      sums.mass += static_cast<double>(mass);
     } else if (constants.uniform != 0.f) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
@@ -212,7 +215,7 @@ struct CrossEntropy {
   }
 
   __device__ float mass(const Sums& sums) const {
-    if constexpr (kMode == Mode::kDense) return sums.mass + target.at_index;
+    if constexpr (kMode == Mode::kDense) return static_cast<float>(sums.mass + static_cast<double>(target.at_index));
     return target.sparse_mass(constants, p.cols);
   }
 
