@@ -81,11 +81,12 @@ struct TypeTag {
   using type = T;
 };
 
-/// The kernels of cuda/row_forward.cu, row_gradient.cu and row_reduce.cu.
+/// The kernels of cuda/row_forward.cu, row_gradient.cu, row_reduce.cu and jsd.cu.
 void row_forward(const RowForward& p, DType dtype, void* stream);
 void row_gradient(const RowGradient& p, DType dtype, void* stream);
 void row_scaling(const RowScaling& p, DType dtype, void* stream);
 void row_scales(const RowScales& p, DType dtype, void* stream);
 void row_sum(const RowSum& p, DType dtype, void* stream);
+void row_jsd(const RowJsd& p, DType dtype, void* stream);
 
 }  // namespace fusegrad::cuda

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/device/power_sum.cuh"
+#include "cuda/device/reduce.cuh"
 #include "cuda/device/target.cuh"
 
 namespace fusegrad::device {
@@ -16,25 +18,17 @@ enum class Mode {
   kDense,   // a coefficient for every column
 };
 
-/// Sums over part of a row, relative to the part's own largest exponent m2. -inf is a valid reference while nothing
-/// finite has come: then every 2^y is 0.
+/// Sums over part of a row.
 template <Mode kMode>
 struct RowSums;
 
 template <>
-struct RowSums<Mode::kPlain> {
-  float m2 = minus_infinity();
-  float sum = 0.f;           // 2^y, y = x k - m2
+struct RowSums<Mode::kPlain> : PowerSum {
   float target_logit = 0.f;  // from the one part that has it
 
-  __device__ void rebase(float larger) {
-    if (m2 != larger) sum *= exp2_fast(m2 - larger);
-    m2 = larger;
-  }
   template <class Over>
   __device__ void merge(const Over& over) {
-    rebase(over.max(m2));
-    sum = over.sum(sum);
+    PowerSum::merge(over);
     target_logit = over.sum(target_logit);
   }
 };
@@ -82,8 +76,12 @@ struct RowSums {
 template <class T, Mode kMode>
 struct CrossEntropy {
   using Params = RowForward;
+  using Constants = device::Constants;
   using Sums = RowSums<kMode>;
+  using Parts = NoParts;
   static constexpr int kInputs = 1;
+  static constexpr bool kBulk = true;
+  static constexpr bool kSecondPass = false;
   static constexpr int kUnroll = kMode == Mode::kPlain ? 4 : kMode == Mode::kSparse ? 2 : 1;  // what registers allow
 
   const Params& p;
@@ -99,6 +97,7 @@ struct CrossEntropy {
   __device__ T* output(int) const {
     return p.grad != nullptr ? static_cast<T*>(p.grad) + row * p.grad_stride : nullptr;
   }
+  __device__ bool has_output() const { return p.grad != nullptr; }
   __device__ bool needs_row() const { return target.in_range && (target.kept || p.lse_of_ignored); }
   /// The gradient of a row that is not a kept one in range is one value, constant().
   __device__ bool constant_gradient() const { return !target.kept || !target.in_range; }
@@ -114,16 +113,7 @@ struct CrossEntropy {
   template <bool kWhole, int kCount, int kWidth, class Column>
   __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[kInputs][kCount], const Column& column) const {
     if constexpr (kMode == Mode::kPlain) {
-      sums.rebase(fmaxf(sums.m2, largest_of(packs[0]) * constants.k));
-      const float reference = sums.m2 == minus_infinity() ? 0.f : sums.m2;
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        float x[kWidth], part = 0.f;
-        unpack(packs[0][j], x);
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) part += exp2_fast(fmaf(x[i], constants.k, -reference));
-        sums.sum += part;
-      }
+      sums.add(packs[0], constants.k);
     } else {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) add_vector<kWhole>(sums, packs[0][j], column(j));
@@ -203,7 +193,7 @@ struct CrossEntropy {
     float m2, P, Q;
   };
 
-  __device__ Gradient finish(const Sums& sums) const {
+  __device__ Gradient finish(const Sums& sums, NoParts) const {
     const auto* scales = static_cast<const float*>(p.scales);
     const float Q = target.token_weight * (scales != nullptr ? scales[0] : 1.f);
     float P = Q * mass(sums);
@@ -220,7 +210,7 @@ struct CrossEntropy {
   }
 
   /// The row's outputs, by one thread.
-  __device__ void write(const Sums& sums) const {
+  __device__ void write(const Sums& sums, NoParts) const {
     const auto* scales = static_cast<const float*>(p.scales);
     const float ce_scale = scales != nullptr ? scales[0] : 1.f, z_scale = scales != nullptr ? scales[1] : 1.f;
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
@@ -263,7 +253,7 @@ struct CrossEntropy {
   }
 
   /// The gradient of one vector, in place; the target's column is put right by write_target().
-  template <bool kWhole, int kWidth>
+  template <bool kCached, int kWidth>
   __device__ void gradient(const Gradient& g, Pack<T, kWidth> (&packs)[kInputs], int first) const {
     float x[kWidth], a[kWidth];
     unpack(packs[0], x);

@@ -14,6 +14,12 @@ namespace fusegrad::device {
 
 constexpr int kMaxCluster = 16;
 
+/// The State of a loss that has nothing to reduce.
+struct NoParts {
+  template <class Over>
+  __device__ void merge(const Over&) {}
+};
+
 /// Shared memory for States. Raw bytes: shared variables cannot run the States' initialisers.
 template <class State, int kCount>
 struct alignas(16) SharedSlots {

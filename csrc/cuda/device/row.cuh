@@ -1,5 +1,6 @@
-// The row skeleton: load once, reduce online, last step. A loss is its functor, for example device/cross_entropy.cuh.
-// It may have several input rows (kInputs), all of one dtype and equally aligned.
+// The row skeleton: load once, reduce online, last step. A loss is its functor, for example device/cross_entropy.cuh:
+// input rows (kInputs of them, all of one dtype and equally aligned), Sums that are added up over a row, a second pass
+// with what it needs of them (kSecondPass, Parts: divergences need both normalizers), and gradients.
 #pragma once
 
 #include <cstdint>
@@ -23,23 +24,27 @@ struct RowSplit {
 /// A row by a cluster of CTAs (of one, on GPUs without clusters), each with a slice of the row's vectors.
 ///
 /// Phase 1 reads the slice and adds it up. With kBulk the copy engine puts it into shared memory, all of it at once;
-/// otherwise the threads read it, and keep a copy if there is room. Phase 2 merges the sums over the cluster. Phase 3
-/// writes the gradient from the copy, or from a second read.
+/// otherwise the threads read it, and keep a copy if there is room. Phase 2 merges the sums over the cluster, after
+/// which a loss may go over its slice again, and leave in place of its second input what spares it work later. Phase 3
+/// writes the gradient from the copy, or from another read.
 ///
 /// The gradient may overwrite the logits: a CTA touches only its own slice of them, and its barrier in phase 2 lies
 /// between all reads of phase 1 and the first write. In a second read a thread reads each vector before it writes it.
 template <class Loss, class T, int kWidth, bool kBulk>
 __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 : 3)
-    row_by_cluster(const __grid_constant__ typename Loss::Params p, const __grid_constant__ Constants constants,
-                   const RowSplit split) {
+    row_by_cluster(const __grid_constant__ typename Loss::Params p,
+                   const __grid_constant__ typename Loss::Constants constants, const RowSplit split) {
   using P = Pack<T, kWidth>;
   using Sums = typename Loss::Sums;
+  using Parts = typename Loss::Parts;
   constexpr int kInputs = Loss::kInputs;
   constexpr int kThreads = kRowThreads;
   constexpr int kUnroll = Loss::kUnroll;  // vectors in flight a thread
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   __shared__ SharedSlots<Sums, kThreads / 32> warp_sums;
-  __shared__ ClusterMerge<Sums> cluster_merge;
+  __shared__ SharedSlots<Parts, kThreads / 32> warp_parts;
+  __shared__ ClusterMerge<Sums> cluster_sums;
+  __shared__ ClusterMerge<Parts> cluster_parts;
   __shared__ Arrival arrivals[kMaxChunks];
   P* copy = reinterpret_cast<P*>(shared_bytes);
 
@@ -57,14 +62,15 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 
     }
   };
   if (!loss.needs_row()) {  // the same for every CTA of the cluster
-    if (rank == 0 && thread == 0) loss.write(Sums{});
+    if (rank == 0 && thread == 0) loss.write(Sums{}, Parts{});
     fill(static_cast<T>(loss.constant()));
     return;
   }
 
   if (thread == 0) {
 #if __CUDA_ARCH__ >= 900
-    cluster_merge.init();
+    cluster_sums.init();
+    if constexpr (Loss::kSecondPass) cluster_parts.init();
     if constexpr (kBulk) {
       for (int i = 0; i < kMaxChunks; ++i) arrivals[i].init();
     }
@@ -94,6 +100,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 
   if (thread == 32 && whole_end < end) cut = end - 1;
   P cut_packs[kInputs];
   if (cut >= 0) {
+#pragma unroll
     for (int k = 0; k < kInputs; ++k) cut_packs[k] = vectors.load(loss.input(k), cut, lowest_pad<T>());
   }
   typename Loss::Early early{};
@@ -135,6 +142,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 
   }
   if (cut >= 0) {
     P packs[kInputs][1];
+#pragma unroll
     for (int k = 0; k < kInputs; ++k) packs[k][0] = cut_packs[k];
     loss.template add<false>(sums, packs, [&](int) { return vectors.column(cut); });
   }
@@ -145,19 +153,49 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 
 #if __CUDA_ARCH__ >= 900
   if (size > 1) {
     cluster_wait();
-    cluster_merge.merge(sums);
+    cluster_sums.merge(sums);
   }
 #endif
-  if (rank == 0 && thread == kThreads - 1) loss.write(sums);
+  const bool kept = kBulk || split.stash;
+  const auto kept_pack = [&](int k, int v) -> P& { return copy[k * split.slice + (v - begin)]; };
+  const auto load_inputs = [&](int v, P(&packs)[kInputs]) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      packs[k] = kept ? kept_pack(k, v) : P::load(loss.input(k) + vectors.column(v));
+    }
+  };
+  Parts parts;
+  if constexpr (Loss::kSecondPass) {
+    const auto normal = loss.normal(sums);
+#pragma unroll 2
+    for (int v = whole_begin + thread; v < whole_end; v += kThreads) {
+      P packs[kInputs];
+      load_inputs(v, packs);
+      loss.template add_parts<true, kBulk>(normal, parts, packs, vectors.column(v));
+      if constexpr (kBulk && Loss::kCaches) kept_pack(1, v) = packs[1];  // read again by the same thread
+    }
+    if (cut >= 0) {
+      P packs[kInputs];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) packs[k] = cut_packs[k];
+      loss.template add_parts<false, false>(normal, parts, packs, vectors.column(cut));
+    }
+    merge_threads(parts, warp_parts.get(), kThreads);
+#if __CUDA_ARCH__ >= 900
+    if (size > 1) cluster_parts.merge(parts);
+#endif
+  }
+  if (rank == 0 && thread == kThreads - 1) loss.write(sums, parts);
 
   // Phase 3
-  if (loss.output(0) == nullptr) return;
+  if (!loss.has_output()) return;
   if (loss.constant_gradient()) {  // an ignored row, read for its lse only
     fill(static_cast<T>(loss.constant()));
     return;
   }
-  const auto g = loss.finish(sums);
+  const auto g = loss.finish(sums, parts);
   const auto store = [&](int v, P(&packs)[kInputs]) {
+#pragma unroll
     for (int k = 0; k < kInputs; ++k) {
       if (loss.output(k) != nullptr) packs[k].store(loss.output(k) + vectors.column(v));
     }
@@ -167,32 +205,23 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 
   for (; v + (kUnroll - 1) * kThreads < whole_end; v += kUnroll * kThreads) {
     P packs[kUnroll][kInputs];
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) {
-      const P* kept = copy + k * split.slice + (v - begin);
-      const T* from = loss.input(k) + vectors.column(v);
-#pragma unroll
-      for (int j = 0; j < kUnroll; ++j) {
-        packs[j][k] = kBulk || split.stash ? kept[j * kThreads] : P::load(from + j * kThreads * kWidth);
-      }
-    }
+    for (int j = 0; j < kUnroll; ++j) load_inputs(v + j * kThreads, packs[j]);
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
-      loss.template gradient<true>(g, packs[j], vectors.column(v + j * kThreads));
+      loss.template gradient<kBulk>(g, packs[j], vectors.column(v + j * kThreads));
       store(v + j * kThreads, packs[j]);
     }
   }
 #pragma unroll 1
   for (; v < whole_end; v += kThreads) {
     P packs[kInputs];
-    for (int k = 0; k < kInputs; ++k) {
-      packs[k] =
-          kBulk || split.stash ? copy[k * split.slice + (v - begin)] : P::load(loss.input(k) + vectors.column(v));
-    }
-    loss.template gradient<true>(g, packs, vectors.column(v));
+    load_inputs(v, packs);
+    loss.template gradient<kBulk>(g, packs, vectors.column(v));
     store(v, packs);
   }
   if (cut >= 0) {
     loss.template gradient<false>(g, cut_packs, vectors.column(cut));
+#pragma unroll
     for (int k = 0; k < kInputs; ++k) {
       if (loss.output(k) != nullptr) vectors.store(loss.output(k), cut, cut_packs[k]);
     }

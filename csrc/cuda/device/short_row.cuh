@@ -16,12 +16,14 @@ constexpr int kShortRowVectors = 4;  // a thread holds
 /// target's logit comes with the merged sums.
 template <class Loss, class T, int kWidth>
 __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 ? 4 : 2)
-    row_by_group(const __grid_constant__ typename Loss::Params p, const __grid_constant__ Constants constants,
-                 int group) {
+    row_by_group(const __grid_constant__ typename Loss::Params p,
+                 const __grid_constant__ typename Loss::Constants constants, int group) {
   using P = Pack<T, kWidth>;
   using Sums = typename Loss::Sums;
+  using Parts = typename Loss::Parts;
   constexpr int kInputs = Loss::kInputs, kHeld = kShortRowVectors;
   __shared__ SharedSlots<Sums, kShortRowThreads / 32> warp_sums;
+  __shared__ SharedSlots<Parts, kShortRowThreads / 32> warp_parts;
   const int thread = static_cast<int>(threadIdx.x) & (group - 1);
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kShortRowThreads / group) + threadIdx.x / group;
   // Groups beyond the last row repeat it and write nothing: all threads must take part in the merge.
@@ -56,11 +58,25 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 ? 4 : 2)
 
   // Phase 2
   merge_threads(sums, warp_sums.get(), group);
-  if (exists && thread == 0) loss.write(sums);
+  Parts parts;
+  if constexpr (Loss::kSecondPass) {
+    if (loss.needs_row()) {
+      const auto normal = loss.normal(sums);
+#pragma unroll 1
+      for (int j = 0; j < kHeld; ++j) {
+        if (thread + j * group >= vectors.count) break;
+        P one[kInputs];
+        for (int k = 0; k < kInputs; ++k) one[k] = chosen(packs[k], j);
+        loss.template add_parts<false, false>(normal, parts, one, vectors.column(thread + j * group));
+      }
+    }
+    merge_threads(parts, warp_parts.get(), group);
+  }
+  if (exists && thread == 0) loss.write(sums, parts);
 
   // Phase 3
-  if (loss.output(0) == nullptr || !exists) return;
-  const auto g = loss.finish(sums);
+  if (!loss.has_output() || !exists) return;
+  const auto g = loss.finish(sums, parts);
 #pragma unroll 1
   for (int j = 0; j < kHeld; ++j) {
     const int v = thread + j * group;

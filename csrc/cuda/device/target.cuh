@@ -20,6 +20,11 @@ __device__ inline float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ inline float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 /// log2 of a positive float, to a few 1e-8: the exponent, which would cost the result its last bits, is added in
 /// double.
 __device__ inline double log2_exact(float x) {
@@ -31,21 +36,28 @@ __device__ inline double log2_exact(float x) {
 __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 __device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
 
-/// The options as the kernels use them, computed once on the host.
-struct Constants {
-  float uniform;  // smoothing / V
-  float keep;     // 1 - smoothing
+/// A LogitTransform as the kernels use it.
+struct LogitConstants {
   float scale, cap, inverse_cap;
   float k;  // scale * log2(e)
+
+  explicit LogitConstants(const LogitTransform& transform)
+      : scale(static_cast<float>(transform.scale)),
+        cap(static_cast<float>(transform.cap)),
+        inverse_cap(transform.cap == 0.0 ? 0.f : static_cast<float>(1.0 / transform.cap)),
+        k(static_cast<float>(transform.scale) * kLog2E) {}
+};
+
+/// The options as the kernels use them, computed once on the host.
+struct Constants : LogitConstants {
+  float uniform;  // smoothing / V
+  float keep;     // 1 - smoothing
   float z_loss;
 
   Constants(const RowTargets& targets, const LogitTransform& transform, double z_loss, int64_t vocab)
-      : uniform(static_cast<float>(targets.smoothing / static_cast<double>(vocab))),
+      : LogitConstants(transform),
+        uniform(static_cast<float>(targets.smoothing / static_cast<double>(vocab))),
         keep(static_cast<float>(1.0 - targets.smoothing)),
-        scale(static_cast<float>(transform.scale)),
-        cap(static_cast<float>(transform.cap)),
-        inverse_cap(transform.cap == 0.0 ? 0.f : static_cast<float>(1.0 / transform.cap)),
-        k(static_cast<float>(transform.scale) * kLog2E),
         z_loss(static_cast<float>(z_loss)) {}
 };
 
@@ -78,11 +90,11 @@ struct Logit {
   float x, k, slope;
 
   template <class T>
-  __device__ static Logit capped(const Constants& constants, float x) {
+  __device__ static Logit capped(const LogitConstants& constants, float x) {
     const float t = tanh_for<T>(x * constants.scale * constants.inverse_cap);
     return {constants.cap * t, kLog2E, 1.f - t * t};
   }
-  __device__ static Logit plain(const Constants& constants, float x) { return {x, constants.k, 1.f}; }
+  __device__ static Logit plain(const LogitConstants& constants, float x) { return {x, constants.k, 1.f}; }
 };
 
 /// kWidth floats from `from` on; those at and after `count` are 0.
