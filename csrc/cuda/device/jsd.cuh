@@ -23,6 +23,7 @@ struct JsdConstants {
   float student_share, teacher_share;  // of the divergences in the loss: 1 - b and b, at the ends 1 of the one
   float soft, hard;
   bool mixed;        // 0 < b < 1
+  bool comparable;   // equal logits are equal distributions
   bool label_apart;  // the hard part needs a normalizer of its own
 
   static LogitTransform tempered(const LogitTransform& t, double temperature) {
@@ -38,6 +39,7 @@ struct JsdConstants {
         soft(static_cast<float>(p.soft_weight)),
         hard(static_cast<float>(p.hard_weight)),
         mixed(p.beta > 0.0 && p.beta < 1.0),
+        comparable(student.scale == teacher.scale && student.cap == teacher.cap),
         label_apart(p.hard_weight != 0.0 && p.student_temperature != 1.0) {
     if (!mixed) (p.beta == 0.0 ? teacher_share : student_share) = 1.f;
   }
@@ -47,6 +49,7 @@ struct JsdConstants {
 struct JsdSums {
   PowerSum student, teacher, label;
   float student_at = 0.f, teacher_at = 0.f;  // from the one part that has them
+  int differ = 0;                            // 0: both rows are the same bits
 
   template <class Over>
   __device__ void merge(const Over& over) {
@@ -55,6 +58,7 @@ struct JsdSums {
     label.merge(over);
     student_at = over.sum(student_at);
     teacher_at = over.sum(teacher_at);
+    differ = over.any(differ);
   }
 };
 
@@ -107,7 +111,7 @@ struct Jsd {
   /// The student's ratio as a half in place of the teacher's logit: it adds an eighth of a bfloat16's rounding, and
   /// spares the last step a logarithm and an exponential.
   static constexpr bool kCaches = kPlain && std::is_same_v<T, __nv_bfloat16>;
-  static constexpr int kUnroll = kPlain ? 2 : 1;
+  static constexpr int kUnroll = kPlain ? 4 : 1;
 
   const Params& p;
   const Constants& constants;
@@ -140,6 +144,8 @@ struct Jsd {
 
   template <bool kWhole, int kCount, int kWidth, class Column>
   __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[kInputs][kCount], const Column& column) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sums.differ |= difference(packs[0][j], packs[1][j]);
     if constexpr (kPlain) {
       sums.student.add(packs[0], constants.student.k);
       sums.teacher.add(packs[1], constants.teacher.k);
@@ -184,52 +190,65 @@ struct Jsd {
     sums.teacher_at = widen(at.teacher);
   }
 
-  /// From logits to log2 of probabilities: x * k - m2 first, which is exact for large offsets.
+  /// From logits to log2 of probabilities. float32: x * k - m2 first, which is exact for large offsets; low precision
+  /// cannot see how the offset and the normalizer are rounded together.
   struct Normal {
     float student_m2, student_log2, teacher_m2, teacher_log2;
   };
   __device__ Normal normal(const Sums& sums) const {
     return {sums.student.m2, log2f(sums.student.sum), sums.teacher.m2, log2f(sums.teacher.sum)};
   }
-
-  struct Pair {
-    float lq, lp, q, p, log2_m;
-    __device__ float student_ratio() const { return fmaxf(lq - log2_m, kLowestRatio); }
-    __device__ float teacher_ratio() const { return fmaxf(lp - log2_m, kLowestRatio); }
-  };
-  __device__ Pair pair(const Normal& n, const Logit& student, const Logit& teacher) const {
-    Pair r;
-    r.lq = fmaf(student.x, student.k, -n.student_m2) - n.student_log2;
-    r.lp = fmaf(teacher.x, teacher.k, -n.teacher_m2) - n.teacher_log2;
-    r.q = exp2_fast(r.lq);
-    r.p = exp2_fast(r.lp);
-    if (constants.mixed) {
-      constexpr float tiny = 1e-37f;  // both may be 0: their ratios must stay finite
-      const float log2_m = log2_fast(fmaf(1.f - constants.beta, r.q, fmaf(constants.beta, r.p, tiny)));
-      r.log2_m = r.lq == r.lp ? r.lq : log2_m;  // equal probabilities differ by exactly nothing
-    } else {
-      r.log2_m = constants.beta == 0.f ? r.lq : r.lp;
-    }
-    return r;
+  __device__ static float log2_probability(const Logit& z, float m2, float log2) {
+    if constexpr (sizeof(T) == 2) return fmaf(z.x, z.k, -(m2 + log2));
+    return fmaf(z.x, z.k, -m2) - log2;
   }
+  __device__ float student_log2(const Normal& n, float x) const {
+    return log2_probability(logit(constants.student, x), n.student_m2, n.student_log2);
+  }
+  __device__ float teacher_log2(const Normal& n, float x) const {
+    return log2_probability(logit(constants.teacher, x), n.teacher_m2, n.teacher_log2);
+  }
+  /// log2 of m, for 0 < b < 1. Where both are 0 their ratios to it must stay finite.
+  __device__ float log2_of_mixture(float q, float p) const {
+    constexpr float tiny = 1e-37f;
+    return log2_fast(fmaf(1.f - constants.beta, q, fmaf(constants.beta, p, tiny)));
+  }
+  __device__ static float ratio(float log2_x, float log2_m) { return fmaxf(log2_x - log2_m, kLowestRatio); }
 
+  /// The divergences' parts of one vector. With kCache the student's ratios replace the teacher's logits.
   template <bool kWhole, bool kCache, int kWidth>
   __device__ void add_parts(const Normal& n, Parts& parts, Pack<T, kWidth> (&packs)[kInputs], int first) const {
     float xq[kWidth], xp[kWidth], student = 0.f, teacher = 0.f;
     unpack(packs[0], xq);
     unpack(packs[1], xp);
+    const auto counts = [&](int i) { return kWhole || inside(first + i); };
+    if (constants.mixed) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const auto r = pair(n, logit(constants.student, xq[i]), logit(constants.teacher, xp[i]));
-      xp[i] = r.student_ratio();
-      if (kWhole || inside(first + i)) {
-        student = fmaf(r.q, xp[i], student);
-        teacher = fmaf(r.p, r.teacher_ratio(), teacher);
+      for (int i = 0; i < kWidth; ++i) {
+        const float lq = student_log2(n, xq[i]), lp = teacher_log2(n, xp[i]);
+        const float q = exp2_fast(lq), p = exp2_fast(lp), log2_m = log2_of_mixture(q, p);
+        xp[i] = ratio(lq, log2_m);
+        if (counts(i)) {
+          student = fmaf(q, xp[i], student);
+          teacher = fmaf(p, ratio(lp, log2_m), teacher);
+        }
+      }
+      if constexpr (kCache && kCaches) packs[1] = cached(xp);
+    } else if (constants.beta == 0.f) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float lp = teacher_log2(n, xp[i]);
+        if (counts(i)) teacher = fmaf(exp2_fast(lp), ratio(lp, student_log2(n, xq[i])), teacher);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float lq = student_log2(n, xq[i]);
+        if (counts(i)) student = fmaf(exp2_fast(lq), ratio(lq, teacher_log2(n, xp[i])), student);
       }
     }
     parts.student += student;
     parts.teacher += teacher;
-    if constexpr (kCache && kCaches) packs[1] = cached(xp);
   }
   template <int kWidth>
   __device__ static Pack<T, kWidth> cached(const float (&ratio)[kWidth]) {
@@ -252,10 +271,24 @@ struct Jsd {
   };
   __device__ Gradient finish(const Sums& sums, const Parts& parts) const {
     const float upstream = info.upstream(p, row);
+    Gradient g{normal(sums)};
+    g.at_label = upstream * constants.hard * constants.label.scale;
+    if (!same(sums)) add_soft(g, parts, upstream);
+    if (!kPlain && constants.label_apart) {
+      g.of_label = g.at_label;
+      g.label_m2 = sums.label.m2;
+      g.label_log2 = log2f(sums.label.sum);
+    } else {
+      g.of_q += g.at_label;  // the same softmax
+    }
+    return g;
+  }
+  /// Equal distributions have exactly no divergence, however the sums were rounded.
+  __device__ bool same(const Sums& sums) const { return constants.comparable && sums.differ == 0; }
+  __device__ void add_soft(Gradient& g, const Parts& parts, float upstream) const {
     const float by_student = upstream * constants.soft * constants.student.scale;
     const float by_teacher = upstream * constants.soft * constants.teacher.scale;
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
-    Gradient g{normal(sums)};
     if (constants.mixed || constants.beta == 1.f) {
       g.of_ratio = by_student * constants.student_share * ln2;
       g.of_q = -g.of_ratio * parts.student;
@@ -268,15 +301,6 @@ struct Jsd {
     } else {
       g.teacher_p = g.teacher_q = by_teacher;
     }
-    g.at_label = upstream * constants.hard * constants.label.scale;
-    if (!kPlain && constants.label_apart) {
-      g.of_label = g.at_label;
-      g.label_m2 = sums.label.m2;
-      g.label_log2 = log2f(sums.label.sum);
-    } else {
-      g.of_q += g.at_label;  // the same softmax
-    }
-    return g;
   }
 
   template <bool kCached, int kWidth>
@@ -288,38 +312,50 @@ struct Jsd {
         from_cache(packs[1], xp);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          const float lq = fmaf(xq[i], constants.student.k, -g.normal.student_m2) - g.normal.student_log2;
-          xq[i] = exp2_fast(lq) * fmaf(xp[i], g.of_ratio, g.of_q);
+          xq[i] = exp2_fast(student_log2(g.normal, xq[i])) * fmaf(xp[i], g.of_ratio, g.of_q);
         }
         packs[0] = packed<T, kWidth>(xq);
         return;
       }
     }
     unpack(packs[1], xp);
+    if (kPlain && !constants.mixed) {
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const auto by = gradient_values(g, xq[i], xp[i]);
-      xq[i] = by.student;
-      xp[i] = by.teacher;
+      for (int i = 0; i < kWidth; ++i) {
+        const float lq = student_log2(g.normal, xq[i]), lp = teacher_log2(g.normal, xp[i]);
+        if (constants.beta == 0.f) {
+          xq[i] = fmaf(exp2_fast(lq), g.of_q, -exp2_fast(lp) * g.of_p);
+        } else {
+          xq[i] = exp2_fast(lq) * fmaf(ratio(lq, lp), g.of_ratio, g.of_q);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto by = gradient_values(g, xq[i], xp[i]);
+        xq[i] = by.student;
+        xp[i] = by.teacher;
+      }
+      if constexpr (!kPlain) packs[1] = packed<T, kWidth>(xp);
     }
     packs[0] = packed<T, kWidth>(xq);
-    if constexpr (!kPlain) packs[1] = packed<T, kWidth>(xp);
   }
 
   struct ByLogit {
     float student, teacher;
   };
   __device__ ByLogit gradient_values(const Gradient& g, float student, float teacher) const {
-    const auto zq = logit(constants.student, student), zp = logit(constants.teacher, teacher);
-    const auto r = pair(g.normal, zq, zp);
-    float by_student = fmaf(r.q, fmaf(r.student_ratio(), g.of_ratio, g.of_q), -r.p * g.of_p);
+    const float lq = student_log2(g.normal, student), lp = teacher_log2(g.normal, teacher);
+    const float q = exp2_fast(lq), p = exp2_fast(lp);
+    const float log2_m = constants.mixed ? log2_of_mixture(q, p) : constants.beta == 0.f ? lq : lp;
+    float by_student = fmaf(q, fmaf(ratio(lq, log2_m), g.of_ratio, g.of_q), -p * g.of_p);
     if constexpr (kPlain) return {by_student, 0.f};
     if (constants.label_apart) {
       const auto z = logit(constants.label, student);
       by_student = fmaf(g.of_label, exp2_fast(fmaf(z.x, z.k, -g.label_m2) - g.label_log2), by_student);
     }
-    const float by_teacher = fmaf(r.p, fmaf(r.teacher_ratio(), g.teacher_ratio, g.teacher_p), -r.q * g.teacher_q);
-    return {by_student * zq.slope, by_teacher * zp.slope};
+    const float by_teacher = fmaf(p, fmaf(ratio(lp, log2_m), g.teacher_ratio, g.teacher_p), -q * g.teacher_q);
+    return {by_student * logit(constants.student, student).slope, by_teacher * logit(constants.teacher, teacher).slope};
   }
 
   /// The gradient of the label's column, if it lies in [begin, end). Its vector has been written.
@@ -335,7 +371,7 @@ struct Jsd {
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
     float soft = 0.f, hard = 0.f;
     if (needs_row()) {
-      soft = (constants.student_share * parts.student + constants.teacher_share * parts.teacher) * ln2;
+      if (!same(sums)) soft = (constants.student_share * parts.student + constants.teacher_share * parts.teacher) * ln2;
       if (info.index >= 0) {
         const auto& sum = !kPlain && constants.label_apart ? sums.label : sums.student;
         const auto z = logit(constants.label, sums.student_at);
@@ -380,7 +416,9 @@ struct JsdOfLogProbs : Jsd<T, false> {
   __device__ Early read_early(int, int) const { return {}; }
   __device__ void add_early(Sums&, Early) const {}
   __device__ Gradient finish(const Sums&, NoParts) const {
-    auto g = Base::finish(JsdSums{}, JsdParts{});
+    JsdSums unknown;
+    unknown.differ = 1;
+    auto g = Base::finish(unknown, JsdParts{});
     g.normal = Normal{};
     if (this->constants.beta == 1.f) g.of_q = g.of_ratio * kLog2E;
     if (this->constants.beta == 0.f) {
@@ -391,7 +429,11 @@ struct JsdOfLogProbs : Jsd<T, false> {
     }
     return g;
   }
-  __device__ void write(const Sums& sums, NoParts) const { Base::write(JsdSums{}, sums); }
+  __device__ void write(const Sums& sums, NoParts) const {
+    JsdSums unknown;
+    unknown.differ = 1;
+    Base::write(unknown, sums);
+  }
   __device__ void write_target(const Gradient&, const Sums&, int, int) const {}
 };
 

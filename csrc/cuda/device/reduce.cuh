@@ -1,6 +1,7 @@
 // Reductions over lanes, a CTA and a cluster, each in a fixed order. A State says how it is reduced by a member
 //   template <class Over> void merge(const Over& over)
-// that replaces each of its values by over.sum(value), over.max(value) or over.min(value); State{} is neutral.
+// that replaces each of its values by over.sum(value), over.max(value), over.min(value) or over.any(value); State{} is
+// neutral.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -46,6 +47,9 @@ struct OverLanes {
   }
   __device__ float max(float x) const {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
+  }
+  __device__ int any(int x) const {
+    return reduce(x, [](int a, int b) { return a | b; });
   }
   __device__ int min(int x) const {
     return reduce(x, [](int a, int b) { return a < b ? a : b; });

@@ -31,7 +31,7 @@ struct RowSplit {
 /// The gradient may overwrite the logits: a CTA touches only its own slice of them, and its barrier in phase 2 lies
 /// between all reads of phase 1 and the first write. In a second read a thread reads each vector before it writes it.
 template <class Loss, class T, int kWidth, bool kBulk>
-__global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 ? 4 : 3)
+__global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && Loss::kInputs == 1 ? 4 : 3)
     row_by_cluster(const __grid_constant__ typename Loss::Params p,
                    const __grid_constant__ typename Loss::Constants constants, const RowSplit split) {
   using P = Pack<T, kWidth>;

@@ -15,7 +15,7 @@ constexpr int kShortRowVectors = 4;  // a thread holds
 /// phases. The gradient may overwrite the logits: each thread has read its own vectors before it writes them, and the
 /// target's logit comes with the merged sums.
 template <class Loss, class T, int kWidth>
-__global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 ? 4 : 2)
+__global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::kInputs == 1 ? 4 : 2)
     row_by_group(const __grid_constant__ typename Loss::Params p,
                  const __grid_constant__ typename Loss::Constants constants, int group) {
   using P = Pack<T, kWidth>;
