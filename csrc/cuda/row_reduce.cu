@@ -29,12 +29,11 @@ __device__ float narrow_or_nan(double value, bool nan) {
 
 template <class Value>
 __device__ Totals total_rows(int64_t rows, const Value& value) {
-  __shared__ device::SharedSlots<Totals, kThreads / 32> warp_totals;
-  __shared__ device::ClusterMerge<Totals> cluster_merge;
+  __shared__ device::RowMerge<Totals, kThreads / 32> merge;
 #if __CUDA_ARCH__ >= 900
   if (device::cluster_size() > 1) {
     if (threadIdx.x == 0) {
-      cluster_merge.init();
+      merge.init();
       device::Arrival::fence_init();
     }
     device::cluster_arrive();
@@ -44,13 +43,10 @@ __device__ Totals total_rows(int64_t rows, const Value& value) {
   const int64_t threads = static_cast<int64_t>(kThreads) * device::cluster_size();
 #pragma unroll 4
   for (int64_t n = device::cluster_rank() * kThreads + threadIdx.x; n < rows; n += threads) value(n, totals);
-  device::merge_threads(totals, warp_totals.get(), kThreads);
 #if __CUDA_ARCH__ >= 900
-  if (device::cluster_size() > 1) {
-    device::cluster_wait();
-    cluster_merge.merge(totals);
-  }
+  if (device::cluster_size() > 1) device::cluster_wait();
 #endif
+  merge.merge(totals, [](Totals&) {});
   return totals;
 }
 

@@ -46,8 +46,10 @@ struct JsdConstants {
 };
 
 /// Over part of a row: both normalizers, the one of the hard part, and the logits at the label.
+template <bool kPlain>
 struct JsdSums {
-  PowerSum student, teacher, label;
+  PowerSum student, teacher;
+  std::conditional_t<kPlain, NoParts, PowerSum> label;
   float student_at = 0.f, teacher_at = 0.f;  // from the one part that has them
   int differ = 0;                            // 0: both rows are the same bits
 
@@ -103,7 +105,7 @@ template <class T, bool kPlain>
 struct Jsd {
   using Params = RowJsd;
   using Constants = JsdConstants;
-  using Sums = JsdSums;
+  using Sums = JsdSums<kPlain>;
   using Parts = JsdParts;
   static constexpr int kInputs = 2;
   static constexpr bool kBulk = kPlain;
@@ -274,13 +276,15 @@ struct Jsd {
     Gradient g{normal(sums)};
     g.at_label = upstream * constants.hard * constants.label.scale;
     if (!same(sums)) add_soft(g, parts, upstream);
-    if (!kPlain && constants.label_apart) {
-      g.of_label = g.at_label;
-      g.label_m2 = sums.label.m2;
-      g.label_log2 = log2f(sums.label.sum);
-    } else {
-      g.of_q += g.at_label;  // the same softmax
+    if constexpr (!kPlain) {
+      if (constants.label_apart) {
+        g.of_label = g.at_label;
+        g.label_m2 = sums.label.m2;
+        g.label_log2 = log2f(sums.label.sum);
+        return g;
+      }
     }
+    g.of_q += g.at_label;  // the same softmax
     return g;
   }
   /// Equal distributions have exactly no divergence, however the sums were rounded.
@@ -366,6 +370,10 @@ struct Jsd {
     output(0)[c] = static_cast<T>(fmaf(-g.at_label, logit(constants.label, sums.student_at).slope, others));
   }
 
+  __device__ float label_loss(const PowerSum& sum, const Sums& sums) const {
+    const auto z = logit(constants.label, sums.student_at);
+    return (log2f(sum.sum) - fmaf(z.x, z.k, -sum.m2)) * static_cast<float>(kInverseLog2E);
+  }
   /// The row's outputs, by one thread.
   __device__ void write(const Sums& sums, const Parts& parts) const {
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
@@ -373,9 +381,10 @@ struct Jsd {
     if (needs_row()) {
       if (!same(sums)) soft = (constants.student_share * parts.student + constants.teacher_share * parts.teacher) * ln2;
       if (info.index >= 0) {
-        const auto& sum = !kPlain && constants.label_apart ? sums.label : sums.student;
-        const auto z = logit(constants.label, sums.student_at);
-        hard = (log2f(sum.sum) - fmaf(z.x, z.k, -sum.m2)) * ln2;
+        hard = label_loss(sums.student, sums);
+        if constexpr (!kPlain) {
+          if (constants.label_apart) hard = label_loss(sums.label, sums);
+        }
       }
     } else if (!info.in_range) {
       soft = hard = not_a_number();
@@ -416,7 +425,7 @@ struct JsdOfLogProbs : Jsd<T, false> {
   __device__ Early read_early(int, int) const { return {}; }
   __device__ void add_early(Sums&, Early) const {}
   __device__ Gradient finish(const Sums&, NoParts) const {
-    JsdSums unknown;
+    JsdSums<false> unknown;
     unknown.differ = 1;
     auto g = Base::finish(unknown, JsdParts{});
     g.normal = Normal{};
@@ -430,7 +439,7 @@ struct JsdOfLogProbs : Jsd<T, false> {
     return g;
   }
   __device__ void write(const Sums& sums, NoParts) const {
-    JsdSums unknown;
+    JsdSums<false> unknown;
     unknown.differ = 1;
     Base::write(unknown, sums);
   }

@@ -49,6 +49,7 @@ struct OverLanes {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
   }
   __device__ int any(int x) const {
+    if (group == 32) return static_cast<int>(__reduce_or_sync(~0u, static_cast<unsigned>(x)));
     return reduce(x, [](int a, int b) { return a | b; });
   }
   __device__ int min(int x) const {
@@ -85,34 +86,57 @@ __device__ inline int cluster_size() {
 #endif
 }
 
-/// Shared memory through which the CTAs of a cluster (a power of 2 of them) merge their States, once. Each CTA stores
-/// its own into every other's slots. No CTA leaves before it has got all of them, and none is sent anything later: so
-/// shared memory of CTAs that have left is not touched.
-template <class State>
-class ClusterMerge {
+/// Shared memory through which the threads of a cluster's CTAs (a power of 2 of them, of kWarps warps each) merge their
+/// States, once. One warp of each CTA does what lies above the warps, while the others leave the pipes to other CTAs.
+/// Each CTA stores its own State into every other's slots. No CTA leaves before it has got all of them, and none is
+/// sent anything later: so shared memory of CTAs that have left is not touched.
+template <class State, int kWarps>
+class RowMerge {
  public:
-  /// By one thread; Arrival::fence_init() and a barrier of the cluster must follow.
+  /// By one thread; Arrival::fence_init() and a barrier of the cluster must follow, unless it is a single CTA.
   __device__ void init() { arrival_.init(); }
 
-  /// Every thread brings its CTA's state and gets the cluster's.
-  __device__ void merge(State& state) {
-    const int size = cluster_size(), thread = static_cast<int>(threadIdx.x);
-    if (thread == 0) arrival_.expect(size * kBytes);
-    if (thread < size) {
+  /// Every thread brings its state and gets the cluster's. `add(state)` adds, in all lanes of a warp, what a CTA has
+  /// beside its threads' states.
+  template <class Add>
+  __device__ void merge(State& state, const Add& add) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    State* states = warp_states_.get();
+    state.merge(OverLanes{32});
+    if (lane == 0) states[warp] = state;
+    __syncthreads();
+    if (warp == 0) {
+      state = states[lane & (kWarps - 1)];
+      state.merge(OverLanes{kWarps});
+      add(state);
+      if (cluster_size() > 1) merge_cluster(state, lane);
+      if (lane == 0) states[0] = state;
+    }
+    __syncthreads();
+    state = states[0];
+  }
+
+ private:
+  __device__ void merge_cluster(State& state, int lane) {
+#if __CUDA_ARCH__ >= 900
+    const int size = cluster_size();
+    if (lane == 0) arrival_.expect(size * kBytes);
+    if (lane < size) {
       uint4 words[kBytes / 16] = {};
       memcpy(words, &state, sizeof(State));
-      const uint32_t slot = remote_address(slots_[cluster_rank()], thread);
-      const uint32_t arrival = remote_address(&arrival_, thread);
+      const uint32_t slot = remote_address(slots_[cluster_rank()], lane);
+      const uint32_t arrival = remote_address(&arrival_, lane);
 #pragma unroll
       for (int i = 0; i < kBytes / 16; ++i) store_counted(slot + 16 * i, words[i], arrival);
     }
     arrival_.wait();
-    memcpy(&state, slots_[thread & (size - 1)], sizeof(State));
+    memcpy(&state, slots_[lane & (size - 1)], sizeof(State));
     state.merge(OverLanes{size});
+#endif
   }
 
- private:
   static constexpr int kBytes = (sizeof(State) + 15) / 16 * 16;
+  SharedSlots<State, kWarps> warp_states_;
   uint4 slots_[kMaxCluster][kBytes / 16];
   Arrival arrival_;
 };

@@ -41,10 +41,8 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
   constexpr int kThreads = kRowThreads;
   constexpr int kUnroll = Loss::kUnroll;  // vectors in flight a thread
   extern __shared__ __align__(128) unsigned char shared_bytes[];
-  __shared__ SharedSlots<Sums, kThreads / 32> warp_sums;
-  __shared__ SharedSlots<Parts, kThreads / 32> warp_parts;
-  __shared__ ClusterMerge<Sums> cluster_sums;
-  __shared__ ClusterMerge<Parts> cluster_parts;
+  __shared__ RowMerge<Sums, kThreads / 32> merge_sums;
+  __shared__ RowMerge<Parts, kThreads / 32> merge_parts;
   __shared__ Arrival arrivals[kMaxChunks];
   P* copy = reinterpret_cast<P*>(shared_bytes);
 
@@ -69,8 +67,8 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
 
   if (thread == 0) {
 #if __CUDA_ARCH__ >= 900
-    cluster_sums.init();
-    if constexpr (Loss::kSecondPass) cluster_parts.init();
+    merge_sums.init();
+    if constexpr (Loss::kSecondPass) merge_parts.init();
     if constexpr (kBulk) {
       for (int i = 0; i < kMaxChunks; ++i) arrivals[i].init();
     }
@@ -104,7 +102,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     for (int k = 0; k < kInputs; ++k) cut_packs[k] = vectors.load(loss.input(k), cut, lowest_pad<T>());
   }
   typename Loss::Early early{};
-  if (thread == 0) early = loss.read_early(vectors.column(begin), vectors.column(end));
+  if (thread < 32) early = loss.read_early(vectors.column(begin), vectors.column(end));
   int waited = begin;
   for (int v = whole_begin + thread, chunk = 0; v < whole_end; v += kUnroll * kThreads) {
     if constexpr (kBulk) {
@@ -146,16 +144,12 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     for (int k = 0; k < kInputs; ++k) packs[k][0] = cut_packs[k];
     loss.template add<false>(sums, packs, [&](int) { return vectors.column(cut); });
   }
-  if (thread == 0) loss.add_early(sums, early);
 
   // Phase 2
-  merge_threads(sums, warp_sums.get(), kThreads);
 #if __CUDA_ARCH__ >= 900
-  if (size > 1) {
-    cluster_wait();
-    cluster_sums.merge(sums);
-  }
+  if (size > 1) cluster_wait();
 #endif
+  merge_sums.merge(sums, [&](Sums& merged) { loss.add_early(merged, early); });
   const bool kept = kBulk || split.stash;
   const auto kept_pack = [&](int k, int v) -> P& { return copy[k * split.slice + (v - begin)]; };
   const auto load_inputs = [&](int v, P(&packs)[kInputs]) {
@@ -180,10 +174,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
       for (int k = 0; k < kInputs; ++k) packs[k] = cut_packs[k];
       loss.template add_parts<false, false>(normal, parts, packs, vectors.column(cut));
     }
-    merge_threads(parts, warp_parts.get(), kThreads);
-#if __CUDA_ARCH__ >= 900
-    if (size > 1) cluster_parts.merge(parts);
-#endif
+    merge_parts.merge(parts, [](Parts&) {});
   }
   if (rank == 0 && thread == kThreads - 1) loss.write(sums, parts);
 
