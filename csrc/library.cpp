@@ -75,6 +75,25 @@ TORCH_LIBRARY(fusegrad, m) {
              "float logit_scale, int? workspace_mib, bool[3] needs_grad) "
              "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
+  // --- Jensen-Shannon divergence ---------------------------------------------------------------------------
+  const std::string divergence_options =
+      "Tensor? labels=None, Tensor? token_weight=None, Tensor? normalizer=None, float beta=0.5, float temperature=1.0, "
+      "int? ignore_index=None, str reduction='batchmean', str tail='bucket', float soft_weight=1.0, "
+      "float hard_weight=0.0, int aux=0";
+  // The same after the checks, see JsdSettings and JsdRows in ops/jsd_settings.h. A top-k teacher is [N, K] acc.
+  const std::string divergence_rows =
+      "Tensor? teacher_index, Tensor? labels, Tensor? token_weight, Tensor? normalizer, float[] numbers, "
+      "bool log_probs, bool renormalize, int ignore_index, int reduction, int aux";
+  // `stats` is [k, N] acc: the soft and the hard loss, as `aux` asks for them.
+  const std::string divergence_returns = "Tensor loss, Tensor stats, Tensor scales";
+  define_pair(m, "jsd", "student",
+              "Tensor teacher, *, Tensor? teacher_indices=None, " + divergence_options + ", bool log_probs=False",
+              loss_returns);
+  // Gradients for an upstream gradient of 1, where `needs_grad` (student, teacher) says so and empty otherwise; the
+  // in-place twin writes the student's over the student and returns it empty.
+  define_pair(m, "jsd_forward", "student", "Tensor teacher, " + divergence_rows + ", bool[2] needs_grad",
+              "(" + divergence_returns + ", Tensor grad_student, Tensor grad_teacher)");
+
   // --- shared ----------------------------------------------------------------------------------------------
   // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.
   // In place, rows whose factor is 1 are not touched.

@@ -27,6 +27,15 @@ inline RowOutputs from_visible(const torch::autograd::variable_list& out) {
   return {out[0], out[1], out[2], out[3], {}};
 }
 
+inline torch::autograd::variable_list visible(const JsdOutputs& out, const JsdSettings& settings) {
+  if (settings.aux == 0) return {out.loss};
+  return {out.loss, out.stats};
+}
+
+inline JsdOutputs from_visible_jsd(const torch::autograd::variable_list& out) {
+  return {out[0], out.size() == 1 ? at::Tensor() : out[1], {}};
+}
+
 /// The upstream gradient of lse, undefined where there is none.
 inline at::Tensor lse_gradient(const torch::autograd::variable_list& grads) {
   return grads.size() > 1 ? grads[1] : at::Tensor();

@@ -75,6 +75,22 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad_loss, const Ten
               options.z_loss, options.softcap, linear.logit_scale, linear.workspace_mib, needs_grad));
 }
 
+std::pair<JsdOutputs, std::array<Tensor, 2>> jsd_forward(const Tensor& student, const Tensor& teacher,
+                                                         const JsdRows& rows, const JsdSettings& settings,
+                                                         std::array<bool, 2> needs_grad, bool inplace) {
+  using Signature =
+      JsdTuple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+               const OptionalTensor&, at::ArrayRef<double>, bool, bool, int64_t, int64_t, int64_t, std::array<bool, 2>);
+  static const auto functional = handle<Signature>("fusegrad::jsd_forward");
+  static const auto mutating = handle<Signature>("fusegrad::jsd_forward_");
+  auto [loss, stats, scales, grad_student, grad_teacher] =
+      (inplace ? mutating : functional)
+          .call(student, teacher, rows.teacher_index, rows.labels, rows.token_weight, rows.normalizer,
+                settings.numbers(), settings.log_probs, settings.renormalize, settings.ignore_index, settings.reduction,
+                settings.aux, needs_grad);
+  return {{loss, stats, scales}, {grad_student, grad_teacher}};
+}
+
 Tensor scale_gradient(const Tensor& gradient, const Tensor& scale, const OptionalTensor& factor) {
   static const auto op =
       handle<Tensor(const Tensor&, const Tensor&, const OptionalTensor&)>("fusegrad::scale_gradient");

@@ -3,5 +3,6 @@
 
 #include "fusegrad/check_targets.h"
 #include "fusegrad/cross_entropy.h"
+#include "fusegrad/jsd.h"
 #include "fusegrad/linear_cross_entropy.h"
 #include "fusegrad/options.h"
