@@ -64,6 +64,15 @@ inline std::optional<at::Tensor> optional_of(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
+/// Which gradients of a linear loss are wanted. Inside Function::forward nothing requires grad any more: asked here, by
+/// the arguments themselves.
+inline std::array<bool, 3> wanted_gradients(const at::Tensor& input, const at::Tensor& weight,
+                                            const std::optional<at::Tensor>& bias) {
+  const bool enabled = at::GradMode::is_enabled();
+  return {enabled && input.requires_grad(), enabled && weight.requires_grad(),
+          enabled && bias.has_value() && bias->requires_grad()};
+}
+
 /// The factor that the forward left out of a saved gradient: it applies 1 / D itself, but for float16, whose range
 /// is too small for it (see RowScales).
 inline std::optional<at::Tensor> deferred_factor(const at::Tensor& scales, at::ScalarType dtype) {

@@ -343,6 +343,8 @@ class JsdRows {
     const double log_total = std::log(total), log_mass = p.renormalize ? std::log(mass) : 0;
     // Where the K are all columns, what is missing to 1 belongs to none.
     const double rest = p.renormalize || count == p.cols || mass > 1 ? 0 : 1 - mass;
+    // The student's gradient holds for any p: log-probabilities that were rounded do not sum to 1.
+    const double p_sum = p.renormalize ? 1 : mass + rest;
     const double b = p.beta;
     double soft = 0, mean = 0;
     for (int64_t k = 0; k <= count; ++k) {
@@ -354,22 +356,21 @@ class JsdRows {
         const double d = t - q, m = q + b * d;
         of_q = q > 0 ? q * log_ratio_of(q / m, -b * d / m) : 0;
         soft += (1 - b) * of_q + (t > 0 ? b * t * log_ratio_of(t / m, (1 - b) * d / m) : 0);
-        mean += of_q + b * d;
       } else if (b == 0) {
         soft += t > 0 ? t * (log_p - log_q) : 0;
       } else {
         of_q = q > 0 ? q * (log_q - log_p) : 0;
         soft += of_q;
       }
+      mean += of_q;
       buffers.top_q[k] = q;
-      buffers.gradient[k] = b == 0 ? q - t : of_q;
+      buffers.gradient[k] = b == 0 ? q * p_sum - t : of_q;
     }
-    if (between) {
+    if (b != 0) {
+      const double scale_of_q = between ? 1 - b : 1;
       for (int64_t k = 0; k <= count; ++k) {
-        buffers.gradient[k] = (1 - b) * (buffers.gradient[k] - buffers.top_q[k] * mean);
+        buffers.gradient[k] = scale_of_q * (buffers.gradient[k] - buffers.top_q[k] * mean);
       }
-    } else if (b == 1) {
-      for (int64_t k = 0; k <= count; ++k) buffers.gradient[k] -= buffers.top_q[k] * soft;
     }
     return soft;
   }

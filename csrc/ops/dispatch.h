@@ -58,6 +58,14 @@ struct LinearOptions {
   double logit_scale = 1.0;
   std::optional<at::ScalarType> accumulate_dtype;
   std::optional<int64_t> workspace_mib;
+  std::optional<int64_t> vocab_size;  // only the first so many rows of the weights count
+};
+
+/// linear_jsd's teacher: hidden states [N, H] and their head, or a top-k teacher's log-probabilities [N, K] acc.
+struct JsdTeacher {
+  at::Tensor input;
+  std::optional<at::Tensor> weight;
+  std::optional<at::Tensor> bias;
 };
 
 /// Rows of a divergence's `stats`.
@@ -91,6 +99,16 @@ LinearGradients linear_cross_entropy_backward(const at::Tensor& grad_loss, const
 std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const at::Tensor& student, const at::Tensor& teacher,
                                                              const JsdRows& rows, const JsdSettings& settings,
                                                              std::array<bool, 2> needs_grad, bool inplace);
+
+std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const at::Tensor& input, const at::Tensor& weight,
+                                                          const std::optional<at::Tensor>& bias,
+                                                          const JsdTeacher& teacher, const JsdRows& rows,
+                                                          const JsdSettings& settings, const LinearOptions& linear,
+                                                          std::array<bool, 3> needs_grad, bool inplace);
+LinearGradients linear_jsd_backward(const at::Tensor& grad_loss, const at::Tensor& input, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias, const JsdTeacher& teacher,
+                                    const JsdRows& rows, const at::Tensor& scales, const JsdSettings& settings,
+                                    const LinearOptions& linear, std::array<bool, 3> needs_grad);
 
 at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);
 void scale_gradient_(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);

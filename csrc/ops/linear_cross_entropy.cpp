@@ -20,7 +20,7 @@ LinearOptions make_linear_options(const char* op, const Tensor& weight, double l
                                   std::optional<int64_t> workspace_mib) {
   FUSEGRAD_CHECK_VALUE(std::isfinite(logit_scale), op, "logit_scale must be a finite number, but got ", logit_scale);
   check_budget(op, "linear_weight", weight, accumulate_dtype, workspace_mib);
-  return {logit_scale, accumulate_dtype, workspace_mib};
+  return {logit_scale, accumulate_dtype, workspace_mib, std::nullopt};
 }
 
 template <bool inplace>

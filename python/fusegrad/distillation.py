@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .functional import _normalizer
 
-__all__ = ["JSDAux", "JSDAuxOutput", "jsd"]
+__all__ = ["JSDAux", "JSDAuxOutput", "jsd", "linear_jsd"]
 
 JSDReduction = Literal["none", "sum", "mean", "batchmean"]
 Tail = Literal["bucket", "renormalize"]
@@ -129,5 +129,104 @@ def jsd(
         hard_weight=hard_weight,
         aux=_aux_bits(return_aux),
         log_probs=log_probs,
+    )
+    return _result(out, return_aux)
+
+
+def linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor | tuple[Tensor, Tensor],
+    teacher_weight: Tensor | None = None,
+    *,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    labels: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    ignore_index: int | None = None,
+    reduction: JSDReduction = "batchmean",
+    tail: Tail = "bucket",
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    vocab_size: int | None = None,
+    inplace: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    workspace_mib: int | None = None,
+    return_aux: JSDAux | None = None,
+) -> Any:
+    r""":func:`jsd` of two linear heads without ever holding all logits of either.
+
+    Each side's logits are z = softcap(logit_scale * (input @ weight.T + bias)). The student's gradients are computed in
+    the forward, chunk by chunk, and scaled in the backward: any number of backwards gives bitwise the same. With
+    reduction 'none' and with ``workspace_mib=0`` the backward computes both sides' logits again instead. The teacher is
+    a constant: a part of it that requires grad is an error.
+
+    Each side's products run in its input's dtype (autocast's under autocast), to which its weight and bias are rounded,
+    and the teacher's logits are rounded to the dtype of the student's. The student's gradients have their own tensors'
+    dtypes. On the CPU the products of bfloat16 and float16 run in float32.
+
+    Args:
+        student_input: hidden states ``[..., H]``; float32, bfloat16, float16 (float64 on the CPU).
+        student_weight: ``[V, H]``, the same dtypes.
+        teacher_input: hidden states ``[..., H']``; or a pair ``(log_probs, indices)`` as :func:`jsd` takes it.
+        teacher_weight: ``[V, H']``; None with a top-k teacher.
+        student_bias, teacher_bias: ``[V]``.
+        labels, token_weight, normalizer, beta, ignore_index, reduction, tail, soft_weight, hard_weight: as in
+            :func:`jsd`.
+        temperature, teacher_temperature: divide the logits of the student and of the teacher; the teacher's is the
+            student's where it is None.
+        student_softcap, teacher_softcap: z = softcap * tanh(z / softcap).
+        student_logit_scale, teacher_logit_scale: factors of the logits, before the softcaps.
+        vocab_size: only the first so many rows of the weights and biases count, for vocabularies that are padded
+            differently; the gradients of the others are zero.
+        inplace: permission to overwrite ``student_input`` with its gradient, under the checks of :func:`cross_entropy`.
+        accumulate_dtype, workspace_mib: as in :func:`linear_cross_entropy`, for the student's weight.
+        return_aux: also return these per-row values.
+
+    Returns:
+        The loss, float32 (float64 for float64): 0-d, or one value a row for 'none'. With ``return_aux``,
+        ``(loss, JSDAuxOutput)``.
+
+    Raises:
+        ValueError, TypeError, IndexError: as :func:`jsd`, under this op's name.
+    """
+    ops = torch.ops.fusegrad
+    op = ops.linear_jsd_.default if inplace else ops.linear_jsd.default
+    teacher_input, indices = (teacher_input, None) if isinstance(teacher_input, Tensor) else teacher_input
+    out = op(
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        teacher_indices=indices,
+        student_bias=student_bias,
+        teacher_bias=teacher_bias,
+        labels=labels,
+        token_weight=token_weight,
+        normalizer=_normalizer(normalizer, student_input),
+        beta=beta,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        tail=tail,
+        soft_weight=soft_weight,
+        hard_weight=hard_weight,
+        aux=_aux_bits(return_aux),
+        teacher_temperature=teacher_temperature,
+        student_softcap=student_softcap,
+        teacher_softcap=teacher_softcap,
+        student_logit_scale=student_logit_scale,
+        teacher_logit_scale=teacher_logit_scale,
+        vocab_size=vocab_size,
+        accumulate_dtype=accumulate_dtype,
+        workspace_mib=workspace_mib,
     )
     return _result(out, return_aux)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["cross_entropy", "jsd", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd"]
 
 
 def cross_entropy(
@@ -99,8 +99,9 @@ def _divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return (1 - beta) * _kl(log_q, log_m) + beta * _kl(log_p, log_m)
 
 
-def _in_buckets(log_q: Tensor, log_probs: Tensor, indices: Tensor, tail: str) -> tuple[Tensor, Tensor]:
+def _in_buckets(log_q: Tensor, teacher: tuple[Tensor, Tensor], tail: str) -> tuple[Tensor, Tensor]:
     """Log-probabilities over a top-k teacher's K columns and one more for all others, [N, K + 1] each."""
+    log_probs, indices = teacher
     vocab = log_q.shape[-1]
     outside = torch.ones_like(log_q, dtype=torch.bool).scatter_(-1, indices, False)
     rest = log_q.masked_fill(~outside, -torch.inf)
@@ -140,7 +141,7 @@ def jsd(
         teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
         log_p = teacher if log_probs else (teacher / teacher_temperature).log_softmax(-1)
     else:
-        log_q, log_p = _in_buckets(log_q, *teacher, tail)
+        log_q, log_p = _in_buckets(log_q, teacher, tail)
     soft = _divergence(log_q, log_p, beta)
     ignore = -100 if ignore_index is None else ignore_index
     kept = torch.ones_like(soft, dtype=torch.bool) if labels is None else labels != ignore
@@ -161,3 +162,34 @@ def jsd(
     if reduction == "mean":
         divisor = divisor * student.shape[-1]
     return rows.sum() / divisor, aux
+
+
+def linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor | tuple[Tensor, Tensor],
+    teacher_weight: Tensor | None = None,
+    *,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    upcast: bool = False,
+    **options: object,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and aux values of :func:`fusegrad.linear_jsd`. ``upcast``: the divergence of float32 logits."""
+
+    def logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+        z = scale * F.linear(x, w[:vocab_size], None if b is None else b[:vocab_size])
+        z = z.float() if upcast else z
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+    student = logits(student_input, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = teacher_input
+    if isinstance(teacher, Tensor):
+        assert teacher_weight is not None
+        teacher = logits(teacher, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    return jsd(student, teacher, **options)  # type: ignore[arg-type]

@@ -120,6 +120,7 @@ class Distillation:
     labels: bool = False
     token_weight: bool = False
     top_k: int = 0
+    bias: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -175,6 +176,28 @@ DISTILLATION_LOGITS = [
     Distillation("log_probs", {"log_probs": True}),
     Distillation("log_probs, forward KL", {"log_probs": True, "beta": 0.0, "reduction": "none"}),
     Distillation("log_probs, reverse KL", {"log_probs": True, "beta": 1.0}, labels=True),
+]
+
+# Those of linear_jsd alone.
+DISTILLATION_LINEAR = [
+    Distillation("bias", bias=True),
+    Distillation("bias, none", {"reduction": "none"}, labels=True, bias=True),
+    Distillation("temperatures", {"temperature": 2.0, "teacher_temperature": 0.7}),
+    Distillation(
+        "softcaps and scales",
+        {"student_softcap": 3.0, "teacher_softcap": 4.0, "student_logit_scale": 0.5, "teacher_logit_scale": 1.5},
+    ),
+    Distillation(
+        "softcap, hard, none",
+        {"student_softcap": 3.0, "student_logit_scale": -2.0, "hard_weight": 0.5, "reduction": "none"},
+        labels=True,
+        bias=True,
+    ),
+    Distillation("softcap, hard, top-k", {"student_softcap": 3.0, "hard_weight": 0.5}, labels=True, top_k=4),
+    Distillation("vocab_size", {"vocab_size": 4, "hard_weight": 0.5}, labels=True),
+    Distillation("least workspace", {"workspace_mib": 0}, bias=True),
+    Distillation("small workspace", {"workspace_mib": 1}, token_weight=True, bias=True),
+    Distillation("large workspace", {"workspace_mib": 1024}, top_k=3),
 ]
 
 

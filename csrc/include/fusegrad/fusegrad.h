@@ -5,4 +5,5 @@
 #include "fusegrad/cross_entropy.h"
 #include "fusegrad/jsd.h"
 #include "fusegrad/linear_cross_entropy.h"
+#include "fusegrad/linear_jsd.h"
 #include "fusegrad/options.h"
