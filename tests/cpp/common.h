@@ -134,7 +134,8 @@ inline Tensor reference_divergence(const Tensor& student, const Tensor& teacher,
   const double b = options.beta();
   const auto log_q = options.log_probs() ? student : (student / options.temperature()).log_softmax(-1);
   const auto log_p = options.log_probs() ? teacher : (teacher / teacher_temperature).log_softmax(-1);
-  const auto log_m = ((1 - b) * log_q.exp() + b * log_p.exp()).log();
+  const auto mixture = (1 - b) * log_q.exp() + b * log_p.exp();
+  const auto log_m = mixture.masked_fill(mixture.eq(0), 1).log();  // float16's underflows
   const auto soft = b == 0   ? reference_kl(log_p, log_q)
                     : b == 1 ? reference_kl(log_q, log_p)
                              : (1 - b) * reference_kl(log_q, log_m) + b * reference_kl(log_p, log_m);
