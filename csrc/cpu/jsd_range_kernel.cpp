@@ -291,8 +291,10 @@ class JsdRows {
     for (int64_t c = 0; c < padded; c += Vec::size()) {
       const auto q = Vec::loadu(buffers.q + c), t = Vec::loadu(buffers.p + c);
       if (student_wanted) {
-        Vec g;
-        if (!mixed && over_p) {
+        Vec g(0);
+        if (by_student == 0) {
+          // An infinite divergence must not become 0 * inf.
+        } else if (!mixed && over_p) {
           g = student * (p.log_probs ? t.neg() : q - t);
         } else {
           g = student * product_or_zero(q, Vec::loadu((mixed ? buffers.log_student : buffers.log_other) + c) - mean_q);
@@ -301,8 +303,9 @@ class JsdRows {
         g.store(buffers.q + c);
       }
       if (teacher_wanted) {
-        Vec g;
-        if (!mixed && !over_p) {
+        Vec g(0);
+        if (by_teacher == 0) {
+        } else if (!mixed && !over_p) {
           g = teacher * (p.log_probs ? q.neg() : t - q);
         } else {
           g = teacher * product_or_zero(t, Vec::loadu(buffers.log_other + c) - mean_p);
@@ -377,14 +380,15 @@ class JsdRows {
 
   void top_k_gradient(const int64_t* columns, double by_student, double by_hard) {
     const int64_t count = p.topk;
-    const Vec tail(static_cast<Acc>(tail_sum > 0 ? by_student * buffers.gradient[count] / tail_sum : 0));
+    const Vec tail(
+        static_cast<Acc>(tail_sum > 0 && by_student != 0 ? by_student * buffers.gradient[count] / tail_sum : 0));
     const Vec hard(static_cast<Acc>(by_hard == 0 ? 0 : by_hard / hard_sum));
     for (int64_t c = 0; c < padded; c += Vec::size()) {
       auto g = tail * Vec::loadu(buffers.q + c);
       if (by_hard != 0) g = at::vec::fmadd(hard, Vec::loadu(buffers.hard + c), g);
       g.store(buffers.q + c);
     }
-    for (int64_t k = 0; k < count; ++k) {
+    for (int64_t k = 0; k < count && by_student != 0; ++k) {
       buffers.q[columns[k]] += static_cast<Acc>(by_student * buffers.gradient[k]);
     }
   }

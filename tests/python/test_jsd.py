@@ -91,6 +91,16 @@ def test_infinite_logits(device: str, beta: float, log_probs: bool) -> None:
     torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-6)
     for grad, right in zip(grads, truth_grads, strict=True):
         torch.testing.assert_close(grad.double(), right, rtol=1e-4, atol=1e-7)
+    if not log_probs:
+        # A part that does not count may be infinite.
+        teacher[:, 60] = -torch.inf
+        labels = torch.full((4,), 30, device=device)
+        hard = {"labels": labels, "hard_weight": 1.0, "soft_weight": 0.0}
+        for top_k in (teacher, (torch.full_like(teacher[:, :2], -torch.inf), torch.stack([labels, labels + 1], -1))):
+            loss, (grad,) = gradients(lambda s, t=top_k: fusegrad.jsd(s, t, beta=beta, **hard), [student])
+            eager, (right,) = gradients(lambda s: F.cross_entropy(s, labels), [student])
+            torch.testing.assert_close(loss, eager)
+            torch.testing.assert_close(grad, right)
     if beta == 0:
         student[0, 40] = -torch.inf
         assert fusegrad.jsd(student, teacher, **options).item() == torch.inf
