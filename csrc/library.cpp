@@ -77,6 +77,47 @@ TORCH_LIBRARY(fusegrad, m) {
              "float logit_scale, int? workspace_mib, bool[3] needs_grad) "
              "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
+  // --- Jensen-Shannon divergence ---------------------------------------------------------------------------
+  const std::string divergence_options =
+      "Tensor? labels=None, Tensor? token_weight=None, Tensor? normalizer=None, float beta=0.5, float temperature=1.0, "
+      "int? ignore_index=None, str reduction='batchmean', str tail='bucket', float soft_weight=1.0, "
+      "float hard_weight=0.0, int aux=0";
+  // The same after the checks, see JsdSettings and JsdRows in ops/jsd_settings.h. A top-k teacher is [N, K] acc.
+  const std::string divergence_rows =
+      "Tensor? teacher_index, Tensor? labels, Tensor? token_weight, Tensor? normalizer, float[] numbers, "
+      "bool log_probs, bool renormalize, int ignore_index, int reduction, int aux";
+  // `stats` is [k, N] acc: the soft and the hard loss, as `aux` asks for them.
+  const std::string divergence_returns = "Tensor loss, Tensor stats, Tensor scales";
+  define_pair(m, "jsd", "student",
+              "Tensor teacher, *, Tensor? teacher_indices=None, " + divergence_options + ", bool log_probs=False",
+              loss_returns);
+  // Gradients for an upstream gradient of 1, where `needs_grad` (student, teacher) says so and empty otherwise; the
+  // in-place twin writes the student's over the student and returns it empty.
+  define_pair(m, "jsd_forward", "student", "Tensor teacher, " + divergence_rows + ", bool[2] needs_grad",
+              "(" + divergence_returns + ", Tensor grad_student, Tensor grad_teacher)");
+
+  // --- linear Jensen-Shannon divergence --------------------------------------------------------------------
+  // A top-k teacher has no weight: its log-probabilities stand in for hidden states.
+  define_pair(m, "linear_jsd", "student_input",
+              "Tensor student_weight, Tensor teacher_input, Tensor? teacher_weight=None, *, "
+              "Tensor? teacher_indices=None, Tensor? student_bias=None, Tensor? teacher_bias=None, " +
+                  divergence_options +
+                  ", float? teacher_temperature=None, float? student_softcap=None, float? teacher_softcap=None, "
+                  "float student_logit_scale=1.0, float teacher_logit_scale=1.0, int? vocab_size=None, "
+                  "ScalarType? accumulate_dtype=None, int? workspace_mib=None",
+              loss_returns);
+  // Only the first `vocab_size` rows of the weights count; None: all.
+  const std::string heads =
+      "Tensor student_weight, Tensor? student_bias, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, ";
+  const std::string head_options = ", int? vocab_size, ScalarType? accumulate_dtype, int? workspace_mib";
+  // Gradients as linear_cross_entropy_forward's.
+  define_pair(m, "linear_jsd_forward", "student_input", heads + divergence_rows + head_options + ", bool[3] needs_grad",
+              "(" + divergence_returns + ", Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  define(m, "linear_jsd_backward(Tensor grad_loss, Tensor student_input, " + heads +
+                "Tensor? teacher_index, Tensor? labels, Tensor? token_weight, Tensor scales, float[] numbers, "
+                "bool renormalize, int ignore_index" +
+                head_options + ", bool[3] needs_grad) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
   // --- shared ----------------------------------------------------------------------------------------------
   // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.
   // In place, rows whose factor is 1 are not touched.

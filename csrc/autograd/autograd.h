@@ -14,4 +14,14 @@ RowOutputs linear_cross_entropy(const at::Tensor& input, const at::Tensor& weigh
                                 const std::optional<at::Tensor>& bias, const RowArguments& rows,
                                 const LossOptions& options, const LinearOptions& linear, bool recompute, bool inplace);
 
+/// student [N, V], teacher [N, V] of its dtype, or a top-k teacher's [N, K]. `inplace` writes the student's gradient
+/// into the student.
+JsdOutputs jsd(const at::Tensor& student, const at::Tensor& teacher, const JsdRows& rows, const JsdSettings& settings,
+               bool inplace);
+
+/// input [N, H], weight [V, H]: the student's; otherwise as linear_cross_entropy and jsd.
+JsdOutputs linear_jsd(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                      const JsdTeacher& teacher, const JsdRows& rows, const JsdSettings& settings,
+                      const LinearOptions& linear, bool recompute, bool inplace);
+
 }  // namespace fusegrad::autograd

@@ -14,13 +14,6 @@ constexpr const char* kOp = "linear_cross_entropy";
 // no edge, and the last place.
 enum { kInput, kWeight, kBias, kInputs };
 
-// Inside Function::forward nothing requires grad any more: asked here, by the arguments themselves.
-std::array<bool, 3> wanted_gradients(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const bool enabled = at::GradMode::is_enabled();
-  return {enabled && input.requires_grad(), enabled && weight.requires_grad(),
-          enabled && bias.has_value() && bias->requires_grad()};
-}
-
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {

@@ -27,6 +27,15 @@ inline RowOutputs from_visible(const torch::autograd::variable_list& out) {
   return {out[0], out[1], out[2], out[3], {}};
 }
 
+inline torch::autograd::variable_list visible(const JsdOutputs& out, const JsdSettings& settings) {
+  if (settings.aux == 0) return {out.loss};
+  return {out.loss, out.stats};
+}
+
+inline JsdOutputs from_visible_jsd(const torch::autograd::variable_list& out) {
+  return {out[0], out.size() == 1 ? at::Tensor() : out[1], {}};
+}
+
 /// The upstream gradient of lse, undefined where there is none.
 inline at::Tensor lse_gradient(const torch::autograd::variable_list& grads) {
   return grads.size() > 1 ? grads[1] : at::Tensor();
@@ -53,6 +62,15 @@ inline LossOptions load_options(torch::autograd::AutogradContext* ctx) {
 
 inline std::optional<at::Tensor> optional_of(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
+/// Which gradients of a linear loss are wanted. Inside Function::forward nothing requires grad any more: asked here, by
+/// the arguments themselves.
+inline std::array<bool, 3> wanted_gradients(const at::Tensor& input, const at::Tensor& weight,
+                                            const std::optional<at::Tensor>& bias) {
+  const bool enabled = at::GradMode::is_enabled();
+  return {enabled && input.requires_grad(), enabled && weight.requires_grad(),
+          enabled && bias.has_value() && bias->requires_grad()};
 }
 
 /// The factor that the forward left out of a saved gradient: it applies 1 / D itself, but for float16, whose range

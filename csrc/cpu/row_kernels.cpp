@@ -5,17 +5,23 @@
 #include <ATen/Version.h>
 
 #include <limits>
+#include <memory>
 #include <type_traits>
 
 namespace fusegrad {
 namespace {
 
-const cpu::RowRangeKernels& range_kernels() {
-  static const cpu::RowRangeKernels& chosen = []() -> const cpu::RowRangeKernels& {
+struct Chosen {
+  const cpu::RowRangeKernels& rows;
+  cpu::JsdRange jsd;
+};
+
+const Chosen& range_kernels() {
+  static const Chosen chosen = []() -> Chosen {
     const auto capability = at::get_cpu_capability();
-    if (capability == "AVX512") return cpu::AVX512::kRowRangeKernels;
-    if (capability == "AVX2") return cpu::AVX2::kRowRangeKernels;
-    return cpu::DEFAULT::kRowRangeKernels;
+    if (capability == "AVX512") return {cpu::AVX512::kRowRangeKernels, cpu::AVX512::kJsdRange};
+    if (capability == "AVX2") return {cpu::AVX2::kRowRangeKernels, cpu::AVX2::kJsdRange};
+    return {cpu::DEFAULT::kRowRangeKernels, cpu::DEFAULT::kJsdRange};
   }();
   return chosen;
 }
@@ -28,9 +34,20 @@ void over_rows(const Params& p, DType dtype, void (*kernel)(const Params&, DType
   at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
 }
 
-void forward(const RowForward& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().forward); }
-void gradient(const RowGradient& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().gradient); }
-void scaling(const RowScaling& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().scaling); }
+void forward(const RowForward& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.forward); }
+void gradient(const RowGradient& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.gradient); }
+void scaling(const RowScaling& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.scaling); }
+
+void jsd(const RowJsd& p, DType dtype, void*) {
+  const int64_t padded = (p.cols + cpu::kJsdPadding - 1) / cpu::kJsdPadding * cpu::kJsdPadding;
+  const int64_t acc_size = dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  const int64_t bytes = cpu::kJsdBuffers * padded * acc_size + 3 * (p.topk + 1) * static_cast<int64_t>(sizeof(double));
+  at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
+    // Not initialised: pages that no buffer needs are never touched.
+    const std::unique_ptr<double[]> scratch(new double[bytes / sizeof(double)]);
+    range_kernels().jsd(p, dtype, begin, end, scratch.get());
+  });
+}
 
 template <class Function>
 void with_acc(DType dtype, Function&& function) {
@@ -65,8 +82,6 @@ void scales(const RowScales& p, DType dtype, void*) {
         ++kept;
         weight += class_weight != nullptr ? static_cast<double>(class_weight[y]) : 1.0;
       }
-    } else if (p.rows != 0 && t.probability == nullptr) {
-      kept = 0;  // no columns: the caller deals with it
     }
     double count = static_cast<double>(kept);
     if (p.normalizer != nullptr) weight = count = static_cast<double>(*static_cast<const Acc*>(p.normalizer));
@@ -98,6 +113,6 @@ void sum(const RowSum& p, DType dtype, void*) {
 
 }  // namespace
 
-const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling};
+const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling, jsd};
 
 }  // namespace fusegrad

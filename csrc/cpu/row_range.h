@@ -12,14 +12,23 @@ struct RowRangeKernels {
   void (*scaling)(const RowScaling&, DType, int64_t begin, int64_t end);
 };
 
+/// The same for RowJsd, with the caller's scratch: kJsdBuffers rows of `cols` acc values, padded to kJsdPadding of
+/// them, then 3 (K + 1) doubles.
+using JsdRange = void (*)(const RowJsd&, DType, int64_t begin, int64_t end, void* scratch);
+constexpr int64_t kJsdBuffers = 5;
+constexpr int64_t kJsdPadding = 64;
+
 namespace DEFAULT {
 extern const RowRangeKernels kRowRangeKernels;
-}
+extern const JsdRange kJsdRange;
+}  // namespace DEFAULT
 namespace AVX2 {
 extern const RowRangeKernels kRowRangeKernels;
-}
+extern const JsdRange kJsdRange;
+}  // namespace AVX2
 namespace AVX512 {
 extern const RowRangeKernels kRowRangeKernels;
-}
+extern const JsdRange kJsdRange;
+}  // namespace AVX512
 
 }  // namespace fusegrad::cpu

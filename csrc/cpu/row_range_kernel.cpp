@@ -1,134 +1,15 @@
 // The vectorised row kernels. This file is compiled once per instruction set, with CPU_CAPABILITY set: keep library
 // templates and inline functions of other headers out, or the linker may pick a copy with instructions that the
 // machine does not have.
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-
 #include <cmath>
 #include <limits>
-#include <type_traits>
 
+#include "cpu/lanes.h"
 #include "cpu/row_range.h"
 
 namespace fusegrad::cpu {
 namespace CPU_CAPABILITY {
 namespace {
-
-template <class T>
-using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-// kStep values of T at a time, as two vectors of Acc.
-template <class T>
-struct Lanes {
-  using Acc = AccOf<T>;
-  using Vec = at::vec::Vectorized<Acc>;
-  static constexpr int64_t kStep = 2 * Vec::size();
-
-  Vec a, b;
-
-  static Lanes load(const T* p) {
-    if constexpr (std::is_same_v<T, Acc>) {
-      return {Vec::loadu(p), Vec::loadu(p + Vec::size())};
-    } else {
-      const auto [a, b] = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(p));
-      return {a, b};
-    }
-  }
-  // The last `count` < kStep values; the other lanes get `pad`.
-  static Lanes load(const T* p, int64_t count, Acc pad) {
-    alignas(64) T values[kStep];
-    for (int64_t i = 0; i < kStep; ++i) values[i] = i < count ? p[i] : static_cast<T>(pad);
-    return load(values);
-  }
-  void store(T* p) const {
-    if constexpr (std::is_same_v<T, Acc>) {
-      a.store(p);
-      b.store(p + Vec::size());
-    } else {
-      at::vec::convert_from_float<T>(a, b).store(p);
-    }
-  }
-  void store(T* p, int64_t count) const {
-    alignas(64) T values[kStep];
-    store(values);
-    for (int64_t i = 0; i < count; ++i) p[i] = values[i];
-  }
-};
-
-// function(column, count, lanes) over a row; count < kStep in the last call only, where other lanes hold `pad`.
-template <class T, class Function>
-inline void each_lanes(const T* row, int64_t cols, AccOf<T> pad, Function&& function) {
-  constexpr int64_t kStep = Lanes<T>::kStep;
-  int64_t c = 0;
-  for (; c + kStep <= cols; c += kStep) function(c, kStep, Lanes<T>::load(row + c));
-  if (c < cols) function(c, cols - c, Lanes<T>::load(row + c, cols - c, pad));
-}
-
-template <class Vec>
-inline auto reduce_add(const Vec& v) {
-  return at::vec::vec_reduce_all<typename Vec::value_type>([](const Vec& x, const Vec& y) { return x + y; }, v);
-}
-template <class Vec>
-inline auto reduce_max(const Vec& v) {
-  return at::vec::vec_reduce_all<typename Vec::value_type>(
-      [](const Vec& x, const Vec& y) { return at::vec::maximum(x, y); }, v);
-}
-
-// exp of values that are at most about 0: Cody-Waite reduction by ln 2 in two parts, then the Taylor polynomial of
-// degree 6 on |r| <= ln(2) / 2 (its error is below 2e-7 of the result's last place there). Below -87.3, where the
-// result would be subnormal, 0. NaN stays NaN.
-inline at::vec::Vectorized<float> exp_nonpositive(const at::vec::Vectorized<float>& x) {
-  using Vec = at::vec::Vectorized<float>;
-  const auto n = (x * Vec(1.44269504088896341f)).round();
-  auto r = at::vec::fmadd(n, Vec(-0.693359375f), x);
-  r = at::vec::fmadd(n, Vec(2.12194440e-4f), r);
-  auto y = at::vec::fmadd(r, Vec(1.f / 720), Vec(1.f / 120));
-  y = at::vec::fmadd(y, r, Vec(1.f / 24));
-  y = at::vec::fmadd(y, r, Vec(1.f / 6));
-  y = at::vec::fmadd(y, r, Vec(0.5f));
-  y = at::vec::fmadd(y, r, Vec(1.f));
-  y = at::vec::fmadd(y, r, Vec(1.f));
-  const auto exponent = (at::vec::convert_to_int_of_same_size(n) + at::vec::Vectorized<int32_t>(127))
-                        << at::vec::Vectorized<int32_t>(23);
-  return Vec::blendv(y * at::vec::cast<float>(exponent), Vec(0.f), x < Vec(-87.3f));
-}
-inline at::vec::Vectorized<double> exp_nonpositive(const at::vec::Vectorized<double>& x) { return x.exp(); }
-
-// z from stored logits, and dz/dx from z.
-template <class Acc>
-struct Transform {
-  using Vec = at::vec::Vectorized<Acc>;
-  Acc scale, cap, inverse_cap;
-  bool capped;
-
-  explicit Transform(const LogitTransform& t)
-      : scale(static_cast<Acc>(t.scale)),
-        cap(static_cast<Acc>(t.cap)),
-        inverse_cap(t.cap == 0 ? Acc(0) : static_cast<Acc>(1 / t.cap)),
-        capped(t.cap != 0) {}
-
-  Vec operator()(const Vec& x) const {
-    const auto z = x * Vec(scale);
-    return capped ? (z * Vec(inverse_cap)).tanh() * Vec(cap) : z;
-  }
-  Vec slope(const Vec& z) const {
-    if (!capped) return Vec(scale);
-    const auto t = z * Vec(inverse_cap);
-    return (Vec(1) - t * t) * Vec(scale);
-  }
-  // The same arithmetic as a vector lane's, so that a single value agrees with its row.
-  Acc one(Acc x) const {
-    if (!capped) return x * scale;
-    Acc lane[Vec::size()];
-    (*this)(Vec(x)).store(lane);
-    return lane[0];
-  }
-  Acc one_slope(Acc z) const {
-    if (!capped) return scale;
-    const Acc t = z * inverse_cap;
-    return (Acc(1) - t * t) * scale;
-  }
-};
 
 // A row's target, read once.
 template <class T>
@@ -199,12 +80,6 @@ struct Target {
                                     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 };
-
-// x * y where x is not 0, else 0: keeps 0 * inf out.
-template <class Vec>
-inline Vec product_or_zero(const Vec& x, const Vec& y) {
-  return Vec::blendv(x * y, Vec(0), x == Vec(0));
-}
 
 // Sums over one row with its maximum m known.
 template <class Acc>
@@ -317,16 +192,6 @@ void row_gradient(const T* row, T* grad, int64_t cols, int64_t column, const Tra
 }
 
 template <class T>
-void fill_zero(T* row, int64_t cols) {
-  for (int64_t c = 0; c < cols; ++c) row[c] = static_cast<T>(0);
-}
-
-template <class Acc>
-void put(void* out, int64_t n, Acc value) {
-  if (out != nullptr) static_cast<Acc*>(out)[n] = value;
-}
-
-template <class T>
 int64_t first_of_largest(const T* row, int64_t cols, double scale) {
   int64_t best = 0;
   for (int64_t c = 1; c < cols; ++c) {
@@ -434,20 +299,6 @@ void scaling_rows(const RowScaling& p, int64_t begin, int64_t end) {
       const Lanes<T> y{x.a * Vec(scale), x.b * Vec(scale)};
       count == Lanes<T>::kStep ? y.store(out + c) : y.store(out + c, count);
     });
-  }
-}
-
-template <class Function>
-void with_type(DType dtype, Function&& function) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return function(float{});
-    case DType::kBFloat16:
-      return function(c10::BFloat16{});
-    case DType::kFloat16:
-      return function(c10::Half{});
-    case DType::kFloat64:
-      return function(double{});
   }
 }
 

@@ -57,6 +57,63 @@ void check_no_grad(const char* op, const char* name, const at::Tensor& tensor) {
                        " must not require grad, since it gets no gradient, but got a tensor that does: detach it");
 }
 
+void check_linear(const char* op, const char* input_name, const at::Tensor& input, const char* weight_name,
+                  const at::Tensor& weight, const char* bias_name, const std::optional<at::Tensor>& bias) {
+  check_floating(op, input_name, input);
+  check_floating(op, weight_name, weight);
+  FUSEGRAD_CHECK_VALUE(input.dim() >= 1, op, input_name, " must have shape [..., H], but got a 0-d tensor");
+  FUSEGRAD_CHECK_VALUE(weight.dim() == 2, op, weight_name, " must have shape [V, H], but got ", weight.sym_sizes());
+  FUSEGRAD_CHECK_VALUE(weight.sym_size(1) == input.sym_size(-1), op, weight_name, " must have shape [V, H] with the ",
+                       input_name, "'s H = ", input.sym_size(-1), ", but got ", weight.sym_sizes());
+  check_same_device(op, weight_name, weight, input);
+  FUSEGRAD_CHECK_TYPE((input.scalar_type() == at::kDouble) == (weight.scalar_type() == at::kDouble), op, weight_name,
+                      " must be float64 where the ", input_name, " is and only there, but got ", weight.scalar_type(),
+                      " for an input of ", input.scalar_type());
+  if (bias.has_value()) {
+    check_floating(op, bias_name, *bias);
+    FUSEGRAD_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op, bias_name,
+                         " must have shape [V] = [", weight.sym_size(0), "], but got ", bias->sym_sizes());
+    check_same_device(op, bias_name, *bias, input);
+  }
+}
+
+void check_budget(const char* op, const char* weight_name, const at::Tensor& weight,
+                  std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib) {
+  if (accumulate_dtype.has_value()) {
+    FUSEGRAD_CHECK_TYPE(
+        *accumulate_dtype == acc_type(weight.scalar_type()) || *accumulate_dtype == weight.scalar_type(), op,
+        "accumulate_dtype must be ", acc_type(weight.scalar_type()), " or ", weight_name, "'s dtype ",
+        weight.scalar_type(), ", but got ", *accumulate_dtype);
+  }
+  FUSEGRAD_CHECK_VALUE(!workspace_mib.has_value() || *workspace_mib >= 0, op,
+                       "workspace_mib must be a number of MiB >= 0 or None, but got ", workspace_mib.value_or(0));
+}
+
+std::optional<at::Tensor> make_token_weight(const char* op, const at::Tensor& input,
+                                            const std::optional<at::Tensor>& token_weight,
+                                            c10::SymIntArrayRef row_shape, at::ScalarType acc) {
+  if (!token_weight.has_value()) return std::nullopt;
+  check_dense(op, "token_weight", *token_weight);
+  FUSEGRAD_CHECK_TYPE(token_weight->is_floating_point(), op, "token_weight must be floating-point, but got ",
+                      token_weight->scalar_type());
+  FUSEGRAD_CHECK_VALUE(token_weight->sym_sizes() == row_shape, op, "token_weight must have shape ", row_shape,
+                       ", but got ", token_weight->sym_sizes());
+  check_same_device(op, "token_weight", *token_weight, input);
+  check_no_grad(op, "token_weight", *token_weight);
+  return rows_as(*token_weight, acc);
+}
+
+std::optional<at::Tensor> make_normalizer(const char* op, const at::Tensor& input,
+                                          const std::optional<at::Tensor>& normalizer, at::ScalarType acc) {
+  if (!normalizer.has_value()) return std::nullopt;
+  check_dense(op, "normalizer", *normalizer);
+  FUSEGRAD_CHECK_VALUE(normalizer->dim() == 0, op, "normalizer must be a number or a 0-d tensor, but got shape ",
+                       normalizer->sym_sizes());
+  check_same_device(op, "normalizer", *normalizer, input);
+  check_no_grad(op, "normalizer", *normalizer);
+  return normalizer->to(acc);
+}
+
 LossOptions make_loss_options(const char* op, const std::optional<at::Tensor>& weight,
                               const std::optional<at::Tensor>& token_weight,
                               const std::optional<at::Tensor>& normalizer, std::optional<int64_t> ignore_index,
@@ -127,35 +184,18 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
     check_no_grad(op, "weight", weight);
     rows.weight = weight.to(acc).contiguous();
   }
-  if (options.token_weight.has_value()) {
-    const auto& token_weight = *options.token_weight;
-    check_dense(op, "token_weight", token_weight);
-    FUSEGRAD_CHECK_TYPE(token_weight.is_floating_point(), op, "token_weight must be floating-point, but got ",
-                        token_weight.scalar_type());
-    FUSEGRAD_CHECK_VALUE(token_weight.sym_sizes() == rows_ref, op, "token_weight must have shape ", rows_ref,
-                         ", but got ", token_weight.sym_sizes());
-    check_same_device(op, "token_weight", token_weight, input);
-    check_no_grad(op, "token_weight", token_weight);
-    rows.token_weight = rows_as(token_weight, acc);
-  }
-  if (options.normalizer.has_value()) {
-    const auto& normalizer = *options.normalizer;
-    check_dense(op, "normalizer", normalizer);
-    FUSEGRAD_CHECK_VALUE(normalizer.dim() == 0, op, "normalizer must be a number or a 0-d tensor, but got shape ",
-                         normalizer.sym_sizes());
-    check_same_device(op, "normalizer", normalizer, input);
-    check_no_grad(op, "normalizer", normalizer);
-    rows.normalizer = normalizer.to(acc);
-  }
+  rows.token_weight = make_token_weight(op, input, options.token_weight, rows_ref, acc);
+  rows.normalizer = make_normalizer(op, input, options.normalizer, acc);
   rows.row_shape = std::move(row_shape);
   return rows;
 }
 
-void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index) {
+void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index,
+                        const char* name) {
   if (target.is_floating_point() || target.numel() == 0) return;
   const auto refuse = [&](int64_t position, int64_t value) {
-    TORCH_CHECK_INDEX(false, op, ": target must be in [0, ", vocab, ") or ignore_index (", ignore_index, "), but got ",
-                      value, " at row ", position);
+    TORCH_CHECK_INDEX(false, op, ": ", name, " must be in [0, ", vocab, ") or ignore_index (", ignore_index,
+                      "), but got ", value, " at row ", position);
   };
   if (target.is_cpu()) {
     AT_DISPATCH_INDEX_TYPES(target.scalar_type(), "check_target_range", [&] {

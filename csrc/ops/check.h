@@ -31,6 +31,21 @@ void check_same_device(const char* op, const char* name, const at::Tensor& tenso
 /// A constant: no gradient can flow to it, and to drop one silently would be wrong.
 void check_no_grad(const char* op, const char* name, const at::Tensor& tensor);
 
+/// One linear head: input [..., H], weight [V, H], bias [V], under the names that the op gives them.
+void check_linear(const char* op, const char* input_name, const at::Tensor& input, const char* weight_name,
+                  const at::Tensor& weight, const char* bias_name, const std::optional<at::Tensor>& bias);
+
+/// The linear losses' budget, and the dtype in which the gradient of `weight` adds up.
+void check_budget(const char* op, const char* weight_name, const at::Tensor& weight,
+                  std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib);
+
+/// A weight a row, of `row_shape`, as [N] acc; a normalizer as 0-d acc. Both are constants.
+std::optional<at::Tensor> make_token_weight(const char* op, const at::Tensor& input,
+                                            const std::optional<at::Tensor>& token_weight,
+                                            c10::SymIntArrayRef row_shape, at::ScalarType acc);
+std::optional<at::Tensor> make_normalizer(const char* op, const at::Tensor& input,
+                                          const std::optional<at::Tensor>& normalizer, at::ScalarType acc);
+
 /// What every loss over class targets takes beside its logits.
 struct LossOptions {
   std::optional<at::Tensor> weight;        // [V], any floating dtype
@@ -69,6 +84,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
 
 /// Rule 15: on the CPU, an index outside [0, V) that is not ignore_index raises IndexError with its position. On
 /// the GPU only where set_check_targets(true) asks for it.
-void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index);
+void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index,
+                        const char* name = "target");
 
 }  // namespace fusegrad

@@ -7,8 +7,10 @@
 #include <optional>
 #include <tuple>
 
+#include "fusegrad/jsd.h"
 #include "fusegrad/options.h"
 #include "ops/check.h"
+#include "ops/jsd_settings.h"
 
 namespace fusegrad {
 
@@ -56,6 +58,26 @@ struct LinearOptions {
   double logit_scale = 1.0;
   std::optional<at::ScalarType> accumulate_dtype;
   std::optional<int64_t> workspace_mib;
+  std::optional<int64_t> vocab_size;  // only the first so many rows of the weights count
+};
+
+/// linear_jsd's teacher: hidden states [N, H] and their head, or a top-k teacher's log-probabilities [N, K] acc.
+struct JsdTeacher {
+  at::Tensor input;
+  std::optional<at::Tensor> weight;
+  std::optional<at::Tensor> bias;
+};
+
+/// Rows of a divergence's `stats`.
+inline int64_t jsd_stat_count(int64_t aux) {
+  return ((aux & kJSDAuxSoftLoss) != 0 ? 1 : 0) + ((aux & kJSDAuxHardLoss) != 0 ? 1 : 0);
+}
+
+/// What a divergence's forward returns beside gradients.
+struct JsdOutputs {
+  at::Tensor loss;    // acc: [N] for reduction 'none', else 0-d
+  at::Tensor stats;   // acc [k, N]: the soft and the hard loss, those that the aux bits ask for
+  at::Tensor scales;  // acc [4], see RowScales; empty but for the means
 };
 
 namespace dispatch {
@@ -73,6 +95,20 @@ LinearGradients linear_cross_entropy_backward(const at::Tensor& grad_loss, const
                                               const std::optional<at::Tensor>& bias, const RowArguments& rows,
                                               const LossOptions& options, const LinearOptions& linear,
                                               const RowOutputs& saved, std::array<bool, 3> needs_grad);
+
+std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const at::Tensor& student, const at::Tensor& teacher,
+                                                             const JsdRows& rows, const JsdSettings& settings,
+                                                             std::array<bool, 2> needs_grad, bool inplace);
+
+std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const at::Tensor& input, const at::Tensor& weight,
+                                                          const std::optional<at::Tensor>& bias,
+                                                          const JsdTeacher& teacher, const JsdRows& rows,
+                                                          const JsdSettings& settings, const LinearOptions& linear,
+                                                          std::array<bool, 3> needs_grad, bool inplace);
+LinearGradients linear_jsd_backward(const at::Tensor& grad_loss, const at::Tensor& input, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias, const JsdTeacher& teacher,
+                                    const JsdRows& rows, const at::Tensor& scales, const JsdSettings& settings,
+                                    const LinearOptions& linear, std::array<bool, 3> needs_grad);
 
 at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);
 void scale_gradient_(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);

@@ -28,6 +28,15 @@ LossTuple to_front(const RowOutputs& out, const RowArguments& rows, const LossOp
   return {options.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
 }
 
+LossTuple to_front(const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings) {
+  const c10::SymIntArrayRef shape(rows.row_shape);
+  std::vector<Tensor> aux;
+  for (int64_t i = 0; i < jsd_stat_count(settings.aux); ++i) {
+    aux.push_back(out.stats.detach().select(0, i).reshape_symint(shape));
+  }
+  return {settings.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
+}
+
 LossOutput from_front(const LossTuple& out, const Aux& aux) {
   auto next = std::get<1>(out).begin();
   const auto take = [&](bool wanted) { return wanted ? *next++ : Tensor(); };
@@ -50,6 +59,22 @@ int64_t aux_bits(const Aux& aux) {
   add(aux.predicted_tokens(), kAuxPredictedTokens);
   add(aux.entropy(), kAuxEntropy);
   add(aux.token_log_prob(), kAuxTokenLogProb);
+  return bits;
+}
+
+JSDOutput from_front(const LossTuple& out, const JSDAux& aux) {
+  auto next = std::get<1>(out).begin();
+  const auto take = [&](bool wanted) { return wanted ? *next++ : Tensor(); };
+  JSDOutput result{std::get<0>(out), {}};
+  result.aux.soft_loss = take(aux.soft_loss());
+  result.aux.hard_loss = take(aux.hard_loss());
+  return result;
+}
+
+int64_t aux_bits(const JSDAux& aux) {
+  int64_t bits = 0;
+  if (aux.soft_loss()) bits |= kJSDAuxSoftLoss;
+  if (aux.hard_loss()) bits |= kJSDAuxHardLoss;
   return bits;
 }
 

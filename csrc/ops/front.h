@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "fusegrad/jsd.h"
 #include "fusegrad/options.h"
 #include "ops/dispatch.h"
 
@@ -14,10 +15,13 @@ using LossTuple = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 
 /// Aux values in the shape of a row's target.
 LossTuple to_front(const RowOutputs& out, const RowArguments& rows, const LossOptions& options);
+LossTuple to_front(const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings);
 
 LossOutput from_front(const LossTuple& out, const Aux& aux);
+JSDOutput from_front(const LossTuple& out, const JSDAux& aux);
 
 int64_t aux_bits(const Aux& aux);
+int64_t aux_bits(const JSDAux& aux);
 
 /// A normalizer given as a number, as a 0-d tensor on the input's device, without a copy from the host.
 std::optional<at::Tensor> normalizer_on(const Normalizer& normalizer, const at::Tensor& input);

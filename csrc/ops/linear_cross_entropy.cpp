@@ -15,39 +15,12 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-void check_matrices(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  check_floating(op, "input", input);
-  check_floating(op, "linear_weight", weight);
-  FUSEGRAD_CHECK_VALUE(input.dim() >= 1, op, "input must have shape [..., H], but got a 0-d tensor");
-  FUSEGRAD_CHECK_VALUE(weight.dim() == 2, op, "linear_weight must have shape [V, H], but got ", weight.sym_sizes());
-  FUSEGRAD_CHECK_VALUE(weight.sym_size(1) == input.sym_size(-1), op,
-                       "linear_weight must have shape [V, H] with the input's H = ", input.sym_size(-1), ", but got ",
-                       weight.sym_sizes());
-  check_same_device(op, "linear_weight", weight, input);
-  FUSEGRAD_CHECK_TYPE((input.scalar_type() == at::kDouble) == (weight.scalar_type() == at::kDouble), op,
-                      "linear_weight must be float64 where the input is and only there, but got ", weight.scalar_type(),
-                      " for an input of ", input.scalar_type());
-  if (bias.has_value()) {
-    check_floating(op, "linear_bias", *bias);
-    FUSEGRAD_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0), op,
-                         "linear_bias must have shape [V] = [", weight.sym_size(0), "], but got ", bias->sym_sizes());
-    check_same_device(op, "linear_bias", *bias, input);
-  }
-}
-
 LinearOptions make_linear_options(const char* op, const Tensor& weight, double logit_scale,
                                   std::optional<at::ScalarType> accumulate_dtype,
                                   std::optional<int64_t> workspace_mib) {
   FUSEGRAD_CHECK_VALUE(std::isfinite(logit_scale), op, "logit_scale must be a finite number, but got ", logit_scale);
-  if (accumulate_dtype.has_value()) {
-    FUSEGRAD_CHECK_TYPE(
-        *accumulate_dtype == acc_type(weight.scalar_type()) || *accumulate_dtype == weight.scalar_type(), op,
-        "accumulate_dtype must be ", acc_type(weight.scalar_type()), " or linear_weight's dtype ", weight.scalar_type(),
-        ", but got ", *accumulate_dtype);
-  }
-  FUSEGRAD_CHECK_VALUE(!workspace_mib.has_value() || *workspace_mib >= 0, op,
-                       "workspace_mib must be a number of MiB >= 0 or None, but got ", workspace_mib.value_or(0));
-  return {logit_scale, accumulate_dtype, workspace_mib};
+  check_budget(op, "linear_weight", weight, accumulate_dtype, workspace_mib);
+  return {logit_scale, accumulate_dtype, workspace_mib, std::nullopt};
 }
 
 template <bool inplace>
@@ -60,7 +33,7 @@ LossTuple linear_cross_entropy_op(const Tensor& input, const Tensor& linear_weig
                                   std::optional<int64_t> workspace_mib) {
   constexpr const char* op = "linear_cross_entropy";
   refuse_transforms(op, {input, linear_weight, target, linear_bias, weight, token_weight, normalizer});
-  check_matrices(op, input, linear_weight, linear_bias);
+  check_linear(op, "input", input, "linear_weight", linear_weight, "linear_bias", linear_bias);
   const auto options = make_loss_options(op, weight, token_weight, normalizer, ignore_index, reduction, label_smoothing,
                                          z_loss, softcap, aux);
   const auto linear = make_linear_options(op, linear_weight, logit_scale, accumulate_dtype, workspace_mib);

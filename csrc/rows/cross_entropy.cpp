@@ -11,11 +11,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Rows with a dense last dimension, as the kernels read them.
-Tensor dense_rows(const Tensor& matrix) {
-  return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
-}
-
 template <bool inplace>
 RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
                                const OptionalTensor& token_weight, const OptionalTensor& normalizer,

@@ -16,16 +16,6 @@ using at::Tensor;
 
 namespace {
 
-// Null for a tensor that is absent or has no elements: the kernels take it as "not wanted".
-void* pointer_at(const Tensor& tensor, int64_t index) {
-  if (!tensor.defined() || tensor.numel() == 0) return nullptr;
-  return static_cast<char*>(tensor.data_ptr()) + index * tensor.stride(0) * tensor.element_size();
-}
-
-const void* pointer_at(const std::optional<Tensor>& tensor, int64_t index) {
-  return tensor.has_value() ? pointer_at(*tensor, index) : nullptr;
-}
-
 // The kernels read probabilities in the logits' dtype or in acc. Those of the inputs' dtype are neither where the
 // logits are wider: low-precision products on the CPU.
 Tensor readable_target(const Tensor& target, at::ScalarType logits_dtype) {
@@ -42,6 +32,19 @@ RowDevice row_device(const at::Device& device) {
 #else
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 #endif
+}
+
+void* pointer_at(const Tensor& tensor, int64_t index) {
+  if (!tensor.defined() || tensor.numel() == 0) return nullptr;
+  return static_cast<char*>(tensor.data_ptr()) + index * tensor.stride(0) * tensor.element_size();
+}
+
+const void* pointer_at(const std::optional<Tensor>& tensor, int64_t index) {
+  return tensor.has_value() ? pointer_at(*tensor, index) : nullptr;
+}
+
+Tensor dense_rows(const Tensor& matrix) {
+  return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
 }
 
 Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {

@@ -24,6 +24,14 @@ RowDevice row_device(const at::Device& device);
 
 DType to_dtype(at::ScalarType dtype);
 
+/// Where index `index` of the first dimension starts. Null for a tensor that is absent or has no elements: the kernels
+/// take it as "not wanted".
+void* pointer_at(const at::Tensor& tensor, int64_t index);
+const void* pointer_at(const std::optional<at::Tensor>& tensor, int64_t index);
+
+/// Rows with a dense last dimension, as the kernels read them.
+at::Tensor dense_rows(const at::Tensor& matrix);
+
 /// An empty contiguous tensor for a result. Large ones on the CPU ask for huge pages: the first touch of 4 KiB pages
 /// takes longer than the kernel that writes them.
 at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);

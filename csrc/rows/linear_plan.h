@@ -16,6 +16,8 @@ struct LinearSizes {
   bool cpu = false;
   bool weight_grad = false;           // the weight's gradient is wanted
   bool low_precision_result = false;  // more than one chunk needs a float32 accumulator beside the gradient
+  int64_t logits_per_row = 1;         // so many rows of logits are held for one row: a teacher's beside the student's
+  bool by_columns = true;             // gradients can be made from columns of logits that are computed again
 };
 
 struct LinearPlan {
@@ -66,28 +68,33 @@ inline int64_t plan_columns(const LinearSizes& s, std::optional<int64_t> budget)
 /// without a budget where N <= 2 H, since a float32 accumulator (4 V H bytes) would be larger than the bfloat16
 /// logits that chunks save. Otherwise chunks of rows: without a budget so many that the peak stays below that of
 /// one chunk (rows + H <= N), at most 8192 (4096 where no accumulator is needed; 256 on the CPU, where a chunk
-/// should stay near the caches). A budget too small for the accumulator and 1024 rows beside it: the logits are
-/// computed twice, and the gradients made from columns. Never less than 256 rows or 1024 columns.
+/// should stay near the caches). With a teacher's logits beside them N counts twice, and chunks are at most 3072
+/// (2048). A budget too small for the accumulator and 1024 rows beside it: the logits are computed twice, and the
+/// gradients made from columns, where the loss can. Never less than 256 rows or 1024 columns.
 inline LinearPlan plan_linear(const LinearSizes& s, std::optional<int64_t> budget) {
-  const int64_t row_bytes = std::max<int64_t>(1, logits_row_elements(s.vocab, s.element_size) * s.element_size);
+  const int64_t per_row = s.logits_per_row;
+  const int64_t row_bytes =
+      std::max<int64_t>(1, per_row * logits_row_elements(s.vocab, s.element_size) * s.element_size);
   const bool needs_accumulator = s.weight_grad && s.low_precision_result;
   const int64_t accumulator_bytes = needs_accumulator ? 4 * s.vocab * s.hidden : 0;
   const int64_t unit = s.cpu ? 64 : 256;
   if (budget.has_value()) {
     if (s.rows * row_bytes <= *budget) return {std::max<int64_t>(s.rows, 1), 0, false};
     const int64_t rows = (*budget - accumulator_bytes) / row_bytes;
-    if (needs_accumulator && rows < std::min<int64_t>(1024, s.rows)) {
+    if (s.by_columns && needs_accumulator && rows < std::min<int64_t>(1024, s.rows)) {
       return {balanced_chunk(s.rows, *budget / row_bytes, unit), plan_columns(s, budget), false};
     }
-    return {balanced_chunk(s.rows, rows, unit), 0, needs_accumulator && rows < s.rows};
+    const int64_t chunk = balanced_chunk(s.rows, rows, unit);
+    return {chunk, 0, needs_accumulator && chunk < s.rows};
   }
   if (s.cpu) {
     const int64_t rows = balanced_chunk(s.rows, std::max<int64_t>(64, 32 * kMiB / row_bytes), unit);
     return {rows, 0, needs_accumulator && rows < s.rows};
   }
-  if (!needs_accumulator) return {balanced_chunk(s.rows, 4096, unit), 0, false};
-  if (s.rows <= 2 * s.hidden) return {std::max<int64_t>(s.rows, 1), 0, false};
-  const int64_t rows = balanced_chunk(s.rows, std::min<int64_t>(8192, s.rows - s.hidden), unit);
+  if (!needs_accumulator) return {balanced_chunk(s.rows, 4096 / per_row, unit), 0, false};
+  if (s.rows * per_row <= 2 * s.hidden) return {std::max<int64_t>(s.rows, 1), 0, false};
+  const int64_t most = per_row == 1 ? 8192 : 6144 / per_row;
+  const int64_t rows = balanced_chunk(s.rows, std::min(most, s.rows - s.hidden / per_row), unit);
   return {rows, 0, rows < s.rows};
 }
 

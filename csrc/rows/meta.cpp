@@ -66,6 +66,54 @@ LinearGradientTuple linear_cross_entropy_backward(
           gradient_like(needs_grad[2], linear_bias.value_or(input))};
 }
 
+JsdOutputs jsd_outputs(const c10::SymInt& rows, const Tensor& like, int64_t reduction, int64_t aux) {
+  const auto acc = like.options().dtype(acc_type(like.scalar_type())).requires_grad(false);
+  const bool averaged = reduction == at::Reduction::Mean || reduction == kBatchMean;
+  return {reduction == at::Reduction::None ? at::empty_symint({rows}, acc) : at::empty({}, acc),
+          at::empty_symint({c10::SymInt(jsd_stat_count(aux)), rows}, acc), at::empty({averaged ? 4 : 0}, acc)};
+}
+
+template <bool inplace>
+JsdTuple jsd_forward(const Tensor& student, const Tensor& teacher, const OptionalTensor& /*teacher_index*/,
+                     const OptionalTensor& /*labels*/, const OptionalTensor& /*token_weight*/,
+                     const OptionalTensor& /*normalizer*/, at::ArrayRef<double> /*numbers*/, bool /*log_probs*/,
+                     bool /*renormalize*/, int64_t /*ignore_index*/, int64_t reduction, int64_t aux,
+                     std::array<bool, 2> needs_grad) {
+  const auto out = jsd_outputs(student.sym_size(0), student, reduction, aux);
+  return {out.loss, out.stats, out.scales, gradient_like(needs_grad[0] && !inplace, student),
+          gradient_like(needs_grad[1], teacher)};
+}
+
+template <bool inplace>
+LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                  const Tensor& /*teacher*/, const OptionalTensor& /*teacher_weight*/,
+                                  const OptionalTensor& /*teacher_bias*/, const OptionalTensor& /*teacher_index*/,
+                                  const OptionalTensor& /*labels*/, const OptionalTensor& /*token_weight*/,
+                                  const OptionalTensor& /*normalizer*/, at::ArrayRef<double> /*numbers*/,
+                                  bool /*log_probs*/, bool /*renormalize*/, int64_t /*ignore_index*/, int64_t reduction,
+                                  int64_t aux, std::optional<int64_t> /*vocab_size*/,
+                                  std::optional<at::ScalarType> /*accumulate_dtype*/,
+                                  std::optional<int64_t> /*workspace_mib*/, std::array<bool, 3> needs_grad) {
+  const auto out = jsd_outputs(input.sym_size(0), input, reduction, aux);
+  return {out.loss,
+          out.stats,
+          out.scales,
+          gradient_like(needs_grad[0] && !inplace, input),
+          gradient_like(needs_grad[1], weight),
+          gradient_like(needs_grad[2], bias.value_or(input))};
+}
+
+LinearGradientTuple linear_jsd_backward(
+    const Tensor& /*grad_loss*/, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+    const Tensor& /*teacher*/, const OptionalTensor& /*teacher_weight*/, const OptionalTensor& /*teacher_bias*/,
+    const OptionalTensor& /*teacher_index*/, const OptionalTensor& /*labels*/, const OptionalTensor& /*token_weight*/,
+    const Tensor& /*scales*/, at::ArrayRef<double> /*numbers*/, bool /*renormalize*/, int64_t /*ignore_index*/,
+    std::optional<int64_t> /*vocab_size*/, std::optional<at::ScalarType> /*accumulate_dtype*/,
+    std::optional<int64_t> /*workspace_mib*/, std::array<bool, 3> needs_grad) {
+  return {gradient_like(needs_grad[0], input), gradient_like(needs_grad[1], weight),
+          gradient_like(needs_grad[2], bias.value_or(input))};
+}
+
 Tensor scale_gradient(const Tensor& gradient, const Tensor& /*scale*/, const OptionalTensor& /*factor*/) {
   return gradient_like(true, gradient);
 }
@@ -78,9 +126,14 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("cross_entropy_forward", TORCH_FN(cross_entropy_forward));
   m.impl("cross_entropy_forward_", TORCH_FN(cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_FN(cross_entropy_backward));
+  m.impl("jsd_forward", TORCH_FN(jsd_forward<false>));
+  m.impl("jsd_forward_", TORCH_FN(jsd_forward<true>));
   m.impl("linear_cross_entropy_forward", TORCH_FN(linear_cross_entropy_forward<false>));
   m.impl("linear_cross_entropy_forward_", TORCH_FN(linear_cross_entropy_forward<true>));
   m.impl("linear_cross_entropy_backward", TORCH_FN(linear_cross_entropy_backward));
+  m.impl("linear_jsd_forward", TORCH_FN(linear_jsd_forward<false>));
+  m.impl("linear_jsd_forward_", TORCH_FN(linear_jsd_forward<true>));
+  m.impl("linear_jsd_backward", TORCH_FN(linear_jsd_backward));
   m.impl("scale_gradient", TORCH_FN(scale_gradient));
   m.impl("scale_gradient_", TORCH_FN(scale_gradient_));
 }

@@ -11,6 +11,9 @@ using RowTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::
 using LinearGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using LinearTuple = decltype(std::tuple_cat(RowTuple(), LinearGradientTuple()));
 
+using JsdTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using LinearJsdTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
 inline RowTuple to_tuple(const RowOutputs& out) {
   return {out.loss, out.lse, out.stats, out.predicted_tokens, out.scales};
 }

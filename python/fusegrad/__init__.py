@@ -9,19 +9,26 @@ from ._load import build_info  # first: it registers torch.ops.fusegrad, which e
 from . import utils
 from ._C import check_targets_enabled, set_check_targets
 from ._load import version as __version__
+from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
 from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
-from .modules import CrossEntropyLoss, LinearCrossEntropyLoss
+from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
 
 __all__ = [
     "Aux",
     "AuxOutput",
     "CrossEntropyLoss",
+    "JSDAux",
+    "JSDAuxOutput",
+    "JSDLoss",
     "LinearCrossEntropyLoss",
+    "LinearJSDLoss",
     "__version__",
     "build_info",
     "check_targets_enabled",
     "cross_entropy",
+    "jsd",
     "linear_cross_entropy",
+    "linear_jsd",
     "set_check_targets",
     "utils",
 ]

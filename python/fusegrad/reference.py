@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd"]
 
 
 def cross_entropy(
@@ -81,3 +81,115 @@ def linear_cross_entropy(
     loss, aux = cross_entropy(rows, flat, token_weight=token_weight, **options)  # type: ignore[arg-type]
     shape = input.shape[:-1]
     return (loss if loss.dim() == 0 else loss.reshape(shape)), {k: v.reshape(shape) for k, v in aux.items()}
+
+
+def _kl(log_x: Tensor, log_y: Tensor) -> Tensor:
+    """sum x (log x - log y) over the last dimension, 0 where x is 0: also in the gradients, hence the fill before."""
+    zero = log_x == -torch.inf
+    return (log_x.exp() * (log_x.masked_fill(zero, 0) - log_y.masked_fill(zero, 0))).masked_fill(zero, 0).sum(-1)
+
+
+def _divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    if beta == 0:
+        return _kl(log_p, log_q)
+    if beta == 1:
+        return _kl(log_q, log_p)
+    mixture = (1 - beta) * log_q.exp() + beta * log_p.exp()
+    log_m = mixture.masked_fill(mixture == 0, 1).log()
+    return (1 - beta) * _kl(log_q, log_m) + beta * _kl(log_p, log_m)
+
+
+def _in_buckets(log_q: Tensor, teacher: tuple[Tensor, Tensor], tail: str) -> tuple[Tensor, Tensor]:
+    """Log-probabilities over a top-k teacher's K columns and one more for all others, [N, K + 1] each."""
+    log_probs, indices = teacher
+    vocab = log_q.shape[-1]
+    outside = torch.ones_like(log_q, dtype=torch.bool).scatter_(-1, indices, False)
+    rest = log_q.masked_fill(~outside, -torch.inf)
+    # logsumexp of nothing is -inf, and its gradient NaN.
+    empty = (rest == -torch.inf).all(-1, keepdim=True)
+    rest = rest.masked_fill(empty, 0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
+    if tail == "renormalize" or indices.shape[-1] == vocab:
+        missing = torch.zeros_like(log_probs[..., :1])
+    else:
+        missing = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp_min(0)
+    if tail == "renormalize":
+        log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True)
+    return torch.cat([log_q.gather(-1, indices), rest], -1), torch.cat([log_probs, missing.log()], -1)
+
+
+def jsd(
+    student: Tensor,
+    teacher: Tensor | tuple[Tensor, Tensor],
+    *,
+    labels: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    teacher_temperature: float | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "batchmean",
+    log_probs: bool = False,
+    tail: str = "bucket",
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and aux values of :func:`fusegrad.jsd`, by the definition of the divergence over whole distributions; a
+    top-k teacher's are over its K columns and the sum of all others."""
+    log_q = student if log_probs else (student / temperature).log_softmax(-1)
+    if isinstance(teacher, Tensor):
+        teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
+        log_p = teacher if log_probs else (teacher / teacher_temperature).log_softmax(-1)
+    else:
+        log_q, log_p = _in_buckets(log_q, teacher, tail)
+    soft = _divergence(log_q, log_p, beta)
+    ignore = -100 if ignore_index is None else ignore_index
+    kept = torch.ones_like(soft, dtype=torch.bool) if labels is None else labels != ignore
+    soft = soft.masked_fill(~kept, 0)
+    hard = torch.zeros_like(soft)
+    if labels is not None and not log_probs:
+        safe = labels.long().masked_fill(~kept, 0)
+        hard = -student.log_softmax(-1).gather(-1, safe.unsqueeze(-1)).squeeze(-1).masked_fill(~kept, 0)
+    rows = soft_weight * soft + (hard_weight * hard if hard_weight != 0 else 0)
+    if token_weight is not None:
+        rows = rows * token_weight
+    aux = {"soft_loss": soft, "hard_loss": hard}
+    if reduction == "none":
+        return rows, aux
+    if reduction == "sum":
+        return rows.sum(), aux
+    divisor = kept.sum().clamp_min(1) if normalizer is None else normalizer
+    if reduction == "mean":
+        divisor = divisor * student.shape[-1]
+    return rows.sum() / divisor, aux
+
+
+def linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor | tuple[Tensor, Tensor],
+    teacher_weight: Tensor | None = None,
+    *,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    student_logit_scale: float = 1.0,
+    teacher_logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    upcast: bool = False,
+    **options: object,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and aux values of :func:`fusegrad.linear_jsd`. ``upcast``: the divergence of float32 logits."""
+
+    def logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+        z = scale * F.linear(x, w[:vocab_size], None if b is None else b[:vocab_size])
+        z = z.float() if upcast else z
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+    student = logits(student_input, student_weight, student_bias, student_logit_scale, student_softcap)
+    teacher = teacher_input
+    if isinstance(teacher, Tensor):
+        assert teacher_weight is not None
+        teacher = logits(teacher, teacher_weight, teacher_bias, teacher_logit_scale, teacher_softcap)
+    return jsd(student, teacher, **options)  # type: ignore[arg-type]

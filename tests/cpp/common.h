@@ -121,6 +121,43 @@ inline Tensor reference_loss(const Tensor& input, const Tensor& target, const Cr
   return rows.sum() / class_weights + penalty.sum() / kept.sum();
 }
 
+/// sum x (log x - log y) over the last dimension, 0 where x is 0.
+inline Tensor reference_kl(const Tensor& log_x, const Tensor& log_y) {
+  const auto zero = log_x.isneginf();
+  const auto terms = log_x.exp() * (log_x.masked_fill(zero, 0) - log_y.masked_fill(zero, 0));
+  return terms.masked_fill(zero, 0).sum(-1);
+}
+
+/// fusegrad::jsd made of PyTorch's ops, in the dtype of `student`, over [N, V]; temperatures apart.
+inline Tensor reference_divergence(const Tensor& student, const Tensor& teacher, double teacher_temperature,
+                                   const JSDOptions& options) {
+  const double b = options.beta();
+  const auto log_q = options.log_probs() ? student : (student / options.temperature()).log_softmax(-1);
+  const auto log_p = options.log_probs() ? teacher : (teacher / teacher_temperature).log_softmax(-1);
+  const auto mixture = (1 - b) * log_q.exp() + b * log_p.exp();
+  const auto log_m = mixture.masked_fill(mixture.eq(0), 1).log();  // float16's underflows
+  const auto soft = b == 0   ? reference_kl(log_p, log_q)
+                    : b == 1 ? reference_kl(log_q, log_p)
+                             : (1 - b) * reference_kl(log_q, log_m) + b * reference_kl(log_p, log_m);
+  auto rows = options.soft_weight() * soft;
+  auto kept = at::ones_like(rows, at::kBool);
+  if (options.labels()) {
+    kept = options.labels()->ne(options.ignore_index());
+    const auto labels = options.labels()->to(at::kLong).masked_fill(kept.logical_not(), 0);
+    if (!options.log_probs()) {
+      rows = rows - options.hard_weight() * student.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1);
+    }
+  }
+  rows = rows.masked_fill(kept.logical_not(), 0);
+  if (options.token_weight()) rows = rows * options.token_weight()->to(rows.scalar_type());
+  if (options.reduction() == "none") return rows;
+  if (options.reduction() == "sum") return rows.sum();
+  auto divisor = kept.sum().to(rows.scalar_type());
+  if (const auto* number = std::get_if<double>(&options.normalizer())) divisor = at::full_like(divisor, *number);
+  if (options.reduction() == "mean") divisor = divisor * student.size(-1);
+  return rows.sum() / divisor;
+}
+
 /// Any number of backwards gives bitwise the same gradients, whatever is done to those handed out before.
 inline void expect_repeatable(const Tensor& loss, const std::vector<Tensor>& inputs, const Tensor& upstream) {
   std::vector<Tensor> first;

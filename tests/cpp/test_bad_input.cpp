@@ -1,6 +1,7 @@
 // Arguments that cannot be right: the exception's type, `op: what must hold, but got <value>`, and nothing
 // written.
 #include "bad_input_cases.h"
+#include "bad_input_divergences.h"
 
 namespace fusegrad::testing {
 namespace {
@@ -47,6 +48,8 @@ TEST(BadInput, NothingSpoiled) {
   for (const bool inplace : {false, true}) {
     EXPECT_NO_THROW(CrossEntropyCall().run(inplace));
     EXPECT_NO_THROW(LinearCrossEntropyCall().run(inplace));
+    EXPECT_NO_THROW(JsdCall().run(inplace));
+    EXPECT_NO_THROW(LinearJsdCall().run(inplace));
   }
 }
 
@@ -58,6 +61,16 @@ TEST(BadInput, CrossEntropy) {
 TEST(BadInput, LinearCrossEntropy) {
   expect_errors(shared_cases<LinearCrossEntropyCall>());
   expect_errors(linear_cross_entropy_cases());
+}
+
+TEST(BadInput, Jsd) {
+  expect_errors(divergence_cases<JsdCall>());
+  expect_errors(jsd_cases());
+}
+
+TEST(BadInput, LinearJsd) {
+  expect_errors(divergence_cases<LinearJsdCall>());
+  expect_errors(linear_jsd_cases());
 }
 
 TEST(BadInput, Float64OnCuda) {

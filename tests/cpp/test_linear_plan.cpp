@@ -16,7 +16,9 @@ namespace {
 
 using Budget = std::optional<int64_t>;
 
-int64_t row_bytes(const LinearSizes& s) { return logits_row_elements(s.vocab, s.element_size) * s.element_size; }
+int64_t row_bytes(const LinearSizes& s) {
+  return s.logits_per_row * logits_row_elements(s.vocab, s.element_size) * s.element_size;
+}
 
 int64_t accumulator_bytes(const LinearSizes& s, bool accumulator) { return accumulator ? 4 * s.vocab * s.hidden : 0; }
 
@@ -38,13 +40,17 @@ void for_each_size(const std::function<void(const LinearSizes&)>& check) {
     for (const int64_t hidden : {1, 64, 2304, 4096}) {
       for (const int64_t vocab : {1, 1000, 32000, 50257, 128256, 256000}) {
         for (const int64_t element_size : {2, 4, 8}) {
-          for (int flags = 0; flags < 8; ++flags) {
-            const LinearSizes s{
-                rows, hidden, vocab, element_size, (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0};
+          for (int flags = 0; flags < 16; ++flags) {
+            LinearSizes s{rows, hidden, vocab, element_size, (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0};
+            if ((flags & 8) != 0) {  // a divergence from a dense teacher
+              s.logits_per_row = 2;
+              s.by_columns = false;
+            }
             SCOPED_TRACE(::testing::Message()
                          << "N " << rows << ", H " << hidden << ", V " << vocab << ", bytes " << element_size
                          << (s.cpu ? ", CPU" : "") << (s.weight_grad ? ", weight_grad" : "")
-                         << (s.low_precision_result ? ", low_precision_result" : ""));
+                         << (s.low_precision_result ? ", low_precision_result" : "") << ", logits "
+                         << s.logits_per_row);
             check(s);
             if (::testing::Test::HasFailure()) return;  // one failing size says enough
           }
@@ -93,7 +99,7 @@ TEST(LinearPlan, OneChunkWhereTheBudgetHoldsAllLogits) {
 
 TEST(LinearPlan, WithoutABudgetFewRowsAreOneChunk) {
   for_each_size([](const LinearSizes& s) {
-    if (s.cpu || !s.weight_grad || !s.low_precision_result || s.rows > 2 * s.hidden) return;
+    if (s.cpu || !s.weight_grad || !s.low_precision_result || s.rows * s.logits_per_row > 2 * s.hidden) return;
     const auto plan = plan_linear(s, std::nullopt);
     EXPECT_EQ(plan.rows, std::max<int64_t>(1, s.rows));
     EXPECT_FALSE(plan.accumulator);
@@ -187,6 +193,13 @@ TEST(LinearPlan, TheBenchmarkedSizes) {
   const LinearSizes gemma{8192, 2304, 256000, 2, false, true, true};
   EXPECT_TRUE(plan_linear(gemma, std::nullopt).accumulator);
   EXPECT_EQ(plan_linear(llama, 100 * kMiB).columns, 1024);
+
+  LinearSizes distilled{8192, 2048, 128256, 2, false, true, true, 2, false};
+  const auto plan = plan_linear(distilled, std::nullopt);
+  EXPECT_GE(plan.rows, 2048);
+  EXPECT_LE(row_pass_bytes(distilled, plan), 2500 * kMiB);
+  distilled.low_precision_result = false;
+  EXPECT_EQ(plan_linear(distilled, 1100 * kMiB).rows, 2048);
 }
 
 }  // namespace

@@ -17,6 +17,10 @@ def dtypes(device: str) -> list[torch.dtype]:
     return [torch.float64, *low] if device == "cpu" else low
 
 
+def acc_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 DEVICE_DTYPES = [(device, dtype) for device in DEVICES for dtype in dtypes(device)]
 
 
@@ -104,6 +108,96 @@ LINEAR = [
     Sample("least workspace", {"workspace_mib": 0}, bias=True),
     Sample("small workspace", {"workspace_mib": 1}, bias=True),
     Sample("large workspace", {"workspace_mib": 1024}),
+]
+
+
+@dataclass
+class Distillation:
+    """Options of a divergence; `top_k` makes the teacher a top-k one of so many columns."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    labels: bool = False
+    token_weight: bool = False
+    top_k: int = 0
+    bias: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tensors(self, rows: tuple[int, ...], vocab: int, device: str, acc: torch.dtype) -> dict[str, Tensor]:
+        made = {}
+        if self.labels:
+            made["labels"] = torch.randint(0, vocab, rows, device=device)
+            made["labels"].view(-1)[1] = self.options.get("ignore_index", -100)
+        if self.token_weight:
+            made["token_weight"] = torch.rand(rows, device=device, dtype=acc)
+        return made
+
+    def teacher(self, rows: tuple[int, ...], vocab: int, device: str) -> tuple[Tensor, Tensor] | None:
+        """Log-probabilities and columns of a top-k teacher; None for a dense one."""
+        if self.top_k == 0:
+            return None
+        log_probs = (2 * torch.randn(*rows, vocab, device=device)).log_softmax(-1)
+        return tuple(log_probs.topk(min(self.top_k, vocab), -1))
+
+
+# What both divergences take.
+DISTILLATION = [
+    Distillation("plain"),
+    Distillation("forward KL", {"beta": 0.0}),
+    Distillation("reverse KL", {"beta": 1.0}),
+    Distillation("beta 0.1, sum", {"beta": 0.1, "reduction": "sum"}),
+    Distillation("beta 0.9, none", {"beta": 0.9, "reduction": "none"}),
+    Distillation("temperature", {"temperature": 2.0, "reduction": "none"}),
+    Distillation("temperature, forward KL", {"temperature": 0.5, "beta": 0.0}),
+    Distillation("temperature, reverse KL", {"temperature": 3.0, "beta": 1.0}),
+    Distillation("labels, mean", {"reduction": "mean"}, labels=True),
+    Distillation("ignore_index", {"ignore_index": 1}, labels=True),
+    Distillation("token_weight", token_weight=True),
+    Distillation("normalizer", {"normalizer": 37.0}, labels=True),
+    Distillation("normalizer, mean", {"normalizer": 37.0, "reduction": "mean"}),
+    Distillation("hard", {"hard_weight": 0.5}, labels=True, token_weight=True),
+    Distillation("hard alone", {"hard_weight": 1.0, "soft_weight": 0.0}, labels=True),
+    Distillation(
+        "hard, forward KL, temperature", {"hard_weight": 0.3, "soft_weight": 0.7, "beta": 0.0, "temperature": 2.0}, True
+    ),
+    Distillation("hard, reverse KL, none", {"hard_weight": 2.0, "beta": 1.0, "reduction": "none"}, True),
+    Distillation("top-k", top_k=5),
+    Distillation("top-k, forward KL", {"beta": 0.0}, top_k=5),
+    Distillation("top-k, reverse KL", {"beta": 1.0}, top_k=1),
+    Distillation("top-k, renormalize", {"tail": "renormalize", "temperature": 2.0}, top_k=3),
+    Distillation("top-k, renormalize, forward KL", {"tail": "renormalize", "beta": 0.0}, top_k=3),
+    Distillation("top-k, hard", {"hard_weight": 0.5, "temperature": 1.5, "reduction": "none"}, True, top_k=4),
+]
+
+# Those of jsd alone.
+DISTILLATION_LOGITS = [
+    Distillation("log_probs", {"log_probs": True}),
+    Distillation("log_probs, forward KL", {"log_probs": True, "beta": 0.0, "reduction": "none"}),
+    Distillation("log_probs, reverse KL", {"log_probs": True, "beta": 1.0}, labels=True),
+]
+
+# Those of linear_jsd alone.
+DISTILLATION_LINEAR = [
+    Distillation("bias", bias=True),
+    Distillation("bias, none", {"reduction": "none"}, labels=True, bias=True),
+    Distillation("temperatures", {"temperature": 2.0, "teacher_temperature": 0.7}),
+    Distillation(
+        "softcaps and scales",
+        {"student_softcap": 3.0, "teacher_softcap": 4.0, "student_logit_scale": 0.5, "teacher_logit_scale": 1.5},
+    ),
+    Distillation(
+        "softcap, hard, none",
+        {"student_softcap": 3.0, "student_logit_scale": -2.0, "hard_weight": 0.5, "reduction": "none"},
+        labels=True,
+        bias=True,
+    ),
+    Distillation("softcap, hard, top-k", {"student_softcap": 3.0, "hard_weight": 0.5}, labels=True, top_k=4),
+    Distillation("vocab_size", {"vocab_size": 4, "hard_weight": 0.5}, labels=True),
+    Distillation("least workspace", {"workspace_mib": 0}, bias=True),
+    Distillation("small workspace", {"workspace_mib": 1}, token_weight=True, bias=True),
+    Distillation("large workspace", {"workspace_mib": 1024}, top_k=3),
 ]
 
 

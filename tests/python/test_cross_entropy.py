@@ -5,13 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fusegrad import Aux, reference
-from support import COMMON, DEVICE_DTYPES, DEVICES, Sample, assert_as_good_as_eager, gradients
+from support import COMMON, DEVICE_DTYPES, DEVICES, Sample, acc_of, assert_as_good_as_eager, gradients
 
 SIZES = [(9, 37), (4, 1000), (3, 4099)]
-
-
-def acc_of(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])

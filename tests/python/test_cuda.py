@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from losses import NAMES, make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-both = pytest.mark.parametrize("name", NAMES)
+each = pytest.mark.parametrize("name", NAMES)
 modes = pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
 
 
-@both
+@each
 @modes
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"normalizer": 7.0, "z_loss": 1e-3}], ids=str)
 def test_nothing_synchronises(name, inplace, options) -> None:
@@ -25,7 +25,7 @@ def test_nothing_synchronises(name, inplace, options) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@both
+@each
 @modes
 def test_graph_capture_and_replay(name, inplace) -> None:
     loss = make(name, "cuda")

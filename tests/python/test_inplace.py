@@ -6,11 +6,11 @@ from losses import NAMES, make
 from support import DEVICES
 from torch.utils.checkpoint import checkpoint
 
-both = pytest.mark.parametrize("name", NAMES)
+each = pytest.mark.parametrize("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
 
 
-@both
+@each
 @everywhere
 def test_functional_writes_nothing(name: str, device: str) -> None:
     loss = make(name, device)
@@ -21,7 +21,7 @@ def test_functional_writes_nothing(name: str, device: str) -> None:
     assert torch.equal(activation, x) and activation._version == 0
 
 
-@both
+@each
 @everywhere
 @pytest.mark.parametrize("upstream", [torch.softmax, lambda x, _: x.exp(), lambda x, _: x.tanh()])
 def test_an_upstream_op_that_saved_the_tensor_raises(name: str, device: str, upstream) -> None:
@@ -35,7 +35,7 @@ def test_an_upstream_op_that_saved_the_tensor_raises(name: str, device: str, ups
     torch.testing.assert_close(ours, eager)
 
 
-@both
+@each
 @everywhere
 def test_in_place_overwrites_and_raises_the_version(name: str, device: str) -> None:
     loss = make(name, device)
@@ -52,7 +52,7 @@ def test_in_place_overwrites_and_raises_the_version(name: str, device: str) -> N
     torch.testing.assert_close(activation.grad, eager)
 
 
-@both
+@each
 @everywhere
 def test_in_place_through_a_view(name: str, device: str) -> None:
     loss = make(name, device)
@@ -87,7 +87,7 @@ def expanded(x):
     return (x[:1].clone().requires_grad_() * 1).expand(8, 8)
 
 
-@both
+@each
 @everywhere
 @pytest.mark.parametrize("kind", [leaf, view_of_a_leaf, no_grad_view, unbound, expanded])
 def test_what_would_corrupt_is_refused_before_the_first_write(name: str, device: str, kind) -> None:
@@ -109,10 +109,16 @@ def test_an_overlap_with_another_argument_is_refused(device: str) -> None:
         fusegrad.linear_cross_entropy(
             activation, activation.detach(), torch.zeros(8, dtype=torch.long, device=device), inplace=True
         )
+    # A student that is its own teacher.
+    with pytest.raises(RuntimeError, match="written-to tensor"):
+        fusegrad.jsd(activation, activation.detach(), inplace=True)
+    with pytest.raises(RuntimeError, match="written-to tensor"):
+        weight = torch.randn(8, 8, device=device)
+        fusegrad.linear_jsd(activation, weight, activation.detach(), weight, inplace=True)
     assert torch.equal(activation, before)
 
 
-@both
+@each
 @everywhere
 def test_nothing_is_written_without_a_gradient(name: str, device: str) -> None:
     loss = make(name, device)
@@ -131,7 +137,7 @@ def test_nothing_is_written_without_a_gradient(name: str, device: str) -> None:
         assert torch.equal(activation, x)
 
 
-@both
+@each
 @everywhere
 def test_saved_tensor_hooks_keep_it_out_of_place(name: str, device: str) -> None:
     loss = make(name, device)
@@ -152,7 +158,7 @@ def test_saved_tensor_hooks_keep_it_out_of_place(name: str, device: str) -> None
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True)), "a hook's tensor was scaled in place"
 
 
-@both
+@each
 @everywhere
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(name: str, device: str, reentrant: bool) -> None:
@@ -163,7 +169,7 @@ def test_activation_checkpointing(name: str, device: str, reentrant: bool) -> No
     torch.testing.assert_close(x.grad, eager)
 
 
-@both
+@each
 @everywhere
 def test_layouts_that_rows_cannot_be_written_in_stay_out_of_place(name: str, device: str) -> None:
     loss = make(name, device)

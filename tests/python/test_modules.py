@@ -25,3 +25,28 @@ def test_linear_cross_entropy_loss_owns_its_weight_or_takes_a_tied_one() -> None
     torch.testing.assert_close(none(x, t, tied.weight), expected)
     with pytest.raises(ValueError, match="linear_weight must be given"):
         none(x, t)
+
+
+def test_jsd_loss() -> None:
+    student, teacher, labels = torch.randn(8, 5), torch.randn(8, 5), torch.randint(0, 5, (8,))
+    ours = fusegrad.JSDLoss(beta=0.2, temperature=2.0)
+    expected = fusegrad.jsd(student, teacher, labels=labels, beta=0.2, temperature=2.0)
+    torch.testing.assert_close(ours(student, teacher, labels=labels), expected)
+    assert "beta=0.2" in repr(ours) and not ours.state_dict()
+
+
+def test_linear_jsd_loss_owns_its_weight_or_takes_a_tied_one() -> None:
+    x, y, v = torch.randn(8, 6), torch.randn(8, 4), torch.randn(5, 4)
+    own = fusegrad.LinearJSDLoss(6, 5, bias=True, beta=0.0)
+    assert set(own.state_dict()) == {"linear.weight", "linear.bias"}
+    own(x, y, v).backward()
+    assert own.linear.weight.grad is not None and own.linear.bias.grad is not None
+    tied = torch.nn.Embedding(5, 6)
+    none = fusegrad.LinearJSDLoss(6, None, beta=0.0)
+    expected = fusegrad.jsd(x @ tied.weight.t(), y @ v.t(), beta=0.0)
+    torch.testing.assert_close(own(x, y, v, tied.weight), expected)
+    torch.testing.assert_close(none(x, y, v, tied.weight), expected)
+    with pytest.raises(ValueError, match="student_weight must be given"):
+        none(x, y, v)
+    top_k = (torch.log(torch.tensor([[0.5, 0.2]] * 8)), torch.tensor([[1, 4]] * 8))
+    own(x, top_k).backward()

@@ -5,19 +5,34 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from fusegrad import reference
 from losses import NAMES, make
 from support import DEVICES
 
-both = pytest.mark.parametrize("name", NAMES)
+each = pytest.mark.parametrize("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
 
 
 def model(inplace: bool, ours: bool = True):
+    def divergences(jsd, linear_jsd, x, w, t, **o):
+        """Of two students of each other, where a teacher gets a gradient too; top-k, and by recomputation."""
+        top_k = (-torch.ones_like(x[:, :2]), torch.stack([t, (t + 1) % 16], -1))
+        teacher = (x + 1).detach(), w.detach()
+        first = jsd(x @ w, x * 3, beta=0.3, **o) + jsd(x * 5, top_k, labels=t, hard_weight=0.5, tail="renormalize", **o)
+        return first + linear_jsd(x * 2, w, *teacher, **o) + linear_jsd(x * 2, w, top_k, reduction="none", **o).sum()
+
     def call(x, w, t):
         if ours:
             first = fusegrad.cross_entropy(x @ w, t, label_smoothing=0.1, inplace=inplace)
-            return (first + fusegrad.linear_cross_entropy(x * 2, w, t, inplace=inplace)) * 0.37
-        return (F.cross_entropy(x @ w, t, label_smoothing=0.1) + F.cross_entropy(F.linear(x * 2, w), t)) * 0.37
+            second = fusegrad.linear_cross_entropy(x * 2, w, t, inplace=inplace)
+            third = divergences(fusegrad.jsd, fusegrad.linear_jsd, x, w, t, inplace=inplace)
+        else:
+            first = F.cross_entropy(x @ w, t, label_smoothing=0.1)
+            second = F.cross_entropy(F.linear(x * 2, w), t)
+            third = divergences(
+                lambda *a, **o: reference.jsd(*a, **o)[0], lambda *a, **o: reference.linear_jsd(*a, **o)[0], x, w, t
+            )
+        return (first + second + third) * 0.37
 
     return call
 
@@ -38,7 +53,7 @@ def test_compile_without_a_graph_break(device, backend, dynamic, inplace) -> Non
         torch.testing.assert_close(ours, eager)
 
 
-@both
+@each
 @pytest.mark.parametrize("upstream", [lambda x: x.softmax(-1), torch.exp, torch.tanh])
 def test_compile_with_an_upstream_op_that_saved_the_tensor(name, upstream) -> None:
     """The compiler sees the write: the gradient is right, or the call raises."""
@@ -80,6 +95,13 @@ def test_opcheck_of_what_front_ends_call(device, suffix) -> None:
     x = x.detach() if suffix else x
     torch.library.opcheck(getattr(ops, "cross_entropy" + suffix).default, (x, t), {"label_smoothing": 0.1})
     torch.library.opcheck(getattr(ops, "linear_cross_entropy" + suffix).default, (x, w, t), {"reduction": "sum"})
+    y, v, k = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device), torch.randn(4, 2, device=device)
+    top_k = {"teacher_indices": torch.tensor([[1, 0]] * 4, device=device), "aux": 1}
+    hard = {"labels": t, "hard_weight": 0.5, "aux": 3}
+    torch.library.opcheck(getattr(ops, "jsd" + suffix).default, (x, torch.randn_like(x)), {"reduction": "mean", **hard})
+    torch.library.opcheck(getattr(ops, "jsd" + suffix).default, (x, k), top_k)
+    torch.library.opcheck(getattr(ops, "linear_jsd" + suffix).default, (x, w, y, v), hard)
+    torch.library.opcheck(getattr(ops, "linear_jsd" + suffix).default, (x, w, k), {"reduction": "none", **top_k})
 
 
 @everywhere
@@ -121,6 +143,18 @@ def test_opcheck_of_the_ops_below(device) -> None:
             [True] * 2 + [False],
         ),
     )
+    numbers = [0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5]
+    y, v = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device)
+    rows = (None, t % 6, None, None, numbers, False, False, -100, 1, 3)
+    for suffix in ("", "_"):
+        divergence = (x.clone(), torch.randn_like(x), *rows, [True, not suffix])
+        torch.library.opcheck(getattr(ops, "jsd_forward" + suffix).default, divergence)
+        heads = (h.clone(), w, None, y, v, None, *rows, 6, None, None, [True, True, False])
+        torch.library.opcheck(getattr(ops, "linear_jsd_forward" + suffix).default, heads)
+    torch.library.opcheck(
+        ops.linear_jsd_backward.default,
+        (one, h, w, None, y, v, None, None, t, None, scales, numbers, False, -100, None, None, 1, [True, True, False]),
+    )
     torch.library.opcheck(ops.scale_gradient.default, (x, one, None))
     torch.library.opcheck(ops.scale_gradient_.default, (x, one, one))
 
@@ -128,9 +162,10 @@ def test_opcheck_of_the_ops_below(device) -> None:
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(device, dtype) -> None:
-    """Linear cross entropy casts as F.linear does, with float32 gradients; cross entropy reads what it is given."""
+    """The linear losses cast as F.linear does, with float32 gradients; the others read what they are given."""
     x, w = torch.randn(32, 16, device=device, requires_grad=True), torch.randn(9, 16, device=device, requires_grad=True)
     t = torch.randint(0, 9, (32,), device=device)
+    y, v = torch.randn(32, 8, device=device), torch.randn(9, 8, device=device)
     for inplace in (False, True):
         with torch.autocast(device, dtype):
             hidden = x * 1
@@ -138,15 +173,21 @@ def test_autocast(device, dtype) -> None:
             assert hidden._version == 0, "the cast is written, not the input"
             logits = F.linear(x, w)
             second = fusegrad.cross_entropy(logits, t, inplace=inplace)
-        assert loss.dtype == second.dtype == torch.float32 and logits.dtype == dtype
-        grads = torch.autograd.grad(loss + second, (x, w))
-        truth = torch.autograd.grad(2 * F.cross_entropy(F.linear(x.double(), w.double()), t), (x, w))
+            student = x * 1
+            divergence = fusegrad.linear_jsd(student, w, y, v, inplace=inplace)
+            assert student._version == 0
+            divergence = divergence + fusegrad.jsd(F.linear(x, w), F.linear(y, v), inplace=inplace)
+        assert loss.dtype == second.dtype == divergence.dtype == torch.float32 and logits.dtype == dtype
+        grads = torch.autograd.grad(loss + second + divergence, (x, w))
+        heads = [z.double() for z in (x, w, y, v)]
+        truth = 2 * F.cross_entropy(F.linear(*heads[:2]), t) + 2 * reference.linear_jsd(*heads)[0]
+        truth = torch.autograd.grad(truth, (x, w))
         for grad, right in zip(grads, truth, strict=True):
             assert grad.dtype == torch.float32
             assert ((grad - right).norm() / right.norm()).item() < 2e-2
 
 
-@both
+@each
 def test_transforms_that_are_not_implemented_name_the_op(name) -> None:
     loss = make(name, "cpu")
     x = torch.randn(8, 8)

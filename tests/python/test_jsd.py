@@ -1,0 +1,271 @@
+"""jsd: values and gradients of every option against float64 formulas."""
+
+from __future__ import annotations
+
+import fusegrad
+import pytest
+import torch
+import torch.nn.functional as F
+from fusegrad import JSDAux, reference
+from support import (
+    DEVICE_DTYPES,
+    DEVICES,
+    DISTILLATION,
+    DISTILLATION_LOGITS,
+    Distillation,
+    acc_of,
+    assert_as_good_as_eager,
+    gradients,
+)
+
+SIZES = [(9, 37), (3, 4099)]
+
+
+@pytest.mark.parametrize("sample", [*DISTILLATION, *DISTILLATION_LOGITS], ids=str)
+@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+def test_parity(device: str, dtype: torch.dtype, sample: Distillation) -> None:
+    for rows, vocab in SIZES:
+        student = (2 * torch.randn(rows, vocab, device=device)).to(dtype)
+        teacher = (student + torch.randn(rows, vocab, device=device)).to(dtype)
+        if sample.options.get("log_probs"):
+            student, teacher = student.float().log_softmax(-1).to(dtype), teacher.float().log_softmax(-1).to(dtype)
+        tensors = sample.tensors((rows,), vocab, device, acc_of(dtype))
+        top_k = sample.teacher((rows,), vocab, device)
+
+        def call(function, kind, student, *teacher, tensors=tensors, top_k=top_k, **options):
+            made = {name: t.to(kind) if t.is_floating_point() else t for name, t in tensors.items()}
+            given = teacher[0] if top_k is None else (top_k[0].to(kind), top_k[1])
+            return function(student, given, **made, **sample.options, **options)
+
+        inputs = [student] if top_k is not None else [student, teacher]
+        (loss, grads), in_place = (
+            gradients(
+                lambda s, *t, call=call, i=inplace: call(fusegrad.jsd, acc_of(dtype), s * 1, *t, inplace=i), inputs
+            )
+            for inplace in (False, True)
+        )
+        assert torch.equal(loss, in_place[0]) and all(map(torch.equal, grads, in_place[1]))
+        truth, truth_grads = gradients(
+            lambda *x, call=call: call(reference.jsd, torch.double, *x)[0], [x.double() for x in inputs]
+        )
+        eager, eager_grads = gradients(lambda *x, call=call: call(reference.jsd, dtype, *x)[0], inputs)
+        assert loss.dtype == acc_of(dtype)
+        assert_as_good_as_eager(loss, eager, truth, f"loss {rows}x{vocab}", single=2**-20)
+        for name, ours, theirs, right in zip(("student", "teacher"), grads, eager_grads, truth_grads, strict=False):
+            assert ours.dtype == dtype
+            assert_as_good_as_eager(ours, theirs, right, f"gradient of the {name} {rows}x{vocab}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_equal_rows_cost_exactly_nothing(device: str, beta: float, dtype: torch.dtype) -> None:
+    student = (5 * torch.randn(6, 1003, device=device)).to(dtype)
+    student[:, :9] = -torch.inf
+    for temperature in (1.0, 1.7):
+        loss, grads = gradients(
+            lambda s, t, T=temperature: fusegrad.jsd(s, t, beta=beta, temperature=T), [student, student.clone()]
+        )
+        assert loss.item() == 0
+        for grad in grads:
+            assert torch.equal(grad, torch.zeros_like(student))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("log_probs", [False, True])
+def test_infinite_logits(device: str, beta: float, log_probs: bool) -> None:
+    """-inf in both, or where the formula has a factor 0: finite and right. Elsewhere the divergence is infinite."""
+    student, teacher = torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)
+    student[:, :8] = teacher[:, :8] = -torch.inf
+    if beta != 0:
+        student[:, 8:16] = -torch.inf
+    if beta != 1:
+        teacher[:, 16:24] = -torch.inf
+    if log_probs:
+        student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    options = {"beta": beta, "log_probs": log_probs}
+    loss, grads = gradients(lambda s, t: fusegrad.jsd(s, t, **options), [student, teacher])
+    truth, truth_grads = gradients(lambda s, t: reference.jsd(s, t, **options)[0], [student.double(), teacher.double()])
+    assert truth.isfinite() and all(grad.isfinite().all() for grad in truth_grads)
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-6)
+    for grad, right in zip(grads, truth_grads, strict=True):
+        torch.testing.assert_close(grad.double(), right, rtol=1e-4, atol=1e-7)
+    if not log_probs:
+        # A part that does not count may be infinite.
+        teacher[:, 60] = -torch.inf
+        labels = torch.full((4,), 30, device=device)
+        hard = {"labels": labels, "hard_weight": 1.0, "soft_weight": 0.0}
+        for top_k in (teacher, (torch.full_like(teacher[:, :2], -torch.inf), torch.stack([labels, labels + 1], -1))):
+            loss, (grad,) = gradients(lambda s, t=top_k: fusegrad.jsd(s, t, beta=beta, **hard), [student])
+            eager, (right,) = gradients(lambda s: F.cross_entropy(s, labels), [student])
+            torch.testing.assert_close(loss, eager)
+            torch.testing.assert_close(grad, right)
+    if beta == 0:
+        student[0, 40] = -torch.inf
+        assert fusegrad.jsd(student, teacher, **options).item() == torch.inf
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_far_apart_and_close(device: str, beta: float) -> None:
+    """Probabilities below float32's range, large offsets, and a divergence that naive sums lose in rounding."""
+    far = 40 * torch.randn(4, 500, device=device)
+    close = 2 * torch.randn(4, 500, device=device)
+    for student, teacher, bound in (
+        (far, 40 * torch.randn(4, 500, device=device), 1e-5),
+        (close + 1e4, close + 1e4 + torch.randn_like(close), 1e-5),
+        (close, close + 1e-3 * torch.randn_like(close), 1e-3),
+    ):
+        loss, grads = gradients(lambda s, t: fusegrad.jsd(s, t, beta=beta), [student, teacher])
+        truth, truth_grads = gradients(
+            lambda s, t: reference.jsd(s, t, beta=beta)[0], [student.double(), teacher.double()]
+        )
+        torch.testing.assert_close(loss.double(), truth, rtol=bound, atol=0)
+        for grad, right in zip(grads, truth_grads, strict=True):
+            assert (grad - right).norm().item() < bound * right.norm().item() + 1e-8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(7,), (2, 3, 7), (2, 2, 2, 7), (0, 7), (2, 0, 7), (3, 0)], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_shapes(device: str, shape: tuple[int, ...], inplace: bool) -> None:
+    student, teacher = torch.randn(shape, device=device), torch.randn(shape, device=device)
+    labels = torch.randint(0, 7, shape[:-1], device=device)
+    if labels.numel() > 1:
+        labels.view(-1)[1] = -100
+    aux = JSDAux(soft_loss=True, hard_loss=shape[-1] > 0)
+    labels = labels if shape[-1] else None
+    for reduction in ("none", "sum", "mean", "batchmean"):
+        options = {"labels": labels, "reduction": reduction}
+        loss, grads = gradients(
+            lambda s, t, o=options: fusegrad.jsd(s * 1, t, inplace=inplace, **o), [student, teacher]
+        )
+        truth, truth_grads = gradients(
+            lambda s, t, o=options: reference.jsd(s, t, **o)[0].nan_to_num(), [student.double(), teacher.double()]
+        )
+        torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([g.double() for g in grads], list(truth_grads), rtol=1e-4, atol=1e-6)
+    _, values = fusegrad.jsd(student, teacher, labels=labels, return_aux=aux)
+    _, right = reference.jsd(student.double(), teacher.double(), labels=labels)
+    for name, value in values._asdict().items():
+        if value is not None:
+            assert not value.requires_grad
+            torch.testing.assert_close(value.double(), right[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_are_strided_unaligned_or_transposed(device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        wide, other = (torch.randn(6, 310, device=device).to(dtype) for _ in range(2))
+        for cut in (lambda x: x[:, 3:304], lambda x: x[:, 4:305], lambda x: x.t().contiguous().t()[:, :301]):
+            student, teacher = cut(wide), cut(other)
+            _, grads = gradients(fusegrad.jsd, [student.contiguous(), teacher.contiguous()])
+            leaves = [student.detach().requires_grad_(), teacher.detach().requires_grad_()]
+            strided = torch.autograd.grad(fusegrad.jsd(*leaves), leaves, torch.tensor(0.5, device=device))
+            for a, b in zip(grads, strided, strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_two_dtypes(device: str, inplace: bool) -> None:
+    """Both are read in the narrowest dtype that holds either; each gradient has its own tensor's."""
+    kinds = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+    for student_dtype, teacher_dtype in kinds + ([(torch.float32, torch.float64)] if device == "cpu" else []):
+        student = torch.randn(8, 100, device=device).to(student_dtype)
+        teacher = torch.randn(8, 100, device=device).to(teacher_dtype)
+        wide = torch.promote_types(student_dtype, teacher_dtype)
+        loss, grads = gradients(lambda s, t: fusegrad.jsd(s * 1, t, inplace=inplace), [student, teacher])
+        right, right_grads = gradients(fusegrad.jsd, [student.to(wide), teacher.to(wide)])
+        assert torch.equal(loss, right) and [g.dtype for g in grads] == [student_dtype, teacher_dtype]
+        for grad, wanted in zip(grads, right_grads, strict=True):
+            assert torch.equal(grad, wanted.to(grad.dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("student_grad, teacher_grad", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_frozen_sides(device: str, student_grad: bool, teacher_grad: bool, beta: float) -> None:
+    student, teacher = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device)
+    _, both = gradients(lambda s, t: fusegrad.jsd(s, t, beta=beta), [student, teacher])
+    for inplace in (False, True):
+        s, t = student.clone().requires_grad_(student_grad), teacher.clone().requires_grad_(teacher_grad)
+        loss = fusegrad.jsd(s * 1, t, beta=beta, inplace=inplace)
+        assert loss.requires_grad == (student_grad or teacher_grad)
+        if loss.requires_grad:
+            (loss * 0.5).backward()
+        for tensor, grad in ((s, both[0]), (t, both[1])):
+            assert (tensor.grad is not None) == tensor.requires_grad
+            if tensor.requires_grad:
+                torch.testing.assert_close(tensor.grad, grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+def test_no_row_kept(device: str, dtype: torch.dtype, reduction: str) -> None:
+    student, teacher = torch.randn(4, 9, device=device).to(dtype), torch.randn(4, 9, device=device).to(dtype)
+    labels = torch.full((4,), -100, device=device)
+    for inplace in (False, True):
+        loss, grads = gradients(
+            lambda s, t, i=inplace: fusegrad.jsd(
+                s * 1, t, labels=labels, hard_weight=1.0, reduction=reduction, inplace=i
+            ),
+            [student, teacher],
+        )
+        for value in (loss, *grads):
+            assert torch.equal(value, torch.zeros_like(value))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_a_top_k_teacher_with_all_columns_is_a_dense_one(device: str, beta: float, tail: str) -> None:
+    if tail == "renormalize" and beta == 1:
+        return
+    student, teacher = torch.randn(5, 33, device=device), torch.randn(5, 33, device=device)
+    order = torch.argsort(torch.rand(5, 33, device=device), -1)
+    top_k = (teacher.log_softmax(-1).gather(-1, order), order)
+    ours = gradients(lambda s: fusegrad.jsd(s, top_k, beta=beta, tail=tail), [student])
+    dense = gradients(lambda s: fusegrad.jsd(s, teacher, beta=beta), [student])
+    torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_top_k_teacher_whose_rows_have_fewer(device: str, beta: float) -> None:
+    """Padding of -inf adds nothing to the bucket; a peaked student's small tail neither underflows nor cancels."""
+    student = 30 * torch.randn(5, 200, device=device)
+    indices = torch.stack([torch.randperm(200, device=device)[:8] for _ in range(5)])
+    log_probs = torch.randn(5, 200, device=device).log_softmax(-1).gather(-1, indices)
+    log_probs[:, 5:] = -torch.inf
+    for tail in ("bucket", "renormalize"):
+        loss, (grad,) = gradients(lambda s, t=tail: fusegrad.jsd(s, (log_probs, indices), beta=beta, tail=t), [student])
+        truth, (right,) = gradients(
+            lambda s, t=tail: reference.jsd(s, (log_probs.double(), indices), beta=beta, tail=t)[0], [student.double()]
+        )
+        torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=0)
+        assert ((grad - right).norm() / right.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("sample", [*DISTILLATION, *DISTILLATION_LOGITS], ids=str)
+def test_gradcheck(sample: Distillation) -> None:
+    student, teacher = (torch.randn(5, 7, dtype=torch.float64) for _ in range(2))
+    if sample.options.get("log_probs"):
+        student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    top_k = sample.teacher((5,), 7, "cpu")
+    if top_k is not None:
+        top_k = (top_k[0].double(), top_k[1])
+    tensors = sample.tensors((5,), 7, "cpu", torch.float64)
+    inputs = [student.requires_grad_()] if top_k is not None else [student.requires_grad_(), teacher.requires_grad_()]
+    assert torch.autograd.gradcheck(lambda s, t=top_k: fusegrad.jsd(s, t, **tensors, **sample.options), inputs)
+
+
+def test_the_divergence_is_pytorchs_at_the_ends() -> None:
+    student, teacher = torch.randn(6, 50), torch.randn(6, 50)
+    log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
+    for beta, theirs in ((0.0, (log_q, log_p)), (1.0, (log_p, log_q))):
+        eager = F.kl_div(*theirs, reduction="batchmean", log_target=True)
+        torch.testing.assert_close(fusegrad.jsd(student, teacher, beta=beta), eager)
+        torch.testing.assert_close(fusegrad.jsd(log_q, log_p, beta=beta, log_probs=True), eager)
