@@ -89,7 +89,7 @@ TORCH_LIBRARY(fusegrad, m) {
   // `stats` is [k, N] acc: the soft and the hard loss, as `aux` asks for them.
   const std::string divergence_returns = "Tensor loss, Tensor stats, Tensor scales";
   define_pair(m, "jsd", "student",
-              "Tensor teacher, *, Tensor? teacher_indices=None, " + divergence_options + ", bool log_probs=False",
+              "Tensor teacher, Tensor? teacher_indices=None, " + divergence_options + ", bool log_probs=False",
               loss_returns);
   // Gradients for an upstream gradient of 1, where `needs_grad` (student, teacher) says so and empty otherwise; the
   // in-place twin writes the student's over the student and returns it empty.
@@ -99,7 +99,7 @@ TORCH_LIBRARY(fusegrad, m) {
   // --- linear Jensen-Shannon divergence --------------------------------------------------------------------
   // A top-k teacher has no weight: its log-probabilities stand in for hidden states.
   define_pair(m, "linear_jsd", "student_input",
-              "Tensor student_weight, Tensor teacher_input, Tensor? teacher_weight=None, *, "
+              "Tensor student_weight, Tensor teacher_input, Tensor? teacher_weight=None, "
               "Tensor? teacher_indices=None, Tensor? student_bias=None, Tensor? teacher_bias=None, " +
                   divergence_options +
                   ", float? teacher_temperature=None, float? student_softcap=None, float? teacher_softcap=None, "

@@ -13,7 +13,7 @@ namespace fusegrad::cuda {
 using device::RowSplit;
 
 constexpr int64_t kSliceBytes = 72 << 10;  // three CTAs with such slices fit a multiprocessor of 228 KiB
-constexpr int64_t kStaticShared = 2048;    // at most, of the kernels themselves
+constexpr int64_t kOtherShared = 8192;     // at most, of the kernels themselves and of marks
 
 struct RowShape {
   int cluster = 1;
@@ -38,7 +38,7 @@ inline RowShape choose_shape(const Device& device, int64_t rows, int64_t vectors
   shape.split.slice = static_cast<int>(slice());
   // Chunks of whole steps of a warp.
   shape.split.chunk = ((shape.split.slice + device::kMaxChunks - 1) / device::kMaxChunks + 31) / 32 * 32;
-  shape.split.stash = again && slice_bytes() + kStaticShared <= device.shared_bytes;
+  shape.split.stash = again && slice_bytes() + kOtherShared <= device.shared_bytes;
   shape.bulk = bulk && shape.split.stash && device.cluster > 1;
   shape.shared_bytes = shape.split.stash ? static_cast<int>(slice_bytes()) : 0;
   return shape;
@@ -74,7 +74,10 @@ void launch_rows(const Rows& r, const typename Loss::Params& p, const typename L
   const bool lines = is_aligned(r.input, r.stride, sizeof(T), device::kLineBytes);
   const auto shape = choose_shape(current_device(), r.rows, lines ? count(0) : count(device::kLineBytes),
                                   Loss::kInputs * kWidth * sizeof(T), r.gradient || Loss::kSecondPass, kMayBulk);
-  const Grid grid{r.rows * shape.cluster, device::kRowThreads, shape.cluster, shape.shared_bytes};
+  // A bit for each column of a slice, which choose_shape left room for.
+  constexpr bool kTopK = requires { Loss::kTopK; };
+  const int marks = kTopK ? shape.split.slice * kWidth / 32 * 4 + 4 : 0;
+  const Grid grid{r.rows * shape.cluster, device::kRowThreads, shape.cluster, shape.shared_bytes + marks};
   if constexpr (kMayBulk) {
     const auto kernel = device::row_by_cluster<Loss, T, kWidth, true>;
     if (shape.bulk) return launch("row_by_cluster", kernel, grid, stream, p, constants, shape.split);

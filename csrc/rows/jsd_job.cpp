@@ -52,6 +52,10 @@ void JsdJob::run(const Tensor& student, const Tensor& teacher, int64_t first, co
   if (tensors_.teacher_index.has_value()) {
     p.teacher_index = pointer_at(tensors_.teacher_index, first);
     p.topk = teacher.size(1);
+    if (student.is_cuda()) {
+      topk_logits_ = at::empty({p.rows, p.topk}, acc_);
+      p.topk_logits = topk_logits_.data_ptr();
+    }
   }
   p.renormalize = s.renormalize;
   p.log_probs = s.log_probs;

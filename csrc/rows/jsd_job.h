@@ -34,6 +34,7 @@ class JsdJob {
   bool deferred_ = false;
   at::Tensor upstream_;
   at::Tensor row_loss_;
+  at::Tensor topk_logits_;
   JsdOutputs out_;
 };
 

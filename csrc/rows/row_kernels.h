@@ -178,6 +178,7 @@ struct RowJsd {
   int64_t teacher_stride = 0;
   const void* teacher_index = nullptr;  // top-k: [N, K] int64, contiguous, distinct in a row; null: a dense teacher
   int64_t topk = 0;                     // K
+  void* topk_logits = nullptr;          // top-k on CUDA: [N, K] float of scratch
   bool renormalize = false;
   bool log_probs = false;  // not with a top-k teacher, a hard part, transforms or temperatures
   LogitTransform student_transform;

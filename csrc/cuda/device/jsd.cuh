@@ -99,6 +99,20 @@ struct JsdRow {
   }
 };
 
+/// A row's outputs, by one thread.
+__device__ inline void write_losses(const RowJsd& p, const JsdConstants& constants, const JsdRow& info, int64_t row,
+                                    float soft, float hard) {
+  const auto put = [&](void* out, float value) {
+    if (out != nullptr) static_cast<float*>(out)[row] = !info.in_range ? not_a_number() : info.kept ? value : 0.f;
+  };
+  put(p.soft, soft);
+  put(p.hard, hard);
+  // A weight of 0 must not meet an infinite divergence.
+  float loss = constants.soft != 0.f ? constants.soft * soft : 0.f;
+  if (constants.hard != 0.f) loss = fmaf(constants.hard, hard, loss);
+  put(p.loss, info.factor != 0.f ? info.factor * loss : 0.f);
+}
+
 /// The functor. T: dtype of the logits. kPlain: no softcap, positive scales, no gradient to the teacher, and a hard
 /// part only at temperature 1.
 template <class T, bool kPlain>
@@ -275,7 +289,8 @@ struct Jsd {
     const float upstream = info.upstream(p, row);
     Gradient g{normal(sums)};
     g.at_label = upstream * constants.hard * constants.label.scale;
-    if (!same(sums)) add_soft(g, parts, upstream);
+    // A weight of 0 must not meet an infinite divergence.
+    if (!same(sums) && upstream * constants.soft != 0.f) add_soft(g, parts, upstream);
     if constexpr (!kPlain) {
       if (constants.label_apart) {
         g.of_label = g.at_label;
@@ -386,17 +401,8 @@ struct Jsd {
           if (constants.label_apart) hard = label_loss(sums.label, sums);
         }
       }
-    } else if (!info.in_range) {
-      soft = hard = not_a_number();
     }
-    const auto put = [&](void* out, float value) {
-      if (out != nullptr) static_cast<float*>(out)[row] = value;
-    };
-    put(p.soft, soft);
-    put(p.hard, hard);
-    float loss = constants.soft * soft;
-    if (constants.hard != 0.f) loss = fmaf(constants.hard, hard, loss);
-    put(p.loss, needs_row() || !info.in_range ? info.factor * loss : 0.f);
+    write_losses(p, constants, info, row, soft, hard);
   }
 };
 

@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
   constexpr int kInputs = Loss::kInputs;
   constexpr int kThreads = kRowThreads;
   constexpr int kUnroll = Loss::kUnroll;  // vectors in flight a thread
+  constexpr bool kTopK = requires { Loss::kTopK; };
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   __shared__ RowMerge<Sums, kThreads / 32> merge_sums;
   __shared__ RowMerge<Parts, kThreads / 32> merge_parts;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
   P* copy = reinterpret_cast<P*>(shared_bytes);
 
   const int thread = static_cast<int>(threadIdx.x), rank = cluster_rank(), size = cluster_size();
-  const Loss loss(p, constants, blockIdx.x / size);
+  Loss loss(p, constants, blockIdx.x / size);
   const RowVectors<T, kWidth> vectors(loss.input(0), p.cols, kLineBytes);
   const int begin = rank * split.slice, end = min(begin + split.slice, vectors.count);
   const int whole_begin = max(begin, vectors.whole_begin), whole_end = min(end, vectors.whole_end);
@@ -65,6 +66,13 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     return;
   }
 
+  if constexpr (kTopK) {
+    auto* marks = reinterpret_cast<uint32_t*>(shared_bytes + (split.stash ? kInputs * split.slice * sizeof(P) : 0));
+    for (int i = thread; i <= split.slice * kWidth / 32; i += kThreads) marks[i] = 0;
+    __syncthreads();
+    loss.mark(marks, vectors.column(begin), vectors.column(end), thread, kThreads);
+    __syncthreads();
+  }
   if (thread == 0) {
 #if __CUDA_ARCH__ >= 900
     merge_sums.init();
@@ -176,6 +184,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     }
     merge_parts.merge(parts, [](Parts&) {});
   }
+  if constexpr (kTopK) parts = loss.top_parts(sums, thread % 32, 32);
   if (rank == 0 && thread == kThreads - 1) loss.write(sums, parts);
 
   // Phase 3
@@ -218,6 +227,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     }
   }
   __syncthreads();  // the target's vector has been written
+  if constexpr (kTopK) loss.write_top(g, vectors.column(begin), vectors.column(end), thread, kThreads);
   if (thread == 0) loss.write_target(g, sums, vectors.column(begin), vectors.column(end));
 }
 

@@ -28,8 +28,18 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kShortRowThreads / group) + threadIdx.x / group;
   // Groups beyond the last row repeat it and write nothing: all threads must take part in the merge.
   const bool exists = index < p.rows;
-  const Loss loss(p, constants, exists ? index : p.rows - 1);
+  Loss loss(p, constants, exists ? index : p.rows - 1);
   const RowVectors<T, kWidth> vectors(loss.input(0), p.cols, kUnitBytes);
+  constexpr bool kTopK = requires { Loss::kTopK; };
+  if constexpr (kTopK) {
+    constexpr int kMarks = kShortRowThreads * kHeld * 8 / 32;
+    __shared__ uint32_t marks[kMarks];
+    for (int i = threadIdx.x; i < kMarks; i += kShortRowThreads) marks[i] = 0;
+    __syncthreads();
+    const int words = (group * kHeld * kWidth + 31) / 32;
+    loss.mark(marks + threadIdx.x / group * words, vectors.column(0), vectors.cols, thread, group);
+    __syncthreads();
+  }
 
   // Phase 1
   P packs[kInputs][kHeld];
@@ -72,6 +82,7 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
     }
     merge_threads(parts, warp_parts.get(), group);
   }
+  if constexpr (kTopK) parts = loss.top_parts(sums, thread & (min(group, 32) - 1), min(group, 32));
   if (exists && thread == 0) loss.write(sums, parts);
 
   // Phase 3
@@ -90,7 +101,9 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
       if (loss.output(k) != nullptr) vectors.store(loss.output(k), v, one[k]);
     }
     // By the thread that wrote the target's vector.
-    if (!loss.constant_gradient()) loss.write_target(g, sums, vectors.column(v), vectors.column(v + 1));
+    if (loss.constant_gradient()) continue;
+    if constexpr (kTopK) loss.write_top(g, vectors.column(v), vectors.column(v + 1), 0, 1);
+    loss.write_target(g, sums, vectors.column(v), vectors.column(v + 1));
   }
 }
 
