@@ -16,7 +16,7 @@ import torch
 from harness import peers
 from harness.benchmark import Benchmark, Options, Plan
 from harness.cli import main
-from harness.divergence import Divergence
+from harness.divergence import VARIANTS, Divergence, error_goals
 from harness.goals import Goal
 from harness.launch import launch_case
 from harness.model import Case, Implementation, Problem, Unavailable
@@ -29,17 +29,7 @@ MIB = 2**20
 TOP_K = 64
 # A stored pair of log-probability and index, bfloat16 and int64.
 PAIR_BYTES = 2 + 8
-VARIANTS = tuple(Divergence(beta=beta, temperature=t) for beta in (0.5, 0.0, 1.0) for t in (1.0, 2.0))
 CPU_SPEEDUP = 3
-ERROR_GOALS = tuple(
-    Goal(f"beta={beta:g}: errors <= 1.5 x eager's", (f"fusegrad{suffix}",), than=f"eager{suffix}", max_error_share=1.5)
-    for beta, suffix in ((0.5, ""), (0.0, " beta=0"), (1.0, " beta=1"))
-)
-
-
-def name_of(variant: Divergence) -> str:
-    beta = "" if variant.beta == 0.5 else f" beta={variant.beta:g}"
-    return f"fusegrad{beta}" + ("" if variant.temperature == 1 else f" T={variant.temperature:g}")
 
 
 def problem(case: Case) -> Problem:
@@ -89,7 +79,7 @@ def ours(fusegrad: Any, case: Case) -> list[Implementation]:
     return [
         make("fusegrad", default, essential=True),
         make("fusegrad inplace", default, inplace, overwrites=True, essential=True),
-        *(make(name_of(variant), variant) for variant in VARIANTS[1:]),
+        *(make(f"fusegrad{variant.suffix}", variant) for variant in VARIANTS[1:]),
         make("fusegrad upstream 0.37", default, upstream=0.37),
         make("fusegrad none", default, {"reduction": "none"}, upstream="rows"),
         make("fusegrad no-grad", default, backward=False, floor_scale=1.0),
@@ -101,13 +91,12 @@ def ours(fusegrad: Any, case: Case) -> list[Implementation]:
 
 
 def plans(device: str, quick: bool) -> list[Plan]:
-    errors = ERROR_GOALS[:1] if quick else ERROR_GOALS
     if device == "cpu":
         speed = Goal(f">= {CPU_SPEEDUP} x eager", ("fusegrad",), than="eager", min_speedup=CPU_SPEEDUP)
         sizes = (("N", 1024), ("V", 32000))
-        return [Plan(Case(OP, sizes, dtype, device), (speed, *errors)) for dtype in ("float32", "bfloat16")]
+        return [Plan(Case(OP, sizes, dtype, device), (speed, *error_goals(quick))) for dtype in ("float32", "bfloat16")]
     large = Case(OP, (("N", 8192), ("V", 128256)), "bfloat16", device)
-    found = [Plan(large, (*_gpu_goals(large), *errors))]
+    found = [Plan(large, (*_gpu_goals(large), *error_goals(quick)))]
     if not quick:
         found.append(Plan(Case(OP, (("N", 8192), ("V", 32000)), "bfloat16", device)))
     return found
@@ -115,8 +104,7 @@ def plans(device: str, quick: bool) -> list[Plan]:
 
 def _gpu_goals(case: Case) -> tuple[Goal, ...]:
     fast = tuple(
-        Goal(f"beta={one.beta:g} T={one.temperature:g} <= 1.18 x floor", (name_of(one),), max_floor_ratio=1.18)
-        for one in VARIANTS
+        Goal(f"{one.label} <= 1.18 x floor", (f"fusegrad{one.suffix}",), max_floor_ratio=1.18) for one in VARIANTS
     )
     teacher_mib = case["N"] * case["V"] * case.torch_dtype.itemsize / MIB
     stored_mib = case["N"] * TOP_K * PAIR_BYTES / MIB

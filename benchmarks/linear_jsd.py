@@ -16,7 +16,7 @@ import torch
 from harness import peers
 from harness.benchmark import Benchmark, Options, Plan
 from harness.cli import main
-from harness.divergence import Divergence
+from harness.divergence import VARIANTS, Divergence, error_goals
 from harness.goals import Goal
 from harness.launch import launch_case
 from harness.model import Case, Implementation, Problem, Unavailable
@@ -30,7 +30,6 @@ SIZES = (("N", 8192), ("Hs", 2048), ("Ht", 4096), ("V", 128256))
 CPU_SIZES = (("N", 1024), ("Hs", 256), ("Ht", 512), ("V", 32000))
 DEFAULT_RATIO, DEFAULT_MIB = 1.10, 2600
 LEAN_RATIO, LEAN_MIB = 1.15, 1660
-VARIANTS = tuple(Divergence(beta=beta, temperature=t) for beta in (0.5, 0.0, 1.0) for t in (1.0, 2.0))
 CPU_GOAL = Goal(
     "no slower than eager at <= 1/4 of its memory",
     ("fusegrad",),
@@ -38,16 +37,6 @@ CPU_GOAL = Goal(
     min_speedup=1,
     max_memory_share=0.25,
 )
-ERROR_GOALS = tuple(
-    Goal(f"beta={beta:g}: errors <= 1.5 x eager's", (f"fusegrad{suffix}",), than=f"eager{suffix}", max_error_share=1.5)
-    for beta, suffix in ((0.5, ""), (0.0, " beta=0"), (1.0, " beta=1"))
-)
-
-
-def name_of(variant: Divergence, mode: str = "") -> str:
-    beta = "" if variant.beta == 0.5 else f" beta={variant.beta:g}"
-    temperature = "" if variant.temperature == 1 else f" T={variant.temperature:g}"
-    return f"fusegrad{mode}{beta}{temperature}"
 
 
 def problem(case: Case) -> Problem:
@@ -119,9 +108,9 @@ def ours(fusegrad: Any, case: Case) -> list[Implementation]:
     return [
         make("fusegrad", default, essential=True),
         make("fusegrad inplace", default, {"inplace": True}, overwrites=True),
-        *(make(name_of(variant), variant) for variant in VARIANTS[1:]),
+        *(make(f"fusegrad{variant.suffix}", variant) for variant in VARIANTS[1:]),
         make("fusegrad lean", default, lean),
-        *(make(name_of(variant, " lean"), variant, lean, essential=False) for variant in VARIANTS[1:]),
+        *(make(f"fusegrad lean{variant.suffix}", variant, lean, essential=False) for variant in VARIANTS[1:]),
         make("fusegrad upstream 0.37", default, upstream=0.37),
         make("fusegrad none", default, {"reduction": "none"}, upstream="rows"),
         make("fusegrad frozen", default, frozen_weight=True, floor_scale=(2 * student + teacher) / products),
@@ -139,10 +128,12 @@ def _lean(case: Case) -> dict[str, Any]:
 
 
 def plans(device: str, quick: bool) -> list[Plan]:
-    errors = ERROR_GOALS[:1] if quick else ERROR_GOALS
     if device == "cpu":
-        return [Plan(Case(OP, CPU_SIZES, dtype, device), (CPU_GOAL, *errors)) for dtype in ("float32", "bfloat16")]
-    return [Plan(Case(OP, SIZES, "bfloat16", device), (*_gpu_goals(quick), *errors))]
+        return [
+            Plan(Case(OP, CPU_SIZES, dtype, device), (CPU_GOAL, *error_goals(quick)))
+            for dtype in ("float32", "bfloat16")
+        ]
+    return [Plan(Case(OP, SIZES, "bfloat16", device), (*_gpu_goals(quick), *error_goals(quick)))]
 
 
 def _gpu_goals(quick: bool) -> list[Goal]:
@@ -150,9 +141,8 @@ def _gpu_goals(quick: bool) -> list[Goal]:
     modes = (("", DEFAULT_RATIO, DEFAULT_MIB, VARIANTS), (" lean", LEAN_RATIO, LEAN_MIB, VARIANTS[: 1 if quick else 6]))
     for mode, ratio, mib, variants in modes:
         for one in variants:
-            text = f"{mode.strip() or 'default'} beta={one.beta:g} T={one.temperature:g} <= {ratio} x floor"
-            subjects = (name_of(one, mode),)
-            goals.append(Goal(f"{text} at <= {mib} MiB", subjects, max_floor_ratio=ratio, max_mib=mib))
+            text = f"{mode.strip() or 'default'} {one.label} <= {ratio} x floor at <= {mib} MiB"
+            goals.append(Goal(text, (f"fusegrad{mode}{one.suffix}",), max_floor_ratio=ratio, max_mib=mib))
     return goals
 
 

@@ -143,6 +143,7 @@ def _measure_memory(
         else:
             measure = functools.partial(cpu_peak_mib, benchmark.module, case, name, options)
         outcome = Outcome(measure)
+        step.prepare()
         if outcome.failure:
             print(f"  no memory of {name}: {outcome.failure}", flush=True)
         else:

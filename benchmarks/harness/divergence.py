@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.goals import Goal
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -22,6 +24,16 @@ class Divergence:
     log_probs: bool = False
     top_k: bool = False
     hard_weight: float = 0.0
+
+    @property
+    def suffix(self) -> str:
+        """What beta and temperature add to an implementation's name: nothing where they are the defaults."""
+        beta = "" if self.beta == 0.5 else f" beta={self.beta:g}"
+        return beta + ("" if self.temperature == 1 else f" T={self.temperature:g}")
+
+    @property
+    def label(self) -> str:
+        return f"beta={self.beta:g} T={self.temperature:g}"
 
     def rows(
         self,
@@ -70,3 +82,20 @@ def _buckets(log_q: Tensor, top_log_probs: Tensor, top_indices: Tensor) -> tuple
     log_q_rest = log_q.scatter(-1, top_indices, -math.inf).logsumexp(-1, keepdim=True)
     log_p_rest = (1 - top_log_probs.exp().sum(-1, keepdim=True)).log()
     return torch.cat((top_log_q, log_q_rest), -1), torch.cat((top_log_probs, log_p_rest), -1)
+
+
+BETAS = (Divergence(), Divergence(beta=0.0), Divergence(beta=1.0))
+VARIANTS = tuple(Divergence(one.beta, temperature) for one in BETAS for temperature in (1.0, 2.0))
+
+
+def error_goals(quick: bool) -> tuple[Goal, ...]:
+    """Ours beside eager's float32 arithmetic, where both are run."""
+    return tuple(
+        Goal(
+            f"{one.label}: errors <= 1.5 x eager's",
+            (f"fusegrad{one.suffix}",),
+            than=f"eager{one.suffix}",
+            max_error_share=1.5,
+        )
+        for one in (BETAS[:1] if quick else BETAS)
+    )

@@ -113,6 +113,8 @@ def _conditions(goal: Goal, mine: Measurement, other: Measurement | None) -> lis
         text = f"{share:.3f} of the memory of {other.name}, limit {goal.max_memory_share:g}"
         conditions.append(Condition(text, share, goal.max_memory_share * MEMORY_TOLERANCE))
     if other is not None and goal.max_error_share is not None:
+        if not other.errors:
+            raise LookupError(f"no errors of {other.name}")
         for name in other.errors:
             error = _known(mine.errors.get(name), f"error of {mine.name}'s {name}")
             limit = max(goal.max_error_share * other.errors[name], ERROR_NOISE)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness.divergence import Divergence
+from harness.divergence import BETAS, Divergence
 from harness.failure import Outcome
 from harness.model import Case, Implementation, Unavailable
 
@@ -147,7 +147,7 @@ def cce_linear(case: Case) -> Found:
 def torch_jsd(case: Case) -> list[Implementation]:
     """The formulas in float32, eager and compiled."""
     found = []
-    for variant in (Divergence(), Divergence(beta=0), Divergence(beta=1)):
+    for variant in BETAS:
 
         def loss(student: Tensor, labels: Tensor, teacher: Tensor, *_: Tensor, variant: Any = variant) -> Tensor:
             return variant.rows(student.float(), labels, teacher.float()).mean()
@@ -159,7 +159,7 @@ def torch_jsd(case: Case) -> list[Implementation]:
 def torch_linear_jsd(case: Case) -> list[Implementation]:
     """Products in the inputs' dtype, the formulas in float32."""
     found = []
-    for variant in (Divergence(), Divergence(beta=0), Divergence(beta=1)):
+    for variant in BETAS:
 
         def loss(
             hidden: Tensor,
@@ -177,10 +177,11 @@ def torch_linear_jsd(case: Case) -> list[Implementation]:
 
 
 def _eager_and_compiled(loss: Callable[..., Tensor], variant: Divergence, **how: Any) -> list[Implementation]:
-    suffix = "" if variant.beta == 0.5 else f" beta={variant.beta:g}"
-    how |= {"variant": variant, "essential": variant.beta == 0.5}
-    compiled = torch.compile(loss, dynamic=False)
-    return [Implementation(f"eager{suffix}", loss, **how), Implementation(f"compile{suffix}", compiled, **how)]
+    how |= {"variant": variant, "essential": variant == Divergence()}
+    return [
+        Implementation(f"eager{variant.suffix}", loss, **how),
+        Implementation(f"compile{variant.suffix}", torch.compile(loss, dynamic=False), **how),
+    ]
 
 
 def liger_jsd(case: Case) -> Found:

@@ -20,6 +20,8 @@ CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
 class Expected(Protocol):
+    """What the results of an op ought to be."""
+
     def errors(self, step: Step) -> dict[str, float]:
         """Relative root-mean-square error of each result of a step."""
 
@@ -169,7 +171,7 @@ def relative(value: Tensor, expected: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def check(problem: Problem, reference: Reference, implementation: Implementation) -> dict[str, float]:
+def check(problem: Problem, reference: Expected, implementation: Implementation) -> dict[str, float]:
     step = Step(problem, implementation)
     try:
         return reference.errors(step)
