@@ -13,7 +13,7 @@ from harness.failure import Outcome
 from harness.goals import Goal
 from harness.memory import cpu_peak_mib, cuda_peak_mib
 from harness.model import Case, CaseResult, Implementation, Measurement, Problem, Unavailable
-from harness.reference import Reference, check
+from harness.reference import Expected, Reference, check
 from harness.step import Step
 from harness.timing import Floor, Timed, Times, alternate, median_ms
 
@@ -48,6 +48,7 @@ class Benchmark:
 
     launch_case: sizes so small that a call's time is the host's.
     launch_pairs: (ours, theirs, 'leaf' or 'non-leaf').
+    reference: what the errors are against.
     """
 
     op: str
@@ -59,6 +60,7 @@ class Benchmark:
     letters: tuple[str, ...]
     launch_case: Callable[[str], Case]
     launch_pairs: tuple[tuple[str, str, str], ...] = field(default_factory=tuple)
+    reference: Callable[[Problem], Expected] = Reference
 
 
 def run_case(benchmark: Benchmark, plan: Plan, options: Options) -> CaseResult:
@@ -68,7 +70,7 @@ def run_case(benchmark: Benchmark, plan: Plan, options: Options) -> CaseResult:
     implementations, unavailable = _choose(benchmark, plan, options)
     measurements = {one.name: Measurement(one.name, one.ours) for one in implementations}
     if options.accuracy and plan.accuracy:
-        _check_all(problem, implementations, measurements)
+        _check_all(problem, benchmark.reference(problem), implementations, measurements)
     steps = _warm_steps(problem, implementations, measurements, case.device)
     if options.memory and plan.memory:
         _measure_memory(benchmark, case, options, steps, measurements)
@@ -95,8 +97,12 @@ def _choose(benchmark: Benchmark, plan: Plan, options: Options) -> tuple[list[Im
     return [one for one in implementations if one.essential or not options.quick], unavailable
 
 
-def _check_all(problem: Problem, implementations: list[Implementation], measurements: dict[str, Measurement]) -> None:
-    reference = Reference(problem)
+def _check_all(
+    problem: Problem,
+    reference: Expected,
+    implementations: list[Implementation],
+    measurements: dict[str, Measurement],
+) -> None:
     for one in implementations:
         outcome = Outcome(functools.partial(check, problem, reference, one))
         measurements[one.name].failure = outcome.failure
@@ -137,6 +143,7 @@ def _measure_memory(
         else:
             measure = functools.partial(cpu_peak_mib, benchmark.module, case, name, options)
         outcome = Outcome(measure)
+        step.prepare()
         if outcome.failure:
             print(f"  no memory of {name}: {outcome.failure}", flush=True)
         else:

@@ -8,6 +8,8 @@ from harness.model import CaseResult, Measurement
 
 # Memory limits are peers' figures rounded to MiB.
 MEMORY_TOLERANCE = 1.001
+# Errors below this are a float32 sum's luck, not a matter of who is more exact.
+ERROR_NOISE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Goal:
     """Conditions that one of `subjects` has to meet, all at once.
 
     max_floor_ratio: time over the floor. max_mib: peak memory. than: another implementation, which the
-    subject beats in time by min_speedup and whose memory times max_memory_share it does not exceed.
+    subject beats in time by min_speedup, and whose memory times max_memory_share and errors times
+    max_error_share it does not exceed.
     """
 
     text: str
@@ -25,6 +28,7 @@ class Goal:
     than: str = ""
     min_speedup: float | None = None
     max_memory_share: float | None = None
+    max_error_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,13 @@ def _conditions(goal: Goal, mine: Measurement, other: Measurement | None) -> lis
         share = _known(mine.peak_mib, f"memory of {mine.name}") / theirs
         text = f"{share:.3f} of the memory of {other.name}, limit {goal.max_memory_share:g}"
         conditions.append(Condition(text, share, goal.max_memory_share * MEMORY_TOLERANCE))
+    if other is not None and goal.max_error_share is not None:
+        if not other.errors:
+            raise LookupError(f"no errors of {other.name}")
+        for name in other.errors:
+            error = _known(mine.errors.get(name), f"error of {mine.name}'s {name}")
+            limit = max(goal.max_error_share * other.errors[name], ERROR_NOISE)
+            conditions.append(Condition(f"{name}'s error {error:.2e}, limit {limit:.2e}", error, limit))
     return conditions
 
 

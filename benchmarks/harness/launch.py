@@ -52,7 +52,7 @@ def _call(problem: Problem, implementation: Implementation, kind: str) -> Callab
         return Step(problem, implementation).run
     activation = problem.activation.detach().requires_grad_()
     weight = None if problem.weight is None else problem.weight.detach().requires_grad_()
-    others = [problem.target] if weight is None else [weight, problem.target]
+    others = problem.others(weight)
 
     def call() -> None:
         activation.grad = None

@@ -44,6 +44,7 @@ class Problem:
 
     activation: [N, V] logits or [N, H] hidden states, the tensor that in-place implementations overwrite.
     weight: [V, H] of the linear losses. upstream_rows: [N], the upstream gradient of reduction 'none'.
+    constants: what else a call takes, without a gradient, such as a teacher's tensors.
     """
 
     activation: Tensor
@@ -51,6 +52,11 @@ class Problem:
     upstream_rows: Tensor
     weight: Tensor | None = None
     pristine: Tensor | None = None
+    constants: tuple[Tensor, ...] = ()
+
+    def others(self, weight: Tensor | None) -> list[Tensor]:
+        """What follows the activation in a call, with this weight."""
+        return [*([] if weight is None else [weight]), self.target, *self.constants]
 
     def keep_copy(self) -> None:
         if self.pristine is None:
@@ -63,10 +69,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute the loss: `loss(activation, [weight,] target)`.
+    """One way to compute the loss: `loss(activation, [weight,] target, *constants)`.
 
     floor_scale: its floor, in units of the case's measured floor. upstream: a number, or 'rows' for a vector.
     overwrites: it destroys its activation, which is restored (untimed) before every repetition.
+    frozen_weight: the weight gets no gradient. variant: what the reference has to compute, where an op's
+    implementations differ in that.
     """
 
     name: str
@@ -77,6 +85,8 @@ class Implementation:
     overwrites: bool = False
     floor_scale: float = 1.0
     essential: bool = True
+    frozen_weight: bool = False
+    variant: Any = None
 
 
 @dataclass(frozen=True)

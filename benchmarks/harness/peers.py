@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness.divergence import BETAS, Divergence
 from harness.failure import Outcome
 from harness.model import Case, Implementation, Unavailable
 
@@ -141,3 +142,89 @@ def cce_linear(case: Case) -> Found:
         ]
 
     return cuda_only(case, "cce", "cut_cross_entropy", build)
+
+
+def torch_jsd(case: Case) -> Found:
+    """The formulas in float32, eager and compiled."""
+    found: Found = []
+    for variant in BETAS:
+
+        def loss(student: Tensor, labels: Tensor, teacher: Tensor, *_: Tensor, variant: Any = variant) -> Tensor:
+            return variant.rows(student.float(), labels, teacher.float()).mean()
+
+        found += _eager_and_compiled(case, loss, variant, floor_scale=1.5)
+    return found
+
+
+def torch_linear_jsd(case: Case) -> Found:
+    """Products in the inputs' dtype, the formulas in float32."""
+    found: Found = []
+    for variant in BETAS:
+
+        def loss(
+            hidden: Tensor,
+            weight: Tensor,
+            labels: Tensor,
+            teacher_hidden: Tensor,
+            teacher_weight: Tensor,
+            variant: Any = variant,
+        ) -> Tensor:
+            teacher = (teacher_hidden @ teacher_weight.T).float()
+            return variant.rows((hidden @ weight.T).float(), labels, teacher).mean()
+
+        found += _eager_and_compiled(case, loss, variant)
+    return found
+
+
+def _eager_and_compiled(case: Case, loss: Callable[..., Tensor], variant: Divergence, **how: Any) -> Found:
+    """On the CPU, where the process that measures a compiled one's memory takes 20 s, the default alone compiled."""
+    default = variant == Divergence()
+    how |= {"variant": variant, "essential": default}
+    found: Found = [Implementation(f"eager{variant.suffix}", loss, **how)]
+    if default or case.device == "cuda":
+        found.append(Implementation(f"compile{variant.suffix}", torch.compile(loss, dynamic=False), **how))
+    return found
+
+
+def liger_jsd(case: Case) -> Found:
+    """It takes log-probabilities, so from logits both log_softmax are part of it. Its beta is ours."""
+
+    def build(module: Any) -> list[Implementation]:
+        def make(name: str, variant: Divergence, essential: bool = True) -> Implementation:
+            def loss(student: Tensor, labels: Tensor, teacher: Tensor, *_: Tensor) -> Tensor:
+                if not variant.log_probs:
+                    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+                return module.liger_jsd(student, teacher, beta=variant.beta)
+
+            return Implementation(name, loss, floor_scale=1.5, variant=variant, essential=essential)
+
+        return [
+            make("liger", Divergence()),
+            make("liger log_probs", Divergence(log_probs=True)),
+            make("liger beta=0", Divergence(beta=0), essential=False),
+            make("liger beta=1", Divergence(beta=1), essential=False),
+        ]
+
+    return cuda_only(case, "liger", "liger_kernel.transformers.functional", build)
+
+
+def liger_linear_jsd(case: Case) -> Found:
+    def build(module: Any) -> list[Implementation]:
+        def make(name: str, variant: Divergence, essential: bool = False, **options: Any) -> Implementation:
+            def loss(
+                hidden: Tensor, weight: Tensor, labels: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
+            ) -> Tensor:
+                return module.liger_fused_linear_jsd(
+                    hidden, weight, teacher_hidden, teacher_weight, jsd_beta=variant.beta, **options
+                )
+
+            return Implementation(name, loss, variant=variant, essential=essential)
+
+        return [
+            make("liger", Divergence(), essential=True),
+            make("liger float32", Divergence(), accum_dtype=torch.float32),
+            make("liger beta=0", Divergence(beta=0)),
+            make("liger beta=1", Divergence(beta=1)),
+        ]
+
+    return cuda_only(case, "liger", "liger_kernel.transformers.functional", build)

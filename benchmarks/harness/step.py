@@ -63,12 +63,11 @@ class Step:
         problem, implementation = self.problem, self.implementation
         if not implementation.backward:
             with torch.no_grad():
-                others = [problem.target] if problem.weight is None else [problem.weight, problem.target]
-                return {"loss": implementation.loss(problem.activation, *others)}
+                return {"loss": implementation.loss(problem.activation, *problem.others(problem.weight))}
         activation = _Source.apply(self._anchor, problem.activation, sink)
-        weight = None if problem.weight is None else problem.weight.detach().requires_grad_()
-        others = [problem.target] if weight is None else [weight, problem.target]
-        loss = implementation.loss(activation, *others)
+        trains = not implementation.frozen_weight
+        weight = None if problem.weight is None else problem.weight.detach().requires_grad_(trains)
+        loss = implementation.loss(activation, *problem.others(weight))
         loss.backward(self._upstream(loss))
         results = {"loss": loss.detach()}
         if sink:

@@ -65,10 +65,12 @@ class Times:
 
 
 def median_ms(timed: Timed, device: str, reps: int) -> float:
-    """Median of `reps` runs after one that is not counted."""
+    """Median of `reps` runs after one that is not counted. What they overwrote is restored: others' data too."""
     timed.prepare()
     timed.run()
-    return _cuda_median(timed, reps) if device == "cuda" else _cpu_median(timed, reps)
+    median = _cuda_median(timed, reps) if device == "cuda" else _cpu_median(timed, reps)
+    timed.prepare()
+    return median
 
 
 def _cuda_median(timed: Timed, reps: int) -> float:
