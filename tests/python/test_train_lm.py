@@ -339,6 +339,8 @@ def report(loss: str, after: float, before: float = 10.0) -> demo.Report:
         "config": dataclasses.asdict(CONFIG),
         "held_out_before": before,
         "held_out_after": after,
+        "description": CONFIG.describe(),
+        "held_out_parts": {},
         "train_losses": [before, after],
         "step_seconds": [0.5, 0.25],
         "tokens_per_second": 100.0,
@@ -348,10 +350,10 @@ def report(loss: str, after: float, before: float = 10.0) -> demo.Report:
 
 def test_demo_fails_where_losses_differ_or_do_not_fall() -> None:
     good = [report("eager", 6.0), report("fusegrad", 6.0005)]
-    assert demo.find_failures(good) == []
+    assert demo.find_failures(good, 2.0) == []
     for bad in (6.002, 5.998, float("nan")):
-        assert "must equal that of eager" in demo.find_failures([good[0], report("fusegrad", bad)])[-1]
-    assert "must fall" in demo.find_failures([report("eager", 9.0)])[0]
+        assert "must equal that of eager" in demo.find_failures([good[0], report("fusegrad", bad)], 2.0)[-1]
+    assert "must fall" in demo.find_failures([report("eager", 9.0)], 2.0)[0]
 
 
 def test_demo_table_and_picture(tmp_path: Path) -> None:
