@@ -15,17 +15,7 @@ import torch
 from lm.data import load_corpus
 from lm.demo import TRAINING, demo_preset, run_demo
 from lm.measure import PeakMemory
-from lm.program import (
-    INTERRUPTED as INTERRUPTED,
-)
-from lm.program import (
-    add_training_options,
-    config_from,
-    make_parser,
-    parse_with_preset,
-    run_program,
-    train_and_report,
-)
+from lm.program import add_training_options, config_from, make_parser, parse_with_preset, run_program, train_and_report
 from lm.training import Trainer, TrainingConfig
 
 
