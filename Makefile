@@ -3,7 +3,8 @@
 #   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | wheel | docs | clean
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment),
-# JOBS (compile jobs), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi.
+# JOBS (compile jobs), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
+# DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
 JOBS ?= $(shell nproc)
@@ -96,8 +97,10 @@ test-example: build
 	$(BIN)/ninja -C $(BUILD)-example
 	$(BIN)/ctest --test-dir $(BUILD)-example --verbose
 
+DEMO_OUT ?= demo
 demo: build $(VENV)/.installed-demo
-	$(BIN)/python examples/train_lm.py --demo $(DEMO_ARGS)
+	$(BIN)/python examples/train_lm.py --demo --out $(DEMO_OUT) $(DEMO_ARGS)
+	$(BIN)/python examples/distil_lm.py --demo --out $(DEMO_OUT) --teacher $(DEMO_OUT)/eager.pt $(DEMO_ARGS)
 
 bench: build $(VENV)/.installed-peers
 	for script in benchmarks/*.py; do $(BIN)/python $$script $(BENCH_ARGS); done

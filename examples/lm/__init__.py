@@ -1,4 +1,4 @@
-"""The parts of `examples/train_lm.py`: a small language model trained on real text."""
+"""The parts of `examples/train_lm.py` and `examples/distil_lm.py`: a small language model and real text."""
 
 
 class ExampleError(Exception):

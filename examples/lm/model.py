@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,27 +106,30 @@ class GPT(nn.Module):
 
 
 def loss_function(name: str) -> LossFunction:
-    """(hidden [B, S, H], weight [V, H], targets [B, S]) -> mean loss, for one of `LOSSES`.
-
-    `fusegrad` is imported only where the loss needs it.
-    """
+    """(hidden [B, S, H], weight [V, H], targets [B, S]) -> mean loss, for one of `LOSSES`."""
     if name == "eager":
         return eager_loss
-    if name not in LOSSES:
-        raise ExampleError(f"--loss must be one of {', '.join(LOSSES)}, but got {name}")
-    try:
-        import fusegrad
-    except ImportError as error:
-        raise ExampleError(
-            f"--loss {name} needs fusegrad ({error}); install it from the repository's root with "
-            "`pip install .`, or train with --loss eager"
-        ) from error
+    fusegrad = import_fusegrad(name)
     inplace = name == "fusegrad-inplace"
 
     def fused_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return fusegrad.linear_cross_entropy(hidden, weight, targets, inplace=inplace)
 
     return fused_loss
+
+
+def import_fusegrad(loss: str) -> Any:
+    """`fusegrad`, which is imported only where one of `LOSSES` needs it."""
+    if loss not in LOSSES:
+        raise ExampleError(f"--loss must be one of {', '.join(LOSSES)}, but got {loss}")
+    try:
+        import fusegrad
+    except ImportError as error:
+        raise ExampleError(
+            f"--loss {loss} needs fusegrad ({error}); install it from the repository's root with "
+            "`pip install .`, or train with --loss eager"
+        ) from error
+    return fusegrad
 
 
 def eager_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

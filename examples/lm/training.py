@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from lm.model import GPT, ModelConfig, loss_function
 
 CHECKPOINT_FORMAT = 1
 FINAL_LEARNING_RATE_FRACTION = 0.1
+# (inputs [B, S], targets [B, S]) -> the batch's mean loss.
+BatchLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class TrainingConfig:
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             raise ExampleError("--device cuda needs a GPU, but PyTorch sees none; use --device cpu")
 
+    def describe(self) -> str:
+        """One line for people: what the numbers of a run belong to."""
+        return (
+            f"{self.device}, {self.dtype}, batch {self.batch_size} × {self.seq_length}, "
+            f"hidden size {self.hidden_size}, {self.layers} layers, seed {self.seed}"
+        )
+
 
 @dataclass
 class History:
@@ -77,7 +87,7 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed)
-        self.model = GPT(_model_config(config, corpus.vocab_size)).to(self.device)
+        self.model = GPT(model_config(config, corpus.vocab_size)).to(self.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate,
@@ -89,7 +99,7 @@ class Trainer:
         self.held_out = held_out_batches(corpus.held_out, config.batch_size, config.seq_length, config.held_out_batches)
         self.step = 0
         self.history = History()
-        self._loss_function = loss_function(config.loss)
+        self._batch_loss = self._make_loss()
         self._compute_loss = torch.compile(self._eager_step) if config.compile else self._eager_step
 
     def train(self, until: int, stop: "StopRequest", checkpoint: Path | None, checkpoint_every: int) -> None:
@@ -108,15 +118,11 @@ class Trainer:
 
     def held_out_loss(self) -> float:
         """The mean loss per token over the held-out batches."""
-        self.model.eval()
-        total = 0.0
-        count = 0
-        with torch.no_grad():
-            for inputs, targets in self.held_out:
-                total += self._compute_loss(*self._to_device(inputs, targets)).item() * targets.numel()
-                count += targets.numel()
-        self.model.train()
-        return total / count
+        return self._held_out_mean(self._compute_loss).item()
+
+    def held_out_parts(self) -> dict[str, float]:
+        """What the held-out loss consists of, by name, where that is more than one thing."""
+        return {}
 
     def save(self, path: Path) -> None:
         content = {
@@ -136,15 +142,7 @@ class Trainer:
         """Loads what `save` wrote; an error where the file was written under another configuration."""
         if not path.exists():
             raise ExampleError(f"nothing to resume: {path} does not exist; run without --resume first")
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-            written = content["format"]
-        except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
-            raise ExampleError(f"cannot read the checkpoint {path} ({error}); delete it and start anew") from error
-        if written != CHECKPOINT_FORMAT:
-            raise ExampleError(
-                f"{path} has checkpoint format {written}, this program reads {CHECKPOINT_FORMAT}; start anew"
-            )
+        content = read_checkpoint(path)
         self._check_identity(path, content["config"])
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
@@ -174,8 +172,27 @@ class Trainer:
         self.history.seconds.append(time.perf_counter() - start)
 
     def _eager_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16"):
-            return self._loss_function(self.model(inputs), self.model.head_weight, targets)
+        with self._autocast():
+            return self._batch_loss(inputs, targets)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bf16")
+
+    def _make_loss(self) -> BatchLoss:
+        function = loss_function(self.config.loss)
+        return lambda inputs, targets: function(self.model(inputs), self.model.head_weight, targets)
+
+    def _held_out_mean(self, compute: BatchLoss) -> Tensor:
+        """The mean per token of what `compute` returns (of any shape) over the held-out batches, float64."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64)
+        count = 0
+        with torch.no_grad():
+            for inputs, targets in self.held_out:
+                total = total + compute(*self._to_device(inputs, targets)).double().cpu() * targets.numel()
+                count += targets.numel()
+        self.model.train()
+        return total / count
 
     def _to_device(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return inputs.to(self.device), targets.to(self.device)
@@ -197,6 +214,20 @@ class Trainer:
             )
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What `Trainer.save` wrote to `path`, on the CPU."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        written = content["format"]
+    except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise ExampleError(f"cannot read the checkpoint {path} ({error}); delete it and start anew") from error
+    if written != CHECKPOINT_FORMAT:
+        raise ExampleError(
+            f"{path} has checkpoint format {written}, this program reads {CHECKPOINT_FORMAT}; start anew"
+        )
+    return content
+
+
 def learning_rate(config: TrainingConfig, step: int) -> float:
     """Linear warm-up, then a cosine down to a tenth at the last step."""
     if step < config.warmup_steps:
@@ -207,7 +238,7 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return config.learning_rate * (floor + (1 - floor) * cosine)
 
 
-def _model_config(config: TrainingConfig, vocab_size: int) -> ModelConfig:
+def model_config(config: TrainingConfig, vocab_size: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab_size,
         seq_length=config.seq_length,
