@@ -49,7 +49,7 @@ void row_jsd(const RowJsd& p, DType dtype, void* stream) {
   check_columns("jsd", p.cols);
   const auto is_plain = [](const LogitTransform& t) { return t.cap == 0.0 && t.scale > 0.0; };
   const bool plain = is_plain(p.student_transform) && is_plain(p.teacher_transform) && p.grad_teacher == nullptr &&
-                     (p.hard_weight == 0.0 || p.student_temperature == 1.0);
+                     ((p.hard_weight == 0.0 && p.hard == nullptr) || p.student_temperature == 1.0);
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kWidth = 16 / sizeof(T);

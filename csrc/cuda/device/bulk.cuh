@@ -29,8 +29,10 @@ class Arrival {
                  "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(&state_))
                  : "memory");
   }
-  /// Until all expected bytes are there, for the calling thread to read.
+  /// Until all expected bytes are there, for the calling thread to read. Empty for GPUs without such copies: kernels
+  /// with them are compiled for all, and not launched there.
   __device__ void wait() {
+#if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -39,6 +41,7 @@ class Arrival {
         "@!done bra again%=;\n"
         "}" ::"r"(shared_address(&state_))
         : "memory");
+#endif
   }
 
  private:

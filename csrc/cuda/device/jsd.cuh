@@ -1,7 +1,8 @@
 // The generalised Jensen-Shannon divergence as a functor of the row skeleton (device/row.cuh). The formulas stand in
-// rows/row_kernels.h. Here logarithms are base 2 until the end: q = 2^lq, p = 2^lp, and with m = (1 - b) q + b p
-//   ratio of the student: lq - log2 m,   of the teacher: lp - log2 m
-// whose means under q and p are the two divergences. At the ends m is p (b = 1) or q (b = 0) itself.
+// rows/row_kernels.h. Here logarithms are base 2 until the end. With q = 2^lq and d = log2(p / q), which is taken from
+// the logits' difference, so that it is exact where they are close,
+//   p = q 2^d,  log2(q / m) = -log2((1 - b) + b 2^d),  log2(p / m) = d + log2(q / m)
+// are consistent with each other: the divergence does not feel how the normalizers were rounded.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,8 @@
 
 namespace fusegrad::device {
 
-/// A ratio of a probability that is 0 is multiplied by 0: finite, so that the product is 0, and a half.
-constexpr float kLowestRatio = -6e4f;
+/// Bounds of d: 2^d is finite, and a ratio that is multiplied by a probability of 0 is finite, too.
+constexpr float kLowestD = -200.f, kLargestD = 100.f;
 
 /// The options as the kernels use them, computed once on the host. A temperature is a transform, too.
 struct JsdConstants {
@@ -23,12 +24,13 @@ struct JsdConstants {
   float student_share, teacher_share;  // of the divergences in the loss: 1 - b and b, at the ends 1 of the one
   float soft, hard;
   bool mixed;        // 0 < b < 1
-  bool comparable;   // equal logits are equal distributions
+  float relative;    // of the teacher's exponents to the student's: 1 exactly where they are scaled alike
   bool label_apart;  // the hard part needs a normalizer of its own
 
   static LogitTransform tempered(const LogitTransform& t, double temperature) {
     return {t.scale / temperature, t.cap / temperature};
   }
+  static float exponent(const LogitConstants& t) { return t.cap != 0.f ? kLog2E : t.k; }
   explicit JsdConstants(const RowJsd& p)
       : student(tempered(p.student_transform, p.student_temperature)),
         teacher(tempered(p.teacher_transform, p.teacher_temperature)),
@@ -39,8 +41,8 @@ struct JsdConstants {
         soft(static_cast<float>(p.soft_weight)),
         hard(static_cast<float>(p.hard_weight)),
         mixed(p.beta > 0.0 && p.beta < 1.0),
-        comparable(student.scale == teacher.scale && student.cap == teacher.cap),
-        label_apart(p.hard_weight != 0.0 && p.student_temperature != 1.0) {
+        relative(exponent(teacher) / exponent(student)),
+        label_apart((p.hard_weight != 0.0 || p.hard != nullptr) && p.student_temperature != 1.0) {
     if (!mixed) (p.beta == 0.0 ? teacher_share : student_share) = 1.f;
   }
 };
@@ -51,7 +53,6 @@ struct JsdSums {
   PowerSum student, teacher;
   std::conditional_t<kPlain, NoParts, PowerSum> label;
   float student_at = 0.f, teacher_at = 0.f;  // from the one part that has them
-  int differ = 0;                            // 0: both rows are the same bits
 
   template <class Over>
   __device__ void merge(const Over& over) {
@@ -60,18 +61,18 @@ struct JsdSums {
     label.merge(over);
     student_at = over.sum(student_at);
     teacher_at = over.sum(teacher_at);
-    differ = over.any(differ);
   }
 };
 
-/// Over part of a row: the divergences from m, base 2.
+/// Over part of a row: the divergences from m, base 2, and what rounding left out of them.
 struct JsdParts {
-  float student = 0.f, teacher = 0.f;
+  float student = 0.f, teacher = 0.f, rest = 0.f;
 
   template <class Over>
   __device__ void merge(const Over& over) {
     student = over.sum(student);
     teacher = over.sum(teacher);
+    rest = over.sum(rest);
   }
 };
 
@@ -89,9 +90,8 @@ struct JsdRow {
     const int64_t y =
         p.label_is_int32 ? static_cast<const int32_t*>(p.label)[row] : static_cast<const int64_t*>(p.label)[row];
     kept = y != p.ignore_index;
-    if (p.hard_weight == 0.0 || !kept) return;
-    in_range = y >= 0 && y < p.cols;
-    if (in_range) index = static_cast<int>(y);
+    in_range = !kept || (y >= 0 && y < p.cols);
+    if (kept && in_range && (p.hard_weight != 0.0 || p.hard != nullptr)) index = static_cast<int>(y);
   }
   /// Of the gradient.
   __device__ float upstream(const RowJsd& p, int64_t row) const {
@@ -160,8 +160,6 @@ struct Jsd {
 
   template <bool kWhole, int kCount, int kWidth, class Column>
   __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[kInputs][kCount], const Column& column) const {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) sums.differ |= difference(packs[0][j], packs[1][j]);
     if constexpr (kPlain) {
       sums.student.add(packs[0], constants.student.k);
       sums.teacher.add(packs[1], constants.teacher.k);
@@ -206,65 +204,102 @@ struct Jsd {
     sums.teacher_at = widen(at.teacher);
   }
 
-  /// From logits to log2 of probabilities. float32: x * k - m2 first, which is exact for large offsets; low precision
-  /// cannot see how the offset and the normalizer are rounded together.
+  /// From logits to log2 of probabilities: x * k - m2 first, which is exact for large offsets.
   struct Normal {
     float student_m2, student_log2, teacher_m2, teacher_log2;
+    float offset;  // of the teacher's log2 to the student's, from the sums' quotient: exact where they are close
   };
-  __device__ Normal normal(const Sums& sums) const {
-    return {sums.student.m2, log2f(sums.student.sum), sums.teacher.m2, log2f(sums.teacher.sum)};
+  __device__ static Normal normal(const Sums& sums) {
+    return {sums.student.m2, log2f(sums.student.sum), sums.teacher.m2, log2f(sums.teacher.sum),
+            (sums.teacher.m2 - sums.student.m2) + log2f(sums.teacher.sum / sums.student.sum)};
   }
-  __device__ static float log2_probability(const Logit& z, float m2, float log2) {
-    if constexpr (sizeof(T) == 2) return fmaf(z.x, z.k, -(m2 + log2));
-    return fmaf(z.x, z.k, -m2) - log2;
+  __device__ static float student_log2(const Normal& n, const Logit& z) {
+    return fmaf(z.x, z.k, -n.student_m2) - n.student_log2;
   }
-  __device__ float student_log2(const Normal& n, float x) const {
-    return log2_probability(logit(constants.student, x), n.student_m2, n.student_log2);
+  __device__ static float teacher_log2(const Normal& n, const Logit& z) {
+    return fmaf(z.x, z.k, -n.teacher_m2) - n.teacher_log2;
   }
-  __device__ float teacher_log2(const Normal& n, float x) const {
-    return log2_probability(logit(constants.teacher, x), n.teacher_m2, n.teacher_log2);
+  /// d = log2(p / q). NaN where both are 0: fmaxf makes that finite.
+  __device__ float log2_ratio(const Normal& n, const Logit& student, const Logit& teacher) const {
+    return fmaxf(fmaf(fmaf(teacher.x, constants.relative, -student.x), student.k, -n.offset), kLowestD);
   }
-  /// log2 of m, for 0 < b < 1. Where both are 0 their ratios to it must stay finite.
-  __device__ float log2_of_mixture(float q, float p) const {
-    constexpr float tiny = 1e-37f;
-    return log2_fast(fmaf(1.f - constants.beta, q, fmaf(constants.beta, p, tiny)));
+  /// log2(q / m).
+  __device__ float student_ratio(float power_of_d) const {
+    return -log2_fast(fmaf(constants.beta, power_of_d, 1.f - constants.beta));
   }
-  __device__ static float ratio(float log2_x, float log2_m) { return fmaxf(log2_x - log2_m, kLowestRatio); }
 
   /// The divergences' parts of one vector. With kCache the student's ratios replace the teacher's logits.
   template <bool kWhole, bool kCache, int kWidth>
   __device__ void add_parts(const Normal& n, Parts& parts, Pack<T, kWidth> (&packs)[kInputs], int first) const {
-    float xq[kWidth], xp[kWidth], student = 0.f, teacher = 0.f;
+    float xq[kWidth], xp[kWidth], student = 0.f, teacher = 0.f, rest = 0.f;
     unpack(packs[0], xq);
     unpack(packs[1], xp);
     const auto counts = [&](int i) { return kWhole || inside(first + i); };
     if (constants.mixed) {
+      float largest = 0.f;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float lq = student_log2(n, xq[i]), lp = teacher_log2(n, xp[i]);
-        const float q = exp2_fast(lq), p = exp2_fast(lp), log2_m = log2_of_mixture(q, p);
-        xp[i] = ratio(lq, log2_m);
+        const auto zq = logit(constants.student, xq[i]), zp = logit(constants.teacher, xp[i]);
+        const float d = log2_ratio(n, zq, zp), power = exp2_fast(d), q = exp2_fast(student_log2(n, zq));
+        const float ratio = student_ratio(power);
         if (counts(i)) {
-          student = fmaf(q, xp[i], student);
-          teacher = fmaf(p, ratio(lp, log2_m), teacher);
+          largest = fmaxf(largest, d);
+          student = fmaf(q, ratio, student);
+          teacher = fmaf(q * power, d + ratio, teacher);
         }
+        xp[i] = ratio;
       }
+      // Where p is far larger, q may be 0 where p is not: such vectors are rare.
+      if (largest > kLargestD) add_far(n, packs, counts, student, teacher, xp);
       if constexpr (kCache && kCaches) packs[1] = cached(xp);
     } else if (constants.beta == 0.f) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float lp = teacher_log2(n, xp[i]);
-        if (counts(i)) teacher = fmaf(exp2_fast(lp), ratio(lp, student_log2(n, xq[i])), teacher);
+        const auto zq = logit(constants.student, xq[i]), zp = logit(constants.teacher, xp[i]);
+        const float p = exp2_fast(teacher_log2(n, zp));
+        if (!counts(i)) continue;
+        teacher = fmaf(p, log2_ratio(n, zq, zp), teacher);
+        if (kRest) rest += exp2_fast(student_log2(n, zq)) - p;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float lq = student_log2(n, xq[i]);
-        if (counts(i)) student = fmaf(exp2_fast(lq), ratio(lq, teacher_log2(n, xp[i])), student);
+        const auto zq = logit(constants.student, xq[i]), zp = logit(constants.teacher, xp[i]);
+        const float q = exp2_fast(student_log2(n, zq));
+        if (!counts(i)) continue;
+        student = fmaf(q, reverse_log2_ratio(n, zq, zp), student);
+        if (kRest) rest += exp2_fast(teacher_log2(n, zp)) - q;
       }
     }
-    parts.student += student;
-    parts.teacher += teacher;
+    // fmaxf drops a NaN that only one of the rows has.
+    parts.student += student + (n.offset - n.offset);
+    parts.teacher += teacher + (n.offset - n.offset);
+    parts.rest = fmaf(rest, kLog2E, parts.rest);
+  }
+  /// log2(q / p).
+  __device__ float reverse_log2_ratio(const Normal& n, const Logit& student, const Logit& teacher) const {
+    return fmaxf(fmaf(fmaf(-teacher.x, constants.relative, student.x), student.k, n.offset), kLowestD);
+  }
+  /// The sum of y - x is 0, but not that of the rounded ones, which the divergence of x from y feels. Low precision
+  /// does not see it.
+  static constexpr bool kRest = sizeof(T) == 4;
+  template <int kWidth, class Counts>
+  __device__ void add_far(const Normal& n, const Pack<T, kWidth> (&packs)[kInputs], const Counts& counts,
+                          float& student, float& teacher, float (&ratios)[kWidth]) const {
+    float xq[kWidth], xp[kWidth];
+    unpack(packs[0], xq);
+    unpack(packs[1], xp);
+    student = teacher = 0.f;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const auto zq = logit(constants.student, xq[i]), zp = logit(constants.teacher, xp[i]);
+      const float d = fminf(log2_ratio(n, zq, zp), kLargestD), ratio = student_ratio(exp2_fast(d));
+      if (counts(i)) {
+        student = fmaf(exp2_fast(student_log2(n, zq)), ratio, student);
+        teacher = fmaf(exp2_fast(teacher_log2(n, zp)), d + ratio, teacher);
+      }
+      ratios[i] = ratio;
+    }
   }
   template <int kWidth>
   __device__ static Pack<T, kWidth> cached(const float (&ratio)[kWidth]) {
@@ -276,21 +311,20 @@ struct Jsd {
     unpack(*reinterpret_cast<const Pack<__half, kWidth>*>(&pack), ratio);
   }
 
-  /// By student logit: q * (ratio * of_ratio + of_q) - p * of_p + of_label * (probability of the label's softmax).
   struct Gradient {
     Normal normal;
-    float of_ratio, of_q, of_p;
+    // By student logit: q * (ratio * of_ratio + of_q) + (q - p) * of_difference + of_label * (the label's softmax).
+    float of_ratio, of_q, of_difference;
     float of_label, label_m2, label_log2;
-    float teacher_ratio, teacher_p,
-        teacher_q;   // by teacher logit: p * (ratio * teacher_ratio + teacher_p) - q * teacher_q
+    // By teacher logit: p * (ratio * teacher_ratio + teacher_p) + (p - q) * teacher_difference.
+    float teacher_ratio, teacher_p, teacher_difference;
     float at_label;  // what the label's column has less
   };
   __device__ Gradient finish(const Sums& sums, const Parts& parts) const {
     const float upstream = info.upstream(p, row);
     Gradient g{normal(sums)};
     g.at_label = upstream * constants.hard * constants.label.scale;
-    // A weight of 0 must not meet an infinite divergence.
-    if (!same(sums) && upstream * constants.soft != 0.f) add_soft(g, parts, upstream);
+    add_soft(g, parts, upstream);
     if constexpr (!kPlain) {
       if (constants.label_apart) {
         g.of_label = g.at_label;
@@ -302,9 +336,8 @@ struct Jsd {
     g.of_q += g.at_label;  // the same softmax
     return g;
   }
-  /// Equal distributions have exactly no divergence, however the sums were rounded.
-  __device__ bool same(const Sums& sums) const { return constants.comparable && sums.differ == 0; }
   __device__ void add_soft(Gradient& g, const Parts& parts, float upstream) const {
+    if (upstream * constants.soft == 0.f) return;  // must not meet an infinite divergence
     const float by_student = upstream * constants.soft * constants.student.scale;
     const float by_teacher = upstream * constants.soft * constants.teacher.scale;
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
@@ -312,13 +345,13 @@ struct Jsd {
       g.of_ratio = by_student * constants.student_share * ln2;
       g.of_q = -g.of_ratio * parts.student;
     } else {
-      g.of_q = g.of_p = by_student;
+      g.of_difference = by_student;
     }
     if (constants.mixed || constants.beta == 0.f) {
       g.teacher_ratio = by_teacher * constants.teacher_share * ln2;
       g.teacher_p = -g.teacher_ratio * parts.teacher;
     } else {
-      g.teacher_p = g.teacher_q = by_teacher;
+      g.teacher_difference = by_teacher;
     }
   }
 
@@ -331,56 +364,58 @@ struct Jsd {
         from_cache(packs[1], xp);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          xq[i] = exp2_fast(student_log2(g.normal, xq[i])) * fmaf(xp[i], g.of_ratio, g.of_q);
+          const float q = exp2_fast(student_log2(g.normal, logit(constants.student, xq[i])));
+          xq[i] = q * fmaf(xp[i], g.of_ratio, g.of_q);
         }
         packs[0] = packed<T, kWidth>(xq);
         return;
       }
     }
     unpack(packs[1], xp);
-    if (kPlain && !constants.mixed) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const float lq = student_log2(g.normal, xq[i]), lp = teacher_log2(g.normal, xp[i]);
-        if (constants.beta == 0.f) {
-          xq[i] = fmaf(exp2_fast(lq), g.of_q, -exp2_fast(lp) * g.of_p);
-        } else {
-          xq[i] = exp2_fast(lq) * fmaf(ratio(lq, lp), g.of_ratio, g.of_q);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const auto by = gradient_values(g, xq[i], xp[i]);
-        xq[i] = by.student;
-        xp[i] = by.teacher;
-      }
-      if constexpr (!kPlain) packs[1] = packed<T, kWidth>(xp);
+    for (int i = 0; i < kWidth; ++i) {
+      const auto by = gradient_values(g, xq[i], xp[i]);
+      xq[i] = by.student;
+      xp[i] = by.teacher;
     }
     packs[0] = packed<T, kWidth>(xq);
+    if constexpr (!kPlain) packs[1] = packed<T, kWidth>(xp);
   }
 
   struct ByLogit {
     float student, teacher;
   };
   __device__ ByLogit gradient_values(const Gradient& g, float student, float teacher) const {
-    const float lq = student_log2(g.normal, student), lp = teacher_log2(g.normal, teacher);
-    const float q = exp2_fast(lq), p = exp2_fast(lp);
-    const float log2_m = constants.mixed ? log2_of_mixture(q, p) : constants.beta == 0.f ? lq : lp;
-    float by_student = fmaf(q, fmaf(ratio(lq, log2_m), g.of_ratio, g.of_q), -p * g.of_p);
-    if constexpr (kPlain) return {by_student, 0.f};
-    if (constants.label_apart) {
-      const auto z = logit(constants.label, student);
-      by_student = fmaf(g.of_label, exp2_fast(fmaf(z.x, z.k, -g.label_m2) - g.label_log2), by_student);
+    const auto zq = logit(constants.student, student), zp = logit(constants.teacher, teacher);
+    const float q = exp2_fast(student_log2(g.normal, zq));
+    ByLogit by{q * g.of_q, 0.f};
+    if (constants.mixed) {
+      const float d = fminf(log2_ratio(g.normal, zq, zp), kLargestD), ratio = student_ratio(exp2_fast(d));
+      by.student = q * fmaf(ratio, g.of_ratio, g.of_q);
+      if (!kPlain) by.teacher = exp2_fast(teacher_log2(g.normal, zp)) * fmaf(d + ratio, g.teacher_ratio, g.teacher_p);
+    } else if (constants.beta == 0.f) {
+      const float p = exp2_fast(teacher_log2(g.normal, zp));
+      by.student = fmaf(q - p, g.of_difference, by.student);
+      if (!kPlain) by.teacher = p * fmaf(log2_ratio(g.normal, zq, zp), g.teacher_ratio, g.teacher_p);
+    } else {
+      by.student = q * fmaf(reverse_log2_ratio(g.normal, zq, zp), g.of_ratio, g.of_q);
+      if (!kPlain) by.teacher = (exp2_fast(teacher_log2(g.normal, zp)) - q) * g.teacher_difference;
     }
-    const float by_teacher = fmaf(p, fmaf(ratio(lp, log2_m), g.teacher_ratio, g.teacher_p), -q * g.teacher_q);
-    return {by_student * logit(constants.student, student).slope, by_teacher * logit(constants.teacher, teacher).slope};
+    if (!kPlain) {
+      if (constants.label_apart) {
+        const auto z = logit(constants.label, student);
+        by.student = fmaf(g.of_label, exp2_fast(fmaf(z.x, z.k, -g.label_m2) - g.label_log2), by.student);
+      }
+      by.student *= zq.slope;
+      by.teacher *= zp.slope;
+    }
+    return by;
   }
 
   /// The gradient of the label's column, if it lies in [begin, end). Its vector has been written.
   __device__ void write_target(const Gradient& g, const Sums& sums, int begin, int end) const {
     const int c = info.index;
-    if (c < max(begin, 0) || c >= end || output(0) == nullptr) return;
+    if (c < max(begin, 0) || c >= end || output(0) == nullptr || g.at_label == 0.f) return;
     const float others = gradient_values(g, sums.student_at, sums.teacher_at).student;
     output(0)[c] = static_cast<T>(fmaf(-g.at_label, logit(constants.label, sums.student_at).slope, others));
   }
@@ -394,7 +429,7 @@ struct Jsd {
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
     float soft = 0.f, hard = 0.f;
     if (needs_row()) {
-      if (!same(sums)) soft = (constants.student_share * parts.student + constants.teacher_share * parts.teacher) * ln2;
+      soft = (constants.student_share * parts.student + constants.teacher_share * parts.teacher + parts.rest) * ln2;
       if (info.index >= 0) {
         hard = label_loss(sums.student, sums);
         if constexpr (!kPlain) {
@@ -431,23 +466,34 @@ struct JsdOfLogProbs : Jsd<T, false> {
   __device__ Early read_early(int, int) const { return {}; }
   __device__ void add_early(Sums&, Early) const {}
   __device__ Gradient finish(const Sums&, NoParts) const {
-    JsdSums<false> unknown;
-    unknown.differ = 1;
-    auto g = Base::finish(unknown, JsdParts{});
-    g.normal = Normal{};
-    if (this->constants.beta == 1.f) g.of_q = g.of_ratio * kLog2E;
-    if (this->constants.beta == 0.f) {
-      g.of_q = 0.f;
-      g.teacher_p = g.teacher_ratio * kLog2E;
-    } else if (!this->constants.mixed) {
-      g.teacher_p = 0.f;
-    }
+    Gradient g{};
+    Base::add_soft(g, JsdParts{}, this->info.upstream(this->p, this->row));
     return g;
   }
+  template <bool kCached, int kWidth>
+  __device__ void gradient(const Gradient& g, Pack<T, kWidth> (&packs)[2], int) const {
+    float xq[kWidth], xp[kWidth];
+    unpack(packs[0], xq);
+    unpack(packs[1], xp);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      auto by = Base::gradient_values(g, xq[i], xp[i]);
+      if (!this->constants.mixed) {
+        const float q = exp2_fast(xq[i] * kLog2E), p = exp2_fast(xp[i] * kLog2E);
+        const bool over_p = this->constants.beta == 0.f;
+        by.student = over_p ? -p * g.of_difference : fmaf(q * kLog2E, g.of_ratio, by.student);
+        by.teacher = over_p ? fmaf(p * kLog2E, g.teacher_ratio, by.teacher) : -q * g.teacher_difference;
+      }
+      xq[i] = by.student;
+      xp[i] = by.teacher;
+    }
+    packs[0] = packed<T, kWidth>(xq);
+    packs[1] = packed<T, kWidth>(xp);
+  }
   __device__ void write(const Sums& sums, NoParts) const {
-    JsdSums<false> unknown;
-    unknown.differ = 1;
-    Base::write(unknown, sums);
+    JsdParts parts = sums;
+    parts.rest = 0.f;  // their sums may differ
+    Base::write(JsdSums<false>{}, parts);
   }
   __device__ void write_target(const Gradient&, const Sums&, int, int) const {}
 };

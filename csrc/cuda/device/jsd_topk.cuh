@@ -92,7 +92,7 @@ struct JsdTopK {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       add_vector<kWhole>(sums.rest, constants.student, packs[0][j], column(j), [&](int c) { return !marks.get(c); });
-      if (constants.hard != 0.f) {
+      if (constants.hard != 0.f || p.hard != nullptr) {
         add_vector<kWhole>(sums.label, constants.label, packs[0][j], column(j), [](int) { return true; });
       }
     }

@@ -1,6 +1,6 @@
 // Reductions over lanes, a CTA and a cluster, each in a fixed order. A State says how it is reduced by a member
 //   template <class Over> void merge(const Over& over)
-// that replaces each of its values by over.sum(value), over.max(value), over.min(value) or over.any(value); State{} is
+// that replaces each of its values by over.sum(value), over.max(value) or over.min(value); State{} is
 // neutral.
 #pragma once
 
@@ -47,10 +47,6 @@ struct OverLanes {
   }
   __device__ float max(float x) const {
     return reduce(x, [](float a, float b) { return fmaxf(a, b); });
-  }
-  __device__ int any(int x) const {
-    if (group == 32) return static_cast<int>(__reduce_or_sync(~0u, static_cast<unsigned>(x)));
-    return reduce(x, [](int a, int b) { return a | b; });
   }
   __device__ int min(int x) const {
     return reduce(x, [](int a, int b) { return a < b ? a : b; });

@@ -121,17 +121,6 @@ __device__ inline Pack<T, kWidth> packed(const float (&x)[kWidth]) {
   return pack;
 }
 
-/// Not 0 where the bits differ.
-template <class T, int kWidth>
-__device__ inline int difference(const Pack<T, kWidth>& a, const Pack<T, kWidth>& b) {
-  if constexpr (kWidth == 1) {
-    return static_cast<int>(to_bits(a.get(0)) ^ to_bits(b.get(0)));
-  } else {
-    return static_cast<int>((a.words.x ^ b.words.x) | (a.words.y ^ b.words.y) | (a.words.z ^ b.words.z) |
-                            (a.words.w ^ b.words.w));
-  }
-}
-
 /// packs[i] for an index that the compiler does not know: registers cannot be indexed.
 template <class P, int kCount>
 __device__ inline P chosen(const P (&packs)[kCount], int i) {
