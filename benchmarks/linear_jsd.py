@@ -129,10 +129,9 @@ def _lean(case: Case) -> dict[str, Any]:
 
 def plans(device: str, quick: bool) -> list[Plan]:
     if device == "cpu":
-        return [
-            Plan(Case(OP, CPU_SIZES, dtype, device), (CPU_GOAL, *error_goals(quick)))
-            for dtype in ("float32", "bfloat16")
-        ]
+        # Eager's bfloat16 products take half a minute on CPUs that have no instructions for them.
+        dtypes = ("float32",) if quick else ("float32", "bfloat16")
+        return [Plan(Case(OP, CPU_SIZES, dtype, device), (CPU_GOAL, *error_goals(quick))) for dtype in dtypes]
     return [Plan(Case(OP, SIZES, "bfloat16", device), (*_gpu_goals(quick), *error_goals(quick)))]
 
 
