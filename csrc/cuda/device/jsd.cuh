@@ -30,7 +30,7 @@ struct JsdConstants {
   static LogitTransform tempered(const LogitTransform& t, double temperature) {
     return {t.scale / temperature, t.cap / temperature};
   }
-  static float exponent(const LogitConstants& t) { return t.cap != 0.f ? kLog2E : t.k; }
+  __host__ __device__ static float exponent(const LogitConstants& t) { return t.cap != 0.f ? kLog2E : t.k; }
   explicit JsdConstants(const RowJsd& p)
       : student(tempered(p.student_transform, p.student_temperature)),
         teacher(tempered(p.teacher_transform, p.teacher_temperature)),
@@ -204,24 +204,35 @@ struct Jsd {
     sums.teacher_at = widen(at.teacher);
   }
 
-  /// From logits to log2 of probabilities: x * k - m2 first, which is exact for large offsets.
+  /// From logits to log2 of probabilities: (x - at) * k + low. What is subtracted lies near the row's maximum, so that
+  /// differences of logits stay exact for large offsets.
+  struct Row {
+    float at, low;
+  };
   struct Normal {
-    float student_m2, student_log2, teacher_m2, teacher_log2;
+    Row student, teacher;
     float offset;  // of the teacher's log2 to the student's, from the sums' quotient: exact where they are close
   };
-  __device__ static Normal normal(const Sums& sums) {
-    return {sums.student.m2, log2f(sums.student.sum), sums.teacher.m2, log2f(sums.teacher.sum),
-            (sums.teacher.m2 - sums.student.m2) + log2f(sums.teacher.sum / sums.student.sum)};
+  __device__ Normal normal(const Sums& sums) const {
+    const float rest_q = rest_of(constants.student, sums.student), rest_p = rest_of(constants.teacher, sums.teacher);
+    return {{at(constants.student, sums.student), rest_q - log2f(sums.student.sum)},
+            {at(constants.teacher, sums.teacher), rest_p - log2f(sums.teacher.sum)},
+            (rest_p - rest_q) - log2f(sums.teacher.sum / sums.student.sum)};
   }
-  __device__ static float student_log2(const Normal& n, const Logit& z) {
-    return fmaf(z.x, z.k, -n.student_m2) - n.student_log2;
+  __device__ static float at(const LogitConstants& t, const PowerSum& sum) {
+    return sum.m2 / JsdConstants::exponent(t);
   }
-  __device__ static float teacher_log2(const Normal& n, const Logit& z) {
-    return fmaf(z.x, z.k, -n.teacher_m2) - n.teacher_log2;
+  /// What rounding left between the two references.
+  __device__ static float rest_of(const LogitConstants& t, const PowerSum& sum) {
+    return fmaf(at(t, sum), JsdConstants::exponent(t), -sum.m2);
   }
+  __device__ static float log2_probability(const Row& row, const Logit& z) { return fmaf(z.x - row.at, z.k, row.low); }
+  __device__ static float student_log2(const Normal& n, const Logit& z) { return log2_probability(n.student, z); }
+  __device__ static float teacher_log2(const Normal& n, const Logit& z) { return log2_probability(n.teacher, z); }
   /// d = log2(p / q). NaN where both are 0: fmaxf makes that finite.
   __device__ float log2_ratio(const Normal& n, const Logit& student, const Logit& teacher) const {
-    return fmaxf(fmaf(fmaf(teacher.x, constants.relative, -student.x), student.k, -n.offset), kLowestD);
+    const float difference = fmaf(teacher.x - n.teacher.at, constants.relative, -(student.x - n.student.at));
+    return fmaxf(fmaf(difference, student.k, n.offset), kLowestD);
   }
   /// log2(q / m).
   __device__ float student_ratio(float power_of_d) const {
@@ -278,7 +289,8 @@ struct Jsd {
   }
   /// log2(q / p).
   __device__ float reverse_log2_ratio(const Normal& n, const Logit& student, const Logit& teacher) const {
-    return fmaxf(fmaf(fmaf(-teacher.x, constants.relative, student.x), student.k, n.offset), kLowestD);
+    const float difference = fmaf(n.teacher.at - teacher.x, constants.relative, student.x - n.student.at);
+    return fmaxf(fmaf(difference, student.k, -n.offset), kLowestD);
   }
   /// The sum of y - x is 0, but not that of the rounded ones, which the divergence of x from y feels. Low precision
   /// does not see it.
