@@ -236,7 +236,8 @@ struct Jsd {
   }
   /// log2(q / m).
   __device__ float student_ratio(float power_of_d) const {
-    return -log2_fast(fmaf(constants.beta, power_of_d, 1.f - constants.beta));
+    const float m_over_q = fmaf(constants.beta, power_of_d, 1.f - constants.beta);
+    return sizeof(T) == 4 ? -log2f(m_over_q) : -log2_fast(m_over_q);  // low precision does not see the difference
   }
 
   /// The divergences' parts of one vector. With kCache the student's ratios replace the teacher's logits.
@@ -397,6 +398,8 @@ struct Jsd {
   struct ByLogit {
     float student, teacher;
   };
+  /// A ratio that may be infinite, where its weight may be 0.
+  __device__ static float finite(float ratio) { return fminf(ratio, 1e30f); }
   __device__ ByLogit gradient_values(const Gradient& g, float student, float teacher) const {
     const auto zq = logit(constants.student, student), zp = logit(constants.teacher, teacher);
     const float q = exp2_fast(student_log2(g.normal, zq));
@@ -408,9 +411,9 @@ struct Jsd {
     } else if (constants.beta == 0.f) {
       const float p = exp2_fast(teacher_log2(g.normal, zp));
       by.student = fmaf(q - p, g.of_difference, by.student);
-      if (!kPlain) by.teacher = p * fmaf(log2_ratio(g.normal, zq, zp), g.teacher_ratio, g.teacher_p);
+      if (!kPlain) by.teacher = p * fmaf(finite(log2_ratio(g.normal, zq, zp)), g.teacher_ratio, g.teacher_p);
     } else {
-      by.student = q * fmaf(reverse_log2_ratio(g.normal, zq, zp), g.of_ratio, g.of_q);
+      by.student = q * fmaf(finite(reverse_log2_ratio(g.normal, zq, zp)), g.of_ratio, g.of_q);
       if (!kPlain) by.teacher = (exp2_fast(teacher_log2(g.normal, zp)) - q) * g.teacher_difference;
     }
     if (!kPlain) {

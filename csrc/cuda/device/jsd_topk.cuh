@@ -177,10 +177,11 @@ struct JsdTopK {
   __device__ Bucket bucket(float log2_q, float log2_p) const {
     Bucket b{0.f, 0.f, exp2f(log2_q), exp2f(log2_p)};
     if (constants.mixed) {
-      const float log2_m = log2f((1.f - constants.beta) * b.q + constants.beta * b.p);
-      if (b.q > 0.f) b.of_q = b.q * (log2_q - log2_m);
-      b.soft = (1.f - constants.beta) * b.of_q;
-      if (b.p > 0.f) b.soft += constants.beta * b.p * (log2_p - log2_m);
+      // As in jsd.cuh: ratios from the difference of the logarithms.
+      const float d = fminf(fmaxf(log2_p - log2_q, kLowestD), kLargestD);
+      const float ratio = -log2f(fmaf(constants.beta, exp2f(d), 1.f - constants.beta));
+      b.of_q = b.q * ratio;
+      b.soft = (1.f - constants.beta) * b.of_q + constants.beta * b.p * (d + ratio);
     } else if (constants.beta == 0.f) {
       if (b.p > 0.f) b.soft = b.p * (log2_p - log2_q);
     } else {
