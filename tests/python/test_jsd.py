@@ -250,7 +250,7 @@ def test_a_top_k_teacher_whose_rows_have_fewer(device: str, beta: float) -> None
             lambda s, t=tail: reference.jsd(s, (log_probs.double(), indices), beta=beta, tail=t)[0], [student.double()]
         )
         torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=0)
-        assert ((grad - right).norm() / right.norm()).item() < (1e-4 if device == "cuda" else 1e-5)
+        assert ((grad - right).norm() / right.norm()).item() < (1e-3 if device == "cuda" else 1e-5)
 
 
 @pytest.mark.parametrize("sample", [*DISTILLATION, *DISTILLATION_LOGITS], ids=str)
