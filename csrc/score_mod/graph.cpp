@@ -1,0 +1,332 @@
+#include "score_mod/graph.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace fusegrad::score_mod {
+namespace {
+
+[[noreturn]] void fail(const std::string& message) { throw GraphError(message); }
+
+std::string quoted(std::string_view name) { return "'" + std::string(name) + "'"; }
+
+bool allowed(Kind kind, Input input) {
+  if (input == Input::kGrad) return kind == Kind::kDerivative;
+  if (input == Input::kScore) return kind != Kind::kMaskMod;
+  return true;
+}
+
+Type input_type(Input input) { return input == Input::kScore || input == Input::kGrad ? Type::kFloat : Type::kInt; }
+
+// What the operands of `op` become and what it gives. The common type is that of operands [first, end).
+struct Signature {
+  Type operand;
+  Type result;
+};
+Signature signature(const Primitive& p, std::span<const Type> types) {
+  const bool where = p.rule == Rule::kWhere;
+  Type common = *std::max_element(types.begin() + (where ? 1 : 0), types.end());
+  const Type number = std::max(common, Type::kInt);
+  const auto refuse_float = [&] {
+    if (common == Type::kFloat) fail(quoted(p.name) + " expects integers or bools, but got f");
+  };
+  switch (p.rule) {
+    case Rule::kNumeric:
+      return {number, number};
+    case Rule::kFloat:
+      return {Type::kFloat, Type::kFloat};
+    case Rule::kCompare:
+      return {number, Type::kBool};
+    case Rule::kBitwise:
+      refuse_float();
+      return {common, common};
+    case Rule::kInteger:
+      refuse_float();
+      return {Type::kInt, Type::kInt};
+    case Rule::kWhere:
+      if (types[0] != Type::kBool) {
+        fail(quoted(p.name) + " expects a bool as its first operand, but got " + std::string(type_name(types[0])));
+      }
+      return {common, common};
+    case Rule::kToFloat:
+      return {common, Type::kFloat};
+    case Rule::kToInt:
+      return {common, Type::kInt};
+    default:
+      return {common, Type::kBool};
+  }
+}
+
+Op cast_to(Type type) { return type == Type::kFloat ? Op::kToFloat : type == Type::kInt ? Op::kToInt : Op::kToBool; }
+
+// A walk from `roots` to the leaves without recursion; calls visit(id) once a node, operands first and left to right.
+template <class Visit>
+void walk(const Graph& graph, std::span<const NodeId> roots, Visit&& visit) {
+  std::vector<uint8_t> done(graph.nodes().size(), 0);
+  std::vector<std::pair<NodeId, size_t>> stack;  // a node and how many of its operands were visited
+  for (const NodeId root : roots) {
+    if (done[root] != 0) continue;
+    stack.emplace_back(root, 0);
+    done[root] = 1;
+    while (!stack.empty()) {
+      auto& [id, next] = stack.back();
+      const auto& operands = graph[id].operands;
+      while (next < operands.size() && done[operands[next]] != 0) ++next;
+      if (next == operands.size()) {
+        visit(id);
+        stack.pop_back();
+      } else {
+        const NodeId operand = operands[next++];
+        done[operand] = 1;
+        stack.emplace_back(operand, 0);
+      }
+    }
+  }
+}
+
+std::vector<NodeId> roots_of(const Graph& graph) {
+  std::vector<NodeId> roots;
+  if (graph.result() >= 0) roots.push_back(graph.result());
+  for (const Contribution& c : graph.contributions()) {
+    roots.insert(roots.end(), c.indices.begin(), c.indices.end());
+    roots.push_back(c.value);
+  }
+  return roots;
+}
+
+}  // namespace
+
+std::string_view kind_name(Kind kind) {
+  constexpr std::string_view kNames[] = {"score_mod", "mask_mod", "derivative"};
+  return kNames[static_cast<int>(kind)];
+}
+
+std::string_view input_name(Input input) {
+  constexpr std::string_view kNames[kInputCount] = {"score", "b", "h", "q_idx", "kv_idx", "grad"};
+  return kNames[static_cast<int>(input)];
+}
+
+size_t Graph::Hash::operator()(const Node& node) const {
+  uint64_t hash = static_cast<uint64_t>(node.op) << 8 | static_cast<uint64_t>(node.type);
+  const auto mix = [&hash](uint64_t value) {
+    hash = (hash ^ value) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 29;
+  };
+  mix(static_cast<uint64_t>(node.payload));
+  for (const NodeId operand : node.operands) mix(static_cast<uint64_t>(operand) + 1);
+  return static_cast<size_t>(hash);
+}
+
+int Graph::add_buffer(Type type, int rank) {
+  if (buffers_.size() >= kMaxBuffers) fail("more than " + std::to_string(kMaxBuffers) + " captured buffers");
+  if (rank < 0 || rank > kMaxRank) {
+    fail("the rank of a buffer must be 0 to " + std::to_string(kMaxRank) + ", but got " + std::to_string(rank));
+  }
+  buffers_.push_back({type, rank});
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Graph::add_scalar(Type type) {
+  if (scalars_.size() >= kMaxScalars) fail("more than " + std::to_string(kMaxScalars) + " scalars");
+  scalars_.push_back(type);
+  return static_cast<int>(scalars_.size()) - 1;
+}
+
+NodeId Graph::insert(Node node) {
+  const auto found = known_.find(node);
+  if (found != known_.end()) return found->second;
+  const int limit = kind_ == Kind::kDerivative ? kMaxDerivativeNodes : kMaxNodes;
+  if (static_cast<int>(nodes_.size()) >= limit) fail("more than " + std::to_string(limit) + " nodes");
+  int32_t depth = 0;
+  for (const NodeId operand : node.operands) depth = std::max(depth, depth_[operand] + 1);
+  if (kind_ != Kind::kDerivative && depth > kMaxDepth) {
+    fail("nested deeper than " + std::to_string(kMaxDepth) + " operations");
+  }
+  const auto id = static_cast<NodeId>(nodes_.size());
+  known_.emplace(node, id);
+  nodes_.push_back(std::move(node));
+  depth_.push_back(depth);
+  return id;
+}
+
+NodeId Graph::constant(double value) {
+  if (value != value) value = std::numeric_limits<double>::quiet_NaN();  // one NaN, whatever its bits were
+  return insert({Op::kConstant, Type::kFloat, std::bit_cast<int64_t>(value), {}});
+}
+NodeId Graph::constant(int64_t value) { return insert({Op::kConstant, Type::kInt, value, {}}); }
+NodeId Graph::constant(bool value) { return insert({Op::kConstant, Type::kBool, value ? 1 : 0, {}}); }
+NodeId Graph::constant(const Value& value) {
+  if (value.type == Type::kFloat) return constant(value.f);
+  if (value.type == Type::kInt) return constant(value.i);
+  return constant(value.i != 0);
+}
+
+Value Graph::value(NodeId id) const {
+  const Node& node = nodes_[id];
+  if (node.type == Type::kFloat) return {Type::kFloat, std::bit_cast<double>(node.payload), 0};
+  return {node.type, 0, node.payload};
+}
+
+NodeId Graph::input(Input input) {
+  if (!allowed(kind_, input))
+    fail(quoted(input_name(input)) + " is not an input of a " + std::string(kind_name(kind_)));
+  return insert({Op::kInput, input_type(input), static_cast<int64_t>(input), {}});
+}
+
+NodeId Graph::scalar(int index) {
+  if (index < 0 || index >= static_cast<int>(scalars_.size())) {
+    fail("scalar $" + std::to_string(index) + " is not declared");
+  }
+  return insert({Op::kScalar, scalars_[index], index, {}});
+}
+
+NodeId Graph::load(int buffer, std::vector<NodeId> indices) {
+  if (buffer < 0 || buffer >= static_cast<int>(buffers_.size())) {
+    fail("buffer @" + std::to_string(buffer) + " is not declared");
+  }
+  const auto [type, rank] = buffers_[buffer];
+  if (static_cast<int>(indices.size()) != rank) {
+    fail("buffer @" + std::to_string(buffer) + " expects " + std::to_string(rank) + " indices, but got " +
+         std::to_string(indices.size()));
+  }
+  for (const NodeId index : indices) {
+    if (nodes_[index].type != Type::kInt) {
+      fail("an index of buffer @" + std::to_string(buffer) + " must be i64, but is " +
+           std::string(type_name(nodes_[index].type)));
+    }
+  }
+  return insert({Op::kLoad, type, buffer, std::move(indices)});
+}
+
+NodeId Graph::promote(NodeId id, Type type) {
+  if (nodes_[id].type == type) return id;
+  const Op op = cast_to(type);
+  if (is_constant(id)) {
+    const Value from = value(id);
+    return constant(primitive(op).fold(&from));
+  }
+  return insert({op, type, 0, {id}});
+}
+
+NodeId Graph::apply(Op op, std::vector<NodeId> operands) {
+  if (is_leaf(op)) fail("not a primitive");
+  const Primitive& p = primitive(op);
+  if (static_cast<int>(operands.size()) != p.arity) {
+    fail(quoted(p.name) + " expects " + std::to_string(p.arity) + (p.arity == 1 ? " operand" : " operands") +
+         ", but got " + std::to_string(operands.size()));
+  }
+  Type types[kMaxArity];
+  for (int i = 0; i < p.arity; ++i) types[i] = nodes_[operands[i]].type;
+  const Signature s = signature(p, {types, static_cast<size_t>(p.arity)});
+  if (op == cast_to(s.result)) return promote(operands[0], s.result);
+  for (int i = p.rule == Rule::kWhere ? 1 : 0; i < p.arity; ++i) operands[i] = promote(operands[i], s.operand);
+  return insert({op, s.result, 0, std::move(operands)});
+}
+
+NodeId Graph::copy(const Graph& from, NodeId id, std::vector<NodeId> operands) {
+  const Node& node = from[id];
+  switch (node.op) {
+    case Op::kConstant:
+      return constant(from.value(id));
+    case Op::kInput:
+      return input(static_cast<Input>(node.payload));
+    case Op::kScalar:
+      return scalar(static_cast<int>(node.payload));
+    case Op::kLoad:
+      return load(static_cast<int>(node.payload), std::move(operands));
+    default:
+      return apply(node.op, std::move(operands));
+  }
+}
+
+void Graph::set_result(NodeId node) {
+  const Type wanted = kind_ == Kind::kMaskMod ? Type::kBool : Type::kFloat;
+  const Type got = nodes_[node].type;
+  if (kind_ != Kind::kMaskMod && got != wanted) node = promote(node, wanted);
+  if (kind_ == Kind::kMaskMod && got != wanted) {
+    fail("a mask_mod must return bool, but returns " + std::string(type_name(got)));
+  }
+  result_ = node;
+}
+
+void Graph::add_contribution(Contribution c) {
+  if (kind_ != Kind::kDerivative) fail("only a derivative has contributions");
+  if (c.buffer < 0 || c.buffer >= static_cast<int>(buffers_.size())) {
+    fail("buffer @" + std::to_string(c.buffer) + " is not declared");
+  }
+  const auto [type, rank] = buffers_[c.buffer];
+  if (type != Type::kFloat) fail("buffer @" + std::to_string(c.buffer) + " holds no floats and has no gradient");
+  if (static_cast<int>(c.indices.size()) != rank) {
+    fail("buffer @" + std::to_string(c.buffer) + " expects " + std::to_string(rank) + " indices, but got " +
+         std::to_string(c.indices.size()));
+  }
+  for (const NodeId index : c.indices) {
+    if (nodes_[index].type != Type::kInt) fail("an index must be i64");
+  }
+  if (nodes_[c.value].type != Type::kFloat) fail("what is added to a gradient must be f");
+  contributions_.push_back(std::move(c));
+}
+
+std::vector<NodeId> reachable(const Graph& graph) {
+  std::vector<NodeId> order;
+  walk(graph, roots_of(graph), [&order](NodeId id) { order.push_back(id); });
+  return order;
+}
+
+Graph with_declarations_of(const Graph& graph, Kind kind) {
+  Graph result(kind);
+  for (const BufferDeclaration& b : graph.buffers()) result.add_buffer(b.type, b.rank);
+  for (const Type s : graph.scalars()) result.add_scalar(s);
+  return result;
+}
+
+Graph canonical(const Graph& graph) {
+  Graph result = with_declarations_of(graph, graph.kind());
+  std::vector<NodeId> image(graph.nodes().size(), -1);
+  for (const NodeId id : reachable(graph)) {
+    std::vector<NodeId> operands;
+    for (const NodeId operand : graph[id].operands) operands.push_back(image[operand]);
+    image[id] = result.copy(graph, id, std::move(operands));
+  }
+  if (graph.result() >= 0) result.set_result(image[graph.result()]);
+  for (const Contribution& c : graph.contributions()) {
+    Contribution mapped{c.buffer, {}, image[c.value]};
+    for (const NodeId index : c.indices) mapped.indices.push_back(image[index]);
+    result.add_contribution(std::move(mapped));
+  }
+  return result;
+}
+
+bool operator==(const Graph& a, const Graph& b) {
+  if (a.kind() != b.kind() || a.buffers() != b.buffers() || a.scalars() != b.scalars()) return false;
+  const Graph x = canonical(a), y = canonical(b);
+  if (x.nodes() != y.nodes() || x.result() != y.result()) return false;
+  return std::equal(x.contributions().begin(), x.contributions().end(), y.contributions().begin(),
+                    y.contributions().end(), [](const Contribution& c, const Contribution& d) {
+                      return c.buffer == d.buffer && c.indices == d.indices && c.value == d.value;
+                    });
+}
+
+void verify(const Graph& graph) {
+  // Rebuilding checks every rule; what remains is that the stored nodes are in order and as typed as they claim.
+  const auto count = static_cast<NodeId>(graph.nodes().size());
+  for (NodeId id = 0; id < count; ++id) {
+    for (const NodeId operand : graph[id].operands) {
+      if (operand < 0 || operand >= id) fail("node " + std::to_string(id) + " uses a node that comes after it");
+    }
+  }
+  if (graph.result() < 0) fail("there is no result");
+  const Graph rebuilt = canonical(graph);
+  const std::vector<NodeId> order = reachable(graph);
+  if (order.size() != rebuilt.nodes().size()) fail("nodes that are alike are not shared, or a cast is missing");
+  for (size_t i = 0; i < order.size(); ++i) {
+    if (graph[order[i]].type != rebuilt[static_cast<NodeId>(i)].type) {
+      fail("node " + std::to_string(order[i]) + " has the wrong type");
+    }
+  }
+}
+
+}  // namespace fusegrad::score_mod
