@@ -138,13 +138,9 @@ int Graph::add_scalar(Type type) {
 NodeId Graph::insert(Node node) {
   const auto found = known_.find(node);
   if (found != known_.end()) return found->second;
-  const int limit = kind_ == Kind::kDerivative ? kMaxDerivativeNodes : kMaxNodes;
-  if (static_cast<int>(nodes_.size()) >= limit) fail("more than " + std::to_string(limit) + " nodes");
+  if (nodes_.size() >= kMaxDerivativeNodes) fail("more than " + std::to_string(kMaxDerivativeNodes) + " nodes");
   int32_t depth = 0;
   for (const NodeId operand : node.operands) depth = std::max(depth, depth_[operand] + 1);
-  if (kind_ != Kind::kDerivative && depth > kMaxDepth) {
-    fail("nested deeper than " + std::to_string(kMaxDepth) + " operations");
-  }
   const auto id = static_cast<NodeId>(nodes_.size());
   known_.emplace(node, id);
   nodes_.push_back(std::move(node));
@@ -308,6 +304,12 @@ bool operator==(const Graph& a, const Graph& b) {
                     y.contributions().end(), [](const Contribution& c, const Contribution& d) {
                       return c.buffer == d.buffer && c.indices == d.indices && c.value == d.value;
                     });
+}
+
+void check_limits(const Graph& graph, NodeId id) {
+  if (graph.kind() == Kind::kDerivative) return;
+  if (graph.nodes().size() > kMaxNodes) fail("expected at most " + std::to_string(kMaxNodes) + " nodes");
+  if (graph.depth(id) > kMaxDepth) fail("expected at most " + std::to_string(kMaxDepth) + " operations in a chain");
 }
 
 void verify(const Graph& graph) {

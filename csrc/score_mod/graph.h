@@ -29,7 +29,7 @@ enum class Input : uint8_t { kScore, kB, kH, kQ, kKv, kGrad };
 inline constexpr int kInputCount = 6;
 std::string_view input_name(Input input);  // "score", "b", "h", "q_idx", "kv_idx", "grad"
 
-// Bounds on what is accepted.
+// Bounds on what is accepted from outside; what the library makes of it may be as large as a derivative.
 inline constexpr int kMaxNodes = 4096;
 inline constexpr int kMaxDerivativeNodes = 16 * kMaxNodes;
 inline constexpr int kMaxDepth = 2048;
@@ -103,6 +103,9 @@ class Graph {
   NodeId result() const { return result_; }  ///< -1: not set
   const std::vector<Contribution>& contributions() const { return contributions_; }
 
+  /// The length of the longest chain of operations below a node.
+  int depth(NodeId id) const { return depth_[id]; }
+
   /// The number of a constant node.
   Value value(NodeId id) const;
   bool is_constant(NodeId id) const { return nodes_[id].op == Op::kConstant; }
@@ -130,6 +133,9 @@ Graph canonical(const Graph& graph);
 
 /// Whether the canonical graphs are identical.
 bool operator==(const Graph& a, const Graph& b);
+
+/// Raises GraphError where a score_mod or mask_mod has more nodes than allowed, or `id` is nested deeper.
+void check_limits(const Graph& graph, NodeId id);
 
 /// Raises GraphError unless every rule of the language holds: types, arities, ranks, order, kinds, a result. What the
 /// members of Graph build always passes.

@@ -182,13 +182,22 @@ class Parser {
       const Token buffer = next();
       const int b = index(buffer, '@', "a buffer");
       auto indices = operands(graph, kMaxRank);
-      values_.push_back(checked(buffer.column, [&] { return graph.load(b, std::move(indices)); }));
+      append(graph, buffer.column, [&] { return graph.load(b, std::move(indices)); });
       return;
     }
     const Primitive* p = find_primitive(name.text);
     if (p == nullptr) fail(name.column, "expected a primitive or 'load', but got " + shown(name.text));
     auto given = operands(graph, p->arity);
-    values_.push_back(checked(name.column, [&] { return graph.apply(p->op, std::move(given)); }));
+    append(graph, name.column, [&] { return graph.apply(p->op, std::move(given)); });
+  }
+
+  template <class Function>
+  void append(const Graph& graph, int column, Function&& make) {
+    values_.push_back(checked(column, [&] {
+      const NodeId id = make();
+      check_limits(graph, id);
+      return id;
+    }));
   }
 
   void scatter(Graph& graph, const Token& first) {
