@@ -13,7 +13,7 @@
 #include <span>
 #include <string>
 
-#include "score_mod/graph.h"
+#include "score_mod/index_analysis.h"
 
 namespace fusegrad::score_mod {
 
@@ -29,11 +29,6 @@ struct Buffer {
   DType dtype;
   std::span<const int64_t> sizes;
   std::span<const int64_t> strides;
-};
-
-/// Every index of the call is below these.
-struct Lengths {
-  int64_t b, h, q, kv;
 };
 
 struct Tile {

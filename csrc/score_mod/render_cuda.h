@@ -16,7 +16,7 @@ struct RenderOptions {
   std::string name = "ScoreMod";  ///< of the struct; an identifier that the caller chose, not the user
   std::vector<DType> dtypes;      ///< of each buffer
   /// Exclusive bounds of the indices: what stays below 2^31 under them is computed in 32 bits.
-  Lengths lengths{int64_t{1} << 30, int64_t{1} << 30, int64_t{1} << 30, int64_t{1} << 30};
+  Lengths lengths;
 };
 
 /// A struct that needs csrc/cuda/device/score_mod.cuh before it and nothing else:
