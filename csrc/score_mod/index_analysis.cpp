@@ -90,7 +90,8 @@ Interval interval_of(Op op, const Interval* x) {
 
 }  // namespace
 
-std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std::span<const Interval> buffers) {
+std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std::span<const Interval> buffers,
+                                std::span<const Interval> scalars) {
   std::vector<Interval> result(graph.nodes().size());
   for (NodeId id = 0; id < static_cast<NodeId>(result.size()); ++id) {
     const Node& node = graph[id];
@@ -110,6 +111,7 @@ std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std:
         break;
       }
       case Op::kScalar:
+        if (!scalars.empty()) result[id] = scalars[node.payload];
         break;
       case Op::kLoad:
         if (!buffers.empty()) result[id] = buffers[node.payload];

@@ -31,8 +31,9 @@ struct Interval {
 };
 
 /// The interval of every integer node; of a float's node it means nothing. `buffers`: bounds of what each buffer holds,
-/// none for all of them if empty.
-std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std::span<const Interval> buffers = {});
+/// `scalars`: of each scalar; none are known where empty.
+std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std::span<const Interval> buffers = {},
+                                std::span<const Interval> scalars = {});
 
 /// The four indices, and what differs from pair to pair besides them: the score and its gradient.
 enum Variable : int { kVarB, kVarH, kVarQ, kVarKv, kVarLane };

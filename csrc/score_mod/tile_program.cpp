@@ -1,0 +1,337 @@
+#include "score_mod/tile_program.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+
+namespace fusegrad::score_mod {
+namespace {
+
+Interval interval_of(DType dtype) {
+  switch (dtype) {
+    case DType::kInt32:
+      return {INT32_MIN, INT32_MAX};
+    case DType::kInt16:
+      return {INT16_MIN, INT16_MAX};
+    case DType::kInt8:
+      return {INT8_MIN, INT8_MAX};
+    case DType::kUInt8:
+      return {0, UINT8_MAX};
+    case DType::kBool:
+      return {0, 1};
+    default:
+      return {};
+  }
+}
+
+void check_captured(const Graph& graph, std::span<const Buffer> buffers, std::span<const Value> scalars) {
+  const auto fail = [](size_t i, const std::string& what) {
+    throw GraphError("captured buffer @" + std::to_string(i) + " " + what);
+  };
+  if (buffers.size() != graph.buffers().size() || scalars.size() != graph.scalars().size()) {
+    throw GraphError("expected " + std::to_string(graph.buffers().size()) + " captured buffers and " +
+                     std::to_string(graph.scalars().size()) + " scalars, but got " + std::to_string(buffers.size()) +
+                     " and " + std::to_string(scalars.size()));
+  }
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const auto [type, rank] = graph.buffers()[i];
+    if (type_of(buffers[i].dtype) != type) fail(i, "must hold " + std::string(type_name(type)));
+    if (static_cast<int>(buffers[i].sizes.size()) != rank || buffers[i].strides.size() != buffers[i].sizes.size()) {
+      fail(i, "must have " + std::to_string(rank) + " dimensions");
+    }
+    for (const int64_t stride : buffers[i].strides) {
+      if (stride < 0) fail(i, "must not have negative strides");
+    }
+  }
+  for (size_t i = 0; i < scalars.size(); ++i) {
+    if (scalars[i].type != graph.scalars()[i]) {
+      throw GraphError("scalar $" + std::to_string(i) + " must be " + std::string(type_name(graph.scalars()[i])));
+    }
+  }
+}
+
+template <class T>
+class Compiler {
+ public:
+  Compiler(const Graph& graph, const Lengths& lengths, std::span<const Buffer> buffers, std::span<const Value> scalars,
+           typename TileProgram<T>::Code& code)
+      : graph_(graph), buffers_(buffers), scalars_(scalars), kernels_(tile_kernels()), code_(code) {
+    check_captured(graph, buffers, scalars);
+    std::vector<Interval> buffer_intervals, scalar_intervals;
+    for (const Buffer& b : buffers) buffer_intervals.push_back(interval_of(b.dtype));
+    for (const Value& s : scalars) scalar_intervals.push_back({s.i, s.i});
+    intervals_ = intervals(graph, lengths, buffer_intervals, scalar_intervals);
+    code.kind = graph.kind();
+    for (const Buffer& b : buffers) code.sizes.emplace_back(b.sizes.begin(), b.sizes.end());
+    std::fill(std::begin(code.input), std::end(code.input), kNoRegister);
+
+    image_.assign(graph.nodes().size(), kNoRegister);
+    for (const NodeId id : reachable(graph)) image_[id] = compile(id);
+    code.result = image_[graph.result()];
+    for (const Contribution& c : graph.contributions()) contribution(c);
+    assign_positions();
+  }
+
+ private:
+  static constexpr Lane kFloatLane = std::is_same_v<T, float> ? Lane::kFloat32 : Lane::kFloat64;
+
+  Register at(RegisterId id) const { return code_.registers[id]; }
+  RegisterId new_register(Rate rate, Lane lane) {
+    code_.registers.push_back({rate, lane, 0});
+    return static_cast<RegisterId>(code_.registers.size()) - 1;
+  }
+  RegisterId preset(Lane lane, const Value& value) {
+    const RegisterId out = new_register(Rate::kOnce, lane);
+    code_.presets.push_back({out, value});
+    return out;
+  }
+
+  // The lane that holds every value of the node, and in which it can be computed from its operands.
+  Lane lane_of(NodeId id) const {
+    const Node& node = graph_[id];
+    if (node.type == Type::kFloat) return kFloatLane;
+    if (node.type == Type::kBool) return Lane::kBool;
+    if (!intervals_[id].fits_int32()) return Lane::kInt64;
+    if (node.op == Op::kToInt) return graph_.type(node.operands[0]) == Type::kBool ? Lane::kInt32 : Lane::kInt64;
+    return is_leaf(node.op) ? Lane::kInt32 : operand_lane(node);
+  }
+  // Integers as wide as the widest operand.
+  Lane operand_lane(const Node& node) const {
+    Lane lane = Lane::kBool;
+    for (size_t i = node.op == Op::kWhere ? 1 : 0; i < node.operands.size(); ++i) {
+      lane = std::max(lane, at(image_[node.operands[i]]).lane, wider);
+    }
+    return lane;
+  }
+  static bool wider(Lane a, Lane b) {
+    const auto order = [](Lane lane) { return lane == Lane::kBool ? 0 : lane == Lane::kInt32 ? 1 : 2; };
+    return order(a) < order(b);
+  }
+
+  RegisterId emit(Instruction instruction, Rate rate, Lane lane) {
+    instruction.rate = rate;
+    instruction.out = new_register(rate, lane);
+    code_.instructions[static_cast<int>(rate)].push_back(instruction);
+    return instruction.out;
+  }
+
+  RegisterId converted(RegisterId x, Lane lane) {
+    if (at(x).lane == lane) return x;
+    auto& known = conversions_[{x, lane}];
+    if (known == 0) {
+      Instruction cast;
+      cast.compute = kernels_.cast(at(x).lane, lane);
+      cast.x[0] = x;
+      known = 1 + emit(cast, at(x).rate, lane);
+    }
+    return known - 1;
+  }
+
+  // An instruction on operands of one lane (but for the condition of a `where`).
+  RegisterId compute(Op op, std::span<const RegisterId> x, Lane operands, Lane result) {
+    Rate rate = Rate::kOnce;
+    for (const RegisterId id : x) rate = join(rate, at(id).rate);
+    Instruction instruction;
+    unsigned broadcast = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      instruction.x[i] = x[i];
+      const Rate r = at(x[i]).rate;
+      const bool array = r == rate || (rate == Rate::kPair && r == Rate::kColumn);
+      if (!array) broadcast |= 1u << i;
+    }
+    instruction.compute = kernels_.find(op, operands, broadcast);
+    if (instruction.compute == nullptr) throw GraphError("no kernel for '" + std::string(primitive(op).name) + "'");
+    return emit(instruction, rate, result);
+  }
+
+  RegisterId compile(NodeId id) {
+    const Node& node = graph_[id];
+    switch (node.op) {
+      case Op::kConstant:
+        return preset(lane_of(id), graph_.value(id));
+      case Op::kScalar:
+        return preset(lane_of(id), scalars_[node.payload]);
+      case Op::kInput: {
+        constexpr Rate kRate[kInputCount] = {Rate::kPair, Rate::kOnce,   Rate::kOnce,
+                                             Rate::kRow,  Rate::kColumn, Rate::kPair};
+        return code_.input[node.payload] = new_register(kRate[node.payload], lane_of(id));
+      }
+      case Op::kLoad:
+        return load(id);
+      case Op::kToFloat:
+      case Op::kToInt:
+      case Op::kToBool:
+        return converted(image_[node.operands[0]], lane_of(id));
+      default:
+        break;
+    }
+    const Lane result = lane_of(id);
+    const Lane operands = result == Lane::kInt64 && node.type == Type::kInt ? Lane::kInt64 : operand_lane(node);
+    RegisterId x[kMaxArity];
+    for (size_t i = 0; i < node.operands.size(); ++i) {
+      const RegisterId operand = image_[node.operands[i]];
+      x[i] = node.op == Op::kWhere && i == 0 ? operand : converted(operand, operands);
+    }
+    return compute(node.op, {x, node.operands.size()}, operands, result);
+  }
+
+  // The offset of `indices` in an array of these sizes and strides.
+  RegisterId offset(const std::vector<NodeId>& indices, std::span<const int64_t> sizes,
+                    std::span<const int64_t> strides) {
+    int64_t largest = 0;
+    bool small = true;
+    for (size_t k = 0; k < sizes.size(); ++k) {
+      small = small && sizes[k] <= INT32_MAX && strides[k] < kSmallOffsets;
+      if (small) largest += std::max<int64_t>(sizes[k] - 1, 0) * strides[k];
+      small = small && largest < kSmallOffsets;
+    }
+    const Lane lane = small ? Lane::kInt32 : Lane::kInt64;
+    // Parts of a lower rate are added up first, and so less often.
+    std::vector<RegisterId> parts;
+    for (size_t k = 0; k < indices.size(); ++k) {
+      const RegisterId index = image_[indices[k]];
+      auto& known = offsets_[{index, sizes[k], strides[k], lane}];
+      if (known == 0) {
+        Instruction instruction;
+        instruction.offset = kernels_.offset(at(index).lane, lane);
+        instruction.x[0] = index;
+        instruction.size = sizes[k];
+        instruction.stride = strides[k];
+        known = 1 + emit(instruction, at(index).rate, lane);
+      }
+      parts.push_back(known - 1);
+    }
+    if (parts.empty()) return preset(lane, {Type::kInt, 0, 0});
+    std::stable_sort(parts.begin(), parts.end(), [&](RegisterId a, RegisterId b) { return at(a).rate < at(b).rate; });
+    RegisterId total = parts[0];
+    for (size_t k = 1; k < parts.size(); ++k) {
+      auto& known = sums_[{total, parts[k]}];
+      if (known == 0) known = 1 + compute(Op::kAdd, std::array{total, parts[k]}, lane, lane);
+      total = known - 1;
+    }
+    return total;
+  }
+
+  int new_read(int buffer, const void* data, RegisterId offset, const std::vector<NodeId>& indices) {
+    Read read{buffer, data, offset, {}};
+    for (const NodeId index : indices) read.index.push_back(image_[index]);
+    code_.reads.push_back(std::move(read));
+    return static_cast<int>(code_.reads.size()) - 1;
+  }
+
+  RegisterId load(NodeId id) {
+    const Node& node = graph_[id];
+    const auto buffer = static_cast<int>(node.payload);
+    const Buffer& b = buffers_[buffer];
+    const RegisterId place = offset(node.operands, b.sizes, b.strides);
+    Instruction instruction;
+    instruction.gather = kernels_.gather(static_cast<Storage>(b.dtype), lane_of(id), at(place).lane);
+    instruction.x[0] = place;
+    instruction.read = new_read(buffer, b.data, place, node.operands);
+    return emit(instruction, at(place).rate, lane_of(id));
+  }
+
+  void contribution(const Contribution& c) {
+    const auto sizes = buffers_[c.buffer].sizes;
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t k = sizes.size(); k-- > 1;) strides[k - 1] = strides[k] * std::max<int64_t>(sizes[k], 1);
+    const RegisterId place = offset(c.indices, sizes, strides);
+    code_.contributions.push_back({c.buffer, new_read(c.buffer, nullptr, place, c.indices), image_[c.value]});
+  }
+
+  // Registers of a row are reused as soon as nothing needs them, so that they stay in the first-level cache.
+  void assign_positions() {
+    auto& pair = code_.instructions[static_cast<int>(Rate::kPair)];
+    std::vector<int64_t> last_use(code_.registers.size(), -1);
+    const auto use = [&](RegisterId id, int64_t time) {
+      if (id != kNoRegister) last_use[id] = std::max(last_use[id], time);
+    };
+    for (size_t i = 0; i < pair.size(); ++i) {
+      for (const RegisterId id : pair[i].x) use(id, static_cast<int64_t>(i));
+      if (pair[i].gather == nullptr) continue;
+      for (const RegisterId id : code_.reads[pair[i].read].index) use(id, static_cast<int64_t>(i));
+    }
+    constexpr int64_t kEnd = INT64_MAX;
+    use(code_.result, kEnd);
+    for (const ProgramContribution& c : code_.contributions) {
+      use(c.value, kEnd);
+      use(code_.reads[c.read].offset, kEnd);
+      for (const RegisterId id : code_.reads[c.read].index) use(id, kEnd);
+    }
+
+    for (Register& r : code_.registers) {
+      if (r.rate != Rate::kPair) r.position = code_.register_count[static_cast<int>(r.rate)]++;
+    }
+    auto& count = code_.register_count[static_cast<int>(Rate::kPair)];
+    std::vector<int64_t> free;
+    for (size_t i = 0; i < pair.size(); ++i) {
+      Register& out = code_.registers[pair[i].out];
+      if (free.empty()) free.push_back(count++);
+      out.position = free.back();
+      free.pop_back();
+      // After `out` has its place: no kernel may write over an operand.
+      std::vector<RegisterId> operands(std::begin(pair[i].x), std::end(pair[i].x));
+      if (pair[i].gather != nullptr) {
+        const auto& index = code_.reads[pair[i].read].index;
+        operands.insert(operands.end(), index.begin(), index.end());
+      }
+      operands.push_back(pair[i].out);  // free at once where nothing uses it
+      std::sort(operands.begin(), operands.end());
+      operands.erase(std::unique(operands.begin(), operands.end()), operands.end());
+      for (const RegisterId id : operands) {
+        if (id == kNoRegister || at(id).rate != Rate::kPair || is_input(id)) continue;
+        if (last_use[id] <= static_cast<int64_t>(i)) {
+          // An index may outlive its last instruction as a gather's witness: freed once.
+          last_use[id] = kEnd;
+          free.push_back(at(id).position);
+        }
+      }
+    }
+  }
+  bool is_input(RegisterId id) const {
+    return std::find(std::begin(code_.input), std::end(code_.input), id) != std::end(code_.input);
+  }
+
+  const Graph& graph_;
+  std::span<const Buffer> buffers_;
+  std::span<const Value> scalars_;
+  const TileKernels& kernels_;
+  typename TileProgram<T>::Code& code_;
+  std::vector<Interval> intervals_;
+  std::vector<RegisterId> image_;
+  // What was emitted for the same; a register's id plus 1.
+  std::map<std::pair<RegisterId, Lane>, RegisterId> conversions_;
+  std::map<std::tuple<RegisterId, int64_t, int64_t, Lane>, RegisterId> offsets_;
+  std::map<std::pair<RegisterId, RegisterId>, RegisterId> sums_;
+};
+
+}  // namespace
+
+template <class T>
+TileProgram<T>::TileProgram(const Graph& graph, const Lengths& lengths, std::span<const Buffer> buffers,
+                            std::span<const Value> scalars)
+    : code_(std::make_unique<Code>()) {
+  if (graph.result() < 0) throw GraphError("there is no result");
+  Compiler<T>(graph, lengths, buffers, scalars, *code_);
+}
+template <class T>
+TileProgram<T>::~TileProgram() = default;
+template <class T>
+TileProgram<T>::TileProgram(TileProgram&&) noexcept = default;
+
+template class TileProgram<float>;
+template class TileProgram<double>;
+
+Type type_of(DType dtype) {
+  if (dtype == DType::kBool) return Type::kBool;
+  return dtype <= DType::kFloat16 ? Type::kFloat : Type::kInt;
+}
+
+std::string OutOfRange::message() const {
+  return "index " + std::to_string(index) + " is out of range for dimension " + std::to_string(dimension) +
+         " of captured buffer " + std::to_string(buffer) + ", which has size " + std::to_string(size);
+}
+
+}  // namespace fusegrad::score_mod
