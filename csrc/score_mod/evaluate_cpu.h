@@ -13,23 +13,10 @@
 #include <span>
 #include <string>
 
+#include "score_mod/captured.h"
 #include "score_mod/index_analysis.h"
 
 namespace fusegrad::score_mod {
-
-enum class DType : uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kInt32, kInt16, kInt8, kUInt8, kBool };
-
-/// The declared type of a buffer that holds such numbers.
-Type type_of(DType dtype);
-
-/// A captured tensor; sizes and strides in elements, as many as its rank. A negative index counts from the end, as in
-/// Python, whether it is a literal or computed. Out of range: see TileEvaluator.
-struct Buffer {
-  const void* data;
-  DType dtype;
-  std::span<const int64_t> sizes;
-  std::span<const int64_t> strides;
-};
 
 struct Tile {
   int64_t b, h;

@@ -129,6 +129,21 @@ std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std:
   return result;
 }
 
+std::vector<bool> needs_int64(const Graph& graph, std::span<const Interval> intervals) {
+  std::vector<bool> result(graph.nodes().size(), false);
+  for (NodeId id = 0; id < static_cast<NodeId>(result.size()); ++id) {
+    const Node& node = graph[id];
+    if (node.type != Type::kInt) continue;
+    result[id] = !intervals[id].fits_int32();
+    if (node.op == Op::kLoad) continue;
+    for (const NodeId operand : node.operands) {
+      const Type type = graph.type(operand);
+      if (type == Type::kFloat || (type == Type::kInt && result[operand])) result[id] = true;
+    }
+  }
+  return result;
+}
+
 VariableSet Dependence::on() const {
   VariableSet set = rest;
   for (int v = 0; v < kVariables; ++v) {

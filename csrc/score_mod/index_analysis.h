@@ -35,6 +35,9 @@ struct Interval {
 std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std::span<const Interval> buffers = {},
                                 std::span<const Interval> scalars = {});
 
+/// Whether an integer node needs 64 bits: its values may not fit 32, or it is computed from something that does not.
+std::vector<bool> needs_int64(const Graph& graph, std::span<const Interval> intervals);
+
 /// The four indices, and what differs from pair to pair besides them: the score and its gradient.
 enum Variable : int { kVarB, kVarH, kVarQ, kVarKv, kVarLane };
 inline constexpr int kVariables = 4;

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "score_mod/evaluate_cpu.h"
+#include "score_mod/captured.h"
 
 namespace fusegrad::score_mod {
 
@@ -38,6 +38,12 @@ inline DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
+inline Value value_of(const at::Scalar& s) {
+  if (s.isBoolean()) return {Type::kBool, 0, s.toBool() ? 1 : 0};
+  if (s.isIntegral(false)) return {Type::kInt, 0, s.toLong()};
+  return {Type::kFloat, s.toDouble(), 0};
+}
+
 /// Views of tensors that outlive it.
 class CapturedTensors {
  public:
@@ -48,15 +54,7 @@ class CapturedTensors {
                           {t.sizes().data(), t.sizes().size()},
                           {t.strides().data(), t.strides().size()}});
     }
-    for (const at::Scalar& s : scalars) {
-      if (s.isBoolean()) {
-        scalars_.push_back({Type::kBool, 0, s.toBool() ? 1 : 0});
-      } else if (s.isIntegral(false)) {
-        scalars_.push_back({Type::kInt, 0, s.toLong()});
-      } else {
-        scalars_.push_back({Type::kFloat, s.toDouble(), 0});
-      }
-    }
+    for (const at::Scalar& s : scalars) scalars_.push_back(value_of(s));
   }
 
   std::span<const Buffer> buffers() const { return buffers_; }

@@ -9,49 +9,6 @@
 namespace fusegrad::score_mod {
 namespace {
 
-Interval interval_of(DType dtype) {
-  switch (dtype) {
-    case DType::kInt32:
-      return {INT32_MIN, INT32_MAX};
-    case DType::kInt16:
-      return {INT16_MIN, INT16_MAX};
-    case DType::kInt8:
-      return {INT8_MIN, INT8_MAX};
-    case DType::kUInt8:
-      return {0, UINT8_MAX};
-    case DType::kBool:
-      return {0, 1};
-    default:
-      return {};
-  }
-}
-
-void check_captured(const Graph& graph, std::span<const Buffer> buffers, std::span<const Value> scalars) {
-  const auto fail = [](size_t i, const std::string& what) {
-    throw GraphError("captured buffer @" + std::to_string(i) + " " + what);
-  };
-  if (buffers.size() != graph.buffers().size() || scalars.size() != graph.scalars().size()) {
-    throw GraphError("expected " + std::to_string(graph.buffers().size()) + " captured buffers and " +
-                     std::to_string(graph.scalars().size()) + " scalars, but got " + std::to_string(buffers.size()) +
-                     " and " + std::to_string(scalars.size()));
-  }
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const auto [type, rank] = graph.buffers()[i];
-    if (type_of(buffers[i].dtype) != type) fail(i, "must hold " + std::string(type_name(type)));
-    if (static_cast<int>(buffers[i].sizes.size()) != rank || buffers[i].strides.size() != buffers[i].sizes.size()) {
-      fail(i, "must have " + std::to_string(rank) + " dimensions");
-    }
-    for (const int64_t stride : buffers[i].strides) {
-      if (stride < 0) fail(i, "must not have negative strides");
-    }
-  }
-  for (size_t i = 0; i < scalars.size(); ++i) {
-    if (scalars[i].type != graph.scalars()[i]) {
-      throw GraphError("scalar $" + std::to_string(i) + " must be " + std::string(type_name(graph.scalars()[i])));
-    }
-  }
-}
-
 template <class T>
 class Compiler {
  public:
@@ -62,7 +19,7 @@ class Compiler {
     std::vector<Interval> buffer_intervals, scalar_intervals;
     for (const Buffer& b : buffers) buffer_intervals.push_back(interval_of(b.dtype));
     for (const Value& s : scalars) scalar_intervals.push_back({s.i, s.i});
-    intervals_ = intervals(graph, lengths, buffer_intervals, scalar_intervals);
+    wide_ = needs_int64(graph, intervals(graph, lengths, buffer_intervals, scalar_intervals));
     code.kind = graph.kind();
     for (const Buffer& b : buffers) code.sizes.emplace_back(b.sizes.begin(), b.sizes.end());
     std::fill(std::begin(code.input), std::end(code.input), kNoRegister);
@@ -88,14 +45,10 @@ class Compiler {
     return out;
   }
 
-  // The lane that holds every value of the node, and in which it can be computed from its operands.
   Lane lane_of(NodeId id) const {
-    const Node& node = graph_[id];
-    if (node.type == Type::kFloat) return kFloatLane;
-    if (node.type == Type::kBool) return Lane::kBool;
-    if (!intervals_[id].fits_int32()) return Lane::kInt64;
-    if (node.op == Op::kToInt) return graph_.type(node.operands[0]) == Type::kBool ? Lane::kInt32 : Lane::kInt64;
-    return is_leaf(node.op) ? Lane::kInt32 : operand_lane(node);
+    if (graph_.type(id) == Type::kFloat) return kFloatLane;
+    if (graph_.type(id) == Type::kBool) return Lane::kBool;
+    return wide_[id] ? Lane::kInt64 : Lane::kInt32;
   }
   // Integers as wide as the widest operand.
   Lane operand_lane(const Node& node) const {
@@ -299,7 +252,7 @@ class Compiler {
   std::span<const Value> scalars_;
   const TileKernels& kernels_;
   typename TileProgram<T>::Code& code_;
-  std::vector<Interval> intervals_;
+  std::vector<bool> wide_;
   std::vector<RegisterId> image_;
   // What was emitted for the same; a register's id plus 1.
   std::map<std::pair<RegisterId, Lane>, RegisterId> conversions_;
@@ -323,11 +276,6 @@ TileProgram<T>::TileProgram(TileProgram&&) noexcept = default;
 
 template class TileProgram<float>;
 template class TileProgram<double>;
-
-Type type_of(DType dtype) {
-  if (dtype == DType::kBool) return Type::kBool;
-  return dtype <= DType::kFloat16 ? Type::kFloat : Type::kInt;
-}
 
 std::string OutOfRange::message() const {
   return "index " + std::to_string(index) + " is out of range for dimension " + std::to_string(dimension) +

@@ -5,3 +5,4 @@
 #include "fusegrad/cross_entropy.h"
 #include "fusegrad/linear_cross_entropy.h"
 #include "fusegrad/options.h"
+#include "fusegrad/score_mod.h"

@@ -1,0 +1,55 @@
+// Expressions on tensors: fusegrad/score_mod.h.
+#include <fusegrad/score_mod.h>
+
+#include "score_mod/tensors.h"
+#include "score_mod/text.h"
+#include "score_mod/trace.h"
+
+namespace fusegrad {
+namespace {
+
+using score_mod::Input;
+using score_mod::Kind;
+using score_mod::TraceScope;
+
+ScoreMod finish(const TraceScope& scope, const Expression& result) {
+  ScoreMod mod;
+  mod.text = score_mod::print(scope.finish(result));
+  for (const auto& key : scope.trace()->buffers) mod.buffers.push_back(*static_cast<const at::Tensor*>(key.get()));
+  for (const auto& key : scope.trace()->scalars) mod.scalars.push_back(*static_cast<const at::Scalar*>(key.get()));
+  return mod;
+}
+
+}  // namespace
+
+Captured::Captured(at::Tensor tensor) : tensor_(std::make_shared<at::Tensor>(std::move(tensor))) {
+  score_mod::dtype_of(*tensor_);
+}
+
+Expression Captured::at(const std::vector<Expression>& indices) const {
+  TORCH_CHECK_INDEX(static_cast<int64_t>(indices.size()) == tensor_->dim(), "a captured tensor of ", tensor_->dim(),
+                    " dimensions expects as many indices, but got ", indices.size());
+  return score_mod::load(tensor_, score_mod::type_of(score_mod::dtype_of(*tensor_)), indices);
+}
+
+CapturedNumber::CapturedNumber(at::Scalar value) : value_(std::make_shared<at::Scalar>(value)) {
+  TORCH_CHECK_TYPE(!value.isComplex(), "a captured number must be real");
+}
+
+CapturedNumber::operator Expression() const {
+  return score_mod::runtime_scalar(score_mod::value_of(*value_).type, value_);
+}
+
+ScoreMod trace_score_mod(const ScoreModFunction& function) {
+  const TraceScope scope(Kind::kScoreMod);
+  return finish(scope, function(scope.input(Input::kScore), scope.input(Input::kB), scope.input(Input::kH),
+                                scope.input(Input::kQ), scope.input(Input::kKv)));
+}
+
+ScoreMod trace_mask_mod(const MaskModFunction& function) {
+  const TraceScope scope(Kind::kMaskMod);
+  return finish(
+      scope, function(scope.input(Input::kB), scope.input(Input::kH), scope.input(Input::kQ), scope.input(Input::kKv)));
+}
+
+}  // namespace fusegrad
