@@ -30,6 +30,11 @@ std::string canonical_text(const std::string& text) {
 
 std::string simplified(const std::string& text) { return print(simplify(parse(text))); }
 
+py::tuple compacted(const std::string& text) {
+  const Compact result = compact(simplify(parse(text)));
+  return py::make_tuple(print(result.graph), result.buffers, result.scalars);
+}
+
 std::string derivative(const std::string& text, const std::vector<bool>& wants_grad) {
   return print(differentiate(parse(text), wants_grad));
 }
@@ -71,6 +76,9 @@ void bind(py::module_& m) {
   m.def("canonical", &canonical_text, py::arg("text"),
         "The canonical text; ValueError with line:column if it is wrong.");
   m.def("simplify", &simplified, py::arg("text"), "The canonical text of the simplified graph.");
+  m.def("compact", &compacted, py::arg("text"),
+        "(the canonical text of the simplified graph with only what it uses declared, in the order of first use; the "
+        "buffers' and the scalars' indices before). What a tracer hands on.");
   m.def("derivative", &derivative, py::arg("text"), py::arg("wants_grad"),
         "The text of a score_mod's derivative; wants_grad has a bool for each buffer.");
   m.def("explain", &explanation, py::arg("text"), py::arg("wants_grad"),

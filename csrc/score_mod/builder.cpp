@@ -13,10 +13,12 @@ using score_mod::Kind;
 using score_mod::TraceScope;
 
 ScoreMod finish(const TraceScope& scope, const Expression& result) {
-  ScoreMod mod;
-  mod.text = score_mod::print(scope.finish(result));
-  for (const auto& key : scope.trace()->buffers) mod.buffers.push_back(*static_cast<const at::Tensor*>(key.get()));
-  for (const auto& key : scope.trace()->scalars) mod.scalars.push_back(*static_cast<const at::Scalar*>(key.get()));
+  // The compiler chooses the order in which operands are evaluated, and so that of the trace.
+  const score_mod::Compact compact = scope.finish(result);
+  ScoreMod mod{score_mod::print(compact.graph), {}, {}};
+  const auto& [graph, buffers, scalars] = *scope.trace();
+  for (const int i : compact.buffers) mod.buffers.push_back(*static_cast<const at::Tensor*>(buffers[i].get()));
+  for (const int i : compact.scalars) mod.scalars.push_back(*static_cast<const at::Scalar*>(scalars[i].get()));
   return mod;
 }
 

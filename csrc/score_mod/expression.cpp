@@ -36,11 +36,11 @@ TraceScope::TraceScope(Kind kind) : trace_(std::make_shared<Trace>(kind)), outer
 }
 TraceScope::~TraceScope() { current_trace = std::move(outer_); }
 
-Graph TraceScope::finish(const Expression& result) const {
+Compact TraceScope::finish(const Expression& result) const {
   const NodeId id = node_of(result);
   check_limits(trace_->graph, id);
   trace_->graph.set_result(id);
-  return simplify(trace_->graph);
+  return compact(simplify(trace_->graph));
 }
 
 Expression load(const BufferKey& key, Type type, const std::vector<Expression>& indices) {

@@ -296,6 +296,41 @@ Graph canonical(const Graph& graph) {
   return result;
 }
 
+Compact compact(const Graph& original) {
+  const Graph graph = canonical(original);
+  Compact result{Graph(graph.kind()), {}, {}};
+  const auto place = [](std::vector<int>& order, int index) {
+    const auto found = std::find(order.begin(), order.end(), index);
+    if (found == order.end()) order.push_back(index);
+    return static_cast<int>(std::find(order.begin(), order.end(), index) - order.begin());
+  };
+  for (const Node& node : graph.nodes()) {
+    if (node.op == Op::kLoad) place(result.buffers, static_cast<int>(node.payload));
+    if (node.op == Op::kScalar) place(result.scalars, static_cast<int>(node.payload));
+  }
+  for (const Contribution& c : graph.contributions()) place(result.buffers, c.buffer);
+  for (const int i : result.buffers) result.graph.add_buffer(graph.buffers()[i].type, graph.buffers()[i].rank);
+  for (const int i : result.scalars) result.graph.add_scalar(graph.scalars()[i]);
+
+  // The nodes keep their ids: they come in the same order.
+  for (NodeId id = 0; id < static_cast<NodeId>(graph.nodes().size()); ++id) {
+    const Node& node = graph[id];
+    if (node.op == Op::kLoad) {
+      result.graph.load(place(result.buffers, static_cast<int>(node.payload)), node.operands);
+    } else if (node.op == Op::kScalar) {
+      result.graph.scalar(place(result.scalars, static_cast<int>(node.payload)));
+    } else {
+      result.graph.copy(graph, id, node.operands);
+    }
+  }
+  if (graph.result() >= 0) result.graph.set_result(graph.result());
+  for (Contribution c : graph.contributions()) {
+    c.buffer = place(result.buffers, c.buffer);
+    result.graph.add_contribution(std::move(c));
+  }
+  return result;
+}
+
 bool operator==(const Graph& a, const Graph& b) {
   if (a.kind() != b.kind() || a.buffers() != b.buffers() || a.scalars() != b.scalars()) return false;
   const Graph x = canonical(a), y = canonical(b);

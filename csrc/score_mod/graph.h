@@ -144,6 +144,15 @@ void verify(const Graph& graph);
 /// The ids of the nodes that the results need, operands first.
 std::vector<NodeId> reachable(const Graph& graph);
 
+/// The canonical graph with its declarations in the order of their first use, those without a use dropped, and where
+/// each of them was. What is captured in whatever order, the text is the same.
+struct Compact {
+  Graph graph;
+  std::vector<int> buffers;  ///< of each buffer its index before
+  std::vector<int> scalars;
+};
+Compact compact(const Graph& graph);
+
 /// A new, empty graph with the same declarations.
 Graph with_declarations_of(const Graph& graph, Kind kind);
 

@@ -28,8 +28,8 @@ class TraceScope {
 
   const std::shared_ptr<Trace>& trace() const { return trace_; }
   Expression input(Input input) const { return {trace_, trace_->graph.input(input)}; }
-  /// The simplified graph with this result.
-  Graph finish(const Expression& result) const;
+  /// The simplified and compact graph with this result.
+  Compact finish(const Expression& result) const;
 
  private:
   std::shared_ptr<Trace> trace_;
