@@ -11,7 +11,7 @@ namespace {
 
 [[noreturn]] void fail(const std::string& message) { throw GraphError(message); }
 
-std::string quoted(std::string_view name) { return "'" + std::string(name) + "'"; }
+std::string quoted(std::string_view name) { return std::string("'").append(name).append("'"); }
 
 bool allowed(Kind kind, Input input) {
   if (input == Input::kGrad) return kind == Kind::kDerivative;
@@ -21,14 +21,15 @@ bool allowed(Kind kind, Input input) {
 
 Type input_type(Input input) { return input == Input::kScore || input == Input::kGrad ? Type::kFloat : Type::kInt; }
 
-// What the operands of `op` become and what it gives. The common type is that of operands [first, end).
+// What the operands become and what the primitive gives.
 struct Signature {
   Type operand;
   Type result;
 };
 Signature signature(const Primitive& p, std::span<const Type> types) {
   const bool where = p.rule == Rule::kWhere;
-  Type common = *std::max_element(types.begin() + (where ? 1 : 0), types.end());
+  Type common = Type::kBool;
+  for (const Type type : types.subspan(where ? 1 : 0)) common = std::max(common, type);
   const Type number = std::max(common, Type::kInt);
   const auto refuse_float = [&] {
     if (common == Type::kFloat) fail(quoted(p.name) + " expects integers or bools, but got f");
@@ -214,9 +215,9 @@ NodeId Graph::apply(Op op, std::vector<NodeId> operands) {
     fail(quoted(p.name) + " expects " + std::to_string(p.arity) + (p.arity == 1 ? " operand" : " operands") +
          ", but got " + std::to_string(operands.size()));
   }
-  Type types[kMaxArity];
-  for (int i = 0; i < p.arity; ++i) types[i] = nodes_[operands[i]].type;
-  const Signature s = signature(p, {types, static_cast<size_t>(p.arity)});
+  std::vector<Type> types;
+  for (const NodeId operand : operands) types.push_back(nodes_[operand].type);
+  const Signature s = signature(p, types);
   if (op == cast_to(s.result)) return promote(operands[0], s.result);
   for (int i = p.rule == Rule::kWhere ? 1 : 0; i < p.arity; ++i) operands[i] = promote(operands[i], s.operand);
   return insert({op, s.result, 0, std::move(operands)});

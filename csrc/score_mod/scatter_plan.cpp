@@ -88,7 +88,7 @@ std::string explain(std::string_view text, const std::vector<bool>& wants_grad) 
   std::string result = print(graph);
   if (graph.kind() != Kind::kScoreMod) return result;
   const Graph derivative = differentiate(graph, wants_grad);
-  result += "\n" + print(derivative) + "\n";
+  result.append("\n").append(print(derivative)).append("\n");
   const auto plan = plan_scatter(derivative);
   for (size_t i = 0; i < graph.buffers().size(); ++i) {
     if (i >= wants_grad.size() || !wants_grad[i]) continue;

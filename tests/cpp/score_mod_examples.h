@@ -66,11 +66,12 @@ inline std::vector<ScoreModExample> score_mod_examples() {
     return s + buckets(where(n < 16, n, min(large, 31)), h);
   });
 
-  const Captured square(floats({S, S})), head_square(floats({H, S, S})), all(floats({B, H, S, S}));
+  const Captured square(floats({S, S})), skewed(floats({S, 2 * S})), head_square(floats({H, S, S})),
+      all(floats({B, H, S, S}));
   add("full bias", "E", [&](E s, E b, E h, E q, E kv) { return s + all(b, h, q, kv); });
   add("full bias of a head", "e", [&](E s, E, E h, E q, E kv) { return s + head_square(h, q, kv); });
   add("full bias, transposed", "e", [&](E s, E, E, E q, E kv) { return s + square(kv, q); });
-  add("full bias, skewed", "e", [&](E s, E, E, E q, E kv) { return s + square(q, q + kv); });
+  add("full bias, skewed", "e", [&](E s, E, E, E q, E kv) { return s + skewed(q, q + kv); });
   add("full bias, wrapping around", "g", [&](E s, E, E, E q, E kv) { return s + square(q, kv - q); });
   add("two reads of a full bias", "ee",
       [&](E s, E b, E h, E q, E kv) { return s + all(b, h, q, kv) * all(b, h, kv, q); });
