@@ -67,7 +67,7 @@ struct TileEvaluator<T>::State {
   Arena arena;
   std::vector<std::byte*> address;  // of each register
   std::vector<T> scratch;           // a row of values
-  std::vector<T> column_sums;       // of each contribution at kColumn
+  std::vector<T> array_sums;        // of each contribution at kColumn or kDiagonal
   std::vector<double> sums;         // of each contribution at kOnce
   OutOfRange wrong;
 
@@ -78,7 +78,7 @@ struct TileEvaluator<T>::State {
 
   State(const Code& code, int64_t max_rows, int64_t max_cols)
       : code(code), scatters(scatter_kernels()), max_rows(max_rows), max_cols(max_cols) {
-    const int64_t lanes[kRates] = {1, max_cols, max_rows, max_cols};
+    const int64_t lanes[kRates] = {1, max_cols, max_rows, max_rows + max_cols, max_cols};
     int64_t begin[kRates + 1] = {0};
     for (int rate = 0; rate < kRates; ++rate) {
       begin[rate + 1] = begin[rate] + code.register_count[rate] * Arena::padded(8 * lanes[rate]);
@@ -90,7 +90,7 @@ struct TileEvaluator<T>::State {
     }
     for (const Preset& p : code.presets) store(address[p.out], code.registers[p.out].lane, p.value);
     scratch.resize(static_cast<size_t>(max_cols));
-    column_sums.resize(code.contributions.size() * static_cast<size_t>(max_cols));
+    array_sums.resize(code.contributions.size() * static_cast<size_t>(max_rows + max_cols));
     sums.resize(code.contributions.size());
   }
 
@@ -105,13 +105,13 @@ struct TileEvaluator<T>::State {
   // A register's values as an instruction or a reader at `rate` sees them; at kPair those of the current row.
   const void* values(RegisterId id, Rate rate) const {
     const Register& r = code.registers[id];
-    const bool one_of_rows = r.rate == Rate::kRow && rate == Rate::kPair;
-    return one_of_rows ? address[id] + row * lane_bytes(r.lane) : address[id];
+    if (rate != Rate::kPair) return address[id];
+    if (r.rate == Rate::kRow) return address[id] + row * lane_bytes(r.lane);
+    if (r.rate == Rate::kDiagonal) return address[id] + (tile.rows - 1 - row) * lane_bytes(r.lane);
+    return address[id];
   }
-  bool is_array(RegisterId id) const {
-    const Rate rate = code.registers[id].rate;
-    return rate == Rate::kPair || rate == Rate::kColumn;
-  }
+  T* array_sum(size_t k) { return &array_sums[k * static_cast<size_t>(max_rows + max_cols)]; }
+  int64_t diagonals() const { return tile.rows + tile.cols - 1; }
 
   void run(Rate rate, int64_t lanes) {
     for (const Instruction& instruction : code.instructions[static_cast<int>(rate)]) {
@@ -133,15 +133,20 @@ struct TileEvaluator<T>::State {
     }
   }
 
-  // Whether lane `i` of a register at `rate` takes part in a pair of the tile.
+  // Whether a pair for which lane `i` of a register at `rate` is used takes part.
   bool takes_part(Rate rate, int64_t i) const {
     if (mask.data == nullptr) return true;
+    const bool one_row = rate == Rate::kRow || rate == Rate::kPair;
     const int64_t row_begin = rate == Rate::kRow ? i : rate == Rate::kPair ? row : 0;
-    const int64_t row_end = rate == Rate::kRow || rate == Rate::kPair ? row_begin + 1 : tile.rows;
-    const bool by_column = rate == Rate::kColumn || rate == Rate::kPair;
+    const int64_t row_end = one_row ? row_begin + 1 : tile.rows;
     for (int64_t r = row_begin; r < row_end; ++r) {
-      const uint8_t* m = mask.row(r);
-      if (by_column ? m[i] != 0 : std::any_of(m, m + tile.cols, [](uint8_t x) { return x != 0; })) return true;
+      const bool all = rate == Rate::kOnce || rate == Rate::kRow;
+      const int64_t col = rate == Rate::kDiagonal ? i - (tile.rows - 1 - r) : i;
+      const int64_t begin = all ? 0 : std::max<int64_t>(col, 0);
+      const int64_t end = all ? tile.cols : std::min(col + 1, tile.cols);
+      for (int64_t c = begin; c < end; ++c) {
+        if (mask.row(r)[c] != 0) return true;
+      }
     }
     return false;
   }
@@ -157,7 +162,7 @@ struct TileEvaluator<T>::State {
       if (load_integer(offset, offset_lane, i) >= 0 || !takes_part(offset_rate, i)) continue;
       for (size_t k = 0; k < read.index.size(); ++k) {
         const Register& r = code.registers[read.index[k]];
-        const bool array = r.rate == rate || (rate == Rate::kPair && r.rate == Rate::kColumn);
+        const bool array = r.rate == rate || (rate == Rate::kPair && varies_in_a_row(r.rate));
         const int64_t index = load_integer(values(read.index[k], rate), r.lane, array ? i : 0);
         const int64_t size = code.sizes[read.buffer][k];
         if (index >= -size && index < size) continue;
@@ -181,9 +186,14 @@ struct TileEvaluator<T>::State {
     set(Input::kH, t.h, 1);
     set(Input::kQ, t.q, t.rows);
     set(Input::kKv, t.kv, t.cols);
+    if (code.diagonal_q != kNoRegister) kernels.iota(address[code.diagonal_q], Lane::kInt64, t.q, 1);
+    if (code.diagonal_kv != kNoRegister) {
+      kernels.iota(address[code.diagonal_kv], Lane::kInt64, t.kv - (t.rows - 1), diagonals());
+    }
     run(Rate::kOnce, 1);
     run(Rate::kColumn, t.cols);
     run(Rate::kRow, t.rows);
+    run(Rate::kDiagonal, diagonals());
   }
 
   // Inputs of a pair are read where the caller has them.
@@ -195,7 +205,7 @@ struct TileEvaluator<T>::State {
   // The float register's values for the current row, one a column.
   const T* row_values(RegisterId id) {
     const T* x = static_cast<const T*>(values(id, Rate::kPair));
-    if (is_array(id)) return x;
+    if (varies_in_a_row(code.registers[id].rate)) return x;
     scatters.fill(scratch.data(), *x, tile.cols);
     return scratch.data();
   }
@@ -223,7 +233,9 @@ struct TileEvaluator<T>::State {
     if (r.rate == Rate::kOnce) {
       sums[k] += scatters.sum(x, tile.cols);
     } else if (r.rate == Rate::kColumn) {
-      scatters.add(&column_sums[k * static_cast<size_t>(max_cols)], x, tile.cols);
+      scatters.add(array_sum(k), x, tile.cols);
+    } else if (r.rate == Rate::kDiagonal) {
+      scatters.add(array_sum(k) + tile.rows - 1 - row, x, tile.cols);
     } else if (r.rate == Rate::kRow) {
       const T total = static_cast<T>(scatters.sum(x, tile.cols));
       if (scatters.scatter(sink.sum, sink.wide_sum, values(place, Rate::kPair), r.lane, &total, 1)) {
@@ -247,10 +259,10 @@ struct TileEvaluator<T>::State {
       } else {
         sink.sum[offset] += static_cast<T>(sums[k]);
       }
-    } else if (r.rate == Rate::kColumn) {
-      const T* x = &column_sums[k * static_cast<size_t>(max_cols)];
-      if (scatters.scatter(sink.sum, sink.wide_sum, address[place], r.lane, x, tile.cols)) {
-        check_read(c.read, Rate::kColumn, tile.cols);
+    } else if (r.rate == Rate::kColumn || r.rate == Rate::kDiagonal) {
+      const int64_t lanes = r.rate == Rate::kColumn ? tile.cols : diagonals();
+      if (scatters.scatter(sink.sum, sink.wide_sum, address[place], r.lane, array_sum(k), lanes)) {
+        check_read(c.read, r.rate, lanes);
       }
     }
   }
@@ -274,6 +286,7 @@ bool TileEvaluator<T>::score_mod(const Tile& tile, Rectangle<const T> score, Rec
                                  Rectangle<T> out) {
   State& s = *state_;
   if (s.code.kind != Kind::kScoreMod) throw GraphError("not the program of a score_mod");
+  if (tile.rows <= 0 || tile.cols <= 0) return true;
   s.start(tile, mask);
   for (s.row = 0; s.row < tile.rows; ++s.row) {
     s.bind(Input::kScore, score.row(s.row));
@@ -287,11 +300,12 @@ template <class T>
 bool TileEvaluator<T>::mask_mod(const Tile& tile, Rectangle<uint8_t> out) {
   State& s = *state_;
   if (s.code.kind != Kind::kMaskMod) throw GraphError("not the program of a mask_mod");
+  if (tile.rows <= 0 || tile.cols <= 0) return true;
   s.start(tile, {});
   for (s.row = 0; s.row < tile.rows; ++s.row) {
     s.run(Rate::kPair, tile.cols);
     const auto* x = static_cast<const uint8_t*>(s.values(s.code.result, Rate::kPair));
-    if (s.is_array(s.code.result)) {
+    if (varies_in_a_row(s.code.registers[s.code.result].rate)) {
       std::memcpy(out.row(s.row), x, static_cast<size_t>(tile.cols));
     } else {
       std::memset(out.row(s.row), *x, static_cast<size_t>(tile.cols));
@@ -306,9 +320,10 @@ bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rect
                                 std::span<const GradientSink<T>> sinks) {
   State& s = *state_;
   if (s.code.kind != Kind::kDerivative) throw GraphError("not the program of a derivative");
+  if (tile.rows <= 0 || tile.cols <= 0) return true;
   s.start(tile, mask);
   std::fill(s.sums.begin(), s.sums.end(), 0.0);
-  std::fill(s.column_sums.begin(), s.column_sums.end(), T(0));
+  std::fill(s.array_sums.begin(), s.array_sums.end(), T(0));
   const auto sink_of = [&](size_t k) {
     const auto buffer = static_cast<size_t>(s.code.contributions[k].buffer);
     return buffer < sinks.size() ? sinks[buffer] : GradientSink<T>{};

@@ -230,6 +230,11 @@ std::vector<Dependence> dependences(const Graph& graph) {
       }
     }
     result[id] = linear.value_or(opaque(x));
+    // Comparing integers is asking for the sign of their difference.
+    if (node.type == Type::kBool && x.size() == 2 && graph.type(node.operands[0]) == Type::kInt) {
+      const auto difference = combined(x[0], x[1], -1);
+      result[id].rest_diagonal = difference && difference->diagonal();
+    }
   }
   return result;
 }

@@ -42,6 +42,15 @@ Sizes sizes_of(const at::Tensor& score) {
   return {score.size(0), score.size(1), score.size(2), score.size(3)};
 }
 
+// Nothing records these ops: a gradient that is expected of them must not be missing in silence.
+void refuse_autograd(const at::Tensor& score, at::TensorList buffers) {
+  const auto requires_grad = [](const at::Tensor& t) { return t.requires_grad(); };
+  TORCH_CHECK(!at::GradMode::is_enabled() ||
+                  !(requires_grad(score) || std::any_of(buffers.begin(), buffers.end(), requires_grad)),
+              "evaluate_score_mod: score and buffers must not require grad; call evaluate_score_mod_backward, or use "
+              "torch.no_grad()");
+}
+
 Lengths lengths_of(const Sizes& s) { return {s.b, s.h, s.m, s.n}; }
 
 at::Tensor contiguous_mask(const std::optional<at::Tensor>& mask, const at::Tensor& score) {
@@ -58,6 +67,7 @@ Rectangle<const uint8_t> mask_at(const at::Tensor& mask, int64_t offset, int64_t
 
 at::Tensor evaluate(const std::string& graph, const at::Tensor& score, at::TensorList buffers,
                     c10::ArrayRef<at::Scalar> scalars, const std::optional<at::Tensor>& mask) {
+  refuse_autograd(score, buffers);
   const Sizes s = sizes_of(score);
   const Graph parsed = simplify(parse(graph));
   TORCH_CHECK_VALUE(parsed.kind() == Kind::kScoreMod, "evaluate_score_mod: the graph must be a score_mod");

@@ -45,8 +45,8 @@ struct ScatterKernels {
 };
 
 struct TileKernels {
-  /// Bit i of `broadcast`: operand i is one value, not an array; not all of them are. `lane` is the operands' (of `where`, the branches').
-  /// Null for casts, and for lanes that the rule excludes.
+  /// Bit i of `broadcast`: operand i is one value, not an array; not all of them are. `lane` is the operands' (of
+  /// `where`, the branches'). Null for casts, and for lanes that the rule excludes.
   Kernel (*find)(Op op, Lane lane, unsigned broadcast);
   Kernel (*cast)(Lane from, Lane to);
   OffsetKernel (*offset)(Lane index, Lane offset);

@@ -20,6 +20,7 @@ class Compiler {
     for (const Buffer& b : buffers) buffer_intervals.push_back(interval_of(b.dtype));
     for (const Value& s : scalars) scalar_intervals.push_back({s.i, s.i});
     wide_ = needs_int64(graph, intervals(graph, lengths, buffer_intervals, scalar_intervals));
+    dependence_ = dependences(graph);
     code.kind = graph.kind();
     for (const Buffer& b : buffers) code.sizes.emplace_back(b.sizes.begin(), b.sizes.end());
     std::fill(std::begin(code.input), std::end(code.input), kNoRegister);
@@ -91,7 +92,7 @@ class Compiler {
     for (size_t i = 0; i < x.size(); ++i) {
       instruction.x[i] = x[i];
       const Rate r = at(x[i]).rate;
-      const bool array = r == rate || (rate == Rate::kPair && r == Rate::kColumn);
+      const bool array = r == rate || (rate == Rate::kPair && varies_in_a_row(r));
       if (!array) broadcast |= 1u << i;
     }
     instruction.compute = kernels_.find(op, operands, broadcast);
@@ -120,6 +121,7 @@ class Compiler {
       default:
         break;
     }
+    if (const RegisterId diagonal = compile_diagonal(id); diagonal != kNoRegister) return diagonal;
     const Lane result = lane_of(id);
     const Lane operands = result == Lane::kInt64 && node.type == Type::kInt ? Lane::kInt64 : operand_lane(node);
     RegisterId x[kMaxArity];
@@ -128,6 +130,52 @@ class Compiler {
       x[i] = node.op == Op::kWhere && i == 0 ? operand : converted(operand, operands);
     }
     return compute(node.op, {x, node.operands.size()}, operands, result);
+  }
+
+  // Whether the value is the same along each diagonal as far as its register tells.
+  bool is_diagonal(RegisterId id) const { return at(id).rate == Rate::kOnce || at(id).rate == Rate::kDiagonal; }
+
+  // A value that depends on q_idx - kv_idx though its operands do not, such as that difference itself.
+  RegisterId compile_diagonal(NodeId id) {
+    const Node& node = graph_[id];
+    const Dependence& dependence = dependence_[id];
+    const bool pair = (dependence.on() & kPairSet) != 0;
+    const auto is_diagonal_node = [&](NodeId x) { return is_diagonal(image_[x]); };
+    if (!pair || !dependence.diagonal() || std::all_of(node.operands.begin(), node.operands.end(), is_diagonal_node)) {
+      return kNoRegister;
+    }
+    const RegisterId x = on_diagonal(id);
+    return x == kNoRegister ? x : converted(x, lane_of(id));
+  }
+
+  // A linear function of q_idx and kv_idx, or a comparison of two, with one pair for each difference in their place. In
+  // 64 bits: that kv_idx may lie outside of the bounds by which 32 were found to be enough.
+  RegisterId on_diagonal(NodeId id) {
+    const auto [known, is_new] = diagonal_images_.try_emplace(id, kNoRegister);
+    if (is_new) {
+      const RegisterId x = new_on_diagonal(id);
+      diagonal_images_[id] = x;
+      return x;
+    }
+    return known->second;
+  }
+  RegisterId new_on_diagonal(NodeId id) {
+    const Node& node = graph_[id];
+    if (image_[id] != kNoRegister && is_diagonal(image_[id])) return converted(image_[id], Lane::kInt64);
+    if (node.op == Op::kInput) {
+      const bool query = static_cast<Input>(node.payload) == Input::kQ;
+      return (query ? code_.diagonal_q : code_.diagonal_kv) =
+                 new_register(query ? Rate::kOnce : Rate::kDiagonal, Lane::kInt64);
+    }
+    const bool linear = node.op == Op::kAdd || node.op == Op::kSub || node.op == Op::kNeg || node.op == Op::kMul;
+    const bool compares = !is_leaf(node.op) && primitive(node.op).rule == Rule::kCompare;
+    if (!linear && !compares) return kNoRegister;
+    RegisterId x[kMaxArity];
+    for (size_t i = 0; i < node.operands.size(); ++i) {
+      x[i] = on_diagonal(node.operands[i]);
+      if (x[i] == kNoRegister) return kNoRegister;
+    }
+    return compute(node.op, {x, node.operands.size()}, Lane::kInt64, compares ? Lane::kBool : Lane::kInt64);
   }
 
   // The offset of `indices` in an array of these sizes and strides.
@@ -253,11 +301,13 @@ class Compiler {
   const TileKernels& kernels_;
   typename TileProgram<T>::Code& code_;
   std::vector<bool> wide_;
+  std::vector<Dependence> dependence_;
   std::vector<RegisterId> image_;
   // What was emitted for the same; a register's id plus 1.
   std::map<std::pair<RegisterId, Lane>, RegisterId> conversions_;
   std::map<std::tuple<RegisterId, int64_t, int64_t, Lane>, RegisterId> offsets_;
   std::map<std::pair<RegisterId, RegisterId>, RegisterId> sums_;
+  std::map<NodeId, RegisterId> diagonal_images_;
 };
 
 }  // namespace

@@ -9,12 +9,16 @@
 
 namespace fusegrad::score_mod {
 
-/// How often a value is computed; the bits say what it varies with.
-enum class Rate : uint8_t { kOnce = 0, kColumn = 1, kRow = 2, kPair = 3 };
-inline constexpr int kRates = 4;
-constexpr Rate join(Rate a, Rate b) { return static_cast<Rate>(static_cast<int>(a) | static_cast<int>(b)); }
+/// How often a value is computed: once a tile, once for each column, row, or difference kv_idx - q_idx, or once a pair.
+enum class Rate : uint8_t { kOnce, kColumn, kRow, kDiagonal, kPair };
+inline constexpr int kRates = 5;
+constexpr Rate join(Rate a, Rate b) { return a == b || b == Rate::kOnce ? a : a == Rate::kOnce ? b : Rate::kPair; }
 
-/// An array of as many lanes as its rate has values: 1, the columns, the rows, or the columns of one row at a time.
+/// Whether a value of such a rate differs along a row of the tile.
+constexpr bool varies_in_a_row(Rate rate) { return rate != Rate::kOnce && rate != Rate::kRow; }
+
+/// An array of as many lanes as its rate has values: 1, the columns, the rows, rows + columns - 1 (by ascending
+/// difference, so that a row of the tile finds its values side by side), or the columns of one row at a time.
 struct Register {
   Rate rate;
   Lane lane;
@@ -62,6 +66,8 @@ struct TileProgram<T>::Code {
   std::vector<Instruction> instructions[kRates];
   std::vector<Preset> presets;
   RegisterId input[kInputCount];  ///< kNoRegister where the graph does not use it
+  // q_idx and kv_idx where only their difference matters: the tile's first row, and one kv_idx for each difference.
+  RegisterId diagonal_q = kNoRegister, diagonal_kv = kNoRegister;
   std::vector<Read> reads;
   std::vector<std::vector<int64_t>> sizes;  ///< of each buffer
   RegisterId result;

@@ -433,6 +433,14 @@ def test_a_branch_not_taken_contributes_nothing() -> None:
     assert grad_score.flatten().tolist() == [1.0, 0.0, 1.0]
 
 
+def test_no_gradient_goes_missing() -> None:
+    score = torch.zeros(1, 1, 2, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="must not require grad"):
+        torch.ops.fusegrad.evaluate_score_mod("score_mod 1\nreturn score", score, [], [])
+    with torch.no_grad():
+        torch.ops.fusegrad.evaluate_score_mod("score_mod 1\nreturn score", score, [], [])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_of_buffers(dtype: torch.dtype) -> None:
     bias = torch.cat([torch.randn(40), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-7, 6e-5, 6e4])]).to(dtype)
