@@ -84,7 +84,8 @@ TORCH_LIBRARY(fusegrad, m) {
   // --- the score_mod language ------------------------------------------------------------------------------
   // A graph's canonical text (docs/score_mod.md) evaluated over all scores [B, H, M, N], on the CPU: for tests and for
   // looking at masks and biases. `buffers` and `scalars` are what the text declares. Where the bool `mask` is false
-  // the score is -inf and nothing contributes; the backward gives a gradient for every floating-point buffer.
+  // the score is -inf and nothing contributes; the backward gives a gradient for every floating-point buffer. Masks
+  // are computed in float64.
   define(
       m,
       "evaluate_score_mod(str graph, Tensor score, Tensor[] buffers, Scalar[] scalars, Tensor? mask=None) -> Tensor");
