@@ -9,7 +9,7 @@
 #include "score_mod/render_cuda.h"
 #include "score_mod/tensors.h"
 #include "score_mod/text.h"
-#include "score_mod_examples.h"
+#include "score_mod_primitive_examples.h"
 
 namespace fusegrad::score_mod {
 namespace {
@@ -122,25 +122,8 @@ TEST(RenderCuda, ExamplesCompile) {
 
 TEST(RenderCuda, EveryPrimitiveCompiles) {
   Source source;
-  // Operands of every type: bool, int of 32 bits and of 64, float; wide ones come from a table.
-  const std::string names[] = {"%0", "q_idx", "%1", "score"};
-  for (const Primitive& p : kPrimitives) {
-    for (int types = 0; types < 64; ++types) {
-      if (types >> (2 * p.arity) != 0) continue;
-      std::string text =
-          "score_mod 1\nbuffer @0 i64 1\n%0 = ge q_idx kv_idx\n%1 = load @0 kv_idx\n%2 = " + std::string(p.name);
-      for (int i = 0; i < p.arity; ++i) text += " " + names[(types >> (2 * i)) & 3];
-      text +=
-          "\n%3 = to_float %2\nreturn " + std::string(p.rule == Rule::kFloat || p.rule == Rule::kToFloat ? "%2" : "%3");
-      try {
-        const Graph graph = parse(text);
-        source.add(graph, {DType::kInt64});
-        if (types == (1 << (2 * p.arity)) - 1) source.add(differentiate(graph, {false}), {DType::kInt64});
-      } catch (const GraphError&) {
-        EXPECT_TRUE(p.rule == Rule::kBitwise || p.rule == Rule::kInteger || p.rule == Rule::kWhere) << text;
-      }
-    }
-  }
+  for (const auto& example : score_mod_primitive_examples())
+    source.add(parse(example.mod.text), dtypes_of(example.mod));
   source.check();
 }
 

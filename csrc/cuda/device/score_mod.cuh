@@ -1,5 +1,6 @@
 // What rendered score_mods are made of: the functions that primitives.def names as CUDA spellings, and reads of
-// captured buffers. Includes nothing: NVRTC on a machine without a toolkit must take it.
+// captured buffers. Includes nothing: NVRTC on a machine without a toolkit must take it. A C++ compiler takes it too,
+// given the names of CUDA that it uses: so it is tested without a GPU.
 #pragma once
 
 namespace fusegrad::device::score_mod {
@@ -70,9 +71,13 @@ __device__ __forceinline__ T minimum(T a, T b) {
 }
 template <>
 __device__ __forceinline__ float minimum(float a, float b) {
+#ifdef __CUDA_ARCH__
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
+#else
+  return a != a || a < b ? a : b;
+#endif
 }
 template <class T>
 __device__ __forceinline__ T maximum(T a, T b) {
@@ -80,9 +85,13 @@ __device__ __forceinline__ T maximum(T a, T b) {
 }
 template <>
 __device__ __forceinline__ float maximum(float a, float b) {
+#ifdef __CUDA_ARCH__
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
+#else
+  return a != a || a > b ? a : b;
+#endif
 }
 
 template <class T>
@@ -143,9 +152,13 @@ __device__ __forceinline__ float read(const BFloat16* p) {
   return __uint_as_float(static_cast<unsigned>(p->bits) << 16);
 }
 __device__ __forceinline__ float read(const Float16* p) {
+#ifdef __CUDA_ARCH__
   float result;
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(p->bits));
   return result;
+#else
+  return half_to_float(p->bits);
+#endif
 }
 __device__ __forceinline__ bool read(const Bool* p) { return p->byte != 0; }
 
