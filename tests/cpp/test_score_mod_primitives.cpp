@@ -31,7 +31,7 @@ TEST(Primitives, CudaSpellingsUseEveryOperand) {
   const auto check = [](const Primitive& p, std::string_view spelling, bool taken) {
     EXPECT_EQ(!spelling.empty(), taken) << p.name;
     for (int i = 0; taken && i < kMaxArity; ++i) {
-      EXPECT_EQ(spelling.find("$" + std::to_string(i)) != std::string_view::npos, i < p.arity) << p.name;
+      EXPECT_EQ(spelling.find(std::string("$") + std::to_string(i)) != std::string_view::npos, i < p.arity) << p.name;
     }
   };
   for (const Primitive& p : kPrimitives) {

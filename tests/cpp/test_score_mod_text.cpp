@@ -152,10 +152,13 @@ TEST(Text, ErrorsHaveAPosition) {
 
 TEST(Text, SizeIsBounded) {
   const auto chain = [](int length) {
-    std::string text = "score_mod 1\n";
-    for (int i = 0; i < length; ++i)
-      text += "%" + std::to_string(i) + " = sin " + (i == 0 ? "score" : "%" + std::to_string(i - 1)) + "\n";
-    return text + "return %" + std::to_string(length - 1);
+    std::string text = "score_mod 1\n", last = "score";
+    for (int i = 0; i < length; ++i) {
+      const std::string name = std::string("%") + std::to_string(i);
+      text.append(name).append(" = sin ").append(last).append("\n");
+      last = name;
+    }
+    return text.append("return ").append(last);
   };
   // Deep, and its derivative is deeper: no walk may recurse.
   const Graph deep = parse(chain(kMaxDepth));
