@@ -167,7 +167,10 @@ TEST(Text, SizeIsBounded) {
   EXPECT_THROW(parse(chain(kMaxDepth + 1)), ParseError);
 
   std::string wide = "score_mod 1\n";
-  for (int i = 0; i < kMaxNodes; ++i) wide += "%" + std::to_string(i) + " = add score " + std::to_string(i) + ".0\n";
+  for (int i = 0; i < kMaxNodes; ++i) {
+    const std::string number = std::to_string(i);
+    wide.append("%").append(number).append(" = add score ").append(number).append(".0\n");
+  }
   EXPECT_THROW(parse(wide + "return %0"), ParseError);
 
   std::string buffers = "score_mod 1\n";
