@@ -102,7 +102,7 @@ REFERENCE: dict[str, Callable] = {
     "shr": shifted(torch.bitwise_right_shift, left=False),
     "where": torch.where,
     "to_float": lambda x: x.double(),
-    "to_int": lambda x: x.long(),
+    "to_int": lambda x: torch.where(x.isnan(), 0, x).long(),
     "to_bool": lambda x: x.bool(),
 }
 JUMPS_AT_INTEGERS = {"floor", "ceil", "trunc", "to_int"}
