@@ -3,6 +3,8 @@
 #include <fusegrad/check_targets.h>
 #include <pybind11/pybind11.h>
 
+#include "score_mod/bindings.h"
+
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, m) {
@@ -25,4 +27,6 @@ PYBIND11_MODULE(_C, m) {
         "Whether class indices out of range raise IndexError on the GPU too, which synchronises at every call (off by "
         "default). Without it such a row's loss and gradient are NaN. The CPU always raises.");
   m.def("check_targets_enabled", &fusegrad::check_targets_enabled, "Whether set_check_targets(True) is in force.");
+  auto score_mod = m.def_submodule("score_mod", "The score_mod language, on canonical texts: see docs/score_mod.md.");
+  fusegrad::score_mod::bind(score_mod);
 }

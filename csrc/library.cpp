@@ -123,4 +123,17 @@ TORCH_LIBRARY(fusegrad, m) {
   // In place, rows whose factor is 1 are not touched.
   define(m, "scale_gradient(Tensor gradient, Tensor scale, Tensor? factor=None) -> Tensor");
   define(m, "scale_gradient_(Tensor(a!) gradient, Tensor scale, Tensor? factor=None) -> ()");
+
+  // --- the score_mod language ------------------------------------------------------------------------------
+  // A graph's canonical text (docs/score_mod.md) evaluated over all scores [B, H, M, N], on the CPU: for tests and for
+  // looking at masks and biases. `buffers` and `scalars` are what the text declares. Where the bool `mask` is false
+  // the score is -inf and nothing contributes; the backward gives a gradient for every floating-point buffer. Masks
+  // are computed in float64.
+  define(
+      m,
+      "evaluate_score_mod(str graph, Tensor score, Tensor[] buffers, Scalar[] scalars, Tensor? mask=None) -> Tensor");
+  define(m,
+         "evaluate_score_mod_backward(Tensor grad, str graph, Tensor score, Tensor[] buffers, Scalar[] scalars, "
+         "Tensor? mask=None) -> (Tensor grad_score, Tensor[] grad_buffers)");
+  define(m, "evaluate_mask_mod(str graph, int[] sizes, Tensor[] buffers, Scalar[] scalars) -> Tensor");
 }

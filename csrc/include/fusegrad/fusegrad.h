@@ -7,3 +7,4 @@
 #include "fusegrad/linear_cross_entropy.h"
 #include "fusegrad/linear_jsd.h"
 #include "fusegrad/options.h"
+#include "fusegrad/score_mod.h"

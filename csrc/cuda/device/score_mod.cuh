@@ -1,0 +1,165 @@
+// What rendered score_mods are made of: the functions that primitives.def names as CUDA spellings, and reads of
+// captured buffers. Includes nothing: NVRTC on a machine without a toolkit must take it. A C++ compiler takes it too,
+// given the names of CUDA that it uses: so it is tested without a GPU.
+#pragma once
+
+namespace fusegrad::device::score_mod {
+
+using int64 = long long;
+
+// --- primitives ---------------------------------------------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ T floor_mod(T a, T b) {
+  if (b == 0 || b == -1) return 0;
+  const T m = a % b;
+  return m != 0 && (m < 0) != (b < 0) ? m + b : m;
+}
+template <>
+__device__ __forceinline__ float floor_mod(float a, float b) {
+  const float m = fmodf(a, b);
+  return m != 0.0f && (m < 0.0f) != (b < 0.0f) ? m + b : m;
+}
+
+template <class T>
+__device__ __forceinline__ T floor_div(T a, T b) {
+  if (b == 0) return 0;
+  if (b == -1) return -a;
+  const T q = a / b;
+  return a % b != 0 && ((a < 0) != (b < 0)) ? q - 1 : q;
+}
+// floor(a / b) would be off by one where the quotient rounds up to the next integer.
+template <>
+__device__ __forceinline__ float floor_div(float a, float b) {
+  if (b == 0.0f) return a / b;
+  const float m = fmodf(a, b);
+  float q = (a - m) / b;
+  if (m != 0.0f && (m < 0.0f) != (b < 0.0f)) q -= 1.0f;
+  if (q == 0.0f) return copysignf(0.0f, a / b);
+  const float f = floorf(q);
+  return q - f > 0.5f ? f + 1.0f : f;
+}
+
+template <class T>
+__device__ __forceinline__ T power(T a, T b) {
+  if (b < 0) return a == 1 ? 1 : a == -1 ? (b % 2 == 0 ? 1 : -1) : 0;
+  T result = 1;
+  for (; b != 0; b >>= 1) {
+    if (b & 1) result *= a;
+    a *= a;
+  }
+  return result;
+}
+template <>
+__device__ __forceinline__ float power(float a, float b) {
+  return powf(a, b);
+}
+
+template <class T>
+__device__ __forceinline__ T absolute(T a) {
+  return a < 0 ? -a : a;
+}
+template <class T>
+__device__ __forceinline__ T sign(T a) {
+  return static_cast<T>((a > 0) - (a < 0));
+}
+
+// NaN where either is NaN, unlike fminf and fmaxf.
+template <class T>
+__device__ __forceinline__ T minimum(T a, T b) {
+  return a < b ? a : b;
+}
+template <>
+__device__ __forceinline__ float minimum(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a != a || a < b ? a : b;
+#endif
+}
+template <class T>
+__device__ __forceinline__ T maximum(T a, T b) {
+  return a > b ? a : b;
+}
+template <>
+__device__ __forceinline__ float maximum(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a != a || a > b ? a : b;
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ T relu(T a) {
+  return a <= 0 ? T(0) : a;
+}
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
+__device__ __forceinline__ float gelu_tanh(float x) {
+  return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
+__device__ __forceinline__ bool invert(bool a) { return !a; }
+__device__ __forceinline__ int invert(int a) { return ~a; }
+__device__ __forceinline__ int64 invert(int64 a) { return ~a; }
+
+// By a negative number or by the width and more: what shifting one by one without end would leave.
+template <class T>
+__device__ __forceinline__ T shift_left(T a, T b) {
+  return b < 0 || b >= T(8 * sizeof(T)) ? T(0) : static_cast<T>(static_cast<unsigned long long>(a) << b);
+}
+template <class T>
+__device__ __forceinline__ T shift_right(T a, T b) {
+  return a >> (b < 0 || b >= T(8 * sizeof(T)) ? T(8 * sizeof(T) - 1) : b);
+}
+
+__device__ __forceinline__ int64 to_int(float a) { return a != a ? 0 : __float2ll_rz(a); }
+__device__ __forceinline__ int to_int(bool a) { return a; }
+
+// --- captured buffers ---------------------------------------------------------------------------------------
+
+struct BFloat16 {
+  unsigned short bits;
+};
+struct Float16 {
+  unsigned short bits;
+};
+struct Bool {
+  unsigned char byte;
+};
+
+/// A negative index counts from the end.
+template <class Index>
+__device__ __forceinline__ int64 wrapped(Index i, int64 size) {
+  return i < 0 ? i + size : i;
+}
+template <class Index>
+__device__ __forceinline__ bool inside(Index i, int64 size) {
+  return static_cast<unsigned long long>(static_cast<int64>(i)) < static_cast<unsigned long long>(size);
+}
+
+template <class T>
+__device__ __forceinline__ T read(const T* p) {
+  return *p;
+}
+__device__ __forceinline__ float read(const double* p) { return static_cast<float>(*p); }
+__device__ __forceinline__ float read(const BFloat16* p) {
+  return __uint_as_float(static_cast<unsigned>(p->bits) << 16);
+}
+__device__ __forceinline__ float read(const Float16* p) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(p->bits));
+  return result;
+#else
+  return half_to_float(p->bits);
+#endif
+}
+__device__ __forceinline__ bool read(const Bool* p) { return p->byte != 0; }
+
+}  // namespace fusegrad::device::score_mod

@@ -1,0 +1,143 @@
+// The order in which equal graphs become identical, and what rests on it: comparison, verification.
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "score_mod/graph.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+[[noreturn]] void fail(const std::string& message) { throw GraphError(message); }
+
+// A walk from `roots` to the leaves without recursion; calls visit(id) once a node, operands first and left to right.
+template <class Visit>
+void walk(const Graph& graph, std::span<const NodeId> roots, Visit&& visit) {
+  std::vector<uint8_t> done(graph.nodes().size(), 0);
+  std::vector<std::pair<NodeId, size_t>> stack;  // a node and how many of its operands were visited
+  for (const NodeId root : roots) {
+    if (done[root] != 0) continue;
+    stack.emplace_back(root, 0);
+    done[root] = 1;
+    while (!stack.empty()) {
+      auto& [id, next] = stack.back();
+      const auto& operands = graph[id].operands;
+      while (next < operands.size() && done[operands[next]] != 0) ++next;
+      if (next == operands.size()) {
+        visit(id);
+        stack.pop_back();
+      } else {
+        const NodeId operand = operands[next++];
+        done[operand] = 1;
+        stack.emplace_back(operand, 0);
+      }
+    }
+  }
+}
+
+std::vector<NodeId> roots_of(const Graph& graph) {
+  std::vector<NodeId> roots;
+  if (graph.result() >= 0) roots.push_back(graph.result());
+  for (const Contribution& c : graph.contributions()) {
+    roots.insert(roots.end(), c.indices.begin(), c.indices.end());
+    roots.push_back(c.value);
+  }
+  return roots;
+}
+
+}  // namespace
+
+std::vector<NodeId> reachable(const Graph& graph) {
+  std::vector<NodeId> order;
+  walk(graph, roots_of(graph), [&order](NodeId id) { order.push_back(id); });
+  return order;
+}
+
+Graph canonical(const Graph& graph) {
+  Graph result = with_declarations_of(graph, graph.kind());
+  std::vector<NodeId> image(graph.nodes().size(), -1);
+  for (const NodeId id : reachable(graph)) {
+    std::vector<NodeId> operands;
+    for (const NodeId operand : graph[id].operands) operands.push_back(image[operand]);
+    image[id] = result.copy(graph, id, std::move(operands));
+  }
+  if (graph.result() >= 0) result.set_result(image[graph.result()]);
+  for (const Contribution& c : graph.contributions()) {
+    Contribution mapped{c.buffer, {}, image[c.value]};
+    for (const NodeId index : c.indices) mapped.indices.push_back(image[index]);
+    result.add_contribution(std::move(mapped));
+  }
+  return result;
+}
+
+Compact compact(const Graph& original) {
+  const Graph graph = canonical(original);
+  Compact result{Graph(graph.kind()), {}, {}};
+  const auto place = [](std::vector<int>& order, int index) {
+    const auto found = std::find(order.begin(), order.end(), index);
+    if (found == order.end()) order.push_back(index);
+    return static_cast<int>(std::find(order.begin(), order.end(), index) - order.begin());
+  };
+  for (const Node& node : graph.nodes()) {
+    if (node.op == Op::kLoad) place(result.buffers, static_cast<int>(node.payload));
+    if (node.op == Op::kScalar) place(result.scalars, static_cast<int>(node.payload));
+  }
+  for (const Contribution& c : graph.contributions()) place(result.buffers, c.buffer);
+  for (const int i : result.buffers) result.graph.add_buffer(graph.buffers()[i].type, graph.buffers()[i].rank);
+  for (const int i : result.scalars) result.graph.add_scalar(graph.scalars()[i]);
+
+  // The nodes keep their ids: they come in the same order.
+  for (NodeId id = 0; id < static_cast<NodeId>(graph.nodes().size()); ++id) {
+    const Node& node = graph[id];
+    if (node.op == Op::kLoad) {
+      result.graph.load(place(result.buffers, static_cast<int>(node.payload)), node.operands);
+    } else if (node.op == Op::kScalar) {
+      result.graph.scalar(place(result.scalars, static_cast<int>(node.payload)));
+    } else {
+      result.graph.copy(graph, id, node.operands);
+    }
+  }
+  if (graph.result() >= 0) result.graph.set_result(graph.result());
+  for (Contribution c : graph.contributions()) {
+    c.buffer = place(result.buffers, c.buffer);
+    result.graph.add_contribution(std::move(c));
+  }
+  return result;
+}
+
+bool operator==(const Graph& a, const Graph& b) {
+  if (a.kind() != b.kind() || a.buffers() != b.buffers() || a.scalars() != b.scalars()) return false;
+  const Graph x = canonical(a), y = canonical(b);
+  if (x.nodes() != y.nodes() || x.result() != y.result()) return false;
+  return std::equal(x.contributions().begin(), x.contributions().end(), y.contributions().begin(),
+                    y.contributions().end(), [](const Contribution& c, const Contribution& d) {
+                      return c.buffer == d.buffer && c.indices == d.indices && c.value == d.value;
+                    });
+}
+
+void check_limits(const Graph& graph, NodeId id) {
+  if (graph.kind() == Kind::kDerivative) return;
+  if (graph.nodes().size() > kMaxNodes) fail("expected at most " + std::to_string(kMaxNodes) + " nodes");
+  if (graph.depth(id) > kMaxDepth) fail("expected at most " + std::to_string(kMaxDepth) + " operations in a chain");
+}
+
+void verify(const Graph& graph) {
+  // Rebuilding checks every rule; what remains is that the stored nodes are in order and as typed as they claim.
+  const auto count = static_cast<NodeId>(graph.nodes().size());
+  for (NodeId id = 0; id < count; ++id) {
+    for (const NodeId operand : graph[id].operands) {
+      if (operand < 0 || operand >= id) fail("node " + std::to_string(id) + " uses a node that comes after it");
+    }
+  }
+  if (graph.result() < 0) fail("there is no result");
+  const Graph rebuilt = canonical(graph);
+  const std::vector<NodeId> order = reachable(graph);
+  if (order.size() != rebuilt.nodes().size()) fail("nodes that are alike are not shared, or a cast is missing");
+  for (size_t i = 0; i < order.size(); ++i) {
+    if (graph[order[i]].type != rebuilt[static_cast<NodeId>(i)].type) {
+      fail("node " + std::to_string(order[i]) + " has the wrong type");
+    }
+  }
+}
+
+}  // namespace fusegrad::score_mod

@@ -1,0 +1,352 @@
+#include "score_mod/evaluate_cpu.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <type_traits>
+
+#include "score_mod/tile_program.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+// Uninitialised and aligned for every instruction set.
+class Arena {
+ public:
+  static constexpr int64_t kAlignment = 64;
+  static int64_t padded(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+  void allocate(int64_t bytes) {
+    data_.reset(static_cast<std::byte*>(
+        ::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)), std::align_val_t{kAlignment})));
+  }
+  std::byte* data() const { return data_.get(); }
+
+ private:
+  struct Delete {
+    void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{kAlignment}); }
+  };
+  std::unique_ptr<std::byte, Delete> data_;
+};
+
+void store(void* out, Lane lane, const Value& value) {
+  switch (lane) {
+    case Lane::kFloat32:
+      *static_cast<float*>(out) = static_cast<float>(value.f);
+      break;
+    case Lane::kFloat64:
+      *static_cast<double*>(out) = value.f;
+      break;
+    case Lane::kInt32:
+      *static_cast<int32_t*>(out) = static_cast<int32_t>(value.i);
+      break;
+    case Lane::kInt64:
+      *static_cast<int64_t*>(out) = value.i;
+      break;
+    default:
+      *static_cast<uint8_t*>(out) = value.i != 0;
+  }
+}
+
+int64_t load_integer(const void* data, Lane lane, int64_t i) {
+  return lane == Lane::kInt32 ? static_cast<const int32_t*>(data)[i] : static_cast<const int64_t*>(data)[i];
+}
+
+}  // namespace
+
+template <class T>
+struct TileEvaluator<T>::State {
+  using Code = typename TileProgram<T>::Code;
+  static constexpr T kMinusInfinity = -std::numeric_limits<T>::infinity();
+
+  const Code& code;
+  const TileKernels& kernels = tile_kernels();
+  const ScatterKernels<T>& scatters;
+  int64_t max_rows, max_cols;
+  Arena arena;
+  std::vector<std::byte*> address;  // of each register
+  std::vector<T> scratch;           // a row of values
+  std::vector<T> array_sums;        // of each contribution at kColumn or kDiagonal
+  std::vector<double> sums;         // of each contribution at kOnce
+  OutOfRange wrong;
+
+  // Of the tile in work.
+  Tile tile{};
+  Rectangle<const uint8_t> mask;
+  int64_t row = 0;
+
+  State(const Code& code, int64_t max_rows, int64_t max_cols)
+      : code(code), scatters(scatter_kernels()), max_rows(max_rows), max_cols(max_cols) {
+    const int64_t lanes[kRates] = {1, max_cols, max_rows, max_rows + max_cols, max_cols};
+    int64_t begin[kRates + 1] = {0};
+    for (int rate = 0; rate < kRates; ++rate) {
+      begin[rate + 1] = begin[rate] + code.register_count[rate] * Arena::padded(8 * lanes[rate]);
+    }
+    arena.allocate(begin[kRates]);
+    for (const Register& r : code.registers) {
+      const int rate = static_cast<int>(r.rate);
+      address.push_back(arena.data() + begin[rate] + r.position * Arena::padded(8 * lanes[rate]));
+    }
+    for (const Preset& p : code.presets) store(address[p.out], code.registers[p.out].lane, p.value);
+    scratch.resize(static_cast<size_t>(max_cols));
+    array_sums.resize(code.contributions.size() * static_cast<size_t>(max_rows + max_cols));
+    sums.resize(code.contributions.size());
+  }
+
+  static const ScatterKernels<T>& scatter_kernels() {
+    if constexpr (std::is_same_v<T, float>) {
+      return tile_kernels().float32;
+    } else {
+      return tile_kernels().float64;
+    }
+  }
+
+  // A register's values as an instruction or a reader at `rate` sees them; at kPair those of the current row.
+  const void* values(RegisterId id, Rate rate) const {
+    const Register& r = code.registers[id];
+    if (rate != Rate::kPair) return address[id];
+    if (r.rate == Rate::kRow) return address[id] + row * lane_bytes(r.lane);
+    if (r.rate == Rate::kDiagonal) return address[id] + (tile.rows - 1 - row) * lane_bytes(r.lane);
+    return address[id];
+  }
+  T* array_sum(size_t k) { return &array_sums[k * static_cast<size_t>(max_rows + max_cols)]; }
+  int64_t diagonals() const { return tile.rows + tile.cols - 1; }
+
+  void run(Rate rate, int64_t lanes) {
+    for (const Instruction& instruction : code.instructions[static_cast<int>(rate)]) {
+      void* out = address[instruction.out];
+      if (instruction.compute != nullptr) {
+        const void* x[kMaxArity];
+        for (int i = 0; i < kMaxArity; ++i) {
+          x[i] = instruction.x[i] == kNoRegister ? nullptr : values(instruction.x[i], rate);
+        }
+        instruction.compute(out, x, lanes);
+      } else if (instruction.offset != nullptr) {
+        instruction.offset(out, values(instruction.x[0], rate), lanes, instruction.size, instruction.stride);
+      } else {
+        const void* offset = values(instruction.x[0], rate);
+        if (instruction.gather(out, code.reads[instruction.read].data, offset, lanes)) {
+          check_read(instruction.read, rate, lanes);
+        }
+      }
+    }
+  }
+
+  // Whether a pair for which lane `i` of a register at `rate` is used takes part.
+  bool takes_part(Rate rate, int64_t i) const {
+    if (mask.data == nullptr) return true;
+    const bool one_row = rate == Rate::kRow || rate == Rate::kPair;
+    const int64_t row_begin = rate == Rate::kRow ? i : rate == Rate::kPair ? row : 0;
+    const int64_t row_end = one_row ? row_begin + 1 : tile.rows;
+    for (int64_t r = row_begin; r < row_end; ++r) {
+      const bool all = rate == Rate::kOnce || rate == Rate::kRow;
+      const int64_t col = rate == Rate::kDiagonal ? i - (tile.rows - 1 - r) : i;
+      const int64_t begin = all ? 0 : std::max<int64_t>(col, 0);
+      const int64_t end = all ? tile.cols : std::min(col + 1, tile.cols);
+      for (int64_t c = begin; c < end; ++c) {
+        if (mask.row(r)[c] != 0) return true;
+      }
+    }
+    return false;
+  }
+
+  // Some offset of the read is negative: finds out whether it matters, and which index is to blame.
+  void check_read(int read_id, Rate rate, int64_t lanes) {
+    if (wrong.buffer >= 0) return;
+    const Read& read = code.reads[read_id];
+    const Lane offset_lane = code.registers[read.offset].lane;
+    const void* offset = values(read.offset, rate);
+    const Rate offset_rate = code.registers[read.offset].rate;
+    for (int64_t i = 0; i < lanes; ++i) {
+      if (load_integer(offset, offset_lane, i) >= 0 || !takes_part(offset_rate, i)) continue;
+      for (size_t k = 0; k < read.index.size(); ++k) {
+        const Register& r = code.registers[read.index[k]];
+        const bool array = r.rate == rate || (rate == Rate::kPair && varies_in_a_row(r.rate));
+        const int64_t index = load_integer(values(read.index[k], rate), r.lane, array ? i : 0);
+        const int64_t size = code.sizes[read.buffer][k];
+        if (index >= -size && index < size) continue;
+        wrong = {read.buffer, static_cast<int>(k), index, size};
+        return;
+      }
+    }
+  }
+
+  void start(const Tile& t, Rectangle<const uint8_t> m) {
+    if (t.rows > max_rows || t.cols > max_cols) throw GraphError("the tile is larger than the evaluator was made for");
+    tile = t;
+    mask = m;
+    row = 0;
+    wrong = OutOfRange{};
+    const auto set = [&](Input input, int64_t begin, int64_t lanes) {
+      const RegisterId id = code.input[static_cast<int>(input)];
+      if (id != kNoRegister) kernels.iota(address[id], code.registers[id].lane, begin, lanes);
+    };
+    set(Input::kB, t.b, 1);
+    set(Input::kH, t.h, 1);
+    set(Input::kQ, t.q, t.rows);
+    set(Input::kKv, t.kv, t.cols);
+    if (code.diagonal_q != kNoRegister) kernels.iota(address[code.diagonal_q], Lane::kInt64, t.q, 1);
+    if (code.diagonal_kv != kNoRegister) {
+      kernels.iota(address[code.diagonal_kv], Lane::kInt64, t.kv - (t.rows - 1), diagonals());
+    }
+    run(Rate::kOnce, 1);
+    run(Rate::kColumn, t.cols);
+    run(Rate::kRow, t.rows);
+    run(Rate::kDiagonal, diagonals());
+  }
+
+  // Inputs of a pair are read where the caller has them.
+  void bind(Input input, const T* data) {
+    const RegisterId id = code.input[static_cast<int>(input)];
+    if (id != kNoRegister) address[id] = reinterpret_cast<std::byte*>(const_cast<T*>(data));
+  }
+
+  // The float register's values for the current row, one a column.
+  const T* row_values(RegisterId id) {
+    const T* x = static_cast<const T*>(values(id, Rate::kPair));
+    if (varies_in_a_row(code.registers[id].rate)) return x;
+    scatters.fill(scratch.data(), *x, tile.cols);
+    return scratch.data();
+  }
+
+  void write(const T* x, T masked, T* out) {
+    const uint8_t* m = mask.row(row);
+    if (m != nullptr) {
+      scatters.select(out, x, m, masked, tile.cols);
+    } else if (out != x) {
+      std::memcpy(out, x, static_cast<size_t>(tile.cols) * sizeof(T));
+    }
+  }
+
+  // A row of contribution k: into its sums, or where its places differ from pair to pair, into the sink. The derivative
+  // need not make the read that it contributes to, so that the indices are checked here.
+  void contribute(size_t k, const GradientSink<T>& sink) {
+    const ProgramContribution& c = code.contributions[k];
+    const T* x = row_values(c.value);
+    if (mask.data != nullptr) {
+      write(x, 0, scratch.data());
+      x = scratch.data();
+    }
+    const RegisterId place = code.reads[c.read].offset;
+    const Register& r = code.registers[place];
+    if (r.rate == Rate::kOnce) {
+      sums[k] += scatters.sum(x, tile.cols);
+    } else if (r.rate == Rate::kColumn) {
+      scatters.add(array_sum(k), x, tile.cols);
+    } else if (r.rate == Rate::kDiagonal) {
+      scatters.add(array_sum(k) + tile.rows - 1 - row, x, tile.cols);
+    } else if (r.rate == Rate::kRow) {
+      const T total = static_cast<T>(scatters.sum(x, tile.cols));
+      if (scatters.scatter(sink.sum, sink.wide_sum, values(place, Rate::kPair), r.lane, &total, 1)) {
+        check_read(c.read, Rate::kRow, tile.rows);
+      }
+    } else if (scatters.scatter(sink.sum, sink.wide_sum, values(place, Rate::kPair), r.lane, x, tile.cols)) {
+      check_read(c.read, Rate::kPair, tile.cols);
+    }
+  }
+
+  void finish_contribution(size_t k, const GradientSink<T>& sink) {
+    const ProgramContribution& c = code.contributions[k];
+    const RegisterId place = code.reads[c.read].offset;
+    const Register& r = code.registers[place];
+    if (r.rate == Rate::kOnce) {
+      // The sum over the tile is in float64; it is not rounded before it reaches a sink of that precision.
+      const int64_t offset = load_integer(address[place], r.lane, 0);
+      if (offset < 0) return check_read(c.read, Rate::kOnce, 1);
+      if (sink.wide_sum != nullptr) {
+        sink.wide_sum[offset] += sums[k];
+      } else {
+        sink.sum[offset] += static_cast<T>(sums[k]);
+      }
+    } else if (r.rate == Rate::kColumn || r.rate == Rate::kDiagonal) {
+      const int64_t lanes = r.rate == Rate::kColumn ? tile.cols : diagonals();
+      if (scatters.scatter(sink.sum, sink.wide_sum, address[place], r.lane, array_sum(k), lanes)) {
+        check_read(c.read, r.rate, lanes);
+      }
+    }
+  }
+};
+
+template <class T>
+TileEvaluator<T>::TileEvaluator(const TileProgram<T>& program, int64_t max_rows, int64_t max_cols)
+    : state_(std::make_unique<State>(program.code(), max_rows, max_cols)) {}
+template <class T>
+TileEvaluator<T>::~TileEvaluator() = default;
+template <class T>
+TileEvaluator<T>::TileEvaluator(TileEvaluator&&) noexcept = default;
+
+template <class T>
+const OutOfRange& TileEvaluator<T>::out_of_range() const {
+  return state_->wrong;
+}
+
+template <class T>
+bool TileEvaluator<T>::score_mod(const Tile& tile, Rectangle<const T> score, Rectangle<const uint8_t> mask,
+                                 Rectangle<T> out) {
+  State& s = *state_;
+  if (s.code.kind != Kind::kScoreMod) throw GraphError("not the program of a score_mod");
+  if (tile.rows <= 0 || tile.cols <= 0) return true;
+  s.start(tile, mask);
+  for (s.row = 0; s.row < tile.rows; ++s.row) {
+    s.bind(Input::kScore, score.row(s.row));
+    s.run(Rate::kPair, tile.cols);
+    s.write(s.row_values(s.code.result), State::kMinusInfinity, out.row(s.row));
+  }
+  return s.wrong.buffer < 0;
+}
+
+template <class T>
+bool TileEvaluator<T>::mask_mod(const Tile& tile, Rectangle<uint8_t> out) {
+  State& s = *state_;
+  if (s.code.kind != Kind::kMaskMod) throw GraphError("not the program of a mask_mod");
+  if (tile.rows <= 0 || tile.cols <= 0) return true;
+  s.start(tile, {});
+  for (s.row = 0; s.row < tile.rows; ++s.row) {
+    s.run(Rate::kPair, tile.cols);
+    const auto* x = static_cast<const uint8_t*>(s.values(s.code.result, Rate::kPair));
+    if (varies_in_a_row(s.code.registers[s.code.result].rate)) {
+      std::memcpy(out.row(s.row), x, static_cast<size_t>(tile.cols));
+    } else {
+      std::memset(out.row(s.row), *x, static_cast<size_t>(tile.cols));
+    }
+  }
+  return s.wrong.buffer < 0;
+}
+
+template <class T>
+bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rectangle<const T> grad,
+                                Rectangle<const uint8_t> mask, Rectangle<T> grad_score,
+                                std::span<const GradientSink<T>> sinks) {
+  State& s = *state_;
+  if (s.code.kind != Kind::kDerivative) throw GraphError("not the program of a derivative");
+  if (tile.rows <= 0 || tile.cols <= 0) return true;
+  s.start(tile, mask);
+  std::fill(s.sums.begin(), s.sums.end(), 0.0);
+  std::fill(s.array_sums.begin(), s.array_sums.end(), T(0));
+  const auto sink_of = [&](size_t k) {
+    const auto buffer = static_cast<size_t>(s.code.contributions[k].buffer);
+    return buffer < sinks.size() ? sinks[buffer] : GradientSink<T>{};
+  };
+  const auto wanted = [&](size_t k) { return sink_of(k).sum != nullptr || sink_of(k).wide_sum != nullptr; };
+  for (s.row = 0; s.row < tile.rows; ++s.row) {
+    s.bind(Input::kScore, score.row(s.row));
+    s.bind(Input::kGrad, grad.row(s.row));
+    s.run(Rate::kPair, tile.cols);
+    for (size_t k = 0; k < s.code.contributions.size(); ++k) {
+      if (wanted(k)) s.contribute(k, sink_of(k));
+    }
+    // Last, because it may be written over `grad`.
+    if (grad_score.data != nullptr) s.write(s.row_values(s.code.result), 0, grad_score.row(s.row));
+  }
+  s.row = 0;
+  for (size_t k = 0; k < s.code.contributions.size(); ++k) {
+    if (wanted(k)) s.finish_contribution(k, sink_of(k));
+  }
+  return s.wrong.buffer < 0;
+}
+
+template class TileEvaluator<float>;
+template class TileEvaluator<double>;
+
+}  // namespace fusegrad::score_mod

@@ -1,0 +1,145 @@
+#include <fusegrad/expression.h>
+
+#include <algorithm>
+
+#include "score_mod/simplify.h"
+#include "score_mod/trace.h"
+
+namespace fusegrad {
+namespace score_mod {
+namespace {
+
+thread_local std::shared_ptr<Trace> current_trace;
+
+const std::shared_ptr<Trace>& current() {
+  if (current_trace == nullptr) {
+    throw GraphError("expressions can be built only within the function that trace_score_mod or trace_mask_mod runs");
+  }
+  return current_trace;
+}
+
+NodeId node_of(const Expression& x) {
+  if (x.trace() != current()) throw GraphError("an expression of another score_mod or mask_mod was used");
+  return x.node();
+}
+
+Expression apply(Op op, std::initializer_list<Expression> operands) {
+  std::vector<NodeId> nodes;
+  for (const Expression& x : operands) nodes.push_back(node_of(x));
+  return {current(), current()->graph.apply(op, std::move(nodes))};
+}
+
+}  // namespace
+
+TraceScope::TraceScope(Kind kind) : trace_(std::make_shared<Trace>(kind)), outer_(std::move(current_trace)) {
+  current_trace = trace_;
+}
+TraceScope::~TraceScope() { current_trace = std::move(outer_); }
+
+Compact TraceScope::finish(const Expression& result) const {
+  const NodeId id = node_of(result);
+  check_limits(trace_->graph, id);
+  trace_->graph.set_result(id);
+  return compact(simplify(trace_->graph));
+}
+
+Expression load(const BufferKey& key, Type type, const std::vector<Expression>& indices) {
+  Trace& trace = *current();
+  const auto found = std::find(trace.buffers.begin(), trace.buffers.end(), key);
+  const auto buffer = static_cast<int>(found - trace.buffers.begin());
+  std::vector<NodeId> nodes;
+  for (const Expression& index : indices) nodes.push_back(node_of(index));
+  if (found == trace.buffers.end()) {
+    trace.graph.add_buffer(type, static_cast<int>(indices.size()));
+    trace.buffers.push_back(key);
+  }
+  return {current(), trace.graph.load(buffer, std::move(nodes))};
+}
+
+Expression runtime_scalar(Type type, const BufferKey& key) {
+  Trace& trace = *current();
+  const auto found = std::find(trace.scalars.begin(), trace.scalars.end(), key);
+  const auto index = static_cast<int>(found - trace.scalars.begin());
+  if (found == trace.scalars.end()) {
+    trace.graph.add_scalar(type);
+    trace.scalars.push_back(key);
+  }
+  return {current(), trace.graph.scalar(index)};
+}
+
+}  // namespace score_mod
+
+using score_mod::apply;
+using score_mod::current;
+using score_mod::Op;
+
+Expression Expression::constant(double value) { return {current(), current()->graph.constant(value)}; }
+Expression Expression::constant(int64_t value) { return {current(), current()->graph.constant(value)}; }
+Expression Expression::constant(bool value) { return {current(), current()->graph.constant(value)}; }
+
+Expression operator+(const Expression& a, const Expression& b) { return apply(Op::kAdd, {a, b}); }
+Expression operator-(const Expression& a, const Expression& b) { return apply(Op::kSub, {a, b}); }
+Expression operator*(const Expression& a, const Expression& b) { return apply(Op::kMul, {a, b}); }
+Expression operator/(const Expression& a, const Expression& b) { return apply(Op::kDiv, {a, b}); }
+Expression operator%(const Expression& a, const Expression& b) { return apply(Op::kMod, {a, b}); }
+Expression operator-(const Expression& a) { return apply(Op::kNeg, {a}); }
+Expression floor_div(const Expression& a, const Expression& b) { return apply(Op::kFloorDiv, {a, b}); }
+Expression pow(const Expression& a, const Expression& b) { return apply(Op::kPow, {a, b}); }
+Expression min(const Expression& a, const Expression& b) { return apply(Op::kMin, {a, b}); }
+Expression max(const Expression& a, const Expression& b) { return apply(Op::kMax, {a, b}); }
+Expression clamp(const Expression& x, const Expression& low, const Expression& high) {
+  return apply(Op::kClamp, {x, low, high});
+}
+
+Expression operator==(const Expression& a, const Expression& b) { return apply(Op::kEq, {a, b}); }
+Expression operator!=(const Expression& a, const Expression& b) { return apply(Op::kNe, {a, b}); }
+Expression operator<(const Expression& a, const Expression& b) { return apply(Op::kLt, {a, b}); }
+Expression operator<=(const Expression& a, const Expression& b) { return apply(Op::kLe, {a, b}); }
+Expression operator>(const Expression& a, const Expression& b) { return apply(Op::kGt, {a, b}); }
+Expression operator>=(const Expression& a, const Expression& b) { return apply(Op::kGe, {a, b}); }
+
+Expression operator&&(const Expression& a, const Expression& b) { return to_bool(a) & to_bool(b); }
+Expression operator||(const Expression& a, const Expression& b) { return to_bool(a) | to_bool(b); }
+Expression operator!(const Expression& a) { return ~to_bool(a); }
+Expression operator&(const Expression& a, const Expression& b) { return apply(Op::kAnd, {a, b}); }
+Expression operator|(const Expression& a, const Expression& b) { return apply(Op::kOr, {a, b}); }
+Expression operator^(const Expression& a, const Expression& b) { return apply(Op::kXor, {a, b}); }
+Expression operator~(const Expression& a) { return apply(Op::kNot, {a}); }
+Expression operator<<(const Expression& a, const Expression& b) { return apply(Op::kShl, {a, b}); }
+Expression operator>>(const Expression& a, const Expression& b) { return apply(Op::kShr, {a, b}); }
+
+Expression where(const Expression& condition, const Expression& a, const Expression& b) {
+  return apply(Op::kWhere, {condition, a, b});
+}
+Expression to_float(const Expression& x) { return apply(Op::kToFloat, {x}); }
+Expression to_int(const Expression& x) { return apply(Op::kToInt, {x}); }
+Expression to_bool(const Expression& x) { return apply(Op::kToBool, {x}); }
+
+Expression abs(const Expression& x) { return apply(Op::kAbs, {x}); }
+Expression sign(const Expression& x) { return apply(Op::kSign, {x}); }
+Expression square(const Expression& x) { return apply(Op::kSquare, {x}); }
+Expression floor(const Expression& x) { return apply(Op::kFloor, {x}); }
+Expression ceil(const Expression& x) { return apply(Op::kCeil, {x}); }
+Expression trunc(const Expression& x) { return apply(Op::kTrunc, {x}); }
+Expression round(const Expression& x) { return apply(Op::kRound, {x}); }
+Expression sqrt(const Expression& x) { return apply(Op::kSqrt, {x}); }
+Expression rsqrt(const Expression& x) { return apply(Op::kRsqrt, {x}); }
+Expression exp(const Expression& x) { return apply(Op::kExp, {x}); }
+Expression exp2(const Expression& x) { return apply(Op::kExp2, {x}); }
+Expression expm1(const Expression& x) { return apply(Op::kExpm1, {x}); }
+Expression log(const Expression& x) { return apply(Op::kLog, {x}); }
+Expression log2(const Expression& x) { return apply(Op::kLog2, {x}); }
+Expression log1p(const Expression& x) { return apply(Op::kLog1p, {x}); }
+Expression tanh(const Expression& x) { return apply(Op::kTanh, {x}); }
+Expression sigmoid(const Expression& x) { return apply(Op::kSigmoid, {x}); }
+Expression silu(const Expression& x) { return apply(Op::kSilu, {x}); }
+Expression relu(const Expression& x) { return apply(Op::kRelu, {x}); }
+Expression gelu(const Expression& x) { return apply(Op::kGelu, {x}); }
+Expression gelu_tanh(const Expression& x) { return apply(Op::kGeluTanh, {x}); }
+Expression erf(const Expression& x) { return apply(Op::kErf, {x}); }
+Expression sin(const Expression& x) { return apply(Op::kSin, {x}); }
+Expression cos(const Expression& x) { return apply(Op::kCos, {x}); }
+Expression tan(const Expression& x) { return apply(Op::kTan, {x}); }
+Expression detach(const Expression& x) { return apply(Op::kDetach, {x}); }
+
+}  // namespace fusegrad

@@ -1,0 +1,264 @@
+#include "score_mod/index_analysis.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace fusegrad::score_mod {
+namespace {
+
+constexpr Interval kAnything{};
+
+// Bounds beyond this are given up, so that sums and products of bounds cannot overflow.
+constexpr int64_t kLargest = int64_t{1} << 62;
+
+Interval bounded(__int128 low, __int128 high) {
+  if (low < -kLargest || high > kLargest) return kAnything;
+  return {static_cast<int64_t>(low), static_cast<int64_t>(high)};
+}
+
+Interval hull(Interval a, Interval b) { return {std::min(a.low, b.low), std::max(a.high, b.high)}; }
+
+Interval product(Interval a, Interval b) {
+  const __int128 corners[] = {static_cast<__int128>(a.low) * b.low, static_cast<__int128>(a.low) * b.high,
+                              static_cast<__int128>(a.high) * b.low, static_cast<__int128>(a.high) * b.high};
+  return bounded(*std::min_element(corners, corners + 4), *std::max_element(corners, corners + 4));
+}
+
+// x is the interval of each operand.
+Interval interval_of(Op op, const Interval* x) {
+  const auto [a, b] = std::pair(x[0], x[1]);
+  switch (op) {
+    case Op::kAdd:
+      return bounded(static_cast<__int128>(a.low) + b.low, static_cast<__int128>(a.high) + b.high);
+    case Op::kSub:
+      return bounded(static_cast<__int128>(a.low) - b.high, static_cast<__int128>(a.high) - b.low);
+    case Op::kMul:
+      return product(a, b);
+    case Op::kSquare: {
+      const Interval p = product(a, a);
+      return p.high == kAnything.high ? kAnything : Interval{0, p.high};
+    }
+    case Op::kNeg:
+      return bounded(-static_cast<__int128>(a.high), -static_cast<__int128>(a.low));
+    case Op::kAbs: {
+      const Interval n = bounded(-static_cast<__int128>(a.high), -static_cast<__int128>(a.low));
+      if (n.high == kAnything.high) return kAnything;
+      return {a.low >= 0 ? a.low : std::max<int64_t>(0, n.low), std::max(a.high, n.high)};
+    }
+    case Op::kSign:
+      return {a.low > 0 ? 1 : a.low == 0 ? 0 : -1, a.high < 0 ? -1 : a.high == 0 ? 0 : 1};
+    case Op::kRelu:
+      return {std::max<int64_t>(a.low, 0), std::max<int64_t>(a.high, 0)};
+    case Op::kMin:
+      return {std::min(a.low, b.low), std::min(a.high, b.high)};
+    case Op::kMax:
+      return {std::max(a.low, b.low), std::max(a.high, b.high)};
+    case Op::kClamp: {
+      const Interval m{std::max(a.low, b.low), std::max(a.high, b.high)};
+      return {std::min(m.low, x[2].low), std::min(m.high, x[2].high)};
+    }
+    case Op::kFloor:
+    case Op::kCeil:
+    case Op::kTrunc:
+    case Op::kRound:
+      return a;
+    case Op::kMod:
+      if (b.low > 0) return {0, a.low >= 0 ? std::min(a.high, b.high - 1) : b.high - 1};
+      return kAnything;
+    case Op::kFloorDiv:
+      // Dividing by at least 1 moves towards 0 or to -1.
+      if (b.low > 0) return {std::min<int64_t>(a.low, 0), std::max<int64_t>(a.high, 0)};
+      return kAnything;
+    case Op::kAnd:
+      if (a.low >= 0 && b.low >= 0) return {0, std::min(a.high, b.high)};
+      if (a.low >= 0) return {0, a.high};
+      if (b.low >= 0) return {0, b.high};
+      return kAnything;
+    case Op::kShr:
+      return {std::min<int64_t>(a.low, 0), std::max<int64_t>(a.high, 0)};
+    case Op::kShl:
+      if (a.low >= 0 && b.low >= 0 && b.high < 62) {
+        return bounded(0, static_cast<__int128>(a.high) << b.high);
+      }
+      return kAnything;
+    case Op::kWhere:
+      return hull(x[1], x[2]);
+    default:
+      return kAnything;
+  }
+}
+
+}  // namespace
+
+std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std::span<const Interval> buffers,
+                                std::span<const Interval> scalars) {
+  std::vector<Interval> result(graph.nodes().size());
+  for (NodeId id = 0; id < static_cast<NodeId>(result.size()); ++id) {
+    const Node& node = graph[id];
+    if (node.type == Type::kBool) {
+      result[id] = {0, 1};
+      continue;
+    }
+    if (node.type == Type::kFloat) continue;
+    switch (node.op) {
+      case Op::kConstant:
+        result[id] = {node.payload, node.payload};
+        break;
+      case Op::kInput: {
+        const int64_t length =
+            std::array{int64_t{1}, lengths.b, lengths.h, lengths.q, lengths.kv, int64_t{1}}[node.payload];
+        result[id] = {0, std::max<int64_t>(length - 1, 0)};
+        break;
+      }
+      case Op::kScalar:
+        if (!scalars.empty()) result[id] = scalars[node.payload];
+        break;
+      case Op::kLoad:
+        if (!buffers.empty()) result[id] = buffers[node.payload];
+        break;
+      case Op::kToInt:
+        if (graph.type(node.operands[0]) == Type::kBool) result[id] = {0, 1};
+        break;
+      default: {
+        Interval x[kMaxArity];
+        for (size_t i = 0; i < node.operands.size(); ++i) x[i] = result[node.operands[i]];
+        result[id] = interval_of(node.op, x);
+      }
+    }
+  }
+  return result;
+}
+
+std::vector<bool> needs_int64(const Graph& graph, std::span<const Interval> intervals) {
+  std::vector<bool> result(graph.nodes().size(), false);
+  for (NodeId id = 0; id < static_cast<NodeId>(result.size()); ++id) {
+    const Node& node = graph[id];
+    if (node.type != Type::kInt) continue;
+    result[id] = !intervals[id].fits_int32();
+    if (node.op == Op::kLoad) continue;
+    for (const NodeId operand : node.operands) {
+      const Type type = graph.type(operand);
+      if (type == Type::kFloat || (type == Type::kInt && result[operand])) result[id] = true;
+    }
+  }
+  return result;
+}
+
+VariableSet Dependence::on() const {
+  VariableSet set = rest;
+  for (int v = 0; v < kVariables; ++v) {
+    if (coefficient[v] != 0) set |= set_of(static_cast<Variable>(v));
+  }
+  return set;
+}
+
+bool Dependence::diagonal() const {
+  return coefficient[kVarQ] == -coefficient[kVarKv] && ((rest & kPairSet) == 0 || rest_diagonal);
+}
+
+namespace {
+
+// Coefficients beyond this are not followed: products of them and of lengths stay within 64 bits.
+constexpr int64_t kLargestCoefficient = int64_t{1} << 31;
+
+// Nothing but what the operands depend on.
+Dependence opaque(std::span<const Dependence> operands) {
+  Dependence result;
+  for (const Dependence& d : operands) {
+    result.rest |= d.on();
+    result.rest_diagonal = result.rest_diagonal && d.diagonal();
+  }
+  return result;
+}
+
+// a + factor * b
+std::optional<Dependence> combined(const Dependence& a, const Dependence& b, int64_t factor) {
+  Dependence result;
+  result.rest = a.rest | (factor == 0 ? 0 : b.rest);
+  result.rest_diagonal = a.rest_diagonal && b.rest_diagonal;
+  for (int v = 0; v < kVariables; ++v) {
+    const __int128 c = static_cast<__int128>(a.coefficient[v]) + static_cast<__int128>(factor) * b.coefficient[v];
+    if (c > kLargestCoefficient || c < -kLargestCoefficient) return std::nullopt;
+    result.coefficient[v] = static_cast<int64_t>(c);
+  }
+  return result;
+}
+
+Dependence variable(Input input) {
+  Dependence result;
+  switch (input) {
+    case Input::kB:
+      result.coefficient[kVarB] = 1;
+      break;
+    case Input::kH:
+      result.coefficient[kVarH] = 1;
+      break;
+    case Input::kQ:
+      result.coefficient[kVarQ] = 1;
+      break;
+    case Input::kKv:
+      result.coefficient[kVarKv] = 1;
+      break;
+    default:
+      result.rest = set_of(kVarLane) | kPairSet;
+      result.rest_diagonal = false;
+  }
+  return result;
+}
+
+}  // namespace
+
+std::vector<Dependence> dependences(const Graph& graph) {
+  std::vector<Dependence> result(graph.nodes().size());
+  for (NodeId id = 0; id < static_cast<NodeId>(result.size()); ++id) {
+    const Node& node = graph[id];
+    if (node.op == Op::kInput) {
+      result[id] = variable(static_cast<Input>(node.payload));
+      continue;
+    }
+    std::vector<Dependence> x;
+    for (const NodeId operand : node.operands) x.push_back(result[operand]);
+    std::optional<Dependence> linear;
+    if (node.type == Type::kInt) {
+      if (node.op == Op::kAdd) linear = combined(x[0], x[1], 1);
+      if (node.op == Op::kSub) linear = combined(x[0], x[1], -1);
+      if (node.op == Op::kNeg) linear = combined({}, x[0], -1);
+      if (node.op == Op::kMul && graph.is_constant(node.operands[1])) {
+        linear = combined({}, x[0], graph.value(node.operands[1]).i);
+      } else if (node.op == Op::kMul && graph.is_constant(node.operands[0])) {
+        linear = combined({}, x[1], graph.value(node.operands[0]).i);
+      }
+    }
+    result[id] = linear.value_or(opaque(x));
+    // Comparing integers is asking for the sign of their difference.
+    if (node.type == Type::kBool && x.size() == 2 && graph.type(node.operands[0]) == Type::kInt) {
+      const auto difference = combined(x[0], x[1], -1);
+      result[id].rest_diagonal = difference && difference->diagonal();
+    }
+  }
+  return result;
+}
+
+VariableSet determined(const Graph& graph, std::span<const NodeId> indices, std::span<const Dependence> dependences,
+                       std::span<const Interval> intervals) {
+  VariableSet known = 0;
+  for (bool grown = true; grown;) {
+    grown = false;
+    for (const NodeId index : indices) {
+      const Dependence& d = dependences[index];
+      // An index that can be negative wraps around to where another one may be.
+      if (!intervals[index].nonnegative() || (d.rest & ~known) != 0) continue;
+      VariableSet open = 0;
+      for (int v = 0; v < kVariables; ++v) {
+        if (d.coefficient[v] != 0) open |= set_of(static_cast<Variable>(v)) & ~known;
+      }
+      if (open != 0 && (open & (open - 1)) == 0) {
+        known |= open;
+        grown = true;
+      }
+    }
+  }
+  return known;
+}
+
+}  // namespace fusegrad::score_mod

@@ -1,0 +1,67 @@
+// What is known of integer values before any is computed: their range, and how they depend on b, h, q_idx and kv_idx.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "score_mod/graph.h"
+
+namespace fusegrad::score_mod {
+
+/// Every index of a call is below these.
+struct Lengths {
+  int64_t b = int64_t{1} << 30;
+  int64_t h = int64_t{1} << 30;
+  int64_t q = int64_t{1} << 30;
+  int64_t kv = int64_t{1} << 30;
+};
+
+/// A value's bounds, both included.
+struct Interval {
+  int64_t low = std::numeric_limits<int64_t>::min();
+  int64_t high = std::numeric_limits<int64_t>::max();
+
+  bool nonnegative() const { return low >= 0; }
+  bool fits_int32() const {
+    return low >= std::numeric_limits<int32_t>::min() && high <= std::numeric_limits<int32_t>::max();
+  }
+};
+
+/// The interval of every integer node; of a float's node it means nothing. `buffers`: bounds of what each buffer holds,
+/// `scalars`: of each scalar; none are known where empty.
+std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std::span<const Interval> buffers = {},
+                                std::span<const Interval> scalars = {});
+
+/// Whether an integer node needs 64 bits: its values may not fit 32, or it is computed from something that does not.
+std::vector<bool> needs_int64(const Graph& graph, std::span<const Interval> intervals);
+
+/// The four indices, and what differs from pair to pair besides them: the score and its gradient.
+enum Variable : int { kVarB, kVarH, kVarQ, kVarKv, kVarLane };
+inline constexpr int kVariables = 4;
+using VariableSet = uint8_t;
+constexpr VariableSet set_of(Variable v) { return static_cast<VariableSet>(1 << v); }
+inline constexpr VariableSet kPairSet = set_of(kVarQ) | set_of(kVarKv);
+
+/// value = sum over v of coefficient[v] * v + f(rest), where f is any function. For values that are no integers all
+/// coefficients are 0.
+struct Dependence {
+  std::array<int64_t, kVariables> coefficient{};
+  VariableSet rest = 0;
+  bool rest_diagonal = true;  ///< f depends on q_idx and kv_idx only through their difference, if at all
+
+  /// What the value depends on.
+  VariableSet on() const;
+  /// Whether q_idx and kv_idx enter through their difference only.
+  bool diagonal() const;
+};
+
+std::vector<Dependence> dependences(const Graph& graph);
+
+/// The variables that a tuple of indices determines: v is in the set if no two tuples are equal that differ in v.
+VariableSet determined(const Graph& graph, std::span<const NodeId> indices, std::span<const Dependence> dependences,
+                       std::span<const Interval> intervals);
+
+}  // namespace fusegrad::score_mod

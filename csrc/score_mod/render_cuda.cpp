@@ -1,0 +1,276 @@
+#include "score_mod/render_cuda.h"
+
+#include <bit>
+#include <charconv>
+#include <cmath>
+
+#include "score_mod/scatter_plan.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+std::string storage_name(DType dtype) {
+  constexpr std::string_view kNames[] = {"double", "float", "BFloat16",    "Float16",       "long long",
+                                         "int",    "short", "signed char", "unsigned char", "Bool"};
+  return std::string(kNames[static_cast<int>(dtype)]);
+}
+
+std::string number(int64_t i) { return std::to_string(i); }
+
+// Negative literals stand in parentheses: "-$0" must not become a decrement.
+std::string float_literal(double value) {
+  if (std::isnan(value)) return "__int_as_float(0x7fffffff)";
+  const auto narrow = static_cast<float>(value);
+  if (std::isinf(narrow)) return narrow > 0 ? "__int_as_float(0x7f800000)" : "__int_as_float(0xff800000)";
+  char digits[40];
+  std::string text(digits, std::to_chars(digits, digits + sizeof digits, narrow).ptr);
+  if (text.find_first_of(".e") == std::string::npos) text += ".0";
+  text += "f";
+  return std::signbit(narrow) ? "(" + text + ")" : text;
+}
+std::string integer_literal(int64_t value, bool wide) {
+  const std::string suffix = wide ? "ll" : "";
+  // There is no literal of the most negative number.
+  if (value == INT64_MIN || (!wide && value == INT32_MIN)) return "(" + number(value + 1) + suffix + " - 1)";
+  return value < 0 ? "(" + number(value) + suffix + ")" : number(value) + suffix;
+}
+
+class Renderer {
+ public:
+  Renderer(const Graph& graph, const RenderOptions& options) : graph_(graph), options_(options) {
+    if (options.dtypes.size() != graph.buffers().size()) throw GraphError("expected the dtype of every buffer");
+    std::vector<Interval> buffers, scalars;
+    for (size_t i = 0; i < options.dtypes.size(); ++i) {
+      if (type_of(options.dtypes[i]) != graph.buffers()[i].type) {
+        throw GraphError("buffer @" + number(static_cast<int64_t>(i)) + " is not of the declared type");
+      }
+      buffers.push_back(interval_of(options.dtypes[i]));
+    }
+    constexpr int64_t kSmall = int64_t{1} << 30;
+    for (size_t i = 0; i < graph.scalars().size(); ++i) {
+      scalars.push_back(options.small_scalars ? Interval{-kSmall, kSmall} : Interval{});
+    }
+    intervals_ = intervals(graph, options.lengths, buffers, scalars);
+    wide_ = needs_int64(graph, intervals_);
+    for (const NodeId id : reachable(graph)) name(id);
+  }
+
+  std::string render() {
+    text_ = "struct " + options_.name + " {\n";
+    captured();
+    const std::string indices = "int b, int h, int q_idx, int kv_idx, bool valid";
+    if (graph_.kind() == Kind::kScoreMod) {
+      begin("float apply", "float score, " + indices);
+      end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
+    } else if (graph_.kind() == Kind::kMaskMod) {
+      begin("bool apply", indices);
+      end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
+    } else {
+      derivative(indices);
+    }
+    return text_ + "};\n";
+  }
+
+ private:
+  std::string type_of_node(NodeId id) const {
+    if (graph_.type(id) == Type::kFloat) return "float";
+    if (graph_.type(id) == Type::kBool) return "bool";
+    return wide_[id] ? "long long" : "int";
+  }
+
+  // A leaf's expression, or a generated identifier.
+  void name(NodeId id) {
+    names_.resize(graph_.nodes().size());
+    const Node& node = graph_[id];
+    if (node.op == Op::kConstant) {
+      const Value value = graph_.value(id);
+      names_[id] = value.type == Type::kFloat  ? float_literal(value.f)
+                   : value.type == Type::kBool ? (value.i != 0 ? "true" : "false")
+                                               : integer_literal(value.i, wide_[id]);
+    } else if (node.op == Op::kInput) {
+      names_[id] = input_name(static_cast<Input>(node.payload));
+    } else if (node.op == Op::kScalar) {
+      const std::string scalar = "c.scalar" + number(node.payload);
+      names_[id] = node.type == Type::kBool ? "(" + scalar + " != 0)" : type_of_node(id) + "(" + scalar + ")";
+      if (node.type == Type::kInt && wide_[id]) names_[id] = scalar;
+    } else {
+      names_[id] = "v" + number(id);
+    }
+  }
+
+  void captured() {
+    text_ += "  struct Captured {\n";
+    for (size_t i = 0; i < graph_.buffers().size(); ++i) {
+      const std::string buffer = number(static_cast<int64_t>(i));
+      const std::string storage = storage_name(options_.dtypes[i]);
+      const bool ours = storage[0] >= 'A' && storage[0] <= 'Z';
+      text_ += "    const " + (ours ? "fusegrad::device::score_mod::" + storage : storage) + "* data" + buffer + ";\n";
+      for (int k = 0; k < graph_.buffers()[i].rank; ++k) {
+        text_ += "    long long size" + buffer + "_" + number(k) + ", stride" + buffer + "_" + number(k) + ";\n";
+      }
+    }
+    for (size_t i = 0; i < graph_.scalars().size(); ++i) {
+      text_ += graph_.scalars()[i] == Type::kFloat ? "    double" : "    long long";
+      text_ += " scalar" + number(static_cast<int64_t>(i)) + ";\n";
+    }
+    if (graph_.buffers().empty() && graph_.scalars().empty()) text_ += "    long long nothing;\n";
+    text_ += "  };\n";
+  }
+
+  void begin(const std::string& name, const std::string& parameters) {
+    text_ += "  static __device__ __forceinline__ " + name + "([[maybe_unused]] const Captured& c, " + parameters +
+             ") {\n    using namespace fusegrad::device::score_mod;\n";
+  }
+
+  // The statements that `roots` need, and the end of the function.
+  void end_with_result(const std::vector<NodeId>& roots, const std::string& last) {
+    std::vector<bool> needed(graph_.nodes().size(), false);
+    for (const NodeId root : roots) needed[root] = true;
+    for (auto id = static_cast<NodeId>(needed.size()) - 1; id >= 0; --id) {
+      if (!needed[id]) continue;
+      for (const NodeId operand : graph_[id].operands) needed[operand] = true;
+    }
+    for (NodeId id = 0; id < static_cast<NodeId>(needed.size()); ++id) {
+      if (needed[id]) statement(id);
+    }
+    text_ += "  " + last + "  }\n";
+  }
+
+  void statement(NodeId id) {
+    const Node& node = graph_[id];
+    if (node.op == Op::kLoad) return load(id);
+    if (is_leaf(node.op)) return;
+    const Primitive& p = primitive(node.op);
+    // The spelling goes by the operands' type; integers are computed in one width.
+    bool wide = node.type == Type::kInt && wide_[id];
+    for (const NodeId operand : node.operands) wide = wide || (graph_.type(operand) == Type::kInt && wide_[operand]);
+    const NodeId last = node.operands.back();
+    const std::string_view spelling = graph_.type(last) == Type::kFloat ? p.cuda_float : p.cuda_integer;
+    std::string expression;
+    for (size_t i = 0; i < spelling.size(); ++i) {
+      if (spelling[i] != '$') {
+        expression += spelling[i];
+        continue;
+      }
+      const NodeId operand = node.operands[static_cast<size_t>(spelling[++i] - '0')];
+      const bool widen = wide && graph_.type(operand) == Type::kInt && !wide_[operand];
+      expression += widen ? "static_cast<long long>(" + names_[operand] + ")" : names_[operand];
+    }
+    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + expression + ";\n";
+  }
+
+  // " && inside(...)" for each dimension, with the indices wrapped where they may be negative.
+  std::string checks(int buffer, const std::vector<NodeId>& indices, std::vector<std::string>& wrapped) const {
+    std::string text;
+    for (size_t k = 0; k < indices.size(); ++k) {
+      const std::string size = "c.size" + number(buffer) + "_" + number(static_cast<int64_t>(k));
+      const std::string& index = names_[indices[k]];
+      const bool nonnegative = intervals_[indices[k]].nonnegative();
+      wrapped.push_back(nonnegative ? index : "wrapped(" + index + ", " + size + ")");
+      text += " && inside(" + wrapped.back() + ", " + size + ")";
+    }
+    return text;
+  }
+
+  void load(NodeId id) {
+    const Node& node = graph_[id];
+    const auto buffer = static_cast<int>(node.payload);
+    std::vector<std::string> index;
+    const std::string in_range = checks(buffer, node.operands, index);
+    std::string offset;
+    for (size_t k = 0; k < index.size(); ++k) {
+      offset += " + " + index[k] + " * c.stride" + number(buffer) + "_" + number(static_cast<int64_t>(k));
+    }
+    const std::string nothing = node.type == Type::kFloat  ? "__int_as_float(0x7fffffff)"
+                                : node.type == Type::kBool ? "false"
+                                                           : "0";
+    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = valid" + in_range + " ? read(c.data" +
+             number(buffer) + offset + ") : " + nothing + ";\n";
+  }
+
+  void derivative(const std::string& indices) {
+    const auto& contributions = graph_.contributions();
+    const auto plan = plan_scatter(graph_);
+    std::string buffers, classes, exclusive;
+    std::vector<NodeId> roots{graph_.result()};
+    std::string stores;
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      buffers += (k == 0 ? "" : ", ") + number(contributions[k].buffer);
+      classes += (k == 0 ? "'" : ", '") + std::string(1, static_cast<char>(plan[k].scheme)) + "'";
+      exclusive += std::string(k == 0 ? "" : ", ") + (plan[k].exclusive ? "true" : "false");
+      roots.push_back(contributions[k].value);
+      stores += "  value[" + number(static_cast<int64_t>(k)) + "] = valid ? " + names_[contributions[k].value] +
+                " : 0.0f;\n  ";
+    }
+    const bool none = contributions.empty();  // C++ has no empty arrays
+    text_ += "  static constexpr int kContributions = " + number(static_cast<int64_t>(contributions.size())) + ";\n";
+    text_ += "  static constexpr int kBuffer[] = {" + (none ? "-1" : buffers) + "};\n";
+    text_ += "  static constexpr char kClass[] = {" + (none ? "0" : classes) + "};\n";
+    text_ += "  static constexpr bool kExclusive[] = {" + (none ? "false" : exclusive) + "};\n";
+    begin("float apply", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
+    end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
+    for (size_t k = 0; k < contributions.size(); ++k) place(k, indices);
+  }
+
+  void place(size_t k, const std::string& parameters) {
+    const Contribution& c = graph_.contributions()[k];
+    begin("long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
+    std::vector<std::string> index;
+    const std::string in_range = checks(c.buffer, c.indices, index);
+    std::string offset = "0ll";
+    for (size_t d = 0; d < index.size(); ++d) {
+      offset = "(" + offset + " * c.size" + number(c.buffer) + "_" + number(static_cast<int64_t>(d)) + " + " +
+               index[d] + ")";
+    }
+    end_with_result(c.indices, "  return valid" + in_range + " ? " + offset + " : -1ll;\n");
+  }
+
+  const Graph& graph_;
+  const RenderOptions& options_;
+  std::vector<Interval> intervals_;
+  std::vector<bool> wide_;
+  std::vector<std::string> names_;
+  std::string text_;
+};
+
+// The places of contributions are computed without the gradient.
+void check_indices(const Graph& graph) {
+  std::vector<bool> on_grad(graph.nodes().size(), false);
+  for (NodeId id = 0; id < static_cast<NodeId>(on_grad.size()); ++id) {
+    const Node& node = graph[id];
+    on_grad[id] = node.op == Op::kInput && static_cast<Input>(node.payload) == Input::kGrad;
+    for (const NodeId operand : node.operands) on_grad[id] = on_grad[id] || on_grad[operand];
+  }
+  for (const Contribution& c : graph.contributions()) {
+    for (const NodeId index : c.indices) {
+      if (on_grad[index]) throw GraphError("the index of a contribution must not depend on grad");
+    }
+  }
+}
+
+}  // namespace
+
+std::string render_cuda(const Graph& graph, const RenderOptions& options) {
+  if (graph.result() < 0) throw GraphError("there is no result");
+  const Graph ordered = canonical(graph);
+  check_indices(ordered);
+  return Renderer(ordered, options).render();
+}
+
+std::vector<int64_t> pack_captured(const Graph& graph, std::span<const Buffer> buffers,
+                                   std::span<const Value> scalars) {
+  check_captured(graph, buffers, scalars);
+  std::vector<int64_t> words;
+  for (const Buffer& b : buffers) {
+    words.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(b.data)));
+    for (size_t k = 0; k < b.sizes.size(); ++k) {
+      words.push_back(b.sizes[k]);
+      words.push_back(b.strides[k]);
+    }
+  }
+  for (const Value& s : scalars) words.push_back(s.type == Type::kFloat ? std::bit_cast<int64_t>(s.f) : s.i);
+  if (words.empty()) words.push_back(0);
+  return words;
+}
+
+}  // namespace fusegrad::score_mod

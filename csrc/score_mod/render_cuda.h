@@ -1,0 +1,50 @@
+// CUDA source of a graph and of its derivative. The text is made of the table's spellings and of generated names; of
+// the user's text only numbers reach it.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "score_mod/captured.h"
+
+namespace fusegrad::score_mod {
+
+/// How the text is specialised.
+struct RenderOptions {
+  std::string name = "ScoreMod";  ///< of the struct; an identifier that the caller chose, not the user
+  std::vector<DType> dtypes;      ///< of each buffer
+  Lengths lengths;                ///< what stays below 2^31 under these is computed in 32 bits
+  bool small_scalars = false;     ///< whether all integer scalars are between -2^30 and 2^30
+};
+
+/// A struct that needs csrc/cuda/device/score_mod.cuh before it and nothing else:
+///
+///   struct <name> {
+///     struct Captured {...};   // as pack_captured fills it
+///     // of a score_mod; where `valid` is false nothing is read and the result is meaningless
+///     static __device__ float apply(const Captured&, float score, int b, int h, int q_idx, int kv_idx, bool valid);
+///     // of a mask_mod
+///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
+///     // of a derivative: returns d score, contribution k goes into value[k]; all 0 where not valid
+///     static __device__ float apply(const Captured&, float score, float grad, int b, int h, int q_idx, int kv_idx,
+///                                   bool valid, float* value);
+///     // the place of contribution k in its buffer's dense row-major gradient; -1: nowhere
+///     static __device__ long long offset_<k>(const Captured&, float score, int b, int h, int q_idx, int kv_idx,
+///                                            bool valid);
+///     // of a derivative: how many contributions there are, and of each its buffer, its class, 'A' to 'G' (by the
+///     // graph alone: never 'F'), and whether it is exclusive
+///     static constexpr int kContributions;
+///     static constexpr int kBuffer[];
+///     static constexpr char kClass[];
+///     static constexpr bool kExclusive[];
+///   };
+///
+/// A read out of range gives NaN (0 for integers, false for bools); its contribution goes nowhere.
+std::string render_cuda(const Graph& graph, const RenderOptions& options);
+
+/// The words of `Captured`: of each buffer its address, then the size and the stride (in elements) of each dimension;
+/// then the scalars, floats as the bits of a double. At least one word.
+std::vector<int64_t> pack_captured(const Graph& graph, std::span<const Buffer> buffers, std::span<const Value> scalars);
+
+}  // namespace fusegrad::score_mod

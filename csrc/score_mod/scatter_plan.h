@@ -1,0 +1,42 @@
+// How the contributions of a derivative reach the gradients of the captured buffers: which scheme is the cheapest
+// exact one, from what the indices of each read depend on. docs/score_mod.md explains the classes.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "score_mod/graph.h"
+
+namespace fusegrad::score_mod {
+
+enum class ScatterClass : char {
+  kInvariant = 'A',   ///< neither q_idx nor kv_idx: one sum for the whole loop
+  kKv = 'B',          ///< kv_idx only: one sum a column
+  kQ = 'C',           ///< q_idx only: one sum a row
+  kDiagonal = 'D',    ///< a function of q_idx - kv_idx: one sum a diagonal
+  kInjective = 'E',   ///< no two pairs (q_idx, kv_idx) of one head meet: no sum at all
+  kSmallTable = 'F',  ///< any index into few elements: a histogram
+  kGeneral = 'G',     ///< the rest
+};
+
+/// A buffer of at most so many elements is worth a histogram in fast memory.
+inline constexpr int64_t kSmallTableElements = 4096;
+
+/// The scheme of one contribution of the derivative, in their order.
+struct ScatterStep {
+  ScatterClass scheme;
+  /// No other (b, h) writes to the places of this one, nor does another contribution: what is summed over the loop may
+  /// be stored instead of added.
+  bool exclusive;
+  std::string reason;
+};
+
+/// `elements`: how many elements each buffer has, where known; without it a class-F candidate is G.
+std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const int64_t> elements = {});
+
+/// For people: the simplified graph, its derivative, and what each captured gradient costs and why.
+std::string explain(std::string_view text, const std::vector<bool>& wants_grad);
+
+}  // namespace fusegrad::score_mod

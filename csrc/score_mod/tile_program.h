@@ -1,0 +1,79 @@
+// What a graph is compiled to for the CPU: a list of vector instructions on registers, by how often they run.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "score_mod/evaluate_cpu.h"
+#include "score_mod/tile_kernels.h"
+
+namespace fusegrad::score_mod {
+
+/// How often a value is computed: once a tile, once for each column, row, or difference kv_idx - q_idx, or once a pair.
+enum class Rate : uint8_t { kOnce, kColumn, kRow, kDiagonal, kPair };
+inline constexpr int kRates = 5;
+constexpr Rate join(Rate a, Rate b) { return a == b || b == Rate::kOnce ? a : a == Rate::kOnce ? b : Rate::kPair; }
+
+/// Whether a value of such a rate differs along a row of the tile.
+constexpr bool varies_in_a_row(Rate rate) { return rate != Rate::kOnce && rate != Rate::kRow; }
+
+/// An array of as many lanes as its rate has values: 1, the columns, the rows, rows + columns - 1 (by ascending
+/// difference, so that a row of the tile finds its values side by side), or the columns of one row at a time.
+struct Register {
+  Rate rate;
+  Lane lane;
+  int64_t position = 0;  ///< among the registers of its rate; those of kPair are used several times
+};
+using RegisterId = int32_t;
+inline constexpr RegisterId kNoRegister = -1;
+
+struct Instruction {
+  // One of the three is set.
+  Kernel compute = nullptr;
+  OffsetKernel offset = nullptr;
+  GatherKernel gather = nullptr;
+
+  Rate rate = Rate::kOnce;
+  RegisterId out = kNoRegister;
+  RegisterId x[kMaxArity] = {kNoRegister, kNoRegister, kNoRegister};
+  int64_t size = 0, stride = 0;  ///< of an offset's dimension
+  int read = -1;                 ///< of a gather
+};
+
+/// A gather's or a contribution's place in a buffer: kept to say which index was wrong.
+struct Read {
+  int buffer;
+  const void* data;
+  RegisterId offset;
+  std::vector<RegisterId> index;
+};
+
+struct ProgramContribution {
+  int buffer;
+  int read;  ///< its place in the dense gradient
+  RegisterId value;
+};
+
+/// A register that has its value before anything runs.
+struct Preset {
+  RegisterId out;
+  Value value;
+};
+
+template <class T>
+struct TileProgram<T>::Code {
+  std::vector<Register> registers;
+  std::vector<Instruction> instructions[kRates];
+  std::vector<Preset> presets;
+  RegisterId input[kInputCount];  ///< kNoRegister where the graph does not use it
+  // q_idx and kv_idx where only their difference matters: the tile's first row, and one kv_idx for each difference.
+  RegisterId diagonal_q = kNoRegister, diagonal_kv = kNoRegister;
+  std::vector<Read> reads;
+  std::vector<std::vector<int64_t>> sizes;  ///< of each buffer
+  RegisterId result;
+  std::vector<ProgramContribution> contributions;
+  int64_t register_count[kRates] = {};  ///< positions
+  Kind kind;
+};
+
+}  // namespace fusegrad::score_mod

@@ -1,0 +1,76 @@
+// The text of derivatives: what is merged, what is selected, PyTorch's subgradients.
+#include <gtest/gtest.h>
+
+#include "score_mod/derivative.h"
+#include "score_mod/text.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+std::string derivative(const std::string& text, const std::vector<bool>& wants_grad = {true, true}) {
+  return print(differentiate(parse(text), wants_grad));
+}
+
+TEST(Derivative, OfTheWorkedExample) {
+  EXPECT_EQ(derivative("score_mod 1\nbuffer @0 i64 1\nbuffer @1 f 1\n%0 = load @0 q_idx\n%1 = load @1 %0\n"
+                       "%2 = add score %1\nreturn %2\n"),
+            "derivative 1\nbuffer @0 i64 1\nbuffer @1 f 1\n%0 = load @0 q_idx\nreturn grad\nscatter grad @1 %0\n");
+}
+
+TEST(Derivative, ReadsOfOnePlaceAreOneContribution) {
+  EXPECT_EQ(derivative("score_mod 1\nbuffer @0 f 1\n%0 = load @0 h\n%1 = add score %0\n%2 = load @0 h\n"
+                       "%3 = mul %1 %2\nreturn %3\n"),
+            "derivative 1\nbuffer @0 f 1\n%0 = load @0 h\n%1 = mul grad %0\n%2 = add score %0\n%3 = mul grad %2\n"
+            "%4 = add %3 %1\nreturn %1\nscatter %4 @0 h\n");
+}
+
+TEST(Derivative, OnlyWantedBuffersContribute) {
+  const std::string text =
+      "score_mod 1\nbuffer @0 f 1\nbuffer @1 f 1\n%0 = load @0 h\n%1 = load @1 b\n%2 = mul %0 %1\n%3 = add score %2\n"
+      "return %3\n";
+  EXPECT_EQ(derivative(text, {false, true}),
+            "derivative 1\nbuffer @0 f 1\nbuffer @1 f 1\n%0 = load @0 h\n%1 = mul grad %0\nreturn grad\n"
+            "scatter %1 @1 b\n");
+  EXPECT_EQ(derivative(text, {}), "derivative 1\nbuffer @0 f 1\nbuffer @1 f 1\nreturn grad\n");
+}
+
+TEST(Derivative, ScoreIndependent) {
+  EXPECT_EQ(derivative("score_mod 1\nbuffer @0 f 1\n%0 = load @0 h\nreturn %0\n"),
+            "derivative 1\nbuffer @0 f 1\nreturn 0.0\nscatter grad @0 h\n");
+  EXPECT_EQ(derivative("score_mod 1\nreturn 1.5\n"), "derivative 1\nreturn 0.0\n");
+}
+
+// The selection comes after the products: 0 * inf of a branch not taken is NaN.
+TEST(Derivative, BranchesAreSelectedLast) {
+  EXPECT_EQ(
+      derivative("score_mod 1\n%0 = gt score 0.0\n%1 = log score\n%2 = mul %1 3.0\n%3 = where %0 %2 0.0\nreturn %3\n"),
+      "derivative 1\n%0 = gt score 0.0\n%1 = mul grad 3.0\n%2 = div %1 score\n%3 = where %0 %2 0.0\nreturn %3\n");
+  // One selection where both branches use the score.
+  EXPECT_EQ(derivative("score_mod 1\n%0 = ge q_idx kv_idx\n%1 = mul score 2.0\n%2 = where %0 %1 score\nreturn %2\n"),
+            "derivative 1\n%0 = ge q_idx kv_idx\n%1 = mul grad 2.0\n%2 = where %0 %1 grad\nreturn %2\n");
+}
+
+TEST(Derivative, Subgradients) {
+  EXPECT_EQ(derivative("score_mod 1\n%0 = relu score\nreturn %0\n"),
+            "derivative 1\n%0 = le score 0.0\n%1 = where %0 0.0 grad\nreturn %1\n");
+  EXPECT_EQ(derivative("score_mod 1\n%0 = clamp score -1.0 1.0\nreturn %0\n"),
+            "derivative 1\n%0 = ge score -1.0\n%1 = le score 1.0\n%2 = and %0 %1\n%3 = where %2 grad 0.0\nreturn %3\n");
+  EXPECT_EQ(derivative("score_mod 1\n%0 = max score 0.0\nreturn %0\n"),
+            "derivative 1\n%0 = lt score 0.0\n%1 = eq score 0.0\n%2 = mul grad 0.5\n%3 = where %1 %2 grad\n"
+            "%4 = where %0 0.0 %3\nreturn %4\n");
+  EXPECT_EQ(derivative("score_mod 1\n%0 = abs score\nreturn %0\n"),
+            "derivative 1\n%0 = sign score\n%1 = mul grad %0\nreturn %1\n");
+  for (const char* flat : {"floor", "ceil", "trunc", "round", "sign", "detach"}) {
+    EXPECT_EQ(derivative(std::string("score_mod 1\n%0 = ") + flat + " score\nreturn %0\n"),
+              "derivative 1\nreturn 0.0\n");
+  }
+}
+
+TEST(Derivative, Refusals) {
+  EXPECT_THROW(derivative("mask_mod 1\nreturn true\n"), GraphError);
+  EXPECT_THROW(derivative("derivative 1\nreturn grad\n"), GraphError);
+  EXPECT_THROW(differentiate(Graph(Kind::kScoreMod), {}), GraphError);
+}
+
+}  // namespace
+}  // namespace fusegrad::score_mod

@@ -1,0 +1,167 @@
+// The rendered CUDA source of every example and of every primitive compiles with NVRTC, without a GPU.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "score_mod/derivative.h"
+#include "score_mod/render_cuda.h"
+#include "score_mod/tensors.h"
+#include "score_mod/text.h"
+#include "score_mod_primitive_examples.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+// The few functions of NVRTC that are needed; its headers need not be installed.
+class Nvrtc {
+ public:
+  Nvrtc() {
+    for (const char* path : {FUSEGRAD_TEST_NVRTC, "libnvrtc.so.13", "libnvrtc.so.12"}) {
+      library_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+      if (library_ != nullptr) return;
+    }
+  }
+  bool available() const { return library_ != nullptr; }
+
+  // Empty, or the compiler's words.
+  std::string compile(const std::string& source, const std::string& architecture) const {
+    void* program = nullptr;
+    if (get<int (*)(void**, const char*, const char*, int, const char* const*, const char* const*)>(
+            "nvrtcCreateProgram")(&program, source.c_str(), "score_mod.cu", 0, nullptr, nullptr) != 0) {
+      return "nvrtcCreateProgram failed";
+    }
+    const std::string target = "--gpu-architecture=" + architecture;
+    const char* options[] = {target.c_str(), "--std=c++17", "-default-device", "--Werror=all-warnings"};
+    const int failed = get<int (*)(void*, int, const char* const*)>("nvrtcCompileProgram")(program, 3, options);
+    std::string log;
+    if (failed != 0) {
+      size_t size = 0;
+      get<int (*)(void*, size_t*)>("nvrtcGetProgramLogSize")(program, &size);
+      log.resize(size);
+      get<int (*)(void*, char*)>("nvrtcGetProgramLog")(program, log.data());
+      log = "not compiled: " + log;
+    }
+    get<int (*)(void**)>("nvrtcDestroyProgram")(&program);
+    return log;
+  }
+
+ private:
+  template <class Function>
+  Function get(const char* name) const {
+    return reinterpret_cast<Function>(dlsym(library_, name));
+  }
+  void* library_ = nullptr;
+};
+
+std::string device_header() {
+  std::ifstream file(FUSEGRAD_TEST_SOURCE_DIR "/csrc/cuda/device/score_mod.cuh");
+  std::ostringstream text;
+  text << file.rdbuf();
+  EXPECT_FALSE(text.str().empty());
+  return text.str();
+}
+
+// A struct for the graph, and a kernel that uses all of it.
+class Source {
+ public:
+  void add(const Graph& graph, const std::vector<DType>& dtypes) {
+    RenderOptions options;
+    options.name = "Mod" + std::to_string(count_);
+    options.dtypes = dtypes;
+    text_ += "\n" + render_cuda(graph, options);
+    const std::string arguments = "threadIdx.z, blockIdx.z, threadIdx.x, threadIdx.y, blockIdx.y < 3";
+    std::string body;
+    if (graph.kind() == Kind::kDerivative) {
+      body = "  float value[" + options.name + "::kContributions + 1];\n  out[0] += " + options.name +
+             "::apply(c, score[0], score[1], " + arguments + ", value);\n";
+      for (size_t k = 0; k < graph.contributions().size(); ++k) {
+        const std::string number = std::to_string(k);
+        body += "  out[" + options.name + "::offset_" + number + "(c, score[0], " + arguments + ")] += value[" +
+                number + "] + " + options.name + "::kBuffer[" + number + "];\n";
+      }
+    } else if (graph.kind() == Kind::kMaskMod) {
+      body = "  out[0] = " + options.name + "::apply(c, " + arguments + ");\n";
+    } else {
+      body = "  out[0] = " + options.name + "::apply(c, score[0], " + arguments + ");\n";
+    }
+    text_ += "extern \"C\" __global__ void kernel" + std::to_string(count_++) + "(const " + options.name +
+             "::Captured c, const float* score, float* out) {\n" + body + "}\n";
+  }
+
+  void check() const {
+    const Nvrtc nvrtc;
+    if (!nvrtc.available()) GTEST_SKIP() << "libnvrtc was not found: " << FUSEGRAD_TEST_NVRTC;
+    for (const char* architecture : {"sm_80", "sm_90a"}) {
+      EXPECT_EQ(nvrtc.compile(device_header() + text_, architecture), "") << architecture << "\n" << text_;
+    }
+  }
+
+ private:
+  std::string text_;
+  int count_ = 0;
+};
+
+std::vector<DType> dtypes_of(const ScoreMod& mod) {
+  std::vector<DType> dtypes;
+  for (const at::Tensor& buffer : mod.buffers) dtypes.push_back(dtype_of(buffer));
+  return dtypes;
+}
+
+TEST(RenderCuda, ExamplesCompile) {
+  Source source;
+  for (const auto& example : score_mod_examples()) {
+    const Graph graph = parse(example.mod.text);
+    source.add(graph, dtypes_of(example.mod));
+    source.add(differentiate(graph, std::vector<bool>(example.mod.buffers.size(), true)), dtypes_of(example.mod));
+  }
+  for (const auto& example : mask_mod_examples()) source.add(parse(example.mod.text), dtypes_of(example.mod));
+  source.check();
+}
+
+TEST(RenderCuda, EveryPrimitiveCompiles) {
+  Source source;
+  for (const auto& example : score_mod_primitive_examples())
+    source.add(parse(example.mod.text), dtypes_of(example.mod));
+  source.check();
+}
+
+TEST(RenderCuda, EveryStorageCompiles) {
+  Source source;
+  for (int dtype = 0; dtype <= static_cast<int>(DType::kBool); ++dtype) {
+    const auto storage = static_cast<DType>(dtype);
+    const std::string type(type_name(type_of(storage)));
+    const Graph graph = parse("score_mod 1\nbuffer @0 " + type + " 3\nscalar $0 bool\nscalar $1 i64\nscalar $2 f\n" +
+                              "%0 = sub q_idx kv_idx\n%1 = load @0 %0 $1 -2\n%2 = to_int %1\n%3 = add %2 $0\n" +
+                              "%4 = mul %3 $2\nreturn %4\n");
+    source.add(graph, {storage});
+  }
+  source.check();
+}
+
+TEST(RenderCuda, Literals) {
+  const Graph graph = parse(
+      "score_mod 1\n%0 = neg -1.5\n%1 = sub score -0.0\n%2 = mul %1 1e300\n%3 = add %2 1e-30\n%4 = add %3 nan\n"
+      "%5 = add %4 -inf\n%6 = add q_idx -9223372036854775808\n%7 = sub %6 -2147483648\n%8 = to_float %7\n"
+      "%9 = add %5 %8\n%10 = add %9 %0\nreturn %10\n");
+  Source source;
+  source.add(graph, {});
+  source.check();
+}
+
+TEST(RenderCuda, CapturedWords) {
+  const Graph graph =
+      parse("score_mod 1\nbuffer @0 f 2\nscalar $0 f\nscalar $1 i64\n%0 = load @0 h q_idx\nreturn %0\n");
+  const float data[6] = {};
+  const int64_t sizes[] = {2, 3}, strides[] = {3, 1};
+  const Buffer buffer{data, DType::kFloat32, sizes, strides};
+  const Value scalars[] = {{Type::kFloat, 1.0, 0}, {Type::kInt, 0, -7}};
+  EXPECT_EQ(pack_captured(graph, {&buffer, 1}, scalars),
+            (std::vector<int64_t>{reinterpret_cast<int64_t>(data), 2, 3, 3, 1, 0x3FF0000000000000, -7}));
+  EXPECT_EQ(pack_captured(parse("score_mod 1\nreturn score"), {}, {}), std::vector<int64_t>{0});
+  EXPECT_THROW(pack_captured(graph, {}, scalars), GraphError);
+}
+
+}  // namespace
+}  // namespace fusegrad::score_mod

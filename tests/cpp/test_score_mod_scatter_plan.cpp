@@ -1,0 +1,54 @@
+// The scatter class of every example, and what explain() says.
+#include <gtest/gtest.h>
+
+#include <cctype>
+
+#include "score_mod/derivative.h"
+#include "score_mod/scatter_plan.h"
+#include "score_mod/text.h"
+#include "score_mod_examples.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+TEST(ScatterPlan, ClassesOfTheExamples) {
+  for (const auto& example : score_mod_examples()) {
+    SCOPED_TRACE(example.name);
+    const Graph derivative =
+        differentiate(parse(example.mod.text), std::vector<bool>(example.mod.buffers.size(), true));
+    std::string classes;
+    for (const ScatterStep& step : plan_scatter(derivative)) {
+      const char letter = static_cast<char>(step.scheme);
+      classes += static_cast<char>(step.exclusive ? letter : std::tolower(letter));
+    }
+    EXPECT_EQ(classes, example.classes) << explain(example.mod.text, {true, true, true});
+  }
+}
+
+TEST(ScatterPlan, SmallTablesGetAHistogram) {
+  const Graph derivative =
+      differentiate(parse("score_mod 1\nbuffer @0 i64 2\nbuffer @1 f 1\n"
+                          "%0 = load @0 q_idx kv_idx\n%1 = load @1 %0\n%2 = add score %1\nreturn %2"),
+                    {false, true});
+  const auto class_for = [&](std::vector<int64_t> elements) { return plan_scatter(derivative, elements).at(0).scheme; };
+  EXPECT_EQ(class_for({}), ScatterClass::kGeneral);
+  EXPECT_EQ(class_for({1 << 20, -1}), ScatterClass::kGeneral);
+  EXPECT_EQ(class_for({1 << 20, kSmallTableElements}), ScatterClass::kSmallTable);
+  EXPECT_EQ(class_for({1 << 20, kSmallTableElements + 1}), ScatterClass::kGeneral);
+}
+
+TEST(ScatterPlan, ExplainNamesEveryWantedGradient) {
+  const std::string text = explain(
+      "score_mod 1\nbuffer @0 i64 1\nbuffer @1 f 1\nbuffer @2 f 0\n"
+      "%0 = load @0 q_idx\n%1 = load @1 %0\n%2 = add score %1\nreturn %2",
+      {false, true, true});
+  EXPECT_NE(text.find("scatter grad @1 %0"), std::string::npos) << text;
+  EXPECT_NE(text.find("gradient of @1: class C: the index depends on q_idx: one sum a row; shared by different b, h\n"),
+            std::string::npos)
+      << text;
+  EXPECT_NE(text.find("gradient of @2: zero"), std::string::npos) << text;
+  EXPECT_EQ(text.find("gradient of @0"), std::string::npos) << text;
+}
+
+}  // namespace
+}  // namespace fusegrad::score_mod
