@@ -112,7 +112,7 @@ def test_far_apart_and_close(device: str, beta: float) -> None:
     """Probabilities below float32's range, large offsets, and a divergence that naive sums lose in rounding."""
     far = 40 * torch.randn(4, 500, device=device)
     close = 2 * torch.randn(4, 500, device=device)
-    # On the GPU exponentials are good to 2^-22, and sums are float32: eager loses a tenth and more where rows are close.
+    # On the GPU exponentials are good to 2^-22 and sums are float32; eager loses a tenth and more where rows are close.
     gpu = device == "cuda"
     for student, teacher, bound, grad_bound in (
         (far, 40 * torch.randn(4, 500, device=device), 1e-5, 1e-3 if gpu else 1e-5),
