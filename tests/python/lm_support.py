@@ -1,9 +1,12 @@
 """What the tests of the example programs share: tiny text, a tiny model. Makes `lm` and the programs importable."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("tqdm")
@@ -26,6 +29,18 @@ CONFIG = TrainingConfig(
     warmup_steps=2,
     held_out_batches=2,
 )
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Keeps the global random state; one thread, since on tiny tensors two wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def write_text(folder: Path) -> Path:

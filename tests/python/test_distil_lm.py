@@ -9,7 +9,7 @@ import pytest
 import torch
 
 # First: it makes `lm` importable.
-from lm_support import CONFIG, VOCAB_SIZE, command_line, run_steps, write_text  # isort: skip
+from lm_support import CONFIG, VOCAB_SIZE, command_line, isolated, run_steps, write_text  # isort: skip
 
 import distil_lm
 import train_lm
@@ -22,8 +22,8 @@ STUDENT = DistillationConfig(**{**dataclasses.asdict(CONFIG), "hidden_size": 8, 
 
 
 @pytest.fixture(autouse=True)
-def keep_global_random_state() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+def isolation() -> Iterator[None]:
+    with isolated():
         yield
 
 
@@ -40,7 +40,7 @@ def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> data.
 @pytest.fixture(scope="module")
 def teacher_checkpoint(corpus: data.Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("teacher") / "eager.pt"
-    with torch.random.fork_rng(devices=[]):
+    with isolated():
         run_steps(Trainer(CONFIG, corpus), CONFIG.steps, path)
     return path
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 # First: it makes `lm` importable.
-from lm_support import CONFIG, VOCAB_SIZE, command_line, run_steps, write_text  # isort: skip
+from lm_support import CONFIG, VOCAB_SIZE, command_line, isolated, run_steps, write_text  # isort: skip
 
 import train_lm
 from lm import ExampleError, data, demo, measure, program
@@ -30,8 +30,8 @@ def corpus(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> data.
 
 
 @pytest.fixture(autouse=True)
-def keep_global_random_state() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+def isolation() -> Iterator[None]:
+    with isolated():
         yield
 
 
