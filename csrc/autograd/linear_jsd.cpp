@@ -10,10 +10,6 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "linear_jsd";
 
-// Places of the differentiable arguments of both Functions, and of what their backwards return. An absent bias has
-// no edge, and the last place. The teacher is a constant.
-enum { kInput, kWeight, kBias, kInputs };
-
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearJsd : torch::autograd::Function<LinearJsd> {
@@ -24,28 +20,12 @@ struct LinearJsd : torch::autograd::Function<LinearJsd> {
     at::AutoDispatchBelowAutograd guard;
     const auto [out, gradients] =
         dispatch::linear_jsd_forward(input, weight, bias, teacher, rows, settings, linear, needs_grad, inplace);
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["hooks"] = saved_tensor_hooks_active();
-    ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
-    // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
-    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), inplace ? input : gradients.input, gradients.weight,
-                            gradients.bias, out.scales});
+    save_linear_gradients(ctx, input, weight, bias, gradients, out.scales, inplace);
     return visible(out, settings);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    check_differentiable_outputs(kOp, grads, 1);
-    const auto saved = ctx->get_saved_variables();
-    variable_list result(9);
-    if (!grads[0].defined()) return result;
-    const bool hooks = ctx->saved_data["hooks"].toBool();
-    const auto factor = deferred_factor(saved[6], ctx->saved_data["half"].toBool() ? at::kHalf : at::kFloat);
-    const std::vector<Tensor> inputs(saved.begin(), saved.begin() + (saved[kBias].defined() ? 3 : 2));
-    for (size_t i = 0; i < kInputs; ++i) {
-      if (!saved[i].defined() || !ctx->needs_input_grad(i)) continue;
-      result[i] = refuse_double_backward(kOp, scale_saved(saved[kInputs + i], grads[0], factor, hooks), inputs);
-    }
-    return result;
+    return scale_linear_gradients(kOp, ctx, grads, 9);
   }
 };
 

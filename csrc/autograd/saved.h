@@ -90,4 +90,38 @@ inline at::Tensor scale_saved(const at::Tensor& saved, const at::Tensor& upstrea
   return saved.detach();
 }
 
+/// Places of the linear losses' differentiable arguments in their Functions, and of what their backwards return. An
+/// absent bias has no edge, and the last place.
+enum { kInput, kWeight, kBias, kInputs };
+
+/// Keeps the gradients that a linear loss made for an upstream gradient of 1; in place the input's lies in the input.
+inline void save_linear_gradients(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                                  const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                  const LinearGradients& gradients, const at::Tensor& scales, bool inplace) {
+  ctx->set_materialize_grads(false);
+  ctx->saved_data["hooks"] = saved_tensor_hooks_active();
+  ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
+  // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
+  ctx->save_for_backward({input, weight, bias.value_or(at::Tensor()), inplace ? input : gradients.input,
+                          gradients.weight, gradients.bias, scales});
+}
+
+/// The backward of what save_linear_gradients() kept, for a Function of `arguments` arguments.
+inline torch::autograd::variable_list scale_linear_gradients(const char* op, torch::autograd::AutogradContext* ctx,
+                                                             const torch::autograd::variable_list& grads,
+                                                             size_t arguments) {
+  check_differentiable_outputs(op, grads, 1);
+  const auto saved = ctx->get_saved_variables();
+  torch::autograd::variable_list result(arguments);
+  if (!grads[0].defined()) return result;
+  const bool hooks = ctx->saved_data["hooks"].toBool();
+  const auto factor = deferred_factor(saved[6], ctx->saved_data["half"].toBool() ? at::kHalf : at::kFloat);
+  const std::vector<at::Tensor> inputs(saved.begin(), saved.begin() + (saved[kBias].defined() ? 3 : 2));
+  for (size_t i = 0; i < kInputs; ++i) {
+    if (!saved[i].defined() || !ctx->needs_input_grad(i)) continue;
+    result[i] = refuse_double_backward(op, scale_saved(saved[kInputs + i], grads[0], factor, hooks), inputs);
+  }
+  return result;
+}
+
 }  // namespace fusegrad::autograd
