@@ -16,6 +16,7 @@ from lm_support import CONFIG, EXAMPLES, VOCAB_SIZE, command_line, isolated, run
 
 import train_lm
 from lm import ExampleError, data, demo, program
+from lm.attention import ATTENTIONS
 from lm.model import LOSSES, generate, loss_function
 from lm.training import StopRequest, Trainer
 
@@ -334,3 +335,21 @@ print(memory.bytes() >> 20)
 """
     run = subprocess.run([sys.executable, "-c", script], cwd=EXAMPLES, capture_output=True, text=True, check=True)
     assert 200 <= int(run.stdout) <= 400
+
+
+@pytest.mark.parametrize("positions", ["embedding", "relative", "alibi"])
+def test_both_attentions_train_alike(corpus: data.Corpus, positions: str) -> None:
+    pytest.importorskip("fusegrad")
+    config = dataclasses.replace(CONFIG, dropout=0.0, positions=positions)
+    runs = {name: Trainer(dataclasses.replace(config, attention=name), corpus) for name in ATTENTIONS}
+    for trainer in runs.values():
+        run_steps(trainer, config.steps)
+    sdpa, fusegrad = (trainer.history.losses for trainer in runs.values())
+    assert fusegrad == pytest.approx(sdpa, abs=1e-4)
+    learned = [dict(t.model.named_parameters()) for t in runs.values()]
+    biases = [name for name in learned[0] if name.endswith((".relative", ".slopes"))]
+    assert bool(biases) == (positions != "embedding")
+    start = dict(Trainer(config, corpus).model.named_parameters())
+    for name in biases:
+        assert not torch.equal(learned[0][name], start[name])
+        torch.testing.assert_close(learned[1][name], learned[0][name], atol=2e-3, rtol=1e-2)
