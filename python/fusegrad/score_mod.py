@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fusegrad._C import score_mod as _language
 
+from ._tracing.cache import trace as _trace
 from ._tracing.errors import TraceError
-from ._tracing.run import run
 
 __all__ = ["ScoreMod", "TraceError", "explain", "trace_mask_mod", "trace_score_mod"]
 
@@ -110,8 +110,17 @@ def _traced(function: Callable | ScoreMod, kind: str, device: torch.device | Non
         return function
     if not callable(function):
         raise TypeError(f"trace_{kind}: the {kind} must be callable, but got {type(function).__name__}")
-    result = run(function, kind, device or torch.device("cpu"))
-    return ScoreMod(result.text, result.buffers, ())
+    return _made(kind, *_trace(function, kind, device))
+
+
+def _made(
+    kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int | float | bool, ...]
+) -> ScoreMod:
+    """Without the checks: what the tracer makes is right."""
+    made = object.__new__(ScoreMod)
+    for name, value in (("text", text), ("buffers", buffers), ("scalars", scalars), ("kind", kind)):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def explain(score_mod: Callable | ScoreMod) -> str:

@@ -44,7 +44,7 @@ def run(function: Callable, kind: str, device: torch.device, call: Callable | No
     trace = Trace(device)
     name = f"{kind} {name_of(function)}"
     try:
-        with trace.active():
+        with torch.enable_grad(), trace.active():
             result = call(*(trace.input(x) for x in INPUTS[kind]))
         with torch._C.DisableTorchFunctionSubclass():
             term = _result(trace, kind, result)

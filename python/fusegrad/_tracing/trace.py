@@ -57,7 +57,6 @@ class Trace:
         self.buffers: list[Tensor] = []
         self.scalars: list[Lifted] = []
         self.steps = Steps()
-        self.grad_mode = torch.is_grad_enabled()
         self._places: dict[int, int] = {}
 
     # --- values ---
@@ -291,7 +290,7 @@ class Trace:
         return x
 
     def _run(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        detached = self.grad_mode and not torch.is_grad_enabled()
+        detached = not torch.is_grad_enabled()
         with torch.no_grad():
             out = func(*args, **kwargs)
             if detached:
