@@ -342,7 +342,12 @@ def _products(trace: Trace, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
-    out = _meta(func, args, kwargs)
+    # Floats of one kind: a score in float32 and a captured tensor in float64 are the same to the language.
+    dtype = torch.promote_types(args[0].dtype, args[1].dtype)
+    if args[0].dtype.is_floating_point and args[1].dtype.is_floating_point:
+        out = _meta(func, [torch.empty(x.shape, dtype=dtype, device="meta") for x in args[:2]], kwargs)
+    else:
+        out = _meta(func, args, kwargs)
     a, b = (_terms(trace, x) for x in args[:2])
     if a.dim() == 3:  # bmm
         terms = torch.stack([_products(trace, x, y) for x, y in zip(a, b, strict=True)])

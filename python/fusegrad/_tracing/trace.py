@@ -375,6 +375,23 @@ class Trace:
             args, kwargs = mapped((args, kwargs), bound)
         return self._run(func, args, kwargs)
 
+    def _call_matmul(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        # Of a vector and a matrix PyTorch reshapes the result in place, which a tensor without memory cannot follow.
+        a, b = mapped(tuple(args), self._operand)
+        if _name(func) == "__rmatmul__":
+            a, b = b, a
+        if a.dim() == 1 and b.dim() == 2:
+            return self._run(torch.mv, (b.t(), a), {})
+        return self._run(torch.matmul, (a, b), {})
+
+    _call_rmatmul = _call_matmul
+
+    def _call_linear(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        (x, weight, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
+        bias = rest[0] if rest else kwargs.get("bias")
+        product = self._call_matmul(torch.matmul, (x, self._run(torch.t, (weight,), {})), {})
+        return product if bias is None else self._run(torch.add, (product, bias), {})
+
     _call_clamp = _call_clip = _call_clamp_min = _call_clamp_max = _clamp
 
 
