@@ -9,6 +9,7 @@ from ._load import build_info  # first: it registers torch.ops.fusegrad, which e
 from . import utils
 from ._C import check_targets_enabled, set_check_targets
 from ._load import version as __version__
+from .attention import flex_attention
 from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
 from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
 from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
@@ -30,6 +31,7 @@ __all__ = [
     "check_targets_enabled",
     "cross_entropy",
     "explain",
+    "flex_attention",
     "jsd",
     "linear_cross_entropy",
     "linear_jsd",

@@ -22,8 +22,18 @@ _ANY_LENGTH = 1 << 30
 _Mod = tuple[str, list[Tensor], list[int | float | bool]]
 
 
-def _arguments(mod: ScoreMod | None) -> _Mod:
-    return ("", [], []) if mod is None else (mod.text, list(mod.buffers), list(mod.scalars))
+@torch.compiler.disable(reason="fusegrad traces a function eagerly; hand flex_attention a ScoreMod for a full graph")
+def _traced(function: Callable[..., Any], kind: str, device: torch.device) -> ScoreMod:
+    return (trace_score_mod if kind == "score_mod" else trace_mask_mod)(function, device=device)
+
+
+def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: torch.device) -> _Mod:
+    """What the op takes of a function or of a traced one."""
+    if mod is None:
+        return "", [], []
+    # A ScoreMod goes straight through, also where torch.compile traces this.
+    made = mod if isinstance(mod, ScoreMod) and mod.kind == kind else _traced(mod, kind, device)
+    return made.text, list(made.buffers), list(made.scalars)
 
 
 def _mask_arguments(
@@ -31,7 +41,7 @@ def _mask_arguments(
 ) -> tuple[_Mod, list[Tensor], list[Tensor], list[int]]:
     """Of a block mask, what the op takes: its mask_mod, the lists by query block and by key block, the block size."""
     if block_mask is None:
-        return _arguments(None), [], [], []
+        return _arguments(None, "mask_mod", query.device), [], [], []
     size = (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1])
     if size != (_ANY_LENGTH, _ANY_LENGTH) and query.dim() == key.dim() == 4:
         lengths = (block_mask.seq_lengths[0], block_mask.seq_lengths[1])
@@ -49,9 +59,8 @@ def _mask_arguments(
     m = block_mask
     kv_blocks = lists(m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices)
     q_blocks = lists(m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices)
-    function = block_mask.mask_mod
-    mask_mod = None if function is None or function is noop_mask else trace_mask_mod(function, device=query.device)
-    return _arguments(mask_mod), kv_blocks, q_blocks, list(size)
+    mask_mod = None if m.mask_mod is noop_mask else m.mask_mod
+    return _arguments(mask_mod, "mask_mod", query.device), kv_blocks, q_blocks, list(size)
 
 
 def flex_attention(
@@ -108,12 +117,11 @@ def flex_attention(
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise TypeError(f"flex_attention: kernel_options must be a dict, but got {type(kernel_options).__name__}")
     mask_mod, kv_blocks, q_blocks, block_size = _mask_arguments(block_mask, query, key)
-    mod = None if score_mod is None else trace_score_mod(score_mod, device=query.device)
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
         query,
         key,
         value,
-        *_arguments(mod),
+        *_arguments(score_mod, "score_mod", query.device),
         *mask_mod,
         kv_blocks,
         q_blocks,
