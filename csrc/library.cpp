@@ -118,6 +118,33 @@ TORCH_LIBRARY(fusegrad, m) {
                 "bool renormalize, int ignore_index" +
                 head_options + ", bool[3] needs_grad) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
+  // --- flex attention --------------------------------------------------------------------------------------
+  // B batch, H query heads, M queries, N keys. A mod is a text of the score_mod language, empty for none, with the
+  // tensors and numbers that it declares. `kv_blocks` are a BlockMask's lists: none; num_blocks and indices of the
+  // partial blocks; or these and the full blocks' as well. `q_blocks` are the same by key block, for backwards that
+  // want them. lse and max_scores are [B, H, M] acc and differentiable; max_scores is empty unless `aux` asks for it,
+  // see FlexAuxBit. `inplace` lets the backward write over query, key and value.
+  const std::string mods =
+      "str score_mod, Tensor[] score_mod_buffers, Scalar[] score_mod_scalars, str mask_mod, "
+      "Tensor[] mask_mod_buffers, Scalar[] mask_mod_scalars, Tensor[] kv_blocks, Tensor[] q_blocks, int[] block_size, ";
+  define(m,
+         "flex_attention(Tensor query, Tensor key, Tensor value, " + mods +
+             "float? scale=None, bool enable_gqa=False, bool inplace=False, bool? deterministic=None, int aux=0) "
+             "-> (Tensor out, Tensor lse, Tensor max_scores)");
+  // `max_ties` [B, H, M]: how many scores of a row equal the largest.
+  define(m, "flex_attention_forward(Tensor query, Tensor key, Tensor value, " + mods +
+                "float scale, int aux) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties)");
+  // `needs_grad`: of query, key, value, then of each of the score_mod's buffers; what is not wanted is empty. The
+  // in-place twin writes the first three over the inputs.
+  const std::string flex_saved =
+      "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_max_scores, Tensor out, Tensor lse, Tensor max_scores, "
+      "Tensor max_ties, " +
+      mods + "float scale, bool deterministic, bool[] needs_grad)";
+  define(m, "flex_attention_backward(Tensor query, Tensor key, Tensor value, " + flex_saved +
+                " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
+  define(m, "flex_attention_backward_(Tensor(a!) query, Tensor(b!) key, Tensor(c!) value, " + flex_saved +
+                " -> Tensor[] grad_buffers");
+
   // --- shared ----------------------------------------------------------------------------------------------
   // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.
   // In place, rows whose factor is 1 are not touched.

@@ -1,6 +1,7 @@
 // The autograd Functions' front doors: differentiable forwards on rows.
 #pragma once
 
+#include "attention/flex_attention.h"
 #include "ops/dispatch.h"
 
 namespace fusegrad::autograd {
@@ -23,5 +24,10 @@ JsdOutputs jsd(const at::Tensor& student, const at::Tensor& teacher, const JsdRo
 JsdOutputs linear_jsd(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                       const JsdTeacher& teacher, const JsdRows& rows, const JsdSettings& settings,
                       const LinearOptions& linear, bool recompute, bool inplace);
+
+/// query [B, H, M, D], key and value [B or 1, H / group, N, D or E]. `inplace` lets the backward write over the three.
+/// max_scores is defined where `aux` asks for it.
+FlexOutputs flex_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const FlexScores& scores, int64_t aux, bool deterministic, bool inplace);
 
 }  // namespace fusegrad::autograd

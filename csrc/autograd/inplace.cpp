@@ -7,7 +7,9 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 namespace fusegrad {
 namespace {
@@ -36,6 +38,39 @@ bool surely_apart(const at::Tensor& tensor, const at::Tensor& other) {
   return at::get_overlap_status(tensor, other) != at::MemOverlapStatus::TooHard;
 }
 
+const at::Tensor& get(const at::Tensor& tensor) { return tensor; }
+const at::Tensor& get(const std::optional<at::Tensor>& tensor) {
+  static const at::Tensor none;
+  return tensor.has_value() ? *tensor : none;
+}
+
+template <class Others>
+bool autograd_allows(const at::Tensor& tensor, const Others& others) {
+  if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
+  torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
+  at::assert_no_internal_overlap(tensor);
+  bool decidable = true;
+  for (const auto& other : others) {
+    if (get(other).defined()) decidable &= surely_apart(tensor, get(other));
+  }
+  return decidable && !saved_tensor_hooks_active();
+}
+
+// Strides grow so fast that no two elements can share memory.
+bool elements_apart(const at::Tensor& tensor) {
+  std::vector<int64_t> dims;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.sym_size(d) != 1) dims.push_back(d);
+  }
+  std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return tensor.sym_stride(a) < tensor.sym_stride(b); });
+  c10::SymInt extent = 1;
+  for (const int64_t d : dims) {
+    if (tensor.sym_stride(d) < extent) return false;
+    extent = extent + tensor.sym_stride(d) * (tensor.sym_size(d) - 1);
+  }
+  return true;
+}
+
 // Passes a gradient on; its own backward raises.
 struct RefuseDoubleBackward : torch::autograd::Function<RefuseDoubleBackward> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& gradient,
@@ -56,14 +91,11 @@ struct RefuseDoubleBackward : torch::autograd::Function<RefuseDoubleBackward> {
 bool saved_tensor_hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
 
 bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional<at::Tensor>> others) {
-  if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
-  torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
-  at::assert_no_internal_overlap(tensor);
-  bool decidable = true;
-  for (const auto& other : others) {
-    if (other.has_value() && other->defined()) decidable &= surely_apart(tensor, *other);
-  }
-  return decidable && !saved_tensor_hooks_active() && rows_writable(tensor);
+  return autograd_allows(tensor, others) && rows_writable(tensor);
+}
+
+bool may_overwrite_strided(const at::Tensor& tensor, at::TensorList others) {
+  return autograd_allows(tensor, others) && elements_apart(tensor);
 }
 
 bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active) {

@@ -18,6 +18,9 @@ namespace fusegrad {
 /// tensor, an overlap with one of `others`. Nothing has been written then.
 bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional<at::Tensor>> others);
 
+/// The same for an op that writes tensors of any strides.
+bool may_overwrite_strided(const at::Tensor& tensor, at::TensorList others);
+
 /// Saved-tensor hooks (save_on_cpu, activation checkpointing) are active: what is saved may be somebody else's.
 bool saved_tensor_hooks_active();
 

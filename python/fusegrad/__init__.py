@@ -9,9 +9,11 @@ from ._load import build_info  # first: it registers torch.ops.fusegrad, which e
 from . import utils
 from ._C import check_targets_enabled, set_check_targets
 from ._load import version as __version__
+from .attention import flex_attention
 from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
 from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
 from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
+from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
 
 __all__ = [
     "Aux",
@@ -22,13 +24,19 @@ __all__ = [
     "JSDLoss",
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",
+    "ScoreMod",
+    "TraceError",
     "__version__",
     "build_info",
     "check_targets_enabled",
     "cross_entropy",
+    "explain",
+    "flex_attention",
     "jsd",
     "linear_cross_entropy",
     "linear_jsd",
     "set_check_targets",
+    "trace_mask_mod",
+    "trace_score_mod",
     "utils",
 ]

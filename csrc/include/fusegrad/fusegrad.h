@@ -3,6 +3,7 @@
 
 #include "fusegrad/check_targets.h"
 #include "fusegrad/cross_entropy.h"
+#include "fusegrad/flex_attention.h"
 #include "fusegrad/jsd.h"
 #include "fusegrad/linear_cross_entropy.h"
 #include "fusegrad/linear_jsd.h"

@@ -1,0 +1,59 @@
+#include "attention/flex_attention.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace fusegrad::dispatch {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using OptionalTensor = std::optional<Tensor>;
+using Scalars = at::ArrayRef<at::Scalar>;
+
+template <class Signature>
+auto handle(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+
+template <class Result>
+using BackwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                 const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                                 const Tensor&, const Tensor&, std::string_view, TensorList, Scalars, std::string_view,
+                                 TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double, bool,
+                                 const c10::List<bool>&);
+
+}  // namespace
+
+FlexOutputs flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const FlexScores& scores, int64_t aux) {
+  using Signature = FlexOutputTuple(const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars,
+                                    std::string_view, TensorList, Scalars, TensorList, TensorList, at::IntArrayRef,
+                                    double, int64_t);
+  static const auto op = handle<Signature>("fusegrad::flex_attention_forward");
+  return std::make_from_tuple<FlexOutputs>(
+      op.call(query, key, value, scores.score_mod.text, scores.score_mod.buffers, scores.score_mod.scalars,
+              scores.mask_mod.text, scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks,
+              scores.q_blocks, scores.block_size, scores.scale, aux));
+}
+
+FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key,
+                                      const Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                                      bool deterministic, const std::vector<bool>& needs_grad, bool inplace) {
+  static const auto functional = handle<BackwardSignature<FlexGradientTuple>>("fusegrad::flex_attention_backward");
+  static const auto mutating = handle<BackwardSignature<std::vector<Tensor>>>("fusegrad::flex_attention_backward_");
+  c10::List<bool> needs;
+  for (const bool wanted : needs_grad) needs.push_back(wanted);
+  const auto call = [&](const auto& op) {
+    return op.call(query, key, value, optional_of(upstream.out), optional_of(upstream.lse),
+                   optional_of(upstream.max_scores), saved.out, saved.lse, saved.max_scores, saved.max_ties,
+                   scores.score_mod.text, scores.score_mod.buffers, scores.score_mod.scalars, scores.mask_mod.text,
+                   scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks, scores.q_blocks,
+                   scores.block_size, scores.scale, deterministic, needs);
+  };
+  if (inplace) return {{}, {}, {}, call(mutating)};
+  return std::make_from_tuple<FlexGradients>(call(functional));
+}
+
+}  // namespace fusegrad::dispatch

@@ -1,0 +1,62 @@
+// flex_attention below its front end: what the ops take and return, and their typed dispatcher calls.
+//
+// Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of keys and of values. `acc` is float64 for
+// float64 and float32 otherwise.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "fusegrad/score_mod.h"
+
+namespace fusegrad {
+
+/// What shapes the scores. Lists of blocks are those of PyTorch's BlockMask: none, or (num_blocks, indices) of the
+/// partial blocks, or those followed by the same two of the full blocks; int32, [B or 1, H or 1, rows] and
+/// [B or 1, H or 1, rows, columns]. `q_blocks` list the query blocks of each key block; the CPU does without.
+struct FlexScores {
+  ScoreMod score_mod, mask_mod;  ///< an empty text: none
+  std::vector<at::Tensor> kv_blocks, q_blocks;
+  std::array<int64_t, 2> block_size{};  ///< of queries and of keys
+  double scale = 1.0;
+};
+
+/// The bits of an op's `aux`: what is asked for besides the output. lse comes always.
+enum FlexAuxBit : int64_t { kFlexMaxScores = 1 };
+
+/// out [B, H, M, E], strides in the order of the query's; lse, max_scores and max_ties (how many scores of a row equal
+/// the largest) [B, H, M] acc, the latter two empty unless asked for.
+struct FlexOutputs {
+  at::Tensor out, lse, max_scores, max_ties;
+};
+
+/// Empty where not wanted; query, key and value empty too where they were written in place.
+struct FlexGradients {
+  at::Tensor query, key, value;
+  std::vector<at::Tensor> buffers;
+};
+
+using FlexOutputTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using FlexGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, std::vector<at::Tensor>>;
+
+/// What the upstream gradients are; undefined where there is none.
+struct FlexUpstream {
+  at::Tensor out, lse, max_scores;
+};
+
+namespace dispatch {
+
+FlexOutputs flex_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                   const FlexScores& scores, int64_t aux);
+/// needs_grad: of query, key, value, then of each buffer of the score_mod. In place, the first three lie in the inputs
+/// afterwards.
+FlexGradients flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
+                                      const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                                      bool deterministic, const std::vector<bool>& needs_grad, bool inplace);
+
+}  // namespace dispatch
+}  // namespace fusegrad

@@ -1,0 +1,110 @@
+// The kernels of flex_attention_forward and its backwards: from the schemas in library.cpp to plain arguments.
+#include <torch/library.h>
+
+#include "attention/outputs.h"
+#include "cpu/flex_attention.h"
+
+namespace fusegrad {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using OptionalTensor = std::optional<Tensor>;
+using Scalars = at::ArrayRef<at::Scalar>;
+
+// The arguments that both directions have alike, in the order of the schemas.
+FlexScores make_scores(std::string_view score_mod, TensorList score_mod_buffers, Scalars score_mod_scalars,
+                       std::string_view mask_mod, TensorList mask_mod_buffers, Scalars mask_mod_scalars,
+                       TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale) {
+  FlexScores scores;
+  scores.score_mod = {std::string(score_mod), score_mod_buffers.vec(), score_mod_scalars.vec()};
+  scores.mask_mod = {std::string(mask_mod), mask_mod_buffers.vec(), mask_mod_scalars.vec()};
+  scores.kv_blocks = kv_blocks.vec();
+  scores.q_blocks = q_blocks.vec();
+  std::copy(block_size.begin(), block_size.end(), scores.block_size.begin());
+  scores.scale = scale;
+  return scores;
+}
+
+FlexOutputTuple to_tuple(const FlexOutputs& o) { return {o.out, o.lse, o.max_scores, o.max_ties}; }
+FlexGradientTuple to_tuple(const FlexGradients& g) { return {g.query, g.key, g.value, g.buffers}; }
+
+FlexOutputTuple forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value, std::string_view score_mod,
+                            TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod,
+                            TensorList mask_mod_buffers, Scalars mask_mod_scalars, TensorList kv_blocks,
+                            TensorList q_blocks, at::IntArrayRef block_size, double scale, int64_t aux) {
+  return cpu::flex_attention_forward(
+      query, key, value,
+      make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
+                  kv_blocks, q_blocks, block_size, scale),
+      aux);
+}
+
+FlexOutputTuple forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& value,
+                             std::string_view /*score_mod*/, TensorList /*score_mod_buffers*/,
+                             Scalars /*score_mod_scalars*/, std::string_view /*mask_mod*/,
+                             TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/, TensorList /*kv_blocks*/,
+                             TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/, double /*scale*/, int64_t aux) {
+  return to_tuple(empty_flex_outputs(query, value, aux));
+}
+
+std::vector<bool> flags_of(const c10::List<bool>& list) { return {list.begin(), list.end()}; }
+
+template <bool inplace>
+using Gradients = std::conditional_t<inplace, std::vector<Tensor>, FlexGradientTuple>;
+
+template <bool inplace>
+Gradients<inplace> as_returned(FlexGradients grads) {
+  if constexpr (inplace) {
+    return std::move(grads.buffers);
+  } else {
+    return to_tuple(grads);
+  }
+}
+
+template <bool inplace>
+Gradients<inplace> backward_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                                const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
+                                const Tensor& max_scores, const Tensor& max_ties, std::string_view score_mod,
+                                TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod,
+                                TensorList mask_mod_buffers, Scalars mask_mod_scalars, TensorList kv_blocks,
+                                TensorList q_blocks, at::IntArrayRef block_size, double scale, bool /*deterministic*/,
+                                const c10::List<bool>& needs_grad) {
+  return as_returned<inplace>(cpu::flex_attention_backward(
+      {grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key, value,
+      {out, lse, max_scores, max_ties},
+      make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
+                  kv_blocks, q_blocks, block_size, scale),
+      flags_of(needs_grad), inplace));
+}
+
+template <bool inplace>
+Gradients<inplace> backward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                                 const OptionalTensor& /*grad_out*/, const OptionalTensor& /*grad_lse*/,
+                                 const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/,
+                                 const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/,
+                                 std::string_view /*score_mod*/, TensorList score_mod_buffers,
+                                 Scalars /*score_mod_scalars*/, std::string_view /*mask_mod*/,
+                                 TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,
+                                 TensorList /*kv_blocks*/, TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/,
+                                 double /*scale*/, bool /*deterministic*/, const c10::List<bool>& needs_grad) {
+  return as_returned<inplace>(empty_flex_gradients(query, key, value, score_mod_buffers,
+                                                   flags_of(needs_grad), inplace));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) {
+  m.impl("flex_attention_forward", TORCH_FN(forward_cpu));
+  m.impl("flex_attention_backward", TORCH_FN(backward_cpu<false>));
+  m.impl("flex_attention_backward_", TORCH_FN(backward_cpu<true>));
+}
+
+TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
+  m.impl("flex_attention_forward", TORCH_FN(forward_meta));
+  m.impl("flex_attention_backward", TORCH_FN(backward_meta<false>));
+  m.impl("flex_attention_backward_", TORCH_FN(backward_meta<true>));
+}
+
+}  // namespace fusegrad

@@ -1,0 +1,236 @@
+#include "fusegrad/flex_attention.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "attention/flex_attention.h"
+#include "autograd/autograd.h"
+#include "autograd/inplace.h"
+#include "ops/check.h"
+#include "score_mod/cache.h"
+#include "score_mod/tensors.h"
+
+namespace fusegrad {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using Scalars = at::ArrayRef<at::Scalar>;
+
+constexpr const char* kOp = "flex_attention";
+
+void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa) {
+  check_floating(kOp, "query", query);
+  check_floating(kOp, "key", key);
+  check_floating(kOp, "value", value);
+  const auto check_dim = [](const char* name, const char* shape, const Tensor& t) {
+    FUSEGRAD_CHECK_VALUE(t.dim() == 4, kOp, name, " must have shape ", shape, ", but got ", t.sym_sizes());
+  };
+  check_dim("query", "[B, H, M, D]", query);
+  check_dim("key", "[B, Hkv, N, D]", key);
+  check_dim("value", "[B, Hkv, N, E]", value);
+  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"key", key}, {"value", value}}) {
+    FUSEGRAD_CHECK_VALUE(t.device() == query.device(), kOp, name, " must be on the query's device ", query.device(),
+                         ", but got ", t.device());
+    FUSEGRAD_CHECK_TYPE(t.scalar_type() == query.scalar_type(), kOp, name, " must have the query's dtype ",
+                        query.scalar_type(), ", but got ", t.scalar_type());
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(!query.is_cuda(), kOp, ": query must be on the CPU, where its kernels are so far, but got ",
+                              query.device());
+  FUSEGRAD_CHECK_VALUE(query.sym_size(3) >= 1, kOp, "query must have a head size D of at least 1, but got ",
+                       query.sym_sizes());
+  FUSEGRAD_CHECK_VALUE(key.sym_size(3) == query.sym_size(3), kOp, "key must have the query's head size ",
+                       query.sym_size(3), ", but got ", key.sym_size(3));
+  FUSEGRAD_CHECK_VALUE(key.sym_sizes().slice(0, 3) == value.sym_sizes().slice(0, 3), kOp,
+                       "value must have the key's batch, heads and length ", key.sym_sizes().slice(0, 3), ", but got ",
+                       value.sym_sizes().slice(0, 3));
+  FUSEGRAD_CHECK_VALUE(key.sym_size(0) == query.sym_size(0) || key.sym_size(0) == 1, kOp,
+                       "key must have the query's batch size ", query.sym_size(0), " or 1, but got ", key.sym_size(0));
+  const auto heads = query.sym_size(1), key_heads = key.sym_size(1);
+  if (enable_gqa) {
+    FUSEGRAD_CHECK_VALUE(key_heads > 0 && heads % key_heads == 0, kOp,
+                         "query must have a multiple of the key's heads with enable_gqa, but got ", heads, " and ",
+                         key_heads);
+  } else {
+    FUSEGRAD_CHECK_VALUE(key_heads == heads, kOp, "key must have the query's heads ", heads,
+                         " unless enable_gqa is set, but got ", key_heads);
+  }
+}
+
+// The text, and that what is captured is what it declares.
+void check_mod(const char* name, score_mod::Kind kind, const ScoreMod& mod, const Tensor& query) {
+  if (mod.text.empty()) {
+    FUSEGRAD_CHECK_VALUE(mod.buffers.empty() && mod.scalars.empty(), kOp, name,
+                         " must have a text where it captures something, but got an empty one");
+    return;
+  }
+  std::shared_ptr<const score_mod::Graph> graph;
+  try {
+    graph = score_mod::cached_graph(mod.text);
+  } catch (const score_mod::GraphError& error) {
+    FUSEGRAD_CHECK_VALUE(false, kOp, name, " must be a text of the score_mod language, but got ", error.what());
+  }
+  FUSEGRAD_CHECK_VALUE(graph->kind() == kind, kOp, name, " must be a ", score_mod::kind_name(kind), ", but got a ",
+                       score_mod::kind_name(graph->kind()));
+  const auto& declared = graph->buffers();
+  FUSEGRAD_CHECK_VALUE(mod.buffers.size() == declared.size() && mod.scalars.size() == graph->scalars().size(), kOp,
+                       name, " must come with the ", declared.size(), " buffers and ", graph->scalars().size(),
+                       " scalars that it declares, but got ", mod.buffers.size(), " and ", mod.scalars.size());
+  for (size_t i = 0; i < declared.size(); ++i) {
+    const auto& buffer = mod.buffers[i];
+    const std::string what = std::string(name) + "'s buffer @" + std::to_string(i);
+    check_dense(kOp, what.c_str(), buffer);
+    FUSEGRAD_CHECK_VALUE(buffer.device() == query.device(), kOp, what, " must be on the query's device ",
+                         query.device(), ", but got ", buffer.device());
+    const auto type = score_mod::type_of(score_mod::dtype_of(buffer));
+    FUSEGRAD_CHECK_TYPE(type == declared[i].type, kOp, what, " must hold ", score_mod::type_name(declared[i].type),
+                        ", as the text says, but got ", buffer.scalar_type());
+    FUSEGRAD_CHECK_VALUE(buffer.dim() == declared[i].rank, kOp, what, " must have ", declared[i].rank,
+                         " dimensions, as the text says, but got ", buffer.dim());
+  }
+  for (size_t i = 0; i < mod.scalars.size(); ++i) {
+    const auto type = score_mod::value_of(mod.scalars[i]).type;
+    FUSEGRAD_CHECK_TYPE(type == graph->scalars()[i], kOp, name, "'s scalar $", i, " must be ",
+                        score_mod::type_name(graph->scalars()[i]), ", as the text says, but got ",
+                        score_mod::type_name(type));
+  }
+}
+
+// [.., rows] and [.., rows, columns] with leading dimensions that stand for the query's; as [B or 1, H or 1, ...].
+std::vector<Tensor> check_blocks(const char* name, TensorList lists, const Tensor& query, const c10::SymInt& length,
+                                 int64_t block) {
+  FUSEGRAD_CHECK_VALUE(lists.empty() || lists.size() == 2 || lists.size() == 4, kOp, name,
+                       " must be num_blocks and indices of the partial and perhaps of the full blocks, but got ",
+                       lists.size(), " tensors");
+  std::vector<Tensor> result;
+  const auto rows = (length + (block - 1)) / block;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    auto list = lists[i];
+    check_dense(kOp, name, list);
+    const auto dtype = list.scalar_type();
+    FUSEGRAD_CHECK_TYPE(dtype == at::kInt || dtype == at::kLong, kOp, name, " must hold int32 or int64, but got ",
+                        dtype);
+    FUSEGRAD_CHECK_VALUE(list.device() == query.device(), kOp, name, " must be on the query's device ",
+                         query.device(), ", but got ", list.device());
+    const int64_t dims = 3 + static_cast<int64_t>(i % 2);
+    while (list.dim() < dims) list = list.unsqueeze(0);
+    FUSEGRAD_CHECK_VALUE(list.dim() == dims && (list.sym_size(0) == 1 || list.sym_size(0) == query.sym_size(0)) &&
+                             (list.sym_size(1) == 1 || list.sym_size(1) == query.sym_size(1)),
+                         kOp, name, " must have the query's batch size and heads ", query.sym_sizes().slice(0, 2),
+                         " or 1 in their place, but got shape ", lists[i].sym_sizes());
+    FUSEGRAD_CHECK_VALUE(list.sym_size(2) == rows || length == 0, kOp, name, " must list the blocks of ", rows,
+                         " rows of blocks for ", length, " indices in blocks of ", block, ", but got ",
+                         list.sym_size(2));
+    FUSEGRAD_CHECK_VALUE(i == 0 || list.sym_sizes().slice(0, 3) == result[0].sym_sizes().slice(0, 3), kOp, name,
+                         " must have leading dimensions in common, but got ", list.sym_sizes(), " beside ",
+                         result[0].sym_sizes());
+    result.push_back(list);
+  }
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
+    const Tensor& query, const Tensor& key, const Tensor& value, std::string_view score_mod,
+    TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod, TensorList mask_mod_buffers,
+    Scalars mask_mod_scalars, TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size,
+    std::optional<double> scale, bool enable_gqa, bool inplace, std::optional<bool> deterministic, int64_t aux) {
+  refuse_transforms(kOp, {query, key, value});
+  for (const auto& buffer : score_mod_buffers) refuse_transforms(kOp, {buffer});
+  check_heads(query, key, value, enable_gqa);
+  FlexScores scores;
+  scores.score_mod = {std::string(score_mod), score_mod_buffers.vec(), score_mod_scalars.vec()};
+  scores.mask_mod = {std::string(mask_mod), mask_mod_buffers.vec(), mask_mod_scalars.vec()};
+  check_mod("score_mod", score_mod::Kind::kScoreMod, scores.score_mod, query);
+  check_mod("mask_mod", score_mod::Kind::kMaskMod, scores.mask_mod, query);
+  FUSEGRAD_CHECK_VALUE(scores.mask_mod.text.empty() || !kv_blocks.empty(), kOp,
+                       "mask_mod must come with a block mask, but got none");
+  if (!kv_blocks.empty()) {
+    FUSEGRAD_CHECK_VALUE(block_size.size() == 2 && block_size[0] > 0 && block_size[1] > 0, kOp,
+                         "block_size must be two positive numbers, but got ", block_size);
+    scores.block_size = {block_size[0], block_size[1]};
+    scores.kv_blocks = check_blocks("kv_blocks", kv_blocks, query, query.sym_size(2), block_size[0]);
+    scores.q_blocks = check_blocks("q_blocks", q_blocks, query, key.sym_size(2), block_size[1]);
+  }
+  scores.scale = scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(query.size(3)));
+  FUSEGRAD_CHECK_VALUE(std::isfinite(scores.scale), kOp, "scale must be a finite number, but got ", scores.scale);
+  FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be a set of FlexAuxBit bits, but got ", aux);
+
+  const auto cast = [&](const Tensor& t) {
+    const auto dtype = autocast_dtype(t);
+    return dtype.has_value() && t.scalar_type() != at::kDouble ? t.to(*dtype) : t;
+  };
+  const Tensor q = cast(query), k = cast(key), v = cast(value);
+  bool overwrite = inplace && q.is_same(query);
+  if (overwrite) {
+    std::vector<Tensor> others = score_mod_buffers.vec();
+    others.insert(others.end(), mask_mod_buffers.begin(), mask_mod_buffers.end());
+    // All three are asked, so that what would corrupt raises whichever it is.
+    const Tensor inputs[] = {query, key, value};
+    for (size_t i = 0; i < 3; ++i) {
+      std::vector<Tensor> rest = others;
+      for (size_t j = 0; j < 3; ++j) {
+        if (i != j) rest.push_back(inputs[j]);
+      }
+      overwrite &= may_overwrite_strided(inputs[i], rest);
+    }
+  }
+  const bool ordered = deterministic.value_or(at::globalContext().deterministicAlgorithms());
+  auto out = autograd::flex_attention(q, k, v, scores, aux, ordered, overwrite);
+  if (!out.max_scores.defined()) out.max_scores = at::empty({0}, out.lse.options().requires_grad(false));
+  return {out.out, out.lse, out.max_scores};
+}
+
+FlexAttentionOutput call(const Tensor& query, const Tensor& key, const Tensor& value,
+                         const FlexAttentionOptions& options, int64_t aux) {
+  using Signature = std::tuple<Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars, std::string_view, TensorList,
+      Scalars, TensorList, TensorList, at::IntArrayRef, std::optional<double>, bool, bool, std::optional<bool>, int64_t);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::flex_attention", "").typed<Signature>();
+  const auto& score_mod = options.score_mod();
+  std::vector<Tensor> kv_blocks, q_blocks;
+  ScoreMod mask_mod;
+  std::array<int64_t, 2> block_size{};
+  if (options.block_mask().has_value()) {
+    const BlockMask& mask = *options.block_mask();
+    FUSEGRAD_CHECK_VALUE(query.dim() != 4 || key.dim() != 4 ||
+                             (mask.lengths[0] == query.size(2) && mask.lengths[1] == key.size(2)),
+                         kOp, "block_mask must be made for ", query.size(2), " queries and ", key.size(2),
+                         " keys, but got one for ", mask.lengths[0], " and ", mask.lengths[1]);
+    const auto lists = [](const Tensor& count, const Tensor& index, const Tensor& full_count, const Tensor& full_index) {
+      std::vector<Tensor> result;
+      if (count.defined()) result = {count, index};
+      if (count.defined() && full_count.defined()) result.insert(result.end(), {full_count, full_index});
+      return result;
+    };
+    kv_blocks = lists(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices);
+    FUSEGRAD_CHECK_VALUE(!kv_blocks.empty(), kOp, "block_mask must have kv_num_blocks, but got an undefined tensor");
+    q_blocks = lists(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices);
+    mask_mod = mask.mask_mod;
+    block_size = mask.block_size;
+  }
+  auto [out, lse, max_scores] =
+      op.call(query, key, value, score_mod.text, score_mod.buffers, score_mod.scalars, mask_mod.text, mask_mod.buffers,
+              mask_mod.scalars, kv_blocks, q_blocks, block_size, options.scale(), options.enable_gqa(),
+              options.inplace(), options.deterministic(), aux);
+  return {out, lse, max_scores};
+}
+
+}  // namespace
+
+Tensor flex_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const FlexAttentionOptions& options) {
+  return call(query, key, value, options, 0).out;
+}
+
+FlexAttentionOutput flex_attention_with_aux(const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const FlexAttentionOptions& options) {
+  return call(query, key, value, options, kFlexMaxScores);
+}
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { m.impl("flex_attention", TORCH_FN(flex_attention_op)); }
+
+}  // namespace fusegrad

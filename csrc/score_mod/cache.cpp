@@ -1,0 +1,77 @@
+#include "score_mod/cache.h"
+
+#include <list>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "score_mod/derivative.h"
+#include "score_mod/simplify.h"
+#include "score_mod/text.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+constexpr size_t kMaxEntries = 512;
+constexpr size_t kMaxBytes = size_t{1} << 24;
+
+// The least recently used goes first.
+class Cache {
+ public:
+  template <class Make>
+  std::shared_ptr<const Graph> get(std::string key, Make&& make) {
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = by_key_.find(key);
+      if (found != by_key_.end()) {
+        entries_.splice(entries_.begin(), entries_, found->second);
+        return found->second->graph;
+      }
+    }
+    // Without the lock: two threads may make the same graph, and one of the two is dropped.
+    auto graph = std::make_shared<const Graph>(make());
+    const std::lock_guard lock(mutex_);
+    if (by_key_.find(key) != by_key_.end()) return graph;
+    bytes_ += key.size();
+    entries_.push_front({std::move(key), graph});
+    by_key_.emplace(entries_.front().key, entries_.begin());
+    while (entries_.size() > kMaxEntries || (bytes_ > kMaxBytes && entries_.size() > 1)) {
+      bytes_ -= entries_.back().key.size();
+      by_key_.erase(entries_.back().key);
+      entries_.pop_back();
+    }
+    return graph;
+  }
+
+ private:
+  struct Entry {
+    std::string key;
+    std::shared_ptr<const Graph> graph;
+  };
+  std::mutex mutex_;
+  std::list<Entry> entries_;
+  std::unordered_map<std::string_view, std::list<Entry>::iterator> by_key_;
+  size_t bytes_ = 0;
+};
+
+// Never destroyed: threads may outlive the library's static objects.
+Cache& cache() {
+  static auto* cache = new Cache;
+  return *cache;
+}
+
+}  // namespace
+
+std::shared_ptr<const Graph> cached_graph(std::string_view text) {
+  return cache().get(std::string(text), [&] { return simplify(parse(text)); });
+}
+
+std::shared_ptr<const Graph> cached_derivative(std::string_view text, const std::vector<bool>& wants_grad) {
+  // No text holds a zero byte.
+  std::string key(text);
+  key.push_back('\0');
+  for (const bool wanted : wants_grad) key.push_back(wanted ? '1' : '0');
+  return cache().get(std::move(key), [&] { return differentiate(*cached_graph(text), wants_grad); });
+}
+
+}  // namespace fusegrad::score_mod

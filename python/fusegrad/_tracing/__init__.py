@@ -1,0 +1,1 @@
+"""How Python functions become texts of the score_mod language: docs/score_mod.md, "Tracing"."""

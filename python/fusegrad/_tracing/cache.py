@@ -1,0 +1,281 @@
+"""Traces are kept: by the function's code, and a guard over everything that the function can reach."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .captures import Captures, Guard
+from .code import Untrusted
+from .errors import TraceError
+from .graph import INT64, Number
+from .lifted import Expression, Lifted, NumberWanted, evaluate
+from .run import Run, name_of, run
+from .steps import Steps, mapped, tensors_of
+
+__all__ = ["Traced", "cache_info", "clear", "trace"]
+
+Traced = tuple[str, tuple[Tensor, ...], tuple[Number, ...]]
+"""Text, buffers, scalars."""
+
+log = logging.getLogger("fusegrad")
+
+_MAX_FUNCTIONS, _MAX_ENTRIES = 256, 32
+
+
+class _Leaf(int):
+    """A captured tensor, by its place in the guard's result."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The output of a step."""
+
+    step: int
+    output: int
+
+
+@dataclass
+class _Step:
+    func: Callable
+    args: Any
+    kwargs: Any
+    grad: bool
+    expected: list[tuple[torch.Size, torch.dtype]] | None
+    """Of the outputs, where they may depend on numbers."""
+
+
+class _Miss(Exception):
+    """What was recorded does not hold for these values."""
+
+
+class Entry:
+    """One trace of one function. It holds no captured tensor."""
+
+    def __init__(self, captures: Captures, result: Run, lifted: set[int]) -> None:
+        self.text = result.text
+        steps = result.trace.steps
+        if steps.volatile is not None:
+            raise Untrusted(steps.volatile)
+        self._steps, self.buffers = _recorded(steps, result.buffers, captures)
+        self._scalars: list[tuple[Expression, type]] = [(s.expression, type(s.value)) for s in result.scalars]
+        used: set[int] = set().union(*(s.paths() for s in result.scalars), *(_paths(s) for s in self._steps))
+        self.lifted = lifted & used
+        self._default_dtype = torch.get_default_dtype()
+        self._guard: Guard = captures.guard(self.lifted)
+        replayed = self.match(captures._root)
+        if replayed is None or [_kind(b) for b in replayed[1]] != [_kind(b) for b in result.buffers]:
+            raise Untrusted("what it computes from captured tensors cannot be repeated")
+
+    def match(self, function: Any) -> Traced | None:
+        try:
+            found = self._guard(function)
+            if found is None or torch.get_default_dtype() is not self._default_dtype:
+                return None
+            tensors, numbers = found
+            scalars = tuple([self._scalar(*x, numbers) for x in self._scalars])
+            made = self._run_steps(tensors, numbers) if self._steps else []
+        except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
+            return None  # it is traced anew, and raises there what there is to raise
+        buffers = [tensors[b] if isinstance(b, _Leaf) else made[b.step][b.output] for b in self.buffers]
+        return self.text, tuple(buffers), scalars
+
+    @staticmethod
+    def _scalar(expression: Expression, kind: type, numbers: Sequence[Number]) -> Number:
+        value = evaluate(expression, numbers)
+        if type(value) is not kind or (kind is int and not INT64[0] <= value <= INT64[1]):
+            raise _Miss
+        return value
+
+    def _run_steps(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> list[list[Tensor]]:
+        made: list[list[Tensor]] = []
+
+        def resolve(x: Any) -> Any:
+            if isinstance(x, _Leaf):
+                return tensors[x]
+            if isinstance(x, _Made):
+                return made[x.step][x.output]
+            return evaluate(x.expression, numbers) if isinstance(x, Lifted) else x
+
+        with torch._C._DisableAutocast():
+            for step in self._steps:
+                args, kwargs = mapped(step.args, resolve), mapped(step.kwargs, resolve)
+                if step.grad:
+                    out = step.func(*args, **kwargs)
+                else:
+                    with torch.no_grad():
+                        out = step.func(*args, **kwargs)
+                made.append(tensors_of(out))
+                if step.expected is not None and [(t.shape, t.dtype) for t in made[-1]] != step.expected:
+                    raise _Miss
+        return made
+
+
+def _kind(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _paths(step: _Step) -> set[int]:
+    found: set[int] = set()
+    mapped((step.args, step.kwargs), lambda x: found.update(x.paths()) if isinstance(x, Lifted) else None)
+    return found
+
+
+def _recorded(
+    steps: Steps, buffers: Sequence[Tensor], captures: Captures
+) -> tuple[list[_Step], list[_Leaf | _Made]]:
+    """The steps that the buffers need, in terms of captured tensors."""
+
+    def source(tensor: Tensor) -> _Leaf | _Made:
+        made = steps.known.get(id(tensor))
+        if made is not None:
+            return _Made(*made)
+        leaf = captures.place_of(tensor)
+        if leaf is None:
+            raise Untrusted("it reads a tensor that comes neither from its surroundings nor from a function of PyTorch")
+        return _Leaf(leaf)
+
+    sources = [source(b) for b in buffers]
+    needed = {s.step for s in sources if isinstance(s, _Made)}
+    if steps.writes:
+        needed = set(range(len(steps.steps)))
+    pending = list(needed)
+    while pending:
+        step = steps.steps[pending.pop()]
+        for tensor in tensors_of((step.args, step.kwargs)):
+            origin = source(tensor)
+            if isinstance(origin, _Made) and origin.step not in needed:
+                needed.add(origin.step)
+                pending.append(origin.step)
+    order = {old: new for new, old in enumerate(sorted(needed))}
+
+    def renumbered(origin: _Leaf | _Made) -> _Leaf | _Made:
+        return origin if isinstance(origin, _Leaf) else _Made(order[origin.step], origin.output)
+
+    recorded = []
+    for index in order:
+        step = steps.steps[index]
+        args, kwargs = mapped(
+            (tuple(step.args), step.kwargs), lambda x: renumbered(source(x)) if isinstance(x, Tensor) else x
+        )
+        made = _Step(step.func, args, kwargs, step.grad, None)
+        if _paths(made):
+            made.expected = [(t.shape, t.dtype) for t in step.outputs]
+        recorded.append(made)
+    return recorded, [renumbered(s) for s in sources]
+
+
+def _with_lifted_numbers(
+    function: Callable, kind: str, device: torch.device, captures: Captures, plain: Run
+) -> tuple[Run, set[int]]:
+    """Traced again with the numbers of its surroundings as scalars. That run counts only if it says the same as the
+    plain one for the numbers as they are; otherwise they are part of the text."""
+    lifted = set(captures.liftable) if captures.can_lift else set()
+    while lifted:
+        wanted: set[int] = set()
+        try:
+            result = run(function, kind, device, captures.copy(lifted, wanted))
+        except NumberWanted:
+            pass
+        except (TraceError, Untrusted):
+            if not wanted:
+                break
+        else:
+            if not wanted:
+                same = result.fixed_text == plain.text
+                same = same and [_kind(b) for b in result.buffers] == [_kind(b) for b in plain.buffers]
+                return (result, lifted) if same else (plain, set())
+        if not wanted:
+            break
+        lifted -= wanted
+    return plain, set()
+
+
+class _Kept:
+    """What is known of one code object, which it keeps alive: its id stays its own."""
+
+    def __init__(self, code: Any) -> None:
+        self.code = code
+        self.entries: tuple[Entry, ...] = ()
+
+
+_lock = threading.Lock()
+_kept: OrderedDict[tuple, _Kept] = OrderedDict()
+_counts = {"hits": 0, "misses": 0, "untrusted": 0}
+
+
+def _code_of(function: Any) -> Any:
+    while True:
+        if isinstance(function, types.FunctionType):
+            return function.__code__
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        elif type(function).__name__ == "partial" and hasattr(function, "func"):
+            function = function.func
+        else:
+            return type(function)
+
+
+def _device_of(captures: Captures | None) -> torch.device:
+    devices = [t.device for t in captures.tensors] if captures is not None else []
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def trace(function: Callable, kind: str, device: torch.device | None) -> Traced:
+    """The function's trace, from the cache where it still holds."""
+    code = _code_of(function)
+    key = (id(code), kind, device)
+    kept = _kept.get(key)
+    if kept is not None:
+        for entry in kept.entries:
+            found = entry.match(function)
+            if found is not None:
+                _counts["hits"] += 1
+                return found
+    return _trace_anew(function, kind, device, code, key)
+
+
+def _trace_anew(function: Callable, kind: str, device: torch.device | None, code: Any, key: tuple) -> Traced:
+    _counts["misses"] += 1
+    captures, untrusted = None, None
+    try:
+        captures = Captures(function)  # first: what the function changes as it runs is another call's surroundings
+    except Untrusted as reason:
+        untrusted = reason
+    device = device or _device_of(captures)
+    plain = run(function, kind, device)
+    try:
+        if captures is None:
+            raise untrusted or Untrusted
+        result, lifted = _with_lifted_numbers(function, kind, device, captures, plain)
+        entry = Entry(captures, result, lifted)
+    except Untrusted as reason:
+        _counts["untrusted"] += 1
+        log.debug("%s %s is traced at each call: %s", kind, name_of(function), reason)
+        return plain.text, tuple(plain.buffers), ()
+    with _lock:
+        kept = _kept.setdefault(key, _Kept(code))
+        kept.entries = (entry, *kept.entries[: _MAX_ENTRIES - 1])
+        _kept.move_to_end(key)
+        while len(_kept) > _MAX_FUNCTIONS:
+            _kept.popitem(last=False)
+    return result.text, tuple(result.buffers), tuple(s.value for s in result.scalars)
+
+
+def cache_info() -> dict[str, int]:
+    return {**_counts, "entries": sum(len(k.entries) for k in list(_kept.values()))}
+
+
+def clear() -> None:
+    with _lock:
+        _kept.clear()
+        for name in _counts:
+            _counts[name] = 0

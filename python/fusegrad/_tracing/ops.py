@@ -1,0 +1,284 @@
+"""ATen operations on scalars, by their names: what each emits into the graph.
+
+A function's parameters are those of the operation's schema. Tensors and numbers arrive as terms, one element at a
+time; None and strings as they are. The result is cast to the type that PyTorch's promotion gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from .graph import BOOL, FLOAT, INT, Graph
+
+__all__ = ["ELEMENTWISE", "FOLDS", "inside", "wrapped"]
+
+ELEMENTWISE: dict[str, Callable[..., int]] = {}
+
+
+def _register(*names: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        for name in names:
+            ELEMENTWISE[name] = function
+        return function
+
+    return decorate
+
+
+def _are_bools(g: Graph, *terms: int) -> bool:
+    return all(g.type(x) == BOOL for x in terms)
+
+
+def _scaled(g: Graph, term: int, alpha: int) -> int:
+    return term if g.value(alpha) == 1 else g.apply("mul", term, alpha)
+
+
+# --- the same under the same or another name ------------------------------------------------------------------
+
+_UNARY = ["neg", "abs", "sign", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sigmoid", "silu", "relu", "erf", "sin", "cos", "tan", "floor", "ceil", "trunc"]
+_BINARY = {
+    "remainder": "mod",
+    "floor_divide": "floor_div",
+    "minimum": "min",
+    "maximum": "max",
+    "pow": "pow",
+    "eq": "eq",
+    "ne": "ne",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "__and__": "and",
+    "__or__": "or",
+    "__xor__": "xor",
+    "bitwise_left_shift": "shl",
+    "bitwise_right_shift": "shr",
+    "__lshift__": "shl",
+    "__rshift__": "shr",
+}
+
+
+def _unary(primitive: str) -> Callable[..., int]:
+    return lambda g, self: g.apply(primitive, self)
+
+
+def _binary(primitive: str) -> Callable[..., int]:
+    def emit(g: Graph, self: int, other: int) -> int:
+        return g.apply(primitive, self, other)
+
+    return emit
+
+
+for _name in _UNARY:
+    ELEMENTWISE[_name] = _unary(_name)
+for _name, _primitive in _BINARY.items():
+    ELEMENTWISE[_name] = _binary(_primitive)
+ELEMENTWISE["sgn"] = ELEMENTWISE["sign"]
+ELEMENTWISE["bitwise_not"] = _unary("not")
+ELEMENTWISE["pow"] = lambda g, self, exponent: g.apply("pow", self, exponent)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------
+
+
+@_register("add")
+def _add(g: Graph, self: int, other: int, alpha: int) -> int:
+    if _are_bools(g, self, other):
+        return g.apply("or", self, other)
+    return g.apply("add", self, _scaled(g, other, alpha))
+
+
+@_register("sub")
+def _sub(g: Graph, self: int, other: int, alpha: int) -> int:
+    return g.apply("sub", self, _scaled(g, other, alpha))
+
+
+@_register("rsub")
+def _rsub(g: Graph, self: int, other: int, alpha: int) -> int:
+    return g.apply("sub", other, _scaled(g, self, alpha))
+
+
+@_register("mul")
+def _mul(g: Graph, self: int, other: int) -> int:
+    return g.apply("and" if _are_bools(g, self, other) else "mul", self, other)
+
+
+@_register("div")
+def _div(g: Graph, self: int, other: int, rounding_mode: str | None = None) -> int:
+    if rounding_mode is None:
+        return g.apply("div", self, other)
+    if rounding_mode == "floor":
+        return g.apply("floor_div", self, other)
+    if FLOAT in (g.type(self), g.type(other)):
+        return g.apply("trunc", g.apply("div", self, other))
+    # Towards zero: of the absolute values, with the quotient's sign.
+    quotient = g.apply("floor_div", g.apply("abs", self), g.apply("abs", other))
+    zero = g.constant(0)
+    differ = g.apply("ne", g.apply("lt", self, zero), g.apply("lt", other, zero))
+    return g.apply("where", differ, g.apply("neg", quotient), quotient)
+
+
+@_register("fmod")
+def _fmod(g: Graph, self: int, other: int) -> int:
+    size = g.apply("mod", g.apply("abs", self), g.apply("abs", other))
+    return g.apply("where", g.apply("lt", self, g.constant(0)), g.apply("neg", size), size)
+
+
+@_register("reciprocal")
+def _reciprocal(g: Graph, self: int) -> int:
+    return g.apply("div", g.constant(1.0), self)
+
+
+@_register("square")
+def _square(g: Graph, self: int) -> int:
+    return g.apply("square", self)
+
+
+@_register("log10")
+def _log10(g: Graph, self: int) -> int:
+    return g.apply("div", g.apply("log", self), g.constant(math.log(10)))
+
+
+@_register("erfc")
+def _erfc(g: Graph, self: int) -> int:
+    return g.apply("sub", g.constant(1.0), g.apply("erf", self))
+
+
+@_register("gelu")
+def _gelu(g: Graph, self: int, approximate: str = "none") -> int:
+    return g.apply("gelu_tanh" if approximate == "tanh" else "gelu", self)
+
+
+@_register("softplus")
+def _softplus(g: Graph, self: int, beta: int, threshold: int) -> int:
+    scaled = _scaled(g, self, beta)
+    soft = g.apply("log1p", g.apply("exp", scaled))
+    soft = soft if g.value(beta) == 1 else g.apply("div", soft, beta)
+    return g.apply("where", g.apply("gt", scaled, threshold), self, soft)
+
+
+@_register("log_sigmoid_forward")
+def _log_sigmoid(g: Graph, self: int) -> int:
+    # min(0, x) − log1p(exp(−|x|)): neither term overflows.
+    tail = g.apply("log1p", g.apply("exp", g.apply("neg", g.apply("abs", self))))
+    return g.apply("sub", g.apply("min", self, g.constant(0.0)), tail)
+
+
+@_register("round")
+def _round(g: Graph, self: int, decimals: int | None = None) -> int:
+    if decimals is None or g.value(decimals) == 0:
+        return g.apply("round", self)
+    scale = g.constant(10.0 ** int(g.value(decimals) or 0))
+    return g.apply("div", g.apply("round", g.apply("mul", self, scale)), scale)
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------
+
+
+@_register("clamp", "clamp_min", "clamp_max")
+def _clamp(g: Graph, self: int, min: int | None = None, max: int | None = None) -> int:
+    # One bound is a clamp too where it has a gradient: at the bound PyTorch gives all of it to x, and half with max().
+    if min is not None and max is not None:
+        return g.apply("clamp", self, min, max)
+    if FLOAT in (g.type(x) for x in (self, min, max) if x is not None):
+        low = g.constant(-math.inf) if min is None else min
+        return g.apply("clamp", self, low, g.constant(math.inf) if max is None else max)
+    if min is not None:
+        return g.apply("max", self, min)
+    assert max is not None
+    return g.apply("min", self, max)
+
+
+def _nan_ignoring(primitive: str) -> Callable[..., int]:
+    def emit(g: Graph, self: int, other: int) -> int:
+        rest = g.apply("where", g.apply("ne", other, other), self, g.apply(primitive, self, other))
+        return g.apply("where", g.apply("ne", self, self), other, rest)
+
+    return emit
+
+
+ELEMENTWISE["fmax"], ELEMENTWISE["fmin"] = _nan_ignoring("max"), _nan_ignoring("min")
+
+
+# --- truth and choice -----------------------------------------------------------------------------------------
+
+
+def _truth(primitive: str) -> Callable[..., int]:
+    return lambda g, self, other: g.apply(primitive, g.cast(self, BOOL), g.cast(other, BOOL))
+
+
+for _name in ("and", "or", "xor"):
+    ELEMENTWISE[f"logical_{_name}"] = _truth(_name)
+
+
+@_register("logical_not")
+def _logical_not(g: Graph, self: int) -> int:
+    return g.apply("not", g.cast(self, BOOL))
+
+
+@_register("isnan")
+def _isnan(g: Graph, self: int) -> int:
+    return g.apply("ne", self, self)
+
+
+@_register("isinf")
+def _isinf(g: Graph, self: int) -> int:
+    return g.apply("eq", g.apply("abs", self), g.constant(math.inf))
+
+
+@_register("where")
+def _where(g: Graph, condition: int, self: int, other: int) -> int:
+    return g.apply("where", g.cast(condition, BOOL), self, other)
+
+
+@_register("masked_fill")
+def _masked_fill(g: Graph, self: int, mask: int, value: int) -> int:
+    return g.apply("where", mask, value, self)
+
+
+@_register("detach")
+def _detach(g: Graph, self: int) -> int:
+    return g.apply("detach", self) if g.type(self) == FLOAT else self
+
+
+# --- folds over a dimension -----------------------------------------------------------------------------------
+
+
+def _fold(primitive: str) -> Callable[[Graph, int, int], int]:
+    return lambda g, a, b: g.apply(primitive, a, b)
+
+
+FOLDS: dict[str, Callable[[Graph, int, int], int]] = {
+    "sum": _fold("add"),
+    "mean": _fold("add"),
+    "prod": _fold("mul"),
+    # Of equals PyTorch's amax and amin share the gradient evenly; halves are shared by two.
+    "amax": _fold("max"),
+    "amin": _fold("min"),
+    "any": lambda g, a, b: g.apply("or", g.cast(a, BOOL), g.cast(b, BOOL)),
+    "all": lambda g, a, b: g.apply("and", g.cast(a, BOOL), g.cast(b, BOOL)),
+}
+
+
+# --- integers of fewer bits -----------------------------------------------------------------------------------
+
+
+def wrapped(g: Graph, term: int, bits: int, signed: bool) -> int:
+    """An integer as a type of so many bits would hold it."""
+    if not signed:
+        return g.apply("and", term, g.constant((1 << bits) - 1))
+    half = 1 << (bits - 1)
+    low = g.apply("and", g.apply("add", term, g.constant(half)), g.constant((1 << bits) - 1))
+    return g.apply("sub", low, g.constant(half))
+
+
+def inside(g: Graph, index: int, size: int) -> int:
+    """A negative index counts from the end."""
+    value = g.value(index)
+    if value is not None:
+        return g.constant(value + size if value < 0 else value)
+    index = g.cast(index, INT)
+    return g.apply("where", g.apply("lt", index, g.constant(0)), g.apply("add", index, g.constant(size)), index)

@@ -1,0 +1,90 @@
+"""Runs a function on traced tensors and takes its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusegrad._C import score_mod as language
+
+from .errors import Refused, located
+from .graph import BOOL, FLOAT, Number
+from .lifted import Lifted
+from .tensor import TracedTensor
+from .trace import Trace, category
+
+__all__ = ["INPUTS", "Run", "name_of", "run"]
+
+INPUTS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
+
+
+@dataclass
+class Run:
+    text: str
+    """Canonical."""
+    fixed_text: str
+    """The same with the scalars as the numbers that they are now."""
+    buffers: list[Tensor]
+    scalars: list[Lifted]
+    trace: Trace
+
+
+def name_of(function: Any) -> str:
+    name = getattr(function, "__qualname__", None) or getattr(getattr(function, "func", None), "__qualname__", None)
+    return name or type(function).__qualname__
+
+
+def run(function: Callable, kind: str, device: torch.device, call: Callable | None = None) -> Run:
+    """Traces `call`, which is `function` or a copy of it; TraceError names `function`."""
+    call = call or function
+    trace = Trace(device)
+    name = f"{kind} {name_of(function)}"
+    try:
+        with torch.enable_grad(), trace.active():
+            result = call(*(trace.input(x) for x in INPUTS[kind]))
+        with torch._C.DisableTorchFunctionSubclass():
+            term = _result(trace, kind, result)
+            return _texts(trace, kind, term)
+    except Exception as error:
+        raise located(error, name) from error
+
+
+def _result(trace: Trace, kind: str, result: Any) -> int:
+    if isinstance(result, (Lifted, bool, int, float)) or (
+        isinstance(result, Tensor) and not isinstance(result, TracedTensor)
+    ):
+        result = trace.stacked(result)
+    if not isinstance(result, TracedTensor):
+        raise Refused(f"it returned {type(result).__name__}", "return one tensor, such as score + bias[h]")
+    if result.trace is not trace:
+        raise Refused("it returned a value of another score_mod or mask_mod", "return what it computes itself")
+    if result.dim() != 0:
+        raise Refused(
+            f"it returned a tensor of shape {list(result.shape)}",
+            "return a single value: index every dimension of captured tensors, or sum",
+        )
+    term = int(result.terms)
+    if kind == "mask_mod" and category(result.dtype) != BOOL:
+        raise Refused(f"a mask_mod returned {result.dtype}", "return a bool, such as from a comparison")
+    return trace.graph.cast(term, BOOL if kind == "mask_mod" else FLOAT)
+
+
+def _texts(trace: Trace, kind: str, term: int) -> Run:
+    buffers = [(category(b.dtype), b.dim()) for b in trace.buffers]
+    values: list[Number] = [s.value for s in trace.scalars]
+    types = [0 if isinstance(v, bool) else 1 if isinstance(v, int) else 2 for v in values]
+    text, kept, scalars = language.compact(trace.graph.text(kind, term, buffers, types))
+    fixed_text = text
+    if values:
+        fixed_text, _, _ = language.compact(trace.graph.text(kind, term, buffers, types, fixed=True))
+    used = [trace.buffers[i] for i in kept]
+    devices = {str(b.device): b for b in used if b.dim() > 0 or b.device.type != "cpu"}
+    if len(devices) > 1:
+        raise Refused(
+            f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"
+        )
+    return Run(text, fixed_text, used, [trace.scalars[i] for i in scalars], trace)

@@ -1,0 +1,137 @@
+"""Flex attention: attention whose scores a small function shapes, with gradients for all that it captures.
+
+Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of keys and of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+
+from .score_mod import ScoreMod, trace_mask_mod, trace_score_mod
+
+__all__ = ["flex_attention"]
+
+# The block size of PyTorch's stand-in for no mask, whose one block covers any lengths.
+_ANY_LENGTH = 1 << 30
+
+_Mod = tuple[str, list[Tensor], list[int | float | bool]]
+
+
+@torch.compiler.disable(reason="fusegrad traces a function eagerly; hand flex_attention a ScoreMod for a full graph")
+def _traced(function: Callable[..., Any], kind: str, device: torch.device) -> ScoreMod:
+    return (trace_score_mod if kind == "score_mod" else trace_mask_mod)(function, device=device)
+
+
+def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: torch.device) -> _Mod:
+    """What the op takes of a function or of a traced one."""
+    if mod is None:
+        return "", [], []
+    # A ScoreMod goes straight through, also where torch.compile traces this.
+    made = mod if isinstance(mod, ScoreMod) and mod.kind == kind else _traced(mod, kind, device)
+    return made.text, list(made.buffers), list(made.scalars)
+
+
+def _mask_arguments(
+    block_mask: BlockMask | None, query: Tensor, key: Tensor
+) -> tuple[_Mod, list[Tensor], list[Tensor], list[int]]:
+    """Of a block mask, what the op takes: its mask_mod, the lists by query block and by key block, the block size."""
+    if block_mask is None:
+        return _arguments(None, "mask_mod", query.device), [], [], []
+    size = (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1])
+    if size != (_ANY_LENGTH, _ANY_LENGTH) and query.dim() == key.dim() == 4:
+        lengths = (block_mask.seq_lengths[0], block_mask.seq_lengths[1])
+        if lengths != (query.size(2), key.size(2)):
+            raise ValueError(
+                f"flex_attention: block_mask must be made for {query.size(2)} queries and {key.size(2)} keys, but got "
+                f"one for {lengths[0]} and {lengths[1]}: make another, or adjust it with block_mask._adjust(q_len, kv_len)"
+            )
+
+    def lists(count: Tensor | None, index: Tensor | None, full: Tensor | None, full_index: Tensor | None) -> list[Tensor]:
+        if count is None or index is None:
+            return []
+        return [count, index] if full is None or full_index is None else [count, index, full, full_index]
+
+    m = block_mask
+    kv_blocks = lists(m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices)
+    q_blocks = lists(m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices)
+    mask_mod = None if m.mask_mod is noop_mask else m.mask_mod
+    return _arguments(mask_mod, "mask_mod", query.device), kv_blocks, q_blocks, list(size)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    inplace: bool = False,
+    deterministic: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention with scores that a function changes and pairs that another one masks.
+
+    ``s = score_mod(scale * query @ key.T)``, ``out = softmax(s) @ value`` over the keys that take part. A drop-in for
+    ``torch.nn.attention.flex_attention.flex_attention`` that needs no ``torch.compile``, keeps its memory linear in the
+    lengths, and gives gradients to everything that the score_mod captures. See docs/flex_attention.md.
+
+    Args:
+        query: ``[B, H, M, D]``; float64, float32, bfloat16 or float16 on the CPU, any strides.
+        key: ``[B or 1, Hkv, N, D]``, of the query's dtype.
+        value: ``[B or 1, Hkv, N, E]``.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or what :func:`fusegrad.trace_score_mod` made of it. It is
+            traced once; tensors that it reads and that require grad get gradients.
+        block_mask: PyTorch's ``BlockMask``; its ``mask_mod`` may be a :class:`fusegrad.ScoreMod` too.
+        scale: ``1 / sqrt(D)`` by default.
+        enable_gqa: lets H be a multiple of Hkv.
+        return_lse: also returns lse; what PyTorch had before ``return_aux``.
+        kernel_options: for PyTorch's GPU kernels; without effect here.
+        return_aux: ``AuxRequest(lse=True, max_scores=True)``: also returns lse, log(sum(exp(s))), and the largest s,
+            each ``[B, H, M]``, float32 (float64 for float64), differentiable, -inf where no key takes part.
+        inplace: permission for the backward to write the gradients of query, key and value over them, where all three
+            get one and the graph is not kept.
+        deterministic: the CPU's kernels always are.
+
+    Returns:
+        ``[B, H, M, E]`` in the query's dtype, its dimensions in the order of the query's strides; 0 where no key takes
+        part. With it lse, or an ``AuxOutput``.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as ``flex_attention: what must hold, but got <value>``.
+        TraceError: where a function cannot be traced, with its line.
+        IndexError: where a captured tensor is read out of range by a pair that takes part.
+    """
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "flex_attention: return_lse must not come together with return_aux, but got both; return_aux=AuxRequest(lse=True)"
+        )
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        raise TypeError(f"flex_attention: kernel_options must be a dict, but got {type(kernel_options).__name__}")
+    mask_mod, kv_blocks, q_blocks, block_size = _mask_arguments(block_mask, query, key)
+    out, lse, max_scores = torch.ops.fusegrad.flex_attention(
+        query,
+        key,
+        value,
+        *_arguments(score_mod, "score_mod", query.device),
+        *mask_mod,
+        kv_blocks,
+        q_blocks,
+        block_size,
+        scale,
+        enable_gqa,
+        inplace,
+        deterministic,
+        int(return_aux is not None and return_aux.max_scores),
+    )
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None, max_scores if return_aux.max_scores else None)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,129 @@
+"""score_mods and mask_mods of flex attention as texts of a small language: docs/score_mod.md.
+
+A Python function that PyTorch's flex_attention accepts is run once on traced tensors; what it computes becomes a
+graph with a canonical text, and the tensors and numbers that it reads from its surroundings become arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusegrad._C import score_mod as _language
+
+from ._tracing.cache import trace as _trace
+from ._tracing.errors import TraceError
+
+__all__ = ["ScoreMod", "TraceError", "explain", "trace_mask_mod", "trace_score_mod"]
+
+
+class ScoreMod:
+    """A traced score_mod or mask_mod, which stands wherever its function may. It cannot be changed.
+
+    Args:
+        text: In the language of docs/score_mod.md; becomes canonical.
+        buffers: What the text calls ``@0``, ``@1``, …: tensors of the declared ranks, floating point, integer or bool as
+            declared.
+        scalars: What it calls ``$0``, ``$1``, …: Python numbers of the declared types.
+
+    Attributes:
+        text: The canonical text.
+        buffers: The captured tensors, in the order of the text.
+        scalars: The captured numbers, in the order of the text.
+        kind: ``"score_mod"`` or ``"mask_mod"``.
+
+    Raises:
+        ValueError: where the text is wrong (with line and column), or buffers or scalars are not what it declares.
+    """
+
+    __slots__ = ("buffers", "kind", "scalars", "text")
+
+    text: str
+    buffers: tuple[Tensor, ...]
+    scalars: tuple[int | float | bool, ...]
+    kind: str
+
+    def __init__(self, text: str, buffers: Sequence[Tensor] = (), scalars: Sequence[int | float | bool] = ()) -> None:
+        text = _language.canonical(text)
+        kind = text.split(" ", 1)[0]
+        if kind not in ("score_mod", "mask_mod"):
+            raise ValueError(f"ScoreMod: the text must be of a score_mod or a mask_mod, but got a {kind}")
+        _check_captured(text, buffers, scalars)
+        for name, value in (("text", text), ("buffers", tuple(buffers)), ("scalars", tuple(scalars)), ("kind", kind)):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a ScoreMod cannot be changed: {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a ScoreMod cannot be changed: {name}")
+
+    def __repr__(self) -> str:
+        lines = [f"ScoreMod({self.kind}", *("    " + line for line in self.text.splitlines()[1:])]
+        for i, b in enumerate(self.buffers):
+            lines.append(f"  @{i}: {str(b.dtype).removeprefix('torch.')} {list(b.shape)} on {b.device}")
+        lines += [f"  ${i}: {s!r}" for i, s in enumerate(self.scalars)]
+        return "\n".join(lines) + ")"
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError("a ScoreMod is no function: hand it to fusegrad.flex_attention in place of one")
+
+
+def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int | float | bool]) -> None:
+    declared = [line.split() for line in text.splitlines() if line.startswith(("buffer ", "scalar "))]
+    declared_buffers = [(words[2], int(words[3])) for words in declared if words[0] == "buffer"]
+    declared_scalars = [words[2] for words in declared if words[0] == "scalar"]
+    for what, expected, got in (("buffers", declared_buffers, buffers), ("scalars", declared_scalars, scalars)):
+        if len(expected) != len(got):
+            raise ValueError(
+                f"ScoreMod: {what} must be as many as the text declares, {len(expected)}, but got {len(got)}"
+            )
+    for i, ((kind, rank), buffer) in enumerate(zip(declared_buffers, buffers, strict=True)):
+        if not isinstance(buffer, Tensor):
+            raise ValueError(f"ScoreMod: buffer @{i} must be a tensor, but got {type(buffer).__name__}")
+        found = "bool" if buffer.dtype == torch.bool else "f" if buffer.dtype.is_floating_point else "i64"
+        if found != kind or buffer.dim() != rank:
+            raise ValueError(
+                f"ScoreMod: buffer @{i} must be {kind} of rank {rank}, but got {buffer.dtype} of shape {list(buffer.shape)}"
+            )
+    for i, (kind, scalar) in enumerate(zip(declared_scalars, scalars, strict=True)):
+        found = {bool: "bool", int: "i64", float: "f"}.get(type(scalar))
+        if found != kind:
+            raise ValueError(f"ScoreMod: scalar ${i} must be {kind}, but got {scalar!r}")
+
+
+def trace_score_mod(function: Callable | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+    return _traced(function, "score_mod", device)
+
+
+def trace_mask_mod(function: Callable | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+    return _traced(function, "mask_mod", device)
+
+
+def _traced(function: Callable | ScoreMod, kind: str, device: torch.device | None) -> ScoreMod:
+    if isinstance(function, ScoreMod):
+        if function.kind != kind:
+            raise TypeError(f"trace_{kind}: the ScoreMod must be a {kind}, but got a {function.kind}")
+        return function
+    if not callable(function):
+        raise TypeError(f"trace_{kind}: the {kind} must be callable, but got {type(function).__name__}")
+    return _made(kind, *_trace(function, kind, device))
+
+
+def _made(
+    kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int | float | bool, ...]
+) -> ScoreMod:
+    """Without the checks: what the tracer makes is right."""
+    made = object.__new__(ScoreMod)
+    for name, value in (("text", text), ("buffers", buffers), ("scalars", scalars), ("kind", kind)):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def explain(score_mod: Callable | ScoreMod) -> str:
+    """The graph of a score_mod, its derivative, and how the gradient of each captured read is summed, and why."""
+    mod = trace_score_mod(score_mod)
+    return _language.explain(mod.text, [b.requires_grad for b in mod.buffers])
