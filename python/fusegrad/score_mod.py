@@ -110,6 +110,10 @@ def _traced(function: Callable | ScoreMod, kind: str, device: torch.device | Non
         return function
     if not callable(function):
         raise TypeError(f"trace_{kind}: the {kind} must be callable, but got {type(function).__name__}")
+    if torch.compiler.is_compiling():
+        from ._tracing.compiled import trace_apart
+
+        return _made(kind, *trace_apart(function, kind, device))
     return _made(kind, *_trace(function, kind, device))
 
 

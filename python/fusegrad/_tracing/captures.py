@@ -389,18 +389,21 @@ class Captures:
         if self._methods & self._using_first:
             self._used.add("<self>")
         for holder in list(self._holders.values()):
-            names = self._names
+            names = [(key, key) for key in self._names]
             if not holder.implicit and holder.via & self._used:
                 holder.implicit = True
-                names = [*names, *self._implicit_names(holder)]
-            for key in names:
+                implicit = self._implicit_names(holder)
+                holder.done -= set(implicit)
+                names = [*((key, "*") for key in implicit), *names]
+            for key, via in names:
                 if key not in holder.done:
                     holder.done.add(key)
                     looked = True
-                    self._attribute(holder.value, holder.name, key, holder.liftable)
+                    self._attribute(holder, key, via)
         return looked
 
-    def _attribute(self, holder: Any, variable: str, key: str, liftable: bool) -> None:
+    def _attribute(self, owner: _Holder, key: str, via: str) -> None:
+        holder, variable, liftable = owner.value, owner.name, owner.liftable
         constant = self._constant(key)
         if isinstance(holder, types.ModuleType):
             self._module_attribute(holder, variable, key, constant)
@@ -415,14 +418,14 @@ class Captures:
             if isinstance(of_class, types.MemberDescriptorType):
                 value = getattr(holder, key, _MISSING)
                 if value is not _MISSING:
-                    self._child(holder, "slot", key, value, f"getattr({variable}, {constant})", False, key)
+                    self._child(holder, "slot", key, value, f"getattr({variable}, {constant})", False, via)
                 return
             if isinstance(of_class, property):
                 return
         own = getattr(holder, "__dict__", {})
         if key in own:
             expression = f"{variable}.__dict__[{constant}]"
-            self._child(holder, "attribute", key, own[key], expression, liftable, key)
+            self._child(holder, "attribute", key, own[key], expression, liftable, via)
             return
         if hasattr(holder, "__dict__"):
             self._need(f"{constant} not in {variable}.__dict__")
@@ -432,7 +435,7 @@ class Captures:
             for group in ("_parameters", "_buffers", "_modules"):
                 entries = own[group]
                 if key in entries:
-                    self._child(holder, group, key, entries[key], f"{variable}.{group}[{constant}]", False, key)
+                    self._child(holder, group, key, entries[key], f"{variable}.{group}[{constant}]", False, via)
                 else:
                     self._need(f"{constant} not in {variable}.{group}")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 
 from .errors import Refused
 from .graph import BOOL, FLOAT, INT
@@ -56,6 +55,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    from torch._decomp import decomposition_table  # takes half a second to import
+
     rule = decomposition_table.get(func)
     if rule is not None:
         return rule(*args, **kwargs)
