@@ -160,7 +160,7 @@ def draw(reports: list[Report], path: Path) -> None:
         (bonds, edge, BONDS, "Bond"),
     ):
         limit = float(table.abs().max())
-        image = axes.imshow(table, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        image = axes.imshow(table.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         axes.set(title=f"Learned bias: {title.lower()}", ylabel="head", xticks=range(len(names)))
         axes.set_xticklabels(names, rotation=90 if len(names) > 8 else 0)
         figure.colorbar(image, ax=axes)
