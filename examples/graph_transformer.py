@@ -84,11 +84,14 @@ def train_model(
     make_attention = ATTENTIONS[implementation]
     torch.manual_seed(options.seed)
     model = GraphTransformer(options.layers, options.width, options.heads, structure).to(options.device)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=options.learning_rate, weight_decay=0.01
-    )
+    # A bias must become as large as scores are; the weights of a layer need not go so far.
+    biases = [p for p in (model.spatial, model.edge) if p.requires_grad]
+    weights = [p for name, p in model.named_parameters() if name not in ("spatial", "edge")]
+    rates = [options.learning_rate, 10 * options.learning_rate]
+    groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups[: 1 + bool(biases)])
     steps = options.epochs * -(-len(train) // options.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates[: 1 + bool(biases)], total_steps=steps)
     generator = torch.Generator().manual_seed(options.seed)
     losses: list[float] = []
     seconds: list[float] = []
@@ -156,7 +159,7 @@ def draw(reports: list[Report], path: Path) -> None:
     )
     errors.legend()
     for axes, table, names, title in (
-        (distances, spatial, [*map(str, range(MAX_DISTANCE)), f"{MAX_DISTANCE}+", "node"], "Distance in bonds"),
+        (distances, spatial, [*map(str, range(MAX_DISTANCE)), f"{MAX_DISTANCE}+", "none"], "Distance in bonds"),
         (bonds, edge, BONDS, "Bond"),
     ):
         limit = float(table.abs().max())

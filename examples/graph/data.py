@@ -15,19 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Bond types; 0: no bond. The node that is added to each molecule is bound to nothing.
+# Bond types; 0: no bond.
 BONDS = ("none", "single", "double", "triple", "aromatic")
-# Distances in bonds: 0 is the atom itself; farther ones count as the farthest but one; the last is to and from the
-# added node, and between parts of a molecule that hang together by no bond (salts).
+# Distances in bonds: 0 is the atom itself, farther ones than the farthest count as that; the last is between parts of a
+# molecule that hang together by no bond (salts).
 MAX_DISTANCE = 16
 DISTANCES = MAX_DISTANCE + 2
-# Atomic numbers; 0 is the added node.
-ELEMENTS = 119
+ELEMENTS = 119  # atomic numbers
 
 
 @dataclass(frozen=True)
 class Molecule:
-    """A graph of n nodes: the added one, then the heavy atoms."""
+    """A graph of n nodes, the heavy atoms."""
 
     elements: Tensor  # [n] int64
     distances: Tensor  # [n, n] uint8, below DISTANCES
@@ -48,7 +47,6 @@ class Batch:
     row_start: Tensor  # [S] int64
     distances: Tensor  # [sum of n * n] int64
     bonds: Tensor  # [sum of n * n] int64
-    first: Tensor  # [G] int64: the added nodes' positions
     slot: Tensor  # [S] int64: the position among the molecule's own nodes
     labels: Tensor  # [G] float32
 
@@ -75,17 +73,14 @@ def from_rdkit(mol) -> Molecule:  # type: ignore[no-untyped-def]  # rdkit.Chem.M
     from rdkit import Chem
     from rdkit.Chem import Crippen
 
-    n = 1 + mol.GetNumAtoms()
-    elements = torch.zeros(n, dtype=torch.int64)
-    elements[1:] = torch.tensor([atom.GetAtomicNum() for atom in mol.GetAtoms()])
-    distances = torch.full((n, n), DISTANCES - 1, dtype=torch.uint8)
-    apart = torch.from_numpy(Chem.GetDistanceMatrix(mol))
-    distances[1:, 1:] = torch.where(apart > mol.GetNumAtoms(), DISTANCES - 1, apart.clamp(max=MAX_DISTANCE)).byte()
-    distances[0, 0] = 0
+    n = mol.GetNumAtoms()
+    elements = torch.tensor([atom.GetAtomicNum() for atom in mol.GetAtoms()])
+    apart = torch.from_numpy(Chem.GetDistanceMatrix(mol))  # of atoms that hang together by no bond: 1e8
+    distances = torch.where(apart > n, DISTANCES - 1, apart.clamp(max=MAX_DISTANCE)).byte()
     bonds = torch.zeros(n, n, dtype=torch.uint8)
     types = {Chem.BondType.SINGLE: 1, Chem.BondType.DOUBLE: 2, Chem.BondType.TRIPLE: 3, Chem.BondType.AROMATIC: 4}
     for bond in mol.GetBonds():
-        i, j = bond.GetBeginAtomIdx() + 1, bond.GetEndAtomIdx() + 1
+        i, j = bond.GetBeginAtomIdx(), bond.GetEndAtomIdx()
         bonds[i, j] = bonds[j, i] = types.get(bond.GetBondType(), 1)
     return Molecule(elements, distances, bonds, Crippen.MolLogP(mol))
 
@@ -102,7 +97,6 @@ def pack(molecules: Sequence[Molecule]) -> Batch:
         row_start=(table - first)[molecule] + slot * sizes[molecule],
         distances=torch.cat([m.distances.flatten() for m in molecules]).long(),
         bonds=torch.cat([m.bonds.flatten() for m in molecules]).long(),
-        first=first,
         slot=slot,
         labels=torch.tensor([m.label for m in molecules]),
     )

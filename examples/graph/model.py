@@ -1,7 +1,7 @@
 """A Graphormer-like model (Ying et al. 2021, arXiv:2106.05234), with two implementations of its attention.
 
-Each head h adds `spatial[h, distance]` and `edge[h, bond]` of a pair of nodes to the pair's score; both are learned. An
-added node that every atom sees collects what is said of the molecule.
+Each head h adds `spatial[h, distance]` and `edge[h, bond]` of a pair of nodes to the pair's score; both are learned.
+The prediction is a sum over the nodes, as log P is one over the atoms; there is no virtual node.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def block_mask(batch: Batch) -> BlockMask:
 
 def dense_attention(batch: Batch) -> Attention:
     """The same by PyTorch's scaled_dot_product_attention: molecules padded to the longest, biases [G, H, N, N]."""
-    groups, width = len(batch.first), int(batch.slot.max()) + 1
+    groups, width = len(batch.labels), int(batch.slot.max()) + 1
     inside = torch.zeros(groups, width, dtype=torch.bool, device=batch.slot.device)
     inside[batch.molecule, batch.slot] = True
     both = inside[:, :, None] & inside[:, None, :]
@@ -118,4 +118,5 @@ class GraphTransformer(nn.Module):
         nodes = self.element_embedding(batch.elements)
         for block in self.blocks:
             nodes = block(nodes, attention, self.spatial, self.edge)
-        return self.head(self.norm(nodes[batch.first])).squeeze(-1)
+        of_nodes = self.head(self.norm(nodes)).squeeze(-1)
+        return of_nodes.new_zeros(len(batch.labels)).index_add(0, batch.molecule, of_nodes)
