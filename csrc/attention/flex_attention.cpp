@@ -20,8 +20,8 @@ OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? Opt
 template <class Result>
 using BackwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                  const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                 const Tensor&, const Tensor&, std::string_view, TensorList, Scalars, std::string_view,
-                                 TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double, bool,
+                                 const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars,
+                                 std::string_view, TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double, bool,
                                  const c10::List<bool>&);
 
 }  // namespace
@@ -48,6 +48,7 @@ FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor
   const auto call = [&](const auto& op) {
     return op.call(query, key, value, optional_of(upstream.out), optional_of(upstream.lse),
                    optional_of(upstream.max_scores), saved.out, saved.lse, saved.max_scores, saved.max_ties,
+                   saved.out_low,
                    scores.score_mod.text, scores.score_mod.buffers, scores.score_mod.scalars, scores.mask_mod.text,
                    scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks, scores.q_blocks,
                    scores.block_size, scores.scale, deterministic, needs);

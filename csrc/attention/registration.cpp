@@ -26,7 +26,7 @@ FlexScores make_scores(std::string_view score_mod, TensorList score_mod_buffers,
   return scores;
 }
 
-FlexOutputTuple to_tuple(const FlexOutputs& o) { return {o.out, o.lse, o.max_scores, o.max_ties}; }
+FlexOutputTuple to_tuple(const FlexOutputs& o) { return {o.out, o.lse, o.max_scores, o.max_ties, o.out_low}; }
 FlexGradientTuple to_tuple(const FlexGradients& g) { return {g.query, g.key, g.value, g.buffers}; }
 
 FlexOutputTuple forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value, std::string_view score_mod,
@@ -66,14 +66,14 @@ template <bool inplace>
 Gradients<inplace> backward_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                                 const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                                 const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
-                                const Tensor& max_scores, const Tensor& max_ties, std::string_view score_mod,
+                                const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low, std::string_view score_mod,
                                 TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod,
                                 TensorList mask_mod_buffers, Scalars mask_mod_scalars, TensorList kv_blocks,
                                 TensorList q_blocks, at::IntArrayRef block_size, double scale, bool /*deterministic*/,
                                 const c10::List<bool>& needs_grad) {
   return as_returned<inplace>(cpu::flex_attention_backward(
       {grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key, value,
-      {out, lse, max_scores, max_ties},
+      {out, lse, max_scores, max_ties, out_low},
       make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
                   kv_blocks, q_blocks, block_size, scale),
       flags_of(needs_grad), inplace));
@@ -83,7 +83,7 @@ template <bool inplace>
 Gradients<inplace> backward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
                                  const OptionalTensor& /*grad_out*/, const OptionalTensor& /*grad_lse*/,
                                  const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/,
-                                 const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/,
+                                 const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/, const Tensor& /*out_low*/,
                                  std::string_view /*score_mod*/, TensorList score_mod_buffers,
                                  Scalars /*score_mod_scalars*/, std::string_view /*mask_mod*/,
                                  TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,

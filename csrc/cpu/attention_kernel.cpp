@@ -117,6 +117,22 @@ void unpack(const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_
   });
 }
 
+template <class T>
+void unpack_low(const Matrix& low, const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols,
+                const T* factor) {
+  with_stored_type<T>(out.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    for (int64_t r = 0; r < rows; ++r) {
+      S* l = static_cast<S*>(low.data) + r * low.row_stride;
+      const S* o = row_of<T, S>(out, r);
+      for (int64_t c = 0; c < cols; ++c) {
+        l[c * low.col_stride] =
+            static_cast<S>(in[r * stride + c] * factor[r] - static_cast<T>(o[c * out.col_stride]));
+      }
+    }
+  });
+}
+
 // --- products -----------------------------------------------------------------------------------------------
 
 // As many accumulators as leave registers for a row of b and an element of a.
@@ -339,7 +355,7 @@ void add(T* __restrict out, const T* in, int64_t count) {
 template <class T>
 constexpr AttentionKernels<T> make_kernels() {
   return {kPanel<T>,  kMicroRows, pack_rows<T>,     pack_panels<T>,    pack_transposed<T>,  unpack<T>,
-          multiply<T>, softmax<T>, probabilities<T>, alive<T>, score_gradient<T>, add_max_gradient<T>, row_dot<T>,
+          unpack_low<T>,           multiply<T>, softmax<T>, probabilities<T>, alive<T>, score_gradient<T>, add_max_gradient<T>, row_dot<T>,
           add<T>};
 }
 

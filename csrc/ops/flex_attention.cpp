@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
   }
   scores.scale = scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(query.size(3)));
   FUSEGRAD_CHECK_VALUE(std::isfinite(scores.scale), kOp, "scale must be a finite number, but got ", scores.scale);
-  FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be a set of FlexAuxBit bits, but got ", aux);
+  FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be 0 or 1 (max_scores), but got ", aux);
 
   const auto cast = [&](const Tensor& t) {
     const auto dtype = autocast_dtype(t);
