@@ -8,7 +8,6 @@
 #include <limits>
 #include <map>
 
-#include "attention/outputs.h"
 #include "cpu/buffer_sums.h"
 #include "cpu/flex_attention.h"
 #include "ops/check.h"
@@ -397,10 +396,9 @@ void Backward<T>::run() {
 
 }  // namespace
 
-FlexGradients flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
-                                      const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
-                                      const std::vector<bool>& needs_grad, bool inplace) {
-  FlexGradients grads = empty_flex_gradients(query, key, value, scores.score_mod.buffers, needs_grad, inplace);
+void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
+                             const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                             const std::vector<bool>& needs_grad, const FlexGradients& grads, bool inplace) {
   if (saved.lse.numel() == 0 || key.numel() == 0) {
     for (const auto& t : {inplace ? query : grads.query, inplace ? key : grads.key, inplace ? value : grads.value}) {
       t.zero_();
@@ -411,7 +409,6 @@ FlexGradients flex_attention_backward(const FlexUpstream& upstream, const at::Te
   } else {
     Backward<float>(upstream, query, key, value, saved, scores, needs_grad, grads, inplace).run();
   }
-  return grads;
 }
 
 }  // namespace fusegrad::cpu

@@ -123,7 +123,7 @@ def test_parity(dtype: torch.dtype, sizes: Sizes) -> None:
     check(tensors, lambda _: None, [], enable_gqa=gqa)
     allowed = torch.ones(sizes.M, sizes.N).tril().bool()
     mask = block_mask(causal, sizes.M, sizes.N, (32, 48))
-    check(tensors, lambda _: None, [], mask, allowed, enable_gqa=gqa, scale=0.7, aux=False)
+    check(tensors, lambda _: None, [], mask, allowed, enable_gqa=gqa, scale=1.3 * sizes.D**-0.5, aux=False)
     bias = torch.randn(sizes.H, sizes.M, sizes.N).to(dtype).requires_grad_()
     check(tensors, full_bias, [bias], mask, allowed, enable_gqa=gqa)
 
@@ -139,7 +139,7 @@ def test_score_mods_from_the_field(case: score_mods.Case) -> None:
         expected = dense(q, k, v, score_mod, allowed, evaluate=one_by_one)
     finally:
         torch.set_default_dtype(torch.float32)
-    mask = None if mask_mod is None else block_mask(lambda *pair: mask_mod(*pair), 6, 8, 4, 2, 2)
+    mask = None if mask_mod is None else block_mask(lambda b, h, q, kv: mask_mod(b, h, q, kv), 6, 8, 4, 2, 2)
     out, aux = flex_attention(q, k, v, score_mod, mask, return_aux=BOTH)
     inputs = [q, k, v, *held]
     upstream = [torch.randn_like(t) for t in (out, aux.lse)]
