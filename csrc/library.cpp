@@ -131,19 +131,20 @@ TORCH_LIBRARY(fusegrad, m) {
          "flex_attention(Tensor query, Tensor key, Tensor value, " + mods +
              "float? scale=None, bool enable_gqa=False, bool inplace=False, bool? deterministic=None, int aux=0) "
              "-> (Tensor out, Tensor lse, Tensor max_scores)");
-  // `max_ties` [B, H, M]: how many scores of a row equal the largest.
+  // `max_ties` [B, H, M]: how many scores of a row equal the largest. `out_low`: what rounding took from out, in out's
+  // dtype; empty unless `aux` asks for it.
   define(m, "flex_attention_forward(Tensor query, Tensor key, Tensor value, " + mods +
-                "float scale, int aux) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties)");
+                "float scale, int aux) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low)");
   // `needs_grad`: of query, key, value, then of each of the score_mod's buffers; what is not wanted is empty. The
-  // in-place twin writes the first three over the inputs.
+  // in-place twin writes the first three over the inputs, and the others into `grad_buffers`.
   const std::string flex_saved =
       "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_max_scores, Tensor out, Tensor lse, Tensor max_scores, "
-      "Tensor max_ties, " +
-      mods + "float scale, bool deterministic, bool[] needs_grad)";
+      "Tensor max_ties, Tensor out_low, " +
+      mods + "float scale, bool deterministic, bool[] needs_grad";
   define(m, "flex_attention_backward(Tensor query, Tensor key, Tensor value, " + flex_saved +
-                " -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
+                ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   define(m, "flex_attention_backward_(Tensor(a!) query, Tensor(b!) key, Tensor(c!) value, " + flex_saved +
-                " -> Tensor[] grad_buffers");
+                ", Tensor(d!)[] grad_buffers) -> ()");
 
   // --- shared ----------------------------------------------------------------------------------------------
   // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.

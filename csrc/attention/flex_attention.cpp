@@ -2,6 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "attention/outputs.h"
+
 namespace fusegrad::dispatch {
 namespace {
 
@@ -17,12 +19,12 @@ auto handle(const char* name) {
 
 OptionalTensor optional_of(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
-template <class Result>
+template <class Result, class... Written>
 using BackwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                  const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                 const Tensor&, const Tensor&, std::string_view, TensorList, Scalars, std::string_view,
-                                 TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double, bool,
-                                 const c10::List<bool>&);
+                                 const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars,
+                                 std::string_view, TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double, bool,
+                                 const c10::List<bool>&, Written...);
 
 }  // namespace
 
@@ -42,17 +44,22 @@ FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor
                                       const Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
                                       bool deterministic, const std::vector<bool>& needs_grad, bool inplace) {
   static const auto functional = handle<BackwardSignature<FlexGradientTuple>>("fusegrad::flex_attention_backward");
-  static const auto mutating = handle<BackwardSignature<std::vector<Tensor>>>("fusegrad::flex_attention_backward_");
+  static const auto mutating = handle<BackwardSignature<void, TensorList>>("fusegrad::flex_attention_backward_");
   c10::List<bool> needs;
   for (const bool wanted : needs_grad) needs.push_back(wanted);
-  const auto call = [&](const auto& op) {
+  const auto call = [&](const auto& op, const auto&... written) {
     return op.call(query, key, value, optional_of(upstream.out), optional_of(upstream.lse),
                    optional_of(upstream.max_scores), saved.out, saved.lse, saved.max_scores, saved.max_ties,
+                   saved.out_low,
                    scores.score_mod.text, scores.score_mod.buffers, scores.score_mod.scalars, scores.mask_mod.text,
                    scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks, scores.q_blocks,
-                   scores.block_size, scores.scale, deterministic, needs);
+                   scores.block_size, scores.scale, deterministic, needs, written...);
   };
-  if (inplace) return {{}, {}, {}, call(mutating)};
+  if (inplace) {
+    auto gradients = empty_flex_gradients(query, key, value, scores.score_mod.buffers, needs_grad, inplace);
+    call(mutating, TensorList(gradients.buffers));
+    return gradients;
+  }
   return std::make_from_tuple<FlexGradients>(call(functional));
 }
 

@@ -26,12 +26,17 @@ struct FlexScores {
 };
 
 /// The bits of an op's `aux`: what is asked for besides the output. lse comes always.
-enum FlexAuxBit : int64_t { kFlexMaxScores = 1 };
+enum FlexAuxBit : int64_t {
+  kFlexMaxScores = 1,
+  kFlexOutLow = 2,  ///< of the op below the front end: what a backward wants of a 16-bit output
+};
 
 /// out [B, H, M, E], strides in the order of the query's; lse, max_scores and max_ties (how many scores of a row equal
-/// the largest) [B, H, M] acc, the latter two empty unless asked for.
+/// the largest) [B, H, M] acc, the latter two empty unless asked for. out_low is what rounding took from out, as a
+/// tensor like it: the backward's sum of grad_out * out is subtracted from numbers that may equal it but for a few
+/// places, so that rounding out to 16 bits would be its largest error by far. Empty unless asked for.
 struct FlexOutputs {
-  at::Tensor out, lse, max_scores, max_ties;
+  at::Tensor out, lse, max_scores, max_ties, out_low;
 };
 
 /// Empty where not wanted; query, key and value empty too where they were written in place.
@@ -40,7 +45,7 @@ struct FlexGradients {
   std::vector<at::Tensor> buffers;
 };
 
-using FlexOutputTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using FlexOutputTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using FlexGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, std::vector<at::Tensor>>;
 
 /// What the upstream gradients are; undefined where there is none.

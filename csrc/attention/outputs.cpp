@@ -30,7 +30,9 @@ FlexOutputs empty_flex_outputs(const Tensor& query, const Tensor& value, int64_t
   };
   const bool max_scores = (aux & kFlexMaxScores) != 0;
   return {empty_attention_output(query, value), row_values(), max_scores ? row_values() : at::empty({0}, acc),
-          max_scores ? row_values() : at::empty({0}, acc)};
+          max_scores ? row_values() : at::empty({0}, acc),
+          (aux & kFlexOutLow) != 0 ? empty_attention_output(query, value)
+                                   : at::empty({0}, query.options().requires_grad(false))};
 }
 
 FlexGradients empty_flex_gradients(const Tensor& query, const Tensor& key, const Tensor& value, at::TensorList buffers,

@@ -26,7 +26,7 @@ FlexScores make_scores(std::string_view score_mod, TensorList score_mod_buffers,
   return scores;
 }
 
-FlexOutputTuple to_tuple(const FlexOutputs& o) { return {o.out, o.lse, o.max_scores, o.max_ties}; }
+FlexOutputTuple to_tuple(const FlexOutputs& o) { return {o.out, o.lse, o.max_scores, o.max_ties, o.out_low}; }
 FlexGradientTuple to_tuple(const FlexGradients& g) { return {g.query, g.key, g.value, g.buffers}; }
 
 FlexOutputTuple forward_cpu(const Tensor& query, const Tensor& key, const Tensor& value, std::string_view score_mod,
@@ -50,61 +50,73 @@ FlexOutputTuple forward_meta(const Tensor& query, const Tensor& /*key*/, const T
 
 std::vector<bool> flags_of(const c10::List<bool>& list) { return {list.begin(), list.end()}; }
 
-template <bool inplace>
-using Gradients = std::conditional_t<inplace, std::vector<Tensor>, FlexGradientTuple>;
-
-template <bool inplace>
-Gradients<inplace> as_returned(FlexGradients grads) {
-  if constexpr (inplace) {
-    return std::move(grads.buffers);
-  } else {
-    return to_tuple(grads);
-  }
-}
-
-template <bool inplace>
-Gradients<inplace> backward_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
-                                const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
-                                const Tensor& max_scores, const Tensor& max_ties, std::string_view score_mod,
-                                TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod,
-                                TensorList mask_mod_buffers, Scalars mask_mod_scalars, TensorList kv_blocks,
-                                TensorList q_blocks, at::IntArrayRef block_size, double scale, bool /*deterministic*/,
-                                const c10::List<bool>& needs_grad) {
-  return as_returned<inplace>(cpu::flex_attention_backward(
+void backward_into_cpu(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& grad_out,
+    const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
+    const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low, std::string_view score_mod,
+    TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod, TensorList mask_mod_buffers,
+    Scalars mask_mod_scalars, TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
+    bool /*deterministic*/, const c10::List<bool>& needs_grad, TensorList grad_buffers) {
+  const auto needs = flags_of(needs_grad);
+  cpu::flex_attention_backward(
       {grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key, value,
-      {out, lse, max_scores, max_ties},
+      {out, lse, max_scores, max_ties, out_low},
       make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
                   kv_blocks, q_blocks, block_size, scale),
-      flags_of(needs_grad), inplace));
+      needs, {{}, {}, {}, grad_buffers.vec()}, /*inplace=*/true);
 }
 
-template <bool inplace>
-Gradients<inplace> backward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
-                                 const OptionalTensor& /*grad_out*/, const OptionalTensor& /*grad_lse*/,
-                                 const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/,
-                                 const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/,
-                                 std::string_view /*score_mod*/, TensorList score_mod_buffers,
-                                 Scalars /*score_mod_scalars*/, std::string_view /*mask_mod*/,
-                                 TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,
-                                 TensorList /*kv_blocks*/, TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/,
-                                 double /*scale*/, bool /*deterministic*/, const c10::List<bool>& needs_grad) {
-  return as_returned<inplace>(empty_flex_gradients(query, key, value, score_mod_buffers,
-                                                   flags_of(needs_grad), inplace));
+FlexGradientTuple backward_cpu(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& grad_out,
+    const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
+    const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low, std::string_view score_mod,
+    TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod, TensorList mask_mod_buffers,
+    Scalars mask_mod_scalars, TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
+    bool /*deterministic*/, const c10::List<bool>& needs_grad) {
+  const auto needs = flags_of(needs_grad);
+  const auto grads = empty_flex_gradients(query, key, value, score_mod_buffers, needs, /*inplace=*/false);
+  cpu::flex_attention_backward(
+      {grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key, value,
+      {out, lse, max_scores, max_ties, out_low},
+      make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
+                  kv_blocks, q_blocks, block_size, scale),
+      needs, grads, /*inplace=*/false);
+  return to_tuple(grads);
 }
+
+FlexGradientTuple backward_meta(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& /*grad_out*/,
+    const OptionalTensor& /*grad_lse*/, const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/,
+    const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/, const Tensor& /*out_low*/,
+    std::string_view /*score_mod*/, TensorList score_mod_buffers, Scalars /*score_mod_scalars*/,
+    std::string_view /*mask_mod*/, TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,
+    TensorList /*kv_blocks*/, TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/, double /*scale*/,
+    bool /*deterministic*/, const c10::List<bool>& needs_grad) {
+  return to_tuple(
+      empty_flex_gradients(query, key, value, score_mod_buffers, flags_of(needs_grad), /*inplace=*/false));
+}
+
+void backward_into_meta(
+    const Tensor& /*query*/, const Tensor& /*key*/, const Tensor& /*value*/, const OptionalTensor& /*grad_out*/,
+    const OptionalTensor& /*grad_lse*/, const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/,
+    const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/, const Tensor& /*out_low*/,
+    std::string_view /*score_mod*/, TensorList /*score_mod_buffers*/, Scalars /*score_mod_scalars*/,
+    std::string_view /*mask_mod*/, TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,
+    TensorList /*kv_blocks*/, TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/, double /*scale*/,
+    bool /*deterministic*/, const c10::List<bool>& /*needs_grad*/, TensorList /*grad_buffers*/) {}
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusegrad, CPU, m) {
   m.impl("flex_attention_forward", TORCH_FN(forward_cpu));
-  m.impl("flex_attention_backward", TORCH_FN(backward_cpu<false>));
-  m.impl("flex_attention_backward_", TORCH_FN(backward_cpu<true>));
+  m.impl("flex_attention_backward", TORCH_FN(backward_cpu));
+  m.impl("flex_attention_backward_", TORCH_FN(backward_into_cpu));
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("flex_attention_forward", TORCH_FN(forward_meta));
-  m.impl("flex_attention_backward", TORCH_FN(backward_meta<false>));
-  m.impl("flex_attention_backward_", TORCH_FN(backward_meta<true>));
+  m.impl("flex_attention_backward", TORCH_FN(backward_meta));
+  m.impl("flex_attention_backward_", TORCH_FN(backward_into_meta));
 }
 
 }  // namespace fusegrad

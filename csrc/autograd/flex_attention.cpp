@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "autograd/autograd.h"
 #include "autograd/saved.h"
 
@@ -31,7 +33,7 @@ std::vector<at::Scalar> scalars_of(const c10::IValue& value) {
 // Saves the inputs, the output and a few numbers a row; the scores are computed again in the backward.
 struct FlexAttention : torch::autograd::Function<FlexAttention> {
   // Of what is saved, these come first.
-  enum { kQuery, kKey, kValue, kOut, kLse, kMaxScores, kMaxTies, kLists };
+  enum { kQuery, kKey, kValue, kOut, kLse, kMaxScores, kMaxTies, kOutLow, kLists };
 
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                at::TensorList /*score_mod buffers: edges*/, const FlexScores& scores, int64_t aux,
@@ -50,7 +52,7 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
     data["deterministic"] = deterministic;
     data["inplace"] = inplace;
     data["hooks"] = saved_tensor_hooks_active();
-    variable_list saved{query, key, value, out.out, out.lse, out.max_scores, out.max_ties};
+    variable_list saved{query, key, value, out.out, out.lse, out.max_scores, out.max_ties, out.out_low};
     for (const auto* list : {&scores.score_mod.buffers, &scores.mask_mod.buffers, &scores.kv_blocks, &scores.q_blocks}) {
       saved.insert(saved.end(), list->begin(), list->end());
     }
@@ -93,7 +95,7 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
       const BelowAutogradUnlessRecording below;
       gradients = dispatch::flex_attention_backward(
           upstream, saved[kQuery], saved[kKey], saved[kValue],
-          {saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies]}, scores, data["deterministic"].toBool(),
+          {saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow]}, scores, data["deterministic"].toBool(),
           needs_grad, inplace);
     }
     if (inplace) {
@@ -115,9 +117,17 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
 
 FlexOutputs flex_attention(const Tensor& query, const Tensor& key, const Tensor& value, const FlexScores& scores,
                            int64_t aux, bool deterministic, bool inplace) {
+  // Inside Function::forward nothing requires grad any more.
+  const auto requires_grad = [](const Tensor& t) { return t.requires_grad(); };
+  const auto& buffers = scores.score_mod.buffers;
+  const bool recorded =
+      at::GradMode::is_enabled() && (query.requires_grad() || key.requires_grad() || value.requires_grad() ||
+                                     std::any_of(buffers.begin(), buffers.end(), requires_grad));
+  const auto dtype = query.scalar_type();
+  if (recorded && (dtype == at::kBFloat16 || dtype == at::kHalf)) aux |= kFlexOutLow;
   const auto out = FlexAttention::apply(query, key, value, at::TensorList(scores.score_mod.buffers), scores, aux,
                                         deterministic, inplace);
-  return {out[0], out[1], out.size() > 2 ? out[2] : Tensor(), Tensor()};
+  return {out[0], out[1], out.size() > 2 ? out[2] : Tensor(), {}, {}};
 }
 
 }  // namespace fusegrad::autograd

@@ -127,7 +127,13 @@ void bump_overwritten(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
   c10::SmallVector<at::Tensor, 2> overwritten;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) overwritten.push_back((*stack)[first + i].toTensor());
+    if (alias == nullptr || !alias->isWrite()) continue;
+    const auto& value = (*stack)[first + i];
+    if (value.isTensor()) {
+      overwritten.push_back(value.toTensor());
+    } else {
+      for (const auto& tensor : value.toTensorVector()) overwritten.push_back(tensor);
+    }
   }
   {
     at::AutoDispatchBelowADInplaceOrView guard;

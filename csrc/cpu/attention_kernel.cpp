@@ -117,6 +117,22 @@ void unpack(const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_
   });
 }
 
+template <class T>
+void unpack_low(const Matrix& low, const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols,
+                const T* factor) {
+  with_stored_type<T>(out.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    for (int64_t r = 0; r < rows; ++r) {
+      S* l = static_cast<S*>(low.data) + r * low.row_stride;
+      const S* o = row_of<T, S>(out, r);
+      for (int64_t c = 0; c < cols; ++c) {
+        l[c * low.col_stride] =
+            static_cast<S>(in[r * stride + c] * factor[r] - static_cast<T>(o[c * out.col_stride]));
+      }
+    }
+  });
+}
+
 // --- products -----------------------------------------------------------------------------------------------
 
 // As many accumulators as leave registers for a row of b and an element of a.
@@ -165,16 +181,27 @@ void micro_rest(int64_t rows, int64_t k, const T* a, int64_t a_row, int64_t a_co
   }
 }
 
+// Sums of so many terms are added up: the error of one long sum would grow with its length.
+constexpr int64_t kTerms = 64;
+
 // A panel of b stays in the first-level cache while all of a passes.
 template <class T>
 void multiply(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t b_stride,
               T* c, int64_t c_stride, bool accumulate) {
-  for (int64_t j = 0; j < n; j += kPanel<T>, b += b_stride) {
-    int64_t i = 0;
-    for (; i + kMicroRows <= m; i += kMicroRows) {
-      micro<T, kMicroRows>(k, a + i * a_row, a_row, a_col, b, c + i * c_stride + j, c_stride, accumulate);
+  for (int64_t j = 0; j < n; j += kPanel<T>, b += b_stride, c += kPanel<T>) {
+    // Once at least: a sum of no terms is 0.
+    for (int64_t l = 0; l == 0 || l < k; l += kTerms) {
+      const int64_t terms = k - l < kTerms ? k - l : kTerms;
+      const T* a_part = a + l * a_col;
+      const T* b_part = b + l * kPanel<T>;
+      const bool add = accumulate || l > 0;
+      int64_t i = 0;
+      for (; i + kMicroRows <= m; i += kMicroRows) {
+        micro<T, kMicroRows>(terms, a_part + i * a_row, a_row, a_col, b_part, c + i * c_stride, c_stride, add);
+      }
+      micro_rest<T, kMicroRows - 1>(m - i, terms, a_part + i * a_row, a_row, a_col, b_part, c + i * c_stride, c_stride,
+                                    add);
     }
-    micro_rest<T, kMicroRows - 1>(m - i, k, a + i * a_row, a_row, a_col, b, c + i * c_stride + j, c_stride, accumulate);
   }
 }
 
@@ -339,7 +366,7 @@ void add(T* __restrict out, const T* in, int64_t count) {
 template <class T>
 constexpr AttentionKernels<T> make_kernels() {
   return {kPanel<T>,  kMicroRows, pack_rows<T>,     pack_panels<T>,    pack_transposed<T>,  unpack<T>,
-          multiply<T>, softmax<T>, probabilities<T>, alive<T>, score_gradient<T>, add_max_gradient<T>, row_dot<T>,
+          unpack_low<T>,           multiply<T>, softmax<T>, probabilities<T>, alive<T>, score_gradient<T>, add_max_gradient<T>, row_dot<T>,
           add<T>};
 }
 

@@ -54,6 +54,9 @@ struct AttentionKernels {
   void (*pack_transposed)(T* out, const Matrix& in, int64_t rows, int64_t cols);
   /// out[r, c] = in[r, c] * factor[r] (null: 1) * scale, rounded to out's dtype.
   void (*unpack)(const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols, const T* factor, T scale);
+  /// low[r, c] = in[r, c] * factor[r] - out[r, c], rounded to their dtype: what unpack's rounding took.
+  void (*unpack_low)(const Matrix& low, const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols,
+                     const T* factor);
 
   /// c [m, n] = a [m, k] times b, or added to it. a's element (i, l) is at a[i * a_row + l * a_col]; b is packed, its
   /// panels `b_stride` apart; c has room for whole panels.

@@ -1,6 +1,9 @@
 #include "cpu/buffer_sums.h"
 
 #include <ATen/Parallel.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include <algorithm>
 
@@ -16,6 +19,17 @@ using score_mod::VariableSet;
 constexpr int64_t kSmall = int64_t{1} << 16;
 // Sums for every lane of a large buffer take at most this much, or four times the buffer.
 constexpr int64_t kSumBytes = int64_t{256} << 20;
+
+// Fresh memory of hundreds of MiB takes eight times as long to touch for the first time in pages of 4 KiB.
+void ask_for_huge_pages([[maybe_unused]] const at::Tensor& tensor) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{1} << 21;
+  const auto data = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+  const uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + tensor.nbytes()) / kPage * kPage;
+  // A hint: where the system does not take it, nothing is lost.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
 
 // For each buffer the variables that any two pairs which meet in an element must agree in.
 std::vector<VariableSet> agreeing(const score_mod::Graph& derivative, const score_mod::Lengths& lengths) {
@@ -103,11 +117,13 @@ void BufferSums<T>::prepare(size_t lanes) {
     if (!s.wanted) continue;
     const auto acc = s.small || std::is_same_v<T, double> ? at::kDouble : at::kFloat;
     if (s.shared && s.gradient.scalar_type() == acc) {
-      s.sums = s.gradient.zero_().view({1, -1});
+      s.sums = s.gradient.view({1, -1});
     } else {
       const int64_t rows = s.shared ? 1 : static_cast<int64_t>(lanes);
-      s.sums = at::zeros({rows, s.gradient.numel()}, s.gradient.options().dtype(acc));
+      s.sums = at::empty({rows, s.gradient.numel()}, s.gradient.options().dtype(acc));
     }
+    ask_for_huge_pages(s.sums);
+    s.sums.zero_();
   }
 }
 
@@ -133,6 +149,7 @@ template <class T>
 void BufferSums<T>::finish() {
   for (auto& s : sums_) {
     if (!s.wanted || s.sums.is_alias_of(s.gradient)) continue;
+    ask_for_huge_pages(s.gradient);
     const at::Tensor total = s.sums.size(0) == 1 ? s.sums[0] : s.sums.sum(0);
     s.gradient.copy_(total.view(s.gradient.sizes()));
     s.sums.reset();

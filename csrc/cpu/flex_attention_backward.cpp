@@ -8,7 +8,6 @@
 #include <limits>
 #include <map>
 
-#include "attention/outputs.h"
 #include "cpu/buffer_sums.h"
 #include "cpu/flex_attention.h"
 #include "ops/check.h"
@@ -103,15 +102,19 @@ void Backward<T>::row_values(const FlexUpstream& upstream, const FlexOutputs& sa
   rows_.delta = upstream.lse.defined() ? upstream.lse.neg().contiguous() : at::zeros_like(saved.lse);
   if (upstream.max_scores.defined()) rows_.grad_max = (upstream.max_scores / saved.max_ties).contiguous();
   if (!grad_out_ || !wants_scores_) return;
-  const HeadView out(saved.out);
+  std::vector<HeadView> parts{HeadView(saved.out)};
+  if (saved.out_low.numel() != 0) parts.emplace_back(saved.out_low);
   T* delta = rows_.delta.template mutable_data_ptr<T>();
   at::parallel_for(0, p_.batches * p_.heads, 1 + (1 << 16) / (p_.queries * (p_.value_size + 1)),
                    [&](int64_t begin, int64_t end) {
                      const Scratch<T> dot(p_.queries);
                      for (int64_t head = begin; head < end; ++head) {
                        const int64_t b = head / p_.heads, h = head % p_.heads;
-                       p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), out.at(b, h, 0), p_.queries, p_.value_size);
-                       p_.kernels.add(delta + head * p_.queries, dot.data(), p_.queries);
+                       for (const auto& part : parts) {
+                         p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), part.at(b, h, 0), p_.queries,
+                                            p_.value_size);
+                         p_.kernels.add(delta + head * p_.queries, dot.data(), p_.queries);
+                       }
                      }
                    });
 }
@@ -393,10 +396,9 @@ void Backward<T>::run() {
 
 }  // namespace
 
-FlexGradients flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
-                                      const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
-                                      const std::vector<bool>& needs_grad, bool inplace) {
-  FlexGradients grads = empty_flex_gradients(query, key, value, scores.score_mod.buffers, needs_grad, inplace);
+void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
+                             const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                             const std::vector<bool>& needs_grad, const FlexGradients& grads, bool inplace) {
   if (saved.lse.numel() == 0 || key.numel() == 0) {
     for (const auto& t : {inplace ? query : grads.query, inplace ? key : grads.key, inplace ? value : grads.value}) {
       t.zero_();
@@ -407,7 +409,6 @@ FlexGradients flex_attention_backward(const FlexUpstream& upstream, const at::Te
   } else {
     Backward<float>(upstream, query, key, value, saved, scores, needs_grad, grads, inplace).run();
   }
-  return grads;
 }
 
 }  // namespace fusegrad::cpu

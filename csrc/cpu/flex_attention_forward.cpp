@@ -55,6 +55,7 @@ class Worker {
         lse_(outputs.lse.mutable_data_ptr<T>()),
         max_(outputs.max_scores.numel() != 0 ? outputs.max_scores.mutable_data_ptr<T>() : nullptr),
         ties_(max_ != nullptr ? outputs.max_ties.mutable_data_ptr<T>() : nullptr),
+        out_low_(outputs.out_low.numel() != 0 ? std::optional<HeadView>(outputs.out_low) : std::nullopt),
         query_(rows * p_.head_size),
         key_(kTileCols * p_.head_size + p_.kernels.panel * p_.head_size),
         value_(kTileCols * p_.padded_value()),
@@ -129,11 +130,16 @@ class Worker {
     }
     p_.kernels.unpack(out_.at(b, h, queries.begin), sum_of_values_.data(), p_.padded_value(), queries.size(),
                       p_.value_size, row_sum_.data(), T(1));
+    if (out_low_) {
+      p_.kernels.unpack_low(out_low_->at(b, h, queries.begin), out_.at(b, h, queries.begin), sum_of_values_.data(),
+                            p_.padded_value(), queries.size(), p_.value_size, row_sum_.data());
+    }
   }
 
   const FlexProblem<T>& p_;
   const HeadView out_;
   T *lse_, *max_, *ties_;
+  const std::optional<HeadView> out_low_;
   Scratch<T> query_, key_, value_, score_, sum_of_values_, row_max_, row_sum_, row_ties_;
   TileMasker<T> masker_;
   std::optional<score_mod::TileEvaluator<T>> evaluator_;
@@ -165,7 +171,7 @@ FlexOutputTuple flex_attention_forward(const at::Tensor& query, const at::Tensor
       run(FlexProblem<float>(query, key, value, scores), outputs);
     }
   }
-  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties};
+  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
 }
 
 }  // namespace fusegrad::cpu

@@ -148,6 +148,10 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
   FUSEGRAD_CHECK_VALUE(scores.mask_mod.text.empty() || !kv_blocks.empty(), kOp,
                        "mask_mod must come with a block mask, but got none");
   if (!kv_blocks.empty()) {
+    FUSEGRAD_CHECK_VALUE(kv_blocks.size() == 2 || kv_blocks.size() == 4, kOp,
+                         "kv_blocks must be num_blocks and indices of the partial and perhaps of the full blocks, but "
+                         "got ",
+                         kv_blocks.size(), " tensors");
     FUSEGRAD_CHECK_VALUE(block_size.size() == 2 && block_size[0] > 0 && block_size[1] > 0, kOp,
                          "block_size must be two positive numbers, but got ", block_size);
     scores.block_size = {block_size[0], block_size[1]};
@@ -156,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
   }
   scores.scale = scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(query.size(3)));
   FUSEGRAD_CHECK_VALUE(std::isfinite(scores.scale), kOp, "scale must be a finite number, but got ", scores.scale);
-  FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be a set of FlexAuxBit bits, but got ", aux);
+  FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be 0 or 1 (max_scores), but got ", aux);
 
   const auto cast = [&](const Tensor& t) {
     const auto dtype = autocast_dtype(t);
