@@ -73,15 +73,16 @@ def _trace_of(tree: Any) -> Trace:
     return found[0]
 
 
-def _meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Shapes and dtypes of the results, with PyTorch's checks of the arguments."""
+def _on_ones(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results for ones: their shapes and dtypes, with PyTorch's checks of the arguments. On the CPU: many meta
+    kernels are Python, which imports torch._dynamo."""
 
     def stand_in(x: Any) -> Any:
-        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+        return torch.ones(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x
 
     args, kwargs = mapped((args, kwargs), stand_in)
     if "device" in kwargs:
-        kwargs["device"] = torch.device("meta")
+        kwargs["device"] = torch.device("cpu")
     return func(*args, **kwargs)
 
 
@@ -124,7 +125,7 @@ def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _elementwise(trace: Trace, func: Any, emit: Callable[..., int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     first = out[0] if isinstance(out, tuple) else out
     bound = _bound(func, args, kwargs)
     named = {k: v for k, v in bound.items() if v is None or isinstance(v, str)}
@@ -144,7 +145,7 @@ def _elementwise(trace: Trace, func: Any, emit: Callable[..., int], args: Sequen
 
 
 def _move(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     given = [x for x in args[:1] if isinstance(x, TracedTensor)]
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     if given and given[0].read is not None and func._schema.name in ("aten::alias", "aten::lift_fresh"):
@@ -196,7 +197,7 @@ def _to_copy(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
 def _fill(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     bound = _bound(func, args, kwargs)
     value = _FILLS[func._schema.name.removeprefix("aten::")]
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     term = trace.graph.constant(bound["fill_value"] if value is None else value)
     return _result(trace, torch.full(out.shape, term), out.dtype)
 
@@ -275,7 +276,7 @@ def _local_scalar(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str
 def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     """A reduction over dimensions: in order, from the first element."""
     g = trace.graph
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     bound = _bound(func, args, kwargs)
     tensor = _traced(trace, bound["self"])
     dims = bound.get("dim")
@@ -305,7 +306,7 @@ def _extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     """max and min: of all, or of a dimension with the place of the first; argmax and argmin."""
     g = trace.graph
     name = func._schema.name.removeprefix("aten::")
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     bound = _bound(func, args, kwargs)
     tensor = _traced(trace, bound["self"])
     beats = "gt" if name.endswith("max") else "lt"
@@ -346,9 +347,9 @@ def _matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[s
     # Floats of one kind: a score in float32 and a captured tensor in float64 are the same to the language.
     dtype = torch.promote_types(args[0].dtype, args[1].dtype)
     if args[0].dtype.is_floating_point and args[1].dtype.is_floating_point:
-        out = _meta(func, [torch.empty(x.shape, dtype=dtype, device="meta") for x in args[:2]], kwargs)
+        out = _on_ones(func, [torch.ones(x.shape, dtype=dtype) for x in args[:2]], kwargs)
     else:
-        out = _meta(func, args, kwargs)
+        out = _on_ones(func, args, kwargs)
     a, b = (_terms(trace, x) for x in args[:2])
     if a.dim() == 3:  # bmm
         terms = torch.stack([_products(trace, x, y) for x, y in zip(a, b, strict=True)])
@@ -361,7 +362,7 @@ def _matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[s
 
 def _cumsum(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     g = trace.graph
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     if args[0].dim() == 0:
         return _result(trace, args[0].terms, out.dtype)
     rows = []

@@ -43,9 +43,10 @@ def run(function: Callable, kind: str, device: torch.device, call: Callable | No
     call = call or function
     trace = Trace(device)
     name = f"{kind} {name_of(function)}"
+    inputs = [trace.input(x) for x in INPUTS[kind]]
     try:
         with torch.enable_grad(), trace.active():
-            result = call(*(trace.input(x) for x in INPUTS[kind]))
+            result = call(*inputs)
         with torch._C.DisableTorchFunctionSubclass():
             term = _result(trace, kind, result)
             return _texts(trace, kind, term)

@@ -433,6 +433,10 @@ class _Outside(TorchDispatchMode):
         super().__init__()
         self.steps = steps
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import torch._dynamo, which takes a second, and no compiled code runs under this mode
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
