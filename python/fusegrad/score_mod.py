@@ -25,8 +25,8 @@ class ScoreMod:
 
     Args:
         text: In the language of docs/score_mod.md; becomes canonical.
-        buffers: What the text calls ``@0``, ``@1``, …: tensors of the declared ranks, floating point, integer or bool as
-            declared.
+        buffers: What the text calls ``@0``, ``@1``, …: tensors of the declared ranks, floating point, integer or
+            bool as declared.
         scalars: What it calls ``$0``, ``$1``, …: Python numbers of the declared types.
 
     Attributes:
@@ -87,11 +87,11 @@ def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int 
         found = "bool" if buffer.dtype == torch.bool else "f" if buffer.dtype.is_floating_point else "i64"
         if found != kind or buffer.dim() != rank:
             raise ValueError(
-                f"ScoreMod: buffer @{i} must be {kind} of rank {rank}, but got {buffer.dtype} of shape {list(buffer.shape)}"
+                f"ScoreMod: buffer @{i} must be {kind} of rank {rank}, but got {buffer.dtype} of shape "
+                f"{list(buffer.shape)}"
             )
     for i, (kind, scalar) in enumerate(zip(declared_scalars, scalars, strict=True)):
-        found = {bool: "bool", int: "i64", float: "f"}.get(type(scalar))
-        if found != kind:
+        if {bool: "bool", int: "i64", float: "f"}.get(type(scalar)) != kind:
             raise ValueError(f"ScoreMod: scalar ${i} must be {kind}, but got {scalar!r}")
 
 
@@ -117,9 +117,7 @@ def _traced(function: Callable | ScoreMod, kind: str, device: torch.device | Non
     return _made(kind, *_trace(function, kind, device))
 
 
-def _made(
-    kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int | float | bool, ...]
-) -> ScoreMod:
+def _made(kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int | float | bool, ...]) -> ScoreMod:
     """Without the checks: what the tracer makes is right."""
     made = object.__new__(ScoreMod)
     for name, value in (("text", text), ("buffers", buffers), ("scalars", scalars), ("kind", kind)):

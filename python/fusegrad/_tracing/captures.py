@@ -4,8 +4,8 @@ A walk from the function over cells, defaults, partial arguments, globals that i
 its code has, elements of containers, and the functions among all these, until there is nothing new. On its way it
 writes a Python function, the guard, that walks the same paths again without a search: it returns the captured tensors
 and numbers of a call, or None where anything is not what it was. Numbers are compared by their values unless they
-are lifted; tensors by dtype, shape, strides, device and requires_grad; functions by their code. Anything that the walk does not
-understand raises Untrusted.
+are lifted; tensors by dtype, shape, strides, device and requires_grad; functions by their code. Anything that the walk
+does not understand raises Untrusted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from .code import Untrusted, facts_of
 from .graph import Number
 from .lifted import Lifted
+from .tensor import TracedTensor
+from .trees import words
 
 __all__ = ["Captures", "Guard"]
 
@@ -32,17 +34,29 @@ Guard = Callable[[Any], "tuple[list[Tensor], list[Number]] | None"]
 _MAX_NODES = 1000
 _MISSING = object()
 
-_LITERALS = (type(None), bool, str, bytes, complex, range, type(Ellipsis), type(NotImplemented))
+_LITERALS: tuple[type, ...] = (type(None), bool, str, bytes, complex, range, type(Ellipsis), type(NotImplemented))
 _LITERALS += (torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
 _TRUSTED = ("torch", "math", "operator", "_operator", "builtins", "functools", "typing", "numbers", "_functools")
 # Parts of PyTorch whose functions depend on more than their arguments.
-_STATEFUL = ("torch.distributed", "torch.cuda", "torch.random", "torch.backends", "torch.utils", "torch.autograd.grad_mode")
-_STATEFUL_NAMES = frozenset(["initial_seed", "seed", "manual_seed", "compile", "load", "vmap"])
-_PURE_BUILTINS = frozenset(
-    ["abs", "all", "any", "bool", "dict", "divmod", "enumerate", "filter", "float", "frozenset", "int", "isinstance"]
-    + ["issubclass", "len", "list", "map", "max", "min", "pow", "range", "reversed", "round", "set", "slice", "sorted"]
-    + ["str", "sum", "tuple", "type", "zip", "callable", "property", "staticmethod", "classmethod", "object", "repr"]
-    + ["ValueError", "TypeError", "AssertionError", "RuntimeError", "NotImplementedError", "Exception", "__debug__"]
+_STATEFUL = (
+    "torch.distributed",
+    "torch.cuda",
+    "torch.random",
+    "torch.backends",
+    "torch.utils",
+    "torch.autograd.grad_mode",
+)
+_STATEFUL_NAMES = words(
+    """
+    initial_seed seed manual_seed compile load vmap
+    """
+)
+_PURE_BUILTINS = words(
+    """
+    abs all any bool dict divmod enumerate filter float frozenset int isinstance issubclass len list map max min pow
+    range reversed round set slice sorted str sum tuple type zip callable property staticmethod classmethod object
+    repr ValueError TypeError AssertionError RuntimeError NotImplementedError Exception __debug__
+    """
 )
 _C_FUNCTIONS = (
     types.BuiltinFunctionType,
@@ -54,13 +68,19 @@ _C_FUNCTIONS = (
 )
 _COPIED = (types.FunctionType, types.MethodType, functools.partial, list, tuple, dict)
 # Special methods that no instruction names.
-_NOT_CALLED = frozenset(
-    ["__init__", "__new__", "__repr__", "__str__", "__init_subclass__", "__set_name__", "__del__", "__reduce__"]
-    + ["__reduce_ex__", "__post_init__", "__getstate__", "__setstate__", "__subclasshook__", "__class_getitem__"]
-    + ["__setattr__", "__delattr__", "__sizeof__", "__format__", "__dir__", "__replace__"]
+_NOT_CALLED = words(
+    """
+    __init__ __new__ __repr__ __str__ __init_subclass__ __set_name__ __del__ __reduce__ __reduce_ex__ __post_init__
+    __getstate__ __setstate__ __subclasshook__ __class_getitem__ __setattr__ __delattr__ __sizeof__ __format__
+    __dir__ __replace__
+    """
 )
 # Comparisons of a dataclass compare its fields.
-_OF_DATACLASSES = frozenset(["__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"])
+_OF_DATACLASSES = words(
+    """
+    __eq__ __hash__ __lt__ __le__ __gt__ __ge__
+    """
+)
 
 
 def _in(module: str | None, roots: Sequence[str]) -> bool:
@@ -104,12 +124,15 @@ class Captures:
         self._used: set[str] = {"*"}
         self._methods: set[int] = set()
         self._using_first: set[int] = set()  # functions that do more with their first argument than take an attribute
+        self._stores, self._mutable = False, False
         self._count = 0
         self._places: dict[int, int] = {}
         self._root = function
         self._visit(function, "root", True, "*")
         while self._scan():
             pass
+        if self._stores and self._mutable:
+            raise Untrusted("it assigns to elements, and reaches a list, a dict or an object")
 
     # --- the guard's source ---
 
@@ -207,10 +230,12 @@ class Captures:
         elif isinstance(value, type):
             self._visit_class(value, name)
         elif kind in (list, tuple):
+            self._mutable = self._mutable or kind is list
             self._need(f"type({name}) is {kind.__name__} and len({name}) == {len(value)}")
             for i, item in enumerate(value):
                 self._child(value, "item", i, item, f"{name}[{i}]", liftable)
         elif kind is dict:
+            self._mutable = True
             if not all(type(key) in (str, int) for key in value):
                 raise Untrusted("a captured dict has keys that are neither strings nor ints")
             keys = [(type(key), key) for key in value]
@@ -229,6 +254,8 @@ class Captures:
 
     def _visit_tensor(self, value: Tensor, name: str) -> None:
         c = self._constant
+        if isinstance(value, TracedTensor):
+            raise Untrusted("it reaches a value of a trace")
         if value.layout != torch.strided:
             raise Untrusted(f"a captured tensor of layout {value.layout}")
         self._need(f"type({name}) is {c(type(value))} and {name}.dtype is {c(value.dtype)}")
@@ -249,6 +276,7 @@ class Captures:
             self.can_lift = False
         self._add_names(facts.attributes)
         self._used |= facts.used
+        self._stores = self._stores or facts.stores_items
         code = value.__code__
         if set(code.co_varnames[:1]) & facts.used or code.co_cellvars:
             self._using_first.add(id(value))
@@ -350,8 +378,9 @@ class Captures:
             raise Untrusted(f"a captured object of {kind.__module__}.{kind.__qualname__}")
         if isinstance(value, (int, float, str, list, tuple, dict, set)):
             raise Untrusted(f"a captured object of {kind.__qualname__}, a subclass of a built-in type")
+        self._mutable = self._mutable or hasattr(kind, "__setitem__")
         self._need(f"type({name}) is {self._constant(kind)}")
-        self._hold(value, name, liftable and hasattr(value, "__dict__"))
+        self._hold(value, name, liftable and hasattr(value, "__dict__") and kind.__new__ is object.__new__)
         if isinstance(value, nn.Module):
             if _in(kind.__module__, ("torch.nn.utils", "torch.nn.parallel", "torch.ao")):
                 raise Untrusted(f"a captured {kind.__qualname__}")

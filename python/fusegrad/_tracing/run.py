@@ -14,7 +14,7 @@ from fusegrad._C import score_mod as language
 from .errors import Refused, located
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
-from .tensor import TracedTensor
+from .tensor import TracedTensor, apart
 from .trace import Trace, category
 
 __all__ = ["INPUTS", "Run", "name_of", "run"]
@@ -43,12 +43,14 @@ def run(function: Callable, kind: str, device: torch.device, call: Callable | No
     call = call or function
     trace = Trace(device)
     name = f"{kind} {name_of(function)}"
-    inputs = [trace.input(x) for x in INPUTS[kind]]
+    with apart():
+        inputs = [trace.input(x) for x in INPUTS[kind]]
     try:
         with torch.enable_grad(), trace.active():
             result = call(*inputs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with apart():
             term = _result(trace, kind, result)
+            trace.check_unchanged()
             return _texts(trace, kind, term)
     except Exception as error:
         raise located(error, name) from error
