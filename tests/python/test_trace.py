@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import math
+import pickle
 import threading
 import types
 import weakref
@@ -211,6 +212,8 @@ def test_score_mod_by_hand() -> None:
     assert mod.buffers == (bias,) and mod.scalars == (2.0,) and mod.kind == "score_mod"
     assert trace_score_mod(mod) is mod
     assert "load @0 kv_idx" in repr(mod) and "float64 [8]" in repr(mod) and "$0: 2.0" in repr(mod)
+    copy = pickle.loads(pickle.dumps(mod))
+    assert copy.text == mod.text and torch.equal(copy.buffers[0], bias) and copy.scalars == (2.0,)
     with pytest.raises(AttributeError, match="cannot be changed"):
         mod.text = ""
     with pytest.raises(TypeError, match="must be a mask_mod, but got a score_mod"):
@@ -570,6 +573,13 @@ def test_a_default_device() -> None:
     assert mod.buffers == (bias,)
 
 
+def test_single_numbers_on_the_cpu_join_the_device() -> None:
+    bias, cap = torch.randn(N, device="meta"), torch.tensor(2.0, requires_grad=True)
+    for _ in range(2):
+        mod = trace_score_mod(lambda s, b, h, q, kv: s * cap + bias[kv])
+        assert [b.device.type for b in mod.buffers] == ["meta", "meta"] and mod.buffers[0].requires_grad
+
+
 def test_fake_tensors() -> None:
     """As in torch.export: tensors without values."""
     with FakeTensorMode():
@@ -638,6 +648,59 @@ def test_state_makes_a_function_untrusted() -> None:
     assert_follows(by_getattr)
     holder.scale = 3.0
     assert_follows(by_getattr)
+
+
+def test_an_attribute_of_a_function() -> None:
+    def score_mod(s, b, h, q, kv):
+        return s * score_mod.scale
+
+    score_mod.scale = 2.0
+    assert_follows(score_mod)
+    score_mod.scale = 3.0
+    assert_follows(score_mod)
+
+
+def test_a_class_that_makes_up_attributes() -> None:
+    class Options:
+        def __getattr__(self, name):
+            return values[name]
+
+    values, options = {"scale": 2.0}, Options()
+
+    def score_mod(s, b, h, q, kv):
+        return s * options.scale
+
+    assert_follows(score_mod)
+    values["scale"] = 3.0
+    assert_follows(score_mod)
+
+
+CURVE = 1.5
+
+
+class Curve:
+    def __init__(self):
+        self.power = CURVE
+
+
+def test_an_object_that_is_made_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score_mod(s, b, h, q, kv):
+        return s * Curve().power
+
+    assert_follows(score_mod)
+    monkeypatch.setitem(globals(), "CURVE", 2.5)
+    assert_follows(score_mod)
+
+
+def test_parameters_of_a_module() -> None:
+    module = nn.ParameterList([torch.randn(N), torch.randn(N)])
+
+    def score_mod(s, b, h, q, kv):
+        return s * len(list(module.parameters())) + module[0][kv]
+
+    assert_follows(score_mod, [module[0]])
+    module.append(torch.randn(N))
+    assert_follows(score_mod, [module[0]])
 
 
 def test_requires_grad_and_dtype_are_part_of_the_guard() -> None:

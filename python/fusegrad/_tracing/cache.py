@@ -85,7 +85,7 @@ class Entry:
             tensors, numbers = found
             scalars = tuple([self._scalar(*x, numbers) for x in self._scalars])
             made = self._run_steps(tensors, numbers) if self._steps else []
-        except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
+        except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
             return None  # it is traced anew, and raises there what there is to raise
         buffers = [tensors[b] if isinstance(b, _Leaf) else made[b.step][b.output] for b in self.buffers]
         return self.text, tuple(buffers), scalars
@@ -93,7 +93,9 @@ class Entry:
     @staticmethod
     def _scalar(expression: Expression, kind: type, numbers: Sequence[Number]) -> Any:
         value = evaluate(expression, numbers)
-        if type(value) is not kind or (kind is int and not INT64[0] <= value <= INT64[1]):
+        if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+            raise _Miss
+        if type(value) is not kind:
             raise _Miss
         return value
 

@@ -75,6 +75,12 @@ _NOT_CALLED = words(
     __dir__ __replace__
     """
 )
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# They read more of a module than they name.
+_OF_MODULES = words(
+    "parameters named_parameters buffers named_buffers children named_children modules named_modules state_dict "
+    "get_parameter get_buffer get_submodule"
+)
 # Comparisons of a dataclass compare its fields.
 _OF_DATACLASSES = words(
     """
@@ -125,12 +131,16 @@ class Captures:
         self._methods: set[int] = set()
         self._using_first: set[int] = set()  # functions that do more with their first argument than take an attribute
         self._stores, self._mutable = False, False
+        self._functions: list[types.FunctionType] = []
         self._count = 0
         self._places: dict[int, int] = {}
         self._root = function
         self._visit(function, "root", True, "*")
         while self._scan():
             pass
+        for f in self._functions:
+            if not set(self._names).isdisjoint(f.__dict__):
+                raise Untrusted(f"it reads an attribute of the function {f.__qualname__}")
         if self._stores and self._mutable:
             raise Untrusted("it assigns to elements, and reaches a list, a dict or an object")
 
@@ -271,6 +281,8 @@ class Captures:
             return
         self._need(f"type({name}) is {self._constant(types.FunctionType)}")
         self._need(f"{name}.__code__ is {self._constant(value.__code__)}")
+        self._need(f"list({name}.__dict__) == {self._constant(list(value.__dict__))}")
+        self._functions.append(value)
         facts = facts_of(value.__code__)
         if facts.tests_types and not ours:
             self.can_lift = False
@@ -316,7 +328,9 @@ class Captures:
 
     def _visit_partial(self, value: functools.partial, name: str, liftable: bool) -> None:
         self._need(f"type({name}) is {self._constant(functools.partial)} and len({name}.args) == {len(value.args)}")
-        self._need(f"list({name}.keywords) == {self._constant(list(value.keywords))}")
+        self._need(f"list({name}.keywords) == {self._constant(list(value.keywords))} and not {name}.__dict__")
+        if value.__dict__:
+            raise Untrusted("a partial has attributes")
         self._child(value, "func", None, value.func, f"{name}.func", liftable)
         for i, item in enumerate(value.args):
             self._child(value, "arg", i, item, f"{name}.args[{i}]", liftable)
@@ -330,7 +344,7 @@ class Captures:
             raise Untrusted(f"{value!r} belongs to an object")
         known = getattr(value, "__name__", "")
         stateful = _in(module, _STATEFUL) or known in _STATEFUL_NAMES or known.startswith(("get_", "set_", "are_"))
-        if not _in(module, _TRUSTED) or stateful or "grad_enabled" in known or "autocast" in known:
+        if not _in(module, _TRUSTED) or stateful or known.endswith("_enabled") or "autocast" in known:
             raise Untrusted(f"{known or value!r} may give another result at the next call")
         self._need(f"{name} is {self._constant(value)}")
 
@@ -355,6 +369,11 @@ class Captures:
         self._hold(value, name, False)
 
     def _hold(self, value: Any, name: str, liftable: bool) -> None:
+        if not isinstance(value, types.ModuleType):
+            for base in (value if isinstance(value, type) else type(value)).__mro__:
+                own = not _in(base.__module__, _TRUSTED)
+                if own and ("__getattr__" in base.__dict__ or "__getattribute__" in base.__dict__):
+                    raise Untrusted(f"the class {base.__qualname__} makes up attributes")
         self._holders[id(value)] = _Holder(value, name, liftable)
 
     def _special_methods(self, cls: type) -> list[str]:
@@ -363,8 +382,6 @@ class Captures:
         for base in cls.__mro__:
             if _in(base.__module__, _TRUSTED):
                 continue
-            if "__getattr__" in base.__dict__ or "__getattribute__" in base.__dict__:
-                raise Untrusted(f"the class {base.__qualname__} makes up attributes")
             for key, member in base.__dict__.items():
                 generated = hasattr(base, "__dataclass_fields__") and key in _OF_DATACLASSES
                 if key.startswith("__") and isinstance(member, types.FunctionType) and key not in _NOT_CALLED:
@@ -393,7 +410,7 @@ class Captures:
         """Of an object that may be called or handed on: what is used of it without its being named."""
         value = holder.value
         if isinstance(value, (type, types.ModuleType)):
-            return self._special_methods(value) if isinstance(value, type) else []
+            return [*self._special_methods(value), *_CONSTRUCTORS] if isinstance(value, type) else []
         names = self._special_methods(type(value))
         if not isinstance(value, nn.Module):
             return names
@@ -461,6 +478,8 @@ class Captures:
         if of_class is _MISSING:
             self._need(f"lookup({self._constant(kind)}, {constant}) is missing")
         if isinstance(holder, nn.Module):
+            if key in _OF_MODULES:
+                raise Untrusted(f"it may call {type(holder).__qualname__}.{key}")
             for group in ("_parameters", "_buffers", "_modules"):
                 entries = own[group]
                 if key in entries:

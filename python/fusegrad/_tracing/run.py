@@ -85,7 +85,7 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
     if values:
         fixed_text, _, _ = language.compact(trace.graph.text(kind, term, buffers, types, fixed=True))
     used = [trace.buffers[i] for i in kept]
-    devices = {str(b.device): b for b in used if b.dim() > 0 or b.device.type != "cpu"}
+    devices = {str(b.device) for b in used}
     if len(devices) > 1:
         raise Refused(
             f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"

@@ -19,10 +19,10 @@ __all__ = ["Step", "Steps"]
 _METADATA = words(
     """
     shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
-    requires_grad.__get__ is_leaf.__get__ itemsize.__get__ nbytes.__get__ is_sparse.__get__ is_quantized.__get__
-    is_meta.__get__ names.__get__ size dim numel nelement ndimension stride element_size __len__ is_floating_point
-    is_complex is_signed is_contiguous storage_offset result_type promote_types can_cast is_tensor get_device
-    broadcast_shapes is_same_size __hash__ __repr__
+    requires_grad.__get__ itemsize.__get__ nbytes.__get__ is_sparse.__get__ is_quantized.__get__
+    is_meta.__get__ size dim numel nelement ndimension stride element_size __len__ is_floating_point
+    is_complex is_signed is_contiguous result_type promote_types can_cast is_tensor get_device
+    broadcast_shapes is_same_size __repr__
     """
 )
 

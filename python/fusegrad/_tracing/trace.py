@@ -64,6 +64,7 @@ class Trace:
         self.scalars: list[Lifted] = []
         self.steps = Steps()
         self._versions: list[int] = []
+        self._on_device: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}
 
     # --- values ---
@@ -98,6 +99,8 @@ class Trace:
         """A real tensor as operand: numbers that the function wrote down, or a buffer to be read."""
         if self.steps.is_constant(tensor) and tensor.numel() <= _MAX_CONSTANTS:
             return self.constants(tensor)
+        if tensor.dim() == 0 and tensor.device.type == "cpu" != self.device.type:
+            tensor = self._moved(tensor)  # PyTorch lets single numbers on the CPU meet tensors of a GPU
         buffer = self._places.get(id(tensor))
         if buffer is None:
             self._check(tensor)
@@ -105,6 +108,12 @@ class Trace:
             self.buffers.append(tensor)
             self._versions.append(_version(tensor))
         return TracedTensor(self, None, tensor.dtype, Read(buffer, tuple(tensor.shape), (None,) * tensor.dim()))
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._on_device:
+            with torch.enable_grad():
+                self._on_device[id(tensor)] = self.steps.run(Tensor.to, "to", (tensor, self.device), {})
+        return self._on_device[id(tensor)]
 
     def check_unchanged(self) -> None:
         """A read stands for the tensor as it is in the end."""
