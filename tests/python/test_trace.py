@@ -320,6 +320,48 @@ def test_captured_numbers_become_what_type_tests_see() -> None:
         assert_follows(make(scale))
 
 
+def test_type_tests_that_a_zero_hides() -> None:
+    def make(n):
+        return lambda s, b, h, q, kv: s * n + (n if isinstance(n, int) else 0)
+
+    for n in (0, 5):
+        assert_follows(make(n))
+
+
+def test_numbers_that_stand_ins_would_promote() -> None:
+    """A number leaves a uint8 tensor one, a tensor does not."""
+    table = torch.full((N,), 250, dtype=torch.uint8)
+
+    def make(n):
+        return lambda s, b, h, q, kv: s + (table[kv] + n)
+
+    for n in (10, 20):
+        assert_follows(make(n))
+
+
+def test_zeros_of_both_signs_from_a_number() -> None:
+    scale = 2.0
+
+    def score_mod(s, b, h, q, kv):
+        return torch.where(q > kv, scale * 0.0, scale * -0.0).reciprocal()
+
+    text = trace_score_mod(score_mod)
+    got = torch.ops.fusegrad.evaluate_score_mod(text.text, torch.zeros(1, 1, 2, 2), [], text.scalars)
+    assert got[0, 0, 1, 0] == math.inf and got[0, 0, 0, 0] == -math.inf
+
+
+def test_a_shape_that_a_number_decides() -> None:
+    bias, n = torch.randn(6, N, requires_grad=True), 1
+
+    def score_mod(s, b, h, q, kv):
+        table = bias[n:]
+        return s * table.shape[0] + table[h, kv]
+
+    assert_follows(score_mod, [bias])
+    n = 3
+    assert_follows(score_mod, [bias])
+
+
 def test_identity_of_numbers() -> None:
     def make(flag):
         return lambda s, b, h, q, kv: s * 2 if flag is True else s + flag
@@ -693,14 +735,18 @@ def test_an_object_that_is_made_within(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parameters_of_a_module() -> None:
-    module = nn.ParameterList([torch.randn(N), torch.randn(N)])
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(N))
 
-    def score_mod(s, b, h, q, kv):
-        return s * len(list(module.parameters())) + module[0][kv]
+        def score_mod(self, s, b, h, q, kv):
+            return s * len(list(self.parameters())) + self.bias[kv]
 
-    assert_follows(score_mod, [module[0]])
-    module.append(torch.randn(N))
-    assert_follows(score_mod, [module[0]])
+    module = Table()
+    assert_follows(module.score_mod, [module.bias])
+    module.other = nn.Parameter(torch.randn(N))
+    assert_follows(module.score_mod, [module.bias])
 
 
 def test_requires_grad_and_dtype_are_part_of_the_guard() -> None:
