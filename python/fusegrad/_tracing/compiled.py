@@ -1,4 +1,4 @@
-"""Tracing where torch.compile is at work. A module of its own: the decorator imports torch._dynamo, a second and a half."""
+"""Tracing where torch.compile is at work. A module of its own: the decorator imports torch._dynamo, which is slow."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fusegrad._C import score_mod as language
 from .errors import Refused, located
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
-from .tensor import TracedTensor
+from .tensor import TracedTensor, apart
 from .trace import Trace, category
 
 __all__ = ["INPUTS", "Run", "name_of", "run"]
@@ -43,11 +43,14 @@ def run(function: Callable, kind: str, device: torch.device, call: Callable | No
     call = call or function
     trace = Trace(device)
     name = f"{kind} {name_of(function)}"
+    with apart():
+        inputs = [trace.input(x) for x in INPUTS[kind]]
     try:
         with torch.enable_grad(), trace.active():
-            result = call(*(trace.input(x) for x in INPUTS[kind]))
-        with torch._C.DisableTorchFunctionSubclass():
+            result = call(*inputs)
+        with apart():
             term = _result(trace, kind, result)
+            trace.check_unchanged()
             return _texts(trace, kind, term)
     except Exception as error:
         raise located(error, name) from error
@@ -82,7 +85,7 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
     if values:
         fixed_text, _, _ = language.compact(trace.graph.text(kind, term, buffers, types, fixed=True))
     used = [trace.buffers[i] for i in kept]
-    devices = {str(b.device): b for b in used if b.dim() > 0 or b.device.type != "cpu"}
+    devices = {str(b.device) for b in used}
     if len(devices) > 1:
         raise Refused(
             f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"
