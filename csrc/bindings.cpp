@@ -3,6 +3,7 @@
 #include <fusegrad/check_targets.h>
 #include <pybind11/pybind11.h>
 
+#include "jit/bindings.h"
 #include "score_mod/bindings.h"
 
 namespace py = pybind11;
@@ -29,4 +30,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("check_targets_enabled", &fusegrad::check_targets_enabled, "Whether set_check_targets(True) is in force.");
   auto score_mod = m.def_submodule("score_mod", "The score_mod language, on canonical texts: see docs/score_mod.md.");
   fusegrad::score_mod::bind(score_mod);
+  auto jit = m.def_submodule("jit", "Kernels compiled at run time: see docs/jit.md.");
+  fusegrad::jit::bind(jit);
 }
