@@ -111,14 +111,6 @@ std::string random_suffix() {
   return std::to_string(::getpid()) + "-" + hex(words).substr(0, 16);
 }
 
-// As mkdir -p; the last folder's errno, or 0.
-int make_folders(const std::string& path) {
-  for (size_t at = path.find('/', 1);; at = path.find('/', at + 1)) {
-    const bool made = ::mkdir(path.substr(0, at).c_str(), 0700) == 0;
-    if (at == std::string::npos) return made ? 0 : errno;
-  }
-}
-
 struct Listed {
   std::string name;
   uint64_t bytes;
@@ -325,6 +317,13 @@ int64_t DiskCache::clear() const {
   int64_t removed = 0;
   for (const Listed& file : folder.list()) removed += folder.remove(file.name) ? 1 : 0;
   return removed;
+}
+
+int make_folders(const std::string& path) {
+  for (size_t at = path.find('/', 1);; at = path.find('/', at + 1)) {
+    const bool made = ::mkdir(path.substr(0, at).c_str(), 0700) == 0;
+    if (at == std::string::npos) return made ? 0 : errno;
+  }
 }
 
 int64_t rejected_entries() { return rejected; }

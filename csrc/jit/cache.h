@@ -59,6 +59,9 @@ class DiskCache {
   uint64_t limit_;
 };
 
+/// As mkdir -p, mode 0700; the errno of the last folder, 0 if it was made.
+int make_folders(const std::string& path);
+
 /// Entries that load() found and did not take, since the process began.
 int64_t rejected_entries();
 

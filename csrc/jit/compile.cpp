@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <future>
 #include <map>
@@ -111,8 +110,7 @@ std::string whole_source(const Program& program) {
 void dump(const Program& program, const Digest& key, const std::string& cubin, const std::string& log) {
   const char* folder = std::getenv("FUSEGRAD_JIT_DUMP");
   if (folder == nullptr || *folder == '\0') return;
-  std::error_code ignored;  // the files tell
-  std::filesystem::create_directories(folder, ignored);
+  make_folders(folder);  // the files tell where that fails
   const std::string stem = std::string(folder) + "/" + file_stem(program, key);
   const std::pair<const char*, const std::string> files[] = {
       {".cu", whole_source(program)}, {".cubin", cubin}, {".log", log}};

@@ -5,7 +5,6 @@
 
 #include <charconv>
 #include <cstdlib>
-#include <filesystem>
 #include <sstream>
 
 #include "jit/headers.h"
@@ -15,24 +14,26 @@ namespace {
 
 constexpr int kNewest = 13, kOldest = 12;  // the versions of CUDA whose NVRTC has what is needed
 
-// The folder with torch's libraries.
-std::filesystem::path torch_folder() {
+// The folder with torch's libraries. (No std::filesystem in this library: libtorch.so exports functions of its own of
+// those names, of another version, which the loader would take.)
+std::string torch_folder() {
   Dl_info info{};
   const auto* function = reinterpret_cast<const void*>(&c10::WarningUtils::get_warning_handler);
-  return dladdr(function, &info) != 0 ? std::filesystem::path(info.dli_fname).parent_path() : std::filesystem::path();
+  const std::string file = dladdr(function, &info) != 0 ? info.dli_fname : "";
+  return file.substr(0, file.rfind('/'));
 }
 
 // Where NVRTC may be. The wheels' come first: their version is torch's, and the driver that runs torch loads what that
 // compiles.
 std::vector<std::string> candidates() {
   if (const char* named = std::getenv("FUSEGRAD_NVRTC")) return {named};
-  const auto packages = torch_folder() / ".." / ".." / "nvidia";
+  const std::string packages = torch_folder() + "/../../nvidia/";
   std::vector<std::string> paths;
   for (const bool wheel : {true, false}) {
     for (int major = kNewest; major >= kOldest; --major) {
       const std::string file = "libnvrtc.so." + std::to_string(major);
       const std::string folder = major >= 13 ? "cu" + std::to_string(major) : "cuda_nvrtc";
-      paths.push_back(wheel ? (packages / folder / "lib" / file).string() : file);
+      paths.push_back(wheel ? packages + folder + "/lib/" + file : file);
     }
   }
   return paths;

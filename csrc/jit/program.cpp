@@ -51,7 +51,9 @@ Digest cache_key(const Program& program) {
   Sha256 sum;
   sum.field("fusegrad kernel 1").field(build_info().version);
   sum.field(std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor));
-  for (const std::string& flag : all_flags(program)) sum.field(flag);
+  const std::vector<std::string> flags = all_flags(program);
+  sum.field(std::to_string(flags.size()));
+  for (const std::string& flag : flags) sum.field(flag);
   const Digest& digest = headers_digest();
   sum.field({reinterpret_cast<const char*>(digest.data()), digest.size()});
   return sum.field(program.source).digest();

@@ -45,8 +45,8 @@ class Source {
       GTEST_SKIP() << error.what_without_backtrace();
     }
     for (const char* architecture : {"80", "90a"}) {
-      const jit::Compiled compiled =
-          jit::compile_uncached({"score_mods", text_, architecture, {"--Werror=all-warnings"}, ""});
+      const jit::Compiled compiled = jit::compile_uncached({"score_mods", text_, architecture, {}, ""});
+      EXPECT_EQ(compiled.log.find("warning"), std::string::npos) << compiled.log;
       const auto resources = jit::resources(compiled.log);
       EXPECT_EQ(resources.size(), static_cast<size_t>(count_)) << compiled.log;
       for (const auto& [kernel, of] : resources) {
