@@ -100,7 +100,8 @@ void bind(py::module_& m) {
       "{name: text} of the device headers that kernels may include.");
   m.def("stats", &counts, "What was compiled, found on the disk, found in memory, and rejected, in this process.");
   m.def("forget", &forget, "Empties this process's memory of cubins.");
-  m.def("cache_info", &cache_info, "{folder, limit, architectures: {name: {entries, bytes}}, other: {entries, bytes}}.");
+  m.def("cache_info", &cache_info,
+        "{folder, limit, architectures: {name: {entries, bytes}}, other: {entries, bytes}}.");
   m.def(
       "cache_clear", [] { return DiskCache::from_environment().clear(); },
       "Removes our files from the cache folder; how many.");

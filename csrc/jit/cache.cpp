@@ -128,12 +128,12 @@ class DiskCache::Folder {
       why_ = path.empty() ? "there is no home folder (HOME, XDG_CACHE_HOME)" : "it cannot be opened: " + error_text();
       return;
     }
-    struct stat status {};
+    struct stat status{};
     if (::fstat(file_.get(), &status) != 0) {
       why_ = error_text();
     } else if (status.st_uid != ::geteuid()) {
-      why_ = "it must belong to user " + std::to_string(::geteuid()) + ", but belongs to " +
-             std::to_string(status.st_uid);
+      why_ =
+          "it must belong to user " + std::to_string(::geteuid()) + ", but belongs to " + std::to_string(status.st_uid);
     } else if ((status.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
       char mode[8];
       std::snprintf(mode, sizeof mode, "%04o", static_cast<unsigned>(status.st_mode & 07777));
@@ -152,7 +152,7 @@ class DiskCache::Folder {
     DIR* folder = ::fdopendir(::openat(get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (folder == nullptr) return found;
     while (const dirent* entry = ::readdir(folder)) {
-      struct stat status {};
+      struct stat status{};
       if (!is_ours(entry->d_name) || ::fstatat(get(), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0) continue;
       if (S_ISDIR(status.st_mode)) continue;
       found.push_back({entry->d_name, static_cast<uint64_t>(status.st_size), status.st_mtim});
@@ -167,8 +167,7 @@ class DiskCache::Folder {
     const std::string temporary = std::string(kTemporary) + random_suffix();
     bool written = false;
     {
-      const File file(
-          ::openat(get(), temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+      const File file(::openat(get(), temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
       if (!file) return false;
       written = std::all_of(parts.begin(), parts.end(), [&](std::string_view part) { return file.write_all(part); });
       // Before the rename: after a crash of the machine the name must not stand for an empty file.
@@ -251,17 +250,17 @@ std::optional<std::string> DiskCache::load(const Digest& key, std::string_view a
     return {};
   }
   // O_NONBLOCK: a pipe of that name must not hold the process up.
-  const File file(::openat(folder.get(), entry_name(key, architecture).c_str(),
-                           O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  const File file(
+      ::openat(folder.get(), entry_name(key, architecture).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (!file) {
     if (errno != ENOENT) ++rejected;
     return {};
   }
-  struct stat status {};
+  struct stat status{};
   constexpr int64_t kMost = int64_t{1} << 30;
   std::string bytes;
-  const bool readable = ::fstat(file.get(), &status) == 0 && S_ISREG(status.st_mode) &&
-                        status.st_uid == ::geteuid() && (status.st_mode & (S_IWGRP | S_IWOTH)) == 0 &&
+  const bool readable = ::fstat(file.get(), &status) == 0 && S_ISREG(status.st_mode) && status.st_uid == ::geteuid() &&
+                        (status.st_mode & (S_IWGRP | S_IWOTH)) == 0 &&
                         status.st_size > static_cast<int64_t>(kHeaderBytes) && status.st_size <= kMost;
   if (readable) bytes.resize(static_cast<size_t>(status.st_size));
   const std::string_view cubin = std::string_view(bytes).substr(std::min(bytes.size(), kHeaderBytes));
@@ -269,7 +268,8 @@ std::optional<std::string> DiskCache::load(const Digest& key, std::string_view a
     ++rejected;
     return {};
   }
-  // The file's time is that of its last use. It cannot be set in a folder that is not writable: nothing is evicted there.
+  // The file's time is that of its last use. It cannot be set in a folder that is not writable: nothing is evicted
+  // there.
   ::futimens(file.get(), nullptr);
   return bytes.substr(kHeaderBytes);
 }

@@ -2,8 +2,8 @@
 // renamed, so others see all of it or nothing, and what is read is checked: whatever is in the folder, the worst
 // that can come of it is another compilation.
 //
-// A file is <key>.sm_<architecture>.cubin: "FUSEGRAD", the key (32 bytes), the cubin's length (8, little endian) and its
-// SHA-256 (32), the cubin.
+// A file is <key>.sm_<architecture>.cubin: "FUSEGRAD", the key (32 bytes), the cubin's length (8, little endian) and
+// its SHA-256 (32), the cubin.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ class DiskCache {
   /// and is nothing. Marks the entry as used.
   std::optional<std::string> load(const Digest& key, std::string_view architecture) const;
 
-  /// Keeps `cubin`, then removes the entries that were not used for longest until all fit the limit (the new one stays).
-  /// Where that cannot be done it warns, once a process, and the entry is not there.
+  /// Keeps `cubin`, then removes the entries that were not used for longest until all fit the limit (the new one
+  /// stays). Where that cannot be done it warns, once a process, and the entry is not there.
   void store(const Digest& key, std::string_view architecture, std::string_view cubin) const;
 
   /// Keeps a source that did not compile: its path, or nothing where that cannot be done.

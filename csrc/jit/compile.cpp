@@ -74,8 +74,7 @@ class Progress {
   }
   void tell() {
     told_ = true;
-    std::fprintf(stderr, "fusegrad: compiling %s for sm_%s\n", program_.name.c_str(),
-                 program_.architecture.c_str());
+    std::fprintf(stderr, "fusegrad: compiling %s for sm_%s\n", program_.name.c_str(), program_.architecture.c_str());
   }
 
   const Program& program_;
@@ -94,8 +93,7 @@ std::string file_stem(const Program& program, const Digest& key) {
 std::string whole_source(const Program& program) {
   std::string text = "// " + program.name + ". By hand: nvcc --cubin --x=cu";
   for (const std::string& flag : all_flags(program)) {
-    // Flags that NVRTC alone has.
-    if (flag != "--minimal" && flag != "--device-as-default-execution-space") text += " " + flag;
+    if (!is_nvrtc_flag(flag)) text += " " + flag;
   }
   text += " FILE\n";
   for (size_t at = 0; at < program.score_mod.size();) {
@@ -154,8 +152,8 @@ Compiled compile_uncached(const Program& program) {
   const Version v = nvrtc.version();
   TORCH_CHECK(false, "jit: ", program.name, " was not compiled for sm_", program.architecture, " by NVRTC ", v.major,
               ".", v.minor, ": an error of fusegrad's own, please report it.\nscore_mod: ",
-              program.score_mod.empty() ? "none" : "\n" + program.score_mod, "\nsource: ",
-              kept ? *kept : "not kept, for want of a cache folder; FUSEGRAD_JIT_DUMP=folder keeps it",
+              program.score_mod.empty() ? "none" : "\n" + program.score_mod,
+              "\nsource: ", kept ? *kept : "not kept, for want of a cache folder; FUSEGRAD_JIT_DUMP=folder keeps it",
               "\nlog:\n", compiled.log);
 }
 

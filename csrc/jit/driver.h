@@ -12,11 +12,11 @@ namespace fusegrad::jit {
 
 /// What the driver says of a loaded kernel on its GPU.
 struct FunctionAttributes {
-  int registers = 0;                // a thread
-  int local_bytes = 0;              // a thread: spills and arrays that are not in registers
-  int static_shared_bytes = 0;      // a CTA
+  int registers = 0;                 // a thread
+  int local_bytes = 0;               // a thread: spills and arrays that are not in registers
+  int static_shared_bytes = 0;       // a CTA
   int max_dynamic_shared_bytes = 0;  // a CTA, as it is set
-  int max_threads = 0;              // a CTA
+  int max_threads = 0;               // a CTA
 };
 
 struct Launch {

@@ -12,9 +12,9 @@ namespace fusegrad::jit {
 
 struct KernelProgram {
   Program program;
-  std::string entry;              // the extern "C" kernel's name
-  int dynamic_shared_bytes = 0;   // the most that it is launched with
-  bool large_clusters = false;    // of more than 8 CTAs
+  std::string entry;             // the extern "C" kernel's name
+  int dynamic_shared_bytes = 0;  // the most that it is launched with
+  bool large_clusters = false;   // of more than 8 CTAs
 };
 
 struct Kernel {

@@ -2,6 +2,7 @@
 // not link it and no header of CUDA is needed. It needs no GPU.
 #pragma once
 
+#include <compare>
 #include <map>
 #include <string>
 
@@ -11,6 +12,7 @@ namespace fusegrad::jit {
 
 struct Version {
   int major = 0, minor = 0;
+  auto operator<=>(const Version&) const = default;
 };
 
 struct Compiled {

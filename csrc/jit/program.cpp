@@ -2,7 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <sstream>
 
 #include "fusegrad/build_info.h"
@@ -11,6 +13,18 @@
 
 namespace fusegrad::jit {
 namespace {
+
+struct NvrtcFlag {
+  std::string_view text;
+  Version since;
+};
+constexpr NvrtcFlag kNvrtcFlags[] = {
+    {"--device-as-default-execution-space", {12, 0}},
+    // Without what no kernel uses (textures, launches from kernels): a tenth of the time of small ones.
+    {"--minimal", {12, 4}},
+    // NVRTC would ask the driver, where there is one, for a cache of its own, and leave out the report.
+    {"--no-cache", {12, 9}},
+};
 
 bool is_name(const std::string& text) {
   return !text.empty() && text.size() <= 64 &&
@@ -33,11 +47,17 @@ void check(const Program& program) {
                     ": the source must not hold a null character");
 }
 
+bool is_nvrtc_flag(std::string_view flag) {
+  return std::any_of(std::begin(kNvrtcFlags), std::end(kNvrtcFlags),
+                     [&](const NvrtcFlag& known) { return known.text == flag; });
+}
+
 std::vector<std::string> all_flags(const Program& program) {
-  // --minimal leaves out what no kernel uses (textures, launches from kernels), a tenth of the time of small ones. The
-  // report of -v names registers and spills.
-  std::vector<std::string> flags{"--gpu-architecture=sm_" + program.architecture, "--std=c++20", "--minimal",
-                                 "--device-as-default-execution-space", "--ptxas-options=-v"};
+  // The report of -v names registers and spills.
+  std::vector<std::string> flags{"--gpu-architecture=sm_" + program.architecture, "--std=c++20", "--ptxas-options=-v"};
+  for (const NvrtcFlag& flag : kNvrtcFlags) {
+    if (Nvrtc::get().version() >= flag.since) flags.emplace_back(flag.text);
+  }
   flags.insert(flags.end(), program.flags.begin(), program.flags.end());
   if (const char* more = std::getenv("FUSEGRAD_JIT_FLAGS")) {
     std::istringstream words(more);

@@ -23,8 +23,11 @@ bool is_architecture(std::string_view text);
 /// Throws where a member is not of the form above.
 void check(const Program& program);
 
-/// What every kernel is compiled with, the program's own flags, and those of FUSEGRAD_JIT_FLAGS.
+/// What every kernel is compiled with, the program's own flags, and those of FUSEGRAD_JIT_FLAGS. Loads NVRTC.
 std::vector<std::string> all_flags(const Program& program);
+
+/// Whether nvcc has no such flag, of those that every kernel is compiled with.
+bool is_nvrtc_flag(std::string_view flag);
 
 /// Names the cubin: over library, NVRTC, architecture, flags, headers, source. Loads NVRTC.
 Digest cache_key(const Program& program);

@@ -1,4 +1,5 @@
-// Compilation at run time and the disk cache, without a GPU: whatever happens to the folder, the cubin is the right one.
+// Compilation at run time and the disk cache, without a GPU: whatever happens to the folder, the cubin is the right
+// one.
 #include <c10/util/Exception.h>
 #include <dirent.h>
 #include <fcntl.h>
@@ -80,8 +81,8 @@ class Jit : public ::testing::Test {
     forget();
   }
   void TearDown() override {
-    for (const char* name : {"FUSEGRAD_CACHE_DIR", "FUSEGRAD_CACHE_LIMIT_MIB", "FUSEGRAD_JIT_PROGRESS",
-                             "FUSEGRAD_JIT_DUMP"}) {
+    for (const char* name :
+         {"FUSEGRAD_CACHE_DIR", "FUSEGRAD_CACHE_LIMIT_MIB", "FUSEGRAD_JIT_PROGRESS", "FUSEGRAD_JIT_DUMP"}) {
       ::unsetenv(name);
     }
     remove_all(root_);
@@ -155,9 +156,10 @@ struct HeaderKernel {
   int registers;
 };
 constexpr HeaderKernel kHeaderKernels[] = {
-    {"cstdint", "uint64_t x = (uint64_t)out; int64_t y = -1; uint32_t z = (uint32_t)(x >> 2); int8_t w = -1;\n"
-                "static_assert(sizeof(x) == 8 && sizeof(y) == 8 && sizeof(z) == 4 && sizeof(uint16_t) == 2);\n"
-                "out[0] = z + (y < 0) + (w < 0) + (uint8_t)x;",
+    {"cstdint",
+     "uint64_t x = (uint64_t)out; int64_t y = -1; uint32_t z = (uint32_t)(x >> 2); int8_t w = -1;\n"
+     "static_assert(sizeof(x) == 8 && sizeof(y) == 8 && sizeof(z) == 4 && sizeof(uint16_t) == 2);\n"
+     "out[0] = z + (y < 0) + (w < 0) + (uint8_t)x;",
      16},
     {"cuda/device/bulk.cuh",
      "#if __CUDA_ARCH__ >= 900\n"
@@ -289,7 +291,7 @@ TEST_F(Jit, StoredIsLoaded) {
   EXPECT_EQ(cache.load(kKey, "80"), cubin);
   EXPECT_EQ(cache.load(kOther, "80"), std::nullopt);
   EXPECT_EQ(cache.load(kKey, "90a"), std::nullopt);
-  struct stat status {};
+  struct stat status{};
   ASSERT_EQ(::stat(folder_.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 07777, 0700u);
   ASSERT_EQ(::stat(only_file().c_str(), &status), 0);
@@ -435,7 +437,8 @@ TEST_F(Jit, InfoAndClearSeeOnlyOurFiles) {
   cache.store(kKey, "90a", "cubin");
   cache.store(kOther, "90a", "cubin");
   ASSERT_TRUE(cache.keep_source("kernel", "int x;"));
-  const std::set<std::string> foreign{"README", "x.cubin", hex(kKey) + ".sm_.cubin", hex(kKey).substr(1) + ".sm_80.cubin"};
+  const std::set<std::string> foreign{"README", "x.cubin", hex(kKey) + ".sm_.cubin",
+                                      hex(kKey).substr(1) + ".sm_80.cubin"};
   for (const std::string& name : foreign) write(folder_ + "/" + name, "not ours");
   ASSERT_EQ(::mkdir((folder_ + "/tmp-folder").c_str(), 0700), 0);
   const auto info = cache.info();
@@ -470,7 +473,7 @@ TEST_F(Jit, EnvironmentNamesFolderAndLimit) {
   EXPECT_EQ(folder(), home + "/.cache/fusegrad");
   DiskCache::from_environment().store(kKey, "80", "cubin");
   EXPECT_TRUE(DiskCache::from_environment().load(kKey, "80"));
-  struct stat status {};
+  struct stat status{};
   ASSERT_EQ(::stat((home + "/.cache/fusegrad").c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 07777, 0700u);
   ::unsetenv("XDG_CACHE_HOME");
@@ -526,7 +529,8 @@ TEST_F(Jit, KilledWriters) {
   EXPECT_TRUE(exists(folder_ + "/tmp-2-0123456789abcdef"));  // its process may be alive
 }
 
-// --- compilation through the caches -----------------------------------------------------------------------------------
+// --- compilation through the caches
+// -----------------------------------------------------------------------------------
 
 TEST_F(Jit, MemoryThenDiskThenCompiler) {
   NEEDS_NVRTC();
@@ -686,7 +690,8 @@ TEST_F(Jit, FullDisk) {
   EXPECT_TRUE(files().empty());
 }
 
-// --- errors and what is told ------------------------------------------------------------------------------------------
+// --- errors and what is told
+// ------------------------------------------------------------------------------------------
 
 std::string message_of(const std::function<void()>& body) {
   try {
@@ -704,8 +709,9 @@ TEST_F(Jit, WrongSource) {
   wrong.score_mod = "score_mod 1\nreturn score\n";
   for (int turn = 0; turn < 2; ++turn) {  // the second is no memory of the first
     const std::string message = message_of([&] { compile(wrong); });
-    for (const char* part : {"jit: probe was not compiled for sm_80 by NVRTC ", "score_mod: \nscore_mod 1\nreturn score",
-                             "identifier \"nonsense\" is undefined", "log:\nNVRTC_ERROR_COMPILATION"}) {
+    for (const char* part :
+         {"jit: probe was not compiled for sm_80 by NVRTC ", "score_mod: \nscore_mod 1\nreturn score",
+          "identifier \"nonsense\" is undefined", "log:\nNVRTC_ERROR_COMPILATION"}) {
       EXPECT_NE(message.find(part), std::string::npos) << message;
     }
     const std::string kept = only_file();
@@ -731,8 +737,7 @@ TEST_F(Jit, WrongPrograms) {
     change(p);
     return message_of([&] { compile(p); });
   };
-  EXPECT_EQ(error([](Program& p) { p.name = "../x"; }),
-            "jit: a program's name must match [a-z0-9_]+, but got '../x'");
+  EXPECT_EQ(error([](Program& p) { p.name = "../x"; }), "jit: a program's name must match [a-z0-9_]+, but got '../x'");
   for (const char* wrong : {"", "9", "sm_90", "90b", "90a ", "99999"}) {
     EXPECT_EQ(error([&](Program& p) { p.architecture = wrong; }),
               "jit: probe: the architecture must be one such as '80' or '90a', but got '" + std::string(wrong) + "'");

@@ -34,8 +34,9 @@ TEST(JitCuda, MissingDriverIsNamed) {
     Driver::get();
     FAIL() << "there is no driver";
   } catch (const c10::Error& error) {
-    EXPECT_NE(std::string(error.what()).find("jit: kernels run on a GPU, whose driver must be installed, but was not "
-                                             "found: libcuda.so.1"),
+    EXPECT_NE(std::string(error.what())
+                  .find("jit: kernels run on a GPU, whose driver must be installed, but was not "
+                        "found: libcuda.so.1"),
               std::string::npos)
         << error.what();
   }
@@ -84,7 +85,8 @@ TEST(JitCuda, ClustersAndSharedMemory) {
         "  shared[25599] = 0;\n"
         "  asm volatile(\"barrier.cluster.arrive; barrier.cluster.wait;\" ::: \"memory\");\n"
         "  const unsigned there = fusegrad::device::remote_address(shared + 25599, 0);\n"
-        "  asm volatile(\"red.shared::cluster.add.u32 [%0], %1;\" ::\"r\"(there), \"r\"(blockIdx.x + 1) : \"memory\");\n"
+        "  asm volatile(\"red.shared::cluster.add.u32 [%0], %1;\" ::\"r\"(there), \"r\"(blockIdx.x + 1) : "
+        "\"memory\");\n"
         "  asm volatile(\"barrier.cluster.arrive; barrier.cluster.wait;\" ::: \"memory\");\n"
         "  if (blockIdx.x == 0) *out = shared[25599];\n"
         "}\n",

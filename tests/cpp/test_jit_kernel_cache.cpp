@@ -70,7 +70,8 @@ TEST_F(KernelCache, LoadsOnceAContext) {
   const Kernel& first = kernel("a", make);
   EXPECT_EQ(&kernel("a", make), &first);
   EXPECT_EQ(calls, 1);
-  EXPECT_EQ(fake().modules, std::vector<std::string>{"\x7f" "ELF"});
+  EXPECT_EQ(fake().modules, std::vector<std::string>{"\x7f"
+                                                     "ELF"});
   EXPECT_EQ(fake().functions, std::vector<std::string>{"probe"});
   EXPECT_EQ(first.name, "probe");
   EXPECT_EQ(first.attributes.registers, 100 + CU_FUNC_ATTRIBUTE_NUM_REGS);
