@@ -4,11 +4,19 @@
 #include <pybind11/pybind11.h>
 
 #include "jit/bindings.h"
+#include "jit/describe_error.h"
 #include "score_mod/bindings.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, m) {
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    if (const auto described = fusegrad::jit::describe_error(error)) {
+      PyErr_SetString(described->value_error ? PyExc_ValueError : PyExc_RuntimeError, described->message.c_str());
+    } else {
+      std::rethrow_exception(error);
+    }
+  });
   m.def(
       "build_info",
       [] {

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run()
     except (RuntimeError, ValueError) as error:
-        print(str(error).split("\nException raised from")[0], file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     return 0
 

@@ -78,6 +78,7 @@ class Jit : public ::testing::Test {
     ASSERT_NE(::mkdtemp(root_.data()), nullptr);
     folder_ = root_ + "/cache";
     ::setenv("FUSEGRAD_CACHE_DIR", folder_.c_str(), 1);
+    ::setenv("FUSEGRAD_JIT_PROGRESS", "off", 1);
     forget();
   }
   void TearDown() override {
