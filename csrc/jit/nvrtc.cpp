@@ -26,14 +26,15 @@ std::string torch_folder() {
 // Where NVRTC may be. The wheels' come first: their version is torch's, and the driver that runs torch loads what that
 // compiles.
 std::vector<std::string> candidates() {
-  if (const char* named = std::getenv("FUSEGRAD_NVRTC")) return {named};
+  const char* named = std::getenv("FUSEGRAD_NVRTC");
+  if (named != nullptr && *named != '\0') return {named};
   const std::string packages = torch_folder() + "/../../nvidia/";
   std::vector<std::string> paths;
   for (const bool wheel : {true, false}) {
     for (int major = kNewest; major >= kOldest; --major) {
-      const std::string file = "libnvrtc.so." + std::to_string(major);
-      const std::string folder = major >= 13 ? "cu" + std::to_string(major) : "cuda_nvrtc";
-      paths.push_back(wheel ? packages + folder + "/lib/" + file : file);
+      std::string& path = paths.emplace_back();
+      if (wheel) path = packages + (major >= 13 ? "cu" + std::to_string(major) : "cuda_nvrtc") + "/lib/";
+      path += "libnvrtc.so." + std::to_string(major);
     }
   }
   return paths;

@@ -22,9 +22,8 @@ constexpr uint32_t kRound[64] = {
 
 void Sha256::block(const uint8_t* bytes) {
   uint32_t w[64];
-  for (int i = 0; i < 16; ++i) {
-    w[i] = uint32_t{bytes[4 * i]} << 24 | uint32_t{bytes[4 * i + 1]} << 16 | uint32_t{bytes[4 * i + 2]} << 8 |
-           bytes[4 * i + 3];
+  for (int i = 0; i < 16; ++i, bytes += 4) {
+    w[i] = uint32_t{bytes[0]} << 24 | uint32_t{bytes[1]} << 16 | uint32_t{bytes[2]} << 8 | bytes[3];
   }
   for (int i = 16; i < 64; ++i) {
     const uint32_t a = w[i - 15], b = w[i - 2];

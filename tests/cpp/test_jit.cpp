@@ -509,13 +509,13 @@ TEST_F(Jit, KilledWriters) {
         if (i == 0 && ::write(ready[1], "x", 1) != 1) ::_exit(1);
       }
     }
+    ::close(ready[1]);
     char byte;
     ASSERT_EQ(::read(ready[0], &byte, 1), 1);
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 10000));
     ::kill(child, SIGKILL);
     ::waitpid(child, nullptr, 0);
     ::close(ready[0]);
-    ::close(ready[1]);
     for (const auto& [i, cubin] : cubins) {
       const auto loaded = cache.load(sha256(std::to_string(i)), "80");
       EXPECT_TRUE(!loaded || *loaded == cubin);
@@ -709,7 +709,9 @@ TEST_F(Jit, WrongSource) {
   wrong.source = "#include \"cuda/device/score_mod.cuh\"\nextern \"C\" __global__ void probe() { nonsense; }\n";
   wrong.score_mod = "score_mod 1\nreturn score\n";
   for (int turn = 0; turn < 2; ++turn) {  // the second is no memory of the first
+    const int64_t before = stats().compilations;
     const std::string message = message_of([&] { compile(wrong); });
+    EXPECT_EQ(stats().compilations, before + 1);
     for (const char* part :
          {"jit: probe was not compiled for sm_80 by NVRTC ", "score_mod: \nscore_mod 1\nreturn score",
           "identifier \"nonsense\" is undefined", "log:\nNVRTC_ERROR_COMPILATION"}) {
