@@ -1,14 +1,12 @@
 // Loading and launching, with a driver that notes what it is asked: no GPU is needed, and none is used.
-#include <c10/util/Exception.h>
 #include <dlfcn.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 #include <thread>
 
 #include "fake_cuda.h"
-#include "jit/compile.h"
 #include "jit/kernel_cache.h"
+#include "jit_support.h"
 
 namespace fusegrad::jit {
 namespace {
@@ -30,15 +28,6 @@ KernelProgram made(const std::string& architecture) {
           "probe",
           0,
           false};
-}
-
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 class KernelCache : public ::testing::Test {

@@ -1,6 +1,6 @@
 """Compilation at run time and the cache of kernels, as Python and the command line see them; no GPU is needed.
 
-What happens to the folder behind the library's back is tested in tests/cpp/test_jit.cpp.
+What happens to the folder behind the library's back is tested in tests/cpp/test_jit_cache.cpp and _processes.cpp.
 """
 
 import os
