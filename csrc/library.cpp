@@ -127,14 +127,14 @@ TORCH_LIBRARY(fusegrad, m) {
   const std::string mods =
       "str score_mod, Tensor[] score_mod_buffers, Scalar[] score_mod_scalars, str mask_mod, "
       "Tensor[] mask_mod_buffers, Scalar[] mask_mod_scalars, Tensor[] kv_blocks, Tensor[] q_blocks, int[] block_size, ";
-  define(m,
-         "flex_attention(Tensor query, Tensor key, Tensor value, " + mods +
-             "float? scale=None, bool enable_gqa=False, bool inplace=False, bool? deterministic=None, int aux=0) "
-             "-> (Tensor out, Tensor lse, Tensor max_scores)");
+  define(m, "flex_attention(Tensor query, Tensor key, Tensor value, " + mods +
+                "float? scale=None, bool enable_gqa=False, bool inplace=False, bool? deterministic=None, int aux=0) "
+                "-> (Tensor out, Tensor lse, Tensor max_scores)");
   // `max_ties` [B, H, M]: how many scores of a row equal the largest. `out_low`: what rounding took from out, in out's
   // dtype; empty unless `aux` asks for it.
-  define(m, "flex_attention_forward(Tensor query, Tensor key, Tensor value, " + mods +
-                "float scale, int aux) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low)");
+  define(m,
+         "flex_attention_forward(Tensor query, Tensor key, Tensor value, " + mods +
+             "float scale, int aux) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low)");
   // `needs_grad`: of query, key, value, then of each of the score_mod's buffers; what is not wanted is empty. The
   // in-place twin writes the first three over the inputs, and the others into `grad_buffers`.
   const std::string flex_saved =

@@ -23,21 +23,21 @@ template <class Result, class... Written>
 using BackwardSignature = Result(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                  const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
                                  const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars,
-                                 std::string_view, TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double, bool,
-                                 const c10::List<bool>&, Written...);
+                                 std::string_view, TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double,
+                                 bool, const c10::List<bool>&, Written...);
 
 }  // namespace
 
 FlexOutputs flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                    const FlexScores& scores, int64_t aux) {
-  using Signature = FlexOutputTuple(const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars,
-                                    std::string_view, TensorList, Scalars, TensorList, TensorList, at::IntArrayRef,
-                                    double, int64_t);
+  using Signature =
+      FlexOutputTuple(const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars,
+                      std::string_view, TensorList, Scalars, TensorList, TensorList, at::IntArrayRef, double, int64_t);
   static const auto op = handle<Signature>("fusegrad::flex_attention_forward");
-  return std::make_from_tuple<FlexOutputs>(
-      op.call(query, key, value, scores.score_mod.text, scores.score_mod.buffers, scores.score_mod.scalars,
-              scores.mask_mod.text, scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks,
-              scores.q_blocks, scores.block_size, scores.scale, aux));
+  return std::make_from_tuple<FlexOutputs>(op.call(query, key, value, scores.score_mod.text, scores.score_mod.buffers,
+                                                   scores.score_mod.scalars, scores.mask_mod.text,
+                                                   scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks,
+                                                   scores.q_blocks, scores.block_size, scores.scale, aux));
 }
 
 FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key,
@@ -50,10 +50,9 @@ FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor
   const auto call = [&](const auto& op, const auto&... written) {
     return op.call(query, key, value, optional_of(upstream.out), optional_of(upstream.lse),
                    optional_of(upstream.max_scores), saved.out, saved.lse, saved.max_scores, saved.max_ties,
-                   saved.out_low,
-                   scores.score_mod.text, scores.score_mod.buffers, scores.score_mod.scalars, scores.mask_mod.text,
-                   scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks, scores.q_blocks,
-                   scores.block_size, scores.scale, deterministic, needs, written...);
+                   saved.out_low, scores.score_mod.text, scores.score_mod.buffers, scores.score_mod.scalars,
+                   scores.mask_mod.text, scores.mask_mod.buffers, scores.mask_mod.scalars, scores.kv_blocks,
+                   scores.q_blocks, scores.block_size, scores.scale, deterministic, needs, written...);
   };
   if (inplace) {
     auto gradients = empty_flex_gradients(query, key, value, scores.score_mod.buffers, needs_grad, inplace);

@@ -1,7 +1,7 @@
 // flex_attention below its front end: what the ops take and return, and their typed dispatcher calls.
 //
-// Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of keys and of values. `acc` is float64 for
-// float64 and float32 otherwise.
+// Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of keys and of values. `acc` is float64
+// for float64 and float32 otherwise.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,4 +1,5 @@
-// The outputs and gradients of flex_attention as tensors without values: what kernels fill, and what Meta kernels return.
+// The outputs and gradients of flex_attention as tensors without values: what kernels fill, and what Meta kernels
+// return.
 #pragma once
 
 #include "attention/flex_attention.h"

@@ -50,13 +50,13 @@ FlexOutputTuple forward_meta(const Tensor& query, const Tensor& /*key*/, const T
 
 std::vector<bool> flags_of(const c10::List<bool>& list) { return {list.begin(), list.end()}; }
 
-void backward_into_cpu(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& grad_out,
-    const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
-    const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low, std::string_view score_mod,
-    TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod, TensorList mask_mod_buffers,
-    Scalars mask_mod_scalars, TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
-    bool /*deterministic*/, const c10::List<bool>& needs_grad, TensorList grad_buffers) {
+void backward_into_cpu(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& grad_out,
+                       const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out,
+                       const Tensor& lse, const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low,
+                       std::string_view score_mod, TensorList score_mod_buffers, Scalars score_mod_scalars,
+                       std::string_view mask_mod, TensorList mask_mod_buffers, Scalars mask_mod_scalars,
+                       TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
+                       bool /*deterministic*/, const c10::List<bool>& needs_grad, TensorList grad_buffers) {
   const auto needs = flags_of(needs_grad);
   cpu::flex_attention_backward(
       {grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key, value,
@@ -66,13 +66,14 @@ void backward_into_cpu(
       needs, {{}, {}, {}, grad_buffers.vec()}, /*inplace=*/true);
 }
 
-FlexGradientTuple backward_cpu(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& grad_out,
-    const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
-    const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low, std::string_view score_mod,
-    TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod, TensorList mask_mod_buffers,
-    Scalars mask_mod_scalars, TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
-    bool /*deterministic*/, const c10::List<bool>& needs_grad) {
+FlexGradientTuple backward_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                               const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
+                               const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low,
+                               std::string_view score_mod, TensorList score_mod_buffers, Scalars score_mod_scalars,
+                               std::string_view mask_mod, TensorList mask_mod_buffers, Scalars mask_mod_scalars,
+                               TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
+                               bool /*deterministic*/, const c10::List<bool>& needs_grad) {
   const auto needs = flags_of(needs_grad);
   const auto grads = empty_flex_gradients(query, key, value, score_mod_buffers, needs, /*inplace=*/false);
   cpu::flex_attention_backward(
@@ -84,26 +85,27 @@ FlexGradientTuple backward_cpu(
   return to_tuple(grads);
 }
 
-FlexGradientTuple backward_meta(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& /*grad_out*/,
-    const OptionalTensor& /*grad_lse*/, const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/,
-    const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/, const Tensor& /*out_low*/,
-    std::string_view /*score_mod*/, TensorList score_mod_buffers, Scalars /*score_mod_scalars*/,
-    std::string_view /*mask_mod*/, TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,
-    TensorList /*kv_blocks*/, TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/, double /*scale*/,
-    bool /*deterministic*/, const c10::List<bool>& needs_grad) {
-  return to_tuple(
-      empty_flex_gradients(query, key, value, score_mod_buffers, flags_of(needs_grad), /*inplace=*/false));
+FlexGradientTuple backward_meta(const Tensor& query, const Tensor& key, const Tensor& value,
+                                const OptionalTensor& /*grad_out*/, const OptionalTensor& /*grad_lse*/,
+                                const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/, const Tensor& /*lse*/,
+                                const Tensor& /*max_scores*/, const Tensor& /*max_ties*/, const Tensor& /*out_low*/,
+                                std::string_view /*score_mod*/, TensorList score_mod_buffers,
+                                Scalars /*score_mod_scalars*/, std::string_view /*mask_mod*/,
+                                TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/, TensorList /*kv_blocks*/,
+                                TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/, double /*scale*/,
+                                bool /*deterministic*/, const c10::List<bool>& needs_grad) {
+  return to_tuple(empty_flex_gradients(query, key, value, score_mod_buffers, flags_of(needs_grad), /*inplace=*/false));
 }
 
-void backward_into_meta(
-    const Tensor& /*query*/, const Tensor& /*key*/, const Tensor& /*value*/, const OptionalTensor& /*grad_out*/,
-    const OptionalTensor& /*grad_lse*/, const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/,
-    const Tensor& /*lse*/, const Tensor& /*max_scores*/, const Tensor& /*max_ties*/, const Tensor& /*out_low*/,
-    std::string_view /*score_mod*/, TensorList /*score_mod_buffers*/, Scalars /*score_mod_scalars*/,
-    std::string_view /*mask_mod*/, TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,
-    TensorList /*kv_blocks*/, TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/, double /*scale*/,
-    bool /*deterministic*/, const c10::List<bool>& /*needs_grad*/, TensorList /*grad_buffers*/) {}
+void backward_into_meta(const Tensor& /*query*/, const Tensor& /*key*/, const Tensor& /*value*/,
+                        const OptionalTensor& /*grad_out*/, const OptionalTensor& /*grad_lse*/,
+                        const OptionalTensor& /*grad_max_scores*/, const Tensor& /*out*/, const Tensor& /*lse*/,
+                        const Tensor& /*max_scores*/, const Tensor& /*max_ties*/, const Tensor& /*out_low*/,
+                        std::string_view /*score_mod*/, TensorList /*score_mod_buffers*/, Scalars /*score_mod_scalars*/,
+                        std::string_view /*mask_mod*/, TensorList /*mask_mod_buffers*/, Scalars /*mask_mod_scalars*/,
+                        TensorList /*kv_blocks*/, TensorList /*q_blocks*/, at::IntArrayRef /*block_size*/,
+                        double /*scale*/, bool /*deterministic*/, const c10::List<bool>& /*needs_grad*/,
+                        TensorList /*grad_buffers*/) {}
 
 }  // namespace
 

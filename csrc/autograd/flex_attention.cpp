@@ -53,7 +53,8 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
     data["inplace"] = inplace;
     data["hooks"] = saved_tensor_hooks_active();
     variable_list saved{query, key, value, out.out, out.lse, out.max_scores, out.max_ties, out.out_low};
-    for (const auto* list : {&scores.score_mod.buffers, &scores.mask_mod.buffers, &scores.kv_blocks, &scores.q_blocks}) {
+    for (const auto* list :
+         {&scores.score_mod.buffers, &scores.mask_mod.buffers, &scores.kv_blocks, &scores.q_blocks}) {
       saved.insert(saved.end(), list->begin(), list->end());
     }
     ctx->save_for_backward(std::move(saved));
@@ -95,8 +96,8 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
       const BelowAutogradUnlessRecording below;
       gradients = dispatch::flex_attention_backward(
           upstream, saved[kQuery], saved[kKey], saved[kValue],
-          {saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow]}, scores, data["deterministic"].toBool(),
-          needs_grad, inplace);
+          {saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow]}, scores,
+          data["deterministic"].toBool(), needs_grad, inplace);
     }
     if (inplace) {
       gradients.query = saved[kQuery].detach();

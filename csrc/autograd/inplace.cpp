@@ -62,7 +62,8 @@ bool elements_apart(const at::Tensor& tensor) {
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.sym_size(d) != 1) dims.push_back(d);
   }
-  std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return tensor.sym_stride(a) < tensor.sym_stride(b); });
+  std::sort(dims.begin(), dims.end(),
+            [&](int64_t a, int64_t b) { return tensor.sym_stride(a) < tensor.sym_stride(b); });
   c10::SymInt extent = 1;
   for (const int64_t d : dims) {
     if (tensor.sym_stride(d) < extent) return false;

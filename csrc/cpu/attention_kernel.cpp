@@ -126,8 +126,7 @@ void unpack_low(const Matrix& low, const Matrix& out, const T* in, int64_t strid
       S* l = static_cast<S*>(low.data) + r * low.row_stride;
       const S* o = row_of<T, S>(out, r);
       for (int64_t c = 0; c < cols; ++c) {
-        l[c * low.col_stride] =
-            static_cast<S>(in[r * stride + c] * factor[r] - static_cast<T>(o[c * out.col_stride]));
+        l[c * low.col_stride] = static_cast<S>(in[r * stride + c] * factor[r] - static_cast<T>(o[c * out.col_stride]));
       }
     }
   });
@@ -365,9 +364,9 @@ void add(T* __restrict out, const T* in, int64_t count) {
 
 template <class T>
 constexpr AttentionKernels<T> make_kernels() {
-  return {kPanel<T>,  kMicroRows, pack_rows<T>,     pack_panels<T>,    pack_transposed<T>,  unpack<T>,
-          unpack_low<T>,           multiply<T>, softmax<T>, probabilities<T>, alive<T>, score_gradient<T>, add_max_gradient<T>, row_dot<T>,
-          add<T>};
+  return {kPanel<T>, kMicroRows,        pack_rows<T>,        pack_panels<T>, pack_transposed<T>,
+          unpack<T>, unpack_low<T>,     multiply<T>,         softmax<T>,     probabilities<T>,
+          alive<T>,  score_gradient<T>, add_max_gradient<T>, row_dot<T>,     add<T>};
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The vectorised loops of attention on the CPU, compiled once for each instruction set (attention_kernel.cpp): packing,
 // a matrix product over packed panels, and what is done to a tile of scores between the products.
 //
-// Every element of a product is summed over k in order, by itself: its bits depend neither on the size of the tile nor on
-// its place in it. The backward relies on that: it computes the forward's scores again.
+// Every element of a product is summed over k in order, by itself: its bits depend neither on the size of the tile nor
+// on its place in it. The backward relies on that: it computes the forward's scores again.
 #pragma once
 
 #include <cstdint>

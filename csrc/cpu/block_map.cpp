@@ -11,7 +11,10 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 }  // namespace
 
 BlockMap::BlockMap(const FlexScores& scores, int64_t queries, int64_t keys)
-    : queries_(queries), keys_(keys), block_rows_(std::max<int64_t>(queries, 1)), block_cols_(std::max<int64_t>(keys, 1)) {
+    : queries_(queries),
+      keys_(keys),
+      block_rows_(std::max<int64_t>(queries, 1)),
+      block_cols_(std::max<int64_t>(keys, 1)) {
   if (scores.kv_blocks.empty()) {
     states_.assign(1, BlockState::kFull);
     return;
@@ -69,8 +72,7 @@ int64_t BlockMap::listed_pairs(int64_t b, int64_t h, Range queries, Range keys) 
   if (queries.size() <= 0 || keys.size() <= 0) return 0;
   int64_t pairs = 0;
   for (int64_t row = queries.begin / block_rows_; row <= (queries.end - 1) / block_rows_; ++row) {
-    const int64_t height =
-        std::min((row + 1) * block_rows_, queries.end) - std::max(row * block_rows_, queries.begin);
+    const int64_t height = std::min((row + 1) * block_rows_, queries.end) - std::max(row * block_rows_, queries.begin);
     for (int64_t col = keys.begin / block_cols_; col <= (keys.end - 1) / block_cols_; ++col) {
       if (at(b, h, row, col) == BlockState::kNone) continue;
       pairs += height * (std::min((col + 1) * block_cols_, keys.end) - std::max(col * block_cols_, keys.begin));
@@ -114,7 +116,8 @@ TileMask TileMasker<T>::mask(int64_t b, int64_t h, Range queries, Range keys) {
     const Range q{std::max(row * block_rows, queries.begin), std::min((row + 1) * block_rows, queries.end)};
     uint8_t* first = &bytes_[static_cast<size_t>((q.begin - queries.begin) * stride_)];
     const auto fill = [&](int64_t begin, int64_t end, uint8_t value) {
-      for (int64_t r = 0; r < q.size(); ++r) std::memset(first + r * stride_ + begin, value, static_cast<size_t>(end - begin));
+      for (int64_t r = 0; r < q.size(); ++r)
+        std::memset(first + r * stride_ + begin, value, static_cast<size_t>(end - begin));
     };
     fill(result.begin, result.end, 0);
     for (int64_t col = cols.begin; col < cols.end;) {

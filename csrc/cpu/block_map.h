@@ -47,8 +47,8 @@ class BlockMap {
 
 /// The part of a tile's columns where pairs take part, and which do: null where all of them.
 struct TileMask {
-  int64_t begin = 0, end = 0;       ///< columns of the tile, begin a multiple of the panel; empty: no pair takes part
-  const uint8_t* bytes = nullptr;   ///< of (row, begin)
+  int64_t begin = 0, end = 0;      ///< columns of the tile, begin a multiple of the panel; empty: no pair takes part
+  const uint8_t* bytes = nullptr;  ///< of (row, begin)
   int64_t stride = 0;
 };
 

@@ -74,9 +74,8 @@ bool allows(VariableSet agreed, LaneCut cut) { return (agreed & needed_for(cut))
 }  // namespace
 
 template <class T>
-BufferSums<T>::BufferSums(const ScoreMod& score_mod, const std::vector<bool>& wanted,
-                          const score_mod::Lengths& lengths, int64_t key_batches, int64_t key_heads,
-                          const std::vector<at::Tensor>& gradients)
+BufferSums<T>::BufferSums(const ScoreMod& score_mod, const std::vector<bool>& wanted, const score_mod::Lengths& lengths,
+                          int64_t key_batches, int64_t key_heads, const std::vector<at::Tensor>& gradients)
     : sums_(wanted.size()) {
   if (std::none_of(wanted.begin(), wanted.end(), [](bool w) { return w; })) return;
   const auto agreed = agreeing(*score_mod::cached_derivative(score_mod.text, wanted), lengths);

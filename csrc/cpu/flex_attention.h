@@ -18,7 +18,8 @@
 
 namespace fusegrad::cpu {
 
-/// Queries of a tile of scores, and its most keys: a tile and what is multiplied with it stay in the second-level cache.
+/// Queries of a tile of scores, and its most keys: a tile and what is multiplied with it stay in the second-level
+/// cache.
 inline constexpr int64_t kTileRows = 64;
 inline constexpr int64_t kTileCols = 256;
 
@@ -44,8 +45,8 @@ class Scratch {
  public:
   Scratch() = default;
   explicit Scratch(int64_t count)
-      : data_(static_cast<T*>(::operator new(static_cast<size_t>(count) * sizeof(T) + kAlignment,
-                                             std::align_val_t{kAlignment}))) {}
+      : data_(static_cast<T*>(
+            ::operator new(static_cast<size_t>(count) * sizeof(T) + kAlignment, std::align_val_t{kAlignment}))) {}
   T* data() const { return data_.get(); }
   explicit operator bool() const { return data_ != nullptr; }
 
@@ -123,8 +124,8 @@ struct FlexProblem {
   std::optional<score_mod::TileProgram<T>> score_program, mask_program;
 };
 
-/// worker(next) on every thread, where next() gives each of 0 … tasks - 1 to one caller, in order. Tasks must not depend
-/// on who does which.
+/// worker(next) on every thread, where next() gives each of 0 … tasks - 1 to one caller, in order. Tasks must not
+/// depend on who does which.
 template <class Worker>
 void share_tasks(int64_t tasks, Worker&& worker) {
   std::atomic<int64_t> counter{0};

@@ -1,8 +1,8 @@
 // The backward of flex_attention: the scores once more, then five products a tile.
 //
-// The unit of work is a block of keys of one key head, with all query heads that share it: it alone sums the gradients of
-// its keys and values. Units are cut into as many consecutive ranges as there are threads ("lanes"), by their cost. A
-// lane sums the gradients of the queries it meets by itself; where several lanes meet a head, their sums are added up
+// The unit of work is a block of keys of one key head, with all query heads that share it: it alone sums the gradients
+// of its keys and values. Units are cut into as many consecutive ranges as there are threads ("lanes"), by their cost.
+// A lane sums the gradients of the queries it meets by itself; where several lanes meet a head, their sums are added up
 // afterwards in the order of the lanes. Who runs a lane does not matter: the result is always the same bits.
 #include <algorithm>
 #include <limits>
@@ -93,8 +93,8 @@ class Backward {
   BufferSums<T> sums_;
   RowValues<T> rows_;
   Units units_{};
-  std::vector<Range> lanes_;        // of units
-  std::vector<int32_t> visitors_;   // of each group: lanes that meet it
+  std::vector<Range> lanes_;       // of units
+  std::vector<int32_t> visitors_;  // of each group: lanes that meet it
 };
 
 template <class T>
@@ -105,18 +105,17 @@ void Backward<T>::row_values(const FlexUpstream& upstream, const FlexOutputs& sa
   std::vector<HeadView> parts{HeadView(saved.out)};
   if (saved.out_low.numel() != 0) parts.emplace_back(saved.out_low);
   T* delta = rows_.delta.template mutable_data_ptr<T>();
-  at::parallel_for(0, p_.batches * p_.heads, 1 + (1 << 16) / (p_.queries * (p_.value_size + 1)),
-                   [&](int64_t begin, int64_t end) {
-                     const Scratch<T> dot(p_.queries);
-                     for (int64_t head = begin; head < end; ++head) {
-                       const int64_t b = head / p_.heads, h = head % p_.heads;
-                       for (const auto& part : parts) {
-                         p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), part.at(b, h, 0), p_.queries,
-                                            p_.value_size);
-                         p_.kernels.add(delta + head * p_.queries, dot.data(), p_.queries);
-                       }
-                     }
-                   });
+  at::parallel_for(
+      0, p_.batches * p_.heads, 1 + (1 << 16) / (p_.queries * (p_.value_size + 1)), [&](int64_t begin, int64_t end) {
+        const Scratch<T> dot(p_.queries);
+        for (int64_t head = begin; head < end; ++head) {
+          const int64_t b = head / p_.heads, h = head % p_.heads;
+          for (const auto& part : parts) {
+            p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), part.at(b, h, 0), p_.queries, p_.value_size);
+            p_.kernels.add(delta + head * p_.queries, dot.data(), p_.queries);
+          }
+        }
+      });
 }
 
 template <class T>
@@ -291,8 +290,8 @@ class Backward<T>::Lane {
     // dV += P^T dO
     if (c_.grad_out_ && c_.needs_[2]) {
       kernels.pack_panels(grad_out_panels_.data(), c_.grad_out_->at(b, h, queries.begin), rows, p_.value_size, T(1));
-      kernels.multiply(cols, p_.value_size, rows, probability_.data(), 1, kStride, grad_out_panels_.data(), rows * panel,
-                       grad_value_.data() + mask.begin * p_.padded_value(), p_.padded_value(), true);
+      kernels.multiply(cols, p_.value_size, rows, probability_.data(), 1, kStride, grad_out_panels_.data(),
+                       rows * panel, grad_value_.data() + mask.begin * p_.padded_value(), p_.padded_value(), true);
     }
     if (!c_.wants_scores_) return;
 
@@ -332,8 +331,8 @@ class Backward<T>::Lane {
                        grad_key_.data() + mask.begin * p_.padded_head(), p_.padded_head(), true);
     }
     if (query_sum != nullptr) {
-      kernels.multiply(rows, p_.head_size, cols, gradient_.data(), kStride, 1,
-                       key_panels_.data() + mask.begin * panel, keys.size() * panel, query_sum, p_.padded_head(), true);
+      kernels.multiply(rows, p_.head_size, cols, gradient_.data(), kStride, 1, key_panels_.data() + mask.begin * panel,
+                       keys.size() * panel, query_sum, p_.padded_head(), true);
     }
   }
 
@@ -369,9 +368,8 @@ void Backward<T>::add_shared_query_sums(const std::vector<std::unique_ptr<Lane>>
       if (sum == nullptr) {
         sum = part;
       } else if (part != nullptr) {
-        at::parallel_for(0, size, 1 << 15, [&](int64_t begin, int64_t end) {
-          p_.kernels.add(sum + begin, part + begin, end - begin);
-        });
+        at::parallel_for(0, size, 1 << 15,
+                         [&](int64_t begin, int64_t end) { p_.kernels.add(sum + begin, part + begin, end - begin); });
       }
     }
     store_query_gradient(group, sum);

@@ -103,9 +103,9 @@ class Worker {
                      key_.data() + mask.begin * p_.head_size, kernels.panel * p_.head_size, score_.data(), kScoreStride,
                      false);
     if (evaluator_) {
-      const bool in_range =
-          evaluator_->score_mod({b, h, queries.begin, keys.begin + mask.begin, rows, cols},
-                                {score_.data(), kScoreStride}, {mask.bytes, mask.stride}, {score_.data(), kScoreStride});
+      const bool in_range = evaluator_->score_mod({b, h, queries.begin, keys.begin + mask.begin, rows, cols},
+                                                  {score_.data(), kScoreStride}, {mask.bytes, mask.stride},
+                                                  {score_.data(), kScoreStride});
       TORCH_CHECK_INDEX(in_range, "flex_attention: score_mod: ", evaluator_->out_of_range().message());
     }
     T* out = sum_of_values_.data() + row * values;

@@ -84,9 +84,8 @@ BlockMask create_block_mask(const ScoreMod& mask_mod, std::optional<int64_t> B, 
       const int64_t q = i % rows * block_size[0], head = i / rows;
       for (int64_t col = 0; col < cols; ++col) {
         const int64_t kv = col * block_size[1];
-        const auto content =
-            evaluate(evaluator, bytes, head / heads, head % heads, {q, kv},
-                     {std::min(q + block_size[0], q_len), std::min(kv + block_size[1], kv_len)});
+        const auto content = evaluate(evaluator, bytes, head / heads, head % heads, {q, kv},
+                                      {std::min(q + block_size[0], q_len), std::min(kv + block_size[1], kv_len)});
         is_partial[i * cols + col] = content.any && !content.all;
         is_full[i * cols + col] = content.all;
       }

@@ -38,8 +38,8 @@ void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bo
     FUSEGRAD_CHECK_TYPE(t.scalar_type() == query.scalar_type(), kOp, name, " must have the query's dtype ",
                         query.scalar_type(), ", but got ", t.scalar_type());
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(!query.is_cuda(), kOp, ": query must be on the CPU, where its kernels are so far, but got ",
-                              query.device());
+  TORCH_CHECK_NOT_IMPLEMENTED(!query.is_cuda(), kOp,
+                              ": query must be on the CPU, where its kernels are so far, but got ", query.device());
   FUSEGRAD_CHECK_VALUE(query.sym_size(3) >= 1, kOp, "query must have a head size D of at least 1, but got ",
                        query.sym_sizes());
   FUSEGRAD_CHECK_VALUE(key.sym_size(3) == query.sym_size(3), kOp, "key must have the query's head size ",
@@ -113,8 +113,8 @@ std::vector<Tensor> check_blocks(const char* name, TensorList lists, const Tenso
     const auto dtype = list.scalar_type();
     FUSEGRAD_CHECK_TYPE(dtype == at::kInt || dtype == at::kLong, kOp, name, " must hold int32 or int64, but got ",
                         dtype);
-    FUSEGRAD_CHECK_VALUE(list.device() == query.device(), kOp, name, " must be on the query's device ",
-                         query.device(), ", but got ", list.device());
+    FUSEGRAD_CHECK_VALUE(list.device() == query.device(), kOp, name, " must be on the query's device ", query.device(),
+                         ", but got ", list.device());
     const int64_t dims = 3 + static_cast<int64_t>(i % 2);
     while (list.dim() < dims) list = list.unsqueeze(0);
     FUSEGRAD_CHECK_VALUE(list.dim() == dims && (list.sym_size(0) == 1 || list.sym_size(0) == query.sym_size(0)) &&
@@ -189,9 +189,10 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
 
 FlexAttentionOutput call(const Tensor& query, const Tensor& key, const Tensor& value,
                          const FlexAttentionOptions& options, int64_t aux) {
-  using Signature = std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Scalars, std::string_view, TensorList,
-      Scalars, TensorList, TensorList, at::IntArrayRef, std::optional<double>, bool, bool, std::optional<bool>, int64_t);
+  using Signature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, std::string_view,
+                                                       TensorList, Scalars, std::string_view, TensorList, Scalars,
+                                                       TensorList, TensorList, at::IntArrayRef, std::optional<double>,
+                                                       bool, bool, std::optional<bool>, int64_t);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::flex_attention", "").typed<Signature>();
   const auto& score_mod = options.score_mod();
@@ -200,11 +201,12 @@ FlexAttentionOutput call(const Tensor& query, const Tensor& key, const Tensor& v
   std::array<int64_t, 2> block_size{};
   if (options.block_mask().has_value()) {
     const BlockMask& mask = *options.block_mask();
-    FUSEGRAD_CHECK_VALUE(query.dim() != 4 || key.dim() != 4 ||
-                             (mask.lengths[0] == query.size(2) && mask.lengths[1] == key.size(2)),
-                         kOp, "block_mask must be made for ", query.size(2), " queries and ", key.size(2),
-                         " keys, but got one for ", mask.lengths[0], " and ", mask.lengths[1]);
-    const auto lists = [](const Tensor& count, const Tensor& index, const Tensor& full_count, const Tensor& full_index) {
+    FUSEGRAD_CHECK_VALUE(
+        query.dim() != 4 || key.dim() != 4 || (mask.lengths[0] == query.size(2) && mask.lengths[1] == key.size(2)), kOp,
+        "block_mask must be made for ", query.size(2), " queries and ", key.size(2), " keys, but got one for ",
+        mask.lengths[0], " and ", mask.lengths[1]);
+    const auto lists = [](const Tensor& count, const Tensor& index, const Tensor& full_count,
+                          const Tensor& full_index) {
       std::vector<Tensor> result;
       if (count.defined()) result = {count, index};
       if (count.defined() && full_count.defined()) result.insert(result.end(), {full_count, full_index});

@@ -48,13 +48,13 @@ def _mask_arguments(
         if lengths != (query.size(2), key.size(2)):
             raise ValueError(
                 f"flex_attention: block_mask must be made for {query.size(2)} queries and {key.size(2)} keys, but got "
-                f"one for {lengths[0]} and {lengths[1]}: make another, or adjust it with block_mask._adjust(q_len, kv_len)"
+                f"one for {lengths[0]} and {lengths[1]}: make another, or adjust it with "
+                "block_mask._adjust(q_len, kv_len)"
             )
 
-    def lists(count: Tensor | None, index: Tensor | None, full: Tensor | None, full_index: Tensor | None) -> list[Tensor]:
-        if count is None or index is None:
-            return []
-        return [count, index] if full is None or full_index is None else [count, index, full, full_index]
+    def lists(*tensors: Tensor | None) -> list[Tensor]:
+        """num_blocks and indices of the partial blocks, then those of the full ones, as far as they are there."""
+        return [t for t in tensors if t is not None]
 
     m = block_mask
     kv_blocks = lists(m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices)
@@ -112,7 +112,8 @@ def flex_attention(
     """
     if return_lse and return_aux is not None:
         raise ValueError(
-            "flex_attention: return_lse must not come together with return_aux, but got both; return_aux=AuxRequest(lse=True)"
+            "flex_attention: return_lse must not come together with return_aux, but got both: take "
+            "return_aux=AuxRequest(lse=True)"
         )
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise TypeError(f"flex_attention: kernel_options must be a dict, but got {type(kernel_options).__name__}")

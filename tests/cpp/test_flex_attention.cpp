@@ -26,8 +26,8 @@ Dense dense(const Tensor& query, const Tensor& key, const Tensor& value, const T
 
 std::vector<Tensor> inputs(const Place& place, int64_t heads, int64_t key_heads, int64_t queries, int64_t keys) {
   std::vector<Tensor> result;
-  for (const auto& shape : {std::vector<int64_t>{2, heads, queries, 16}, {2, key_heads, keys, 16},
-                            {2, key_heads, keys, 24}}) {
+  for (const auto& shape :
+       {std::vector<int64_t>{2, heads, queries, 16}, {2, key_heads, keys, 16}, {2, key_heads, keys, 24}}) {
     result.push_back(random(shape, place).requires_grad_());
   }
   return result;
@@ -62,8 +62,8 @@ TEST_P(FlexAttention, MatchesDenseAttention) {
   auto given = inputs(place, 4, 2, 70, 90);
   given.push_back(random({4, 90}, place).requires_grad_());
   const Captured bias(given[3]);
-  const auto score_mod = trace_score_mod(
-      [&](auto score, auto, auto h, auto, auto kv_idx) { return score + bias(h, kv_idx); });
+  const auto score_mod =
+      trace_score_mod([&](auto score, auto, auto h, auto, auto kv_idx) { return score + bias(h, kv_idx); });
   const auto options = FlexAttentionOptions()
                            .score_mod(score_mod)
                            .block_mask(create_block_mask(causal(), std::nullopt, std::nullopt, 70, 90, {32, 16}))
@@ -124,11 +124,10 @@ TEST(CreateBlockMask, ListsWhatTheMaskLetsThrough) {
   const int64_t queries = 70, keys = 100;
   const auto heads = at::tensor({3, 40}, at::kLong);
   const Captured window(heads);
-  const auto mask = create_block_mask(
-      trace_mask_mod([&](auto, auto h, auto q_idx, auto kv_idx) {
-        return (q_idx >= kv_idx) && (q_idx - kv_idx <= window[h]);
-      }),
-      std::nullopt, 2, queries, keys, {16, 8});
+  const auto mask = create_block_mask(trace_mask_mod([&](auto, auto h, auto q_idx, auto kv_idx) {
+                                        return (q_idx >= kv_idx) && (q_idx - kv_idx <= window[h]);
+                                      }),
+                                      std::nullopt, 2, queries, keys, {16, 8});
   const auto q = at::arange(queries).view({-1, 1}), kv = at::arange(keys).view({1, -1});
   for (int64_t h = 0; h < 2; ++h) {
     const auto pairs = (q >= kv).logical_and(q - kv <= heads[h].item<int64_t>());
@@ -175,7 +174,8 @@ TEST(FlexAttentionErrors, SayWhatMustHold) {
          "flex_attention: block_mask must be made for 8 queries and 8 keys, but got one for 8 and 4");
   expect([&] { flex_attention(x, x, x, FlexAttentionOptions().block_mask(BlockMask{})); }, "but got one for 0 and 0");
   expect([&] { create_block_mask(causal(), 0, 1, 8, 8); }, "create_block_mask: lengths must be at least 0, B and H");
-  expect([&] { create_block_mask(causal(), 1, 1, 8, 8, {0, 8}); }, "block_size must be two positive numbers, but got [0");
+  expect([&] { create_block_mask(causal(), 1, 1, 8, 8, {0, 8}); },
+         "block_size must be two positive numbers, but got [0");
   expect([&] { create_block_mask(ScoreMod{"", {}, {}}, 1, 1, 8, 8); }, "mask_mod must be a text of the score_mod");
   const Captured table(at::ones({3}));
   const auto reads = trace_score_mod([&](auto score, auto, auto, auto, auto kv_idx) { return score + table[kv_idx]; });

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 
-
 Sizes = tuple[int, int, int, int]
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import fusegrad
 import pytest
 import score_mods
 import torch

@@ -26,8 +26,8 @@ struct BlockMask {
 
 /// The block mask of a mask_mod, on the CPU. Without B or H it stands for all batches or heads. Every pair is evaluated
 /// once; the memory is that of the lists.
-BlockMask create_block_mask(const ScoreMod& mask_mod, std::optional<int64_t> B, std::optional<int64_t> H,
-                            int64_t q_len, int64_t kv_len, std::array<int64_t, 2> block_size = {128, 128});
+BlockMask create_block_mask(const ScoreMod& mask_mod, std::optional<int64_t> B, std::optional<int64_t> H, int64_t q_len,
+                            int64_t kv_len, std::array<int64_t, 2> block_size = {128, 128});
 
 /// Options of flex_attention.
 struct FlexAttentionOptions {
