@@ -15,7 +15,7 @@ from .errors import Refused, located
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
 from .tensor import TracedTensor
-from .trace import Trace, category
+from .trace import Trace, category, ours_alone
 
 __all__ = ["INPUTS", "Run", "name_of", "run"]
 
@@ -44,9 +44,11 @@ def run(function: Callable, kind: str, device: torch.device, call: Callable | No
     trace = Trace(device)
     name = f"{kind} {name_of(function)}"
     try:
+        with ours_alone():
+            inputs = [trace.input(x) for x in INPUTS[kind]]
         with torch.enable_grad(), trace.active():
-            result = call(*(trace.input(x) for x in INPUTS[kind]))
-        with torch._C.DisableTorchFunctionSubclass():
+            result = call(*inputs)
+        with ours_alone():
             term = _result(trace, kind, result)
             return _texts(trace, kind, term)
     except Exception as error:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
 
 from .errors import Refused
 from .graph import BOOL, FLOAT, INT, Graph, Number
@@ -20,7 +21,7 @@ from .lifted import Lifted
 from .steps import Steps, contains, mapped
 from .tensor import MAX_ELEMENTS, Read, TracedTensor
 
-__all__ = ["Trace", "category"]
+__all__ = ["Trace", "category", "ours_alone"]
 
 _DTYPES = frozenset(
     [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -33,6 +34,17 @@ _MAX_CONSTANTS = 64
 _VALUES = frozenset(
     ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "__contains__", "__iter__", "is_nonzero", "equal", "allclose", "data_ptr", "__dlpack__", "__reduce_ex__", "__deepcopy__", "nonzero", "is_contiguous"]
 )
+
+
+@contextlib.contextmanager
+def ours_alone() -> Iterator[None]:
+    """What the trace itself computes is nothing that the modes of torch.export or of fake tensors should see."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if _len_torch_dispatch_stack() == 0 and _len_torch_dispatch_stack_pre_dispatch() == 0:
+            yield
+        else:
+            with _disable_current_modes():
+                yield
 
 
 def category(dtype: torch.dtype) -> int:
@@ -260,10 +272,10 @@ class Trace:
     def call(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A PyTorch function that the traced function calls."""
         if contains((args, kwargs), TracedTensor):
-            with torch._C.DisableTorchFunctionSubclass():
+            with ours_alone():
                 return self._call_traced(func, args, kwargs)
         if contains((args, kwargs), Lifted):
-            with torch._C.DisableTorchFunctionSubclass():
+            with ours_alone():
                 made = self._made_of_numbers(func, args, kwargs)
             if made is not None:
                 return made
