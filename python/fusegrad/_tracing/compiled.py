@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import higher_order_ops as dynamo
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._ops import HigherOrderOperator
+from torch.overrides import TorchFunctionMode
 
-from .errors import TraceError
+from .errors import Refused, TraceError
 from .lifted import Expression, Lifted, NumberWanted
 from .run import INPUTS, Run, run
+from .steps import mapped
 
 __all__ = ["trace_within"]
 
@@ -45,18 +46,33 @@ class _TraceWithin(HigherOrderOperator):
 trace_within = _TraceWithin()
 
 
-class _Recorder(fx.Interpreter):
-    """Runs Dynamo's graph of a function and notes which node made which tensor."""
+_Numbers = (torch.SymInt, torch.SymFloat)
 
-    def __init__(self, graph: fx.GraphModule) -> None:
+
+class _Recorder(fx.Interpreter):
+    """Runs Dynamo's graph of a function, notes which node made which tensor, and has its symbolic numbers lifted, but
+    for those in `fixed`."""
+
+    def __init__(self, graph: fx.GraphModule, fixed: dict[fx.Node, int | float]) -> None:
         super().__init__(graph)
+        self.fixed = fixed
         self.made: dict[int, tuple[Tensor, fx.Node]] = {}
+        self.numbers: list[fx.Node] = []
+        self.wanted: set[int] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
         if isinstance(out, Tensor):
             self.made.setdefault(id(out), (out, n))
-        return out
+        if not isinstance(out, _Numbers):
+            return out
+        if n in self.fixed:
+            return self.fixed[n]
+        value = n.meta["example_value"].node.hint
+        if value is None:
+            raise Refused("a number that depends on a tensor's values", "keep it a tensor")
+        self.numbers.append(n)
+        return Lifted(value, ("path", len(self.numbers) - 1), self.wanted)
 
 
 class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):
@@ -77,11 +93,25 @@ class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):
             )
         hoist = _Hoist(tx, outer)
         buffers = [hoist.variable(recorder.made[id(b)][1]) for b in result.buffers]
-        scalars = [hoist.number(s.expression, recorder.module) for s in result.scalars]
+        scalars = [hoist.number(s.expression, recorder.numbers) for s in result.scalars]
         return VariableTracker.build(tx, (result.text, buffers, scalars))
 
 
 dynamo._hop_name_to_variable_class["fusegrad_trace_within"] = _TraceWithinVariable
+
+
+class _IndexedByTensors(TorchFunctionMode):
+    """Gives Dynamo the shape of `tensor[index]` where PyTorch would ask a 0-d index for its value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            args = (args[0], mapped(args[1], self._stand_in))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _stand_in(x: Any) -> Any:
+        number = isinstance(x, Tensor) and x.dim() == 0 and not x.is_floating_point() and x.dtype != torch.bool
+        return 0 if number else x
 
 
 def _graph_of(
@@ -96,8 +126,7 @@ def _graph_of(
             empty = VariableTracker.build(tx, torch.empty)
             options = {key: VariableTracker.build(tx, value) for key, value in options.items()}
             inputs.append(empty.call_function(tx, [VariableTracker.build(tx, ())], options))
-    # Without it a 0-d index would be read as a Python number.
-    with TransformGetItemToIndex():
+    with _IndexedByTensors():
         _, graph, captured = dynamo.speculate_subgraph(
             tx,
             function,
@@ -106,7 +135,7 @@ def _graph_of(
             description=f"fusegrad.flex_attention: {kind}",
             source_target=op,
             set_subgraph_inputs="flatten_manual",
-            supports_input_mutation=False,
+            supports_input_mutation=True,  # of its own arguments; a write into what it captures is refused below
             supports_aliasing=True,
         )
     module = fx.GraphModule(tx.output.nn_modules, graph)
@@ -114,30 +143,17 @@ def _graph_of(
 
 
 def _trace(graph: fx.GraphModule, kind: str, device: torch.device) -> tuple[Run, _Recorder]:
-    """Traces Dynamo's graph. Where Python needs the value of a captured number, it becomes part of the text: a guard."""
-    captured = [n for n in graph.graph.nodes if n.op == "placeholder"][len(INPUTS[kind]) :]
-    fixed: dict[int, Any] = {}
+    """Traces Dynamo's graph. Where Python needs a captured number's value, it becomes part of the text: a guard."""
+    captured = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"][len(INPUTS[kind]) :]
+    fixed: dict[fx.Node, int | float] = {}
     while True:
-        wanted: set[int] = set()
-        recorder = _Recorder(graph)
-        stand_ins = [fixed[i] if i in fixed else _stand_in(n, i, wanted) for i, n in enumerate(captured)]
-
-        def call(*inputs: Tensor, recorder: _Recorder = recorder, stand_ins: list = stand_ins) -> Any:
-            return recorder.run(*inputs, *stand_ins)
-
+        recorder = _Recorder(graph, fixed)
         try:
-            return run(call, kind, device), recorder
+            return run(lambda *inputs, r=recorder: r.run(*inputs, *captured), kind, device), recorder
         except NumberWanted:
-            for i in wanted:
-                value = captured[i].meta["example_value"]
-                fixed[i] = float(value) if isinstance(value, torch.SymFloat) else int(value)
-
-
-def _stand_in(node: fx.Node, place: int, wanted: set[int]) -> Any:
-    value = node.meta["example_value"]
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return Lifted(value.node.hint, ("path", place), wanted)
-    return value
+            for node in (recorder.numbers[i] for i in recorder.wanted):
+                value = node.meta["example_value"]
+                fixed[node] = int(value) if isinstance(value, torch.SymInt) else float(value)
 
 
 class _Hoist:
@@ -153,7 +169,10 @@ class _Hoist:
             if node in self.outer:
                 proxy = self.outer[node]
                 value = proxy.node.meta["example_value"]
-                made = wrap_fx_proxy(self.tx, proxy, example_value=value)
+                if proxy.node.op == "placeholder" or not isinstance(value, Tensor):
+                    made = wrap_fx_proxy(self.tx, proxy, value)
+                else:  # Dynamo has a variable for it, which cannot be found by its proxy
+                    made = self._emit("call_function", torch.ops.aten.alias.default, (proxy,), {})
             else:
                 made = self._emit(node.op, node.target, *fx.map_arg((node.args, node.kwargs), self._proxy))
             self.made[node] = made
@@ -165,12 +184,11 @@ class _Hoist:
     def _emit(self, op: str, target: Any, args: Any, kwargs: Any) -> VariableTracker:
         return wrap_fx_proxy(self.tx, self.tx.output.create_proxy(op, target, args, kwargs))
 
-    def number(self, expression: Expression, graph: fx.GraphModule) -> VariableTracker:
+    def number(self, expression: Expression, numbers: Sequence[fx.Node]) -> VariableTracker:
         head = expression[0]
         if head == "path":
-            captured = [n for n in graph.graph.nodes if n in self.outer]
-            return self.variable(captured[expression[1]])
+            return self.variable(numbers[expression[1]])
         if head == "number":
             return VariableTracker.build(self.tx, expression[2])
-        operands = tuple(self.number(x, graph).as_proxy() for x in expression[1:])
+        operands = tuple(self.number(x, numbers).as_proxy() for x in expression[1:])
         return self._emit("call_function", head, operands, {})
