@@ -53,12 +53,13 @@ class _Recorder(fx.Interpreter):
     """Runs Dynamo's graph of a function, notes which node made which tensor, and has its symbolic numbers lifted, but
     for those in `fixed`."""
 
-    def __init__(self, graph: fx.GraphModule, fixed: dict[fx.Node, int | float]) -> None:
+    def __init__(self, graph: fx.GraphModule, device: torch.device, fixed: dict[fx.Node, int | float]) -> None:
         super().__init__(graph)
-        self.fixed = fixed
+        self.device, self.fixed = device, fixed
         self.made: dict[int, tuple[Tensor, fx.Node]] = {}
         self.numbers: list[fx.Node] = []
         self.wanted: set[int] = set()
+        self.stand_ins: dict[Expression, Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         out = super().run_node(n)
@@ -73,6 +74,11 @@ class _Recorder(fx.Interpreter):
             raise Refused("a number that depends on a tensor's values", "keep it a tensor")
         self.numbers.append(n)
         return Lifted(value, ("path", len(self.numbers) - 1), self.wanted)
+
+    def stand_in(self, number: Lifted) -> Tensor:
+        """A 0-d tensor for a number: the op's scalars would be guards, and another value another compilation."""
+        dtype = torch.int64 if isinstance(number.value, int) else torch.float64
+        return self.stand_ins.setdefault(number.expression, torch.empty((), dtype=dtype))
 
 
 class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):
@@ -91,10 +97,8 @@ class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):
                 explanation=str(error),
                 hints=["Hand in fusegrad.trace_score_mod(function), made outside of the compiled function."],
             )
-        hoist = _Hoist(tx, outer)
-        buffers = [hoist.variable(recorder.made[id(b)][1]) for b in result.buffers]
-        scalars = [hoist.number(s.expression, recorder.numbers) for s in result.scalars]
-        return VariableTracker.build(tx, (result.text, buffers, scalars))
+        hoist = _Hoist(tx, outer, recorder)
+        return VariableTracker.build(tx, (result.text, [hoist.buffer(b) for b in result.buffers], []))
 
 
 dynamo._hop_name_to_variable_class["fusegrad_trace_within"] = _TraceWithinVariable
@@ -142,14 +146,19 @@ def _graph_of(
     return module, {inner.node: proxy for proxy, inner in captured.items()}
 
 
+def _bound(recorder: _Recorder, captured: Sequence[Any]) -> Callable:
+    return lambda *inputs: recorder.run(*inputs, *captured)
+
+
 def _trace(graph: fx.GraphModule, kind: str, device: torch.device) -> tuple[Run, _Recorder]:
     """Traces Dynamo's graph. Where Python needs a captured number's value, it becomes part of the text: a guard."""
     captured = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"][len(INPUTS[kind]) :]
     fixed: dict[fx.Node, int | float] = {}
     while True:
-        recorder = _Recorder(graph, fixed)
+        recorder = _Recorder(graph, device, fixed)
         try:
-            return run(lambda *inputs, r=recorder: r.run(*inputs, *captured), kind, device), recorder
+            call = _bound(recorder, captured)
+            return run(call, kind, device, stand_in=recorder.stand_in), recorder
         except NumberWanted:
             for node in (recorder.numbers[i] for i in recorder.wanted):
                 value = node.meta["example_value"]
@@ -159,36 +168,43 @@ def _trace(graph: fx.GraphModule, kind: str, device: torch.device) -> tuple[Run,
 class _Hoist:
     """Does in the program what a function computes from captured values alone."""
 
-    def __init__(self, tx: Any, outer: dict[fx.Node, fx.Proxy]) -> None:
-        self.tx, self.outer = tx, outer
+    def __init__(self, tx: Any, outer: dict[fx.Node, fx.Proxy], recorder: _Recorder) -> None:
+        self.tx, self.outer, self.recorder = tx, outer, recorder
+        self.numbers = {id(t): expression for expression, t in recorder.stand_ins.items()}
         self.made: dict[fx.Node, VariableTracker] = {}
+
+    def buffer(self, tensor: Tensor) -> VariableTracker:
+        expression = self.numbers.get(id(tensor))
+        if expression is None:
+            return self.variable(self.recorder.made[id(tensor)][1])
+        options = {"dtype": tensor.dtype, "device": self.recorder.device}
+        return self._emit("call_function", torch.scalar_tensor, (self._number(expression),), options)
 
     def variable(self, node: fx.Node) -> VariableTracker:
         made = self.made.get(node)
         if made is None:
-            if node in self.outer:
-                proxy = self.outer[node]
-                value = proxy.node.meta["example_value"]
-                if proxy.node.op == "placeholder" or not isinstance(value, Tensor):
-                    made = wrap_fx_proxy(self.tx, proxy, value)
-                else:  # Dynamo has a variable for it, which cannot be found by its proxy
-                    made = self._emit("call_function", torch.ops.aten.alias.default, (proxy,), {})
-            else:
-                made = self._emit(node.op, node.target, *fx.map_arg((node.args, node.kwargs), self._proxy))
-            self.made[node] = made
+            made = self.made[node] = self._captured(node) if node in self.outer else self._computed(node)
         return made
 
-    def _proxy(self, node: fx.Node) -> Any:
-        return self.variable(node).as_proxy()
+    def _captured(self, node: fx.Node) -> VariableTracker:
+        proxy = self.outer[node]
+        value = proxy.node.meta["example_value"]
+        if proxy.node.op == "placeholder" or not isinstance(value, Tensor):
+            return wrap_fx_proxy(self.tx, proxy, value)
+        # Dynamo has a variable for it, which cannot be found by its proxy.
+        return self._emit("call_function", torch.ops.aten.alias.default, (proxy,), {})
+
+    def _computed(self, node: fx.Node) -> VariableTracker:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.variable(n).as_proxy())
+        return self._emit(node.op, node.target, args, kwargs)
+
+    def _number(self, expression: Expression) -> Any:
+        head = expression[0]
+        if head == "path":
+            return self.variable(self.recorder.numbers[expression[1]]).as_proxy()
+        if head == "number":
+            return expression[2]
+        return self._emit("call_function", head, tuple(self._number(x) for x in expression[1:]), {}).as_proxy()
 
     def _emit(self, op: str, target: Any, args: Any, kwargs: Any) -> VariableTracker:
         return wrap_fx_proxy(self.tx, self.tx.output.create_proxy(op, target, args, kwargs))
-
-    def number(self, expression: Expression, numbers: Sequence[fx.Node]) -> VariableTracker:
-        head = expression[0]
-        if head == "path":
-            return self.variable(numbers[expression[1]])
-        if head == "number":
-            return VariableTracker.build(self.tx, expression[2])
-        operands = tuple(self.number(x, numbers).as_proxy() for x in expression[1:])
-        return self._emit("call_function", head, operands, {})
