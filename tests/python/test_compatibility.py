@@ -148,6 +148,8 @@ def test_an_upstream_op_that_saved_the_tensor(op, device: str, upstream: str, co
     if compiler == "aot_eager" and upstream == "function" and op.name != "flex_attention":
         # AOTAutograd's: test_what_aot_autograd_gets_wrong.
         request.applymarker(pytest.mark.xfail(strict=True, raises=SilentDifference))
+    if compiler == "compiled autograd" and upstream in ("exp", "tanh"):
+        pytest.skip("softmax and the function stand for them: each is a compilation")
     if compiler == "compiled autograd" and op.name == "flex_attention":
         # Its backward overwrites what compiled autograd has unpacked already: may_reuse_saved() must ask for a node that
         # the engine runs.
@@ -217,16 +219,15 @@ def attention_inputs(device: str, lengths: tuple[int, int] = (M, N), seed: int =
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_() for s in shapes]
 
 
-def agree(one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: list[Tensor], *leaves: Tensor) -> None:
-    """The same output, and the same gradients of inputs and leaves."""
+def agree(one: Callable[..., Tensor], other: Callable[..., Tensor], inputs: list[Tensor], *parameters: Tensor) -> None:
+    """The same output, and the same gradients of inputs and parameters."""
     out, expected = one(*inputs), other(*inputs)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
-    for a, b in zip(
-        torch.autograd.grad(out, [*inputs, *leaves], upstream, retain_graph=True, materialize_grads=True),
-        torch.autograd.grad(expected, [*inputs, *leaves], upstream, retain_graph=True, materialize_grads=True),
-        strict=True,
-    ):
+    leaves = [*inputs, *parameters]
+    # The other one first: a parameter that is no leaf has a graph that both share, and a compiled graph is not kept.
+    wanted = torch.autograd.grad(expected, leaves, upstream, retain_graph=True, materialize_grads=True)
+    for a, b in zip(torch.autograd.grad(out, leaves, upstream, materialize_grads=True), wanted, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -235,7 +236,7 @@ def test_score_mods_from_the_field_without_a_graph_break(case: score_mods.Case) 
     """Traced within a compiled function as outside of it."""
     score_mod, mask_mod, parameters = case.make(B, H, M, N, torch.float64, torch.Generator().manual_seed(0))
     # create_block_mask takes plain functions only.
-    function = mask_mod if mask_mod is None else lambda *indices: mask_mod(*indices)
+    function = mask_mod if mask_mod is None else lambda b, h, q, kv: mask_mod(b, h, q, kv)
     block_mask = function and create_block_mask(function, B, H, M, N, device="cpu", BLOCK_SIZE=4)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ def test_no_compilation_for_a_new_length_or_new_values(device: str, dynamic: boo
     counter = CompileCounterWithBackend("aot_eager")
     program = torch.compile(module, backend=counter, fullgraph=True, dynamic=dynamic)
     counts = []
-    for seed, n in enumerate((24, 33, 40, 48)):
+    for seed, n in enumerate((24, 33, 40)):
         with torch.no_grad():
             module.bias.add_(0.25)
         agree(program, module, attention_inputs(device, (n, n), seed), module.bias, module.distance)
