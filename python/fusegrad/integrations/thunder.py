@@ -67,28 +67,31 @@ class _Meta:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=requires_grad)
 
 
-@dataclass(frozen=True)
-class _Halves:
-    """A forward and a backward. `saved` are places among the inputs, or beyond them among the forward's outputs."""
-
-    forward: Symbol
-    backward: Symbol
-    saved: tuple[int, ...]
-    differentiable: tuple[int, ...]
-    """Of the outputs, those that bring a gradient."""
-
-
 class _Call:
     """An op with all but its tensors fixed, on tensors of fixed shapes: a symbol of thunder's traces."""
 
     def __init__(
-        self, name: str, op: Callable[..., Any], spec: TreeSpec, leaves: Sequence[Any], inputs: Sequence[_Meta]
+        self,
+        name: str,
+        op: Callable[..., Any],
+        spec: TreeSpec,
+        leaves: Sequence[Any],
+        inputs: Sequence[_Meta],
+        wanted: Sequence[bool],
     ) -> None:
-        self.name, self.op, self.spec, self.leaves, self.inputs = name, op, spec, leaves, inputs
-        self._halves: dict[tuple[bool, ...], _Halves] = {}
-        outputs, self.out_spec, _ = self._outputs([False] * len(inputs))
-        self.symbol = _symbol(name, outputs, self._flat)
+        self.name, self.op, self.spec, self.leaves = name, op, spec, leaves
+        self.inputs, self.wanted = inputs, wanted
+        with FakeTensorMode(), torch.enable_grad():
+            values, self.out_spec = self._run(self._fakes())
+        self.present = [x is not None for x in values]
+        made = [x for x in values if x is not None]
+        self.outputs = [_Meta.of(x) for x in made]
+        self.differentiable = [i for i, x in enumerate(made) if x.requires_grad]
+        self.symbol = _symbol(name, self.outputs, self._flat)
         fusegrad_ex.register_implementation(self.symbol, self.symbol, grad_transform=self._with_gradients)
+
+    def _fakes(self) -> list[Tensor]:
+        return [m.fake(w) for m, w in zip(self.inputs, self.wanted, strict=True)]
 
     def _run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], TreeSpec]:
         given = iter(tensors)
@@ -98,76 +101,58 @@ class _Call:
     def _flat(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(x for x in self._run(tensors)[0] if x is not None)
 
-    def _outputs(self, wanted: Sequence[bool]) -> tuple[list[_Meta], TreeSpec, tuple[int, ...]]:
-        """Of a call: the outputs that are tensors, the structure of all, and which of the tensors require grad."""
-        with FakeTensorMode(), torch.enable_grad():
-            values, spec = self._run([m.fake(w) for m, w in zip(self.inputs, wanted, strict=True)])
-        self.absent = [x is None for x in values]
-        tensors = [x for x in values if x is not None]
-        return [_Meta.of(x) for x in tensors], spec, tuple(i for i, x in enumerate(tensors) if x.requires_grad)
-
     def __call__(self, *tensors: TensorProxy) -> Any:
         made = iter(self.symbol(*tensors))
-        return tree_unflatten([None if absent else next(made) for absent in self.absent], self.out_spec)
+        return tree_unflatten([next(made) if present else None for present in self.present], self.out_spec)
 
     def _with_gradients(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
-        requiring = _names_requiring_grad()
-        wanted = tuple(t.name in requiring for t in tensors)
-        if not any(wanted):
+        if not self.differentiable:
             return self.symbol(*tensors)
-        if wanted not in self._halves:
-            self._halves[wanted] = self._split(wanted)
-        halves = self._halves[wanted]
-        made = halves.forward(*tensors)
-        outputs = made[: len(self.absent) - sum(self.absent)]
-        saved = [tensors[i] if i < len(tensors) else made[i - len(tensors)] for i in halves.saved]
-        upstream = [prims.get_grad(outputs[i]) for i in halves.differentiable]
-        gradients = iter(halves.backward(*saved, *upstream))
-        for tensor, wants in zip(tensors, wanted, strict=True):
+        forward, backward, saved = self._halves
+        made = forward(*tensors)
+        outputs = made[: len(self.outputs)]
+        upstream = [prims.get_grad(outputs[i]) for i in self.differentiable]
+        kept = [tensors[i] if i < len(tensors) else made[i - len(tensors)] for i in saved]
+        gradients = iter(backward(*kept, *upstream))
+        for tensor, wants in zip(tensors, self.wanted, strict=True):
             if wants:
                 prims.put_grad(tensor, next(gradients))
         return outputs
 
-    def _split(self, wanted: tuple[bool, ...]) -> _Halves:
-        outputs, _, differentiable = self._outputs(wanted)
+    @functools.cached_property
+    def _halves(self) -> tuple[Symbol, Symbol, list[int]]:
+        """The forward, the backward, and what that takes of the forward: places among its inputs and, beyond them, its
+        outputs."""
 
         def fresh(*tensors: Tensor) -> tuple[Tensor, ...]:
             # AOTAutograd wants outputs that share no memory; aux values do.
             loss, *aux = self._flat(*tensors)
             return loss, *(x.clone() for x in aux)
 
+        count = len(self.outputs)
         with FakeTensorMode(), torch.enable_grad():
-            fakes = tuple(m.fake(w) for m, w in zip(self.inputs, wanted, strict=True))
-            joint = aot_export_joint_simple(fresh, fakes, trace_joint=True)
-            forward, backward = default_partition(joint, [], num_fwd_outputs=len(outputs))
-        inputs = {n.name: i for i, n in enumerate(_placeholders(forward))}
-        made = _results(forward)
-        saved = made[len(outputs) :]
-        kept = list(dict.fromkeys(n for n in saved if n.name not in inputs))
-        places = {n: len(inputs) + len(outputs) + i for i, n in enumerate(kept)}
-        forward = _returning(forward, [*made[: len(outputs)], *kept])
-        gradients = [g for g, w in zip(_results(backward), wanted, strict=True) if w]
-        backward = _returning(backward, gradients)
-        return _Halves(
-            _symbol(f"{self.name}_forward", [*outputs, *(_Meta.of(n.meta["val"]) for n in kept)], forward),
-            _symbol(f"{self.name}_backward", [m for m, w in zip(self.inputs, wanted, strict=True) if w], backward),
-            tuple(inputs[n.name] if n.name in inputs else places[n] for n in saved),
-            differentiable,
+            joint = aot_export_joint_simple(fresh, tuple(self._fakes()), trace_joint=True)
+            forward, backward = default_partition(joint, [], num_fwd_outputs=count)
+        inputs = [n for n in forward.graph.nodes if n.op == "placeholder"]
+        results = _results(forward)
+        kept = [n for n in dict.fromkeys(results[count:]) if n not in inputs]
+        places = {n: i for i, n in enumerate([*inputs, *results[:count], *kept])}
+        _return(forward, [*results[:count], *kept])
+        _return(backward, [g for g, w in zip(_results(backward), self.wanted, strict=True) if w])
+        return (
+            _symbol(f"{self.name}_forward", [*self.outputs, *(_Meta.of(n.meta["val"]) for n in kept)], forward),
+            _symbol(f"{self.name}_backward", [m for m, w in zip(self.inputs, self.wanted, strict=True) if w], backward),
+            [places[n] for n in results[count:]],
         )
-
-
-def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in graph.graph.nodes if n.op == "placeholder"]
 
 
 def _results(graph: fx.GraphModule) -> list[fx.Node]:
     return list(graph.graph.output_node().args[0])
 
 
-def _returning(graph: fx.GraphModule, results: Sequence[fx.Node]) -> fx.GraphModule:
+def _return(graph: fx.GraphModule, results: Sequence[fx.Node]) -> None:
     graph.graph.output_node().args = (tuple(results),)
     graph.recompile()
-    return graph
 
 
 def _symbol(name: str, outputs: Sequence[_Meta], function: Callable[..., Any]) -> Symbol:
@@ -179,20 +164,23 @@ def _symbol(name: str, outputs: Sequence[_Meta], function: Callable[..., Any]) -
     return fusegrad_ex.register_operator(f"fusegrad_{name}_{next(_names)}", meta=meta, fn=function)
 
 
-def _names_requiring_grad() -> set[str]:
-    """Of the trace so far, the values that a gradient flows through. A proxy's own flag counts for inputs alone: thunder
-    copies it from an operand."""
-    trace = get_tracectx()
-    names = {p.name for p in trace.args or () if isinstance(p, TensorProxy) and p.requires_grad}
-    for symbol in itertools.chain.from_iterable(trace.scopes):
-        given = [p.name for p in symbol.flat_proxy_args]
-        for p in symbol.flat_proxy_outs:
-            if not isinstance(p, TensorProxy) or ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags:
-                continue
-            inherits = any(name in names for name in given)
-            if to_torch_dtype(p.dtype).is_floating_point and (inherits or (not given and p.requires_grad)):
-                names.add(p.name)
-    return names
+def _requiring_grad(tensors: Sequence[TensorProxy]) -> tuple[bool, ...]:
+    """Which of them a gradient flows through. A proxy's own flag counts for inputs alone: operations copy it from one of
+    their operands."""
+    producers = {o.name: s for s in itertools.chain.from_iterable(get_tracectx().scopes) for o in s.flat_proxy_outs}
+    known: dict[str, bool] = {}
+
+    def requires(p: Any) -> bool:
+        if not isinstance(p, TensorProxy) or ProxyTag.DETACHED_AUTOGRAD_GRAPH in p.tags:
+            return False
+        if p.name not in known:
+            producer = producers.get(p.name)
+            given = [] if producer is None else [x for x in producer.flat_proxy_args if x.name != p.name]
+            floating = to_torch_dtype(p.dtype).is_floating_point
+            known[p.name] = floating and (any(map(requires, given)) if given else bool(p.requires_grad))
+        return known[p.name]
+
+    return tuple(map(requires, tensors))
 
 
 _calls: dict[Any, _Call] = {}
@@ -213,10 +201,15 @@ def _call(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     constants = tuple(_TENSOR if isinstance(leaf, TensorProxy) else leaf for leaf in leaves)
     inputs = tuple(_Meta.of(t) for t in tensors)
     types = tuple(type(c) for c in constants)  # 1, 1.0 and True are equal, but not the same argument
-    key = (name, repr(spec), constants, types, inputs, torch.is_autocast_enabled(), torch.is_autocast_cpu_enabled())
+    wanted = _requiring_grad(tensors)
+    key = (name, repr(spec), constants, types, inputs, wanted, _autocast())
     if key not in _calls:
-        _calls[key] = _Call(name, op, spec, constants, inputs)
+        _calls[key] = _Call(name, op, spec, constants, inputs, wanted)
     return _calls[key](*tensors)
+
+
+def _autocast() -> tuple[Any, ...]:
+    return tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in ("cpu", "cuda"))
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
@@ -231,37 +224,8 @@ for _op in (fusegrad.cross_entropy, fusegrad.linear_cross_entropy, fusegrad.jsd,
 fusegrad_ex._lookasides[fusegrad.flex_attention] = _flex_attention
 
 
-# --- torch.nn.functional.cross_entropy --------------------------------------------------------------------------
-
-
-def _allows(
-    a: TensorProxy,
-    /,
-    target: TensorProxy,
-    weight: TensorProxy | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> bool:
-    """Whether fusegrad computes what PyTorch would."""
-    tensors = [a, target, *([] if weight is None else [weight])]
-    dtype = to_torch_dtype(a.dtype)
-    kinds = {"cpu": (torch.float64,), "cuda": ()}.get(to_torch_device(a.device).type)
-    return (
-        kinds is not None
-        and dtype in (torch.float32, torch.bfloat16, torch.float16, *kinds)
-        and all(t.device == a.device for t in tensors)
-        and a.numel != 0
-        and size_average is None
-        and reduce is None
-    )
-
-
 def _cross_entropy(
-    a: TensorProxy,
-    /,
+    input: TensorProxy,
     target: TensorProxy,
     weight: TensorProxy | None = None,
     size_average: Any = None,
@@ -270,15 +234,15 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> TensorProxy:
+    """PyTorch's, by fusegrad where that has kernels for it and by thunder else: other devices and dtypes, and the
+    deprecated arguments, which thunder refuses."""
+    dtype, device = to_torch_dtype(input.dtype), to_torch_device(input.device).type
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, *([torch.float64] if device == "cpu" else [])]
     options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-    loss = _call("cross_entropy", fusegrad.cross_entropy, a, target, weight, **options)
-    return thunder.torch.to(loss, a.dtype)  # PyTorch's loss is rounded to the logits' dtype
+    if device not in ("cpu", "cuda") or dtype not in dtypes or size_average is not None or reduce is not None:
+        return thunder.torch.cross_entropy(input, target, weight, size_average, reduce=reduce, **options)
+    loss = _call("cross_entropy", fusegrad.cross_entropy, input, target, weight, **options)
+    return loss if loss.dtype == input.dtype else thunder.torch.to(loss, input.dtype)  # rounded, as PyTorch's is
 
 
-def _cross_entropy_with_gradients(a: TensorProxy, /, target: TensorProxy, *args: Any, **kwargs: Any) -> TensorProxy:
-    raise NotImplementedError
-
-
-fusegrad_ex.register_implementation(
-    thunder.torch.cross_entropy, checker=_allows, execution_transform=_cross_entropy
-)
+fusegrad_ex._lookasides[torch.nn.functional.cross_entropy] = _cross_entropy
