@@ -1,8 +1,8 @@
 """Causal flex attention: PyTorch's scaled_dot_product_attention and compiled flex_attention beside fusegrad.
 
 The floor is the two products of a forward over the causal half of the scores, without any softmax. Names that end in
-"forward" compute no gradients; those with a class letter capture a buffer, see docs/score_mod.md, and "frozen" ones want
-no gradient for it.
+"forward" compute no gradients; those with a class letter capture a buffer, see docs/score_mod.md, and "frozen" ones
+want no gradient for it.
 
     python benchmarks/flex_attention.py [--device cpu] [--quick] [--output benchmarks/results]
 """

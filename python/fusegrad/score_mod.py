@@ -133,9 +133,10 @@ def _traced(function: Callable | ScoreMod, kind: str, device: torch.device | Non
     if not callable(function):
         raise TypeError(f"trace_{kind}: the {kind} must be callable, but got {type(function).__name__}")
     if torch.compiler.is_compiling():
-        from ._tracing.compiled import trace_apart
+        from ._tracing.compiled import trace_within
 
-        return _made(kind, *trace_apart(function, kind, device))
+        text, buffers, scalars = trace_within(function, kind, device)
+        return _made(kind, text, tuple(buffers), tuple(scalars))
     return _made(kind, *_trace(function, kind, device))
 
 

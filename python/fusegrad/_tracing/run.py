@@ -38,10 +38,16 @@ def name_of(function: Any) -> str:
     return name or type(function).__qualname__
 
 
-def run(function: Callable, kind: str, device: torch.device, call: Callable | None = None) -> Run:
-    """Traces `call`, which is `function` or a copy of it; TraceError names `function`."""
+def run(
+    function: Callable,
+    kind: str,
+    device: torch.device,
+    call: Callable | None = None,
+    stand_in: Callable[[Lifted], Tensor] | None = None,
+) -> Run:
+    """Traces `call`, which is `function` or a copy of it; TraceError names `function`. For `stand_in` see Trace."""
     call = call or function
-    trace = Trace(device)
+    trace = Trace(device, stand_in)
     name = f"{kind} {name_of(function)}"
     with apart():
         inputs = [trace.input(x) for x in INPUTS[kind]]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from .errors import Refused
@@ -33,7 +34,7 @@ def apart() -> Iterator[None]:
     are to take part in it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
-        if is_in_torch_dispatch_mode(include_infra_modes=True):
+        if is_in_torch_dispatch_mode(include_infra_modes=True) or _len_torch_dispatch_stack_pre_dispatch() != 0:
             stack.enter_context(_disable_current_modes())
         yield
 

@@ -57,9 +57,11 @@ def _name(func: Callable) -> str:
 class Trace:
     """The graph, the captured tensors that it reads, and what was computed from captured tensors alone."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stand_in: Callable[[Lifted], Tensor] | None = None) -> None:
+        """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars."""
         self.graph = Graph()
         self.device = device
+        self.stand_in = stand_in
         self.buffers: list[Tensor] = []
         self.scalars: list[Lifted] = []
         self.steps = Steps()
@@ -87,6 +89,8 @@ class Trace:
 
     def lifted(self, number: Lifted) -> TracedTensor:
         """A Python number from outside as a 0-d tensor."""
+        if self.stand_in is not None:
+            return self.captured(self.stand_in(number))
         known = [x.expression for x in self.scalars]
         index = known.index(number.expression) if number.expression in known else len(known)
         if index == len(known):
