@@ -150,10 +150,6 @@ def test_an_upstream_op_that_saved_the_tensor(op, device: str, upstream: str, co
         request.applymarker(pytest.mark.xfail(strict=True, raises=SilentDifference))
     if compiler == "compiled autograd" and upstream in ("exp", "tanh"):
         pytest.skip("softmax and the function stand for them: each is a compilation")
-    if compiler == "compiled autograd" and op.name == "flex_attention":
-        # Its backward overwrites what compiled autograd has unpacked already: may_reuse_saved() must ask for a node that
-        # the engine runs.
-        request.applymarker(pytest.mark.xfail(strict=True, raises=SilentDifference))
     case = Case(op, inplace=True, device=device, upstream=UPSTREAM[upstream])
     require(case)
     raises_or_is_right(case, compiler)
