@@ -86,6 +86,7 @@ class _Call:
         self.present = [x is not None for x in values]
         made = [x for x in values if x is not None]
         self.outputs = [_Meta.of(x) for x in made]
+        self.views = [x._is_view() for x in made]
         self.differentiable = [i for i, x in enumerate(made) if x.requires_grad]
         self.symbol = _symbol(name, self.outputs, self._flat)
         fusegrad_ex.register_implementation(self.symbol, self.symbol, grad_transform=self._with_gradients)
@@ -125,9 +126,9 @@ class _Call:
         outputs."""
 
         def fresh(*tensors: Tensor) -> tuple[Tensor, ...]:
-            # AOTAutograd wants outputs that share no memory; aux values do.
-            loss, *aux = self._flat(*tensors)
-            return loss, *(x.clone() for x in aux)
+            # AOTAutograd wants outputs that share no memory.
+            outputs = zip(self._flat(*tensors), self.views, strict=True)
+            return tuple(x.clone() if view else x for x, view in outputs)
 
         count = len(self.outputs)
         with FakeTensorMode(), torch.enable_grad():
