@@ -1,4 +1,4 @@
-"""The compatibility table as tests, and what compilers must not do: break graphs, compile again, synchronise, miss a write.
+"""The compatibility table as tests, and what compilers must not do: break graphs, compile again, synchronise.
 
 docs/compatibility.md says what the cells mean; benchmarks/compatibility.py prints them.
 """
@@ -151,8 +151,7 @@ def test_an_upstream_op_that_saved_the_tensor(op, device: str, upstream: str, co
     if compiler == "compiled autograd" and upstream in ("exp", "tanh"):
         pytest.skip("softmax and the function stand for them: each is a compilation")
     if compiler == "compiled autograd" and op.name == "flex_attention":
-        # Its backward overwrites what compiled autograd has unpacked already: may_reuse_saved() must ask for a node that
-        # the engine runs.
+        # Its backward overwrites what compiled autograd has unpacked already: test_what_compiled_autograd_gets_wrong.
         request.applymarker(pytest.mark.xfail(strict=True, raises=SilentDifference))
     case = Case(op, inplace=True, device=device, upstream=UPSTREAM[upstream])
     require(case)

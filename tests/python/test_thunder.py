@@ -88,7 +88,9 @@ def test_a_model_that_calls_pytorchs_cross_entropy(device: str) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"reduction": "sum", "label_smoothing": 0.2}, {"weight": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"reduction": "sum", "label_smoothing": 0.2}, {"weight": 1}]
+)
 @pytest.mark.parametrize("shape", [(16,), (12, 16), (3, 16, 4)], ids=str)
 def test_pytorchs_cross_entropy(device: str, options: dict[str, Any], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
