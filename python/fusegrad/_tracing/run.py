@@ -14,8 +14,8 @@ from fusegrad._C import score_mod as language
 from .errors import Refused, located
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
-from .tensor import TracedTensor
-from .trace import Trace, category, ours_alone
+from .tensor import TracedTensor, apart
+from .trace import Trace, category
 
 __all__ = ["INPUTS", "Run", "name_of", "run"]
 
@@ -49,13 +49,14 @@ def run(
     call = call or function
     trace = Trace(device, stand_in)
     name = f"{kind} {name_of(function)}"
+    with apart():
+        inputs = [trace.input(x) for x in INPUTS[kind]]
     try:
-        with ours_alone():
-            inputs = [trace.input(x) for x in INPUTS[kind]]
         with torch.enable_grad(), trace.active():
             result = call(*inputs)
-        with ours_alone():
+        with apart():
             term = _result(trace, kind, result)
+            trace.check_unchanged()
             return _texts(trace, kind, term)
     except Exception as error:
         raise located(error, name) from error
@@ -90,7 +91,7 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
     if values:
         fixed_text, _, _ = language.compact(trace.graph.text(kind, term, buffers, types, fixed=True))
     used = [trace.buffers[i] for i in kept]
-    devices = {str(b.device): b for b in used if b.dim() > 0 or b.device.type != "cpu"}
+    devices = {str(b.device) for b in used}
     if len(devices) > 1:
         raise Refused(
             f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"
