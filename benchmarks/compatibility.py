@@ -20,8 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
 
-from compat_ops import OPS, Case  # noqa: E402
-from compat_transforms import TRANSFORMS, SilentDifference, Transform, outcome  # noqa: E402
+from compat_ops import OPS, Case
+from compat_transforms import TRANSFORMS, SilentDifference, Transform, outcome
 
 
 def main() -> int:

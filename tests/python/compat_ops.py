@@ -1,4 +1,4 @@
-"""The ops of the compatibility table: each as a program of an upstream op and a loss, with its truth in plain PyTorch."""
+"""The ops of the compatibility table: each as a program of an upstream op and a loss, with its truth in PyTorch."""
 
 from __future__ import annotations
 

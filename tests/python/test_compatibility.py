@@ -1,4 +1,4 @@
-"""The compatibility table as tests, and what compilers must not do: break graphs, compile again, synchronise, miss a write.
+"""The compatibility table as tests, and what compilers must not do: break graphs, compile again, synchronise.
 
 docs/compatibility.md says what the cells mean; benchmarks/compatibility.py prints them.
 """

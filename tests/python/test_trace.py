@@ -1024,7 +1024,10 @@ def test_a_score_mod_in_a_compiled_function() -> None:
         mod = trace_score_mod(lambda s, b, h, q, kv: s + bias[kv])
         agree(compiled(score, mod), 2 * score + bias)
     assert len(graphs) == 1
-    agree(compiled(score, lambda s, b, h, q, kv: s * 3), 6 * score)
+    for _ in range(3):
+        bias = torch.randn(N)
+        agree(compiled(score, lambda s, b, h, q, kv, bias=bias: s * bias[kv]), 2 * score * bias)
+    assert len(graphs) == 2
     with pytest.raises(Exception, match="made outside of the compiled function"):
         compiled(score, lambda s, b, h, q, kv: s + torch.rand(()))
     torch._dynamo.reset()

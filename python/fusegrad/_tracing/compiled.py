@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from .errors import Refused, TraceError
 from .lifted import Expression, Lifted, NumberWanted
 from .run import INPUTS, Run, run
-from .steps import mapped
+from .trees import mapped
 
 __all__ = ["trace_within"]
 
@@ -77,8 +77,11 @@ class _Recorder(fx.Interpreter):
 
     def stand_in(self, number: Lifted) -> Tensor:
         """A 0-d tensor for a number: the op's scalars would be guards, and another value another compilation."""
-        dtype = torch.int64 if isinstance(number.value, int) else torch.float64
-        return self.stand_ins.setdefault(number.expression, torch.empty((), dtype=dtype))
+        made = self.stand_ins.get(number.expression)
+        if made is None:
+            dtype = torch.int64 if isinstance(number.value, int) else torch.float64
+            made = self.stand_ins[number.expression] = torch.empty((), dtype=dtype, device=self.device)
+        return made
 
 
 class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):

@@ -1,12 +1,12 @@
 """An executor for lightning-thunder: ``thunder.jit(model, executors=[fusegrad_ex, *thunder.get_default_executors()])``.
 
 Importing this module registers :data:`fusegrad_ex`. With it, ``torch.nn.functional.cross_entropy`` of a jitted function
-becomes :func:`fusegrad.cross_entropy` where its arguments allow, and fusegrad's own losses can be called. docs/thunder.md
-has an example.
+becomes :func:`fusegrad.cross_entropy` where its arguments allow, and fusegrad's own losses can be called. See
+docs/thunder.md.
 
 An op that thunder traces is split here into a forward and a backward by PyTorch's own AOTAutograd, from fake tensors:
-the front end checks its arguments once a compilation, and the two halves are graphs of registered ops. What the backward
-needs travels through thunder as tensors, so that any number of backwards can read it.
+the front end checks its arguments once a compilation, and the two halves are graphs of registered ops. What the
+backward needs travels through thunder as tensors, so that any number of backwards can read it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class _Call:
         self.present = [x is not None for x in values]
         made = [x for x in values if x is not None]
         self.outputs = [_Meta.of(x) for x in made]
+        self.views = [x._is_view() for x in made]
         self.differentiable = [i for i, x in enumerate(made) if x.requires_grad]
         self.symbol = _symbol(name, self.outputs, self._flat)
         fusegrad_ex.register_implementation(self.symbol, self.symbol, grad_transform=self._with_gradients)
@@ -125,9 +126,9 @@ class _Call:
         outputs."""
 
         def fresh(*tensors: Tensor) -> tuple[Tensor, ...]:
-            # AOTAutograd wants outputs that share no memory; aux values do.
-            loss, *aux = self._flat(*tensors)
-            return loss, *(x.clone() for x in aux)
+            # AOTAutograd wants outputs that share no memory.
+            outputs = zip(self._flat(*tensors), self.views, strict=True)
+            return tuple(x.clone() if view else x for x, view in outputs)
 
         count = len(self.outputs)
         with FakeTensorMode(), torch.enable_grad():
@@ -165,8 +166,8 @@ def _symbol(name: str, outputs: Sequence[_Meta], function: Callable[..., Any]) -
 
 
 def _requiring_grad(tensors: Sequence[TensorProxy]) -> tuple[bool, ...]:
-    """Which of them a gradient flows through. A proxy's own flag counts for inputs alone: operations copy it from one of
-    their operands."""
+    """Which of them a gradient flows through. A proxy's own flag counts for inputs alone: operations copy it from one
+    of their operands."""
     producers = {o.name: s for s in itertools.chain.from_iterable(get_tracectx().scopes) for o in s.flat_proxy_outs}
     known: dict[str, bool] = {}
 
@@ -194,8 +195,8 @@ def _call(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, (NumberProxy, Tensor)):
             raise NotImplementedError(
-                f"{name}: arguments must be tensors that thunder traces, or constants (not with cache='symbolic values'), "
-                f"but got {type(leaf).__name__}"
+                f"{name}: arguments must be tensors that thunder traces, or constants (not with "
+                f"cache='symbolic values'), but got {type(leaf).__name__}"
             )
     tensors = [leaf for leaf in leaves if isinstance(leaf, TensorProxy)]
     constants = tuple(_TENSOR if isinstance(leaf, TensorProxy) else leaf for leaf in leaves)
@@ -214,8 +215,8 @@ def _autocast() -> tuple[Any, ...]:
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
-        "flex_attention: it must not be called in a function that thunder.jit compiles, which does not see what score_mods "
-        "capture; use torch.compile, or call it outside"
+        "flex_attention: it must not be called in a function that thunder.jit compiles, which does not see what "
+        "score_mods capture; use torch.compile, or call it outside"
     )
 
 
