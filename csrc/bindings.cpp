@@ -3,11 +3,20 @@
 #include <fusegrad/check_targets.h>
 #include <pybind11/pybind11.h>
 
+#include "jit/bindings.h"
+#include "jit/describe_error.h"
 #include "score_mod/bindings.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, m) {
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    if (const auto described = fusegrad::jit::describe_error(error)) {
+      PyErr_SetString(described->value_error ? PyExc_ValueError : PyExc_RuntimeError, described->message.c_str());
+    } else {
+      std::rethrow_exception(error);
+    }
+  });
   m.def(
       "build_info",
       [] {
@@ -29,4 +38,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("check_targets_enabled", &fusegrad::check_targets_enabled, "Whether set_check_targets(True) is in force.");
   auto score_mod = m.def_submodule("score_mod", "The score_mod language, on canonical texts: see docs/score_mod.md.");
   fusegrad::score_mod::bind(score_mod);
+  auto jit = m.def_submodule("jit", "Kernels compiled at run time: see docs/jit.md.");
+  fusegrad::jit::bind(jit);
 }

@@ -100,9 +100,11 @@ bool may_overwrite_strided(const at::Tensor& tensor, at::TensorList others) {
 }
 
 bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active) {
-  return !hooks_were_active && !at::GradMode::is_enabled() && !torch::autograd::get_current_graph_task_keep_graph() &&
-         !c10::impl::dispatch_mode_enabled() && !saved.key_set().has(c10::DispatchKey::Python) &&
-         !saved.key_set().has_any(kTransformKeys);
+  // Without a node that the engine runs, as in compiled autograd, upstream nodes may have unpacked what they saved, and
+  // checked its version, before this one.
+  return !hooks_were_active && !at::GradMode::is_enabled() && torch::autograd::get_current_node() &&
+         !torch::autograd::get_current_graph_task_keep_graph() && !c10::impl::dispatch_mode_enabled() &&
+         !saved.key_set().has(c10::DispatchKey::Python) && !saved.key_set().has_any(kTransformKeys);
 }
 
 at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at::TensorList inputs) {

@@ -34,18 +34,28 @@ void over_rows(const Params& p, DType dtype, void (*kernel)(const Params&, DType
   at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
 }
 
-void forward(const RowForward& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.forward); }
+int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
+int64_t padded(int64_t cols) { return (cols + cpu::kPadding - 1) / cpu::kPadding * cpu::kPadding; }
+
+// Not initialised: pages that nothing needs are never touched.
+std::unique_ptr<double[]> scratch_of(int64_t bytes) {
+  return std::unique_ptr<double[]>(new double[(bytes + sizeof(double) - 1) / sizeof(double)]);
+}
+
+void forward(const RowForward& p, DType dtype, void*) {
+  at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
+    const auto scratch = p.grad != nullptr ? scratch_of(padded(p.cols) * acc_size(dtype)) : nullptr;
+    range_kernels().rows.forward(p, dtype, begin, end, scratch.get());
+  });
+}
 void gradient(const RowGradient& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.gradient); }
 void scaling(const RowScaling& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.scaling); }
 
 void jsd(const RowJsd& p, DType dtype, void*) {
-  const int64_t padded = (p.cols + cpu::kJsdPadding - 1) / cpu::kJsdPadding * cpu::kJsdPadding;
-  const int64_t acc_size = dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
-  const int64_t bytes = cpu::kJsdBuffers * padded * acc_size + 3 * (p.topk + 1) * static_cast<int64_t>(sizeof(double));
+  const int64_t bytes =
+      cpu::kJsdBuffers * padded(p.cols) * acc_size(dtype) + 3 * (p.topk + 1) * static_cast<int64_t>(sizeof(double));
   at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
-    // Not initialised: pages that no buffer needs are never touched.
-    const std::unique_ptr<double[]> scratch(new double[bytes / sizeof(double)]);
-    range_kernels().jsd(p, dtype, begin, end, scratch.get());
+    range_kernels().jsd(p, dtype, begin, end, scratch_of(bytes).get());
   });
 }
 

@@ -5,18 +5,20 @@
 
 namespace fusegrad::cpu {
 
-/// One instruction set's kernels, each on rows [begin, end).
+/// Rows of scratch are rounded up to a multiple of this, for whole vectors.
+constexpr int64_t kPadding = 64;
+
+/// One instruction set's kernels, each on rows [begin, end). The forward's scratch is a row of acc values, padded to
+/// kPadding of them, where there is a gradient to compute, and null otherwise.
 struct RowRangeKernels {
-  void (*forward)(const RowForward&, DType, int64_t begin, int64_t end);
+  void (*forward)(const RowForward&, DType, int64_t begin, int64_t end, void* scratch);
   void (*gradient)(const RowGradient&, DType, int64_t begin, int64_t end);
   void (*scaling)(const RowScaling&, DType, int64_t begin, int64_t end);
 };
 
-/// The same for RowJsd, with the caller's scratch: kJsdBuffers rows of `cols` acc values, padded to kJsdPadding of
-/// them, then 3 (K + 1) doubles.
+/// The same for RowJsd; its scratch is kJsdBuffers such rows, then 3 (K + 1) doubles.
 using JsdRange = void (*)(const RowJsd&, DType, int64_t begin, int64_t end, void* scratch);
 constexpr int64_t kJsdBuffers = 5;
-constexpr int64_t kJsdPadding = 64;
 
 namespace DEFAULT {
 extern const RowRangeKernels kRowRangeKernels;

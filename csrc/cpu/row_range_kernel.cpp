@@ -91,16 +91,17 @@ struct RowStats {
   Acc entropy_dot = 0;  // sum exp(z - m) * (z - m)
 };
 
+// `exps`, unless null, gets exp(z - m), padded to whole lanes.
 template <class T>
 RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T>>& transform, const Target<T>& target,
-                             bool entropy) {
+                             bool entropy, AccOf<T>* exps = nullptr) {
   using Acc = AccOf<T>;
   using Vec = at::vec::Vectorized<Acc>;
   const Acc kLow = -std::numeric_limits<Acc>::infinity();
   RowStats<Acc> stats;
   Vec max_a(kLow), max_b(kLow);
   each_lanes(row, cols, kLow, [&](int64_t, int64_t count, const Lanes<T>& x) {
-    if (!transform.capped && transform.scale == Acc(1)) {
+    if (transform.identity()) {
       max_a = at::vec::maximum(max_a, x.a);
       max_b = at::vec::maximum(max_b, x.b);
     } else if (count == Lanes<T>::kStep) {
@@ -119,27 +120,37 @@ RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T
   const bool smooth = !target.dense && target.uniform != Acc(0);
   const bool extra = target.dense || smooth || entropy;
   Vec sum_a(0), sum_b(0), shifted(0), dot(0), mass(0), entropy_dot(0);
-  each_lanes(row, cols, kLow, [&](int64_t c, int64_t count, const Lanes<T>& x) {
-    auto za = transform(x.a) - m, zb = transform(x.b) - m;
-    auto ea = exp_nonpositive(za), eb = exp_nonpositive(zb);
-    if (count < Lanes<T>::kStep) {
-      // exp of the padding is 0 only where the transform leaves -inf as it is.
-      ea = Vec::set(Vec(0), ea, std::min<int64_t>(count, Vec::size()));
-      eb = Vec::set(Vec(0), eb, std::max<int64_t>(count - Vec::size(), 0));
-      za = Vec::set(Vec(0), za, std::min<int64_t>(count, Vec::size()));
-      zb = Vec::set(Vec(0), zb, std::max<int64_t>(count - Vec::size(), 0));
-    }
-    sum_a = sum_a + ea;
-    sum_b = sum_b + eb;
-    if (!extra) return;
-    if (smooth) shifted = shifted + za + zb;
-    if (entropy) entropy_dot = entropy_dot + product_or_zero(ea, za) + product_or_zero(eb, zb);
-    if (target.dense) {
-      const auto a = target.coefficients(c, count, 0);
-      dot = dot + product_or_zero(a.a, za) + product_or_zero(a.b, zb);
-      mass = mass + a.a + a.b;
-    }
-  });
+  // Plain: nothing but the sum of exp(x - m), without a test in the loop.
+  const auto add_up = [&](auto plain) {
+    each_lanes(row, cols, kLow, [&](int64_t c, int64_t count, const Lanes<T>& x) {
+      auto za = x.a - m, zb = x.b - m;
+      if constexpr (!plain) za = transform(x.a) - m, zb = transform(x.b) - m;
+      auto ea = exp_nonpositive(za), eb = exp_nonpositive(zb);
+      if (!plain && count < Lanes<T>::kStep) {
+        // exp of the padding is 0 only where the transform leaves -inf as it is.
+        ea = Vec::set(Vec(0), ea, std::min<int64_t>(count, Vec::size()));
+        eb = Vec::set(Vec(0), eb, std::max<int64_t>(count - Vec::size(), 0));
+        za = Vec::set(Vec(0), za, std::min<int64_t>(count, Vec::size()));
+        zb = Vec::set(Vec(0), zb, std::max<int64_t>(count - Vec::size(), 0));
+      }
+      sum_a = sum_a + ea;
+      sum_b = sum_b + eb;
+      if (exps != nullptr) {
+        ea.store(exps + c);
+        eb.store(exps + c + Vec::size());
+      }
+      if constexpr (!plain) {
+        if (smooth) shifted = shifted + za + zb;
+        if (entropy) entropy_dot = entropy_dot + product_or_zero(ea, za) + product_or_zero(eb, zb);
+        if (target.dense) {
+          const auto a = target.coefficients(c, count, 0);
+          dot = dot + product_or_zero(a.a, za) + product_or_zero(a.b, zb);
+          mass = mass + a.a + a.b;
+        }
+      }
+    });
+  };
+  transform.identity() && !extra ? add_up(std::true_type{}) : add_up(std::false_type{});
   stats.sum = reduce_add(sum_a + sum_b);
   if (extra) {
     stats.shifted = reduce_add(shifted);
@@ -150,10 +161,12 @@ RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T
   return stats;
 }
 
-// grad[c] = (P * p[c] - Q * a[c]) * dz/dx,  p = exp((z - shift) - low) * inverse_sum.
-template <class T>
-void row_gradient(const T* row, T* grad, int64_t cols, int64_t column, const Transform<AccOf<T>>& transform,
-                  const Target<T>& target, AccOf<T> P, AccOf<T> Q, AccOf<T> shift, AccOf<T> low, AccOf<T> inverse_sum) {
+// grad[c] = (P * p[c] - Q * a[c]) * dz/dx,  p = exp((z - shift) - low) * inverse_sum; kExps: the exponentials are in
+// `exps`.
+template <bool kExps, class T>
+void row_gradient(const T* row, const AccOf<T>* exps, T* grad, int64_t cols, int64_t column,
+                  const Transform<AccOf<T>>& transform, const Target<T>& target, AccOf<T> P, AccOf<T> Q, AccOf<T> shift,
+                  AccOf<T> low, AccOf<T> inverse_sum) {
   using Acc = AccOf<T>;
   using Vec = at::vec::Vectorized<Acc>;
   const Vec m(shift), l(low), scale(P * inverse_sum), q(Q), uniform(Q * target.uniform);
@@ -161,9 +174,17 @@ void row_gradient(const T* row, T* grad, int64_t cols, int64_t column, const Tra
   const int64_t y = target.kept ? target.index - column : -1;
   const bool has_index = target.index >= 0 && y >= 0 && y < cols;
   const Acc at_index = has_index ? static_cast<Acc>(row[y]) : Acc(0);
+  const bool sloped = !transform.identity();
   each_lanes(row, cols, Acc(0), [&](int64_t c, int64_t count, const Lanes<T>& x) {
-    const auto za = transform(x.a), zb = transform(x.b);
-    Lanes<T> g{exp_nonpositive((za - m) - l) * scale, exp_nonpositive((zb - m) - l) * scale};
+    Vec za, zb;
+    if (!kExps || sloped) za = transform(x.a), zb = transform(x.b);
+    Lanes<T> g;
+    if constexpr (kExps) {
+      const auto e = Lanes<Acc>::load(exps + c);
+      g = {e.a * scale, e.b * scale};
+    } else {
+      g = {exp_nonpositive((za - m) - l) * scale, exp_nonpositive((zb - m) - l) * scale};
+    }
     if (target.dense) {
       const auto a = target.coefficients(c, count, column);
       g.a = g.a - q * a.a;
@@ -172,7 +193,7 @@ void row_gradient(const T* row, T* grad, int64_t cols, int64_t column, const Tra
       g.a = g.a - uniform;
       g.b = g.b - uniform;
     }
-    if (transform.capped || transform.scale != Acc(1)) {
+    if (sloped) {
       g.a = g.a * transform.slope(za);
       g.b = g.b * transform.slope(zb);
     }
@@ -202,8 +223,9 @@ int64_t first_of_largest(const T* row, int64_t cols, double scale) {
 }
 
 template <class T>
-void forward_rows(const RowForward& p, int64_t begin, int64_t end) {
+void forward_rows(const RowForward& p, int64_t begin, int64_t end, void* scratch) {
   using Acc = AccOf<T>;
+  auto* exps = static_cast<Acc*>(scratch);
   const Transform<Acc> transform(p.transform);
   const auto* scales = static_cast<const Acc*>(p.scales);
   const Acc ce_scale = scales != nullptr ? scales[0] : Acc(1), z_scale = scales != nullptr ? scales[1] : Acc(1);
@@ -229,7 +251,7 @@ void forward_rows(const RowForward& p, int64_t begin, int64_t end) {
       if (grad != nullptr) fill_zero(grad, p.cols);
       continue;
     }
-    auto stats = row_stats(row, p.cols, transform, target, p.entropy != nullptr);
+    const auto stats = row_stats(row, p.cols, transform, target, p.entropy != nullptr, exps);
     const Acc log_sum = std::log(stats.sum), lse = stats.max + log_sum;
     const Acc at_index = target.index >= 0 ? transform.one(static_cast<Acc>(row[target.index])) : Acc(0);
     Acc mass = target.dense ? stats.mass + target.at_index : target.at_index + target.uniform * Acc(p.cols);
@@ -249,8 +271,8 @@ void forward_rows(const RowForward& p, int64_t begin, int64_t end) {
     if (grad != nullptr) {
       Acc P = weight * ce_scale * mass;
       if (p.z_loss != 0) P += weight * z_scale * Acc(2 * p.z_loss) * lse;
-      row_gradient(row, grad, p.cols, 0, transform, target, P, weight * ce_scale, stats.max, Acc(0),
-                   Acc(1) / stats.sum);
+      row_gradient<true>(row, exps, grad, p.cols, 0, transform, target, P, weight * ce_scale, stats.max, Acc(0),
+                         Acc(1) / stats.sum);
     }
   }
 }
@@ -280,7 +302,7 @@ void gradient_rows(const RowGradient& p, int64_t begin, int64_t end) {
     if (P == Acc(0) && Q == Acc(0)) {
       fill_zero(grad, p.cols);
     } else {
-      row_gradient(row, grad, p.cols, p.col_offset, transform, target, P, Q, lse, low, Acc(1));
+      row_gradient<false, T>(row, nullptr, grad, p.cols, p.col_offset, transform, target, P, Q, lse, low, Acc(1));
     }
   }
 }
@@ -302,8 +324,8 @@ void scaling_rows(const RowScaling& p, int64_t begin, int64_t end) {
   }
 }
 
-void forward(const RowForward& p, DType dtype, int64_t begin, int64_t end) {
-  with_type(dtype, [&](auto zero) { forward_rows<decltype(zero)>(p, begin, end); });
+void forward(const RowForward& p, DType dtype, int64_t begin, int64_t end, void* scratch) {
+  with_type(dtype, [&](auto zero) { forward_rows<decltype(zero)>(p, begin, end, scratch); });
 }
 void gradient(const RowGradient& p, DType dtype, int64_t begin, int64_t end) {
   with_type(dtype, [&](auto zero) { gradient_rows<decltype(zero)>(p, begin, end); });

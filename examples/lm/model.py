@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lm import ExampleError
+from lm.attention import CausalAttention
 
 LOSSES = ("eager", "fusegrad", "fusegrad-inplace")
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,6 +27,8 @@ class ModelConfig:
     heads: int
     tied: bool
     dropout: float
+    attention: str
+    positions: str
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.heads != 0:
@@ -44,6 +47,7 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention = CausalAttention(config.attention, config.positions, config.heads, config.seq_length)
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp_in = nn.Linear(width, 4 * width, bias=False)
@@ -58,7 +62,7 @@ class Block(nn.Module):
         batch, length, width = hidden.shape
         packed = self.query_key_value(hidden).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attention(query, key, value)
         return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
 
     def _dropped(self, value: Tensor) -> Tensor:
@@ -76,7 +80,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size)
+        self.position_embedding: nn.Embedding | None = None
+        if config.positions == "embedding":
+            self.position_embedding = nn.Embedding(config.seq_length, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.hidden_size)
         self.head: nn.Linear | None = None
@@ -89,8 +95,9 @@ class GPT(nn.Module):
         return self.token_embedding.weight if self.head is None else self.head.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.token_embedding(tokens) + self.position_embedding(positions)
+        hidden = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            hidden = hidden + self.position_embedding(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             hidden = block(hidden)
         return self.final_norm(hidden)
@@ -98,7 +105,7 @@ class GPT(nn.Module):
     def _initialize(self) -> None:
         residual_scale = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 and not name.endswith("attention.relative"):
                 adds_to_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 nn.init.normal_(parameter, std=0.02 * (residual_scale if adds_to_residual else 1.0))
         # Wider than the rest, so that the tokens stand out in the first hidden states: it learns much sooner.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from lm import ExampleError
+from lm.attention import ATTENTIONS, POSITIONS
 from lm.data import default_cache_dir
 from lm.demo import describe_parts
 from lm.measure import PeakMemory
@@ -47,6 +48,8 @@ def make_parser(description: str, defaults: TrainingConfig) -> argparse.Argument
 
     run = parser.add_argument_group("run")
     run.add_argument("--loss", choices=LOSSES, default=defaults.loss)
+    run.add_argument("--attention", choices=ATTENTIONS, default=defaults.attention)
+    run.add_argument("--positions", choices=POSITIONS, default=defaults.positions, help="embedding, or a learned bias")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     run.add_argument("--dtype", choices=("fp32", "bf16"), default=defaults.dtype, help="bf16 is autocast")
     add_switch(run, "--compile", defaults.compile, "torch.compile the model and its loss")

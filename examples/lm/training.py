@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +31,8 @@ class TrainingConfig:
     """All that decides the numbers of a run. A checkpoint resumes only under an equal one."""
 
     loss: str = "eager"
+    attention: str = "sdpa"
+    positions: str = "embedding"
     device: str = "cpu"
     dtype: str = "fp32"
     compile: bool = False
@@ -239,15 +241,8 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 def model_config(config: TrainingConfig, vocab_size: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab_size,
-        seq_length=config.seq_length,
-        layers=config.layers,
-        hidden_size=config.hidden_size,
-        heads=config.heads,
-        tied=config.tied,
-        dropout=config.dropout,
-    )
+    shared = {field.name for field in fields(ModelConfig)} & {field.name for field in fields(TrainingConfig)}
+    return ModelConfig(vocab_size=vocab_size, **{name: getattr(config, name) for name in shared})
 
 
 def _option(name: str) -> str:

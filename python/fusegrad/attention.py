@@ -22,18 +22,18 @@ _ANY_LENGTH = 1 << 30
 _Mod = tuple[str, list[Tensor], list[int | float | bool]]
 
 
-@torch.compiler.disable(reason="fusegrad traces a function eagerly; hand flex_attention a ScoreMod for a full graph")
-def _traced(function: Callable[..., Any], kind: str, device: torch.device) -> ScoreMod:
-    return (trace_score_mod if kind == "score_mod" else trace_mask_mod)(function, device=device)
-
-
 def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: torch.device) -> _Mod:
     """What the op takes of a function or of a traced one."""
     if mod is None:
         return "", [], []
+    if not isinstance(mod, ScoreMod) and torch.compiler.is_compiling():
+        from ._tracing.compiled import trace_within
+
+        return trace_within(mod, kind, device)
     # A ScoreMod goes straight through, also where torch.compile traces this.
-    made = mod if isinstance(mod, ScoreMod) and mod.kind == kind else _traced(mod, kind, device)
-    return made.text, list(made.buffers), list(made.scalars)
+    if not isinstance(mod, ScoreMod) or mod.kind != kind:
+        mod = (trace_score_mod if kind == "score_mod" else trace_mask_mod)(mod, device=device)
+    return mod.text, list(mod.buffers), list(mod.scalars)
 
 
 def _mask_arguments(

@@ -25,8 +25,8 @@ class ScoreMod:
 
     Args:
         text: In the language of docs/score_mod.md; becomes canonical.
-        buffers: What the text calls ``@0``, ``@1``, …: tensors of the declared ranks, floating point, integer or bool as
-            declared.
+        buffers: What the text calls ``@0``, ``@1``, …: tensors of the declared ranks, floating point, integer or
+            bool as declared.
         scalars: What it calls ``$0``, ``$1``, …: Python numbers of the declared types.
 
     Attributes:
@@ -68,6 +68,9 @@ class ScoreMod:
         lines += [f"  ${i}: {s!r}" for i, s in enumerate(self.scalars)]
         return "\n".join(lines) + ")"
 
+    def __reduce__(self) -> tuple:
+        return ScoreMod, (self.text, self.buffers, self.scalars)
+
     def __call__(self, *args: Any) -> Any:
         raise TypeError("a ScoreMod is no function: hand it to fusegrad.flex_attention in place of one")
 
@@ -87,19 +90,38 @@ def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int 
         found = "bool" if buffer.dtype == torch.bool else "f" if buffer.dtype.is_floating_point else "i64"
         if found != kind or buffer.dim() != rank:
             raise ValueError(
-                f"ScoreMod: buffer @{i} must be {kind} of rank {rank}, but got {buffer.dtype} of shape {list(buffer.shape)}"
+                f"ScoreMod: buffer @{i} must be {kind} of rank {rank}, but got {buffer.dtype} of shape "
+                f"{list(buffer.shape)}"
             )
     for i, (kind, scalar) in enumerate(zip(declared_scalars, scalars, strict=True)):
-        found = {bool: "bool", int: "i64", float: "f"}.get(type(scalar))
-        if found != kind:
+        if {bool: "bool", int: "i64", float: "f"}.get(type(scalar)) != kind:
             raise ValueError(f"ScoreMod: scalar ${i} must be {kind}, but got {scalar!r}")
 
 
 def trace_score_mod(function: Callable | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+    """Traces a score_mod: ``function(score, b, h, q_idx, kv_idx)`` of 0-d tensors, as for PyTorch's flex_attention.
+
+    The function runs, a few times, on tensors without values; the same code with captured tensors of the same shapes is
+    not run again, whatever values they and captured numbers have (docs/score_mod.md says what is checked at each call).
+
+    Args:
+        function: Returns the new score, a 0-d tensor. A :class:`ScoreMod` is returned as it is.
+        device: Of ``score`` and the indices as the function sees it. Default: that of the first captured tensor which
+            is not on the CPU.
+
+    Returns:
+        The text with the captured tensors and numbers of this call.
+
+    Raises:
+        TraceError: where the function does what a score_mod cannot; the message has its line.
+        TypeError: for something that cannot be called, or a ScoreMod of a mask_mod.
+    """
     return _traced(function, "score_mod", device)
 
 
 def trace_mask_mod(function: Callable | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+    """Traces a mask_mod: ``function(b, h, q_idx, kv_idx)`` returns a 0-d bool tensor, whether the key takes part. All
+    else is as in :func:`trace_score_mod`."""
     return _traced(function, "mask_mod", device)
 
 
@@ -110,12 +132,15 @@ def _traced(function: Callable | ScoreMod, kind: str, device: torch.device | Non
         return function
     if not callable(function):
         raise TypeError(f"trace_{kind}: the {kind} must be callable, but got {type(function).__name__}")
+    if torch.compiler.is_compiling():
+        from ._tracing.compiled import trace_within
+
+        text, buffers, scalars = trace_within(function, kind, device)
+        return _made(kind, text, tuple(buffers), tuple(scalars))
     return _made(kind, *_trace(function, kind, device))
 
 
-def _made(
-    kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int | float | bool, ...]
-) -> ScoreMod:
+def _made(kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int | float | bool, ...]) -> ScoreMod:
     """Without the checks: what the tracer makes is right."""
     made = object.__new__(ScoreMod)
     for name, value in (("text", text), ("buffers", buffers), ("scalars", scalars), ("kind", kind)):
@@ -124,6 +149,11 @@ def _made(
 
 
 def explain(score_mod: Callable | ScoreMod) -> str:
-    """The graph of a score_mod, its derivative, and how the gradient of each captured read is summed, and why."""
+    """What becomes of a score_mod: its text, its derivative, and how the gradient of each captured read is summed, and
+    why (docs/score_mod.md). A captured tensor counts as differentiable where it requires grad.
+
+    Raises:
+        TraceError, TypeError: as :func:`trace_score_mod`.
+    """
     mod = trace_score_mod(score_mod)
     return _language.explain(mod.text, [b.requires_grad for b in mod.buffers])

@@ -1,7 +1,7 @@
 """score_mods and mask_mods from the field, in the words of PyTorch: for every test that goes over them all.
 
-Each case makes, for the sizes of a call (B, H, M queries, N keys), a score_mod or None, a mask_mod or None, and the captured
-tensors that get gradients. Tensors are drawn from the generator, floating-point ones of the dtype.
+Each case makes, for the sizes of a call (B, H, M queries, N keys), a score_mod or None, a mask_mod or None, and the
+captured tensors that get gradients. Tensors are drawn from the generator, floating-point ones of the dtype.
 """
 
 from __future__ import annotations
@@ -311,13 +311,19 @@ with_floats("negative indices", lambda d: (2 * d.S,), lambda t, d: lambda s, b, 
 with_floats("learned softcap", lambda d: (), lambda t, d: lambda s, b, h, q, kv: t * torch.tanh(s / t))
 with_floats("without the score", lambda d: (d.N,), lambda t, d: lambda s, b, h, q, kv: t[kv] * 2)
 with_floats("read twice", lambda d: (d.S,), lambda t, d: lambda s, b, h, q, kv: s + t[q] * t[kv])
-with_floats("read twice at one place", lambda d: (d.S,), lambda t, d: lambda s, b, h, q, kv: (s + t[q]) * t[q].sigmoid())
+with_floats(
+    "read twice at one place", lambda d: (d.S,), lambda t, d: lambda s, b, h, q, kv: (s + t[q]) * t[q].sigmoid()
+)
 with_floats("last element", lambda d: (3,), lambda t, d: lambda s, b, h, q, kv: s * t[-1] + t[0])
 with_floats("not a leaf", lambda d: (d.N,), lambda t, d: (lambda u: lambda s, b, h, q, kv: s + u[kv])(t.exp() * 2))
 with_floats("made within", lambda d: (d.N,), lambda t, d: lambda s, b, h, q, kv: s + (torch.exp(t) * 2)[kv])
-with_floats("expanded", lambda d: (d.N,), lambda t, d: (lambda u: lambda s, b, h, q, kv: s + u[h, kv])(t.expand(d.H, -1)))
 with_floats(
-    "index_select and take", lambda d: (d.N,), lambda t, d: lambda s, b, h, q, kv: s + t.index_select(0, kv).sum() * t.take(kv)
+    "expanded", lambda d: (d.N,), lambda t, d: (lambda u: lambda s, b, h, q, kv: s + u[h, kv])(t.expand(d.H, -1))
+)
+with_floats(
+    "index_select and take",
+    lambda d: (d.N,),
+    lambda t, d: lambda s, b, h, q, kv: s + t.index_select(0, kv).sum() * t.take(kv),
 )
 with_floats(
     "gather", lambda d: (d.H, d.N), lambda t, d: lambda s, b, h, q, kv: s + t[h].gather(0, kv) * F.embedding(h, t)[0]

@@ -42,8 +42,16 @@ def shifted(shift: Callable[[Tensor, Tensor], Tensor], left: bool) -> Callable:
     return function
 
 
-def identity(x: Tensor) -> Tensor:
-    return x
+def clamp(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """torch.clamp with the subgradients of docs/score_mod.md: PyTorch's own at the bounds depend on its version."""
+    to_low = (x < low) & (low < high)
+    to_high = (x > high) | (low > high)
+    to_x = (x >= low) & (x <= high)
+    value = torch.clamp(*torch.broadcast_tensors(x, low, high)).detach()
+    for chosen, operand in ((to_low, low), (to_high, high), (to_x, x)):
+        if operand.requires_grad:
+            value = torch.where(chosen, operand, value)
+    return value
 
 
 REFERENCE: dict[str, Callable] = {
@@ -63,8 +71,7 @@ REFERENCE: dict[str, Callable] = {
     "square": torch.square,
     "min": torch.minimum,
     "max": torch.maximum,
-    # Its backward fails where the operands have different shapes.
-    "clamp": lambda *x: torch.clamp(*torch.broadcast_tensors(*x)),
+    "clamp": clamp,
     "floor": torch.floor,
     "ceil": torch.ceil,
     "trunc": torch.trunc,

@@ -71,7 +71,7 @@ __device__ __forceinline__ T minimum(T a, T b) {
 }
 template <>
 __device__ __forceinline__ float minimum(float a, float b) {
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
@@ -85,7 +85,7 @@ __device__ __forceinline__ T maximum(T a, T b) {
 }
 template <>
 __device__ __forceinline__ float maximum(float a, float b) {
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
@@ -152,7 +152,7 @@ __device__ __forceinline__ float read(const BFloat16* p) {
   return __uint_as_float(static_cast<unsigned>(p->bits) << 16);
 }
 __device__ __forceinline__ float read(const Float16* p) {
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
   float result;
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(p->bits));
   return result;

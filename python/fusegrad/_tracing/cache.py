@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .captures import Captures, Guard
 from .code import Untrusted
@@ -19,7 +20,8 @@ from .errors import TraceError
 from .graph import INT64, Number
 from .lifted import Expression, Lifted, NumberWanted, evaluate
 from .run import Run, name_of, run
-from .steps import Steps, mapped, tensors_of
+from .steps import Steps
+from .trees import mapped, tensors_of
 
 __all__ = ["Traced", "cache_info", "clear", "trace"]
 
@@ -72,7 +74,7 @@ class Entry:
         self._default_dtype = torch.get_default_dtype()
         self._guard: Guard = captures.guard(self.lifted)
         replayed = self.match(captures._root)
-        if replayed is None or [_kind(b) for b in replayed[1]] != [_kind(b) for b in result.buffers]:
+        if replayed is None or not all(_same(*b) for b in zip(replayed[1], result.buffers, strict=True)):
             raise Untrusted("what it computes from captured tensors cannot be repeated")
 
     def match(self, function: Any) -> Traced | None:
@@ -83,15 +85,17 @@ class Entry:
             tensors, numbers = found
             scalars = tuple([self._scalar(*x, numbers) for x in self._scalars])
             made = self._run_steps(tensors, numbers) if self._steps else []
-        except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError):
+        except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
             return None  # it is traced anew, and raises there what there is to raise
         buffers = [tensors[b] if isinstance(b, _Leaf) else made[b.step][b.output] for b in self.buffers]
         return self.text, tuple(buffers), scalars
 
     @staticmethod
-    def _scalar(expression: Expression, kind: type, numbers: Sequence[Number]) -> Number:
+    def _scalar(expression: Expression, kind: type, numbers: Sequence[Number]) -> Any:
         value = evaluate(expression, numbers)
-        if type(value) is not kind or (kind is int and not INT64[0] <= value <= INT64[1]):
+        if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+            raise _Miss
+        if type(value) is not kind:
             raise _Miss
         return value
 
@@ -123,15 +127,23 @@ def _kind(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether one may stand for the other, values included."""
+    if a is b:
+        return True
+    if _kind(a) != _kind(b) or a.is_meta or type(a) not in (Tensor, Parameter):
+        return False
+    with torch.no_grad():
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def _paths(step: _Step) -> set[int]:
     found: set[int] = set()
     mapped((step.args, step.kwargs), lambda x: found.update(x.paths()) if isinstance(x, Lifted) else None)
     return found
 
 
-def _recorded(
-    steps: Steps, buffers: Sequence[Tensor], captures: Captures
-) -> tuple[list[_Step], list[_Leaf | _Made]]:
+def _recorded(steps: Steps, buffers: Sequence[Tensor], captures: Captures) -> tuple[list[_Step], list[_Leaf | _Made]]:
     """The steps that the buffers need, in terms of captured tensors."""
 
     def source(tensor: Tensor) -> _Leaf | _Made:

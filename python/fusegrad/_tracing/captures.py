@@ -4,8 +4,8 @@ A walk from the function over cells, defaults, partial arguments, globals that i
 its code has, elements of containers, and the functions among all these, until there is nothing new. On its way it
 writes a Python function, the guard, that walks the same paths again without a search: it returns the captured tensors
 and numbers of a call, or None where anything is not what it was. Numbers are compared by their values unless they
-are lifted; tensors by dtype, shape, strides, device and requires_grad; functions by their code. Anything that the walk does not
-understand raises Untrusted.
+are lifted; tensors by dtype, shape, strides, device and requires_grad; functions by their code. Anything that the walk
+does not understand raises Untrusted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from .code import Untrusted, facts_of
+from .copying import Copy
 from .graph import Number
 from .lifted import Lifted
+from .tensor import TracedTensor
+from .trees import words
 
 __all__ = ["Captures", "Guard"]
 
@@ -32,17 +35,29 @@ Guard = Callable[[Any], "tuple[list[Tensor], list[Number]] | None"]
 _MAX_NODES = 1000
 _MISSING = object()
 
-_LITERALS = (type(None), bool, str, bytes, complex, range, type(Ellipsis), type(NotImplemented))
+_LITERALS: tuple[type, ...] = (type(None), bool, str, bytes, complex, range, type(Ellipsis), type(NotImplemented))
 _LITERALS += (torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
 _TRUSTED = ("torch", "math", "operator", "_operator", "builtins", "functools", "typing", "numbers", "_functools")
 # Parts of PyTorch whose functions depend on more than their arguments.
-_STATEFUL = ("torch.distributed", "torch.cuda", "torch.random", "torch.backends", "torch.utils", "torch.autograd.grad_mode")
-_STATEFUL_NAMES = frozenset(["initial_seed", "seed", "manual_seed", "compile", "load", "vmap"])
-_PURE_BUILTINS = frozenset(
-    ["abs", "all", "any", "bool", "dict", "divmod", "enumerate", "filter", "float", "frozenset", "int", "isinstance"]
-    + ["issubclass", "len", "list", "map", "max", "min", "pow", "range", "reversed", "round", "set", "slice", "sorted"]
-    + ["str", "sum", "tuple", "type", "zip", "callable", "property", "staticmethod", "classmethod", "object", "repr"]
-    + ["ValueError", "TypeError", "AssertionError", "RuntimeError", "NotImplementedError", "Exception", "__debug__"]
+_STATEFUL = (
+    "torch.distributed",
+    "torch.cuda",
+    "torch.random",
+    "torch.backends",
+    "torch.utils",
+    "torch.autograd.grad_mode",
+)
+_STATEFUL_NAMES = words(
+    """
+    initial_seed seed manual_seed compile load vmap
+    """
+)
+_PURE_BUILTINS = words(
+    """
+    abs all any bool dict divmod enumerate filter float frozenset int isinstance issubclass len list map max min pow
+    range reversed round set slice sorted str sum tuple type zip callable property staticmethod classmethod object
+    repr ValueError TypeError AssertionError RuntimeError NotImplementedError Exception __debug__
+    """
 )
 _C_FUNCTIONS = (
     types.BuiltinFunctionType,
@@ -54,13 +69,25 @@ _C_FUNCTIONS = (
 )
 _COPIED = (types.FunctionType, types.MethodType, functools.partial, list, tuple, dict)
 # Special methods that no instruction names.
-_NOT_CALLED = frozenset(
-    ["__init__", "__new__", "__repr__", "__str__", "__init_subclass__", "__set_name__", "__del__", "__reduce__"]
-    + ["__reduce_ex__", "__post_init__", "__getstate__", "__setstate__", "__subclasshook__", "__class_getitem__"]
-    + ["__setattr__", "__delattr__", "__sizeof__", "__format__", "__dir__", "__replace__"]
+_NOT_CALLED = words(
+    """
+    __init__ __new__ __repr__ __str__ __init_subclass__ __set_name__ __del__ __reduce__ __reduce_ex__ __post_init__
+    __getstate__ __setstate__ __subclasshook__ __class_getitem__ __setattr__ __delattr__ __sizeof__ __format__
+    __dir__ __replace__
+    """
+)
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# They read more of a module than they name.
+_OF_MODULES = words(
+    "parameters named_parameters buffers named_buffers children named_children modules named_modules state_dict "
+    "get_parameter get_buffer get_submodule"
 )
 # Comparisons of a dataclass compare its fields.
-_OF_DATACLASSES = frozenset(["__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"])
+_OF_DATACLASSES = words(
+    """
+    __eq__ __hash__ __lt__ __le__ __gt__ __ge__
+    """
+)
 
 
 def _in(module: str | None, roots: Sequence[str]) -> bool:
@@ -104,12 +131,19 @@ class Captures:
         self._used: set[str] = {"*"}
         self._methods: set[int] = set()
         self._using_first: set[int] = set()  # functions that do more with their first argument than take an attribute
+        self._stores, self._mutable = False, False
+        self._functions: list[types.FunctionType] = []
         self._count = 0
         self._places: dict[int, int] = {}
         self._root = function
         self._visit(function, "root", True, "*")
         while self._scan():
             pass
+        for f in self._functions:
+            if not set(self._names).isdisjoint(f.__dict__):
+                raise Untrusted(f"it reads an attribute of the function {f.__qualname__}")
+        if self._stores and self._mutable:
+            raise Untrusted("it assigns to elements, and reaches a list, a dict or an object")
 
     # --- the guard's source ---
 
@@ -207,10 +241,12 @@ class Captures:
         elif isinstance(value, type):
             self._visit_class(value, name)
         elif kind in (list, tuple):
+            self._mutable = self._mutable or kind is list
             self._need(f"type({name}) is {kind.__name__} and len({name}) == {len(value)}")
             for i, item in enumerate(value):
                 self._child(value, "item", i, item, f"{name}[{i}]", liftable)
         elif kind is dict:
+            self._mutable = True
             if not all(type(key) in (str, int) for key in value):
                 raise Untrusted("a captured dict has keys that are neither strings nor ints")
             keys = [(type(key), key) for key in value]
@@ -229,6 +265,8 @@ class Captures:
 
     def _visit_tensor(self, value: Tensor, name: str) -> None:
         c = self._constant
+        if isinstance(value, TracedTensor):
+            raise Untrusted("it reaches a value of a trace")
         if value.layout != torch.strided:
             raise Untrusted(f"a captured tensor of layout {value.layout}")
         self._need(f"type({name}) is {c(type(value))} and {name}.dtype is {c(value.dtype)}")
@@ -244,11 +282,14 @@ class Captures:
             return
         self._need(f"type({name}) is {self._constant(types.FunctionType)}")
         self._need(f"{name}.__code__ is {self._constant(value.__code__)}")
+        self._need(f"list({name}.__dict__) == {self._constant(list(value.__dict__))}")
+        self._functions.append(value)
         facts = facts_of(value.__code__)
         if facts.tests_types and not ours:
             self.can_lift = False
         self._add_names(facts.attributes)
         self._used |= facts.used
+        self._stores = self._stores or facts.stores_items
         code = value.__code__
         if set(code.co_varnames[:1]) & facts.used or code.co_cellvars:
             self._using_first.add(id(value))
@@ -288,7 +329,9 @@ class Captures:
 
     def _visit_partial(self, value: functools.partial, name: str, liftable: bool) -> None:
         self._need(f"type({name}) is {self._constant(functools.partial)} and len({name}.args) == {len(value.args)}")
-        self._need(f"list({name}.keywords) == {self._constant(list(value.keywords))}")
+        self._need(f"list({name}.keywords) == {self._constant(list(value.keywords))} and not {name}.__dict__")
+        if value.__dict__:
+            raise Untrusted("a partial has attributes")
         self._child(value, "func", None, value.func, f"{name}.func", liftable)
         for i, item in enumerate(value.args):
             self._child(value, "arg", i, item, f"{name}.args[{i}]", liftable)
@@ -302,7 +345,7 @@ class Captures:
             raise Untrusted(f"{value!r} belongs to an object")
         known = getattr(value, "__name__", "")
         stateful = _in(module, _STATEFUL) or known in _STATEFUL_NAMES or known.startswith(("get_", "set_", "are_"))
-        if not _in(module, _TRUSTED) or stateful or "grad_enabled" in known or "autocast" in known:
+        if not _in(module, _TRUSTED) or stateful or known.endswith("_enabled") or "autocast" in known:
             raise Untrusted(f"{known or value!r} may give another result at the next call")
         self._need(f"{name} is {self._constant(value)}")
 
@@ -327,6 +370,11 @@ class Captures:
         self._hold(value, name, False)
 
     def _hold(self, value: Any, name: str, liftable: bool) -> None:
+        if not isinstance(value, types.ModuleType):
+            for base in (value if isinstance(value, type) else type(value)).__mro__:
+                own = not _in(base.__module__, _TRUSTED)
+                if own and ("__getattr__" in base.__dict__ or "__getattribute__" in base.__dict__):
+                    raise Untrusted(f"the class {base.__qualname__} makes up attributes")
         self._holders[id(value)] = _Holder(value, name, liftable)
 
     def _special_methods(self, cls: type) -> list[str]:
@@ -335,8 +383,6 @@ class Captures:
         for base in cls.__mro__:
             if _in(base.__module__, _TRUSTED):
                 continue
-            if "__getattr__" in base.__dict__ or "__getattribute__" in base.__dict__:
-                raise Untrusted(f"the class {base.__qualname__} makes up attributes")
             for key, member in base.__dict__.items():
                 generated = hasattr(base, "__dataclass_fields__") and key in _OF_DATACLASSES
                 if key.startswith("__") and isinstance(member, types.FunctionType) and key not in _NOT_CALLED:
@@ -350,8 +396,9 @@ class Captures:
             raise Untrusted(f"a captured object of {kind.__module__}.{kind.__qualname__}")
         if isinstance(value, (int, float, str, list, tuple, dict, set)):
             raise Untrusted(f"a captured object of {kind.__qualname__}, a subclass of a built-in type")
+        self._mutable = self._mutable or hasattr(kind, "__setitem__")
         self._need(f"type({name}) is {self._constant(kind)}")
-        self._hold(value, name, liftable and hasattr(value, "__dict__"))
+        self._hold(value, name, liftable and hasattr(value, "__dict__") and kind.__new__ is object.__new__)
         if isinstance(value, nn.Module):
             if _in(kind.__module__, ("torch.nn.utils", "torch.nn.parallel", "torch.ao")):
                 raise Untrusted(f"a captured {kind.__qualname__}")
@@ -364,7 +411,7 @@ class Captures:
         """Of an object that may be called or handed on: what is used of it without its being named."""
         value = holder.value
         if isinstance(value, (type, types.ModuleType)):
-            return self._special_methods(value) if isinstance(value, type) else []
+            return [*self._special_methods(value), *_CONSTRUCTORS] if isinstance(value, type) else []
         names = self._special_methods(type(value))
         if not isinstance(value, nn.Module):
             return names
@@ -389,18 +436,21 @@ class Captures:
         if self._methods & self._using_first:
             self._used.add("<self>")
         for holder in list(self._holders.values()):
-            names = self._names
+            names = [(key, key) for key in self._names]
             if not holder.implicit and holder.via & self._used:
                 holder.implicit = True
-                names = [*names, *self._implicit_names(holder)]
-            for key in names:
+                implicit = self._implicit_names(holder)
+                holder.done -= set(implicit)
+                names = [*((key, "*") for key in implicit), *names]
+            for key, via in names:
                 if key not in holder.done:
                     holder.done.add(key)
                     looked = True
-                    self._attribute(holder.value, holder.name, key, holder.liftable)
+                    self._attribute(holder, key, via)
         return looked
 
-    def _attribute(self, holder: Any, variable: str, key: str, liftable: bool) -> None:
+    def _attribute(self, owner: _Holder, key: str, via: str) -> None:
+        holder, variable, liftable = owner.value, owner.name, owner.liftable
         constant = self._constant(key)
         if isinstance(holder, types.ModuleType):
             self._module_attribute(holder, variable, key, constant)
@@ -415,24 +465,26 @@ class Captures:
             if isinstance(of_class, types.MemberDescriptorType):
                 value = getattr(holder, key, _MISSING)
                 if value is not _MISSING:
-                    self._child(holder, "slot", key, value, f"getattr({variable}, {constant})", False, key)
+                    self._child(holder, "slot", key, value, f"getattr({variable}, {constant})", False, via)
                 return
             if isinstance(of_class, property):
                 return
         own = getattr(holder, "__dict__", {})
         if key in own:
             expression = f"{variable}.__dict__[{constant}]"
-            self._child(holder, "attribute", key, own[key], expression, liftable, key)
+            self._child(holder, "attribute", key, own[key], expression, liftable, via)
             return
         if hasattr(holder, "__dict__"):
             self._need(f"{constant} not in {variable}.__dict__")
         if of_class is _MISSING:
             self._need(f"lookup({self._constant(kind)}, {constant}) is missing")
         if isinstance(holder, nn.Module):
+            if key in _OF_MODULES:
+                raise Untrusted(f"it may call {type(holder).__qualname__}.{key}")
             for group in ("_parameters", "_buffers", "_modules"):
                 entries = own[group]
                 if key in entries:
-                    self._child(holder, group, key, entries[key], f"{variable}.{group}[{constant}]", False, key)
+                    self._child(holder, group, key, entries[key], f"{variable}.{group}[{constant}]", False, via)
                 else:
                     self._need(f"{constant} not in {variable}.{group}")
 
@@ -478,66 +530,4 @@ class Captures:
 
     def copy(self, lifted: set[int], wanted: set[int]) -> Any:
         """The function with the numbers `lifted` replaced; nothing that it reaches is changed."""
-        return _Copy(self._edges, lifted, wanted).of(self._root)
-
-
-class _Copy:
-    def __init__(self, edges: dict[int, list[tuple[str, Any, Any]]], lifted: set[int], wanted: set[int]) -> None:
-        self.edges, self.lifted, self.wanted = edges, lifted, wanted
-        self.done: dict[int, Any] = {}
-        self.busy: set[int] = set()
-
-    def of(self, value: Any) -> Any:
-        if isinstance(value, Lifted):
-            k = value.expression[1]
-            return Lifted(value.value, value.expression, self.wanted) if k in self.lifted else value.value
-        if id(value) not in self.edges:
-            return value
-        if id(value) in self.done:
-            return self.done[id(value)]
-        if id(value) in self.busy:
-            raise Untrusted("it reaches itself")
-        self.busy.add(id(value))
-        changes = {}
-        for kind, key, child in self.edges[id(value)]:
-            new = self.of(child)
-            if new is not child and not (isinstance(child, Lifted) and not isinstance(new, Lifted)):
-                changes[kind, key] = new
-        self.busy.discard(id(value))
-        self.done[id(value)] = self._with(value, changes) if changes else value
-        return self.done[id(value)]
-
-    def _with(self, value: Any, changes: dict[tuple[str, Any], Any]) -> Any:
-        def get(kind: str, key: Any, old: Any) -> Any:
-            return changes.get((kind, key), old)
-
-        if isinstance(value, types.FunctionType):
-            return self._function(value, changes)
-        if isinstance(value, types.MethodType):
-            return types.MethodType(get("func", None, value.__func__), get("self", None, value.__self__))
-        if isinstance(value, functools.partial):
-            args = [get("arg", i, x) for i, x in enumerate(value.args)]
-            keywords = {k: get("keyword", k, x) for k, x in value.keywords.items()}
-            return functools.partial(get("func", None, value.func), *args, **keywords)
-        if isinstance(value, (list, tuple)):
-            return type(value)(get("item", i, x) for i, x in enumerate(value))
-        if isinstance(value, dict):
-            return {k: get("item", k, x) for k, x in value.items()}
-        copy = object.__new__(type(value))
-        copy.__dict__.update({k: get("attribute", k, x) for k, x in value.__dict__.items()})
-        return copy
-
-    def _function(self, value: types.FunctionType, changes: dict[tuple[str, Any], Any]) -> types.FunctionType:
-        scope = value.__globals__
-        new_globals = {key: new for (kind, key), new in changes.items() if kind == "global"}
-        if new_globals:
-            scope = {**scope, **new_globals}
-        cells = tuple(
-            types.CellType(changes["cell", i]) if ("cell", i) in changes else cell
-            for i, cell in enumerate(value.__closure__ or ())
-        )
-        defaults = tuple(changes.get(("default", i), x) for i, x in enumerate(value.__defaults__ or ()))
-        copy = types.FunctionType(value.__code__, scope, value.__name__, defaults or None, cells or None)
-        copy.__kwdefaults__ = {k: changes.get(("kwdefault", k), x) for k, x in (value.__kwdefaults__ or {}).items()}
-        copy.__qualname__, copy.__module__ = value.__qualname__, value.__module__
-        return copy
+        return Copy(self._edges, lifted, wanted).of(self._root)

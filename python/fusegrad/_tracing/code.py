@@ -7,6 +7,8 @@ import functools
 from dataclasses import dataclass, field
 from types import CodeType
 
+from .trees import words
+
 __all__ = ["CodeFacts", "Untrusted", "facts_of"]
 
 
@@ -15,19 +17,42 @@ class Untrusted(Exception):
 
 
 # They reach what no instruction names, or keep state.
-_DYNAMIC_BUILTINS = frozenset(
-    ["getattr", "setattr", "delattr", "hasattr", "vars", "eval", "exec", "globals", "locals", "compile", "__import__"]
-    + ["open", "input", "next", "super", "id", "print"]
+_DYNAMIC_BUILTINS = words(
+    """
+    getattr setattr delattr hasattr vars eval exec globals locals compile __import__ open input next super id print
+    """
 )
-_DYNAMIC_ATTRIBUTES = frozenset(["__dict__", "__getattribute__", "__globals__", "attrgetter", "methodcaller"])
+_DYNAMIC_ATTRIBUTES = words(
+    """
+    __dict__ __getattribute__ __globals__ attrgetter methodcaller
+    """
+)
 # They tell a number that is lifted from a Python number.
-_TYPE_TESTS = frozenset(["isinstance", "issubclass", "type", "callable", "__class__"])
-_WRITES = frozenset(
-    ["STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"]
-    + ["STORE_NAME", "DELETE_NAME", "IMPORT_NAME", "LOAD_BUILD_CLASS"]
+_TYPE_TESTS = words(
+    """
+    isinstance issubclass type callable __class__
+    """
 )
-_GLOBALS = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
-_ATTRIBUTE_LOADS = frozenset(["LOAD_ATTR", "LOAD_METHOD"])
+_WRITES = words(
+    """
+    STORE_GLOBAL DELETE_GLOBAL STORE_ATTR DELETE_ATTR STORE_NAME DELETE_NAME IMPORT_NAME LOAD_BUILD_CLASS
+    """
+)
+_ITEM_WRITES = words(
+    """
+    STORE_SUBSCR DELETE_SUBSCR STORE_SLICE
+    """
+)
+_GLOBALS = words(
+    """
+    LOAD_GLOBAL LOAD_NAME LOAD_FROM_DICT_OR_GLOBALS
+    """
+)
+_ATTRIBUTE_LOADS = words(
+    """
+    LOAD_ATTR LOAD_METHOD
+    """
+)
 
 
 @dataclass
@@ -37,6 +62,7 @@ class CodeFacts:
     used: set[str] = field(default_factory=set)
     """Names of which more than an attribute is taken: what they name may be called, or handed on."""
     tests_types: bool = False
+    stores_items: bool = False
 
 
 def _collect(code: CodeType, facts: CodeFacts) -> None:
@@ -51,6 +77,7 @@ def _collect(code: CodeType, facts: CodeFacts) -> None:
             raise Untrusted(f"{code.co_name} has a statement that writes to its surroundings or imports ({op})")
         if op in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
             raise Untrusted(f"{code.co_name} assigns to {name}, which is not its own")
+        facts.stores_items = facts.stores_items or op in _ITEM_WRITES
         if op in _GLOBALS:
             facts.globals.append(name)
         elif "ATTR" in op or "METHOD" in op:

@@ -11,24 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 
 from .errors import Refused
-from .graph import BOOL, FLOAT, INT
+from .graph import BOOL, INT
 from .ops import ELEMENTWISE, FOLDS, wrapped
-from .steps import mapped
-from .tensor import TracedTensor
+from .tensor import TracedTensor, terms_of
 from .trace import Trace, category
+from .trees import mapped, words
 
 __all__ = ["dispatch"]
 
 Handler = Callable[[Trace, Any, Sequence[Any], dict[str, Any]], Any]
 
-_MOVES = frozenset(
-    ["view", "_unsafe_view", "reshape", "expand", "permute", "t", "transpose", "select", "slice", "unsqueeze", "squeeze", "cat", "stack", "flip", "repeat", "split", "split_with_sizes", "unbind", "diagonal", "roll", "movedim", "alias", "clone", "_reshape_alias", "tile", "unfold", "view_as", "squeeze_", "repeat_interleave", "lift_fresh", "lift", "lift_fresh_copy", "_conj", "resolve_conj", "contiguous", "_to_copy_same", "chunk", "unsafe_split", "diag_embed", "swapaxes"]
+_MOVES = words(
+    """
+    view _unsafe_view reshape expand permute t transpose select slice unsqueeze squeeze cat stack flip repeat split
+    split_with_sizes unbind diagonal roll movedim alias clone _reshape_alias tile unfold view_as squeeze_
+    repeat_interleave lift_fresh lift lift_fresh_copy _conj resolve_conj contiguous _to_copy_same chunk unsafe_split
+    diag_embed swapaxes
+    """
 )
-_VIEWS = frozenset(["view", "expand", "permute", "t", "transpose", "select", "slice", "unsqueeze", "squeeze", "alias", "diagonal", "unbind", "split"])
-_CASTS = frozenset(["_to_copy"])
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "full_like": None, "new_full": None}
 _NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, False)}
 
@@ -36,8 +38,22 @@ _NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, Fals
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     trace = _trace_of((args, kwargs))
     name = func._schema.name.split("::")[1]
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise Refused(f"random numbers ({name})", "draw them outside and capture the tensor")
     if func._schema.is_mutable:
         return _in_place(trace, func, name, args, kwargs)
+    out = _functional(trace, func, name, args, kwargs)
+    if any(r.alias_info is not None for r in func._schema.returns):
+        mapped((args, out), _mark_viewed)
+    return out
+
+
+def _mark_viewed(x: Any) -> None:
+    if isinstance(x, TracedTensor):
+        x.viewed = True
+
+
+def _functional(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(name)
     if handler is not None:
         return handler(trace, func, args, kwargs)
@@ -56,6 +72,8 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    from torch._decomp import decomposition_table  # takes half a second to import
+
     rule = decomposition_table.get(func)
     if rule is not None:
         return rule(*args, **kwargs)
@@ -72,15 +90,16 @@ def _trace_of(tree: Any) -> Trace:
     return found[0]
 
 
-def _meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Shapes and dtypes of the results, with PyTorch's checks of the arguments."""
+def _on_ones(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The results for ones: their shapes and dtypes, with PyTorch's checks of the arguments. On the CPU: many meta
+    kernels are Python, which imports torch._dynamo."""
 
     def stand_in(x: Any) -> Any:
-        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+        return torch.ones(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x
 
     args, kwargs = mapped((args, kwargs), stand_in)
     if "device" in kwargs:
-        kwargs["device"] = torch.device("meta")
+        kwargs["device"] = torch.device("cpu")
     return func(*args, **kwargs)
 
 
@@ -90,7 +109,7 @@ def _terms(trace: Trace, x: Any) -> Tensor:
     if isinstance(x, Tensor):
         # PyTorch made it within an operation: captured ones were replaced before.
         return trace.constants(x).terms
-    return torch.tensor(trace.graph.constant(x))
+    return terms_of(trace.graph.constant(x))
 
 
 def _result(trace: Trace, terms: Tensor, dtype: torch.dtype, arithmetic: bool = False) -> TracedTensor:
@@ -106,7 +125,7 @@ def _result(trace: Trace, terms: Tensor, dtype: torch.dtype, arithmetic: bool = 
 
 
 def _each(terms: Tensor, function: Callable[[int], int]) -> Tensor:
-    return torch.tensor([function(t) for t in terms.reshape(-1).tolist()], dtype=torch.int64).reshape(terms.shape)
+    return terms_of([function(t) for t in terms.reshape(-1).tolist()], terms.shape)
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +142,7 @@ def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _elementwise(trace: Trace, func: Any, emit: Callable[..., int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     first = out[0] if isinstance(out, tuple) else out
     bound = _bound(func, args, kwargs)
     named = {k: v for k, v in bound.items() if v is None or isinstance(v, str)}
@@ -136,24 +155,21 @@ def _elementwise(trace: Trace, func: Any, emit: Callable[..., int], args: Sequen
         emit(trace.graph, **named, **dict(zip(operands, column, strict=True)))
         for column in zip(*operands.values(), strict=True)
     ]
-    result = _result(trace, torch.tensor(terms, dtype=torch.int64).reshape(first.shape), first.dtype, True)
+    result = _result(trace, terms_of(terms, first.shape), first.dtype, True)
     if isinstance(out, tuple):  # log_sigmoid_forward's second result is for its backward
         return (result, result)
     return result
 
 
 def _move(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     given = [x for x in args[:1] if isinstance(x, TracedTensor)]
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     if given and given[0].read is not None and func._schema.name in ("aten::alias", "aten::lift_fresh"):
         return given[0]
     moved = func(*mapped(args, lambda x: _terms(trace, x) if isinstance(x, Tensor) else x), **kwargs)
     if isinstance(out, Tensor):
-        result = _result(trace, moved, out.dtype)
-        if func._schema.name.removeprefix("aten::") in _VIEWS and given:
-            result.viewed = given[0].viewed = True
-        return result
+        return _result(trace, moved, out.dtype)
     return [_result(trace, terms, meta.dtype) for terms, meta in zip(moved, out, strict=True)]
 
 
@@ -195,13 +211,15 @@ def _to_copy(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
 def _fill(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     bound = _bound(func, args, kwargs)
     value = _FILLS[func._schema.name.removeprefix("aten::")]
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     term = trace.graph.constant(bound["fill_value"] if value is None else value)
-    return _result(trace, torch.full(out.shape, term), out.dtype)
+    return _result(trace, terms_of(term).expand(out.shape), out.dtype)
 
 
 def _empty(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
-    raise Refused("an uninitialised tensor", "use torch.zeros_like")
+    out = _on_ones(func, args, kwargs)
+    number = float("nan") if out.dtype.is_floating_point else 0
+    return _result(trace, terms_of(trace.graph.constant(number)).expand(out.shape), out.dtype)
 
 
 def _index(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
@@ -252,7 +270,7 @@ def _gather(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
             continue
         view = [1] * index.dim()
         view[d] = index.shape[d]
-        places = torch.tensor([trace.graph.constant(i) for i in range(index.shape[d])]).reshape(view)
+        places = terms_of([trace.graph.constant(i) for i in range(index.shape[d])], view)
         items.append(places.expand(index.shape))
     return trace.index_by_terms(tensor, items)
 
@@ -274,7 +292,7 @@ def _local_scalar(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str
 def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     """A reduction over dimensions: in order, from the first element."""
     g = trace.graph
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     bound = _bound(func, args, kwargs)
     tensor = _traced(trace, bound["self"])
     dims = bound.get("dim")
@@ -289,7 +307,7 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
     for row in rows:
         if name in ("any", "all"):
             row = [g.cast(t, BOOL) for t in row]
-        elif g and name in ("sum", "prod"):
+        elif name in ("sum", "prod"):
             row = [g.cast(t, max(INT, g.type(t))) for t in row]
         total = row[0] if row else g.constant(empty[name])
         for term in row[1:]:
@@ -297,14 +315,14 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
         if name == "mean" and row:
             total = g.apply("div", total, g.constant(float(len(row))))
         terms.append(total)
-    return _result(trace, torch.tensor(terms, dtype=torch.int64).reshape(out.shape), out.dtype, True)
+    return _result(trace, terms_of(terms, out.shape), out.dtype, True)
 
 
 def _extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """max and min: of all, or of a dimension with the place of the first; argmax and argmin."""
     g = trace.graph
     name = func._schema.name.removeprefix("aten::")
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     bound = _bound(func, args, kwargs)
     tensor = _traced(trace, bound["self"])
     beats = "gt" if name.endswith("max") else "lt"
@@ -321,10 +339,10 @@ def _extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         values.append(value)
         places.append(place)
     shape = out.shape if isinstance(out, Tensor) else out[0].shape
-    where = _result(trace, torch.tensor(places).reshape(shape), torch.int64)
+    where = _result(trace, terms_of(places, shape), torch.int64)
     if name.startswith("arg"):
         return where
-    return _result(trace, torch.tensor(values).reshape(shape), tensor.dtype), where
+    return _result(trace, terms_of(values, shape), tensor.dtype), where
 
 
 def _products(trace: Trace, a: Tensor, b: Tensor) -> Tensor:
@@ -338,16 +356,17 @@ def _products(trace: Trace, a: Tensor, b: Tensor) -> Tensor:
             total = product if total is None else g.apply("add", total, product)
         return g.constant(0) if total is None else total
 
-    return torch.tensor([[dot(row, column) for column in b.t().tolist()] for row in a.tolist()], dtype=torch.int64)
+    products = [dot(row, column) for row in a.tolist() for column in b.t().tolist()]
+    return terms_of(products, (a.shape[0], b.shape[1]))
 
 
 def _matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     # Floats of one kind: a score in float32 and a captured tensor in float64 are the same to the language.
     dtype = torch.promote_types(args[0].dtype, args[1].dtype)
     if args[0].dtype.is_floating_point and args[1].dtype.is_floating_point:
-        out = _meta(func, [torch.empty(x.shape, dtype=dtype, device="meta") for x in args[:2]], kwargs)
+        out = _on_ones(func, [torch.ones(x.shape, dtype=dtype, device="cpu") for x in args[:2]], kwargs)
     else:
-        out = _meta(func, args, kwargs)
+        out = _on_ones(func, args, kwargs)
     a, b = (_terms(trace, x) for x in args[:2])
     if a.dim() == 3:  # bmm
         terms = torch.stack([_products(trace, x, y) for x, y in zip(a, b, strict=True)])
@@ -360,7 +379,7 @@ def _matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[s
 
 def _cumsum(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     g = trace.graph
-    out = _meta(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
     if args[0].dim() == 0:
         return _result(trace, args[0].terms, out.dtype)
     rows = []
@@ -370,7 +389,7 @@ def _cumsum(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
         for term in row[1:]:
             sums.append(g.apply("add", sums[-1], term))
         rows.append(sums)
-    sums_of = torch.tensor(rows, dtype=torch.int64).reshape(terms.shape).movedim(-1, args[1])
+    sums_of = terms_of(rows, terms.shape).movedim(-1, args[1])
     return _result(trace, sums_of, out.dtype, True)
 
 
@@ -388,4 +407,3 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("empty_like", "new_empty", "new_empty_strided"), _empty),
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _matrix_product),
 }
-assert FLOAT  # the order of the types is what promotion rests on

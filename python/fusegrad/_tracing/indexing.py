@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import Refused
 from .graph import Graph
-from .tensor import MAX_ELEMENTS
+from .tensor import MAX_ELEMENTS, terms_of
 
 __all__ = ["is_full_slice", "normalized", "read_terms"]
 
@@ -44,7 +44,8 @@ def read_terms(g: Graph, shape: Sequence[int], items: Sequence[Any]) -> tuple[tu
     An item is None, a slice, an int, or an int64 tensor of terms. PyTorch itself places the dimensions: it indexes
     tensors of coordinates, in which a dimension that is indexed by n terms has n places.
     """
-    sizes, stand_ins = [], []
+    sizes: list[int] = []
+    stand_ins: list[Any] = []
     dims = iter(shape)
     for item in items:
         if item is None:
@@ -52,7 +53,7 @@ def read_terms(g: Graph, shape: Sequence[int], items: Sequence[Any]) -> tuple[tu
             continue
         size = next(dims)
         if isinstance(item, Tensor):
-            stand_ins.append(torch.arange(item.numel()).reshape(item.shape))
+            stand_ins.append(torch.arange(item.numel(), device="cpu").reshape(item.shape))
             size = item.numel()
         else:
             stand_ins.append(item)
@@ -61,11 +62,11 @@ def read_terms(g: Graph, shape: Sequence[int], items: Sequence[Any]) -> tuple[tu
     def places(dim: int) -> Tensor:
         view = [1] * len(sizes)
         view[dim] = sizes[dim]
-        return torch.arange(sizes[dim]).reshape(view).expand(sizes)[tuple(stand_ins)]
+        return torch.arange(sizes[dim], device="cpu").reshape(view).expand(sizes)[tuple(stand_ins)]
 
     if not sizes:
-        return tuple(torch.empty(())[tuple(stand_ins)].shape), []
-    result_shape = torch.empty(sizes, device="meta")[tuple(stand_ins)].shape
+        return tuple(torch.empty((), device="cpu")[tuple(stand_ins)].shape), []
+    result_shape = torch.empty((), device="cpu").expand(sizes)[tuple(stand_ins)].shape
     if math.prod(result_shape) > MAX_ELEMENTS:
         raise Refused(
             f"an index that leaves {math.prod(result_shape)} elements, shape {list(result_shape)}",
@@ -76,8 +77,8 @@ def read_terms(g: Graph, shape: Sequence[int], items: Sequence[Any]) -> tuple[tu
         if isinstance(item, Tensor):
             terms.append(item.reshape(-1)[places(dim)])
         elif isinstance(item, int):
-            terms.append(torch.full(result_shape, g.constant(item)))
+            terms.append(terms_of(g.constant(item)).expand(result_shape))
         else:
-            constants = torch.tensor([g.constant(i) for i in range(sizes[dim])])
+            constants = terms_of([g.constant(i) for i in range(sizes[dim])], (-1,))
             terms.append(constants[places(dim)])
     return tuple(result_shape), terms

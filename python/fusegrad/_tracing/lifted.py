@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from .graph import Number
+from .trees import words
 
 __all__ = ["Expression", "Lifted", "NumberWanted", "evaluate"]
 
 Expression = tuple
-"""("path", k), ("number", type, value) or (function, expression, …)."""
+"""("path", k), ("number", repr, value) or (function, expression, …). Equal expressions are the same number: 0.0 and
+-0.0 differ by their repr."""
 
 
 class NumberWanted(BaseException):
@@ -67,7 +69,7 @@ class Lifted:
 
 
 def _expression(x: Number | Lifted) -> Expression:
-    return x.expression if isinstance(x, Lifted) else ("number", type(x), x)
+    return x.expression if isinstance(x, Lifted) else ("number", repr(x), x)
 
 
 def _computed(function: Callable, *operands: Any) -> Any:
@@ -113,7 +115,7 @@ for _name in ("neg", "pos", "abs", "invert"):
     setattr(Lifted, f"__{_name}__", _unary(getattr(operator, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Lifted, f"__{_name}__", _compared(getattr(operator, _name)))
-for _name in (
-    ["bool", "int", "float", "index", "complex", "round", "trunc", "floor", "ceil", "hash", "str", "repr", "format", "divmod", "rdivmod", "getattr", "reduce_ex"]
+for _name in words(
+    "bool int float index complex round trunc floor ceil hash str repr format divmod rdivmod getattr reduce_ex"
 ):
     setattr(Lifted, f"__{_name}__", _wanting)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 from .graph import BOOL, FLOAT, INT, Graph
+from .trees import words
 
 __all__ = ["ELEMENTWISE", "FOLDS", "inside", "wrapped"]
 
@@ -35,7 +36,9 @@ def _scaled(g: Graph, term: int, alpha: int) -> int:
 
 # --- the same under the same or another name ------------------------------------------------------------------
 
-_UNARY = ["neg", "abs", "sign", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sigmoid", "silu", "relu", "erf", "sin", "cos", "tan", "floor", "ceil", "trunc"]
+_UNARY = words(
+    "neg abs sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu relu erf sin cos tan floor ceil trunc"
+)
 _BINARY = {
     "remainder": "mod",
     "floor_divide": "floor_div",

@@ -14,7 +14,7 @@ from fusegrad._C import score_mod as language
 from .errors import Refused, located
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
-from .tensor import TracedTensor
+from .tensor import TracedTensor, apart
 from .trace import Trace, category
 
 __all__ = ["INPUTS", "Run", "name_of", "run"]
@@ -38,16 +38,25 @@ def name_of(function: Any) -> str:
     return name or type(function).__qualname__
 
 
-def run(function: Callable, kind: str, device: torch.device, call: Callable | None = None) -> Run:
-    """Traces `call`, which is `function` or a copy of it; TraceError names `function`."""
+def run(
+    function: Callable,
+    kind: str,
+    device: torch.device,
+    call: Callable | None = None,
+    stand_in: Callable[[Lifted], Tensor] | None = None,
+) -> Run:
+    """Traces `call`, which is `function` or a copy of it; TraceError names `function`. For `stand_in` see Trace."""
     call = call or function
-    trace = Trace(device)
+    trace = Trace(device, stand_in)
     name = f"{kind} {name_of(function)}"
+    with apart():
+        inputs = [trace.input(x) for x in INPUTS[kind]]
     try:
         with torch.enable_grad(), trace.active():
-            result = call(*(trace.input(x) for x in INPUTS[kind]))
-        with torch._C.DisableTorchFunctionSubclass():
+            result = call(*inputs)
+        with apart():
             term = _result(trace, kind, result)
+            trace.check_unchanged()
             return _texts(trace, kind, term)
     except Exception as error:
         raise located(error, name) from error
@@ -82,7 +91,7 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
     if values:
         fixed_text, _, _ = language.compact(trace.graph.text(kind, term, buffers, types, fixed=True))
     used = [trace.buffers[i] for i in kept]
-    devices = {str(b.device): b for b in used if b.dim() > 0 or b.device.type != "cpu"}
+    devices = {str(b.device) for b in used}
     if len(devices) > 1:
         raise Refused(
             f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"

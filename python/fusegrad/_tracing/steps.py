@@ -11,46 +11,20 @@ from torch import Tensor
 
 from .errors import Refused
 from .lifted import Lifted
+from .trees import contains, mapped, tensors_of, words
 
-__all__ = ["Step", "Steps", "contains", "mapped", "tensors_of"]
+__all__ = ["Step", "Steps"]
 
 # What depends on a tensor's shape, dtype and strides alone.
-_METADATA = frozenset(
-    ["shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "layout.__get__", "is_cuda.__get__", "is_cpu.__get__", "requires_grad.__get__", "is_leaf.__get__", "itemsize.__get__", "nbytes.__get__", "is_sparse.__get__", "is_quantized.__get__", "is_meta.__get__", "names.__get__", "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "storage_offset", "result_type", "promote_types", "can_cast", "is_tensor", "get_device", "broadcast_shapes", "is_same_size", "__hash__", "__repr__"]
+_METADATA = words(
+    """
+    shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
+    requires_grad.__get__ itemsize.__get__ nbytes.__get__ is_sparse.__get__ is_quantized.__get__
+    is_meta.__get__ size dim numel nelement ndimension stride element_size __len__ is_floating_point
+    is_complex is_signed is_contiguous result_type promote_types can_cast is_tensor get_device
+    broadcast_shapes is_same_size __repr__
+    """
 )
-
-
-def contains(tree: Any, kind: type) -> bool:
-    """Whether there is an instance among what a call's arguments hold."""
-    if isinstance(tree, kind):
-        return True
-    if isinstance(tree, (tuple, list)):
-        return any(contains(x, kind) for x in tree)
-    if isinstance(tree, dict):
-        return any(contains(x, kind) for x in tree.values())
-    if isinstance(tree, slice):
-        return any(isinstance(x, kind) for x in (tree.start, tree.stop, tree.step))
-    return False
-
-
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """The same with function(x) for each x in it that is no container."""
-    if isinstance(tree, (tuple, list)):
-        items = [mapped(x, function) for x in tree]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*items)
-        return type(tree)(items) if type(tree) in (tuple, list) or not isinstance(tree, torch.Size) else tuple(items)
-    if isinstance(tree, dict):
-        return {key: mapped(x, function) for key, x in tree.items()}
-    if isinstance(tree, slice):
-        return slice(*(function(x) for x in (tree.start, tree.stop, tree.step)))
-    return function(tree)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    mapped(tree, lambda x: found.append(x) if isinstance(x, Tensor) else None)
-    return found
 
 
 def _storage(tensor: Tensor) -> int:
@@ -72,9 +46,9 @@ class Steps:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.known: dict[int, tuple[int, int]] = {}  # of a tensor: the step that made it, and which output
-        self.writes = False
+        self.writes = 0
         self.volatile: str | None = None  # why the steps must not be done again without a new trace
-        self._constants: set[int] = set()
+        self._constants: dict[int, Tensor] = {}
         self._fresh: dict[int, Tensor] = {}  # by storage: made by the function
 
     def is_constant(self, tensor: Tensor) -> bool:
@@ -84,6 +58,7 @@ class Steps:
     def run(self, func: Callable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         inputs = tensors_of((args, kwargs))
         real_args, real_kwargs = mapped((args, kwargs), lambda x: x.value if isinstance(x, Lifted) else x)
+        writes = self.writes
         out = func(*real_args, **real_kwargs)
         if name in _METADATA:
             return out
@@ -92,9 +67,11 @@ class Steps:
         mapped(out, lambda x: values.append(x) if not isinstance(x, Tensor) and x is not None else None)
         if values:
             self.volatile = self.volatile or f"{name} of a captured tensor gave Python a value"
-        if not outputs:
+        if not outputs and self.writes == writes:
             return out
         constant = all(self.is_constant(x) for x in inputs) and not contains((args, kwargs), Lifted)
+        if self.writes != writes and not constant:
+            self._no_longer_constant(inputs)
         index = len(self.steps)
         self.steps.append(Step(func, args, kwargs, outputs, torch.is_grad_enabled()))
         given = {id(x) for x in inputs}
@@ -103,8 +80,13 @@ class Steps:
                 continue  # such as .contiguous() of what is contiguous
             self.known[id(tensor)] = (index, place)
             if constant:
-                self._constants.add(id(tensor))
+                self._constants[id(tensor)] = tensor
         return out
+
+    def _no_longer_constant(self, inputs: Sequence[Tensor]) -> None:
+        """After a write of what is not constant into one of them."""
+        storages = {_storage(x) for x in inputs}
+        self._constants = {k: t for k, t in self._constants.items() if _storage(t) not in storages}
 
     def made(self, inputs: Any, outputs: Any) -> None:
         """An ATen operation of a step: its outputs are new where they share no memory with its inputs."""
@@ -114,7 +96,7 @@ class Steps:
                 self._fresh[storage] = tensor
 
     def check_write(self, tensor: Any) -> None:
-        self.writes = True
+        self.writes += 1
         for x in tensors_of(tensor):
             if _storage(x) not in self._fresh:
                 raise Refused("a write into a captured tensor", "write into a copy of it, see .clone()")

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from .errors import Refused
 
 if TYPE_CHECKING:
     from .trace import Trace
 
-__all__ = ["MAX_ELEMENTS", "Read", "TracedTensor"]
+__all__ = ["MAX_ELEMENTS", "Read", "TracedTensor", "apart", "terms_of"]
 
 MAX_ELEMENTS = 1024
 """The most elements that a value within a score_mod may have."""
+
+
+def terms_of(values: Any, shape: Sequence[int] = ()) -> Tensor:
+    """A tensor of terms, whatever device and dtype are the defaults."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").reshape(tuple(shape))
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """For the tracer's own work on terms: neither traced tensors nor others' modes (fake tensors, graphs in the making)
+    are to take part in it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+        if is_in_torch_dispatch_mode(include_infra_modes=True) or _len_torch_dispatch_stack_pre_dispatch() != 0:
+            stack.enter_context(_disable_current_modes())
+        yield
 
 
 @dataclass(frozen=True)

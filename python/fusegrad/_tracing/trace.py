@@ -17,21 +17,27 @@ from .errors import Refused
 from .graph import BOOL, FLOAT, INT, Graph, Number
 from .indexing import is_full_slice, normalized, read_terms
 from .lifted import Lifted
-from .steps import Steps, contains, mapped
-from .tensor import MAX_ELEMENTS, Read, TracedTensor
+from .steps import Steps
+from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, terms_of
+from .trees import contains, mapped, words
 
 __all__ = ["Trace", "category"]
 
-_DTYPES = frozenset(
-    [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-    + [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
-)
+_DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _MAX_CONSTANTS = 64
 """A tensor of numbers that the function itself writes down is part of the text up to so many elements."""
 
 # Functions that hand out a tensor's value to Python.
-_VALUES = frozenset(
-    ["item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "__contains__", "__iter__", "is_nonzero", "equal", "allclose", "data_ptr", "__dlpack__", "__reduce_ex__", "__deepcopy__", "nonzero", "is_contiguous"]
+_VALUES = words(
+    """
+    item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero
+    equal allclose data_ptr __dlpack__ __reduce_ex__ __deepcopy__ nonzero
+    """
+)
+_IN_PLACE = words(
+    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
+    "__ilshift__ __irshift__"
 )
 
 
@@ -51,12 +57,16 @@ def _name(func: Callable) -> str:
 class Trace:
     """The graph, the captured tensors that it reads, and what was computed from captured tensors alone."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stand_in: Callable[[Lifted], Tensor] | None = None) -> None:
+        """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars."""
         self.graph = Graph()
         self.device = device
+        self.stand_in = stand_in
         self.buffers: list[Tensor] = []
         self.scalars: list[Lifted] = []
         self.steps = Steps()
+        self._versions: list[int] = []
+        self._on_device: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}
 
     # --- values ---
@@ -71,38 +81,55 @@ class Trace:
 
     def input(self, name: str) -> TracedTensor:
         dtype = torch.float32 if name == "score" else torch.int64
-        return self.wrap(torch.tensor(self.graph.input(name)), dtype)
+        return self.wrap(terms_of(self.graph.input(name)), dtype)
 
     def number(self, value: Number, dtype: torch.dtype) -> TracedTensor:
         term = self.graph.cast(self.graph.constant(value), category(dtype))
-        return self.wrap(torch.tensor(term), dtype)
+        return self.wrap(terms_of(term), dtype)
 
     def lifted(self, number: Lifted) -> TracedTensor:
         """A Python number from outside as a 0-d tensor."""
-        for index, known in enumerate(self.scalars):
-            if known.expression == number.expression:
-                break
-        else:
-            index = len(self.scalars)
+        if self.stand_in is not None:
+            return self.captured(self.stand_in(number))
+        known = [x.expression for x in self.scalars]
+        index = known.index(number.expression) if number.expression in known else len(known)
+        if index == len(known):
             self.scalars.append(number)
         term = self.graph.scalar(index, number.value)
         dtype = torch.int64 if isinstance(number.value, int) else torch.get_default_dtype()
-        return self.wrap(torch.tensor(term), dtype)
+        return self.wrap(terms_of(term), dtype)
 
     def captured(self, tensor: Tensor) -> TracedTensor:
         """A real tensor as operand: numbers that the function wrote down, or a buffer to be read."""
         if self.steps.is_constant(tensor) and tensor.numel() <= _MAX_CONSTANTS:
             return self.constants(tensor)
+        if tensor.dim() == 0 and tensor.device.type == "cpu" != self.device.type:
+            tensor = self._moved(tensor)  # PyTorch lets single numbers on the CPU meet tensors of a GPU
         buffer = self._places.get(id(tensor))
         if buffer is None:
             self._check(tensor)
             buffer = self._places[id(tensor)] = len(self.buffers)
             self.buffers.append(tensor)
+            self._versions.append(_version(tensor))
         return TracedTensor(self, None, tensor.dtype, Read(buffer, tuple(tensor.shape), (None,) * tensor.dim()))
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._on_device:
+            with torch.enable_grad():
+                self._on_device[id(tensor)] = self.steps.run(Tensor.to, "to", (tensor, self.device), {})
+        return self._on_device[id(tensor)]
+
+    def check_unchanged(self) -> None:
+        """A read stands for the tensor as it is in the end."""
+        for tensor, version in zip(self.buffers, self._versions, strict=True):
+            if _version(tensor) != version:
+                raise Refused(
+                    "a tensor was changed after it was read", "read it when it is complete, or copy it: .clone()"
+                )
 
     def constants(self, tensor: Tensor) -> TracedTensor:
         terms = [self.graph.constant(x) for x in tensor.reshape(-1).tolist()]
-        return self.wrap(torch.tensor(terms, dtype=torch.int64).reshape(tensor.shape), tensor.dtype)
+        return self.wrap(terms_of(terms, tensor.shape), tensor.dtype)
 
     def _check(self, tensor: Tensor) -> None:
         if tensor.dtype not in _DTYPES:
@@ -147,7 +174,7 @@ class Trace:
             terms.append(
                 self.load(read.buffer, [self.graph.constant(next(free)) if t is None else t for t in read.fixed])
             )
-        return torch.tensor(terms, dtype=torch.int64).reshape(shape)
+        return terms_of(terms, shape)
 
     # --- indexing ---
 
@@ -189,12 +216,12 @@ class Trace:
         if read is None:
             shape, terms = read_terms(g, tensor.shape, items)
             picked = [self._pick(tensor.terms, list(place)) for place in _columns(terms, shape)]
-            return self.wrap(torch.tensor(picked, dtype=torch.int64).reshape(shape), tensor.dtype)
+            return self.wrap(terms_of(picked, shape), tensor.dtype)
         single = [isinstance(x, int) or (isinstance(x, Tensor) and x.dim() == 0) for x in items]
         if all(one or is_full_slice(item) for one, item in zip(single, items, strict=True)):
             # Some dimensions are indexed, the others stay as they are.
             new = iter(items)
-            fixed = []
+            fixed: list[int | None] = []
             for term in read.fixed:
                 item = next(new) if term is None else None
                 if isinstance(item, int):
@@ -205,16 +232,14 @@ class Trace:
                     fixed.append(term)
             done = Read(read.buffer, read.shape, tuple(fixed))
             if None not in fixed:
-                return self.wrap(
-                    torch.tensor(self.load(read.buffer, [x for x in fixed if x is not None])), tensor.dtype
-                )
+                return self.wrap(terms_of(self.load(read.buffer, [x for x in fixed if x is not None])), tensor.dtype)
             return TracedTensor(self, None, tensor.dtype, done)
         shape, terms = read_terms(g, tensor.shape, items)
         loads = []
         for place in _columns(terms, shape):
             free = iter(place)
             loads.append(self.load(read.buffer, [next(free) if t is None else t for t in read.fixed]))
-        return self.wrap(torch.tensor(loads, dtype=torch.int64).reshape(shape), tensor.dtype)
+        return self.wrap(terms_of(loads, shape), tensor.dtype)
 
     def _pick(self, terms: Tensor, place: list[int]) -> int:
         """The element of values at a place that may depend on indices: a choice between all of them."""
@@ -233,7 +258,7 @@ class Trace:
             result = g.apply("where", g.apply("eq", index, g.constant(i)), self._pick(terms[i], place[1:]), result)
         return result
 
-    def stacked(self, values: Sequence[Any]) -> TracedTensor:
+    def stacked(self, values: Any) -> TracedTensor:
         """torch.tensor(values), where some are traced."""
         if isinstance(values, Lifted):
             return self.lifted(values)
@@ -242,10 +267,12 @@ class Trace:
         if isinstance(values, Tensor):
             return self.captured(values)
         if isinstance(values, (bool, int, float)):
-            return self.constants(torch.tensor(values, dtype=None if not isinstance(values, float) else torch.float64))
+            return self.constants(
+                torch.tensor(values, dtype=torch.float64 if isinstance(values, float) else None, device="cpu")
+            )
         parts = [self.stacked(x) for x in values]
         if not parts:
-            return self.constants(torch.tensor([]))
+            return self.constants(torch.tensor([], device="cpu"))
         dtype = max((x.dtype for x in parts), key=category)
         terms = [x.terms.apply_(lambda t: self.graph.cast(t, category(dtype))) for x in parts]
         return self.wrap(torch.stack(terms), dtype)
@@ -260,10 +287,10 @@ class Trace:
     def call(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A PyTorch function that the traced function calls."""
         if contains((args, kwargs), TracedTensor):
-            with torch._C.DisableTorchFunctionSubclass():
+            with apart():
                 return self._call_traced(func, args, kwargs)
         if contains((args, kwargs), Lifted):
-            with torch._C.DisableTorchFunctionSubclass():
+            with apart():
                 made = self._made_of_numbers(func, args, kwargs)
             if made is not None:
                 return made
@@ -272,12 +299,15 @@ class Trace:
 
     def _call_traced(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = _name(func)
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if kwargs.get("out") is not None or (in_place and not isinstance(args[0], TracedTensor)):
+            raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
         special = getattr(self, f"_call_{name.strip('_')}", None)
         if special is not None:
             return special(func, args, kwargs)
         if name.endswith(".__get__"):
             return self._run(func, args, kwargs)
-        if name in _VALUES and not (name == "__iter__" or name == "is_contiguous"):
+        if name in _VALUES:
             raise _needs_value(name)
         args, kwargs = mapped((args, kwargs), self._operand)
         return self._run(func, args, kwargs)
@@ -345,14 +375,14 @@ class Trace:
             args[at] = zero
         if not contains((args, kwargs), TracedTensor):
             shape = self._run(func, args, {**kwargs, "device": "meta"})
-            made = self.wrap(torch.zeros(shape.shape, dtype=torch.int64), shape.dtype)
+            made = self.wrap(terms_of(0).expand(shape.shape), shape.dtype)
         else:
             made = self._run(func, args, kwargs)
         value = self.stacked(fill)
         if value.dim() != 0:
             raise Refused(f"a fill value of shape {list(value.shape)}", "fill with a single number")
         term = self.graph.cast(int(value.terms), category(made.dtype))
-        return self.wrap(torch.full(made.shape, term), made.dtype)
+        return self.wrap(terms_of(term).expand(made.shape), made.dtype)
 
     def _call_full_like(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self._fill(func, args, kwargs, 1)
@@ -415,6 +445,10 @@ def _needs_value(name: str) -> Refused:
     return Refused(f"{name} of a value that differs from score to score", "keep it a tensor")
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Mode(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -433,6 +467,10 @@ class _Outside(TorchDispatchMode):
         super().__init__()
         self.steps = steps
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import torch._dynamo, which takes a second, and no compiled code runs under this mode
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -442,6 +480,8 @@ class _Outside(TorchDispatchMode):
                 f"random numbers ({func._schema.name.removeprefix('aten::')})",
                 "draw them outside and capture the tensor",
             )
+        if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+            self.steps.volatile = f"{func._schema.name} depends on the values of a captured tensor"
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,0 +1,1 @@
+"""The parts of `examples/graph_transformer.py`: molecules as graphs, and a Graphormer-like model."""
