@@ -158,7 +158,9 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
     scores.kv_blocks = check_blocks("kv_blocks", kv_blocks, query, query.sym_size(2), block_size[0]);
     scores.q_blocks = check_blocks("q_blocks", q_blocks, query, key.sym_size(2), block_size[1]);
   }
-  scores.scale = scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(query.size(3)));
+  // The head size alone as a number: size() would make one of every length, and each length a compilation.
+  const int64_t head_size = query.sym_size(3).guard_int(__FILE__, __LINE__);
+  scores.scale = scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(head_size));
   FUSEGRAD_CHECK_VALUE(std::isfinite(scores.scale), kOp, "scale must be a finite number, but got ", scores.scale);
   FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be 0 or 1 (max_scores), but got ", aux);
 

@@ -343,7 +343,6 @@ def test_what_cannot_be_traced_says_so() -> None:
     assert torch.equal(bias, before)
 
 
-@pytest.mark.xfail(strict=True, reason="flex_attention's default scale reads every size of the query as a number")
 def test_no_compilation_for_a_new_length_with_the_default_scale() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     program = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=True)
