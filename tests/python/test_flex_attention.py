@@ -127,6 +127,18 @@ def test_parity(dtype: torch.dtype, sizes: Sizes) -> None:
     check(tensors, full_bias, [bias], mask, allowed, enable_gqa=gqa)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_rounding_of_the_output_does_not_reach_the_gradients(dtype: torch.dtype) -> None:
+    """With few keys dP and its mean nearly cancel; the gradients are still as good as the truth rounded once."""
+    q, k, v = Sizes(1, 1, 40, 3, 256, 256).tensors(dtype)
+    upstream = torch.randn(1, 1, 40, 256).to(dtype)
+    grads = torch.autograd.grad(flex_attention(q, k, v, scale=0.3), (q, k, v), upstream)
+    wide = leaves([q, k, v], torch.float64)
+    truth = torch.autograd.grad(dense(*wide, scale=0.3).out, wide, upstream.double())
+    for grad, t in zip(grads, truth, strict=True):
+        assert rmse(grad, t) <= 1.3 * rmse(t.to(dtype), t)
+
+
 @pytest.mark.parametrize("case", score_mods.CASES, ids=lambda case: case.name)
 def test_score_mods_from_the_field(case: score_mods.Case) -> None:
     sizes = (2, 2, 6, 8)

@@ -260,15 +260,18 @@ def test_compile_without_a_graph_break(backend: str, dynamic: bool, inplace: boo
 
 
 def test_compile_with_functions() -> None:
-    """Functions are traced outside the graph."""
     torch._dynamo.reset()
     bias = torch.randn(40, requires_grad=True)
     q, k, v = make(leaf())
-    call = torch.compile(
-        lambda q, k, v: flex_attention(q * 1, k, v, lambda s, b, h, i, j: s * 2 + i - j) * 2, backend="aot_eager"
-    )
-    torch.testing.assert_close(call(q, k, v), flex_attention(q, k, v, lambda s, b, h, i, j: s * 2 + i - j) * 2)
-    assert bias.grad is None
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q * 1, k, v, lambda s, b, h, i, j: s * 2 + bias[j]) * 2
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    ours, eager = (f(q, k, v) for f in (compiled, call))
+    torch.testing.assert_close(ours, eager)
+    grads = [torch.autograd.grad(x.square().sum(), (q, bias), retain_graph=True) for x in (ours, eager)]
+    torch.testing.assert_close(*grads)
 
 
 def test_compiled_autograd() -> None:
