@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from lm import ExampleError
+from lm import ExampleError, import_fusegrad
 
 ATTENTIONS = ("sdpa", "fusegrad")
 # Where tokens stand: an embedding added to them, or a bias of each head, added to the scores, for the distance back:
@@ -26,7 +26,9 @@ class CausalAttention(nn.Module):
             raise ExampleError(f"--attention must be one of {', '.join(ATTENTIONS)}, but got {implementation}")
         if positions not in POSITIONS:
             raise ExampleError(f"--positions must be one of {', '.join(POSITIONS)}, but got {positions}")
-        self.implementation = implementation
+        self.flex_attention: Any = None
+        if implementation == "fusegrad":
+            self.flex_attention = import_fusegrad("--attention fusegrad", without="--attention sdpa").flex_attention
         self.relative: nn.Parameter | None = None
         self.slopes: nn.Parameter | None = None
         if positions == "relative":
@@ -35,12 +37,12 @@ class CausalAttention(nn.Module):
             self.slopes = nn.Parameter(2 ** (-8 * torch.arange(1.0, heads + 1) / heads))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attend = self._flex if self.implementation == "fusegrad" else self._sdpa
+        attend = self._sdpa if self.flex_attention is None else self._flex
         return attend(query, key, value)
 
     def _flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = causal_block_mask(query.shape[2], query.device)
-        return import_flex_attention()(query, key, value, score_mod=self._score_mod(), block_mask=mask)
+        return self.flex_attention(query, key, value, score_mod=self._score_mod(), block_mask=mask)
 
     def _score_mod(self) -> Any:
         relative, slopes = self.relative, self.slopes
@@ -75,14 +77,3 @@ def causal_block_mask(length: int, device: torch.device) -> BlockMask:
 
 def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
-
-
-def import_flex_attention() -> Any:
-    try:
-        from fusegrad import flex_attention
-    except ImportError as error:
-        raise ExampleError(
-            f"--attention fusegrad needs fusegrad ({error}); install it from the repository's root with "
-            "`pip install .`, or train with --attention sdpa"
-        ) from error
-    return flex_attention

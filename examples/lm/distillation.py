@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lm import ExampleError
 from lm.data import Corpus
-from lm.model import GPT, import_fusegrad
+from lm.model import GPT, fusegrad_for_loss
 from lm.training import BatchLoss, Trainer, TrainingConfig, model_config, read_checkpoint
 
 
@@ -63,7 +63,7 @@ def distillation_loss(name: str) -> DistillationLoss:
     """The loss for one of `LOSSES`."""
     if name == "eager":
         return eager_distillation_loss
-    fusegrad = import_fusegrad(name)
+    fusegrad = fusegrad_for_loss(name)
     inplace = name == "fusegrad-inplace"
 
     def fused_loss(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lm import ExampleError
+from lm import ExampleError, import_fusegrad
 from lm.attention import CausalAttention
 
 LOSSES = ("eager", "fusegrad", "fusegrad-inplace")
@@ -116,7 +116,7 @@ def loss_function(name: str) -> LossFunction:
     """(hidden [B, S, H], weight [V, H], targets [B, S]) -> mean loss, for one of `LOSSES`."""
     if name == "eager":
         return eager_loss
-    fusegrad = import_fusegrad(name)
+    fusegrad = fusegrad_for_loss(name)
     inplace = name == "fusegrad-inplace"
 
     def fused_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -125,18 +125,11 @@ def loss_function(name: str) -> LossFunction:
     return fused_loss
 
 
-def import_fusegrad(loss: str) -> Any:
-    """`fusegrad`, which is imported only where one of `LOSSES` needs it."""
+def fusegrad_for_loss(loss: str) -> Any:
+    """`fusegrad`, for one of `LOSSES` that needs it."""
     if loss not in LOSSES:
         raise ExampleError(f"--loss must be one of {', '.join(LOSSES)}, but got {loss}")
-    try:
-        import fusegrad
-    except ImportError as error:
-        raise ExampleError(
-            f"--loss {loss} needs fusegrad ({error}); install it from the repository's root with "
-            "`pip install .`, or train with --loss eager"
-        ) from error
-    return fusegrad
+    return import_fusegrad(f"--loss {loss}", without="--loss eager")
 
 
 def eager_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
