@@ -1,12 +1,10 @@
 #include "cpu/buffer_sums.h"
 
 #include <ATen/Parallel.h>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 #include <algorithm>
 
+#include "rows/job.h"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
 
@@ -19,17 +17,6 @@ using score_mod::VariableSet;
 constexpr int64_t kSmall = int64_t{1} << 16;
 // Sums for every lane of a large buffer take at most this much, or four times the buffer.
 constexpr int64_t kSumBytes = int64_t{256} << 20;
-
-// Fresh memory of hundreds of MiB takes eight times as long to touch for the first time in pages of 4 KiB.
-void ask_for_huge_pages([[maybe_unused]] const at::Tensor& tensor) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = uintptr_t{1} << 21;
-  const auto data = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
-  const uintptr_t begin = (data + kPage - 1) / kPage * kPage, end = (data + tensor.nbytes()) / kPage * kPage;
-  // A hint: where the system does not take it, nothing is lost.
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
 
 // For each buffer the variables that any two pairs which meet in an element must agree in.
 std::vector<VariableSet> agreeing(const score_mod::Graph& derivative, const score_mod::Lengths& lengths) {

@@ -12,6 +12,7 @@
 #include "attention/flex_attention.h"
 #include "cpu/attention_kernels.h"
 #include "cpu/block_map.h"
+#include "rows/job.h"
 #include "score_mod/cache.h"
 #include "score_mod/evaluate_cpu.h"
 #include "score_mod/tensors.h"
@@ -25,19 +26,6 @@ inline constexpr int64_t kTileCols = 256;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
-inline DType stored_type(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kHalf:
-      return DType::kFloat16;
-    default:
-      return DType::kFloat32;
-  }
-}
 
 /// Memory that is not initialised, aligned to cache lines: pages that nothing needs are never touched.
 template <class T>
@@ -62,7 +50,7 @@ class Scratch {
 struct HeadView {
   explicit HeadView(const at::Tensor& t)
       : data(static_cast<char*>(const_cast<void*>(t.const_data_ptr()))),
-        dtype(stored_type(t)),
+        dtype(to_dtype(t.scalar_type())),
         bytes(t.element_size()),
         batch_stride(t.size(0) == 1 ? 0 : t.stride(0)),
         head_stride(t.stride(1)),

@@ -1,9 +1,8 @@
 // The forward of flex_attention: online softmax over tiles of scores.
-#include <ATen/Version.h>
-
 #include <cmath>
 
 #include "attention/outputs.h"
+#include "cpu/capability.h"
 #include "cpu/flex_attention.h"
 #include "ops/check.h"
 
@@ -11,23 +10,15 @@ namespace fusegrad::cpu {
 
 template <>
 const AttentionKernels<float>& attention_kernels<float>() {
-  static const AttentionKernels<float>& chosen = []() -> const AttentionKernels<float>& {
-    const auto capability = at::get_cpu_capability();
-    if (capability == "AVX512") return AVX512::kAttentionFloat;
-    if (capability == "AVX2") return AVX2::kAttentionFloat;
-    return DEFAULT::kAttentionFloat;
-  }();
+  static const auto& chosen =
+      for_this_machine(DEFAULT::kAttentionFloat, AVX2::kAttentionFloat, AVX512::kAttentionFloat);
   return chosen;
 }
 
 template <>
 const AttentionKernels<double>& attention_kernels<double>() {
-  static const AttentionKernels<double>& chosen = []() -> const AttentionKernels<double>& {
-    const auto capability = at::get_cpu_capability();
-    if (capability == "AVX512") return AVX512::kAttentionDouble;
-    if (capability == "AVX2") return AVX2::kAttentionDouble;
-    return DEFAULT::kAttentionDouble;
-  }();
+  static const auto& chosen =
+      for_this_machine(DEFAULT::kAttentionDouble, AVX2::kAttentionDouble, AVX512::kAttentionDouble);
   return chosen;
 }
 

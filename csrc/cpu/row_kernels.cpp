@@ -2,27 +2,25 @@
 #include "cpu/row_range.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 
 #include <limits>
 #include <memory>
 #include <type_traits>
 
+#include "cpu/capability.h"
+
 namespace fusegrad {
 namespace {
 
-struct Chosen {
-  const cpu::RowRangeKernels& rows;
-  cpu::JsdRange jsd;
-};
+const cpu::RowRangeKernels& range_kernels() {
+  static const cpu::RowRangeKernels& chosen =
+      cpu::for_this_machine(cpu::DEFAULT::kRowRangeKernels, cpu::AVX2::kRowRangeKernels, cpu::AVX512::kRowRangeKernels);
+  return chosen;
+}
 
-const Chosen& range_kernels() {
-  static const Chosen chosen = []() -> Chosen {
-    const auto capability = at::get_cpu_capability();
-    if (capability == "AVX512") return {cpu::AVX512::kRowRangeKernels, cpu::AVX512::kJsdRange};
-    if (capability == "AVX2") return {cpu::AVX2::kRowRangeKernels, cpu::AVX2::kJsdRange};
-    return {cpu::DEFAULT::kRowRangeKernels, cpu::DEFAULT::kJsdRange};
-  }();
+cpu::JsdRange jsd_range() {
+  static const cpu::JsdRange chosen =
+      cpu::for_this_machine(cpu::DEFAULT::kJsdRange, cpu::AVX2::kJsdRange, cpu::AVX512::kJsdRange);
   return chosen;
 }
 
@@ -45,18 +43,17 @@ std::unique_ptr<double[]> scratch_of(int64_t bytes) {
 void forward(const RowForward& p, DType dtype, void*) {
   at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
     const auto scratch = p.grad != nullptr ? scratch_of(padded(p.cols) * acc_size(dtype)) : nullptr;
-    range_kernels().rows.forward(p, dtype, begin, end, scratch.get());
+    range_kernels().forward(p, dtype, begin, end, scratch.get());
   });
 }
-void gradient(const RowGradient& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.gradient); }
-void scaling(const RowScaling& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().rows.scaling); }
+void gradient(const RowGradient& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().gradient); }
+void scaling(const RowScaling& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().scaling); }
 
 void jsd(const RowJsd& p, DType dtype, void*) {
   const int64_t bytes =
       cpu::kJsdBuffers * padded(p.cols) * acc_size(dtype) + 3 * (p.topk + 1) * static_cast<int64_t>(sizeof(double));
-  at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
-    range_kernels().jsd(p, dtype, begin, end, scratch_of(bytes).get());
-  });
+  at::parallel_for(0, p.rows, grain(p.cols),
+                   [&](int64_t begin, int64_t end) { jsd_range()(p, dtype, begin, end, scratch_of(bytes).get()); });
 }
 
 template <class Function>

@@ -47,15 +47,17 @@ Tensor dense_rows(const Tensor& matrix) {
   return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
 }
 
+constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+
+void ask_for_huge_pages(const Tensor& tensor) {
+  const auto data = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+  const uintptr_t begin = (data + kHugePage - 1) & ~(kHugePage - 1), end = (data + tensor.nbytes()) & ~(kHugePage - 1);
+  if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
   auto result = at::empty(sizes, options);
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  if (result.is_cpu() && result.nbytes() >= 4 * kHugePage) {
-    const auto begin = (reinterpret_cast<uintptr_t>(result.data_ptr()) + kHugePage - 1) & ~(kHugePage - 1);
-    const auto end = (reinterpret_cast<uintptr_t>(result.data_ptr()) + result.nbytes()) & ~(kHugePage - 1);
-    // Advice: where the system has no huge pages, nothing changes.
-    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  }
+  if (result.is_cpu() && result.nbytes() >= 4 * kHugePage) ask_for_huge_pages(result);
   return result;
 }
 
