@@ -210,6 +210,13 @@ class Renderer {
     begin("float apply", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) place(k, indices);
+    text_ += "  template <int k>\n";
+    begin("long long offset", "float score, " + indices);
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      const std::string index = number(static_cast<int64_t>(k));
+      text_ += "    if constexpr (k == " + index + ") return offset_" + index + "(c, score, b, h, q_idx, kv_idx, valid);\n";
+    }
+    text_ += "    return -1;\n  }\n";
   }
 
   void place(size_t k, const std::string& parameters) {

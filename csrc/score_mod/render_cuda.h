@@ -32,6 +32,7 @@ struct RenderOptions {
 ///     // the place of contribution k in its buffer's dense row-major gradient; -1: nowhere
 ///     static __device__ long long offset_<k>(const Captured&, float score, int b, int h, int q_idx, int kv_idx,
 ///                                            bool valid);
+///     template <int k> ... offset(...);   // offset_<k>
 ///     // of a derivative: how many contributions there are, and of each its buffer, its class, 'A' to 'G' (by the
 ///     // graph alone: never 'F'), and whether it is exclusive
 ///     static constexpr int kContributions;

@@ -1,0 +1,193 @@
+// The gradient of the queries by itself, where it must be the same bits each time: a CTA owns kRows queries and goes
+// over the tiles of keys in order, a warp 16 of them. Also finds the largest contribution to each captured buffer, which
+// fixed point is made for. For every GPU from sm_80 on. Config as in flex_backward.cuh, but tiles are lists of keys for
+// the queries, and there are neither kShare nor kStages.
+#pragma once
+
+#include "cuda/device/flex_gradient.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexGradQuery {
+  using T = typename Config::Element;
+  using Product = Mma<T, Config::kSplit>;
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  using Derivative = typename Config::Derivative;
+  using QueryTile = Tile<T, Config::kRows, Config::kHead>;
+  using GradOutTile = Tile<T, Config::kRows, Config::kValue>;
+  using KeyTile = Tile<T, Config::kCols, Config::kHead>;
+  using ValueTile = Tile<T, Config::kCols, Config::kValue>;
+  static constexpr int kThreads = kLanes * Config::kWarps;
+  static constexpr int kBlocksN = Config::kCols / 8;
+  static constexpr int kBlocksD = Config::kHead / 8;
+  static_assert(Config::kRows == 16 * Config::kWarps);
+
+ public:
+  static constexpr int kSharedBytes = QueryTile::kBytes + GradOutTile::kBytes + KeyTile::kBytes + ValueTile::kBytes;
+
+  __device__ __forceinline__ FlexGradQuery(const FlexBackwardArguments& a, const typename ScoreMod::Captured& score,
+                                           const typename MaskMod::Captured& mask, unsigned shared)
+      : a_(a),
+        score_(score),
+        mask_(mask),
+        query_(shared),
+        grad_out_(query_ + QueryTile::kBytes),
+        key_(grad_out_ + GradOutTile::kBytes),
+        value_(key_ + KeyTile::kBytes) {}
+
+  __device__ __forceinline__ void run() {
+    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % row_tiles);
+    const int head = static_cast<int>(blockIdx.x / row_tiles);
+    b_ = head / a_.heads;
+    h_ = head % a_.heads;
+    row_ = row_tile * Config::kRows;
+    const int key_batch = a_.key_batches == 1 ? 0 : b_, key_head = h_ / a_.group;
+#pragma unroll
+    for (int n = 0; n < kBlocksD; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum_[n][e] = 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = 0.0f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = row_ + first_row() + r * 8 + lane() / 4;
+      const bool there = q < a_.queries;
+      const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
+      rows_[r] = {there ? a_.rows[at] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
+      if constexpr (Config::kMaxGradient) {
+        rows_[r].max = there ? a_.max_scores[at] : 0.0f;
+        rows_[r].grad_max = there ? a_.grad_max[at] : 0.0f;
+      }
+    }
+    const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+    load<QueryTile>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
+    load<GradOutTile>(grad_out_, a_.grad_out, b_, h_, row_, a_.queries, a_.value_size);
+    for (int i = 0; i < walk.count(); ++i) {
+      const int tile = walk[i], col = (tile >> 2) * Config::kCols;
+      load<KeyTile>(key_, a_.key, key_batch, key_head, col, a_.keys, a_.head_size);
+      commit_copies();
+      load<ValueTile>(value_, a_.value, key_batch, key_head, col, a_.keys, a_.value_size);
+      commit_copies();
+      step(tile & 3, col);
+      __syncthreads();
+    }
+    wait_copies<0>();
+    finish();
+  }
+
+ private:
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16; }
+
+  template <class Into>
+  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows, int cols) const {
+    constexpr int kVector = 16 / sizeof(T);
+    const T* p = static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
+    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p), from.row_stride * static_cast<long long>(sizeof(T)),
+                                  rows - row, (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
+  }
+
+  template <int kCommon>
+  __device__ __forceinline__ void product(float (&c)[kBlocksN][4], unsigned a, int a_stride, unsigned b, int b_stride) const {
+#pragma unroll
+    for (int k = 0; k < kCommon / Product::kDepth; ++k) {
+      unsigned row[4];
+      load_a(row, a, a_stride, first_row(), k, lane());
+#pragma unroll
+      for (int n = 0; n < kBlocksN; n += 2) {
+        unsigned col[4];
+        load_b(col, b, b_stride, n * 8, k, lane());
+        Product::step(c[n], row, col[0], col[1]);
+        Product::step(c[n + 1], row, col[2], col[3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void step(int kind, int col) {
+    float s[kBlocksN][4] = {}, d[kBlocksN][4] = {};
+    wait_copies<1>();
+    __syncthreads();
+    product<Config::kHead>(s, query_, QueryTile::kStride, key_, KeyTile::kStride);
+    wait_copies<0>();
+    __syncthreads();
+    product<Config::kValue>(d, grad_out_, GradOutTile::kStride, value_, ValueTile::kStride);
+    const int q = row_ + first_row() + lane() / 4, kv = col + lane() % 4 * 2;
+    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+    Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
+    if (masked) {
+      alive = 0;
+#pragma unroll 1
+      for (int i = 0; i < kBlocksN * 4; i += 2) {
+        const int at_q = q + i / 2 % 2 * 8, at_kv = kv + i / 4 * 8;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool inside = at_kv + e < a_.keys && at_q < a_.queries;
+          const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b_, h_, at_q, at_kv + e, inside);
+          alive |= Bits<kBlocksN * 4>(takes) << (i + e);
+        }
+      }
+    }
+    constexpr int kBlocks = Product::kDepth / 8;
+    unsigned a[4];
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float value[Derivative::kContributions + 1];
+        const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_, q + e / 2 * 8,
+                                                  kv + n * 8 + e % 2, takes, s[n][e], value);
+#pragma unroll
+        for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
+      }
+      if constexpr (Config::kGradQuery) {
+        put_operand<T>(a + n % kBlocks * kOperandWords<T>, d[n]);
+        if ((n + 1) % kBlocks == 0) {
+#pragma unroll
+          for (int j = 0; j < kBlocksD; j += 2) {
+            unsigned b[4];
+            Product::load_b_transposed(b, key_, KeyTile::kStride, n / kBlocks * Product::kDepth, j * 8, lane());
+            Product::step(sum_[j], a, b[0], b[1]);
+            Product::step(sum_[j + 1], a, b[2], b[3]);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+    if constexpr (Config::kGradQuery) {
+      float* to = a_.grad_query +
+                  (static_cast<long long>(b_ * a_.heads + h_) * a_.queries + row_ + first_row() + lane() / 4) * Config::kHead +
+                  lane() % 4 * 2;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (row_ + first_row() + lane() / 4 + r * 8 >= a_.queries) continue;
+#pragma unroll
+        for (int n = 0; n < kBlocksD; ++n) {
+          *reinterpret_cast<float2*>(to + r * 8 * Config::kHead + n * 8) = {sum_[n][2 * r], sum_[n][2 * r + 1]};
+        }
+      }
+    }
+    // Magnitudes are ordered as their bits are, NaN above all.
+#pragma unroll
+    for (int k = 0; k < Derivative::kContributions; ++k) {
+      const unsigned most = __reduce_max_sync(~0u, __float_as_uint(fabsf(largest_[k])));
+      if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(a_.largest + k), most);
+    }
+  }
+
+  const FlexBackwardArguments& a_;
+  const typename ScoreMod::Captured& score_;
+  const typename MaskMod::Captured& mask_;
+  const unsigned query_, grad_out_, key_, value_;
+  int b_, h_, row_;
+  FlexQuery rows_[2];
+  float sum_[kBlocksD][4], largest_[Derivative::kContributions + 1];
+};
+
+}  // namespace fusegrad::device
