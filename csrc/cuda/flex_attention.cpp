@@ -134,7 +134,15 @@ class Call {
     if (from.text.empty()) return {0};
     mod.text = from.text;
     const score_mod::CapturedTensors captured(from.buffers, from.scalars);
-    for (const auto& b : captured.buffers()) mod.dtypes.push_back(b.dtype);
+    for (const auto& b : captured.buffers()) {
+      mod.dtypes.push_back(b.dtype);
+      int64_t last = 0, elements = 1;
+      for (size_t d = 0; d < b.sizes.size(); ++d) {
+        last += (b.sizes[d] - 1) * b.strides[d];
+        elements *= b.sizes[d];
+      }
+      mod.small_buffers &= last <= INT32_MAX && elements <= INT32_MAX;
+    }
     constexpr int64_t kSmall = int64_t{1} << 30;
     for (const auto& s : captured.scalars()) {
       mod.small_scalars &= s.type == score_mod::Type::kFloat || (s.i >= -kSmall && s.i <= kSmall);

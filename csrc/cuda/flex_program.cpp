@@ -23,10 +23,10 @@ bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks 
 
 // Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
 int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
-  const int cols = t.rows / t.share;
+  const int cols = t.rows / t.share, keys = t.cols * t.share / t.warps;
   if (scheme == 'C') return t.warps * cols * 4;
-  if (scheme == 'D') return t.warps * (round_up(cols + 15, 4) + 16 * (std::min(cols, 32) + 8)) * 4;
-  if (scheme == 'F') return 16 + round_up(table * (c.fixed_point ? 8 : 4), 16);
+  if (scheme == 'D') return t.warps * (round_up(cols + keys - 1, 4) + 16 * (std::min(cols, 32) + 8)) * 4;
+  if (scheme == 'F') return 16 + round_up(table * (c.fixed_point || c.dtype == DType::kFloat32 ? 8 : 4), 16);
   return 0;
 }
 
@@ -38,7 +38,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     case FlexKernel::kGradQuery:
       return (t.rows + t.cols) * both;
     case FlexKernel::kBackward:
-      return t.cols * both + t.stages * t.rows * (both + 8) + t.share * t.cols * row_bytes(c, t.rows);
+      return t.cols * both + t.stages * t.rows * (both + 8) + (t.share > 1 ? 2 : 1) * t.cols * row_bytes(c, t.rows);
   }
   return 0;
 }
@@ -62,7 +62,8 @@ std::vector<FlexTileSize> candidates(const FlexCase& c) {
         if (head <= 128) return {{32, 64, 4, 1, 1}, {32, 32, 2, 1, 1}};
         return {{32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
       }
-      if (head <= 128) return {{64, 128, 8, 1, 2}, {64, 128, 8, 1, 1}, {32, 64, 4, 1, 2}, {32, 64, 4, 1, 1}};
+      if (head <= 64) return {{128, 128, 8, 2, 2}, {64, 128, 8, 2, 1}};
+      if (head <= 128) return {{64, 128, 8, 2, 2}, {64, 128, 8, 2, 1}, {32, 64, 4, 1, 2}, {32, 64, 4, 1, 1}};
       return {{64, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
   }
   return {};
@@ -186,7 +187,13 @@ int flex_shared_limit(int capability) {
 
 FlexPlan plan_flex(const FlexCase& c, int capability) {
   const int limit = flex_shared_limit(capability);
-  for (const FlexTileSize& tile : candidates(c)) {
+  std::vector<FlexTileSize> sizes = candidates(c);
+  if (const char* text = std::getenv(c.kernel == FlexKernel::kForward ? "TILE_F" : c.kernel == FlexKernel::kBackward ? "TILE_B" : "TILE_Q")) {
+    FlexTileSize t;
+    std::sscanf(text, "%d,%d,%d,%d,%d", &t.rows, &t.cols, &t.warps, &t.share, &t.stages);
+    sizes = {t};
+  }
+  for (const FlexTileSize& tile : sizes) {
     FlexPlan plan{tile, {}, {}, shared_bytes(c, tile)};
     if (plan.shared_bytes > limit) continue;
     if (has_derivative(c)) choose_schemes(c, c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0, plan);
@@ -206,7 +213,8 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
   for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages}) add(v);
   int flags = 0;
   for (const bool v : {c.blocks, mixed(c, plan.tile), c.split, c.unscaled, c.max_scores, c.out_low, c.grad_query, c.grad_key,
-                       c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars, c.mask_mod.small_scalars}) {
+                       c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars, c.mask_mod.small_scalars,
+                       c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
     flags = flags * 2 + (v ? 1 : 0);
   }
   add(flags);
@@ -226,12 +234,14 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture) {
   const Names name = names(c.kernel);
   const bool backward = c.kernel == FlexKernel::kBackward;
-  std::string source = "#include \"" + std::string(name.header) + "\"\n\n";
+  std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
+  source += "#include \"" + std::string(name.header) + "\"\n\n";
   const auto render = [&](const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
     score_mod::RenderOptions options;
     options.name = type;
     options.dtypes = mod.dtypes;
     options.small_scalars = mod.small_scalars;
+    options.small_buffers = mod.small_buffers;
     source += score_mod::render_cuda(graph, options) + "\n";
   };
   if (!c.score_mod.text.empty()) render(c.score_mod, *score_mod::cached_graph(c.score_mod.text), "ScoreMod");

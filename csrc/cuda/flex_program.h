@@ -18,6 +18,7 @@ enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 struct FlexMod {
   std::string text;
   std::vector<score_mod::DType> dtypes;  ///< of its buffers
+  bool small_buffers = true;              ///< all places in buffers lie below 2^31 elements
   bool small_scalars = true;             ///< all integer scalars lie between -2^30 and 2^30
 };
 

@@ -163,7 +163,9 @@ class Renderer {
   std::string checks(int buffer, const std::vector<NodeId>& indices, std::vector<std::string>& wrapped) const {
     std::string text;
     for (size_t k = 0; k < indices.size(); ++k) {
-      const std::string size = "c.size" + number(buffer) + "_" + number(static_cast<int64_t>(k));
+      const bool narrow = options_.small_buffers && !wide_[indices[k]];
+      const std::string size =
+          (narrow ? "int(c.size" : "(c.size") + number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
       const std::string& index = names_[indices[k]];
       const bool nonnegative = intervals_[indices[k]].nonnegative();
       wrapped.push_back(nonnegative ? index : "wrapped(" + index + ", " + size + ")");
@@ -179,13 +181,15 @@ class Renderer {
     const std::string in_range = checks(buffer, node.operands, index);
     std::string offset;
     for (size_t k = 0; k < index.size(); ++k) {
-      offset += " + " + index[k] + " * c.stride" + number(buffer) + "_" + number(static_cast<int64_t>(k));
+      // An index that has passed the check is below its size.
+      offset += (options_.small_buffers ? " + int(" + index[k] + ") * int(c.stride" : " + (" + index[k] + ") * (c.stride") +
+                number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
     }
     const std::string nothing = node.type == Type::kFloat  ? "__int_as_float(0x7fffffff)"
                                 : node.type == Type::kBool ? "false"
                                                            : "0";
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = valid" + in_range + " ? read(c.data" +
-             number(buffer) + offset + ") : " + nothing + ";\n";
+             number(buffer) + (offset.empty() ? "" : " + (" + offset.substr(3) + ")") + ") : " + nothing + ";\n";
   }
 
   void derivative(const std::string& indices) {
@@ -224,12 +228,13 @@ class Renderer {
     begin("long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
     std::vector<std::string> index;
     const std::string in_range = checks(c.buffer, c.indices, index);
-    std::string offset = "0ll";
+    const bool narrow = options_.small_buffers;
+    std::string offset = narrow ? "0" : "0ll";
     for (size_t d = 0; d < index.size(); ++d) {
-      offset = "(" + offset + " * c.size" + number(c.buffer) + "_" + number(static_cast<int64_t>(d)) + " + " +
-               index[d] + ")";
+      offset = "(" + offset + (narrow ? " * int(c.size" : " * (c.size") + number(c.buffer) + "_" +
+               number(static_cast<int64_t>(d)) + (narrow ? ") + int(" : ") + (") + index[d] + "))";
     }
-    end_with_result(c.indices, "  return valid" + in_range + " ? " + offset + " : -1ll;\n");
+    end_with_result(c.indices, "  return valid" + in_range + " ? static_cast<long long>(" + offset + ") : -1ll;\n");
   }
 
   const Graph& graph_;

@@ -16,6 +16,7 @@ struct RenderOptions {
   std::vector<DType> dtypes;      ///< of each buffer
   Lengths lengths;                ///< what stays below 2^31 under these is computed in 32 bits
   bool small_scalars = false;     ///< whether all integer scalars are between -2^30 and 2^30
+  bool small_buffers = false;     ///< whether all places in buffers are below 2^31 elements: 32 bits are enough
 };
 
 /// A struct that needs csrc/cuda/device/score_mod.cuh before it and nothing else:

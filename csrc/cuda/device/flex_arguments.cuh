@@ -55,7 +55,7 @@ struct FlexBackwardArguments {
   const FlexRow* rows;                 // [B, H, M]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
   float* grad_query;                   // [B, H, M, kHead], without the scale; zeros before where it is added to
-  float* largest;                      // [contributions], zeros before: where the largest magnitudes are wanted
+  float* largest;                      // [captured buffers], zeros before: where the largest magnitudes are wanted
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   float scale;

@@ -3,8 +3,10 @@
 // (keys are rows), so that from registers they are operands of the gradients of values and keys; through shared memory
 // of that of the queries, which is added up in float32 in memory. See flex_scores.cuh and flex_buffers.cuh for Config;
 // here also:
-//   kShare                     warps that share 16 keys, each with its part of the queries and of the head sizes: 1, or
-//                              2 where one warp's registers do not hold the gradients of keys and values
+//   kShare                     warps that share keys, each with its part of the queries for the scores, and of the head
+//                              sizes for the gradients of keys and values: 1, 2 or 4. Sharing halves what a warp keeps
+//                              in registers, so that it has more keys, and reads shared memory less; but then
+//                              probabilities go through shared memory too
 //   kStages                    tiles of queries in shared memory
 //   kGradQuery, kGradKey, kGradValue   which of them are wanted
 //   kGradScores                whether anything but the values' gradient is
@@ -30,20 +32,22 @@ class FlexBackward {
   using ScoreTile = Tile<T, Config::kCols, Config::kRows>;
   static constexpr int kThreads = kLanes * Config::kWarps;
   static constexpr int kPart = Config::kRows / Config::kShare;  // queries of a warp's scores
+  static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16;  // of 16 keys, of a warp
   static constexpr int kBlocksN = kPart / 8;
   static constexpr int kOperands = kBlocksN * kOperandWords<T>;
   // Blocks of 16 columns of a head, and how many of them a warp has.
   static constexpr int kBlocksD = Config::kHead / 16, kMineD = (kBlocksD + Config::kShare - 1) / Config::kShare;
   static constexpr int kBlocksE = Config::kValue / 16, kMineE = (kBlocksE + Config::kShare - 1) / Config::kShare;
-  // For the queries' gradient: warps are queries / 16 by parts of the head.
-  static constexpr int kGroupsQ = Config::kRows / 16 < Config::kWarps ? Config::kRows / 16 : Config::kWarps;
+  // For the queries' gradient: warps are groups of queries by parts of the head.
+  static constexpr int kBlocksQ = Config::kRows % 32 == 0 ? 2 : 1;  // of 16 queries, of a warp
+  static constexpr int kGroupsQ = Config::kRows / 16 / kBlocksQ;
   static constexpr int kPartsQ = Config::kWarps / kGroupsQ, kMineQ = (kBlocksD + kPartsQ - 1) / kPartsQ;
-  static_assert(Config::kCols == 16 * Config::kWarps / Config::kShare && kPart % 16 == 0);
-  static_assert(Config::kRows % (16 * kGroupsQ) == 0 && Config::kWarps % kGroupsQ == 0);
+  static_assert(Config::kCols == 16 * kBlocksM * Config::kWarps / Config::kShare && kPart % 16 == 0);
+  static_assert(Config::kWarps % kGroupsQ == 0);
 
   static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
   static constexpr int kStageBytes = QueryTile::kBytes + GradOutTile::kBytes + kRowBytes;
-  static constexpr int kScoreTiles = Config::kShare == 2 ? 2 : 1;
+  static constexpr int kScoreTiles = Config::kShare > 1 ? 2 : 1;
 
  public:
   static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + Config::kStages * kStageBytes +
@@ -73,8 +77,11 @@ class FlexBackward {
     col_ = col_tile_ * Config::kCols;
     load<KeyTile>(key_, a_.key, key_batch_, key_head_, col_, a_.keys, a_.head_size);
     load<ValueTile>(value_, a_.value, key_batch_, key_head_, col_, a_.keys, a_.value_size);
-    zero(grad_key_);
-    zero(grad_value_);
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+      zero(grad_key_[m]);
+      zero(grad_value_[m]);
+    }
     sums_.begin();
 
     Place place = first();
@@ -106,8 +113,11 @@ class FlexBackward {
     wait_copies<0>();
     __syncthreads();
     sums_.end();
-    if constexpr (Config::kGradKey) store<kMineD, kBlocksD>(grad_key_, a_.grad_key, a_.head_size, a_.scale);
-    if constexpr (Config::kGradValue) store<kMineE, kBlocksE>(grad_value_, a_.grad_value, a_.value_size, 1.0f);
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+      if constexpr (Config::kGradKey) store<kMineD, kBlocksD>(grad_key_[m], m, a_.grad_key, a_.head_size, a_.scale);
+      if constexpr (Config::kGradValue) store<kMineE, kBlocksE>(grad_value_[m], m, a_.grad_value, a_.value_size, 1.0f);
+    }
   }
 
  private:
@@ -136,7 +146,7 @@ class FlexBackward {
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
-  __device__ __forceinline__ int key_group() const { return warp() / Config::kShare * 16; }  // first key of the warp
+  __device__ __forceinline__ int key_group() const { return warp() / Config::kShare * 16 * kBlocksM; }  // first key of the warp
   __device__ __forceinline__ int part() const { return warp() % Config::kShare; }
   __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
 
@@ -170,7 +180,7 @@ class FlexBackward {
 
   __device__ __forceinline__ void step(const Place& place, int stage, int b, int h) {
     const unsigned query = stage_ + stage * kStageBytes, grad_out = query + QueryTile::kBytes;
-    unsigned p[kOperands], ds[kOperands];
+    unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
     scores(query, grad_out, place, b, h, p, ds);
     if constexpr (Config::kShare == 1) {
       if constexpr (Config::kGradValue) {
@@ -181,7 +191,7 @@ class FlexBackward {
     }
     if constexpr (Config::kGradScores) keep(gradient_, ds);
     __syncthreads();
-    if constexpr (Config::kShare == 2 && Config::kGradValue) {
+    if constexpr (Config::kShare > 1 && Config::kGradValue) {
       accumulate<kMineE, kBlocksE>(grad_value_, p, probability_, grad_out, GradOutTile::kStride);
     }
     if constexpr (Config::kGradKey) accumulate<kMineD, kBlocksD>(grad_key_, ds, gradient_, query, QueryTile::kStride);
@@ -189,94 +199,112 @@ class FlexBackward {
     sums_.flush(b, h, (place.tile >> 2) * Config::kRows, col_);
   }
 
-  // P and dS of the warp's 16 keys and its part of the queries, as operands.
+  // P and dS of the warp's keys and its part of the queries, as operands.
   __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const Place& place, int b, int h,
-                                         unsigned (&p)[kOperands], unsigned (&ds)[kOperands]) {
-    float s[kBlocksN][4] = {}, d[kBlocksN][4] = {};
+                                         unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
+    float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
     product<Config::kHead>(s, key_, KeyTile::kStride, query, QueryTile::kStride);
     if constexpr (Config::kGradScores) product<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
     const int row = (place.tile >> 2) * Config::kRows, kind = place.tile & 3;
-    const int q = row + part() * kPart + lane() % 4 * 2, kv = first_key();
+    const int q = row + part() * kPart + lane() % 4 * 2;
     const bool masked = kind != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
-    Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
-    if (masked) {
-      alive = 0;
-#pragma unroll 1
-      for (int i = 0; i < kBlocksN * 4; i += 2) {
-        const int at_q = q + i / 4 * 8, at_kv = kv + i / 2 % 2 * 8;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const bool inside = at_kv < a_.keys && at_q + e < a_.queries;
-          const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b, h, at_q + e, at_kv, inside);
-          alive |= Bits<kBlocksN * 4>(takes) << (i + e);
-        }
-      }
-    }
     const auto* rows = reinterpret_cast<const FlexRow*>(
         shared_ + (grad_out + GradOutTile::kBytes - key_) + (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
+    for (int m = 0; m < kBlocksM; ++m) {
+      const int kv = first_key() + m * 16;
+      Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
+      if (masked) {
+        alive = 0;
+#pragma unroll 1
+        for (int i = 0; i < kBlocksN * 4; i += 2) {
+          const int at_q = q + i / 4 * 8, at_kv = kv + i / 2 % 2 * 8;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
-        FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f};
-        if constexpr (Config::kMaxGradient) {
-          const bool there = at_q < a_.queries;
-          const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
-          of.max = there ? a_.max_scores[at] : 0.0f;
-          of.grad_max = there ? a_.grad_max[at] : 0.0f;
+          for (int e = 0; e < 2; ++e) {
+            const bool inside = at_kv < a_.keys && at_q + e < a_.queries;
+            const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b, h, at_q + e, at_kv, inside);
+            alive |= Bits<kBlocksN * 4>(takes) << (i + e);
+          }
         }
-        float value[Config::Derivative::kContributions + 1];
-        const float score = s[n][e];
-        const bool takes = (alive >> (n * 4 + e) & 1) != 0;
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, d[n][e], of, b, h, at_q, at_kv, takes, s[n][e], value);
-        sums_.add(value, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
-      sums_.end_block(n);
-      put_operand<T>(p + n * kOperandWords<T>, s[n]);
-      if constexpr (Config::kGradScores) put_operand<T>(ds + n * kOperandWords<T>, d[n]);
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
+          FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f};
+          if constexpr (Config::kMaxGradient) {
+            const bool there = at_q < a_.queries;
+            const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
+            of.max = there ? a_.max_scores[at] : 0.0f;
+            of.grad_max = there ? a_.grad_max[at] : 0.0f;
+          }
+          float value[Config::Derivative::kContributions + 1];
+          const float score = s[m][n][e];
+          const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+          d[m][n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, d[m][n][e], of, b, h, at_q, at_kv, takes,
+                                                       s[m][n][e], value);
+          sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
+        }
+        sums_.end_block(m, n);
+        put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n]);
+        if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n]);
+      }
     }
     sums_.end_tile();
   }
 
-  // Rows of `a` by the warp's part of the rows of `b`, kCommon columns each.
+  // Rows of `a` by the warp's part of the rows of `b`, kCommon columns each; to the bit what the forward has: the gradient
+  // of max_scores asks for equality.
   template <int kCommon>
-  __device__ __forceinline__ void product(float (&c)[kBlocksN][4], unsigned a, int a_stride, unsigned b, int b_stride) const {
+  __device__ __forceinline__ void product(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, unsigned b,
+                                          int b_stride) const {
 #pragma unroll
     for (int k = 0; k < kCommon / Product::kDepth; ++k) {
-      unsigned row[4];
-      load_a(row, a, a_stride, key_group(), k, lane());
+      unsigned row[kBlocksM][4];
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) load_a(row[m], a, a_stride, key_group() + m * 16, k, lane());
 #pragma unroll
       for (int n = 0; n < kBlocksN; n += 2) {
         unsigned col[4];
         load_b(col, b, b_stride, part() * kPart + n * 8, k, lane());
-        Product::step(c[n], row, col[0], col[1]);
-        Product::step(c[n + 1], row, col[2], col[3]);
+#pragma unroll
+        for (int m = 0; m < kBlocksM; ++m) {
+          Product::template step<true>(c[m][n], row[m], col[0], col[1]);
+          Product::template step<true>(c[m][n + 1], row[m], col[2], col[3]);
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void keep(unsigned tile, const unsigned (&words)[kOperands]) const {
+  __device__ __forceinline__ void keep(unsigned tile, const unsigned (&words)[kBlocksM][kOperands]) const {
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-      store_operand<T>(tile, ScoreTile::kStride, key_group(), part() * kBlocksN + n, words + n * kOperandWords<T>, lane());
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+        store_operand<T>(tile, ScoreTile::kStride, key_group() + m * 16, part() * kBlocksN + n,
+                         words[m] + n * kOperandWords<T>, lane());
+      }
     }
   }
 
   // c += (P or dS) * (grad_out or query), for the warp's blocks of columns: the first factor from registers, or of all
   // queries from shared memory where warps share keys.
   template <int kMine, int kBlocks>
-  __device__ __forceinline__ void accumulate(float (&c)[kMine][2][4], const unsigned (&words)[kOperands], unsigned tile,
-                                             unsigned b, int b_stride) const {
+  __device__ __forceinline__ void accumulate(float (&c)[kBlocksM][kMine][2][4], const unsigned (&words)[kBlocksM][kOperands],
+                                             unsigned tile, unsigned b, int b_stride) const {
 #pragma unroll
     for (int k = 0; k < Config::kRows / Product::kDepth; ++k) {
-      unsigned row[4];
-      if constexpr (Config::kShare == 1) {
+      unsigned row[kBlocksM][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) row[i] = words[k * 4 + i];
-      } else {
-        load_transposed_order(row, tile, k);
+      for (int m = 0; m < kBlocksM; ++m) {
+        if constexpr (Config::kShare == 1) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) row[m][i] = words[m][k * 4 + i];
+        } else {
+          load_transposed_order(row[m], tile, m, k);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
@@ -284,17 +312,20 @@ class FlexBackward {
         if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
         unsigned col[4];
         Product::load_b_transposed(col, b, b_stride, k * Product::kDepth, block * 16, lane());
-        Product::step(c[i][0], row, col[0], col[1]);
-        Product::step(c[i][1], row, col[2], col[3]);
+#pragma unroll
+        for (int m = 0; m < kBlocksM; ++m) {
+          Product::step(c[m][i][0], row[m], col[0], col[1]);
+          Product::step(c[m][i][1], row[m], col[2], col[3]);
+        }
       }
     }
   }
   // Operand A as it lies, with floats in the order of operands that are read transposed.
-  __device__ __forceinline__ void load_transposed_order(unsigned (&a)[4], unsigned tile, int step) const {
+  __device__ __forceinline__ void load_transposed_order(unsigned (&a)[4], unsigned tile, int m, int step) const {
     if constexpr (sizeof(T) == 2) {
-      load_a(a, tile, ScoreTile::kStride, key_group(), step, lane());
+      load_a(a, tile, ScoreTile::kStride, key_group() + m * 16, step, lane());
     } else {
-      const unsigned at = tile + (key_group() + lane() / 4) * ScoreTile::kStride + step * 32 + lane() % 4 * 8;
+      const unsigned at = tile + (key_group() + m * 16 + lane() / 4) * ScoreTile::kStride + step * 32 + lane() % 4 * 8;
       a[0] = load_word(at);
       a[1] = load_word(at + 8 * ScoreTile::kStride);
       a[2] = load_word(at + 4);
@@ -303,42 +334,49 @@ class FlexBackward {
   }
 
   __device__ __forceinline__ void add_grad_query(int b, int h, int row) const {
-    const int part = warp() / kGroupsQ;
-#pragma unroll 1
-    for (int group = warp() % kGroupsQ; group < Config::kRows / 16; group += kGroupsQ) {
-      float c[kMineQ][2][4];
-      zero(c);
+    const int part = warp() / kGroupsQ, group = warp() % kGroupsQ * 16 * kBlocksQ;
+    float c[kBlocksQ][kMineQ][2][4];
 #pragma unroll
-      for (int k = 0; k < Config::kCols / Product::kDepth; ++k) {
-        unsigned a[4];
-        Product::load_a_transposed(a, gradient_, ScoreTile::kStride, k * Product::kDepth, group * 16, lane());
+    for (int j = 0; j < kBlocksQ; ++j) zero(c[j]);
 #pragma unroll
-        for (int i = 0; i < kMineQ; ++i) {
-          const int block = i * kPartsQ + part;
-          if (kBlocksD % kPartsQ != 0 && block >= kBlocksD) break;
-          unsigned col[4];
-          Product::load_b_transposed(col, key_, KeyTile::kStride, k * Product::kDepth, block * 16, lane());
-          Product::step(c[i][0], a, col[0], col[1]);
-          Product::step(c[i][1], a, col[2], col[3]);
+    for (int k = 0; k < Config::kCols / Product::kDepth; ++k) {
+      unsigned a[kBlocksQ][4];
+#pragma unroll
+      for (int j = 0; j < kBlocksQ; ++j) {
+        Product::load_a_transposed(a[j], gradient_, ScoreTile::kStride, k * Product::kDepth, group + j * 16, lane());
+      }
+#pragma unroll
+      for (int i = 0; i < kMineQ; ++i) {
+        const int block = i * kPartsQ + part;
+        if (kBlocksD % kPartsQ != 0 && block >= kBlocksD) break;
+        unsigned col[4];
+        Product::load_b_transposed(col, key_, KeyTile::kStride, k * Product::kDepth, block * 16, lane());
+#pragma unroll
+        for (int j = 0; j < kBlocksQ; ++j) {
+          Product::step(c[j][i][0], a[j], col[0], col[1]);
+          Product::step(c[j][i][1], a[j], col[2], col[3]);
         }
       }
-      const int q = row + group * 16 + lane() / 4;
+    }
+#pragma unroll
+    for (int j = 0; j < kBlocksQ; ++j) {
+      const int q = row + group + j * 16 + lane() / 4;
       float* to = a_.grad_query + (static_cast<long long>(b * a_.heads + h) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kMineQ; ++i) {
         const int block = i * kPartsQ + part;
         if (kBlocksD % kPartsQ != 0 && block >= kBlocksD) break;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (q < a_.queries) add_pair(to + block * 16 + j * 8, c[i][j][0], c[i][j][1]);
-          if (q + 8 < a_.queries) add_pair(to + 8 * Config::kHead + block * 16 + j * 8, c[i][j][2], c[i][j][3]);
+        for (int n = 0; n < 2; ++n) {
+          if (q < a_.queries) add_pair(to + block * 16 + n * 8, c[j][i][n][0], c[j][i][n][1]);
+          if (q + 8 < a_.queries) add_pair(to + 8 * Config::kHead + block * 16 + n * 8, c[j][i][n][2], c[j][i][n][3]);
         }
       }
     }
   }
 
   template <int kMine, int kBlocks>
-  __device__ __forceinline__ void store(const float (&c)[kMine][2][4], const FlexTensor& to, int cols, float factor) const {
+  __device__ __forceinline__ void store(const float (&c)[kMine][2][4], int m, const FlexTensor& to, int cols, float factor) const {
     T* out = static_cast<T*>(to.data) + key_batch_ * to.batch_stride + key_head_ * to.head_stride;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
@@ -346,7 +384,7 @@ class FlexBackward {
       if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const int kv = first_key() + e / 2 % 2 * 8, col = block * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
+        const int kv = first_key() + m * 16 + e / 2 % 2 * 8, col = block * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
         if (kv < a_.keys && col < cols) fusegrad::device::store(out + kv * to.row_stride + col * to.col_stride, c[i][e / 4][e % 4] * factor);
       }
     }
@@ -359,7 +397,7 @@ class FlexBackward {
   const unsigned key_, value_, stage_, gradient_, probability_;
   Sums sums_;
   int col_tile_, col_, key_batch_, key_head_;
-  float grad_key_[kMineD][2][4], grad_value_[kMineE][2][4];
+  float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];
 };
 
 }  // namespace fusegrad::device

@@ -1,8 +1,8 @@
 // The gradients of captured buffers: how the contributions of a tile's pairs get to their places. One scheme for each
 // class of the planner (csrc/score_mod/scatter_plan.h); docs/score_mod.md explains the classes.
 //
-// Of a warp's part of the tile a thread has the pairs (kv, q) = (g + 8 * (e / 2), 8 * n + 2 * t + e % 2) for n below
-// kBlocksN and e below 4: keys are rows here. Config (flex_scores.cuh) also says:
+// Of a warp's part of the tile a thread has the pairs (kv, q) = (16 * m + g + 8 * (e / 2), 8 * n + 2 * t + e % 2) for m
+// below kBlocksM, n below kBlocksN and e below 4: keys are rows here. Config (flex_scores.cuh) also says:
 //   Derivative                 the rendered derivative
 //   Schemes::kScheme[]         the class of each contribution
 //   Schemes::kTable[]          the elements of a buffer of class F
@@ -66,18 +66,23 @@ class FlexBufferSums {
   static constexpr int kCount = D::kContributions;
   static constexpr int kThreads = kLanes * Config::kWarps;
   static constexpr int kCols = Config::kRows / Config::kShare;  // queries of a warp's part
+  static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16, kKeys = 16 * kBlocksM;
   static constexpr int kBlocksN = kCols / 8;
   static constexpr int kPatchCols = kCols < 32 ? kCols : 32;
   static constexpr int kPatchStride = kPatchCols + 8;
-  static constexpr int kDiagonals = kCols + 15;             // of a warp's part
+  static constexpr int kDiagonals = kCols + kKeys - 1;      // of a warp's part
   static constexpr int kLine = (kDiagonals + 3) / 4 * 4;    // floats
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
+
+  // Of a histogram's element: 64-bit fixed point, or 32 bits, of which float32 wants another 32 for what they leave.
+  static constexpr bool kTwoParts = sizeof(typename Config::Element) == 4 && !Config::kFixedPoint;
+  static constexpr int kCountBytes = Config::kFixedPoint || kTwoParts ? 8 : 4;
 
   // Bytes of shared memory that a contribution takes.
   static __device__ constexpr int bytes(int k) {
     if (scheme(k) == 'C') return Config::kWarps * kCols * 4;
     if (scheme(k) == 'D') return Config::kWarps * (kLine + 16 * kPatchStride) * 4;
-    if (scheme(k) == 'F') return 16 + (Config::Schemes::kTable[k] * static_cast<int>(Config::kFixedPoint ? 8 : 4) + 15) / 16 * 16;
+    if (scheme(k) == 'F') return 16 + (Config::Schemes::kTable[k] * kCountBytes + 15) / 16 * 16;
     return 0;
   }
   static __device__ constexpr int offset(int k) {
@@ -101,7 +106,11 @@ class FlexBufferSums {
   /// Before the tiles of a query head.
   __device__ __forceinline__ void begin_head() {
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) alone_[k] = row_[k][0] = row_[k][1] = 0.0f;
+    for (int k = 0; k < kCount; ++k) {
+      alone_[k] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocksM; ++i) row_[k][i] = 0.0f;
+    }
   }
   /// Before a tile. (q, kv): of the thread's first pair.
   __device__ __forceinline__ void begin_tile() {
@@ -113,15 +122,15 @@ class FlexBufferSums {
     }
   }
 
-  /// What the pair (n, e) contributes, `value` as Derivative::apply leaves it.
-  __device__ __forceinline__ void add(const float* value, int n, int e, float score, int b, int h, int q, int kv, bool takes_part) {
+  /// What the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
+  __device__ __forceinline__ void add(const float* value, int m, int n, int e, float score, int b, int h, int q, int kv, bool takes_part) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       const float v = value[k];
       if constexpr (scheme(k) == 'A') {
         alone_[k] += v;
       } else if constexpr (scheme(k) == 'B') {
-        row_[k][e / 2] += v;
+        row_[k][2 * m + e / 2] += v;
       } else if constexpr (scheme(k) == 'C') {
         col_[k][n * 2 + e % 2] += v;
       } else if constexpr (scheme(k) == 'D') {
@@ -137,12 +146,12 @@ class FlexBufferSums {
       }
     });
   }
-  /// After the pairs of block n of 8 queries.
-  __device__ __forceinline__ void end_block(int n) {
+  /// After the pairs of 16 keys and 8 queries.
+  __device__ __forceinline__ void end_block(int m, int n) {
     if ((n + 1) * 8 % kPatchCols != 0) return;
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      if constexpr (scheme(k) == 'D') sum_diagonals<k>((n + 1) * 8 - kPatchCols);
+      if constexpr (scheme(k) == 'D') sum_diagonals<k>((n + 1) * 8 - kPatchCols + (kBlocksM - 1 - m) * 16);
     });
   }
   /// After the pairs of a tile; a barrier must follow before flush.
@@ -183,7 +192,7 @@ class FlexBufferSums {
           float sum = 0.0f;
 #pragma unroll
           for (int w = 0; w < Config::kWarps; ++w) {
-            const int d = difference + w / Config::kShare * 16 - w % Config::kShare * kCols + 15;
+            const int d = difference + w / Config::kShare * kKeys - w % Config::kShare * kCols + kKeys - 1;
             if (d >= 0 && d < kDiagonals) {
               sum += line<k>()[w * kLine + d];
               line<k>()[w * kLine + d] = 0.0f;
@@ -198,9 +207,14 @@ class FlexBufferSums {
         const float unit = this->unit<k>();
         int* counts = table<k>();
         for (int i = static_cast<int>(threadIdx.x); i < Config::Schemes::kTable[k]; i += kThreads) {
-          if (counts[i] == 0) continue;
-          put<k>(i, static_cast<float>(counts[i]) * unit);
+          float sum = static_cast<float>(counts[i]);
           counts[i] = 0;
+          if constexpr (kTwoParts) {
+            int& low = counts[Config::Schemes::kTable[k] + i];
+            sum += static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
+            low = 0;
+          }
+          if (sum != 0.0f) put<k>(i, sum * unit);
         }
         // Who has read the limit may not see it change.
         __syncthreads();
@@ -222,7 +236,7 @@ class FlexBufferSums {
         if (lane() == 0) put_at<k>(b, h, 0, 0, sum);
       } else if constexpr (scheme(k) == 'B') {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < 2 * kBlocksM; ++r) {
           const float sum = row_sum(row_[k][r]);
           if (lane() % 4 == 0 && kv + 8 * r < a_.keys) put_at<k>(b, h, 0, kv + 8 * r, sum);
         }
@@ -260,7 +274,7 @@ class FlexBufferSums {
     return reinterpret_cast<int*>(shared_ + offset(k) + 16);
   }
 
-  // The warp's patch of 16 keys and kPatchCols queries from `first` on, along its diagonals.
+  // The warp's patch of 16 keys and kPatchCols queries along its diagonals, the first of which is its diagonal `first`.
   template <int k>
   __device__ __forceinline__ void sum_diagonals(int first) {
     __syncwarp();
@@ -281,8 +295,8 @@ class FlexBufferSums {
 
   // Class F in float: a histogram in shared memory of 32-bit fixed point, whose unit goes by the largest contribution
   // of the tile before. What lies beyond goes to its place directly: all of the first tile.
-  static constexpr int kFixedBits = 18;  // 2^13 pairs of a tile times 2^18 fit
-  static_assert(Config::kRows * Config::kCols <= 1 << 13);
+  static constexpr int kFixedBits = 17;  // 2^14 pairs of a tile times 2^17 fit
+  static_assert(Config::kRows * Config::kCols <= 1 << 14);
   template <int k>
   __device__ __forceinline__ float limit() const {
     return __uint_as_float(reinterpret_cast<const volatile unsigned*>(shared_ + offset(k))[1]);
@@ -300,7 +314,13 @@ class FlexBufferSums {
       largest_[k] = fmaxf(largest_[k], fabsf(v));
       const float limit = this->limit<k>();
       if (fabsf(v) < limit) {
-        atomicAdd(table<k>() + at, __float2int_rn(v * ((1 << kFixedBits) / limit)));
+        const float scaled = v * ((1 << kFixedBits) / limit);
+        const int count = __float2int_rn(scaled);
+        atomicAdd(table<k>() + at, count);
+        if constexpr (kTwoParts) {
+          const float rest = scaled - static_cast<float>(count);
+          atomicAdd(table<k>() + Config::Schemes::kTable[k] + at, __float2int_rn(rest * (1 << kFixedBits - 1)));
+        }
       } else {
         put<k>(at, v);
       }
@@ -330,7 +350,7 @@ class FlexBufferSums {
   const FlexSums* sums_;
   const Captured& captured_;
   char* shared_;
-  float alone_[kCount + 1], row_[kCount + 1][2], col_[kCount + 1][kBlocksN * 2], largest_[kCount + 1];
+  float alone_[kCount + 1], row_[kCount + 1][2 * kBlocksM], col_[kCount + 1][kBlocksN * 2], largest_[kCount + 1];
 };
 
 }  // namespace fusegrad::device

@@ -177,7 +177,7 @@ class FlexGradQuery {
 #pragma unroll
     for (int k = 0; k < Derivative::kContributions; ++k) {
       const unsigned most = __reduce_max_sync(~0u, __float_as_uint(fabsf(largest_[k])));
-      if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(a_.largest + k), most);
+      if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(a_.largest + Derivative::kBuffer[k]), most);
     }
   }
 

@@ -11,6 +11,7 @@ struct NoDerivative {
     long long nothing;
   };
   static constexpr int kContributions = 0;
+  static constexpr int kBuffer[] = {-1};
   template <int>
   static __device__ long long offset(const Captured&, float, int, int, int, int, bool) {
     return -1;

@@ -110,10 +110,13 @@ __device__ __forceinline__ unsigned pack(Float16, float first, float second) {
 /// The products of a type. A step takes kDepth of the common dimension, 32 bytes of a row. Operands are fragments of
 /// four words: A of 16 rows, B of 16 columns. Those that are read transposed, and A made of accumulators, have the
 /// common dimension of floats in another order than those read as they lie: only like goes with like.
+///
+/// kSwapped: A and B are the other way round than in another product that must come to the same bits.
 template <class T, bool kSplit = false>
 struct Mma {
   static constexpr int kDepth = 16;
 
+  template <bool kSwapped = false>
   static __device__ __forceinline__ void step(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     if constexpr (kSame<T, BFloat16>) {
       asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -143,6 +146,7 @@ template <bool kSplit>
 struct Mma<float, kSplit> {
   static constexpr int kDepth = 8;
 
+  template <bool kSwapped = false>
   static __device__ __forceinline__ void step(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     unsigned high[6], low[6];
     const unsigned word[6] = {a[0], a[1], a[2], a[3], b0, b1};
@@ -152,8 +156,8 @@ struct Mma<float, kSplit> {
       if constexpr (kSplit) low[i] = round(__uint_as_float(word[i]) - __uint_as_float(high[i]));
     }
     if constexpr (kSplit) {
-      product(c, low, high + 4);
-      product(c, high, low + 4);
+      product(c, kSwapped ? high : low, (kSwapped ? low : high) + 4);
+      product(c, kSwapped ? low : high, (kSwapped ? high : low) + 4);
     }
     product(c, high, high + 4);
   }
@@ -242,8 +246,7 @@ __device__ __forceinline__ float rounded(float x) {
   if constexpr (kSame<T, float>) {
     return x;
   } else {
-    const T narrow = {static_cast<unsigned short>(pack(T{}, x, 0.0f))};
-    return score_mod::read(&narrow);
+    return score_mod::from_bits(T{static_cast<unsigned short>(pack(T{}, x, 0.0f))});
   }
 }
 template <class T>
