@@ -66,7 +66,9 @@ class Call {
     mask_words_ = prepare(case_.mask_mod, scores.mask_mod);
     case_.blocks = !scores.kv_blocks.empty();
     case_.block_size = scores.block_size;
-    for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) as_int(n);
+    for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) {
+      case_.small_lengths &= as_int(n) <= kSmallLength;
+    }
     if (case_.blocks) map_blocks();
   }
 

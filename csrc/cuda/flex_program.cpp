@@ -36,7 +36,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     case FlexKernel::kForward:
       return t.rows * row_bytes(c, std::max(head_cols(c), value_cols(c))) + t.cols * both;
     case FlexKernel::kGradQuery:
-      return (t.rows + t.cols) * both;
+      return (t.rows + 2 * t.cols) * both;
     case FlexKernel::kBackward:
       return t.cols * both + t.stages * t.rows * (both + 8) + (t.share > 1 ? 2 : 1) * t.cols * row_bytes(c, t.rows);
   }
@@ -50,12 +50,12 @@ std::vector<FlexTileSize> candidates(const FlexCase& c) {
   switch (c.kernel) {
     case FlexKernel::kForward:
       if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
-      if (head <= 64) return {mods ? FlexTileSize{128, 64, 8} : FlexTileSize{128, 64, 4}};
-      if (head <= 128) return {mods ? FlexTileSize{128, 64, 8} : FlexTileSize{128, 64, 4}, {64, 32, 4}};
+      if (head <= 64) return {{128, 64, 4}};
+      if (head <= 128) return {mods ? FlexTileSize{128, 32, 4} : FlexTileSize{128, 64, 4}, {64, 32, 4}};
       return {mods ? FlexTileSize{128, 32, 8} : FlexTileSize{128, 64, 8}, {64, 32, 4}};
     case FlexKernel::kGradQuery:
-      if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
-      if (head <= 128) return {{64, 64, 4}};
+      if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
+      if (head <= 128) return {{128, 32, 4}, {64, 32, 4}};
       return {{64, 32, 4}, {32, 32, 2}};
     case FlexKernel::kBackward:
       if (wide) {
@@ -212,7 +212,7 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
   add(value_cols(c));
   for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages}) add(v);
   int flags = 0;
-  for (const bool v : {c.blocks, mixed(c, plan.tile), c.split, c.unscaled, c.max_scores, c.out_low, c.grad_query, c.grad_key,
+  for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low, c.grad_query, c.grad_key,
                        c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars, c.mask_mod.small_scalars,
                        c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
     flags = flags * 2 + (v ? 1 : 0);
@@ -240,6 +240,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
     score_mod::RenderOptions options;
     options.name = type;
     options.dtypes = mod.dtypes;
+    if (c.small_lengths) options.lengths = {kSmallLength, kSmallLength, kSmallLength, kSmallLength};
     options.small_scalars = mod.small_scalars;
     options.small_buffers = mod.small_buffers;
     source += score_mod::render_cuda(graph, options) + "\n";

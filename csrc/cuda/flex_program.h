@@ -22,6 +22,8 @@ struct FlexMod {
   bool small_scalars = true;             ///< all integer scalars lie between -2^30 and 2^30
 };
 
+inline constexpr int64_t kSmallLength = int64_t{1} << 21;
+
 /// All that a kernel is compiled for, but lengths, strides, scalars.
 struct FlexCase {
   FlexKernel kernel = FlexKernel::kForward;
@@ -30,6 +32,7 @@ struct FlexCase {
   FlexMod score_mod, mask_mod;
   bool blocks = false;                 ///< there is a block mask
   std::array<int64_t, 2> block_size{}; ///< its blocks: tiles may lie in several of them
+  bool small_lengths = true;           ///< B, H, M and N are at most 2^21
   bool split = true;                   ///< float32: full accuracy, by three products in TF32
   bool unscaled = false;               ///< forward: the scale is positive, and there is no score_mod
   // forward

@@ -145,6 +145,10 @@ class Renderer {
     bool wide = node.type == Type::kInt && wide_[id];
     for (const NodeId operand : node.operands) wide = wide || (graph_.type(operand) == Type::kInt && wide_[operand]);
     const NodeId last = node.operands.back();
+    if (node.op == Op::kToFloat && graph_.type(last) == Type::kInt && is_small(last)) {
+      text_ += "    const float " + names_[id] + " = small_to_float(" + names_[last] + ");\n";
+      return;
+    }
     const std::string_view spelling = graph_.type(last) == Type::kFloat ? p.cuda_float : p.cuda_integer;
     std::string expression;
     for (size_t i = 0; i < spelling.size(); ++i) {
@@ -157,6 +161,12 @@ class Renderer {
       expression += widen ? "static_cast<long long>(" + names_[operand] + ")" : names_[operand];
     }
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + expression + ";\n";
+  }
+
+  // Whether small_to_float takes it.
+  bool is_small(NodeId id) const {
+    constexpr int64_t kBound = int64_t{1} << 22;
+    return !wide_[id] && intervals_[id].low >= -kBound && intervals_[id].high < kBound;
   }
 
   // " && inside(...)" for each dimension, with the indices wrapped where they may be negative.

@@ -75,6 +75,7 @@ class FlexBackward {
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
     col_ = col_tile_ * Config::kCols;
+    row_tiles_ = (a_.queries + Config::kRows - 1) / Config::kRows;
     load<KeyTile>(key_, a_.key, key_batch_, key_head_, col_, a_.keys, a_.head_size);
     load<ValueTile>(value_, a_.value, key_batch_, key_head_, col_, a_.keys, a_.value_size);
 #pragma unroll
@@ -85,26 +86,26 @@ class FlexBackward {
     sums_.begin();
 
     Place place = first();
-    if (place.member < members()) load_stage(place, 0);
+    if (place.b < last_batch_) load_stage(place, 0);
     commit_copies();
     int b = -1, h = -1;
-    for (int i = 0; place.member < members(); ++i) {
+    for (int i = 0; place.b < last_batch_; ++i) {
       const Place next = after(place);
       const int stage = i % Config::kStages;
       wait_copies<0>();
       __syncthreads();
-      if (Config::kStages == 2 && next.member < members()) load_stage(next, 1 - stage);
+      if (Config::kStages == 2 && next.b < last_batch_) load_stage(next, 1 - stage);
       commit_copies();
-      if (b != batch(place) || h != query_head(place)) {
+      if (b != place.b || h != place.h) {
         if (h >= 0) sums_.end_head(b, h, first_key());
         sums_.begin_head();
-        b = batch(place);
-        h = query_head(place);
+        b = place.b;
+        h = place.h;
       }
-      step(place, stage, b, h);
+      step(place, stage);
       if (Config::kStages == 1) {
         __syncthreads();
-        if (next.member < members()) load_stage(next, 0);
+        if (next.b < last_batch_) load_stage(next, 0);
         commit_copies();
       }
       place = next;
@@ -123,22 +124,25 @@ class FlexBackward {
  private:
   /// A tile of queries of one of the query heads that share the keys.
   struct Place {
-    int member, i, tile;  // i: in the head's list; tile: 4 * row of tiles + kind
+    int b, h, i, tile;  // i: in the head's list; tile: 4 * row of tiles + kind
   };
-  __device__ __forceinline__ int members() const { return a_.batches / a_.key_batches * a_.group; }
-  __device__ __forceinline__ int batch(const Place& p) const { return a_.key_batches == 1 ? p.member / a_.group : key_batch_; }
-  __device__ __forceinline__ int query_head(const Place& p) const { return key_head_ * a_.group + p.member % a_.group; }
-  __device__ __forceinline__ TileWalk walk(const Place& p) const {
-    return TileWalk(a_.tiles, batch(p), query_head(p), col_tile_, (a_.queries + Config::kRows - 1) / Config::kRows, (Config*)nullptr);
+  __device__ __forceinline__ Place first() {
+    first_head_ = key_head_ * a_.group;
+    last_batch_ = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
+    return settle({key_batch_, first_head_, 0, 0});
   }
-  __device__ __forceinline__ Place first() const { return settle({0, 0, 0}); }
-  __device__ __forceinline__ Place after(const Place& p) const { return settle({p.member, p.i + 1, 0}); }
+  __device__ __forceinline__ Place after(const Place& p) const { return settle({p.b, p.h, p.i + 1, 0}); }
   __device__ __forceinline__ Place settle(Place p) const {
-    for (; p.member < members(); ++p.member, p.i = 0) {
-      const TileWalk tiles = walk(p);
+    while (p.b < last_batch_) {
+      const TileWalk tiles(a_.tiles, p.b, p.h, col_tile_, row_tiles_, (Config*)nullptr);
       if (p.i < tiles.count()) {
         p.tile = tiles[p.i];
         break;
+      }
+      p.i = 0;
+      if (++p.h == first_head_ + a_.group) {
+        p.h = first_head_;
+        ++p.b;
       }
     }
     return p;
@@ -159,7 +163,7 @@ class FlexBackward {
   }
   __device__ __forceinline__ void load_stage(const Place& p, int stage) const {
     const unsigned to = stage_ + stage * kStageBytes;
-    const int b = batch(p), h = query_head(p), row = (p.tile >> 2) * Config::kRows;
+    const int b = p.b, h = p.h, row = (p.tile >> 2) * Config::kRows;
     load<QueryTile>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load<GradOutTile>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
     const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.queries + row;
@@ -178,10 +182,10 @@ class FlexBackward {
     }
   }
 
-  __device__ __forceinline__ void step(const Place& place, int stage, int b, int h) {
+  __device__ __forceinline__ void step(const Place& place, int stage) {
     const unsigned query = stage_ + stage * kStageBytes, grad_out = query + QueryTile::kBytes;
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
-    scores(query, grad_out, place, b, h, p, ds);
+    scores(query, grad_out, place, p, ds);
     if constexpr (Config::kShare == 1) {
       if constexpr (Config::kGradValue) {
         accumulate<kMineE, kBlocksE>(grad_value_, p, probability_, grad_out, GradOutTile::kStride);
@@ -195,27 +199,40 @@ class FlexBackward {
       accumulate<kMineE, kBlocksE>(grad_value_, p, probability_, grad_out, GradOutTile::kStride);
     }
     if constexpr (Config::kGradKey) accumulate<kMineD, kBlocksD>(grad_key_, ds, gradient_, query, QueryTile::kStride);
-    if constexpr (Config::kGradQuery) add_grad_query(b, h, (place.tile >> 2) * Config::kRows);
-    sums_.flush(b, h, (place.tile >> 2) * Config::kRows, col_);
+    if constexpr (Config::kGradQuery) add_grad_query(place.b, place.h, (place.tile >> 2) * Config::kRows);
+    sums_.flush(place.b, place.h, (place.tile >> 2) * Config::kRows, col_);
   }
 
   // P and dS of the warp's keys and its part of the queries, as operands.
-  __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const Place& place, int b, int h,
+  __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const Place& place,
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
     product<Config::kHead>(s, key_, KeyTile::kStride, query, QueryTile::kStride);
     if constexpr (Config::kGradScores) product<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
-    const int row = (place.tile >> 2) * Config::kRows, kind = place.tile & 3;
-    const int q = row + part() * kPart + lane() % 4 * 2;
-    const bool masked = kind != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+    const int row = (place.tile >> 2) * Config::kRows;
+    const bool masked = (place.tile & 3) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
     const auto* rows = reinterpret_cast<const FlexRow*>(
         shared_ + (grad_out + GradOutTile::kBytes - key_) + (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
+    // The code of a score_mod is there once, so that it is compiled quickly.
+    if (kHas<ScoreMod> || masked) {
+      pairs<true>(place, masked, rows, s, d, p, ds);
+    } else {
+      pairs<false>(place, masked, rows, s, d, p, ds);
+    }
+    sums_.end_tile();
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void pairs(const Place& place, bool masked, const FlexRow* rows, float (&s)[kBlocksM][kBlocksN][4],
+                                        float (&d)[kBlocksM][kBlocksN][4], unsigned (&p)[kBlocksM][kOperands],
+                                        unsigned (&ds)[kBlocksM][kOperands]) {
+    const int b = place.b, h = place.h, q = (place.tile >> 2) * Config::kRows + part() * kPart + lane() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       const int kv = first_key() + m * 16;
       Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
-      if (masked) {
+      if (kMasked && masked) {
         alive = 0;
 #pragma unroll 1
         for (int i = 0; i < kBlocksN * 4; i += 2) {
@@ -223,7 +240,7 @@ class FlexBackward {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const bool inside = at_kv < a_.keys && at_q + e < a_.queries;
-            const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b, h, at_q + e, at_kv, inside);
+            const bool takes = takes_part<Config>(a_.tiles, mask_, place.tile & 3, b, h, at_q + e, at_kv, inside);
             alive |= Bits<kBlocksN * 4>(takes) << (i + e);
           }
         }
@@ -242,7 +259,7 @@ class FlexBackward {
           }
           float value[Config::Derivative::kContributions + 1];
           const float score = s[m][n][e];
-          const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+          const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
           d[m][n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, d[m][n][e], of, b, h, at_q, at_kv, takes,
                                                        s[m][n][e], value);
           sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
@@ -252,7 +269,6 @@ class FlexBackward {
         if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n]);
       }
     }
-    sums_.end_tile();
   }
 
   // Rows of `a` by the warp's part of the rows of `b`, kCommon columns each; to the bit what the forward has: the gradient
@@ -396,7 +412,7 @@ class FlexBackward {
   char* const shared_;
   const unsigned key_, value_, stage_, gradient_, probability_;
   Sums sums_;
-  int col_tile_, col_, key_batch_, key_head_;
+  int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;
   float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];
 };
 

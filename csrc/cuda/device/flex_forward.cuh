@@ -170,10 +170,17 @@ class FlexForward {
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
 
+  // Exponentials are relative to `max_`, a score that the row has had: not always the largest, since to follow each new
+  // one means to rescale the output. It follows where a score is larger by 2^kSlack in the exponential, so that neither
+  // sums nor 16-bit probabilities overflow. Of a small output the rescaling costs less than the branch around it.
+  static constexpr bool kLazy = Config::kValue > 64;
+  static constexpr float kSlack = kLazy && !Config::kMaxScores ? 8.0f : 0.0f;
+
   __device__ __forceinline__ void softmax(float (&s)[kBlocksM][kBlocksN][4]) {
     const float factor = unit() * kLog2E;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
+      float rescale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float max = max_[m][r];
@@ -185,10 +192,25 @@ class FlexForward {
 #pragma unroll
           for (int n = 0; n < kBlocksN; ++n) ties_[m][r] += (s[m][n][2 * r] == max) + (s[m][n][2 * r + 1] == max);
         }
-        // Nothing yet: all exponentials are 0.
-        const float origin = max == -FUSEGRAD_INFINITY ? 0.0f : max * factor;
-        const float rescale = power_of_two(max_[m][r] * factor - origin);
-        max_[m][r] = max;
+        // Not less or equal: NaN and the first score (infinity) go on.
+        rescale[r] = 1.0f;
+        if (!((max - max_[m][r]) * factor <= kSlack)) {
+          // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+          rescale[r] = max == -FUSEGRAD_INFINITY ? 0.0f : power_of_two((max_[m][r] - max) * factor);
+          max_[m][r] = max;
+        }
+      }
+      // Of few tiles but the first any row of a warp's has such a score.
+      if (!kLazy || __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+        for (int n = 0; n < kBlocksE; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out_[m][n][e] *= rescale[e / 2];
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float origin = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r] * factor;
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < kBlocksN; ++n) {
@@ -198,12 +220,7 @@ class FlexForward {
             sum += s[m][n][e];
           }
         }
-        sum_[m][r] = sum_[m][r] * rescale + sum;
-#pragma unroll
-        for (int n = 0; n < kBlocksE; ++n) {
-          out_[m][n][2 * r] *= rescale;
-          out_[m][n][2 * r + 1] *= rescale;
-        }
+        sum_[m][r] = sum_[m][r] * rescale[r] + sum;
       }
     }
   }

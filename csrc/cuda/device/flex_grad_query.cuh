@@ -1,5 +1,5 @@
 // The gradient of the queries by itself, where it must be the same bits each time: a CTA owns kRows queries and goes
-// over the tiles of keys in order, a warp 16 of them. Also finds the largest contribution to each captured buffer, which
+// over the tiles of keys in order, a warp kRows / kWarps of them. Also finds the largest contribution to each captured buffer, which
 // fixed point is made for. For every GPU from sm_80 on. Config as in flex_backward.cuh, but tiles are lists of keys for
 // the queries, and there are neither kShare nor kStages.
 #pragma once
@@ -20,12 +20,14 @@ class FlexGradQuery {
   using KeyTile = Tile<T, Config::kCols, Config::kHead>;
   using ValueTile = Tile<T, Config::kCols, Config::kValue>;
   static constexpr int kThreads = kLanes * Config::kWarps;
+  static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 queries, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksD = Config::kHead / 8;
-  static_assert(Config::kRows == 16 * Config::kWarps);
+  static_assert(Config::kRows == 16 * kBlocksM * Config::kWarps);
 
  public:
-  static constexpr int kSharedBytes = QueryTile::kBytes + GradOutTile::kBytes + KeyTile::kBytes + ValueTile::kBytes;
+  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+  static constexpr int kSharedBytes = QueryTile::kBytes + GradOutTile::kBytes + 2 * kStageBytes;
 
   __device__ __forceinline__ FlexGradQuery(const FlexBackwardArguments& a, const typename ScoreMod::Captured& score,
                                            const typename MaskMod::Captured& mask, unsigned shared)
@@ -34,8 +36,7 @@ class FlexGradQuery {
         mask_(mask),
         query_(shared),
         grad_out_(query_ + QueryTile::kBytes),
-        key_(grad_out_ + GradOutTile::kBytes),
-        value_(key_ + KeyTile::kBytes) {}
+        stage_(grad_out_ + GradOutTile::kBytes) {}
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
@@ -44,44 +45,50 @@ class FlexGradQuery {
     b_ = head / a_.heads;
     h_ = head % a_.heads;
     row_ = row_tile * Config::kRows;
-    const int key_batch = a_.key_batches == 1 ? 0 : b_, key_head = h_ / a_.group;
-#pragma unroll
-    for (int n = 0; n < kBlocksD; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum_[n][e] = 0.0f;
-    }
-#pragma unroll
     for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = 0.0f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int q = row_ + first_row() + r * 8 + lane() / 4;
-      const bool there = q < a_.queries;
-      const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
-      rows_[r] = {there ? a_.rows[at] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
-      if constexpr (Config::kMaxGradient) {
-        rows_[r].max = there ? a_.max_scores[at] : 0.0f;
-        rows_[r].grad_max = there ? a_.grad_max[at] : 0.0f;
-      }
-    }
+    for (int m = 0; m < kBlocksM; ++m) begin(m);
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     load<QueryTile>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
     load<GradOutTile>(grad_out_, a_.grad_out, b_, h_, row_, a_.queries, a_.value_size);
+    int tile = walk.count() > 0 ? walk[0] : -1;
+    if (tile >= 0) load_stage(tile, 0);
+    commit_copies();
     for (int i = 0; i < walk.count(); ++i) {
-      const int tile = walk[i], col = (tile >> 2) * Config::kCols;
-      load<KeyTile>(key_, a_.key, key_batch, key_head, col, a_.keys, a_.head_size);
-      commit_copies();
-      load<ValueTile>(value_, a_.value, key_batch, key_head, col, a_.keys, a_.value_size);
-      commit_copies();
-      step(tile & 3, col);
+      wait_copies<0>();
       __syncthreads();
+      const int next = i + 1 < walk.count() ? walk[i + 1] : -1;
+      if (next >= 0) load_stage(next, (i + 1) % 2);
+      commit_copies();
+      step(tile, stage_ + i % 2 * kStageBytes);
+      tile = next;
     }
     wait_copies<0>();
     finish();
   }
 
  private:
+  __device__ __forceinline__ void begin(int m) {
+#pragma unroll
+    for (int n = 0; n < kBlocksD; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum_[m][n][e] = 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
+      const bool there = q < a_.queries;
+      const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
+      rows_[m][r] = {there ? a_.rows[at] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
+      if constexpr (Config::kMaxGradient) {
+        rows_[m][r].max = there ? a_.max_scores[at] : 0.0f;
+        rows_[m][r].grad_max = there ? a_.grad_max[at] : 0.0f;
+      }
+    }
+  }
+
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
-  __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16; }
+  __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16 * kBlocksM; }
 
   template <class Into>
   __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows, int cols) const {
@@ -91,32 +98,48 @@ class FlexGradQuery {
                                   rows - row, (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
   }
 
+  __device__ __forceinline__ void load_stage(int tile, int stage) const {
+    const unsigned key = stage_ + stage * kStageBytes;
+    const int b = a_.key_batches == 1 ? 0 : b_, h = h_ / a_.group, col = (tile >> 2) * Config::kCols;
+    load<KeyTile>(key, a_.key, b, h, col, a_.keys, a_.head_size);
+    load<ValueTile>(key + KeyTile::kBytes, a_.value, b, h, col, a_.keys, a_.value_size);
+  }
+
   template <int kCommon>
-  __device__ __forceinline__ void product(float (&c)[kBlocksN][4], unsigned a, int a_stride, unsigned b, int b_stride) const {
+  __device__ __forceinline__ void product(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, unsigned b,
+                                          int b_stride) const {
 #pragma unroll
     for (int k = 0; k < kCommon / Product::kDepth; ++k) {
-      unsigned row[4];
-      load_a(row, a, a_stride, first_row(), k, lane());
+      unsigned row[kBlocksM][4];
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) load_a(row[m], a, a_stride, first_row() + m * 16, k, lane());
 #pragma unroll
       for (int n = 0; n < kBlocksN; n += 2) {
         unsigned col[4];
         load_b(col, b, b_stride, n * 8, k, lane());
-        Product::step(c[n], row, col[0], col[1]);
-        Product::step(c[n + 1], row, col[2], col[3]);
+#pragma unroll
+        for (int m = 0; m < kBlocksM; ++m) {
+          Product::step(c[m][n], row[m], col[0], col[1]);
+          Product::step(c[m][n + 1], row[m], col[2], col[3]);
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void step(int kind, int col) {
-    float s[kBlocksN][4] = {}, d[kBlocksN][4] = {};
-    wait_copies<1>();
-    __syncthreads();
-    product<Config::kHead>(s, query_, QueryTile::kStride, key_, KeyTile::kStride);
-    wait_copies<0>();
-    __syncthreads();
-    product<Config::kValue>(d, grad_out_, GradOutTile::kStride, value_, ValueTile::kStride);
-    const int q = row_ + first_row() + lane() / 4, kv = col + lane() % 4 * 2;
+  __device__ __forceinline__ void step(int tile, unsigned key) {
+    const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
+    float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
+    product<Config::kHead>(s, query_, QueryTile::kStride, key, KeyTile::kStride);
+    product<Config::kValue>(d, grad_out_, GradOutTile::kStride, key + KeyTile::kBytes, ValueTile::kStride);
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) pairs(m, kind, masked, col + lane() % 4 * 2, s[m], d[m]);
+    if constexpr (Config::kGradQuery) accumulate(d, key);
+  }
+
+  // s becomes probabilities, d the gradient by the scores.
+  __device__ __forceinline__ void pairs(int m, int kind, bool masked, int kv, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
+    const int q = row_ + first_row() + m * 16 + lane() / 4;
     Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
     if (masked) {
       alive = 0;
@@ -131,29 +154,38 @@ class FlexGradQuery {
         }
       }
     }
-    constexpr int kBlocks = Product::kDepth / 8;
-    unsigned a[4];
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float value[Derivative::kContributions + 1];
         const bool takes = (alive >> (n * 4 + e) & 1) != 0;
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_, q + e / 2 * 8,
+        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[m][e / 2], b_, h_, q + e / 2 * 8,
                                                   kv + n * 8 + e % 2, takes, s[n][e], value);
 #pragma unroll
         for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
       }
-      if constexpr (Config::kGradQuery) {
-        put_operand<T>(a + n % kBlocks * kOperandWords<T>, d[n]);
-        if ((n + 1) % kBlocks == 0) {
+    }
+  }
+
+  __device__ __forceinline__ void accumulate(const float (&d)[kBlocksM][kBlocksN][4], unsigned key) {
+    constexpr int kBlocks = Product::kDepth / 8;  // accumulators of a step
 #pragma unroll
-          for (int j = 0; j < kBlocksD; j += 2) {
-            unsigned b[4];
-            Product::load_b_transposed(b, key_, KeyTile::kStride, n / kBlocks * Product::kDepth, j * 8, lane());
-            Product::step(sum_[j], a, b[0], b[1]);
-            Product::step(sum_[j + 1], a, b[2], b[3]);
-          }
+    for (int k = 0; k < Config::kCols / Product::kDepth; ++k) {
+      unsigned a[kBlocksM][4];
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) put_operand<T>(a[m] + i * kOperandWords<T>, d[m][k * kBlocks + i]);
+      }
+#pragma unroll
+      for (int j = 0; j < kBlocksD; j += 2) {
+        unsigned b[4];
+        Product::load_b_transposed(b, key, KeyTile::kStride, k * Product::kDepth, j * 8, lane());
+#pragma unroll
+        for (int m = 0; m < kBlocksM; ++m) {
+          Product::step(sum_[m][j], a[m], b[0], b[1]);
+          Product::step(sum_[m][j + 1], a[m], b[2], b[3]);
         }
       }
     }
@@ -161,15 +193,16 @@ class FlexGradQuery {
 
   __device__ __forceinline__ void finish() {
     if constexpr (Config::kGradQuery) {
-      float* to = a_.grad_query +
-                  (static_cast<long long>(b_ * a_.heads + h_) * a_.queries + row_ + first_row() + lane() / 4) * Config::kHead +
-                  lane() % 4 * 2;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (row_ + first_row() + lane() / 4 + r * 8 >= a_.queries) continue;
+      for (int i = 0; i < 2 * kBlocksM; ++i) {
+        const int q = row_ + first_row() + i * 8 + lane() / 4;
+        if (q >= a_.queries) continue;
+        float* to =
+            a_.grad_query + (static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
 #pragma unroll
         for (int n = 0; n < kBlocksD; ++n) {
-          *reinterpret_cast<float2*>(to + r * 8 * Config::kHead + n * 8) = {sum_[n][2 * r], sum_[n][2 * r + 1]};
+          const float* sum = sum_[i / 2][n] + i % 2 * 2;
+          *reinterpret_cast<float2*>(to + n * 8) = {sum[0], sum[1]};
         }
       }
     }
@@ -184,10 +217,10 @@ class FlexGradQuery {
   const FlexBackwardArguments& a_;
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
-  const unsigned query_, grad_out_, key_, value_;
+  const unsigned query_, grad_out_, stage_;
   int b_, h_, row_;
-  FlexQuery rows_[2];
-  float sum_[kBlocksD][4], largest_[Derivative::kContributions + 1];
+  FlexQuery rows_[kBlocksM][2];
+  float sum_[kBlocksM][kBlocksD][4], largest_[Derivative::kContributions + 1];
 };
 
 }  // namespace fusegrad::device

@@ -33,15 +33,20 @@ struct FlexPairGradient {
   static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score, float grad,
                                                 const FlexQuery& row, int b, int h, int q, int kv, bool takes_part,
                                                 float& p, float* value) {
-    score *= scale;
-    float changed = score;
-    if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, score, b, h, q, kv, takes_part);
-    p = takes_part ? power_of_two(changed * kLog2E - row.row.log2_sum) : 0.0f;
+    float changed;
+    if constexpr (kHas<ScoreMod>) {
+      changed = ScoreMod::apply(captured, score * scale, b, h, q, kv, takes_part);
+      p = power_of_two(changed * kLog2E - row.row.log2_sum);
+    } else {
+      changed = score * scale;
+      p = power_of_two(score * (scale * kLog2E) - row.row.log2_sum);
+    }
+    p = takes_part ? p : 0.0f;
     float d = p * (grad - row.row.delta);
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf is as one that is masked.
-      return Config::Derivative::apply(captured_of<typename Config::Derivative>(captured), score, d, b, h, q, kv, takes_part && changed != -FUSEGRAD_INFINITY, value);
+      return Config::Derivative::apply(captured_of<typename Config::Derivative>(captured), score * scale, d, b, h, q, kv, takes_part && changed != -FUSEGRAD_INFINITY, value);
     } else {
       return takes_part ? d : 0.0f;
     }
