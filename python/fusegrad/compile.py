@@ -49,8 +49,8 @@ def compile_flex(
 ) -> None:
     """Compiles what a call of :func:`fusegrad.flex_attention` on a GPU and its backward need, into the memory of this
     process and the cache on the disk; nothing is run. Lengths, strides, batch, heads, scale and the values of captured
-    tensors and numbers do not matter: one compilation serves them all. Those of ``max_scores`` are compiled by the first
-    call that asks for it.
+    tensors and numbers do not matter: one compilation serves them all. Kernels that give ``max_scores`` are compiled by
+    the first call that asks for it.
 
     Args:
         score_mod: As for the call. Captured tensors count with their dtypes, numbers of elements and ``requires_grad``.

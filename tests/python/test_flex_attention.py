@@ -317,7 +317,9 @@ def test_an_index_out_of_range() -> None:
         return s + torch.where(q == 7, bias[kv], 0.0)
 
     if not on_cuda():
-        with pytest.raises(IndexError, match=r"flex_attention: score_mod: index 20 .* dimension 0 .* buffer 0.* size 20"):
+        with pytest.raises(
+            IndexError, match=r"flex_attention: score_mod: index 20 .* dimension 0 .* buffer 0.* size 20"
+        ):
             flex_attention(q, k, v, score_mod)
         with pytest.raises(IndexError, match="flex_attention: mask_mod: index 3"):
             flex_attention(q, k, v, block_mask=partial)
