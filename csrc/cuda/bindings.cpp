@@ -13,9 +13,11 @@ namespace {
 
 constexpr const char* kCaptured[] = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"};
 
-FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes) {
+FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes, std::array<bool, 2> small) {
   FlexMod mod;
   mod.text = text;
+  mod.small_buffers = small[0];
+  mod.small_scalars = small[1];
   for (const auto& dtype : dtypes) {
     const auto* found = std::find(std::begin(kCaptured), std::end(kCaptured), dtype);
     if (found == std::end(kCaptured)) throw py::value_error("unknown dtype '" + dtype + "'");
@@ -28,14 +30,16 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    const std::pair<std::string, std::vector<std::string>>& score_mod,
                    const std::pair<std::string, std::vector<std::string>>& mask_mod,
                    const std::optional<std::array<int64_t, 2>>& block_size, const std::vector<bool>& wants_grad,
-                   const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic) {
+                   const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic, bool needs_grad,
+                   bool split, std::array<bool, 2> score_mod_small, std::array<bool, 2> mask_mod_small) {
   FlexCase c;
   c.kernel = kernel == "forward" ? FlexKernel::kForward : kernel == "backward" ? FlexKernel::kBackward : FlexKernel::kGradQuery;
   c.dtype = dtype == "float32" ? DType::kFloat32 : dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
   c.head_size = head_size;
   c.value_size = value_size;
-  c.score_mod = make_mod(score_mod.first, score_mod.second);
-  c.mask_mod = make_mod(mask_mod.first, mask_mod.second);
+  c.score_mod = make_mod(score_mod.first, score_mod.second, score_mod_small);
+  c.mask_mod = make_mod(mask_mod.first, mask_mod.second, mask_mod_small);
+  c.split = split;
   c.blocks = block_size.has_value();
   if (c.blocks) c.block_size = *block_size;
   c.unscaled = c.kernel == FlexKernel::kForward && c.score_mod.text.empty();
@@ -44,8 +48,8 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   if (c.kernel != FlexKernel::kForward) {
     c.wants_grad = wants_grad;
     c.elements = elements;
-    c.grad_query = (c.kernel == FlexKernel::kGradQuery) == deterministic;
-    c.grad_key = c.grad_value = c.kernel == FlexKernel::kBackward;
+    c.grad_query = needs_grad && (c.kernel == FlexKernel::kGradQuery) == deterministic;
+    c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;
     c.max_gradient = max_scores;
     c.fixed_point = deterministic && std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end();
   }
@@ -62,7 +66,10 @@ void bind(py::module_& m) {
            py::arg("score_mod") = std::pair<std::string, std::vector<std::string>>(),
            py::arg("mask_mod") = std::pair<std::string, std::vector<std::string>>(), py::arg("block_size") = py::none(),
            py::arg("wants_grad") = std::vector<bool>(), py::arg("elements") = std::vector<int64_t>(),
-           py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false);
+           py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
+           py::arg("needs_grad") = true, py::arg("split") = true, py::arg("score_mod_small") = std::array<bool, 2>{true, true},
+           py::arg("mask_mod_small") = std::array<bool, 2>{true, true});
+  m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "plan",
       [](const FlexCase& c, const std::string& architecture) {

@@ -10,6 +10,7 @@ from . import utils
 from ._C import check_targets_enabled, set_check_targets
 from ._load import version as __version__
 from .attention import flex_attention
+from .compile import compile_flex
 from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
 from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
 from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "build_info",
     "check_targets_enabled",
+    "compile_flex",
     "cross_entropy",
     "explain",
     "flex_attention",
