@@ -35,14 +35,13 @@ FlexGradientTuple to_tuple(const FlexGradients& g) { return {g.query, g.key, g.v
 // Forward and Backward: a device's functions of cpu/flex_attention.h or cuda/flex_attention.h.
 template <auto Forward>
 FlexOutputTuple forward(const Tensor& query, const Tensor& key, const Tensor& value, std::string_view score_mod,
-                            TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod,
-                            TensorList mask_mod_buffers, Scalars mask_mod_scalars, TensorList kv_blocks,
-                            TensorList q_blocks, at::IntArrayRef block_size, double scale, int64_t aux) {
-  return Forward(
-      query, key, value,
-      make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
-                  kv_blocks, q_blocks, block_size, scale),
-      aux);
+                        TensorList score_mod_buffers, Scalars score_mod_scalars, std::string_view mask_mod,
+                        TensorList mask_mod_buffers, Scalars mask_mod_scalars, TensorList kv_blocks,
+                        TensorList q_blocks, at::IntArrayRef block_size, double scale, int64_t aux) {
+  return Forward(query, key, value,
+                 make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers,
+                             mask_mod_scalars, kv_blocks, q_blocks, block_size, scale),
+                 aux);
 }
 
 FlexOutputTuple forward_meta(const Tensor& query, const Tensor& /*key*/, const Tensor& value,
@@ -57,38 +56,35 @@ std::vector<bool> flags_of(const c10::List<bool>& list) { return {list.begin(), 
 
 template <auto Backward>
 void backward_into(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& grad_out,
-                       const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out,
-                       const Tensor& lse, const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low,
-                       std::string_view score_mod, TensorList score_mod_buffers, Scalars score_mod_scalars,
-                       std::string_view mask_mod, TensorList mask_mod_buffers, Scalars mask_mod_scalars,
-                       TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
-                       bool deterministic, const c10::List<bool>& needs_grad, TensorList grad_buffers) {
+                   const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out,
+                   const Tensor& lse, const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low,
+                   std::string_view score_mod, TensorList score_mod_buffers, Scalars score_mod_scalars,
+                   std::string_view mask_mod, TensorList mask_mod_buffers, Scalars mask_mod_scalars,
+                   TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
+                   bool deterministic, const c10::List<bool>& needs_grad, TensorList grad_buffers) {
   const auto needs = flags_of(needs_grad);
-  Backward(
-      {grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key, value,
-      {out, lse, max_scores, max_ties, out_low},
-      make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
-                  kv_blocks, q_blocks, block_size, scale),
-      deterministic, needs, {{}, {}, {}, grad_buffers.vec()}, /*inplace=*/true);
+  Backward({grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key,
+           value, {out, lse, max_scores, max_ties, out_low},
+           make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
+                       kv_blocks, q_blocks, block_size, scale),
+           deterministic, needs, {{}, {}, {}, grad_buffers.vec()}, /*inplace=*/true);
 }
 
 template <auto Backward>
-FlexGradientTuple backward(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                               const OptionalTensor& grad_max_scores, const Tensor& out, const Tensor& lse,
-                               const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low,
-                               std::string_view score_mod, TensorList score_mod_buffers, Scalars score_mod_scalars,
-                               std::string_view mask_mod, TensorList mask_mod_buffers, Scalars mask_mod_scalars,
-                               TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
-                               bool deterministic, const c10::List<bool>& needs_grad) {
+FlexGradientTuple backward(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& grad_out,
+                           const OptionalTensor& grad_lse, const OptionalTensor& grad_max_scores, const Tensor& out,
+                           const Tensor& lse, const Tensor& max_scores, const Tensor& max_ties, const Tensor& out_low,
+                           std::string_view score_mod, TensorList score_mod_buffers, Scalars score_mod_scalars,
+                           std::string_view mask_mod, TensorList mask_mod_buffers, Scalars mask_mod_scalars,
+                           TensorList kv_blocks, TensorList q_blocks, at::IntArrayRef block_size, double scale,
+                           bool deterministic, const c10::List<bool>& needs_grad) {
   const auto needs = flags_of(needs_grad);
   const auto grads = empty_flex_gradients(query, key, value, score_mod_buffers, needs, /*inplace=*/false);
-  Backward(
-      {grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key, value,
-      {out, lse, max_scores, max_ties, out_low},
-      make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
-                  kv_blocks, q_blocks, block_size, scale),
-      deterministic, needs, grads, /*inplace=*/false);
+  Backward({grad_out.value_or(Tensor()), grad_lse.value_or(Tensor()), grad_max_scores.value_or(Tensor())}, query, key,
+           value, {out, lse, max_scores, max_ties, out_low},
+           make_scores(score_mod, score_mod_buffers, score_mod_scalars, mask_mod, mask_mod_buffers, mask_mod_scalars,
+                       kv_blocks, q_blocks, block_size, scale),
+           deterministic, needs, grads, /*inplace=*/false);
   return to_tuple(grads);
 }
 

@@ -25,8 +25,8 @@ using device::FlexTensor;
 Tensor with_aligned_rows(const Tensor& t) {
   const int64_t bytes = t.element_size(), vector = 16 / bytes;
   const auto fits = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) % vector == 0; };
-  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) && fits(0) && fits(1) &&
-      fits(2) && t.size(3) % vector == 0) {
+  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) && fits(0) &&
+      fits(1) && fits(2) && t.size(3) % vector == 0) {
     return t;
   }
   const int64_t cols = (t.size(3) + vector - 1) / vector * vector;
@@ -39,7 +39,8 @@ Tensor with_aligned_rows(const Tensor& t) {
 
 FlexTensor view(const Tensor& t) {
   if (!t.defined() || t.numel() == 0) return {};
-  return {const_cast<void*>(t.const_data_ptr()), t.size(0) == 1 ? 0 : t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  return {const_cast<void*>(t.const_data_ptr()), t.size(0) == 1 ? 0 : t.stride(0), t.stride(1), t.stride(2),
+          t.stride(3)};
 }
 
 int as_int(int64_t n) {
@@ -61,7 +62,8 @@ class Call {
     case_.dtype = to_dtype(query.scalar_type());
     case_.head_size = as_int(query.size(3));
     case_.value_size = as_int(value.size(3));
-    case_.split = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) != at::Float32Precision::TF32;
+    case_.split = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) !=
+                  at::Float32Precision::TF32;
     score_words_ = prepare(case_.score_mod, scores.score_mod);
     mask_words_ = prepare(case_.mask_mod, scores.mask_mod);
     case_.blocks = !scores.kv_blocks.empty();
@@ -118,9 +120,8 @@ class Call {
   }
 
   void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* sums = nullptr) {
-    const jit::Kernel& kernel = jit::kernel(flex_id(case_, plan), [&](const std::string& architecture) {
-      return flex_program(case_, plan, architecture);
-    });
+    const jit::Kernel& kernel = jit::kernel(
+        flex_id(case_, plan), [&](const std::string& architecture) { return flex_program(case_, plan, architecture); });
     TORCH_CHECK_VALUE(ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
     jit::Launch how;
     how.grid[0] = static_cast<unsigned>(ctas);
@@ -166,7 +167,8 @@ class Call {
     map.list_cols_partial = as_int(lists_[1].size(3));
     map.list_cols_full = lists_.size() > 2 ? as_int(lists_[3].size(3)) : 0;
     map.distinguish = !case_.mask_mod.text.empty();
-    const Tensor blocks = at::zeros({map.batches, map.heads, map.rows, std::max(map.cols, 1)}, query_.options().dtype(at::kByte));
+    const Tensor blocks =
+        at::zeros({map.batches, map.heads, map.rows, std::max(map.cols, 1)}, query_.options().dtype(at::kByte));
     flex_block_map(map, blocks.mutable_data_ptr<uint8_t>(), stream_);
     kept_.push_back(blocks);
     map_ = {};
@@ -193,13 +195,16 @@ int64_t tiles_in(int64_t n, int size) { return (n + size - 1) / size; }
 /// The sums of the contributions to captured buffers.
 class BufferSums {
  public:
-  BufferSums(const FlexScores& scores, const std::vector<bool>& wants, bool fixed_point, int64_t pairs, const Tensor& like)
-      : derivative_(scores.score_mod.text.empty() ? nullptr : score_mod::cached_derivative(scores.score_mod.text, wants)),
+  BufferSums(const FlexScores& scores, const std::vector<bool>& wants, bool fixed_point, int64_t pairs,
+             const Tensor& like)
+      : derivative_(scores.score_mod.text.empty() ? nullptr
+                                                  : score_mod::cached_derivative(scores.score_mod.text, wants)),
         fixed_point_(fixed_point) {
     const auto floats = like.options().dtype(at::kFloat);
     const auto& buffers = scores.score_mod.buffers;
     for (size_t i = 0; i < buffers.size(); ++i) {
-      sums_.push_back(wants[i] ? at::zeros({buffers[i].numel()}, fixed_point ? floats.dtype(at::kLong) : floats) : Tensor());
+      sums_.push_back(wants[i] ? at::zeros({buffers[i].numel()}, fixed_point ? floats.dtype(at::kLong) : floats)
+                               : Tensor());
     }
     if (fixed_point) largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
     const auto count = static_cast<uint64_t>(contributions()) * static_cast<uint64_t>(pairs);
@@ -227,8 +232,8 @@ class BufferSums {
       if (!sum.defined()) continue;
       if (fixed_point_) {
         const Tensor floats = at::empty(sum.sizes(), sum.options().dtype(at::kFloat));
-        flex_fixed_to_float(sum.const_data_ptr<int64_t>(), largest() + i, fixed_bits_, sum.numel(), floats.mutable_data_ptr<float>(),
-                            stream);
+        flex_fixed_to_float(sum.const_data_ptr<int64_t>(), largest() + i, fixed_bits_, sum.numel(),
+                            floats.mutable_data_ptr<float>(), stream);
         sum = floats;
       }
       grads[i].copy_(sum.view(grads[i].sizes()));
@@ -245,8 +250,8 @@ class BufferSums {
 
 }  // namespace
 
-FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value, const FlexScores& scores,
-                                       int64_t aux) {
+FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                       const FlexScores& scores, int64_t aux) {
   const c10::cuda::CUDAGuard guard(query.device());
   const FlexOutputs outputs = empty_flex_outputs(query, value, aux);
   if (outputs.lse.numel() != 0 && key.numel() == 0) {
@@ -304,8 +309,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
-  flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse), data_of(grad_lse),
-             static_cast<int>(query.size(0)), static_cast<int>(query.size(1)), static_cast<int>(query.size(2)), c.value_size},
+  flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
+             data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
+             static_cast<int>(query.size(2)), c.value_size},
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();

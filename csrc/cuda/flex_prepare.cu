@@ -12,7 +12,8 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
 // A CTA a row of blocks. A block in both lists is full.
-__global__ void __launch_bounds__(kThreads) block_map_kernel(const __grid_constant__ FlexBlockMap p, unsigned char* blocks) {
+__global__ void __launch_bounds__(kThreads)
+    block_map_kernel(const __grid_constant__ FlexBlockMap p, unsigned char* blocks) {
   const int64_t row = blockIdx.x;
   bool bad = false;
   const auto mark = [&](const FlexBlockList& list, int list_cols, device::FlexBlock state) {
@@ -32,7 +33,8 @@ __global__ void __launch_bounds__(kThreads) block_map_kernel(const __grid_consta
 }
 
 // The state of a tile: FlexTileKind, or -1 where no pair takes part, or -2 where a list is wrong.
-__device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q, int kv) {
+__device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
+                          int kv) {
   const int first_row = static_cast<int>(q / t.block_size_q);
   const int last_row = static_cast<int>((min(q + p.tile_q, p.queries) - 1) / t.block_size_q);
   const int first_col = static_cast<int>(kv / t.block_size_kv);
@@ -54,7 +56,8 @@ __device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, co
 
 // A CTA a list, which it writes in order.
 __global__ void __launch_bounds__(kThreads)
-    tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count, int* list) {
+    tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
+                      int* list) {
   __shared__ int warps[kThreads / kWarp + 1];
   const int64_t id = blockIdx.x;
   const int row = static_cast<int>(id % t.rows);
@@ -87,8 +90,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 __device__ float at(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row, int col) {
-  return static_cast<float>(static_cast<const T*>(
-      t.data)[b * t.batch_stride + h * t.head_stride + row * t.row_stride + col * t.col_stride]);
+  return static_cast<float>(
+      static_cast<const T*>(t.data)[b * t.batch_stride + h * t.head_stride + row * t.row_stride + col * t.col_stride]);
 }
 
 // A warp a row.
@@ -125,7 +128,8 @@ __global__ void __launch_bounds__(kThreads)
   // As device::fixed_scale has it, the other way round.
   const double unit = __longlong_as_double(static_cast<long long>(1023 - bits + exponent + 1) << 52);
   const bool finite = exponent < 128;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements; i += int64_t{kThreads} * gridDim.x) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements;
+       i += int64_t{kThreads} * gridDim.x) {
     out[i] = finite ? static_cast<float>(static_cast<double>(sums[i]) * unit) : __int_as_float(0x7fffffff);
   }
 }
@@ -148,15 +152,17 @@ void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* st
   const int64_t count = static_cast<int64_t>(rows.batches) * rows.heads * rows.queries;
   constexpr int kRows = kThreads / kWarp;
   with_type(dtype, [&](auto tag) {
-    launch("flex_rows", rows_kernel<typename decltype(tag)::type>, {(count + kRows - 1) / kRows, kThreads}, stream, rows, out);
+    launch("flex_rows", rows_kernel<typename decltype(tag)::type>, {(count + kRows - 1) / kRows, kThreads}, stream,
+           rows, out);
   });
 }
 
 void flex_fixed_to_float(const int64_t* sums, const float* largest, int fixed_bits, int64_t elements, float* out,
                          void* stream) {
   if (elements == 0) return;
-  launch("flex_fixed_to_float", fixed_to_float_kernel, {std::min<int64_t>((elements + kThreads - 1) / kThreads, 4096), kThreads},
-         stream, sums, largest, fixed_bits, elements, out);
+  launch("flex_fixed_to_float", fixed_to_float_kernel,
+         {std::min<int64_t>((elements + kThreads - 1) / kThreads, 4096), kThreads}, stream, sums, largest, fixed_bits,
+         elements, out);
 }
 
 }  // namespace fusegrad::cuda

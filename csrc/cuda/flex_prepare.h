@@ -1,5 +1,5 @@
-// What flex attention on CUDA computes before and after its kernels: lists of tiles, a few numbers a row. Compiled ahead
-// of time.
+// What flex attention on CUDA computes before and after its kernels: lists of tiles, a few numbers a row. Compiled
+// ahead of time.
 #pragma once
 
 #include "cuda/device/flex_arguments.cuh"

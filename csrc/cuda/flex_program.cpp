@@ -59,8 +59,9 @@ std::vector<FlexTileSize> candidates(const FlexCase& c) {
       return {{64, 32, 4}, {32, 32, 2}};
     case FlexKernel::kBackward:
       if (wide) {
-        if (head <= 128) return {{32, 64, 4, 1, 1}, {32, 32, 2, 1, 1}};
-        return {{32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
+        if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
+        if (head <= 128) return {{32, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+        return {{64, 32, 8, 4, 1}, {32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
       }
       if (head <= 64) return {{128, 128, 8, 2, 2}, {64, 128, 8, 2, 1}};
       if (head <= 128) return {{64, 128, 8, 2, 2}, {64, 128, 8, 2, 1}, {32, 64, 4, 1, 2}, {32, 64, 4, 1, 1}};
@@ -135,14 +136,17 @@ std::string list(const std::vector<int>& values) {
 }
 
 std::string config(const FlexCase& c, const FlexPlan& plan) {
-  std::string text = "struct Config {\n  using Element = fusegrad::device::" + std::string(element_name(c.dtype)) + ";\n";
+  std::string text =
+      "struct Config {\n  using Element = fusegrad::device::" + std::string(element_name(c.dtype)) + ";\n";
   if (c.dtype == DType::kFloat32) text = "struct Config {\n  using Element = float;\n";
   const auto mod = [](const FlexMod& m, const char* name) {
     return m.text.empty() ? std::string("fusegrad::device::NoMod") : "::" + std::string(name);
   };
-  text += "  using ScoreMod = " + mod(c.score_mod, "ScoreMod") + ";\n  using MaskMod = " + mod(c.mask_mod, "MaskMod") + ";\n";
+  text += "  using ScoreMod = " + mod(c.score_mod, "ScoreMod") + ";\n  using MaskMod = " + mod(c.mask_mod, "MaskMod") +
+          ";\n";
   if (c.kernel != FlexKernel::kForward) {
-    text += std::string("  using Derivative = ") + (has_derivative(c) ? "::Derivative" : "fusegrad::device::NoDerivative") + ";\n";
+    text += std::string("  using Derivative = ") +
+            (has_derivative(c) ? "::Derivative" : "fusegrad::device::NoDerivative") + ";\n";
     text += "  struct Schemes {\n    static constexpr char kScheme[] = {" + list(plan.schemes) +
             "};\n    static constexpr int kTable[] = {" + list(plan.tables) + "};\n  };\n";
   }
@@ -181,27 +185,23 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
 
 int flex_shared_limit(int capability) {
   constexpr int kReserved = 1 << 10;  // of a multiprocessor's, for each CTA
-  const int kib = capability == 80 || capability == 87 ? 164 : capability == 90 || capability / 10 == 10 || capability / 10 == 11 ? 228 : 100;
+  const int kib = capability == 80 || capability == 87                                 ? 164
+                  : capability == 90 || capability / 10 == 10 || capability / 10 == 11 ? 228
+                                                                                       : 100;
   return (kib << 10) - kReserved;
 }
 
 FlexPlan plan_flex(const FlexCase& c, int capability) {
   const int limit = flex_shared_limit(capability);
-  std::vector<FlexTileSize> sizes = candidates(c);
-  if (const char* text = std::getenv(c.kernel == FlexKernel::kForward ? "TILE_F" : c.kernel == FlexKernel::kBackward ? "TILE_B" : "TILE_Q")) {
-    FlexTileSize t;
-    std::sscanf(text, "%d,%d,%d,%d,%d", &t.rows, &t.cols, &t.warps, &t.share, &t.stages);
-    sizes = {t};
-  }
-  for (const FlexTileSize& tile : sizes) {
+  for (const FlexTileSize& tile : candidates(c)) {
     FlexPlan plan{tile, {}, {}, shared_bytes(c, tile)};
     if (plan.shared_bytes > limit) continue;
     if (has_derivative(c)) choose_schemes(c, c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0, plan);
     return plan;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
-                              " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size, " of ",
-                              element_bytes(c.dtype), " bytes");
+                              " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
+                              " of ", element_bytes(c.dtype), " bytes");
 }
 
 std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
@@ -212,9 +212,9 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
   add(value_cols(c));
   for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages}) add(v);
   int flags = 0;
-  for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low, c.grad_query, c.grad_key,
-                       c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars, c.mask_mod.small_scalars,
-                       c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
+  for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low,
+                       c.grad_query, c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars,
+                       c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
     flags = flags * 2 + (v ? 1 : 0);
   }
   add(flags);
@@ -247,14 +247,16 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   };
   if (!c.score_mod.text.empty()) render(c.score_mod, *score_mod::cached_graph(c.score_mod.text), "ScoreMod");
   if (!c.mask_mod.text.empty()) render(c.mask_mod, *score_mod::cached_graph(c.mask_mod.text), "MaskMod");
-  if (has_derivative(c)) render(c.score_mod, *score_mod::cached_derivative(c.score_mod.text, c.wants_grad), "Derivative");
+  if (has_derivative(c))
+    render(c.score_mod, *score_mod::cached_derivative(c.score_mod.text, c.wants_grad), "Derivative");
   source += config(c, plan);
   const std::string kernel = "fusegrad::device::" + std::string(name.type) + "<Config>";
   const std::string arguments = c.kernel == FlexKernel::kForward ? "Forward" : "Backward";
   source += "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(plan.shared_bytes) + ");\n";
-  if (backward) source += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
-  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) + ") " + name.program +
-            "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
+  if (backward)
+    source += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
+  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) + ") " +
+            name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
             "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
             "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
             (backward ? ",\n    const __grid_constant__ Sums sums" : "") +

@@ -18,7 +18,7 @@ enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 struct FlexMod {
   std::string text;
   std::vector<score_mod::DType> dtypes;  ///< of its buffers
-  bool small_buffers = true;              ///< all places in buffers lie below 2^31 elements
+  bool small_buffers = true;             ///< all places in buffers lie below 2^31 elements
   bool small_scalars = true;             ///< all integer scalars lie between -2^30 and 2^30
 };
 
@@ -30,11 +30,11 @@ struct FlexCase {
   DType dtype = DType::kBFloat16;
   int head_size = 0, value_size = 0;
   FlexMod score_mod, mask_mod;
-  bool blocks = false;                 ///< there is a block mask
-  std::array<int64_t, 2> block_size{}; ///< its blocks: tiles may lie in several of them
-  bool small_lengths = true;           ///< B, H, M and N are at most 2^21
-  bool split = true;                   ///< float32: full accuracy, by three products in TF32
-  bool unscaled = false;               ///< forward: the scale is positive, and there is no score_mod
+  bool blocks = false;                  ///< there is a block mask
+  std::array<int64_t, 2> block_size{};  ///< its blocks: tiles may lie in several of them
+  bool small_lengths = true;            ///< B, H, M and N are at most 2^21
+  bool split = true;                    ///< float32: full accuracy, by three products in TF32
+  bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
   // forward
   bool max_scores = false, out_low = false;
   // backward

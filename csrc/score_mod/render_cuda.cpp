@@ -192,8 +192,9 @@ class Renderer {
     std::string offset;
     for (size_t k = 0; k < index.size(); ++k) {
       // An index that has passed the check is below its size.
-      offset += (options_.small_buffers ? " + int(" + index[k] + ") * int(c.stride" : " + (" + index[k] + ") * (c.stride") +
-                number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
+      offset +=
+          (options_.small_buffers ? " + int(" + index[k] + ") * int(c.stride" : " + (" + index[k] + ") * (c.stride") +
+          number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
     }
     const std::string nothing = node.type == Type::kFloat  ? "__int_as_float(0x7fffffff)"
                                 : node.type == Type::kBool ? "false"
@@ -228,7 +229,8 @@ class Renderer {
     begin("long long offset", "float score, " + indices);
     for (size_t k = 0; k < contributions.size(); ++k) {
       const std::string index = number(static_cast<int64_t>(k));
-      text_ += "    if constexpr (k == " + index + ") return offset_" + index + "(c, score, b, h, q_idx, kv_idx, valid);\n";
+      text_ +=
+          "    if constexpr (k == " + index + ") return offset_" + index + "(c, score, b, h, q_idx, kv_idx, valid);\n";
     }
     text_ += "    return -1;\n  }\n";
   }

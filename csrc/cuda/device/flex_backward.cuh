@@ -31,7 +31,7 @@ class FlexBackward {
   using GradOutTile = Tile<T, Config::kRows, Config::kValue>;
   using ScoreTile = Tile<T, Config::kCols, Config::kRows>;
   static constexpr int kThreads = kLanes * Config::kWarps;
-  static constexpr int kPart = Config::kRows / Config::kShare;  // queries of a warp's scores
+  static constexpr int kPart = Config::kRows / Config::kShare;                           // queries of a warp's scores
   static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16;  // of 16 keys, of a warp
   static constexpr int kBlocksN = kPart / 8;
   static constexpr int kOperands = kBlocksN * kOperandWords<T>;
@@ -150,16 +150,21 @@ class FlexBackward {
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
-  __device__ __forceinline__ int key_group() const { return warp() / Config::kShare * 16 * kBlocksM; }  // first key of the warp
+  __device__ __forceinline__ int key_group() const {
+    return warp() / Config::kShare * 16 * kBlocksM;
+  }  // first key of the warp
   __device__ __forceinline__ int part() const { return warp() % Config::kShare; }
   __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
 
   template <class Into>
-  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows, int cols) const {
+  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
+                                       int cols) const {
     constexpr int kVector = 16 / sizeof(T);
-    const T* p = static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
-    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p), from.row_stride * static_cast<long long>(sizeof(T)),
-                                  rows - row, (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
+    const T* p =
+        static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
+    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
+                                  from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
+                                  (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
   }
   __device__ __forceinline__ void load_stage(const Place& p, int stage) const {
     const unsigned to = stage_ + stage * kStageBytes;
@@ -169,7 +174,8 @@ class FlexBackward {
     const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.queries + row;
     for (int i = static_cast<int>(threadIdx.x); i < Config::kRows; i += kThreads) {
       const bool there = row + i < a_.queries;
-      copy_async_pair(to + QueryTile::kBytes + GradOutTile::kBytes + i * sizeof(FlexRow), rows + (there ? i : 0), there);
+      copy_async_pair(to + QueryTile::kBytes + GradOutTile::kBytes + i * sizeof(FlexRow), rows + (there ? i : 0),
+                      there);
     }
   }
 
@@ -208,11 +214,13 @@ class FlexBackward {
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
     product<Config::kHead>(s, key_, KeyTile::kStride, query, QueryTile::kStride);
-    if constexpr (Config::kGradScores) product<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
+    if constexpr (Config::kGradScores)
+      product<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
     const int row = (place.tile >> 2) * Config::kRows;
-    const bool masked = (place.tile & 3) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
-    const auto* rows = reinterpret_cast<const FlexRow*>(
-        shared_ + (grad_out + GradOutTile::kBytes - key_) + (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
+    const bool masked =
+        (place.tile & 3) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+    const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
+                                                        (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
     // The code of a score_mod is there once, so that it is compiled quickly.
     if (kHas<ScoreMod> || masked) {
@@ -224,9 +232,9 @@ class FlexBackward {
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void pairs(const Place& place, bool masked, const FlexRow* rows, float (&s)[kBlocksM][kBlocksN][4],
-                                        float (&d)[kBlocksM][kBlocksN][4], unsigned (&p)[kBlocksM][kOperands],
-                                        unsigned (&ds)[kBlocksM][kOperands]) {
+  __device__ __forceinline__ void pairs(const Place& place, bool masked, const FlexRow* rows,
+                                        float (&s)[kBlocksM][kBlocksN][4], float (&d)[kBlocksM][kBlocksN][4],
+                                        unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     const int b = place.b, h = place.h, q = (place.tile >> 2) * Config::kRows + part() * kPart + lane() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
@@ -260,8 +268,8 @@ class FlexBackward {
           float value[Config::Derivative::kContributions + 1];
           const float score = s[m][n][e];
           const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-          d[m][n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, d[m][n][e], of, b, h, at_q, at_kv, takes,
-                                                       s[m][n][e], value);
+          d[m][n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, d[m][n][e], of, b, h, at_q, at_kv,
+                                                       takes, s[m][n][e], value);
           sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
         }
         sums_.end_block(m, n);
@@ -271,12 +279,12 @@ class FlexBackward {
     }
   }
 
-  // Rows of `a` by the warp's part of the rows of `b`, kCommon columns each; to the bit what the forward has: the gradient
-  // of max_scores asks for equality.
+  // Rows of `a` by the warp's part of the rows of `b`, kCommon columns each; to the bit what the forward has: the
+  // gradient of max_scores asks for equality.
   template <int kCommon>
   __device__ __forceinline__ void product(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, unsigned b,
                                           int b_stride) const {
-#pragma unroll
+#pragma unroll kUnrolledSteps < T>
     for (int k = 0; k < kCommon / Product::kDepth; ++k) {
       unsigned row[kBlocksM][4];
 #pragma unroll
@@ -308,8 +316,9 @@ class FlexBackward {
   // c += (P or dS) * (grad_out or query), for the warp's blocks of columns: the first factor from registers, or of all
   // queries from shared memory where warps share keys.
   template <int kMine, int kBlocks>
-  __device__ __forceinline__ void accumulate(float (&c)[kBlocksM][kMine][2][4], const unsigned (&words)[kBlocksM][kOperands],
-                                             unsigned tile, unsigned b, int b_stride) const {
+  __device__ __forceinline__ void accumulate(float (&c)[kBlocksM][kMine][2][4],
+                                             const unsigned (&words)[kBlocksM][kOperands], unsigned tile, unsigned b,
+                                             int b_stride) const {
 #pragma unroll
     for (int k = 0; k < Config::kRows / Product::kDepth; ++k) {
       unsigned row[kBlocksM][4];
@@ -354,7 +363,7 @@ class FlexBackward {
     float c[kBlocksQ][kMineQ][2][4];
 #pragma unroll
     for (int j = 0; j < kBlocksQ; ++j) zero(c[j]);
-#pragma unroll
+#pragma unroll kUnrolledSteps < T>
     for (int k = 0; k < Config::kCols / Product::kDepth; ++k) {
       unsigned a[kBlocksQ][4];
 #pragma unroll
@@ -377,7 +386,8 @@ class FlexBackward {
 #pragma unroll
     for (int j = 0; j < kBlocksQ; ++j) {
       const int q = row + group + j * 16 + lane() / 4;
-      float* to = a_.grad_query + (static_cast<long long>(b * a_.heads + h) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
+      float* to =
+          a_.grad_query + (static_cast<long long>(b * a_.heads + h) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kMineQ; ++i) {
         const int block = i * kPartsQ + part;
@@ -392,7 +402,8 @@ class FlexBackward {
   }
 
   template <int kMine, int kBlocks>
-  __device__ __forceinline__ void store(const float (&c)[kMine][2][4], int m, const FlexTensor& to, int cols, float factor) const {
+  __device__ __forceinline__ void store(const float (&c)[kMine][2][4], int m, const FlexTensor& to, int cols,
+                                        float factor) const {
     T* out = static_cast<T*>(to.data) + key_batch_ * to.batch_stride + key_head_ * to.head_stride;
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
@@ -401,7 +412,8 @@ class FlexBackward {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         const int kv = first_key() + m * 16 + e / 2 % 2 * 8, col = block * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
-        if (kv < a_.keys && col < cols) fusegrad::device::store(out + kv * to.row_stride + col * to.col_stride, c[i][e / 4][e % 4] * factor);
+        if (kv < a_.keys && col < cols)
+          fusegrad::device::store(out + kv * to.row_stride + col * to.col_stride, c[i][e / 4][e % 4] * factor);
       }
     }
   }

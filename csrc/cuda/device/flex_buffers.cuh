@@ -70,8 +70,8 @@ class FlexBufferSums {
   static constexpr int kBlocksN = kCols / 8;
   static constexpr int kPatchCols = kCols < 32 ? kCols : 32;
   static constexpr int kPatchStride = kPatchCols + 8;
-  static constexpr int kDiagonals = kCols + kKeys - 1;      // of a warp's part
-  static constexpr int kLine = (kDiagonals + 3) / 4 * 4;    // floats
+  static constexpr int kDiagonals = kCols + kKeys - 1;    // of a warp's part
+  static constexpr int kLine = (kDiagonals + 3) / 4 * 4;  // floats
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
 
   // Of a histogram's element: 64-bit fixed point, or 32 bits, of which float32 wants another 32 for what they leave.
@@ -94,13 +94,14 @@ class FlexBufferSums {
  public:
   static constexpr int kSharedBytes = offset(kCount);
 
-  __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums, const Captured& captured,
-                                            char* shared)
+  __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
+                                            const Captured& captured, char* shared)
       : a_(a), sums_(sums), captured_(captured), shared_(shared) {}
 
   /// Before the first tile, by all threads; a barrier must follow.
   __device__ __forceinline__ void begin() {
-    for (int i = static_cast<int>(threadIdx.x); i < kSharedBytes / 4; i += kThreads) reinterpret_cast<int*>(shared_)[i] = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < kSharedBytes / 4; i += kThreads)
+      reinterpret_cast<int*>(shared_)[i] = 0;
     begin_head();
   }
   /// Before the tiles of a query head.
@@ -123,7 +124,8 @@ class FlexBufferSums {
   }
 
   /// What the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
-  __device__ __forceinline__ void add(const float* value, int m, int n, int e, float score, int b, int h, int q, int kv, bool takes_part) {
+  __device__ __forceinline__ void add(const float* value, int m, int n, int e, float score, int b, int h, int q, int kv,
+                                      bool takes_part) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       const float v = value[k];

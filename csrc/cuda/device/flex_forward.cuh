@@ -64,9 +64,11 @@ class FlexForward {
   template <class Into>
   __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int h, int row, int rows, int cols) const {
     constexpr int kVector = 16 / sizeof(T);
-    const T* p = static_cast<const T*>(from.data) + b_ * from.batch_stride + h * from.head_stride + row * from.row_stride;
-    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p), from.row_stride * static_cast<long long>(sizeof(T)),
-                                  rows - row, (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
+    const T* p =
+        static_cast<const T*>(from.data) + b_ * from.batch_stride + h * from.head_stride + row * from.row_stride;
+    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
+                                  from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
+                                  (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
   }
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
@@ -110,7 +112,7 @@ class FlexForward {
   }
 
   __device__ __forceinline__ void scores(float (&s)[kBlocksM][kBlocksN][4]) const {
-#pragma unroll
+#pragma unroll kUnrolledSteps < T>
     for (int k = 0; k < kHeadSteps; ++k) {
       unsigned q[kBlocksM][4];
 #pragma unroll
@@ -185,7 +187,8 @@ class FlexForward {
       for (int r = 0; r < 2; ++r) {
         float max = max_[m][r];
 #pragma unroll
-        for (int n = 0; n < kBlocksN; ++n) max = score_mod::maximum(max, score_mod::maximum(s[m][n][2 * r], s[m][n][2 * r + 1]));
+        for (int n = 0; n < kBlocksN; ++n)
+          max = score_mod::maximum(max, score_mod::maximum(s[m][n][2 * r], s[m][n][2 * r + 1]));
         max = row_max(max);
         if constexpr (Config::kMaxScores) {
           if (max != max_[m][r]) ties_[m][r] = 0.0f;
@@ -289,7 +292,8 @@ class FlexForward {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float x = out_[m][n][e] * sum_[m][e / 2];
-          T* at = reinterpret_cast<T*>(mine + (m * 16 + e / 2 * 8 + lane() / 4) * OutTile::kStride) + n * 8 + lane() % 4 * 2 + e % 2;
+          T* at = reinterpret_cast<T*>(mine + (m * 16 + e / 2 * 8 + lane() / 4) * OutTile::kStride) + n * 8 +
+                  lane() % 4 * 2 + e % 2;
           store(at, kLow ? x - rounded<T>(x) : x);
         }
       }
@@ -298,8 +302,8 @@ class FlexForward {
     T* out = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
     const int rows = min(kBlocksM * 16, a_.queries - row_ - first_row());
     constexpr int kVector = 16 / sizeof(T);
-    if (to.col_stride == 1 && a_.value_size % kVector == 0 && to.row_stride % kVector == 0 && to.head_stride % kVector == 0 &&
-        to.batch_stride % kVector == 0) {
+    if (to.col_stride == 1 && a_.value_size % kVector == 0 && to.row_stride % kVector == 0 &&
+        to.head_stride % kVector == 0 && to.batch_stride % kVector == 0) {
       const int vectors = a_.value_size / kVector;
       for (int i = lane(); i < rows * vectors; i += kLanes) {
         const int row = i / vectors, vector = i % vectors;

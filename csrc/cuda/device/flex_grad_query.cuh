@@ -1,7 +1,7 @@
 // The gradient of the queries by itself, where it must be the same bits each time: a CTA owns kRows queries and goes
-// over the tiles of keys in order, a warp kRows / kWarps of them. Also finds the largest contribution to each captured buffer, which
-// fixed point is made for. For every GPU from sm_80 on. Config as in flex_backward.cuh, but tiles are lists of keys for
-// the queries, and there are neither kShare nor kStages.
+// over the tiles of keys in order, a warp kRows / kWarps of them. Also finds the largest contribution to each captured
+// buffer, which fixed point is made for. For every GPU from sm_80 on. Config as in flex_backward.cuh, but tiles are
+// lists of keys for the queries, and there are neither kShare nor kStages.
 #pragma once
 
 #include "cuda/device/flex_gradient.cuh"
@@ -91,11 +91,14 @@ class FlexGradQuery {
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16 * kBlocksM; }
 
   template <class Into>
-  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows, int cols) const {
+  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
+                                       int cols) const {
     constexpr int kVector = 16 / sizeof(T);
-    const T* p = static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
-    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p), from.row_stride * static_cast<long long>(sizeof(T)),
-                                  rows - row, (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
+    const T* p =
+        static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
+    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
+                                  from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
+                                  (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
   }
 
   __device__ __forceinline__ void load_stage(int tile, int stage) const {
@@ -108,7 +111,7 @@ class FlexGradQuery {
   template <int kCommon>
   __device__ __forceinline__ void product(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, unsigned b,
                                           int b_stride) const {
-#pragma unroll
+#pragma unroll kUnrolledSteps < T>
     for (int k = 0; k < kCommon / Product::kDepth; ++k) {
       unsigned row[kBlocksM][4];
 #pragma unroll
@@ -138,7 +141,8 @@ class FlexGradQuery {
   }
 
   // s becomes probabilities, d the gradient by the scores.
-  __device__ __forceinline__ void pairs(int m, int kind, bool masked, int kv, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
+  __device__ __forceinline__ void pairs(int m, int kind, bool masked, int kv, float (&s)[kBlocksN][4],
+                                        float (&d)[kBlocksN][4]) {
     const int q = row_ + first_row() + m * 16 + lane() / 4;
     Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
     if (masked) {
@@ -160,10 +164,11 @@ class FlexGradQuery {
       for (int e = 0; e < 4; ++e) {
         float value[Derivative::kContributions + 1];
         const bool takes = (alive >> (n * 4 + e) & 1) != 0;
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[m][e / 2], b_, h_, q + e / 2 * 8,
-                                                  kv + n * 8 + e % 2, takes, s[n][e], value);
+        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[m][e / 2], b_, h_,
+                                                  q + e / 2 * 8, kv + n * 8 + e % 2, takes, s[n][e], value);
 #pragma unroll
-        for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
+        for (int k = 0; k < Derivative::kContributions; ++k)
+          largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
       }
     }
   }
@@ -197,8 +202,8 @@ class FlexGradQuery {
       for (int i = 0; i < 2 * kBlocksM; ++i) {
         const int q = row_ + first_row() + i * 8 + lane() / 4;
         if (q >= a_.queries) continue;
-        float* to =
-            a_.grad_query + (static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
+        float* to = a_.grad_query + (static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q) * Config::kHead +
+                    lane() % 4 * 2;
 #pragma unroll
         for (int n = 0; n < kBlocksD; ++n) {
           const float* sum = sum_[i / 2][n] + i % 2 * 2;

@@ -30,9 +30,9 @@ struct FlexPairGradient {
 
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions; returns the
   /// gradient by scale * query * key. All of them are 0 where the pair does not take part.
-  static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score, float grad,
-                                                const FlexQuery& row, int b, int h, int q, int kv, bool takes_part,
-                                                float& p, float* value) {
+  static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
+                                                float grad, const FlexQuery& row, int b, int h, int q, int kv,
+                                                bool takes_part, float& p, float* value) {
     float changed;
     if constexpr (kHas<ScoreMod>) {
       changed = ScoreMod::apply(captured, score * scale, b, h, q, kv, takes_part);
@@ -46,7 +46,8 @@ struct FlexPairGradient {
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf is as one that is masked.
-      return Config::Derivative::apply(captured_of<typename Config::Derivative>(captured), score * scale, d, b, h, q, kv, takes_part && changed != -FUSEGRAD_INFINITY, value);
+      return Config::Derivative::apply(captured_of<typename Config::Derivative>(captured), score * scale, d, b, h, q,
+                                       kv, takes_part && changed != -FUSEGRAD_INFINITY, value);
     } else {
       return takes_part ? d : 0.0f;
     }

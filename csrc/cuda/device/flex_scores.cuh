@@ -53,7 +53,8 @@ class TileWalk {
   template <class Config>
   __device__ __forceinline__ TileWalk(const FlexTiles& tiles, int b, int h, int row, int all, const Config*) {
     if constexpr (Config::kBlocks) {
-      const long long head = static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
+      const long long head =
+          static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
       count_ = tiles.count[head * tiles.rows + row];
       list_ = tiles.list + (head * tiles.rows + row) * tiles.cols;
     } else {
@@ -71,16 +72,18 @@ class TileWalk {
 
 /// Whether a pair of a tile that is not full takes part.
 template <class Config>
-__device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typename Config::MaskMod::Captured& mask, int kind,
-                                           int b, int h, int q, int kv, bool inside) {
+__device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typename Config::MaskMod::Captured& mask,
+                                           int kind, int b, int h, int q, int kv, bool inside) {
   if constexpr (!Config::kBlocks) {
     return inside;
   } else {
     bool full = kind == kTileFull;
     if (Config::kMixed && kind == kTileMixed && inside) {
-      const long long head = static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
-      const unsigned char state = tiles.blocks[(head * tiles.block_rows + q / tiles.block_size_q) * tiles.block_cols +
-                                               kv / tiles.block_size_kv];
+      const long long head =
+          static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
+      const unsigned char state =
+          tiles
+              .blocks[(head * tiles.block_rows + q / tiles.block_size_q) * tiles.block_cols + kv / tiles.block_size_kv];
       inside = state != kBlockNone;
       full = state == kBlockFull;
     }

@@ -64,7 +64,8 @@ struct Tile {
       to += first * kStride + vector * 16;
 #pragma unroll
       for (int row = 0; row < kRows; row += kStep) {
-        if (kRows % kStep == 0 || first + row < kRows) copy_async(to + row * kStride, from, wanted && first + row < rows);
+        if (kRows % kStep == 0 || first + row < kRows)
+          copy_async(to + row * kStride, from, wanted && first + row < rows);
         from += kStep * stride;
       }
     } else {
@@ -119,15 +120,17 @@ struct Mma {
   template <bool kSwapped = false>
   static __device__ __forceinline__ void step(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     if constexpr (kSame<T, BFloat16>) {
-      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                   "{%0, %1, %2, %3};"
-                   : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     } else {
-      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                   "{%0, %1, %2, %3};"
-                   : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
   }
   /// A[k, m] from memory where it lies as [k][m].
@@ -156,10 +159,17 @@ struct Mma<float, kSplit> {
       if constexpr (kSplit) low[i] = round(__uint_as_float(word[i]) - __uint_as_float(high[i]));
     }
     if constexpr (kSplit) {
-      product(c, kSwapped ? high : low, (kSwapped ? low : high) + 4);
-      product(c, kSwapped ? low : high, (kSwapped ? high : low) + 4);
+      // Tensor cores cut off what they add up, they do not round: over many steps that would be the largest error. So
+      // a step's sum is their own, and is added to the others as float32 is.
+      float sum[4] = {};
+      product(sum, kSwapped ? high : low, (kSwapped ? low : high) + 4);
+      product(sum, kSwapped ? low : high, (kSwapped ? high : low) + 4);
+      product(sum, high, high + 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] += sum[i];
+    } else {
+      product(c, high, high + 4);
     }
-    product(c, high, high + 4);
   }
   static __device__ __forceinline__ void load_a_transposed(unsigned (&a)[4], unsigned tile, int stride, int k, int m,
                                                            int lane) {
@@ -185,10 +195,11 @@ struct Mma<float, kSplit> {
     return r;
   }
   static __device__ __forceinline__ void product(float (&c)[4], const unsigned* a, const unsigned* b) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 };
 
@@ -215,20 +226,27 @@ __device__ __forceinline__ void put_operand(unsigned* words, const float (&c)[4]
     words[3] = __float_as_uint(c[3]);
   }
 }
+/// How far loops over the steps of a product are unrolled: a step of floats is many instructions, and all of them in a
+/// row take seconds to compile.
+template <class T>
+constexpr int kUnrolledSteps = sizeof(T) == 2 ? 64 : 2;
+
 template <class T>
 constexpr int kOperandWords = sizeof(T) == 2 ? 2 : 4;
 
 /// A fragment of two words or four (kOperandWords) back into shared memory where it lies as [m][k]: operand A of rows
 /// m to m + 15, accumulator `block` of 8 columns.
 template <class T>
-__device__ __forceinline__ void store_operand(unsigned tile, int stride, int m, int block, const unsigned* words, int lane) {
+__device__ __forceinline__ void store_operand(unsigned tile, int stride, int m, int block, const unsigned* words,
+                                              int lane) {
   const unsigned at = tile + (m + lane / 4) * stride + block * 8 * static_cast<int>(sizeof(T));
   if constexpr (sizeof(T) == 2) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + lane % 4 * 4), "r"(words[0]) : "memory");
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + 8 * stride + lane % 4 * 4), "r"(words[1]) : "memory");
   } else {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + lane % 4 * 8), "r"(words[0]), "r"(words[2]) : "memory");
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + 8 * stride + lane % 4 * 8), "r"(words[1]), "r"(words[3]) : "memory");
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + 8 * stride + lane % 4 * 8), "r"(words[1]), "r"(words[3])
+                 : "memory");
   }
 }
 

@@ -98,8 +98,8 @@ template <class T>
 __device__ __forceinline__ T relu(T a) {
   return a <= 0 ? T(0) : a;
 }
-// FUSEGRAD_FAST_MATH: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid to a
-// few units of 1e-7.
+// FUSEGRAD_FAST_MATH: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid to
+// a few units of 1e-7.
 __device__ __forceinline__ float sigmoid(float x) {
 #ifdef FUSEGRAD_FAST_MATH
   return __fdividef(1.0f, 1.0f + __expf(-x));
@@ -135,7 +135,8 @@ __device__ __forceinline__ T shift_right(T a, T b) {
   return a >> (b < 0 || b >= T(8 * sizeof(T)) ? T(8 * sizeof(T) - 1) : b);
 }
 
-/// Of -2^22 <= a < 2^22: by an addition to the bits of 1.5 * 2^23, where a float's unit is 1, since conversions are slow.
+/// Of -2^22 <= a < 2^22: by an addition to the bits of 1.5 * 2^23, where a float's unit is 1, since conversions are
+/// slow.
 __device__ __forceinline__ float small_to_float(int a) { return __int_as_float(a + 0x4b400000) - 12582912.0f; }
 __device__ __forceinline__ int64 to_int(float a) { return a != a ? 0 : __float2ll_rz(a); }
 __device__ __forceinline__ int to_int(bool a) { return a; }
@@ -168,7 +169,8 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
   return static_cast<unsigned long long>(i) < static_cast<unsigned long long>(size);
 }
 
-// Nothing writes captured buffers while a kernel runs: loads may take the read-only path, and change places with stores.
+// Nothing writes captured buffers while a kernel runs: loads may take the read-only path, and change places with
+// stores.
 template <class T>
 __device__ __forceinline__ T fetch(const T* p) {
 #ifdef __CUDACC__
