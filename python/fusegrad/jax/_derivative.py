@@ -14,7 +14,7 @@ def constants(op: str, tree: Any) -> Any:
     """The values of arguments that have no gradient, which a rule gets with a mark whether one is wanted."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked):
         if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating):
-            name = jax.tree_util.keystr(path).lstrip(".")
+            name = getattr(path[-1], "name", None) or path[-1].key  # type: ignore[attr-defined]
             raise TypeError(
                 f"{op}: {name} must be a constant, but a gradient by it is wanted; jax.lax.stop_gradient makes it one"
             )

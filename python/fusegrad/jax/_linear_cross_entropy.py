@@ -134,6 +134,25 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any) -> j
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=dtype)
 
 
+def _plus_product(total: jax.Array | None, dz: jax.Array, x: jax.Array, dtype: Any, in_blocks: bool) -> jax.Array:
+    """total + dz.T @ x, [V, H]. XLA's CPU products do not add to what is there, as those of cuBLAS do: in blocks of the
+    vocabulary a product beside the total takes little memory."""
+    if total is None or not in_blocks:
+        product = _dot(dz, x, (0, 0), dtype)
+        return product if total is None else total + product
+    blocks = 16
+    size, rest = divmod(dz.shape[1], blocks)
+
+    def add_block(total: jax.Array, begin: Any, count: int) -> jax.Array:
+        part = _dot(lax.dynamic_slice_in_dim(dz, begin, count, 1), x, (0, 0), dtype)
+        block = lax.dynamic_slice_in_dim(total, begin, count) + part
+        return lax.dynamic_update_slice_in_dim(total, block, begin, 0)
+
+    if size:
+        total = lax.fori_loop(0, blocks, lambda i, t: add_block(t, i * size, size), total)
+    return add_block(total, blocks * size, rest) if rest else total
+
+
 def _over_chunks(
     options: Options,
     cpu: bool,
@@ -164,6 +183,10 @@ def _over_chunks(
         low_precision_result=w.dtype != accumulate,
         workspace_mib=options.workspace_mib,
     )
+    if size < n <= 2 * size:
+        # XLA unrolls a loop of one turn and then begins its chunk before the first one's logits are done with.
+        unit = 128 if n >= 1024 else 1
+        size = -(-n // (3 * unit)) * unit
     loops = max(0, n - 1) // size
     first = n - loops * size
     if loops == 0:
@@ -180,11 +203,14 @@ def _over_chunks(
     def input_gradient(dz: jax.Array) -> jax.Array:
         return _dot(dz, w_product, (1, 0), product).astype(x.dtype)
 
-    def sums(dz: jax.Array, x_rows: jax.Array) -> Any:
-        return (
-            _dot(dz, x_rows, (0, 0), accumulate) if wanted[1] else None,
-            dz.sum(0, dtype=acc) if wanted[2] else None,
-        )
+    def add_to(totals: Any, dz: jax.Array, x_rows: jax.Array) -> Any:
+        dw, db = totals
+        if wanted[1]:
+            dw = _plus_product(dw, dz, x_rows, accumulate, in_blocks=cpu)
+        if wanted[2]:
+            part = dz.sum(0, dtype=acc)
+            db = part if db is None else db + part
+        return dw, db
 
     def slice_of(tree: Any, start: Any, count: int) -> Any:
         return jax.tree.map(lambda v: lax.dynamic_slice_in_dim(v, start, count), tree)
@@ -196,13 +222,13 @@ def _over_chunks(
         xs, totals, values = carry
         start = first + i * size
         x_rows, dz, new = chunk(lax.dynamic_slice_in_dim(xs, start, size), slice_of(per_row, start, size))
-        totals = jax.tree.map(jnp.add, totals, sums(dz, x_rows))
+        totals = add_to(totals, dz, x_rows)
         if wanted[0]:
             xs = put(xs, start, input_gradient(dz))
         return (xs, totals, put(values, start, new)), None
 
     x_rows, dz, values = chunk(x[:first], slice_of(per_row, 0, first))
-    totals = sums(dz, x_rows)
+    totals = add_to((None, None), dz, x_rows)
     xs = put(x, 0, input_gradient(dz)) if wanted[0] else x
     if loops:
         whole = jax.tree.map(lambda v: zeros(v, (n, *v.shape[1:]), v.dtype), values)
