@@ -75,10 +75,10 @@ def compare(
     what: str,
     device: str = "cpu",
     single: float = 2**-22,
-    products: float = 0.0,
 ) -> None:
     """Rule 12 for the loss and for each gradient, for an upstream gradient of 0.5. `plain` takes the options' dtype from
-    its first argument's. `products`: an error, relative to the gradient, that XLA's own products may have beyond."""
+    its first argument's. In float32 an error of 3e-6 of the gradient is always allowed: XLA's own products on the CPU
+    add up in one chain, and the kernels' accuracy is what the tests of the PyTorch ops measure."""
     arrays = [to_jax(x, device) for x in inputs]
 
     @jax.jit
@@ -95,7 +95,7 @@ def compare(
     for i, (ours_grad, x, eager_grad, right) in enumerate(zip(grads, inputs, eager_grads, truth_grads, strict=True)):
         grad = to_torch(ours_grad)
         assert grad.dtype == x.dtype
-        if rmse(grad, right.cpu()) <= products * right.square().mean().sqrt().item():
+        if grad.dtype == torch.float32 and rmse(grad, right.cpu()) <= 3e-6 * right.square().mean().sqrt().item():
             continue
         assert_as_good_as_eager(grad, eager_grad.cpu(), right.cpu(), f"{what}: gradient {i}")
 
@@ -106,7 +106,6 @@ def in_dtype_of(x: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # --- values and gradients -----------------------------------------------------------------------------------------
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -131,44 +130,47 @@ def test_grid(
         return reference.linear_cross_entropy(x, w, target.to(x.device), linear_bias=b)[0]
 
     single = max(2**-22, torch.finfo(dtype).eps / 8)
-    products = 1e-6 if dtype == torch.float32 else 0.0  # XLA's on the CPU add up in one chain
-    for workspace in (None, 0):
+    for workspace in (None, 0) if batch * sequence > 64 else (None,):
 
         def ours(x: Any, w: Any, b: Any = None, workspace: int | None = workspace) -> Any:
             t = to_jax(target, device)
             return fj.linear_cross_entropy(x, w, t, linear_bias=b, workspace_mib=workspace)
 
-        compare(ours, plain, inputs, f"workspace {workspace}", device, single, products)
+        compare(ours, plain, inputs, f"workspace {workspace}", device, single)
 
 
-@pytest.mark.parametrize("sample", COMMON, ids=str)
+def in_turn(samples: list[Any], *dtypes: torch.dtype) -> list[Any]:
+    """Each sample in one of the dtypes: how the kernels do in each is what the tests of the PyTorch ops ask."""
+    return [pytest.param(s, dtypes[i % len(dtypes)], id=f"{s}-{dtypes[i % len(dtypes)]}") for i, s in enumerate(samples)]
+
+
+@pytest.mark.parametrize("sample, dtype", in_turn(COMMON, torch.bfloat16, torch.float16, torch.float32))
 @everywhere
-def test_cross_entropy(device: str, sample: Sample) -> None:
-    for dtype, (rows, vocab) in zip(DTYPES, [(7, 333), (5, 257), (4, 64)], strict=True):
-        target = sample.target((rows,), vocab, "cpu", dtype)
-        tensors = sample.tensors((rows,), vocab, "cpu", torch.float32)
-        arrays = {name: to_jax(t, device) for name, t in tensors.items()}
+def test_cross_entropy(device: str, sample: Sample, dtype: torch.dtype) -> None:
+    rows, vocab = 7, 333
+    target = sample.target((rows,), vocab, "cpu", dtype)
+    tensors = sample.tensors((rows,), vocab, "cpu", torch.float32)
+    arrays = {name: to_jax(t, device) for name, t in tensors.items()}
 
-        def ours(x: Any, target: Tensor = target, arrays: Any = arrays) -> Any:
-            return fj.cross_entropy(x, to_jax(target, device), **arrays, **sample.options)
+    def ours(x: Any) -> Any:
+        return fj.cross_entropy(x, to_jax(target, device), **arrays, **sample.options)
 
-        def plain(x: Tensor, target: Tensor = target, tensors: Any = tensors) -> Tensor:
-            t = target.to(x.device, x.dtype) if sample.probabilities else target.to(x.device).long()
-            return reference.cross_entropy(x, t, **in_dtype_of(x, tensors), **sample.options)[0]
+    def plain(x: Tensor) -> Tensor:
+        t = target.to(x.device, x.dtype) if sample.probabilities else target.to(x.device).long()
+        return reference.cross_entropy(x, t, **in_dtype_of(x, tensors), **sample.options)[0]
 
-        compare(ours, plain, [(3 * torch.randn(rows, vocab)).to(dtype)], f"{sample} {dtype}", device)
-
-
-OF_LINEAR = [s for s in LINEAR if s not in COMMON or s.name in ("weight, smoothing", "z_loss, weight, token_weight")]
-OF_LINEAR += [s for s in COMMON if s.name in ("softcap, smoothing, none", "normalizer", "probabilities, weight, smoothing")]
+    compare(ours, plain, [(3 * torch.randn(rows, vocab)).to(dtype)], str(sample), device)
 
 
-@pytest.mark.parametrize("sample", OF_LINEAR, ids=str)
+OF_LINEAR = [s for s in LINEAR if s not in COMMON]
+OF_LINEAR += [s for s in COMMON if s.name in ("z_loss, weight, token_weight", "probabilities, weight, smoothing")]
+
+
+@pytest.mark.parametrize("sample, dtype", in_turn(OF_LINEAR, torch.bfloat16, torch.float16, torch.float32))
 @everywhere
-def test_linear_cross_entropy(device: str, sample: Sample) -> None:
+def test_linear_cross_entropy(device: str, sample: Sample, dtype: torch.dtype) -> None:
     """Three chunks on the CPU: 1 + 2 * 64 rows."""
     rows, hidden, vocab = 129, 8, 41
-    dtype = torch.bfloat16 if sample.bias else torch.float32
     options = {"workspace_mib": 0, **sample.options}
     plain_options = {k: v for k, v in sample.options.items() if k != "workspace_mib"}
     target = sample.target((rows,), vocab, "cpu", dtype)
@@ -186,27 +188,30 @@ def test_linear_cross_entropy(device: str, sample: Sample) -> None:
 
     inputs = [torch.randn(rows, hidden), torch.randn(vocab, hidden), *([torch.randn(vocab)] if sample.bias else [])]
     single = max(2**-22, torch.finfo(dtype).eps / 8)
-    compare(ours, plain, [x.to(dtype) for x in inputs], str(sample), device, single, 1e-6 if dtype == torch.float32 else 0.0)
+    compare(ours, plain, [x.to(dtype) for x in inputs], str(sample), device, single)
 
 
-@pytest.mark.parametrize("sample", [s for s in (*DISTILLATION, *DISTILLATION_LOGITS) if s.top_k == 0], ids=str)
+DENSE = [s for s in (*DISTILLATION, *DISTILLATION_LOGITS) if s.top_k == 0]
+
+
+@pytest.mark.parametrize("sample, dtype", in_turn(DENSE, torch.bfloat16, torch.float16, torch.float32))
 @everywhere
-def test_jsd(device: str, sample: Distillation) -> None:
-    rows, vocab = 6, 201
-    log_probs = sample.options.get("log_probs", False)
-    for dtype in (torch.float32, torch.bfloat16):
-        tensors = sample.tensors((rows,), vocab, "cpu", torch.float32)
-        arrays = {name: to_jax(t, device) for name, t in tensors.items()}
+def test_jsd(device: str, sample: Distillation, dtype: torch.dtype) -> None:
+    rows, vocab = 9, 201
+    tensors = sample.tensors((rows,), vocab, "cpu", torch.float32)
+    arrays = {name: to_jax(t, device) for name, t in tensors.items()}
 
-        def ours(q: Any, p: Any, arrays: Any = arrays) -> Any:
-            return fj.jsd(q, p, **arrays, **sample.options)
+    def ours(q: Any, p: Any) -> Any:
+        return fj.jsd(q, p, **arrays, **sample.options)
 
-        def plain(q: Tensor, p: Tensor, tensors: Any = tensors) -> Tensor:
-            return reference.jsd(q, p, **in_dtype_of(q, tensors), **sample.options)[0]
+    def plain(q: Tensor, p: Tensor) -> Tensor:
+        return reference.jsd(q, p, **in_dtype_of(q, tensors), **sample.options)[0]
 
-        inputs = [2 * torch.randn(rows, vocab) for _ in range(2)]
-        inputs = [(x.log_softmax(-1) if log_probs else x).to(dtype) for x in inputs]
-        compare(ours, plain, inputs, f"{sample} {dtype}", device)
+    student = 2 * torch.randn(rows, vocab)
+    inputs = [student, student + torch.randn(rows, vocab)]
+    if sample.options.get("log_probs", False):
+        inputs = [x.log_softmax(-1) for x in inputs]
+    compare(ours, plain, [x.to(dtype) for x in inputs], str(sample), device, single=2**-20)
 
 
 def test_float64_on_the_cpu() -> None:
@@ -253,7 +258,7 @@ def test_any_number_of_vjps_are_bitwise_equal(device: str, op: str, reduction: s
 
 @everywhere
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("wanted", [(1,), (0, 2)], ids=str)
 def test_frozen_arguments(device: str, reduction: str, wanted: tuple[int, ...]) -> None:
     """A gradient does not depend on which others are wanted."""
     _, (x, w) = call("linear_cross_entropy", device, rows=70)

@@ -187,6 +187,10 @@ def _over_chunks(
         # XLA unrolls a loop of one turn and then begins its chunk before the first one's logits are done with.
         unit = 128 if n >= 1024 else 1
         size = -(-n // (3 * unit)) * unit
+    # The bias is added before the logits are rounded. XLA fuses it into a GPU's product where that is large and its rows
+    # are aligned; elsewhere float32 logits hold the sum.
+    fused = b is None or (vocab % 8 == 0 and size * vocab > 2**24)
+    summed = product if fused else acc
     loops = max(0, n - 1) // size
     first = n - loops * size
     if loops == 0:
@@ -194,9 +198,9 @@ def _over_chunks(
 
     def chunk(x_rows: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array, Any]:
         x_rows = x_rows.astype(product)
-        z = _dot(x_rows, w_product, (1, 1), product)
+        z = _dot(x_rows, w_product, (1, 1), summed)
         if b is not None:
-            z = z + b.astype(product)
+            z = (z + b.astype(product).astype(summed)).astype(product)
         values, dz = kernel(z, rows)
         return x_rows, dz, values
 
