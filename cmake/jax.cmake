@@ -1,5 +1,5 @@
 # Decides whether the library for JAX is built. Sets FUSEGRAD_WITH_JAX (ON or OFF), FUSEGRAD_JAX_INCLUDE (the folder of
-# xla/ffi/api, which jaxlib ships) and FUSEGRAD_JAX_STATUS (a sentence for people).
+# xla/ffi/api, which jaxlib ships), FUSEGRAD_JAXLIB_VERSION and FUSEGRAD_JAX_STATUS (a sentence for people).
 set(FUSEGRAD_WITH_JAX OFF)
 if(FUSEGRAD_JAX STREQUAL "OFF")
   set(FUSEGRAD_JAX_STATUS "without JAX: FUSEGRAD_JAX=OFF")
@@ -18,10 +18,10 @@ if(failed)
   endif()
   return()
 endif()
-list(POP_FRONT found FUSEGRAD_JAX_INCLUDE jaxlib_version)
+list(POP_FRONT found FUSEGRAD_JAX_INCLUDE FUSEGRAD_JAXLIB_VERSION)
 if(NOT EXISTS ${FUSEGRAD_JAX_INCLUDE}/xla/ffi/api/ffi.h)
-  message(FATAL_ERROR "jaxlib ${jaxlib_version} lacks ${FUSEGRAD_JAX_INCLUDE}/xla/ffi/api/ffi.h. Set FUSEGRAD_JAX=OFF, or "
+  message(FATAL_ERROR "jaxlib ${FUSEGRAD_JAXLIB_VERSION} lacks ${FUSEGRAD_JAX_INCLUDE}/xla/ffi/api/ffi.h. Set FUSEGRAD_JAX=OFF, or "
                       "install another: pip install jax")
 endif()
 set(FUSEGRAD_WITH_JAX ON)
-set(FUSEGRAD_JAX_STATUS "with JAX, by the headers of jaxlib ${jaxlib_version}")
+set(FUSEGRAD_JAX_STATUS "with JAX, by the headers of jaxlib ${FUSEGRAD_JAXLIB_VERSION}")

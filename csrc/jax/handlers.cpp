@@ -336,6 +336,9 @@ FUSEGRAD_EXPORT_ALL(cpu, Cpu)
 FUSEGRAD_EXPORT_ALL(cuda, Cuda)
 #endif
 
+// The jaxlib whose headers these handlers were compiled with. Older ones refuse them.
+extern "C" const char* fusegrad_jax_jaxlib_version() { return FUSEGRAD_JAXLIB_VERSION; }
+
 // Rows of logits that linear_cross_entropy holds at a time. See rows/linear_plan.h; a budget below 0 is none.
 extern "C" int64_t fusegrad_jax_plan(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size, bool cpu,
                                      bool weight_grad, bool low_precision_result, int64_t workspace_mib) {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -598,3 +599,17 @@ def test_a_build_without_jax_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pathlib.Path, "exists", lambda self: False)
     with pytest.raises(ImportError, match=r"fusegrad.jax: libfusegrad_jax.so must be in .*, but is not: .*without JAX"):
         importlib.reload(sys.modules["fusegrad.jax._library"])
+
+
+# --- the example --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FUSEGRAD_TORCH", "1")  # the program sets it where it is not: not for the tests after this one
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
+    import jax_train
+
+    losses = jax_train.train(6, devices=2)
+    assert losses[-1] < losses[0] - 0.5
+    assert "The last gradients are plain JAX's." in capsys.readouterr().out

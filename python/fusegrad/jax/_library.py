@@ -8,6 +8,7 @@ import pathlib
 try:
     import jax
     import jax.ffi
+    import jaxlib
 except ImportError as error:
     raise ImportError(f"fusegrad.jax needs JAX: pip install 'jax>=0.8' (for CUDA 'jax[cuda13]'); {error}") from error
 
@@ -21,6 +22,14 @@ if not _path.exists():
         "--force-reinstall --no-deps .)."
     )
 _library = ctypes.CDLL(str(_path))
+_library.fusegrad_jax_jaxlib_version.restype = ctypes.c_char_p
+_built = _library.fusegrad_jax_jaxlib_version().decode()
+if tuple(map(int, jaxlib.__version__.split(".")[:3])) < tuple(map(int, _built.split(".")[:3])):
+    # XLA would refuse the handlers when it makes its devices, and JAX would have none.
+    raise ImportError(
+        f"fusegrad.jax was built with jaxlib {_built}, but jaxlib {jaxlib.__version__} is installed: install that "
+        "version or a later one, or build fusegrad with this one"
+    )
 _library.fusegrad_jax_plan.restype = ctypes.c_int64
 _library.fusegrad_jax_plan.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_bool] * 3, ctypes.c_int64]
 
