@@ -26,8 +26,7 @@ int64_t grain(int64_t cols) { return 1 + (int64_t{1} << 15) / (cols + 1); }
 
 template <class Params>
 void over_rows(const Params& p, DType dtype, void* stream, void (*kernel)(const Params&, DType, int64_t, int64_t)) {
-  cpu::parallel_for(stream, p.rows, grain(p.cols),
-                    [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
+  cpu::parallel_for(stream, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
 }
 
 int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
@@ -47,15 +46,13 @@ void forward(const RowForward& p, DType dtype, void* stream) {
 void gradient(const RowGradient& p, DType dtype, void* stream) {
   over_rows(p, dtype, stream, range_kernels().gradient);
 }
-void scaling(const RowScaling& p, DType dtype, void* stream) {
-  over_rows(p, dtype, stream, range_kernels().scaling);
-}
+void scaling(const RowScaling& p, DType dtype, void* stream) { over_rows(p, dtype, stream, range_kernels().scaling); }
 
 void jsd(const RowJsd& p, DType dtype, void* stream) {
   const int64_t bytes =
       cpu::kJsdBuffers * padded(p.cols) * acc_size(dtype) + 3 * (p.topk + 1) * static_cast<int64_t>(sizeof(double));
   cpu::parallel_for(stream, p.rows, grain(p.cols),
-                   [&](int64_t begin, int64_t end) { jsd_range()(p, dtype, begin, end, scratch_of(bytes).get()); });
+                    [&](int64_t begin, int64_t end) { jsd_range()(p, dtype, begin, end, scratch_of(bytes).get()); });
 }
 
 template <class Function>

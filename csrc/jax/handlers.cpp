@@ -49,8 +49,9 @@ struct Divergence {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::Loss, FUSEGRAD_TEXT(op), FUSEGRAD_INT(ignore_index),
                                       FUSEGRAD_REAL(label_smoothing), FUSEGRAD_REAL(z_loss), FUSEGRAD_REAL(softcap),
                                       FUSEGRAD_REAL(logit_scale));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::Scaling, FUSEGRAD_TEXT(op), FUSEGRAD_INT(rows), FUSEGRAD_INT(vocab),
-                                      FUSEGRAD_INT(ignore_index), FUSEGRAD_REAL(values_per_row), FUSEGRAD_BOOL(defer));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::Scaling, FUSEGRAD_TEXT(op), FUSEGRAD_INT(rows),
+                                      FUSEGRAD_INT(vocab), FUSEGRAD_INT(ignore_index), FUSEGRAD_REAL(values_per_row),
+                                      FUSEGRAD_BOOL(defer));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::Reduction, FUSEGRAD_BOOL(factor), FUSEGRAD_BOOL(nan_if_zero));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(fusegrad::jax::Divergence, FUSEGRAD_TEXT(op), FUSEGRAD_INT(ignore_index),
                                       FUSEGRAD_REAL(beta), FUSEGRAD_REAL(temperature), FUSEGRAD_REAL(soft_weight),
@@ -100,9 +101,7 @@ struct Matrix {
   }
 };
 
-bool is_floating(const Array& array) {
-  return array.element_type() != ffi::S32 && array.element_type() != ffi::S64;
-}
+bool is_floating(const Array& array) { return array.element_type() != ffi::S32 && array.element_type() != ffi::S64; }
 
 int64_t index_at(const Array& index, int64_t n) {
   return index.element_type() == ffi::S32 ? index.typed_data<int32_t>()[n] : index.typed_data<int64_t>()[n];
@@ -304,14 +303,12 @@ struct Handler<Platform, kFunction> {
   using Context = typename Platform::Context;
 
   static ffi::Error call(typename ffi::CtxDecoding<Context>::Type context, Attributes attributes, Buffers... buffers) {
-    return guarded([&] {
-      Platform::call(context, [&](const Device& device) { kFunction(device, attributes, buffers...); });
-    });
+    return guarded(
+        [&] { Platform::call(context, [&](const Device& device) { kFunction(device, attributes, buffers...); }); });
   }
   static XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
-    static const auto handler =
-        jax::bind<Buffers...>(ffi::Ffi::Bind().template Ctx<Context>().template Attrs<Attributes>(), call,
-                              Platform::kTraits);
+    static const auto handler = jax::bind<Buffers...>(
+        ffi::Ffi::Bind().template Ctx<Context>().template Attrs<Attributes>(), call, Platform::kTraits);
     return handler->Call(frame);
   }
 };
@@ -320,8 +317,8 @@ struct Handler<Platform, kFunction> {
 }  // namespace fusegrad::jax
 
 // The symbols that python/fusegrad/jax/_library.py registers.
-#define FUSEGRAD_EXPORT(platform, Platform, name)                                           \
-  extern "C" XLA_FFI_Error* fusegrad_jax_##platform##_##name(XLA_FFI_CallFrame* frame) {    \
+#define FUSEGRAD_EXPORT(platform, Platform, name)                                               \
+  extern "C" XLA_FFI_Error* fusegrad_jax_##platform##_##name(XLA_FFI_CallFrame* frame) {        \
     return fusegrad::jax::Handler<fusegrad::jax::Platform, fusegrad::jax::name>::handle(frame); \
   }
 #define FUSEGRAD_EXPORT_ALL(platform, Platform) \

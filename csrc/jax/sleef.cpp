@@ -4,14 +4,14 @@
 
 #include <cmath>
 
-#define FUSEGRAD_SLEEF(name, target_name, Vector, Scalar, function)                          \
-  extern "C" __attribute__((target(target_name))) Vector name(Vector x) {                    \
-    Vector result;                                                                           \
-    alignas(64) Scalar lanes[sizeof(Vector) / sizeof(Scalar)];                               \
-    __builtin_memcpy(lanes, &x, sizeof(x));                                                  \
-    for (auto& lane : lanes) lane = function(lane);                                          \
-    __builtin_memcpy(&result, lanes, sizeof(x));                                             \
-    return result;                                                                           \
+#define FUSEGRAD_SLEEF(name, target_name, Vector, Scalar, function)       \
+  extern "C" __attribute__((target(target_name))) Vector name(Vector x) { \
+    Vector result;                                                        \
+    alignas(64) Scalar lanes[sizeof(Vector) / sizeof(Scalar)];            \
+    __builtin_memcpy(lanes, &x, sizeof(x));                               \
+    for (auto& lane : lanes) lane = function(lane);                       \
+    __builtin_memcpy(&result, lanes, sizeof(x));                          \
+    return result;                                                        \
   }
 
 FUSEGRAD_SLEEF(Sleef_expd4_u10, "avx2", __m256d, double, std::exp)

@@ -1,8 +1,10 @@
 """Fused losses for PyTorch whose gradients cannot be silently wrong.
 
-``fusegrad.cross_entropy`` and ``fusegrad.linear_cross_entropy`` are drop-ins for PyTorch's own; see README.md. Where torch
-is not installed, or FUSEGRAD_TORCH=0 is in the environment, the package has ``fusegrad.jax`` alone.
+``fusegrad.cross_entropy`` and ``fusegrad.linear_cross_entropy`` are drop-ins for PyTorch's own; see README.md. Where
+torch is not installed, or FUSEGRAD_TORCH=0 is in the environment, the package has ``fusegrad.jax`` alone.
 """
+
+from typing import TYPE_CHECKING
 
 from ._environment import with_torch
 
@@ -18,11 +20,11 @@ if with_torch:
     from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
-else:
+elif not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         raise AttributeError(
-            f"fusegrad.{name} needs torch, which is not installed, or which FUSEGRAD_TORCH=0 keeps out of this process; "
+            f"fusegrad.{name} needs torch, which is not installed or is kept out of this process by FUSEGRAD_TORCH=0; "
             "without torch there is fusegrad.jax"
         )
 

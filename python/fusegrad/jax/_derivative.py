@@ -14,7 +14,7 @@ def constants(op: str, tree: Any) -> Any:
     """The values of arguments that have no gradient, which a rule gets with a mark whether one is wanted."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_marked):
         if leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating):
-            name = getattr(path[-1], "name", None) or path[-1].key  # type: ignore[attr-defined]
+            name = getattr(path[-1], "name", None) or path[-1].key
             raise TypeError(
                 f"{op}: {name} must be a constant, but a gradient by it is wanted; jax.lax.stop_gradient makes it one"
             )
@@ -32,8 +32,8 @@ def zero_if_symbolic(cotangent: Any) -> jax.Array:
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles function(options, wanted, *arrays), where `options.op` is the op's name and both are static. A derivative
-    rule calls it; differentiating it in turn, a second derivative of the loss, raises."""
+    """Compiles function(options, wanted, *arrays), where `options.op` is the op's name and both are static. It is for
+    derivative rules: differentiating it in turn, a second derivative of the loss, raises."""
     refusing = jax.custom_jvp(function, nondiff_argnums=(0, 1))
 
     def refuse(options: Any, wanted: Any, primals: Any, tangents: Any) -> Any:

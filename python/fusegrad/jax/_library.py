@@ -56,7 +56,5 @@ def rows_at_a_time(
     """Rows of logits that linear_cross_entropy holds at a time: PyTorch's plan, see csrc/rows/linear_plan.h."""
     budget = -1 if workspace_mib is None else workspace_mib
     return int(
-        _library.fusegrad_jax_plan(
-            rows, hidden, vocab, element_size, cpu, weight_grad, low_precision_result, budget
-        )
+        _library.fusegrad_jax_plan(rows, hidden, vocab, element_size, cpu, weight_grad, low_precision_result, budget)
     )

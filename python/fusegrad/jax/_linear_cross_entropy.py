@@ -56,8 +56,8 @@ def linear_cross_entropy(
     nothing.
 
     The products run in the input's dtype, to which ``linear_weight`` and ``linear_bias`` are rounded (on the CPU those
-    of bfloat16 and float16 in float32), under ``jax.default_matmul_precision``. Each gradient has its own array's dtype;
-    those of weight and bias add up in float32.
+    of bfloat16 and float16 in float32), under ``jax.default_matmul_precision``. Each gradient has its own array's
+    dtype; those of weight and bias add up in float32.
 
     Args:
         input: hidden states ``[..., H]``; float32, bfloat16, float16 (float64 on the CPU, where x64 is enabled).
@@ -81,7 +81,9 @@ def linear_cross_entropy(
     x, w = _check.floating(op, "input", input), _check.floating(op, "linear_weight", linear_weight)
     _check.value(op, x.ndim >= 1, "input must have shape [..., H]", list(x.shape))
     hidden = x.shape[-1]
-    _check.value(op, w.ndim == 2 and w.shape[1] == hidden, f"linear_weight must have shape [V, {hidden}]", list(w.shape))
+    _check.value(
+        op, w.ndim == 2 and w.shape[1] == hidden, f"linear_weight must have shape [V, {hidden}]", list(w.shape)
+    )
     vocab = w.shape[0]
     _check.value(op, vocab > 0 and hidden > 0, "linear_weight must have no empty dimension", list(w.shape))
     b = None if linear_bias is None else _check.floating(op, "linear_bias", linear_bias)
@@ -187,8 +189,8 @@ def _over_chunks(
         # XLA unrolls a loop of one turn and then begins its chunk before the first one's logits are done with.
         unit = 128 if n >= 1024 else 1
         size = -(-n // (3 * unit)) * unit
-    # The bias is added before the logits are rounded. XLA fuses it into a GPU's product where that is large and its rows
-    # are aligned; elsewhere float32 logits hold the sum.
+    # The bias is added before the logits are rounded. XLA fuses it into a GPU's product where that is large and its
+    # rows are aligned; elsewhere float32 logits hold the sum.
     fused = b is None or (vocab % 8 == 0 and size * vocab > 2**24)
     summed = product if fused else acc
     loops = max(0, n - 1) // size
@@ -255,8 +257,8 @@ def _on_platform(function: Callable[..., Any], *args: Any) -> Any:
 def _forward_of(
     options: Options, wanted: tuple[bool, bool, bool], x: Any, w: Any, b: Any, rows: _rows.Rows
 ) -> tuple[jax.Array, Any, Gradients, Any]:
-    """The loss, statistics of the rows where a backward recomputes, the gradients for an upstream gradient of 1 where it
-    does not, and scales."""
+    """The loss, statistics of the rows where a backward recomputes, the gradients for an upstream gradient of 1 where
+    it does not, and scales."""
     loss = options.loss
     late = loss.reduction == "none" and any(wanted)
 

@@ -1,7 +1,7 @@
 """The row kernels as custom calls. Letters: N rows, V vocabulary; acc: float32, or float64 for float64 logits.
 
-Formulas in csrc/rows/row_kernels.h. A result that overwrites an argument is declared to XLA as its alias: XLA then knows
-who reads the argument before and who the result after, and copies the argument where it is needed again.
+Formulas in csrc/rows/row_kernels.h. A result that overwrites an argument is declared to XLA as its alias: XLA then
+knows who reads the argument before and who the result after, and copies the argument where it is needed again.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ jax.tree_util.register_dataclass(Rows, ["target", "weight", "token_weight", "nor
 
 
 def _call(name: str, results: list[Any], aliases: dict[int, int] | None = None) -> Any:
-    return jax.ffi.ffi_call(
-        f"fusegrad_{name}", results, input_output_aliases=aliases or {}, vmap_method="sequential"
-    )
+    return jax.ffi.ffi_call(f"fusegrad_{name}", results, input_output_aliases=aliases or {}, vmap_method="sequential")
 
 
 def or_empty(x: jax.Array | None, like: jax.Array, dtype: Any) -> jax.Array:
@@ -147,7 +145,8 @@ def mean_scales(
 
 
 def reduce(loss: jax.Array, scales: jax.Array | None, *, nan_if_none: bool) -> jax.Array:
-    """The sum of the rows' losses in a fixed order, times the deferred factor; NaN where the divisor is 0, if so asked."""
+    """The sum of the rows' losses in a fixed order, times the deferred factor. `nan_if_none`: NaN where the divisor is
+    0."""
     (out,) = _call("sum", [result(loss, (), loss.dtype)])(
         loss,
         or_empty(scales, loss, loss.dtype),
