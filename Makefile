@@ -61,7 +61,7 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.made
 # The package is installed into the environment as a wheel lays it out, its Python files as links: edits take
 # effect at once.
 build: $(BUILD)/build.ninja
-	$(BIN)/ninja -C $(BUILD) -j $(JOBS) fusegrad _C $(if $(JAX),fusegrad_jax)
+	$(BIN)/ninja -C $(BUILD) -j $(JOBS) fusegrad _C fusegrad_jax
 	$(BIN)/cmake --install $(BUILD) --prefix $(SITE)/fusegrad > $(BUILD)/install.log
 	find $(SITE)/fusegrad -maxdepth 1 -type l -delete
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
