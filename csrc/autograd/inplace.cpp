@@ -44,6 +44,12 @@ const at::Tensor& get(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? *tensor : none;
 }
 
+// A compiler traces the call (torch.compile, torch.export): its tensors are wrappers. AOTAutograd does not check the
+// versions of what a custom Function saved, so a write could go unseen; without one memory is the compiler's matter.
+bool traced(const at::Tensor& tensor) {
+  return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
+}
+
 template <class Others>
 bool autograd_allows(const at::Tensor& tensor, const Others& others) {
   if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
@@ -53,7 +59,7 @@ bool autograd_allows(const at::Tensor& tensor, const Others& others) {
   for (const auto& other : others) {
     if (get(other).defined()) decidable &= surely_apart(tensor, get(other));
   }
-  return decidable && !saved_tensor_hooks_active();
+  return decidable && !saved_tensor_hooks_active() && !traced(tensor);
 }
 
 // Strides grow so fast that no two elements can share memory.

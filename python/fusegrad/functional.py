@@ -162,7 +162,7 @@ def cross_entropy(
         inplace: permission to overwrite ``input`` with its gradient. Its version counter is raised, so PyTorch raises
             an error where another op has saved it for its own backward; a leaf, a view of one, an expanded or an
             overlapping tensor is refused before anything is written. Where versions cannot be checked (saved-tensor
-            hooks) or nothing is gained, the op works out of place.
+            hooks, ``torch.compile``) or nothing is gained, the op works out of place.
         return_aux: also return these per-row values.
 
     Returns:
