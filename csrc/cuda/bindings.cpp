@@ -11,7 +11,8 @@ namespace py = pybind11;
 namespace fusegrad::cuda {
 namespace {
 
-constexpr const char* kCaptured[] = {"float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"};
+constexpr const char* kCaptured[] = {"float64", "float32", "bfloat16", "float16", "int64",
+                                     "int32",   "int16",   "int8",     "uint8",   "bool"};
 
 FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes, std::array<bool, 2> small) {
   FlexMod mod;
@@ -30,10 +31,13 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    const std::pair<std::string, std::vector<std::string>>& score_mod,
                    const std::pair<std::string, std::vector<std::string>>& mask_mod,
                    const std::optional<std::array<int64_t, 2>>& block_size, const std::vector<bool>& wants_grad,
-                   const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic, bool needs_grad,
-                   bool split, std::array<bool, 2> score_mod_small, std::array<bool, 2> mask_mod_small) {
+                   const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
+                   bool needs_grad, bool split, std::array<bool, 2> score_mod_small,
+                   std::array<bool, 2> mask_mod_small) {
   FlexCase c;
-  c.kernel = kernel == "forward" ? FlexKernel::kForward : kernel == "backward" ? FlexKernel::kBackward : FlexKernel::kGradQuery;
+  c.kernel = kernel == "forward"    ? FlexKernel::kForward
+             : kernel == "backward" ? FlexKernel::kBackward
+                                    : FlexKernel::kGradQuery;
   c.dtype = dtype == "float32" ? DType::kFloat32 : dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
   c.head_size = head_size;
   c.value_size = value_size;
@@ -67,7 +71,8 @@ void bind(py::module_& m) {
            py::arg("mask_mod") = std::pair<std::string, std::vector<std::string>>(), py::arg("block_size") = py::none(),
            py::arg("wants_grad") = std::vector<bool>(), py::arg("elements") = std::vector<int64_t>(),
            py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
-           py::arg("needs_grad") = true, py::arg("split") = true, py::arg("score_mod_small") = std::array<bool, 2>{true, true},
+           py::arg("needs_grad") = true, py::arg("split") = true,
+           py::arg("score_mod_small") = std::array<bool, 2>{true, true},
            py::arg("mask_mod_small") = std::array<bool, 2>{true, true});
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
@@ -75,7 +80,8 @@ void bind(py::module_& m) {
       [](const FlexCase& c, const std::string& architecture) {
         const FlexPlan plan = plan_flex(c, capability_of(architecture));
         py::dict result;
-        result["tile"] = py::make_tuple(plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages);
+        result["tile"] =
+            py::make_tuple(plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages);
         result["schemes"] = plan.schemes;
         result["shared_bytes"] = plan.shared_bytes;
         return result;
