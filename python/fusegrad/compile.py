@@ -48,9 +48,9 @@ def compile_flex(
     architecture: str | None = None,
 ) -> None:
     """Compiles what a call of :func:`fusegrad.flex_attention` on a GPU and its backward need, into the memory of this
-    process and the cache on the disk; nothing is run. Lengths, strides, batch, heads, scale and the values of captured
-    tensors and numbers do not matter: one compilation serves them all. Kernels that give ``max_scores`` are compiled by
-    the first call that asks for it.
+    process and the cache on the disk; nothing is run. Lengths, strides, batch, heads, positive scales and the values of
+    captured tensors and numbers do not matter: one compilation serves them all. Kernels that give ``max_scores`` are
+    compiled by the first call that asks for it.
 
     Args:
         score_mod: As for the call. Captured tensors count with their dtypes, numbers of elements and ``requires_grad``.
@@ -60,7 +60,8 @@ def compile_flex(
         dtype: bfloat16, float16 or float32.
         block_mask: In place of mask_mod and block_size: those of this block mask.
         block_size: Of the call's block mask, for queries and keys.
-        requires_grad: Whether query, key and value do; all of them or none.
+        requires_grad: Whether query, key and value all get gradients, or none of them; a backward that is asked for
+            some of them only has a kernel of its own.
         deterministic: As for the call.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
             device.

@@ -15,56 +15,9 @@ struct HeaderKernel {
   const char* header;
   const char* body;
   int registers;
-  const char* before = "";  // the kernel
+  bool flex = false;  // with the Config of flex_config.cuh
 };
 
-// What the kernels of flex attention are compiled for, at its smallest, with what a program renders.
-constexpr const char* kFlexConfig = R"(
-using namespace fusegrad::device;
-struct ScoreMod {
-  struct Captured {
-    const float* scale;
-  };
-  static __device__ float apply(const Captured& c, float score, int b, int h, int q, int kv, bool valid) {
-    return valid ? score * c.scale[h] : 0.0f;
-  }
-};
-struct MaskMod {
-  struct Captured {
-    long long nothing;
-  };
-  static __device__ bool apply(const Captured&, int b, int h, int q, int kv, bool valid) { return valid && q >= kv; }
-};
-struct ScaleGradient {
-  using Captured = ScoreMod::Captured;
-  static constexpr int kContributions = 1;
-  static constexpr int kBuffer[] = {0};
-  static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
-                                float* value) {
-    value[0] = valid ? grad * score : 0.0f;
-    return valid ? grad * c.scale[h] : 0.0f;
-  }
-  template <int>
-  static __device__ long long offset(const Captured&, float, int b, int h, int q, int kv, bool valid) {
-    return valid ? h : -1;
-  }
-};
-struct Config {
-  using Element = BFloat16;
-  using ScoreMod = ::ScoreMod;
-  using MaskMod = ::MaskMod;
-  using Derivative = ScaleGradient;
-  struct Schemes {
-    static constexpr char kScheme[] = {'A', 0};
-    static constexpr int kTable[] = {0, 0};
-  };
-  static constexpr int kHead = 16, kValue = 16, kRows = 32, kCols = 32, kWarps = 2, kShare = 1, kStages = 1;
-  static constexpr bool kBlocks = true, kMixed = true, kSplit = false;
-  static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
-  static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
-  static constexpr bool kMaxGradient = true, kFixedPoint = false;
-};
-)";
 constexpr HeaderKernel kHeaderKernels[] = {
     {"cstdint",
      "uint64_t x = (uint64_t)out; int64_t y = -1; uint32_t z = (uint32_t)(x >> 2); int8_t w = -1;\n"
@@ -99,7 +52,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, shared).run();",
-     160, kFlexConfig},
+     160, true},
     {"cuda/device/flex_buffers.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
@@ -113,24 +66,24 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "sums.flush(0, 1, 2, 3);\n"
      "sums.end_head(0, 1, 3);\n"
      "sums.end();",
-     16, kFlexConfig},
+     16, true},
     {"cuda/device/flex_forward.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexForward<Config>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                    *(const MaskMod::Captured*)in, shared_address(shared)).run();",
-     96, kFlexConfig},
+     96, true},
     {"cuda/device/flex_grad_query.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                      *(const MaskMod::Captured*)in, shared_address(shared)).run();",
-     152, kFlexConfig},
+     152, true},
     {"cuda/device/flex_gradient.cuh",
      "float p, value[2];\n"
      "const FlexQuery row{{in[0], in[1]}, in[2], in[3]};\n"
      "out[threadIdx.x] = FlexPairGradient<Config>::apply(*(const ScoreMod::Captured*)in, in[4], in[threadIdx.x],\n"
      "                                                   in[5], row, 0, 1, 2, 3, threadIdx.x < 7, p, value);\n"
      "out[threadIdx.x + 32] = p + value[0];",
-     24, kFlexConfig},
+     24, true},
     {"cuda/device/flex_scores.cuh",
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
      "const TileWalk walk(tiles, 0, 1, 2, 3, (Config*)nullptr);\n"
@@ -138,7 +91,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "  out[i] = takes_part<Config>(tiles, *(const MaskMod::Captured*)in, walk[i] % 4, 0, 1, i, walk[i] / 4, true);\n"
      "}\n"
      "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod> && !kHas<NoMod>);",
-     48, kFlexConfig},
+     48, true},
     {"cuda/device/mma.cuh",
      "using namespace fusegrad::device;\n"
      "using Rows = Tile<BFloat16, 16, 32>;\n"
@@ -176,7 +129,8 @@ constexpr HeaderKernel kHeaderKernels[] = {
 };
 
 std::string source_of(const HeaderKernel& kernel) {
-  return "#include <" + std::string(kernel.header) + ">\n" + kernel.before +
+  return "#include <" + std::string(kernel.header) + ">\n" +
+         (kernel.flex ? read(FUSEGRAD_TEST_SOURCE_DIR "/tests/cpp/flex_config.cuh") : "") +
          "extern \"C\" __global__ void probe(const float* in, float* out) {\n" + kernel.body + "\n}\n";
 }
 

@@ -257,13 +257,13 @@ def compare(program: test_score_mod.Program, result: Tensor, masked: bool, mod: 
         mask = None
         if masked:
             mask = create_block_mask(kept(allowed.to(device)), b, h, m, n, device=device)
-        x = given[1].requires_grad_()
         for t in given:
             t.requires_grad_()
-        got = flex_attention(given[0], x, given[2], ScoreMod(mod.text, buffers, mod.scalars), mask, scale=1.0)
-        wanted = [x, *(t for t in buffers if t.requires_grad)]
+        got = flex_attention(*given, ScoreMod(mod.text, buffers, mod.scalars), mask, scale=1.0)
+        # All of them: which are asked for is part of what the backward is compiled for.
+        wanted = [*given, *(t for t in buffers if t.requires_grad)]
         grads = torch.autograd.grad(got, wanted, upstream.to(device), materialize_grads=True)
-        found = [got, grads[0][..., :m].transpose(-1, -2), *grads[1:]]
+        found = [got, grads[1][..., :m].transpose(-1, -2), *grads[3:]]
         return [t.detach().double().cpu() for t in found]
 
     def errors(got: list[Tensor]) -> list[float]:
