@@ -96,11 +96,15 @@ def test_a_block_mask_gives_its_mask_and_block_size() -> None:
 
 
 @needs_nvrtc
-def test_tf32_is_another_kernel(monkeypatch) -> None:
+def test_tf32_is_another_kernel() -> None:
     options = {"head_size": 16, "dtype": torch.float32, "requires_grad": False, "architecture": "80"}
     assert stats(lambda: compile_flex(**options))["compilations"] == 1
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert stats(lambda: compile_flex(**options))["compilations"] == 1
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert stats(lambda: compile_flex(**options))["compilations"] == 1
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 BAD = [
