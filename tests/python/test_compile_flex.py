@@ -95,6 +95,18 @@ def test_a_block_mask_gives_its_mask_and_block_size() -> None:
     assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == 1
 
 
+@needs_nvrtc
+def test_tf32_is_another_kernel() -> None:
+    options = {"head_size": 16, "dtype": torch.float32, "requires_grad": False, "architecture": "80"}
+    assert stats(lambda: compile_flex(**options))["compilations"] == 1
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert stats(lambda: compile_flex(**options))["compilations"] == 1
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 BAD = [
     ({"head_size": 0}, ValueError, "head_size must be a whole number from 1 to 256, but got 0"),
     ({"value_size": 257}, ValueError, "value_size must be a whole number from 1 to 256, but got 257"),
