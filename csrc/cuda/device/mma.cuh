@@ -5,6 +5,7 @@
 // (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 #pragma once
 
+#include "cuda/device/bulk.cuh"
 #include "cuda/device/score_mod.cuh"
 
 namespace fusegrad::device {
@@ -19,10 +20,6 @@ template <class A, class B>
 constexpr bool kSame = false;
 template <class A>
 constexpr bool kSame<A, A> = true;
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
 
 // --- copies -------------------------------------------------------------------------------------------------
 
