@@ -32,16 +32,20 @@ __global__ void __launch_bounds__(kThreads)
   if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) blocks[row * p.cols] = device::kBlockBad;
 }
 
-// The state of a tile: FlexTileKind, or -1 where no pair takes part, or -2 where a list is wrong.
+// The state of a tile: FlexTileKind, or -1 where no pair takes part, or -2 where a list is wrong. By keys, queries with
+// a wrong list take part in every tile: their lse is NaN, and so become the gradients that they have a part in.
 __device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
                           int kv) {
   const int first_row = static_cast<int>(q / t.block_size_q);
   const int last_row = static_cast<int>((min(q + p.tile_q, p.queries) - 1) / t.block_size_q);
   const int first_col = static_cast<int>(kv / t.block_size_kv);
   const int last_col = static_cast<int>((min(kv + p.tile_kv, p.keys) - 1) / t.block_size_kv);
-  bool some = false, all = true, partial = false;
+  bool some = false, all = true, partial = false, bad = false;
   for (int r = first_row; r <= last_row; ++r) {
-    if (blocks[static_cast<int64_t>(r) * t.block_cols] == device::kBlockBad) return -2;
+    if (blocks[static_cast<int64_t>(r) * t.block_cols] == device::kBlockBad) {
+      if (!p.by_key) return -2;
+      some = bad = true;
+    }
     for (int c = first_col; c <= last_col; ++c) {
       const unsigned char state = blocks[static_cast<int64_t>(r) * t.block_cols + c];
       some |= state != device::kBlockNone;
@@ -50,8 +54,9 @@ __device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, co
     }
   }
   if (!some) return -1;
-  if (all && !partial) return device::kTileFull;
-  return first_row == last_row && first_col == last_col ? device::kTilePartial : device::kTileMixed;
+  const bool one = first_row == last_row && first_col == last_col;
+  if ((all && !partial) || (one && bad)) return device::kTileFull;
+  return one ? device::kTilePartial : device::kTileMixed;
 }
 
 // A CTA a list, which it writes in order.

@@ -64,7 +64,7 @@ class FlexGradQuery {
       tile = next;
     }
     wait_copies<0>();
-    finish();
+    finish(walk.count() < 0);
   }
 
  private:
@@ -196,7 +196,7 @@ class FlexGradQuery {
     }
   }
 
-  __device__ __forceinline__ void finish() {
+  __device__ __forceinline__ void finish(bool bad) {
     if constexpr (Config::kGradQuery) {
 #pragma unroll
       for (int i = 0; i < 2 * kBlocksM; ++i) {
@@ -207,7 +207,8 @@ class FlexGradQuery {
 #pragma unroll
         for (int n = 0; n < kBlocksD; ++n) {
           const float* sum = sum_[i / 2][n] + i % 2 * 2;
-          *reinterpret_cast<float2*>(to + n * 8) = {sum[0], sum[1]};
+          const float nan = __int_as_float(0x7fffffff);
+          *reinterpret_cast<float2*>(to + n * 8) = {bad ? nan : sum[0], bad ? nan : sum[1]};
         }
       }
     }
