@@ -94,6 +94,12 @@ void bind(py::module_& m) {
       },
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
   m.def(
+      "force_family",
+      [](const std::string& family) {
+        force_flex_family(family.empty() ? -1 : family == "hopper" ? 1 : 0);
+      },
+      py::arg("family"), "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
+  m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");
 }

@@ -86,6 +86,7 @@ class Call {
     a.key = view(key_);
     a.value = view(value_);
     a.batches = static_cast<int>(query_.size(0));
+    a.key_batches = static_cast<int>(key_.size(0));
     a.heads = static_cast<int>(query_.size(1));
     a.group = static_cast<int>(query_.size(1) / key_.size(1));
     a.queries = static_cast<int>(query_.size(2));
@@ -119,7 +120,24 @@ class Call {
     return t;
   }
 
-  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* sums = nullptr) {
+  /// Boxes of a tensor's rows as the Hopper kernels copy them.
+  static CUtensorMap map_of(const Tensor& t, int rows) {
+    constexpr int kChunk = 64;  // columns of 16 bits in the 128 bytes that are swizzled
+    jit::TensorMapShape shape;
+    shape.dtype = t.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    shape.rank = 4;
+    for (int d = 0; d < 4; ++d) {
+      shape.sizes[d] = static_cast<uint64_t>(t.size(3 - d));
+      // A stride that is never taken must be valid too.
+      const int64_t stride = t.size(3 - d) == 1 ? 8 : t.stride(3 - d);
+      shape.stride_bytes[d] = static_cast<uint64_t>(stride * t.element_size());
+    }
+    shape.box = {kChunk, static_cast<uint32_t>(rows), 1, 1};
+    return jit::Driver::get().tensor_map(t.const_data_ptr(), shape, "flex_forward_hopper");
+  }
+
+  /// `more`: the kernel's last argument, where it has another.
+  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* more = nullptr) {
     const jit::Kernel& kernel = jit::kernel(
         flex_id(case_, plan), [&](const std::string& architecture) { return flex_program(case_, plan, architecture); });
     TORCH_CHECK_VALUE(ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
@@ -128,7 +146,7 @@ class Call {
     how.block[0] = static_cast<unsigned>(32 * plan.tile.warps);
     how.shared_bytes = plan.shared_bytes;
     how.stream = stream_;
-    void* all[] = {arguments, score_words_.data(), mask_words_.data(), sums};
+    void* all[] = {arguments, score_words_.data(), mask_words_.data(), more};
     kernel.launch(how, all);
   }
 
@@ -278,7 +296,14 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
     }
     a.tiles = call.tiles(plan.tile, /*by_key=*/false);
-    call.launch(plan, &a, query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows));
+    const int64_t ctas = query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows);
+    if (plan.tile.family == FlexFamily::kHopper) {
+      CUtensorMap maps[] = {Call::map_of(call.query(), plan.tile.rows), Call::map_of(call.key(), plan.tile.cols),
+                            Call::map_of(call.value(), plan.tile.cols)};
+      call.launch(plan, &a, ctas, maps);
+    } else {
+      call.launch(plan, &a, ctas);
+    }
   }
   return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
 }
@@ -332,7 +357,6 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.grad_max = data_of(grad_max);
   a.grad_query = needs_grad[0] ? query_sum.mutable_data_ptr<float>() : nullptr;
   a.largest = sums.largest();
-  a.key_batches = static_cast<int>(key.size(0));
   a.fixed_bits = sums.fixed_bits();
 
   // Each of the two kernels computes the scores; it is worth the while where sums must come in one order.

@@ -33,7 +33,7 @@ struct FlexForwardArguments {
   FlexTensor query, key, value, out, out_low;
   float *lse, *max_scores, *max_ties;  // [B, H, M]; the latter two may be null
   FlexTiles tiles;
-  int batches, heads, group, queries, keys, head_size, value_size;
+  int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   float scale;
 };
 

@@ -130,43 +130,13 @@ class FlexForward {
     }
   }
 
-  // Masks first, as bits: code of a mask_mod is there once or twice only, that of a score_mod once an element, whether
-  // pairs are masked or not.
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksM][kBlocksN][4], int kind, int col) const {
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
     if (Config::kUnscaled && !masked) return;
-    const int row = row_ + first_row() + lane() / 4;
-    col += lane() % 4 * 2;
-    constexpr int kPairs = kBlocksN * 4;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
-      Bits<kPairs> alive = ~Bits<kPairs>(0);
-      if (masked) {
-        alive = 0;
-#pragma unroll 1
-        for (int i = 0; i < kPairs; i += 2) {
-          const int q = row + m * 16 + i / 2 % 2 * 8, kv = col + i / 4 * 8;
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const bool inside = kv + e < a_.keys && q < a_.queries;
-            const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b_, h_, q, kv + e, inside);
-            alive |= Bits<kPairs>(takes) << (i + e);
-          }
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const bool takes = (alive >> (n * 4 + e) & 1) != 0;
-          float x = s[m][n][e];
-          if constexpr (!Config::kUnscaled) x *= a_.scale;
-          if constexpr (kHas<ScoreMod>) {
-            x = ScoreMod::apply(score_, x, b_, h_, row + m * 16 + e / 2 * 8, col + n * 8 + e % 2, takes);
-          }
-          s[m][n][e] = takes ? x : -FUSEGRAD_INFINITY;
-        }
-      }
+      apply_score_mod<Config>(s[m], a_, score_, mask_, kind, masked, b_, h_, row_ + first_row() + m * 16 + lane() / 4,
+                              col + lane() % 4 * 2);
     }
   }
 
