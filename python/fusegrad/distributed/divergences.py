@@ -1,0 +1,567 @@
+"""jsd and linear_jsd over a sharded vocabulary; formulas in docs/distillation.md.
+
+The divergence is that of log-probabilities, whose normaliser all processes know after one collective; a second one sums
+the divergence and what the gradients by logits take off. A top-k teacher needs the first one only: its K columns and
+the tail are in every process then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
+
+from .gradients import ChunkGradients, Head, acc_of, check, check_index, chunks, product_type, scale_saved
+from .losses import LinearOptions, autocast_input, may_overwrite, save_linear, scale_linear, wanted_gradients
+from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
+
+_ops = torch.ops.fusegrad
+_MIB = 1 << 20
+
+
+def _log_sum(z: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, and log(sum(exp(z - largest))): together lse, exact for large offsets."""
+    if z.shape[1] == 0:
+        return z.new_full((z.shape[0],), -torch.inf), z.new_zeros(z.shape[0])
+    largest = z.amax(1)
+    nothing = largest == -torch.inf
+    rest = (z - torch.where(nothing, 0, largest).unsqueeze(1)).exp_().sum(1).log()
+    return largest, torch.where(nothing, 0, rest)
+
+
+def _combine(largest: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """[world, n] of all parts, in float64, as (largest, log_sum) of whole rows."""
+    top = largest.amax(0)
+    return top, ((largest - top) + log_sums).exp().sum(0).log()
+
+
+class Divergence:
+    """The options of one call, and its rows' losses. `student` and `teacher` of run() are logits before the softcap."""
+
+    def __init__(
+        self,
+        op: str,
+        shards: VocabParallel,
+        dtype: torch.dtype,
+        indices: Tensor | None,
+        labels: Tensor | None,
+        token_weight: Tensor | None,
+        normalizer: Tensor | None,
+        options: dict[str, Any],
+        row_count: int,
+        device: torch.device,
+        deferred: bool,
+    ) -> None:
+        self.shards, self.options = shards, options
+        self.acc = acc = acc_of(dtype)
+        self.beta = float(options["beta"])
+        self.temperature = float(options["temperature"])
+        own = options.get("teacher_temperature")
+        self.teacher_temperature = self.temperature if own is None else float(own)
+        self.student_softcap = float(options.get("student_softcap") or 0.0)
+        self.teacher_softcap = float(options.get("teacher_softcap") or 0.0)
+        self.soft_weight, self.hard_weight = float(options["soft_weight"]), float(options["hard_weight"])
+        self.log_probs = bool(options.get("log_probs", False))
+        self.renormalize = options["tail"] == "renormalize"
+        self.reduction = options["reduction"]
+        self.aux = int(options["aux"])
+        self.hard_wanted = self.hard_weight != 0 or bool(self.aux & 2)
+        ignore_index = -100 if options["ignore_index"] is None else int(options["ignore_index"])
+        self.rows, self.device = row_count, device
+        self.indices = indices
+        self.labels = labels
+        self.kept = torch.ones(row_count, dtype=torch.bool, device=device)
+        if labels is not None:
+            self.kept = labels != ignore_index
+            check_index(op, "labels", labels, self.kept, shards.vocab, ignore_index)
+        if indices is not None:
+            _check_top_k(op, indices, shards.vocab)
+        self.token_weight = None if token_weight is None else token_weight.reshape(-1).to(acc)
+        self.scale = torch.ones((), dtype=acc, device=device)
+        if self.reduction in ("mean", "batchmean"):
+            count = self.kept.sum() if normalizer is None else normalizer
+            self.scale = 1 / (count.to(acc) * (shards.vocab if self.reduction == "mean" else 1))
+        # float16's range is too small for gradients over the number of rows.
+        self.factor = torch.where(self.scale.isinf(), 0, self.scale).reshape(1) if deferred else None
+        self.soft = torch.zeros(row_count, dtype=acc, device=device)
+        self.hard = torch.zeros_like(self.soft)
+
+    def _logits(self, z: Tensor, softcap: float, temperature: float) -> tuple[Tensor, Tensor]:
+        """The capped logits and those over the temperature, acc."""
+        y = z.to(self.acc)
+        if softcap != 0:
+            y = softcap * torch.tanh(y / softcap)
+        return y, y if temperature == 1 else y / temperature
+
+    def _subtract(self, s: Tensor, of: tuple[Tensor, Tensor]) -> Tensor:
+        """s - lse, in two steps: s - largest is exact where it matters."""
+        return (s - of[0].to(self.acc).unsqueeze(1)).sub_(of[1].to(self.acc).unsqueeze(1))
+
+    def _divergence(self, log_q: Tensor, log_p: Tensor, needs_grad: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums over these columns, and the gradients by the log-probabilities."""
+        numbers = [self.beta, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+        loss, _, _, by_q, by_p = _ops.jsd_forward(
+            log_q, log_p, None, None, None, None, numbers, True, False, -100, 0, 0, list(needs_grad)
+        )
+        return loss, by_q, by_p
+
+    def run(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        part: slice,
+        needs_grad: tuple[bool, bool],
+        upstream: Tensor | None = None,
+        logit_scale: float = 1.0,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Losses of these rows, and the gradients of the logits that are wanted, times logit_scale, acc."""
+        shards, size = self.shards, student.shape[1]
+        kept = self.kept[part]
+        y, s = self._logits(student, self.student_softcap, self.temperature)
+        values: list[Tensor] = []
+        owned = label = None
+        if self.hard_wanted:
+            assert self.labels is not None
+            owned = shards.owned(self.labels[part]) & kept
+            mine = owned[shards.rank]
+            label = torch.where(mine, self.labels[part] - shards.start, 0)
+            largest, rest = _log_sum(y)
+            at = y.gather(1, label.unsqueeze(1)).squeeze(1) if size else torch.zeros_like(rest)
+            # What lse of this part is above the label's logit.
+            values = [largest, rest, torch.where(mine, (largest - at) + rest, 0)]
+        if self.indices is not None:
+            finish = self._top_k(s, teacher, part, values, needs_grad[0])
+        else:
+            finish = self._dense(s, teacher, values, needs_grad)
+        # Log-probabilities are taken as they are: there is nothing to normalise.
+        gathered = shards.gather(torch.stack(values)).double() if values else s.new_zeros(0)
+        hard_of = _combine(gathered[:, 0], gathered[:, 1]) if self.hard_wanted else None
+        soft, by_student, by_teacher = finish(gathered[:, 3:] if self.hard_wanted else gathered)
+        self.soft[part] = torch.where(kept, soft, 0).to(self.acc)
+        if self.hard_wanted:
+            assert hard_of is not None and owned is not None and label is not None
+            above = (hard_of[0] - gathered[:, 0]) + hard_of[1] - gathered[:, 1]
+            cost = torch.where(owned, gathered[:, 2] + above, 0).sum(0)
+            self.hard[part] = torch.where(owned.any(0), cost, torch.where(kept, torch.nan, 0)).to(self.acc)
+
+        factor = torch.ones_like(self.soft[part])
+        if self.factor is None:
+            factor = factor * self.scale
+        if upstream is not None:
+            factor = factor * (upstream if upstream.dim() == 0 else upstream[part])
+        if self.token_weight is not None:
+            factor = factor * self.token_weight[part]
+        factor = torch.where(kept, factor, 0).unsqueeze(1)
+        grad_student = grad_teacher = None
+        if needs_grad[0]:
+            grad_student = factor * 0
+            if self.soft_weight != 0:
+                grad_student = by_student * (factor * (self.soft_weight / self.temperature))
+            if self.hard_weight != 0:
+                hard = self._subtract(y, hard_of).exp_()  # type: ignore[arg-type]
+                if size:
+                    hard.scatter_add_(1, label.unsqueeze(1), -owned[shards.rank].to(self.acc).unsqueeze(1))  # type: ignore[union-attr,index]
+                grad_student = grad_student + hard * (factor * self.hard_weight)
+            grad_student = self._by_logits(grad_student, y, self.student_softcap, logit_scale, kept)
+        if needs_grad[1]:
+            y, _ = self._logits(teacher, self.teacher_softcap, 1.0)
+            by_teacher = by_teacher * (factor * (self.soft_weight / self.teacher_temperature))
+            grad_teacher = self._by_logits(by_teacher, y, self.teacher_softcap, 1.0, kept)
+        return grad_student, grad_teacher
+
+    def _by_logits(self, by_z: Tensor, y: Tensor, softcap: float, scale: float, kept: Tensor) -> Tensor:
+        if softcap != 0:
+            by_z = by_z * (1 - (y / softcap).square())
+        if scale != 1:
+            by_z = by_z * scale
+        return torch.where(kept.unsqueeze(1), by_z, 0).expand(y.shape)
+
+    def _dense(self, s: Tensor, teacher: Tensor, values: list[Tensor], needs_grad: tuple[bool, bool]) -> Any:
+        _, t = self._logits(teacher, self.teacher_softcap, self.teacher_temperature)
+        if not self.log_probs:
+            values += [*_log_sum(s), *_log_sum(t)]
+
+        def finish(parts: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            log_q, log_p = s, t
+            if not self.log_probs:
+                log_q = self._subtract(s, _combine(parts[:, 0], parts[:, 1]))
+                log_p = self._subtract(t, _combine(parts[:, 2], parts[:, 3]))
+            soft, by_q, by_p = self._divergence(log_q.contiguous(), log_p.contiguous(), needs_grad)
+            sums = [soft]
+            for gradient, wanted in ((by_q, needs_grad[0]), (by_p, needs_grad[1])):
+                if wanted and not self.log_probs:
+                    sums.append(gradient.sum(1))
+            totals = list(self.shards.gather(torch.stack(sums)).double().sum(0))
+            total = totals.pop(0)
+            if not self.log_probs:
+                # log_q = z - lse: each gradient by z has the sum of those by log_q taken off, times q.
+                if needs_grad[0]:
+                    by_q.addcmul_(log_q.exp_(), totals.pop(0).to(self.acc).unsqueeze(1), value=-1)
+                if needs_grad[1]:
+                    by_p.addcmul_(log_p.exp_(), totals.pop(0).to(self.acc).unsqueeze(1), value=-1)
+            return total, by_q if needs_grad[0] else None, by_p if needs_grad[1] else None
+
+        return finish
+
+    def _top_k(self, s: Tensor, teacher: Tensor, part: slice, values: list[Tensor], needs_grad: bool) -> Any:
+        """`teacher` holds log-probabilities [n, K] of the columns `indices`."""
+        assert self.indices is not None
+        shards, size, acc = self.shards, s.shape[1], self.acc
+        index = self.indices[part]
+        mine = shards.owned(index)[shards.rank]
+        # One more column takes what other processes have.
+        rest = torch.cat([s, s.new_full((s.shape[0], 1), -torch.inf)], 1)
+        column = torch.where(mine, index - shards.start, size)
+        values += list(torch.where(mine, rest.gather(1, column), 0).t())
+        rest.scatter_(1, column, -torch.inf)
+        values += [*_log_sum(rest)]
+
+        def finish(parts: Tensor) -> tuple[Tensor, Tensor | None, None]:
+            z = parts[:, :-2].sum(0).t()  # [n, K]: each from the one process that has it
+            top, log_sum = _combine(parts[:, -2], parts[:, -1])
+            nothing = top == -torch.inf
+            tail = torch.where(nothing, -torch.inf, top + log_sum)
+            log_q = torch.cat([z, tail.unsqueeze(1)], 1).log_softmax(1)
+            log_p = teacher.double()
+            if self.renormalize:
+                log_p = log_p - log_p.logsumexp(1, keepdim=True)
+            missing = (1 - log_p.exp().sum(1)).clamp_min(0)
+            if self.renormalize or index.shape[1] == shards.vocab:
+                missing = torch.zeros_like(missing)
+            log_p = torch.cat([log_p, missing.log().unsqueeze(1)], 1)
+            soft, by_q, _ = self._divergence(log_q.to(acc), log_p.to(acc).contiguous(), (needs_grad, False))
+            if not needs_grad:
+                return soft, None, None
+            by_z = by_q - log_q.to(acc).exp() * by_q.sum(1, keepdim=True)
+            spread = (rest - torch.where(nothing, 0, top).to(acc).unsqueeze(1)).exp_()
+            per_tail = torch.where(nothing, 0, by_z[:, -1] * torch.where(nothing, 0, -log_sum).exp().to(acc))
+            gradient = spread.mul_(per_tail.unsqueeze(1))
+            gradient.scatter_add_(1, column, torch.where(mine, by_z[:, :-1], 0))
+            return soft, gradient[:, :size], None
+
+        return finish
+
+    def reduced(self) -> Tensor:
+        loss = torch.zeros_like(self.soft, dtype=torch.float64)
+        if self.soft_weight != 0:
+            loss = loss + self.soft_weight * self.soft
+        if self.hard_weight != 0:
+            loss = loss + self.hard_weight * self.hard
+        if self.token_weight is not None:
+            loss = loss * self.token_weight
+        loss = torch.where(self.kept, loss, 0)
+        if self.reduction == "none":
+            return loss.to(self.acc)
+        loss = loss.sum()
+        return torch.where(loss == 0, 0, loss * self.scale).to(self.acc)
+
+    def values(self, shape: torch.Size) -> list[Tensor]:
+        wanted = ((1, self.soft), (2, self.hard))
+        return [torch.where(self.kept, value, 0).reshape(shape) for bit, value in wanted if self.aux & bit]
+
+
+def _check_top_k(op: str, indices: Tensor, vocab: int) -> None:
+    check_index(op, "the teacher's indices", indices.reshape(-1), torch.ones_like(indices.reshape(-1)) > 0, vocab, -1)
+    if indices.device.type == "cpu" and indices.shape[0]:
+        ordered = indices.sort(1).values
+        twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
+        if twice.numel():
+            row, column = twice[0].tolist()
+            raise ValueError(
+                f"{op}: the teacher's indices must be distinct in a row, but got {int(ordered[row, column])} twice "
+                f"at row {row}"
+            )
+
+
+class Jsd(torch.autograd.Function):
+    """Computes the gradients for an upstream gradient of 1 in the forward and scales them in the backward. With
+    `inplace` the student's lies in the student."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Divergence, needs_grad: tuple[bool, bool], inplace: bool, student: Tensor, teacher: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        x, y = student.detach(), teacher.detach()
+        grads: list[Tensor | None] = [
+            (x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)) if needs_grad[0] else None,
+            torch.empty_like(y, memory_format=torch.contiguous_format) if needs_grad[1] else None,
+        ]
+        # Some ten tensors of a chunk's logits are held at a time.
+        row_bytes = 10 * max(loss.shards.largest, 1) * loss.acc.itemsize
+        budget = (32 if x.device.type == "cpu" else 512) * _MIB
+        for part in chunks(x.shape[0], max(1, budget // row_bytes)):
+            made = loss.run(x[part], y[part], part, needs_grad)
+            for gradient, chunk in zip(grads, made, strict=True):
+                if gradient is not None:
+                    gradient[part] = chunk
+        ctx.factor, ctx.hooks = loss.factor, _ops.saved_tensor_hooks_active()
+        # Those that get a gradient are saved for their place in the graph; after the write, for the version counter.
+        ctx.save_for_backward(
+            student if needs_grad[0] else None,
+            teacher if needs_grad[1] else None,
+            student if inplace else grads[0],
+            grads[1],
+        )
+        return loss.reduced()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        result: list[Tensor | None] = [None, None]
+        inputs = [tensor for tensor in saved[:2] if tensor is not None]
+        for i, gradient in enumerate(saved[2:]):
+            if grad_loss is None or gradient is None or not ctx.needs_input_grad[3 + i]:
+                continue
+            scaled = scale_saved(gradient, grad_loss, ctx.factor, ctx.hooks)
+            result[i] = _ops.refuse_double_backward("jsd", scaled, inputs)
+        return None, None, None, *result
+
+
+@_disable_dynamo
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    indices: Tensor | None,
+    labels: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    options: dict[str, Any],
+    inplace: bool,
+    shards: VocabParallel | None,
+) -> tuple[Tensor, list[Tensor]]:
+    op = "jsd"
+    if is_dtensor(student):
+        shards = part_of(op, "student", student, student.dim() - 1, shards)
+    elif shards is None:
+        raise ValueError(f"{op}: student must be a DTensor where the teacher is, but got a plain tensor")
+    student = local_part(student)
+    teacher = local_part(teacher) if indices is None else whole(teacher)
+    indices, labels, token_weight = whole(indices), whole(labels), whole(token_weight)
+    given = {
+        "student": student,
+        "teacher": teacher,
+        "teacher_indices": indices,
+        "labels": labels,
+        "token_weight": token_weight,
+        "normalizer": normalizer,
+    }
+    sharded = {"student": student.dim() - 1}
+    if indices is None:
+        sharded["teacher"] = teacher.dim() - 1
+    check(op, shards, given, sharded, options)
+    row_shape = student.shape[:-1]
+    dtype = student.dtype
+    if indices is None:
+        dtype = torch.promote_types(dtype, teacher.dtype)
+        y = teacher.to(dtype).reshape(row_shape.numel(), shards.size)
+    else:
+        y = teacher.to(acc_of(dtype)).reshape(row_shape.numel(), -1)
+        indices = indices.reshape(row_shape.numel(), -1)
+    cast = student.to(dtype)
+    others = [teacher, indices, labels, token_weight, normalizer]
+    overwrite = cast is student and may_overwrite(inplace, student, others)
+    x = cast.reshape(row_shape.numel(), shards.size)
+    needs_grad = wanted_gradients(x, y)
+    deferred = dtype == torch.float16 and any(needs_grad) and options["reduction"] in ("mean", "batchmean")
+    flat = None if labels is None else labels.reshape(-1)
+    loss = Divergence(
+        op, shards, dtype, indices, flat, token_weight, normalizer, options, x.shape[0], x.device, deferred
+    )
+    out = Jsd.apply(loss, needs_grad, overwrite, x, y)
+    return out.reshape(row_shape) if loss.reduction == "none" else out, loss.values(row_shape)
+
+
+class Teacher:
+    """linear_jsd's: hidden states and their head, or a top-k teacher's log-probabilities."""
+
+    def __init__(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float) -> None:
+        self.input, self.weight, self.bias, self.scale = input, weight, bias, scale
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.input, self.weight, self.bias]
+
+
+def run_linear(
+    loss: Divergence,
+    linear: LinearOptions,
+    teacher: Teacher,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs_grad: tuple[bool, bool, bool],
+    upstream: Tensor | None = None,
+    inplace: bool = False,
+) -> list[Tensor | None]:
+    # Some ten tensors of a chunk's logits are held at a time.
+    count, accumulator = linear.plan(input, needs_grad[1], 10)
+    most = min(count, input.shape[0])
+    head = Head(weight, bias, linear.logit_scale, most, linear.dtype)
+    input, weight = input.detach(), weight.detach()
+    other = None
+    if teacher.weight is not None:
+        other = Head(teacher.weight, teacher.bias, teacher.scale, most, product_type(teacher.input))
+    gradients = ChunkGradients(linear.shards, head, input, weight, bias, needs_grad, accumulator, linear.lean, inplace)
+    for part in chunks(input.shape[0], count):
+        x = input[part].to(linear.dtype)
+        z = head.logits(x)
+        y = teacher.input[part] if other is None else other.logits(teacher.input[part].to(other.weight.dtype))
+        gradient, _ = loss.run(z, y, part, (any(needs_grad), False), upstream, linear.logit_scale)
+        if gradient is not None:
+            z.copy_(gradient)
+            gradients.add(x, z, part)
+    return gradients.finish()
+
+
+class LinearJsd(torch.autograd.Function):
+    """Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
+    backward. With `inplace` the input's gradient lies in the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Divergence,
+        linear: LinearOptions,
+        teacher: Teacher,
+        needs_grad: tuple[bool, bool, bool],
+        inplace: bool,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        made = run_linear(loss, linear, teacher, input, weight, bias, needs_grad, None, inplace)
+        save_linear(ctx, "linear_jsd", loss.factor, inplace, (input, weight, bias), made)
+        return loss.reduced()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
+        return (None,) * 5 + tuple(scale_linear(ctx, grad_loss))
+
+
+class LinearJsdRecompute(torch.autograd.Function):
+    """Keeps no gradients and computes the logits of both a second time in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Divergence,
+        linear: LinearOptions,
+        teacher: Teacher,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        run_linear(loss, linear, teacher, input, weight, bias, (False, False, False))
+        ctx.loss, ctx.linear, ctx.scale = loss, linear, teacher.scale
+        constants = [loss.labels, loss.indices, loss.token_weight]
+        # Saved so that a change of one of them in place is an error.
+        ctx.save_for_backward(input, weight, bias, *teacher.tensors(), *constants)
+        return loss.reduced()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
+        input, weight, bias, *of_teacher = ctx.saved_tensors
+        if grad_loss is None:
+            return (None,) * 6
+        with torch.no_grad():
+            teacher = Teacher(*of_teacher[:3], ctx.scale)
+            made = run_linear(
+                ctx.loss, ctx.linear, teacher, input, weight, bias, ctx.needs_input_grad[3:], grad_loss
+            )
+        inputs = [tensor for tensor in (input, weight, bias) if tensor is not None]
+        refused = (None if g is None else _ops.refuse_double_backward("linear_jsd", g, inputs) for g in made)
+        return None, None, None, *refused
+
+
+@_disable_dynamo
+def linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor | None,
+    indices: Tensor | None,
+    student_bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    labels: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    options: dict[str, Any],
+    inplace: bool,
+    shards: VocabParallel | None,
+) -> tuple[Tensor, list[Tensor]]:
+    op = "linear_jsd"
+    if options["vocab_size"] is not None:
+        raise ValueError(
+            f"{op}: vocab_size must be None with vocab_parallel, whose parts are the rows that count, but got "
+            f"{options['vocab_size']}"
+        )
+    if is_dtensor(student_weight):
+        shards = part_of(op, "student_weight", student_weight, 0, shards)
+    elif shards is None:
+        raise ValueError(f"{op}: student_weight must be a DTensor where another argument is, but got a plain tensor")
+    if is_dtensor(teacher_weight):
+        part_of(op, "teacher_weight", teacher_weight, 0, shards)
+    student_weight, teacher_weight = local_part(student_weight), local_part(teacher_weight)
+    student_bias, teacher_bias = local_part(student_bias), local_part(teacher_bias)
+    student_input, teacher_input, indices = whole(student_input), whole(teacher_input), whole(indices)
+    labels, token_weight = whole(labels), whole(token_weight)
+    given = {
+        "student_input": student_input,
+        "student_weight": student_weight,
+        "teacher_input": teacher_input,
+        "teacher_weight": teacher_weight,
+        "teacher_indices": indices,
+        "student_bias": student_bias,
+        "teacher_bias": teacher_bias,
+        "labels": labels,
+        "token_weight": token_weight,
+        "normalizer": normalizer,
+    }
+    sharded = {"student_weight": 0, "teacher_weight": 0, "student_bias": 0, "teacher_bias": 0}
+    check(op, shards, given, sharded, options)
+    cast = autocast_input(student_input)
+    linear = LinearOptions(
+        shards,
+        cast,
+        student_weight,
+        options["student_logit_scale"],
+        options["accumulate_dtype"],
+        options["workspace_mib"],
+    )
+    recompute = options["reduction"] == "none" or linear.mib == 0
+    others = [value for name, value in given.items() if name != "student_input"]
+    overwrite = cast is student_input and not recompute and may_overwrite(inplace, student_input, others)
+    row_shape = cast.shape[:-1]
+    count = row_shape.numel()
+    x = cast.reshape(count, cast.shape[-1])
+    if indices is None:
+        rows = autocast_input(teacher_input).reshape(count, teacher_input.shape[-1])
+    else:
+        rows = teacher_input.to(acc_of(cast.dtype)).reshape(count, -1)
+        indices = indices.reshape(count, -1)
+    teacher = Teacher(rows, teacher_weight, teacher_bias, options["teacher_logit_scale"])
+    needs_grad = wanted_gradients(x, student_weight, student_bias)
+    deferred = cast.dtype == torch.float16 and any(needs_grad) and options["reduction"] in ("mean", "batchmean")
+    flat = None if labels is None else labels.reshape(-1)
+    loss = Divergence(
+        op,
+        shards,
+        linear.dtype,
+        indices,
+        flat,
+        token_weight,
+        normalizer,
+        options,
+        count,
+        x.device,
+        deferred and not recompute,
+    )
+    if recompute:
+        out = LinearJsdRecompute.apply(loss, linear, teacher, x, student_weight, student_bias)
+    else:
+        out = LinearJsd.apply(loss, linear, teacher, needs_grad, overwrite, x, student_weight, student_bias)
+    return out.reshape(row_shape) if loss.reduction == "none" else out, loss.values(row_shape)
