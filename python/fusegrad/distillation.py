@@ -118,17 +118,17 @@ def jsd(
     if vocab_parallel is not None or is_dtensor(student, teacher):
         from .distributed import divergences
 
-        given = dict(
-            beta=beta,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            tail=tail,
-            soft_weight=soft_weight,
-            hard_weight=hard_weight,
-            aux=_aux_bits(return_aux),
-            log_probs=log_probs,
-        )
+        given = {
+            "beta": beta,
+            "temperature": temperature,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "tail": tail,
+            "soft_weight": soft_weight,
+            "hard_weight": hard_weight,
+            "aux": _aux_bits(return_aux),
+            "log_probs": log_probs,
+        }
         divisor = _normalizer(normalizer, student)
         return _result(
             divergences.jsd(student, teacher, indices, labels, token_weight, divisor, given, inplace, vocab_parallel),
@@ -228,24 +228,24 @@ def linear_jsd(
     if vocab_parallel is not None or is_dtensor(student_input, student_weight, teacher_input, teacher_weight):
         from .distributed import divergences
 
-        given = dict(
-            beta=beta,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            tail=tail,
-            soft_weight=soft_weight,
-            hard_weight=hard_weight,
-            aux=_aux_bits(return_aux),
-            teacher_temperature=teacher_temperature,
-            student_softcap=student_softcap,
-            teacher_softcap=teacher_softcap,
-            student_logit_scale=student_logit_scale,
-            teacher_logit_scale=teacher_logit_scale,
-            vocab_size=vocab_size,
-            accumulate_dtype=accumulate_dtype,
-            workspace_mib=workspace_mib,
-        )
+        given = {
+            "beta": beta,
+            "temperature": temperature,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "tail": tail,
+            "soft_weight": soft_weight,
+            "hard_weight": hard_weight,
+            "aux": _aux_bits(return_aux),
+            "teacher_temperature": teacher_temperature,
+            "student_softcap": student_softcap,
+            "teacher_softcap": teacher_softcap,
+            "student_logit_scale": student_logit_scale,
+            "teacher_logit_scale": teacher_logit_scale,
+            "vocab_size": vocab_size,
+            "accumulate_dtype": accumulate_dtype,
+            "workspace_mib": workspace_mib,
+        }
         return _result(
             divergences.linear_jsd(
                 student_input,

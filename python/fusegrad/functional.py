@@ -184,14 +184,14 @@ def cross_entropy(
     if vocab_parallel is not None or is_dtensor(input):
         from .distributed import losses
 
-        given = dict(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            aux=_aux_bits(return_aux),
-        )
+        given = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "aux": _aux_bits(return_aux),
+        }
         divisor = _normalizer(normalizer, input)
         return _result(
             losses.cross_entropy(input, target, weight, token_weight, divisor, given, inplace, vocab_parallel),
@@ -288,17 +288,17 @@ def linear_cross_entropy(
     if vocab_parallel is not None or is_dtensor(input, linear_weight):
         from .distributed import losses
 
-        given = dict(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            aux=_aux_bits(return_aux),
-            logit_scale=logit_scale,
-            accumulate_dtype=accumulate_dtype,
-            workspace_mib=workspace_mib,
-        )
+        given = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "aux": _aux_bits(return_aux),
+            "logit_scale": logit_scale,
+            "accumulate_dtype": accumulate_dtype,
+            "workspace_mib": workspace_mib,
+        }
         divisor = _normalizer(normalizer, input)
         return _result(
             losses.linear_cross_entropy(

@@ -54,7 +54,7 @@ class Divergence:
         device: torch.device,
         deferred: bool,
     ) -> None:
-        self.shards, self.options = shards, options
+        self.shards = shards
         self.acc = acc = acc_of(dtype)
         self.beta = float(options["beta"])
         self.temperature = float(options["temperature"])
@@ -468,10 +468,8 @@ class LinearJsdRecompute(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 6
         with torch.no_grad():
-            teacher = Teacher(*of_teacher[:3], ctx.scale)
-            made = run_linear(
-                ctx.loss, ctx.linear, teacher, input, weight, bias, ctx.needs_input_grad[3:], grad_loss
-            )
+            teacher = Teacher(of_teacher[0], of_teacher[1], of_teacher[2], ctx.scale)
+            made = run_linear(ctx.loss, ctx.linear, teacher, input, weight, bias, ctx.needs_input_grad[3:], grad_loss)
         inputs = [tensor for tensor in (input, weight, bias) if tensor is not None]
         refused = (None if g is None else _ops.refuse_double_backward("linear_jsd", g, inputs) for g in made)
         return None, None, None, *refused

@@ -38,7 +38,8 @@ class Rows:
     ) -> None:
         """`target`: [N] indices, or [N, stop - start] probabilities. `gradient_stored`: the forward makes the gradient
         for an upstream gradient of 1."""
-        self.shards, self.options = shards, options
+        self.shards = shards
+        self.names: list[str] = []
         self.acc = acc = acc_of(logits_dtype)
         self.aux = int(options["aux"])
         self.smoothing = float(options["label_smoothing"])
@@ -364,9 +365,7 @@ def run_linear(
     count, accumulator = linear.plan(input, needs_grad[1], 1)
     head = Head(weight, bias, linear.logit_scale, min(count, input.shape[0]), linear.dtype)
     input, weight = input.detach(), weight.detach()
-    gradients = ChunkGradients(
-        linear.shards, head, input, weight, bias, needs_grad, accumulator, linear.lean, inplace
-    )
+    gradients = ChunkGradients(linear.shards, head, input, weight, bias, needs_grad, accumulator, linear.lean, inplace)
     for part in chunks(input.shape[0], count):
         x = input[part].to(linear.dtype)
         z = head.logits(x)
@@ -514,9 +513,7 @@ def cross_entropy(
         target = target.movedim(class_dim, -1).reshape(row_shape.numel(), shards.size)
     else:
         target = target.reshape(-1)
-    rows = Rows(
-        op, shards, target, weight, token_weight, normalizer, options, input.dtype, input.dtype, overwrite
-    )
+    rows = Rows(op, shards, target, weight, token_weight, normalizer, options, input.dtype, input.dtype, overwrite)
     out = CrossEntropy.apply(rows, logits, overwrite)
     loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
     return loss, rows.values(out[1] if len(out) > 1 else None, row_shape)

@@ -124,7 +124,9 @@ def _process_group(group: Any) -> Any:
         return dist.group.WORLD
     if hasattr(group, "get_group"):  # a device mesh
         if group.ndim != 1:
-            raise ValueError(f"VocabParallel: a device mesh must have one dimension, but got {group}: take a part of it")
+            raise ValueError(
+                f"VocabParallel: a device mesh must have one dimension, but got {group}: take a part of it"
+            )
         group = group.get_group()
     if dist.get_rank(group) < 0:
         raise ValueError(f"VocabParallel: group must contain this process, but got {group} in rank {dist.get_rank()}")
