@@ -286,14 +286,19 @@ def inplace(shards: VocabParallel) -> None:
         weight = None if w is None else leaf(w)
         functional, written = leaf(x), leaf(x)
         loss(functional, weight).backward(torch.tensor(0.37).double())
+        of_weight = None if weight is None else weight.grad
         hidden = written * 1
         before = hidden.detach().clone()
         out = loss(hidden, weight, inplace=True)
         assert shards.size == 0 or not hidden.equal(before), f"{name} did not write in place"
         for _ in range(2):
             written.grad = None
+            if weight is not None:
+                weight.grad = None
             out.backward(torch.tensor(0.37).double(), retain_graph=True)
             assert_close(written.grad, functional.grad, f"{name}, in place")
+            if weight is not None:
+                assert_close(weight.grad, of_weight, f"{name}, in place, weight")
         out.backward(torch.tensor(0.37).double())
         assert_close(written.grad, 2 * functional.grad, f"{name}, last backward in place")
         assert_raises(RuntimeError, "leaf", lambda: loss(leaf(x), weight, inplace=True))
@@ -472,6 +477,51 @@ def dtensors(shards: VocabParallel) -> None:
             "linear_cross_entropy: linear_weight must be Shard(0)",
             lambda w=wrong: fusegrad.linear_cross_entropy(x, w, target),
         )
+
+
+class TinyModel(torch.nn.Module):
+    """Token embedding, a block, and the loss of a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(V, H)
+        self.block = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Tanh(), torch.nn.LayerNorm(H))
+
+    def forward(self, tokens: Tensor, target: Tensor, normalizer: Tensor, inplace: bool) -> Tensor:
+        hidden = self.block(self.embedding(tokens))
+        return fusegrad.linear_cross_entropy(
+            hidden, self.embedding.weight, target, normalizer=normalizer, inplace=inplace
+        )
+
+
+@case
+def data_parallel(shards: VocabParallel) -> None:
+    """The gradients of DDP and FSDP2 are one process's, with numbers of kept tokens that differ by process."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain = TinyModel()
+    tokens, target = torch.randint(0, V, (2 * shards.world, 5)), torch.randint(0, V, (2 * shards.world, 5))
+    target[0] = -100
+    state = plain.state_dict()
+    plain(tokens, target, (target != -100).sum(), False).backward()
+    mine = slice(2 * shards.rank, 2 * shards.rank + 2)
+    kept = (target[mine] != -100).sum().float()
+    dist.all_reduce(kept, group=shards.group)
+    for kind in ("ddp", "fsdp"):
+        model = TinyModel()
+        model.load_state_dict(state)
+        step: Any = model
+        if kind == "ddp":
+            step = torch.nn.parallel.DistributedDataParallel(model, process_group=shards.group)
+        else:
+            mesh = DeviceMesh.from_group(shards.group, "cpu")
+            fully_shard(model.block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        step(tokens[mine], target[mine], kept / shards.world, True).backward()
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad.full_tensor() if kind == "fsdp" else parameter.grad
+            assert_close(grad, plain.get_parameter(name).grad, f"{kind}, {name}")
 
 
 @case
