@@ -30,7 +30,7 @@ CASES: dict[str, Callable[..., None]] = {}
 
 
 def runs(name: str, world: int) -> bool:
-    return world == 2 or name not in ("compiled", "autocast", "inplace")
+    return world == 2 or name not in ("compiled", "autocast", "inplace", "data_parallel")
 
 
 def case(function: Callable[..., None]) -> Callable[..., None]:
@@ -574,6 +574,24 @@ def bad_input(shards: VocabParallel) -> None:
         ValueError,
         "linear_jsd: vocab_size must be None with vocab_parallel",
         lambda: fusegrad.linear_jsd(x, w, x, w, vocab_size=3, vocab_parallel=shards),
+    )
+    # Rows of their own, as in data parallelism.
+    other = torch.full((ROWS,), shards.rank)
+    everywhere = "must be the same in all processes that share a vocabulary"
+    assert_raises(ValueError, f"{op}target {everywhere}", linear(target=other))
+    assert_raises(ValueError, f"cross_entropy: target {everywhere}", plain(target=other))
+    probabilities = probabilities.detach()
+    assert_raises(ValueError, f"{op}input {everywhere}", linear(input=x + shards.rank, target=probabilities))
+    for changes, name in (({}, "student_input"), ({"labels": other}, "labels")):
+        assert_raises(
+            ValueError,
+            f"linear_jsd: {name} {everywhere}",
+            lambda c=changes: fusegrad.linear_jsd(x + shards.rank, w, x, w, vocab_parallel=shards, **c),
+        )
+    assert_raises(
+        ValueError,
+        f"jsd: labels {everywhere}",
+        lambda: fusegrad.jsd(z, z, labels=other, vocab_parallel=shards),
     )
     index = torch.zeros(ROWS, 2, dtype=torch.long)
     log_probs = torch.full((ROWS, 2), -1.0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
 from .gradients import ChunkGradients, Head, acc_of, check, check_index, chunks, product_type, scale_saved
-from .losses import LinearOptions, autocast_input, may_overwrite, save_linear, scale_linear, wanted_gradients
+from .losses import LinearOptions, autocast_input, may_overwrite, row_key, save_linear, scale_linear, wanted_gradients
 from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
 
 _ops = torch.ops.fusegrad
@@ -53,7 +53,9 @@ class Divergence:
         row_count: int,
         device: torch.device,
         deferred: bool,
+        hidden: Tensor | None = None,
     ) -> None:
+        self.op = op
         self.shards = shards
         self.acc = acc = acc_of(dtype)
         self.beta = float(options["beta"])
@@ -72,6 +74,7 @@ class Divergence:
         self.rows, self.device = row_count, device
         self.indices = indices
         self.labels = labels
+        self.key = row_key(labels, hidden, acc)
         self.kept = torch.ones(row_count, dtype=torch.bool, device=device)
         if labels is not None:
             self.kept = labels != ignore_index
@@ -135,10 +138,19 @@ class Divergence:
             finish = self._top_k(s, teacher, part, values, needs_grad[0])
         else:
             finish = self._dense(s, teacher, values, needs_grad)
+        if self.key is not None:
+            values.append(self.key[part])
         # Log-probabilities are taken as they are: there is nothing to normalise.
         gathered = shards.gather(torch.stack(values)).double() if values else s.new_zeros(0)
+        different = None
+        if self.key is not None:
+            name = "student_input" if self.labels is None else "labels"
+            different = shards.different(self.op, name, gathered[:, -1], exact=self.labels is not None)
+            gathered = gathered[:, :-1]
         hard_of = _combine(gathered[:, 0], gathered[:, 1]) if self.hard_wanted else None
         soft, by_student, by_teacher = finish(gathered[:, 3:] if self.hard_wanted else gathered)
+        if different is not None:
+            soft = torch.where(different, torch.nan, soft)
         self.soft[part] = torch.where(kept, soft, 0).to(self.acc)
         if self.hard_wanted:
             assert hard_of is not None and owned is not None and label is not None
@@ -153,6 +165,8 @@ class Divergence:
             factor = factor * (upstream if upstream.dim() == 0 else upstream[part])
         if self.token_weight is not None:
             factor = factor * self.token_weight[part]
+        if different is not None:
+            factor = torch.where(different, torch.nan, factor)
         factor = torch.where(kept, factor, 0).unsqueeze(1)
         grad_student = grad_teacher = None
         if needs_grad[0]:
@@ -557,6 +571,7 @@ def linear_jsd(
         count,
         x.device,
         deferred and not recompute,
+        x,
     )
     if recompute:
         out = LinearJsdRecompute.apply(loss, linear, teacher, x, student_weight, student_bias)

@@ -35,9 +35,11 @@ class Rows:
         input_dtype: torch.dtype,
         logits_dtype: torch.dtype,
         gradient_stored: bool,
+        hidden: Tensor | None = None,
     ) -> None:
         """`target`: [N] indices, or [N, stop - start] probabilities. `gradient_stored`: the forward makes the gradient
-        for an upstream gradient of 1."""
+        for an upstream gradient of 1. `hidden`: a linear loss's input."""
+        self.op = op
         self.shards = shards
         self.names: list[str] = []
         self.acc = acc = acc_of(logits_dtype)
@@ -54,6 +56,7 @@ class Rows:
         self.soft = self.probabilities or self.smoothing > 0
         rows, device = target.shape[0], target.device
         self.rows = rows
+        self.key = row_key(None if self.probabilities else target, hidden, acc)
         if self.probabilities:
             self.target = target if target.dtype == logits_dtype else target.to(acc)
             self.target = self.target.contiguous()
@@ -119,7 +122,7 @@ class Rows:
             values[0] = -torch.inf
             if self.predict:
                 values[-2] = -torch.inf
-            return values
+            return values if self.key is None else torch.cat([values, self.key[part].unsqueeze(0)])
         share = self.smoothing * size / shards.vocab
         k = 1 - self.smoothing + share
         weight = None
@@ -148,6 +151,8 @@ class Rows:
         if self.predict:
             best = z.gather(1, predicted.clamp(min=0).unsqueeze(1)).squeeze(1).to(self.acc)
             values += [best, predicted.to(self.acc)]
+        if self.key is not None:
+            values.append(self.key[part])
         values = torch.stack(values)
         # A part whose logits are all -inf: lse is, and nothing else counts. The CPU's kernel says NaN.
         dead = values[0] == -torch.inf
@@ -166,9 +171,16 @@ class Rows:
         """[world, k, n] of all parts into the values of whole rows."""
         kept, owned = self.kept[part], self.owned[:, part]
         wide = parts.double()
+        different = None
+        if self.key is not None:
+            name = "input" if self.probabilities else "target"
+            different = self.shards.different(self.op, name, wide[:, -1], exact=not self.probabilities)
+            wide = wide[:, :-1]
         lse, low, under = wide[:, 0], wide[:, 1], wide[:, 2]
         largest = lse.amax(0)
         log_sum = ((lse - largest) + low).exp().sum(0).log()
+        if different is not None:
+            log_sum = torch.where(different, torch.nan, log_sum)
         total = (largest + log_sum).to(self.acc)
         self.lse[part] = total
         self.lse_low[part] = ((largest - total.double()) + log_sum).to(self.acc)
@@ -192,7 +204,7 @@ class Rows:
             loss = loss + scales[1] * self.z_loss * total.double().square()
         if self.token_weight is not None:
             loss = loss * self.token_weight[part]
-        self.loss[part] = torch.where(kept, loss, 0).to(self.acc)
+        self.loss[part] = torch.where(kept if different is None else kept | different, loss, 0).to(self.acc)
 
         if self.log_prob is not None:
             self.log_prob[part] = torch.where(kept, -missing, 0).to(self.acc)
@@ -291,6 +303,16 @@ class Rows:
         for name, tensor in zip(self.names, tensors, strict=True):
             setattr(rows, name, tensor.detach())
         return rows
+
+
+def row_key(index: Tensor | None, hidden: Tensor | None, acc: torch.dtype) -> Tensor | None:
+    """[N]: what tells whether all processes have the same rows. A weight that data parallelism sharded looks like a
+    sharded vocabulary, but its processes have rows of their own."""
+    if index is not None:
+        return index.to(acc)
+    if hidden is None or hidden.shape[1] == 0:
+        return None
+    return hidden.detach()[:, 0].to(acc)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -590,6 +612,7 @@ def linear_cross_entropy(
         cast.dtype,
         linear.dtype,
         any(needs_grad) and not recompute,
+        matrix,
     )
     if recompute:
         out = LinearCrossEntropyRecompute.apply(rows, linear, matrix, linear_weight, linear_bias)
