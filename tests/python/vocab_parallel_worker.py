@@ -447,6 +447,15 @@ def dtensors(shards: VocabParallel) -> None:
         assert_close(parallel.bias.grad.full_tensor(), expected[1], "DTensor, bias")
         parallel.zero_grad()
 
+    criterion = fusegrad.LinearCrossEntropyLoss(H, V)
+    truth = reference.linear_cross_entropy(x, criterion.linear.weight, target)[0]
+    (expected_weight,) = torch.autograd.grad(truth, criterion.linear.weight)
+    parallelize_module(criterion, mesh, {"linear": ColwiseParallel()})
+    loss = criterion(x, target)
+    loss.backward()
+    assert_close(loss, truth, "LinearCrossEntropyLoss")
+    assert_close(criterion.linear.weight.grad.full_tensor(), expected_weight, "LinearCrossEntropyLoss, weight")
+
     logits = torch.randn(12, V)
     whole = leaf(logits)
     truth = reference.cross_entropy(whole, target)[0]

@@ -75,6 +75,9 @@ class Rows:
             self.at_index = torch.full((rows,), 1 - self.smoothing, dtype=acc, device=device)
             if self.weight is not None and shards.vocab > 0:
                 self.at_index *= self._class_weights()
+        self.part_weight = None
+        if self.soft and self.weight is not None:
+            self.part_weight = self.weight[shards.start : shards.stop]
         self._scales(normalizer, input_dtype == torch.float16 and gradient_stored)
 
         self.loss = torch.empty(rows, dtype=acc, device=device)
@@ -125,9 +128,7 @@ class Rows:
             return values if self.key is None else torch.cat([values, self.key[part].unsqueeze(0)])
         share = self.smoothing * size / shards.vocab
         k = 1 - self.smoothing + share
-        weight = None
-        if self.soft and self.weight is not None:
-            weight = self.weight[shards.start : shards.stop]
+        weight = self.part_weight
         # Smoothing alone, for indices: its loss is the mean of w (lse - z), the target's part is token_log_prob.
         smoothing = 0.0 if not self.soft else share / k if self.probabilities else 1.0
         aux = (self.aux & _LSE) | (_PREDICTED if self.predict else 0) | (self.aux & _ENTROPY)
