@@ -14,7 +14,16 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
 from .gradients import ChunkGradients, Head, acc_of, check, check_index, chunks, product_type, scale_saved
-from .losses import LinearOptions, autocast_input, may_overwrite, row_key, save_linear, scale_linear, wanted_gradients
+from .losses import (
+    LinearOptions,
+    autocast_input,
+    lse_of_nothing,
+    may_overwrite,
+    row_key,
+    save_linear,
+    scale_linear,
+    wanted_gradients,
+)
 from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
 
 _ops = torch.ops.fusegrad
@@ -22,17 +31,18 @@ _MIB = 1 << 20
 
 
 def _log_sum(z: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row, and log(sum(exp(z - largest))): together lse, exact for large offsets."""
+    """lse of each row in two numbers, whose sum is exact for large offsets."""
+    rows = z.shape[0]
     if z.shape[1] == 0:
-        return z.new_full((z.shape[0],), -torch.inf), z.new_zeros(z.shape[0])
-    largest = z.amax(1)
-    nothing = largest == -torch.inf
-    rest = (z - torch.where(nothing, 0, largest).unsqueeze(1)).exp_().sum(1).log()
-    return largest, torch.where(nothing, 0, rest)
+        return z.new_full((rows,), -torch.inf), z.new_zeros(rows)
+    any_column = torch.zeros(rows, dtype=torch.int64, device=z.device)
+    _, lse, stats, _, _ = _ops.cross_entropy_forward(z, any_column, None, None, None, -1, 0, 0.0, 0.0, 0.0, 0)
+    lse, nothing = lse_of_nothing(z, lse)
+    return lse, torch.where(nothing, 0, stats[0])
 
 
 def _combine(largest: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """[world, n] of all parts, in float64, as (largest, log_sum) of whole rows."""
+    """[world, n] of all parts, in float64, as two numbers of whole rows: the largest, and what lse is above it."""
     top = largest.amax(0)
     return top, ((largest - top) + log_sums).exp().sum(0).log()
 
@@ -99,7 +109,7 @@ class Divergence:
         return y, y if temperature == 1 else y / temperature
 
     def _subtract(self, s: Tensor, of: tuple[Tensor, Tensor]) -> Tensor:
-        """s - lse, in two steps: s - largest is exact where it matters."""
+        """s - lse, in two steps: the first is exact where it matters."""
         return (s - of[0].to(self.acc).unsqueeze(1)).sub_(of[1].to(self.acc).unsqueeze(1))
 
     def _divergence(self, log_q: Tensor, log_p: Tensor, needs_grad: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,27 +180,30 @@ class Divergence:
         factor = torch.where(kept, factor, 0).unsqueeze(1)
         grad_student = grad_teacher = None
         if needs_grad[0]:
-            grad_student = factor * 0
+            by_z: Tensor | None = None
             if self.soft_weight != 0:
-                grad_student = by_student * (factor * (self.soft_weight / self.temperature))
+                by_z = by_student.mul_(factor * (self.soft_weight * logit_scale / self.temperature))
             if self.hard_weight != 0:
-                hard = self._subtract(y, hard_of).exp_()  # type: ignore[arg-type]
+                assert hard_of is not None and owned is not None and label is not None
+                hard = self._subtract(y, hard_of).exp_()
                 if size:
-                    hard.scatter_add_(1, label.unsqueeze(1), -owned[shards.rank].to(self.acc).unsqueeze(1))  # type: ignore[union-attr,index]
-                grad_student = grad_student + hard * (factor * self.hard_weight)
-            grad_student = self._by_logits(grad_student, y, self.student_softcap, logit_scale, kept)
+                    hard.scatter_add_(1, label.unsqueeze(1), -owned[shards.rank].to(self.acc).unsqueeze(1))
+                hard.mul_(factor * (self.hard_weight * logit_scale))
+                by_z = hard if by_z is None else by_z.add_(hard)
+            grad_student = self._by_logits(by_z, y, self.student_softcap, kept)
         if needs_grad[1]:
             y, _ = self._logits(teacher, self.teacher_softcap, 1.0)
-            by_teacher = by_teacher * (factor * (self.soft_weight / self.teacher_temperature))
-            grad_teacher = self._by_logits(by_teacher, y, self.teacher_softcap, 1.0, kept)
+            by_z = by_teacher.mul_(factor * (self.soft_weight / self.teacher_temperature))
+            grad_teacher = self._by_logits(by_z, y, self.teacher_softcap, kept)
         return grad_student, grad_teacher
 
-    def _by_logits(self, by_z: Tensor, y: Tensor, softcap: float, scale: float, kept: Tensor) -> Tensor:
+    def _by_logits(self, by_z: Tensor | None, y: Tensor, softcap: float, kept: Tensor) -> Tensor:
+        if by_z is None:
+            return torch.zeros_like(y)
         if softcap != 0:
-            by_z = by_z * (1 - (y / softcap).square())
-        if scale != 1:
-            by_z = by_z * scale
-        return torch.where(kept.unsqueeze(1), by_z, 0).expand(y.shape)
+            by_z.mul_(1 - (y / softcap).square())
+        # An ignored row may hold what is not finite.
+        return by_z if self.labels is None else by_z.masked_fill_(~kept.unsqueeze(1), 0)
 
     def _dense(self, s: Tensor, teacher: Tensor, values: list[Tensor], needs_grad: tuple[bool, bool]) -> Any:
         _, t = self._logits(teacher, self.teacher_softcap, self.teacher_temperature)

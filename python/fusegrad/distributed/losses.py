@@ -155,11 +155,7 @@ class Rows:
         if self.key is not None:
             values.append(self.key[part])
         values = torch.stack(values)
-        # A part whose logits are all -inf: lse is, and nothing else counts. The CPU's kernel says NaN.
-        dead = values[0] == -torch.inf
-        if z.device.type == "cpu" and bool(values[0].isnan().any()):
-            dead = dead | (values[0].isnan() & (z.amax(1) == -torch.inf))
-            values[0] = torch.where(dead, -torch.inf, values[0])
+        values[0], dead = lse_of_nothing(z, values[0])
         last = 4 if self.soft else 3
         values[1:last] = torch.where(dead, 0, values[1:last])
         if self.entropy is not None:
@@ -304,6 +300,15 @@ class Rows:
         for name, tensor in zip(self.names, tensors, strict=True):
             setattr(rows, name, tensor.detach())
         return rows
+
+
+def lse_of_nothing(z: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """lse with -inf where a part's logits are all -inf, for which the CPU's kernel says NaN; and where that is so."""
+    dead = lse == -torch.inf
+    if z.device.type == "cpu" and bool(lse.isnan().any()):
+        dead = dead | (lse.isnan() & (z.amax(1) == -torch.inf))
+        lse = torch.where(dead, -torch.inf, lse)
+    return lse, dead
 
 
 def row_key(index: Tensor | None, hidden: Tensor | None, acc: torch.dtype) -> Tensor | None:
