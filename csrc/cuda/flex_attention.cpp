@@ -266,6 +266,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     c.kernel = FlexKernel::kForward;
     c.max_scores = outputs.max_scores.numel() != 0;
     c.out_low = outputs.out_low.numel() != 0 && c.dtype != DType::kFloat32;
+    if (!c.out_low) outputs.out_low.zero_();  // float32 loses nothing
     c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
     const FlexPlan plan = call.plan();
     device::FlexForwardArguments a{};
