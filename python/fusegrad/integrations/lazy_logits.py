@@ -8,6 +8,7 @@ Letters: N rows (tokens), V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,20 @@ from torch.utils._pytree import tree_map_only
 import fusegrad
 
 __all__ = ["LazyLogits", "LazyLogitsTensor", "lazy_linear", "materialize"]
+
+
+def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that returns NotImplemented where the logits must be computed for it."""
+
+    @functools.wraps(method)
+    def recorded_or_computed(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        made = NotImplemented if self._written() else method(self, *args, **kwargs)
+        if made is NotImplemented:
+            function = getattr(Tensor, method.__name__)
+            made = function(self._needed_by(function), *args, **kwargs)
+        return made
+
+    return recorded_or_computed
 
 
 class LazyLogits:
@@ -85,7 +100,7 @@ class LazyLogits:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, not computed)"
 
-    # --- what is recorded: each returns NotImplemented where it must be computed ----------------------------------
+    # --- what is recorded -----------------------------------------------------------------------------------------
 
     def _changed(self, input: Tensor | None = None, **changes: Any) -> LazyLogits:
         fields = {"dtype": self.dtype, "scale": self.scale, "cap": self.cap, **changes}
@@ -98,19 +113,23 @@ class LazyLogits:
         made.base, made.view_of_base = self, view
         return made
 
+    @_recorded
     def mul(self, other: Any) -> Any:
         if isinstance(other, bool) or not isinstance(other, (int, float)):
             return NotImplemented
         return self._changed(scale=self.scale * other) if self.cap is None else self._changed(cap=self.cap * other)
 
+    @_recorded
     def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
         if isinstance(other, bool) or not isinstance(other, (int, float)) or other == 0 or rounding_mode is not None:
             return NotImplemented
         return self._changed(scale=self.scale / other) if self.cap is None else self._changed(cap=self.cap / other)
 
+    @_recorded
     def tanh(self) -> Any:
         return self._changed(cap=1.0) if self.cap is None else NotImplemented
 
+    @_recorded
     def to(self, *args: Any, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype", next((a for a in args if isinstance(a, torch.dtype)), None))
         device = kwargs.get("device", next((a for a in args if isinstance(a, (str, torch.device))), None))
@@ -133,14 +152,17 @@ class LazyLogits:
     def bfloat16(self) -> Any:
         return self.to(torch.bfloat16)
 
+    @_recorded
     def contiguous(self, memory_format: Any = torch.contiguous_format) -> Any:
         return self if memory_format == torch.contiguous_format else NotImplemented
 
+    @_recorded
     def detach(self) -> LazyLogits:
         made = self._view(self.input.detach(), Tensor.detach)
         made.grad = False
         return made
 
+    @_recorded
     def reshape(self, *shape: Any) -> Any:
         if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
             shape = tuple(shape[0])
@@ -154,33 +176,32 @@ class LazyLogits:
             return NotImplemented
         return self._view(self.input.reshape(*rows, self.input.shape[-1]), lambda z: z.reshape(*rows, vocab))
 
+    @_recorded
     def view(self, *shape: Any) -> Any:
         return self.reshape(*shape)
 
+    @_recorded
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
         if self.ndim < 2 or end_dim % self.ndim == self.ndim - 1:
             return NotImplemented
         return self._view(self.input.flatten(start_dim, end_dim), lambda z: z.flatten(start_dim, end_dim))
 
+    @_recorded
     def __getitem__(self, index: Any) -> Any:
         rows = _rows_of(index if isinstance(index, tuple) else (index,), self.ndim)
         if rows is None:
-            return self.materialize()[index]
+            return NotImplemented
         if any(isinstance(i, Tensor) for i in rows):  # a copy
             return self._changed(self.input[rows])
         return self._view(self.input[rows], lambda z: z[rows])
 
-    __mul__ = __rmul__ = lambda self, other: self._or_computed(self.mul, torch.mul, other)
-    __truediv__ = lambda self, other: self._or_computed(self.div, torch.div, other)
-
-    def _or_computed(self, recorded: Callable[..., Any], function: Callable[..., Any], other: Any) -> Any:
-        made = recorded(other)
-        return function(self.materialize(), materialize(other)) if made is NotImplemented else made
+    __mul__ = __rmul__ = mul
+    __truediv__ = div
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return getattr(self.materialize(), name)
+        return getattr(self._needed_by(getattr(Tensor, name)), name)
 
     @classmethod
     def __torch_function__(
@@ -214,6 +235,18 @@ class LazyLogits:
         while root.base is not None:
             root = root.base
         return root.value is not None and root.value._version != root.value_version
+
+    def _needed_by(self, func: Any) -> Tensor:
+        """The logits, for a function that cannot do without, which in training costs what laziness was to save."""
+        value = self.materialize()
+        if torch.is_grad_enabled() and value.requires_grad and not torch.compiler.is_compiling():
+            warnings.warn(
+                f"fusegrad: {getattr(func, '__name__', func)} needs all logits, {list(self.shape)}: they were "
+                "computed. torch.nn.functional.cross_entropy of rows of them does not need them.",
+                UserWarning,
+                stacklevel=4,
+            )
+        return value
 
     def materialize(self) -> Tensor:
         """The logits ``[..., V]``, computed once, connected to the graph as those of ``torch.nn.functional.linear``.
@@ -313,7 +346,7 @@ class LazyLogitsTensor(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func is _REQUIRES_GRAD:
+        if func == _REQUIRES_GRAD:
             return False
         return _dispatch(func, args, kwargs or {})
 
@@ -417,42 +450,28 @@ def _cross_entropy(
 
 def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of PyTorch's on arguments of which some are lazy."""
-    made: Any = NotImplemented
     name = _RECORDED.get(func)
     if func is F.cross_entropy:
         made = _cross_entropy(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
     elif name is not None and args:
-        reflected = name in ("mul",) and len(args) == 2 and _lazy_of(args[0]) is None
-        first, *rest = (args[1], args[0]) if reflected else args
+        # torch.mul's lazy operand may be the second.
+        first, *rest = args[::-1] if name == "mul" and len(args) == 2 and _lazy_of(args[0]) is None else args
         lazy = _lazy_of(first)
-        if lazy is not None and not lazy._written():
+        if lazy is not None and not any(_lazy_of(value) for value in rest):
             made = getattr(lazy, name)(*rest, **kwargs)
             if isinstance(made, LazyLogits) and isinstance(first, LazyLogitsTensor):
-                made = first if made is lazy else _as_tensor(made)
-    if made is not NotImplemented:
-        return made
-    lazies: list[LazyLogits] = []
+                return first if made is lazy else _as_tensor(made)
+            return made
 
-    def computed(value: Any) -> Any:
-        lazies.append(value)
-        return materialize(value)
+    def computed(value: Any) -> Tensor:
+        lazy = _lazy_of(value)
+        assert lazy is not None
+        return lazy._needed_by(func)
 
-    both = (LazyLogits, LazyLogitsTensor)
-    args, kwargs = tree_map_only(both, computed, (args, kwargs))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in map(materialize, lazies)):
-        _warn(func, lazies[0])
+    args, kwargs = tree_map_only((LazyLogits, LazyLogitsTensor), computed, (args, kwargs))
     return func(*args, **kwargs)
-
-
-def _warn(func: Callable[..., Any], logits: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    warnings.warn(
-        f"fusegrad: {getattr(func, '__name__', func)} needs all logits, {list(logits.shape)}: they were computed. "
-        "torch.nn.functional.cross_entropy of rows of them does not need them.",
-        UserWarning,
-        stacklevel=4,
-    )
 
 
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
