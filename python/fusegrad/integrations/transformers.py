@@ -42,7 +42,7 @@ class _Record:
         return _Record(self.options, self.forward)
 
     def __reduce__(self) -> Any:
-        return _Record, (self.options, self.forward)
+        return type(None), ()  # the model in a file is the plain one: pickle finds its forward by name, in its class
 
 
 class _Head:
@@ -59,11 +59,12 @@ class _Head:
         return super().forward(input, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The mixed class has no name that a file could hold; a head that is read back is a plain one.
-        made = list(super().__reduce_ex__(protocol))
-        bare = type(self).__mro__[2]
-        made[1] = tuple(bare if x is type(self) else x for x in made[1])
-        return tuple(made)
+        # The mixed class has no name that a file could hold: a copy is a plain head, until its model runs.
+        return _plain, (type(self).__mro__[2],), super().__reduce_ex__(protocol)[2]
+
+
+def _plain(bare: type) -> Any:
+    return bare.__new__(bare)
 
 
 @functools.cache
@@ -223,9 +224,10 @@ def apply(
     }
     zero = torch.zeros(1, 1)
     fusegrad.linear_cross_entropy(zero, zero, torch.zeros(1, dtype=torch.int64), **options)  # checks the options
-    if hasattr(model, _RECORD):
-        name = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise ValueError(f"apply: the target must not be changed already, but got such a {name}: remove it first")
+    if getattr(model, _RECORD, None) is not None:
+        raise ValueError(
+            f"apply: the target must not be changed already, but got such a {_name(model)}: remove it first"
+        )
     if isinstance(model, type):
         setattr(model, _RECORD, _Record(options, vars(model).get("forward")))
         model.forward = _fused_forward(model.forward)  # type: ignore[attr-defined]
@@ -252,7 +254,7 @@ def remove(target: Any) -> Any:
     model = _unwrapped(target, "remove")
     record = vars(model).get(_RECORD)
     if record is None:
-        raise ValueError(f"remove: the target must be changed by apply, but got {_unwrapped_name(model)} as it is")
+        raise ValueError(f"remove: the target must be changed by apply, but got {_name(model)} as it is")
     heads = set(record.heads)
     if not isinstance(model, type):
         heads |= {m for m in model.modules() if isinstance(m, _Head)}
@@ -266,7 +268,7 @@ def remove(target: Any) -> Any:
     return target
 
 
-def _unwrapped_name(model: Any) -> str:
+def _name(model: Any) -> str:
     return model.__name__ if isinstance(model, type) else type(model).__name__
 
 

@@ -30,6 +30,12 @@ _PAIRS = 1 << 24
 Index = Tensor | int
 
 
+class _Mask(BlockMask):
+    def contiguous(self) -> BlockMask:
+        """As it is: generation with a static cache asks every mask for it."""
+        return self
+
+
 def _evaluate(mask: Callable[..., Tensor], batch: int, queries: Tensor, keys: Tensor, by_vmap: bool) -> Tensor:
     """``[B or 1, M, N]``, bool."""
     b = torch.arange(batch, device=keys.device)
@@ -82,7 +88,7 @@ def block_mask(
         every = torch.nn.functional.pad(pairs, padding_of_blocks, value=True).view(shape).all(-1).all(-2)
         partial.append(some & ~every)
         full.append(every)
-    return BlockMask.from_kv_blocks(
+    return _Mask.from_kv_blocks(
         *_listed(torch.cat(partial, 2)),
         *_listed(torch.cat(full, 2)),
         BLOCK_SIZE=BLOCK,
