@@ -37,7 +37,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "gemma2": (
         "Gemma2Config",
-        {"sliding_window": 8, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 4.0, "query_pre_attn_scalar": 8},
+        {
+            "sliding_window": 8,
+            "final_logit_softcapping": 5.0,
+            "attn_logit_softcapping": 4.0,
+            "query_pre_attn_scalar": 8,
+        },
     ),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 8}),
     "gpt_oss": (  # sinks, sliding windows, experts with a loss of their own
@@ -95,11 +100,11 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     calls: dict[str, int] = {}
     for name in ("linear_cross_entropy", "flex_attention"):
 
-        def counted(*args: Any, _name: str = name, _function: Any = getattr(fusegrad, name), **kwargs: Any) -> Any:
-            calls[_name] = calls.get(_name, 0) + 1
-            return _function(*args, **kwargs)
+        def counted(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return function(*args, **kwargs)
 
-        monkeypatch.setattr(fusegrad, name, counted)
+        monkeypatch.setattr(fusegrad, name, functools.partial(counted, name, getattr(fusegrad, name)))
     return calls
 
 
@@ -127,7 +132,7 @@ def test_loss_gradients_and_logits(family: str, fused_calls: dict[str, int]) -> 
     torch.testing.assert_close(step(model, **inputs), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_no_further_from_float64_than_the_plain_model(family: str) -> None:
     model, inputs = make(family), batch()
     truth_loss, truth = step(copy.deepcopy(model).double(), **inputs)
@@ -140,26 +145,31 @@ def test_no_further_from_float64_than_the_plain_model(family: str) -> None:
         assert error <= 2 * eager_error + 1e-6 * expected.norm() + 1e-9, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
-    model, inputs = make("qwen3", "fusegrad"), batch()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
+def test_autocast(family: str, dtype: torch.dtype) -> None:
+    model, inputs = make(family), batch()
+    truth_loss, truth = step(model, **inputs)
     with torch.autocast("cpu", dtype):
-        expected = step(model, **inputs)
-        apply(model)
-        ours = step(model, **inputs)
+        _, eager = step(model, **inputs)
+        apply(model).set_attn_implementation("fusegrad")
+        loss, ours = step(model, **inputs)
         out = model(**inputs)
     assert out.logits.dtype == dtype and out.loss.dtype == torch.float32
-    torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(loss, truth_loss, rtol=1e-2, atol=0)
+    for name, expected in truth.items():
+        error, eager_error = ((g[name] - expected).norm() for g in (ours, eager))
+        assert error <= 1.5 * eager_error + 2e-3 * expected.norm(), name
 
 
 def test_what_models_hand_to_their_loss() -> None:
     """num_items_in_batch, ignore_index, logits_to_keep, shift_labels; evaluation."""
     model, inputs = make("gemma2"), batch()
-    shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].contiguous()
     calls: list[dict[str, Any]] = [
         {"num_items_in_batch": torch.tensor(57)},
         {"num_items_in_batch": 57},
-        {"ignore_index": int(inputs["labels"][1, 3])},
+        {"labels": inputs["input_ids"], "ignore_index": int(inputs["labels"][1, 3])},
         {"shift_labels": shifted},
         {"logits_to_keep": 9, "labels": inputs["labels"][:, -9:]},
         {"labels": torch.full_like(inputs["labels"], -100), "num_items_in_batch": 1},
@@ -277,7 +287,7 @@ def lazy_and_plain(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], An
 RECORDED: dict[str, Callable[[Any], Any]] = {
     "scales": lambda z: z * 3 / 2,
     "softcap": lambda z: torch.tanh(2.0 * z / 5) * 4,
-    "casts": lambda z: z.float().to(torch.float64).to("cpu").contiguous(),
+    "casts": lambda z: z.double().to(torch.float64).to("cpu").contiguous(),
     "rows": lambda z: z[:, :-1][0, 1:],
     "ellipsis": lambda z: z[..., 1:, :],
     "mask": lambda z: z[torch.tensor([[True, False, True, True, False]] * 2)],
@@ -326,7 +336,9 @@ def test_cross_entropy_of_lazy_logits(name: str, options: dict[str, Any], fused_
     rows, expected_rows = (RECORDED[name](z) for z in (lazy, plain))
     target = torch.randint(0, 11, expected_rows.shape[:-1])
     loss, expected = (
-        F.cross_entropy(z if z.dim() == 1 else z.reshape(-1, 11), target.reshape(-1)[0 if z.dim() == 1 else slice(None)], **options)
+        F.cross_entropy(
+            z if z.dim() == 1 else z.reshape(-1, 11), target.reshape(-1)[0 if z.dim() == 1 else slice(None)], **options
+        )
         for z in (rows, expected_rows)
     )
     assert fused_calls == {"linear_cross_entropy": 1}
@@ -400,9 +412,7 @@ def test_lora_of_the_head(dropout: float, bias: bool, first: bool, fused_calls: 
         )
         model = make("phi" if bias else "llama")
         torch.manual_seed(3)
-        return change(peft.get_peft_model(change(model) if first else model, config)) if not first else (
-            peft.get_peft_model(change(model), config)
-        )
+        return peft.get_peft_model(change(model), config) if first else change(peft.get_peft_model(model, config))
 
     def seeded(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
         torch.manual_seed(5)
@@ -414,7 +424,9 @@ def test_lora_of_the_head(dropout: float, bias: bool, first: bool, fused_calls: 
     torch.testing.assert_close(seeded(model), expected)
     assert fused_calls == {"linear_cross_entropy": 1}
     model.merge_adapter()
-    torch.testing.assert_close(step(model.eval(), **inputs)[0], expected[0], rtol=0.2 if dropout else 1e-5, atol=0)
+    if not dropout:
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).loss, expected[0])
     remove(model)
     assert "_Head" not in str(type(model.get_base_model().lm_head).__mro__)
 
@@ -462,13 +474,11 @@ MASKS: dict[str, Callable[[], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "gpt2"])
 def test_attention(family: str, mask: str, fused_calls: dict[str, int]) -> None:
     model, inputs = make(family), {**batch(), **MASKS[mask]()}
-    if family in ("gpt_oss",):  # the experts' loss counts padded tokens or not by a mask of two dimensions
-        model.config.output_router_logits = False
-    if mask.startswith("4D") and family in ("gemma2", "gemma3", "gpt_oss"):
-        pytest.skip("a mask for all kinds of layers")
+    model.config.output_router_logits = False  # the experts' own loss takes no mask of four dimensions
     if mask.endswith("padding"):
-        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
-        # What a padded query gets is read by nobody, but by sums over all tokens.
+        # No key at all: zeros with fusegrad, an average of all values in eager mode. So nothing may be read there.
+        read = inputs["attention_mask"].bool() & F.pad(inputs["attention_mask"], (1, -1)).bool()
+        inputs["labels"] = inputs["labels"].masked_fill(~read, -100)
     if mask == "4D bools":
         plain = {**inputs, "attention_mask": torch.zeros(2, 1, 24, 24).masked_fill(~inputs["attention_mask"], -1e30)}
     else:
@@ -481,14 +491,29 @@ def test_attention(family: str, mask: str, fused_calls: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static", "disable_compile": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"cache_implementation": "static", "disable_compile": True}], ids=str
+)
 def test_generation(family: str, options: dict[str, Any]) -> None:
     inputs = {"input_ids": batch()["input_ids"], "attention_mask": padding("left")}
     tokens = [
-        make(family, name).eval().generate(**inputs, max_new_tokens=10, do_sample=False, **options)
+        make(family, name, output_router_logits=False)
+        .eval()
+        .generate(**inputs, max_new_tokens=10, do_sample=False, **options)
         for name in ("eager", "fusegrad")
     ]
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool, fused_calls: dict[str, int]) -> None:
+    model, inputs = make("gemma2"), batch()
+    expected = step(model, **inputs)
+    apply(model).set_attn_implementation("fusegrad")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    fused_calls.clear()
+    torch.testing.assert_close(step(model, **inputs), expected)
+    assert fused_calls == {"linear_cross_entropy": 1, "flex_attention": 4}
 
 
 def test_long_masks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,9 +649,9 @@ def test_a_lightning_run(fused_calls: dict[str, int]) -> None:
         trainer.fit(module, torch.utils.data.DataLoader(Samples(), batch_size=2))
         return module.losses
 
-    expected = run(make())
+    expected, model = run(make()), apply(make(attention="fusegrad"))
     fused_calls.clear()
-    ours = run(apply(make(attention="fusegrad")))
+    ours = run(model)
     assert fused_calls == {"linear_cross_entropy": 4, "flex_attention": 8}
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 

@@ -8,6 +8,7 @@ Letters: N rows (tokens), V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import math
 import warnings
@@ -216,14 +217,14 @@ class LazyLogits:
         for name, tensor, version in self.guarded:
             if tensor._version != version:
                 raise RuntimeError(
-                    f"LazyLogits: the head's {name} must be what it was when the model ran, but it has been modified by "
-                    f"an inplace operation (version {tensor._version} instead of {version}): read the logits before "
+                    f"LazyLogits: the head's {name} must be what it was when the model ran, but it has been modified "
+                    f"by an inplace operation (version {tensor._version} instead of {version}): read the logits before "
                     "(a step of the optimizer is such an operation, a loss with inplace=True another)"
                 )
             if tensor.numel() > 0 and tensor.untyped_storage().size() == 0:
                 raise RuntimeError(
-                    f"LazyLogits: the head's {name} must still be in memory, but got an empty storage: where parameters "
-                    "are sharded, the head must belong to the root's group"
+                    f"LazyLogits: the head's {name} must still be in memory, but got an empty storage: where "
+                    "parameters are sharded, the head must belong to the root's group"
                 )
         if self.grad:
             return self.input, self.weight, self.bias
@@ -282,7 +283,7 @@ class LazyLogits:
         *,
         ignore_index: int = -100,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: builtins.float = 0.0,
     ) -> Tensor:
         """:func:`fusegrad.linear_cross_entropy` with what was recorded; arguments as
         ``torch.nn.functional.cross_entropy``'s, for logits ``[..., V]``. The loss is not rounded to 16 bits."""
@@ -474,7 +475,7 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return func(*args, **kwargs)
 
 
-_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = Tensor.requires_grad.__get__
 _METADATA: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_mps", "is_quantized", "is_mkldnn", "is_nested")),
@@ -486,7 +487,7 @@ _RECORDED: dict[Any, str] = {
     **{getattr(Tensor, name): name for name in ("to", "float", "double", "half", "bfloat16", "contiguous", "detach")},
     **{getattr(Tensor, name): name for name in ("reshape", "view", "flatten", "__getitem__", "tanh", "mul", "div")},
     **{torch.reshape: "reshape", torch.flatten: "flatten", torch.tanh: "tanh", torch.detach: "detach"},
-    **{f: "mul" for f in (torch.mul, torch.multiply, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)},
-    **{f: "div" for f in (torch.div, torch.divide, torch.true_divide, Tensor.divide, Tensor.true_divide)},
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__), "mul"),
+    **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.divide, Tensor.true_divide), "div"),
     Tensor.__truediv__: "div",
 }

@@ -61,7 +61,9 @@ class LinearCrossEntropyLoss:
         if head is None:
             raise RuntimeError("LinearCrossEntropyLoss: a head must be set, but got none: call set_lm_head first")
         if "forward" in vars(head):
-            raise RuntimeError("LinearCrossEntropyLoss: the head must be a plain one, but got one whose forward is replaced")
+            raise RuntimeError(
+                "LinearCrossEntropyLoss: the head must be a plain one, but got one whose forward is replaced"
+            )
         head.forward = functools.partial(_loss, head, labels, global_valid_tokens, self.options)
         try:
             return head(pred)

@@ -1,7 +1,7 @@
 """Hugging Face transformers: the loss by linear cross entropy, attention by flex attention. See docs/transformers.md.
 
-Importing this module registers ``attn_implementation="fusegrad"`` (fusegrad.integrations.transformers_attention) and lets
-the Trainer's label smoothing take lazy logits. Models change by :func:`apply` alone.
+Importing this module registers ``attn_implementation="fusegrad"`` (fusegrad.integrations.transformers_attention) and
+lets the Trainer's label smoothing take lazy logits. Models change by :func:`apply` alone.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class _Head:
         return _plain, (type(self).__mro__[2],), super().__reduce_ex__(protocol)[2]
 
 
-def _plain(bare: type) -> Any:
+def _plain(bare: Any) -> Any:
     return bare.__new__(bare)
 
 
 @functools.cache
-def _lazy_class(bare: type) -> type:
+def _lazy_class(bare: Any) -> Any:
     return type(bare.__name__, (_Head, bare), {"__module__": bare.__module__, "__qualname__": bare.__qualname__})
 
 

@@ -27,8 +27,6 @@ BLOCK = 128
 # Pairs whose mask is evaluated at a time, so that no mask of the size of the scores is ever in memory.
 _PAIRS = 1 << 24
 
-Index = Tensor | int
-
 
 class _Mask(BlockMask):
     def contiguous(self) -> BlockMask:
@@ -57,8 +55,8 @@ def block_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: Index = 0,
-    kv_offset: Index = 0,
+    q_offset: Tensor | int = 0,
+    kv_offset: Tensor | int = 0,
     mask_function: Callable[..., Tensor] = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
@@ -68,7 +66,7 @@ def block_mask(
     """The mask that transformers describes by a function of indices and a padding mask, as a block mask.
 
     Args: as of transformers' ``AttentionMaskInterface``: lengths M and N, what to add to the indices, the function
-        (causal, sliding window, chunks, packed sequences, or several joined), ``attention_mask`` ``[B, >= N]`` of bools.
+        (causal, sliding window, chunks, packed sequences, or several joined), ``attention_mask`` ``[B, >= N]``, bool.
     """
     mask = mask_function
     if attention_mask is not None:
@@ -195,8 +193,12 @@ def attention(
         raise NotImplementedError(
             'fusegrad attention: output_attentions must be False, but got True: use attn_implementation="eager"'
         )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        # Rotary embeddings leave query and key in float32 there, and value in 16 bits.
+        query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
     mask, bias = _mask(attention_mask, module, is_causal, query, key)
-    out = fusegrad.flex_attention(
+    result: Any = fusegrad.flex_attention(
         query,
         key,
         value,
@@ -206,9 +208,11 @@ def attention(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if s_aux is None else AuxRequest(lse=True),
     )
-    if s_aux is not None:
+    if s_aux is None:
+        out = result
+    else:
         # exp(lse) / (exp(lse) + exp(sink)) is what the keys have of the weight.
-        out, aux = out
+        out, aux = result
         kept = torch.sigmoid(aux.lse - s_aux.to(aux.lse.dtype).view(1, -1, 1))
         out = (out * kept.unsqueeze(-1)).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
