@@ -351,17 +351,20 @@ def test_lazy_logits_are_never_silently_other_ones() -> None:
     target = torch.randint(0, 11, (10,))
     rows = lazy.view(-1, 11)
 
-    class Sum(torch.autograd.Function):
+    class Squares(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any) -> Tensor:
-            return materialize(x).sum()
+            ctx.save_for_backward(materialize(x))
+            return materialize(x).square().sum()
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad.expand(2, 5, 11)
+            return 2 * grad * ctx.saved_tensors[0]
 
-    with pytest.raises(RuntimeError, match="a gradient must arrive through computed logits"):
-        Sum.apply(lazy).backward()
+    for function in (lambda z: z, lambda z: torch.tanh(z / 2)[:, :-1] * 3):
+        with pytest.warns(UserWarning, match="fusegrad: a gradient by them needs all logits"):
+            ours = torch.autograd.grad(Squares.apply(function(lazy)), leaves)
+        torch.testing.assert_close(ours, torch.autograd.grad(function(F.linear(*leaves)).square().sum(), leaves))
     with torch.no_grad():  # what is written into them counts
         lazy.transpose(0, 1).mul_(2)
         expected = F.cross_entropy(F.linear(*leaves).view(-1, 11) * 2, target)
@@ -505,6 +508,24 @@ def test_generation(family: str, options: dict[str, Any]) -> None:
     assert torch.equal(*tokens)
 
 
+def test_an_encoder_and_a_decoder(fused_calls: dict[str, int]) -> None:
+    """T5: position biases that are learned, attention to another sequence, a loss of its own without a shift."""
+    config = tf.T5Config(
+        **{"vocab_size": V, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+        **{"decoder_start_token_id": 0, "pad_token_id": 0, "attn_implementation": "eager"},
+    )
+    torch.manual_seed(0)
+    model = tf.T5ForConditionalGeneration(config)
+    inputs = {**batch(), "attention_mask": padding("right")}
+    inputs["labels"] = inputs["labels"][:, :9].contiguous()
+    expected = step(model, **inputs)
+    assert any("relative_attention_bias" in name for name in expected[1])
+    apply(model).set_attn_implementation("fusegrad")
+    fused_calls.clear()
+    torch.testing.assert_close(step(model, **inputs), expected)
+    assert fused_calls == {"linear_cross_entropy": 1, "flex_attention": 6}
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpoints(reentrant: bool, fused_calls: dict[str, int]) -> None:
     model, inputs = make("gemma2"), batch()
@@ -619,6 +640,37 @@ def test_a_trainer_run(options: dict[str, Any], tmp_path: Path, fused_calls: dic
     assert fused_calls["linear_cross_entropy"] >= 8 and fused_calls["flex_attention"] >= 16
     assert len(ours[0]) == 4 and len(set(ours[0])) > 1
     torch.testing.assert_close(ours, expected, rtol=2e-2 if "bf16" in options else 1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["model's loss", "own loss"])
+@pytest.mark.parametrize("kind", ["DDP", "DDP that copies outputs", "FSDP", "FSDP of the head"])
+@pytest.mark.filterwarnings("ignore:fusegrad")
+def test_wrapped_models(kind: str, outside: bool) -> None:
+    """Gradients pass through what a wrapper does to parameters and outputs."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    inputs, model = batch(), make()
+    loss, expected = step(model, **inputs)
+    model.zero_grad()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        wrapped = apply(model)
+        if kind.startswith("FSDP"):
+            mesh = dist.init_device_mesh("cpu", (1,))
+            parts = [*model.model.layers, *([model.lm_head] if "head" in kind else []), model]
+            for part in parts:
+                fully_shard(part, mesh=mesh)
+        else:
+            wrapped = nn.parallel.DistributedDataParallel(model, static_graph="copies" in kind)
+        out = wrapped(**inputs) if not outside else wrapped(input_ids=inputs["input_ids"])
+        ours = out.loss if not outside else shifted_sum(out, inputs["labels"])
+        ours.backward()
+        assert isinstance(out.logits, LazyLogitsTensor) == (kind in ("DDP", "FSDP"))
+        gradients = {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in model.named_parameters()}
+        torch.testing.assert_close((ours, gradients), (loss, expected))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_lightning_run(fused_calls: dict[str, int]) -> None:

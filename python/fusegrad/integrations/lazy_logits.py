@@ -240,14 +240,18 @@ class LazyLogits:
     def _needed_by(self, func: Any) -> Tensor:
         """The logits, for a function that cannot do without, which in training costs what laziness was to save."""
         value = self.materialize()
-        if torch.is_grad_enabled() and value.requires_grad and not torch.compiler.is_compiling():
-            warnings.warn(
-                f"fusegrad: {getattr(func, '__name__', func)} needs all logits, {list(self.shape)}: they were "
-                "computed. torch.nn.functional.cross_entropy of rows of them does not need them.",
-                UserWarning,
-                stacklevel=4,
-            )
+        if torch.is_grad_enabled() and value.requires_grad:
+            self._warn(getattr(func, "__name__", str(func)))
         return value
+
+    def _warn(self, reason: str) -> None:
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                f"fusegrad: {reason} needs all logits, {list(self.shape)}: they were computed. "
+                "torch.nn.functional.cross_entropy of rows of them does not need them.",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def materialize(self) -> Tensor:
         """The logits ``[..., V]``, computed once, connected to the graph as those of ``torch.nn.functional.linear``.
@@ -261,20 +265,20 @@ class LazyLogits:
             with torch.set_grad_enabled(self.grad):
                 self.value = self.view_of_base(self.base.materialize())
                 return self.value
-        input, weight, bias = self._operands()
-        kind = input.device.type
-        with torch.set_grad_enabled(self.grad), torch.autocast(kind, enabled=False):
-            if input.dtype != self.product_dtype or weight.dtype != self.product_dtype:
-                input, weight = input.to(self.product_dtype), weight.to(self.product_dtype)
-                bias = None if bias is None else bias.to(self.product_dtype)
-            value = F.linear(input, weight, bias)
+        with torch.set_grad_enabled(self.grad):
+            self.value = self._compute(*self._operands())
+        self.value_version = 0 if self.value.is_inference() else self.value._version
+        return self.value
+
+    def _compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = self.product_dtype
+        with torch.autocast(input.device.type, enabled=False):
+            value = F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
             if self.scale != 1.0:
                 value = value * self.scale
             if self.cap is not None:
                 value = torch.tanh(value) * self.cap
-            self.value = value.to(self.dtype)
-        self.value_version = 0 if self.value.is_inference() else self.value._version
-        return self.value
+            return value.to(self.dtype)
 
     def cross_entropy(
         self,
@@ -367,19 +371,28 @@ class LazyLogitsTensor(Tensor):
 
 
 class _Placeholder(torch.autograd.Function):
-    """Ties the tensor to the graph, so that a gradient which arrives past its methods (in a custom Function) is an
-    error and not lost."""
+    """Ties the tensor to the graph: a gradient by the logits themselves, from a custom Function that took them or from
+    a wrapper that copied a model's outputs, goes where it would have gone."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits, *tensors: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.lazy = lazy  # its tensors are checked for writes when they are used
         return Tensor._make_wrapper_subclass(LazyLogitsTensor, lazy.shape, dtype=lazy.dtype, device=lazy.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError(
-            "LazyLogits: a gradient must arrive through computed logits, but one came past them, from a custom "
-            "autograd Function: give that the logits' materialize()"
-        )
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None
+        ctx.lazy._warn("a gradient by them")
+        wanted = ctx.needs_input_grad[1:]
+        tensors = [None if t is None else t.detach() for t in ctx.lazy._operands()]
+        leaves = [t.requires_grad_() for t, wants in zip(tensors, wanted, strict=True) if wants and t is not None]
+        with torch.enable_grad():
+            value = ctx.lazy._compute(*tensors)
+        made = iter(torch.autograd.grad(value, leaves, grad))
+        return None, *(next(made) if wants else None for wants in wanted)
 
 
 def _as_tensor(lazy: LazyLogits) -> LazyLogitsTensor:
@@ -479,6 +492,7 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__
 _METADATA: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse")),
     *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_mps", "is_quantized", "is_mkldnn", "is_nested")),
+    *(getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "output_nr")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "__len__", "element_size", "get_device")),
     *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "__hash__", "is_inference")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),

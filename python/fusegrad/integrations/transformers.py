@@ -49,6 +49,7 @@ class _Head:
     """Mixed into the class of a model's head: lazy while the model's forward runs."""
 
     _fusegrad_options: dict[str, Any] | None = None
+    _fusegrad_bare: Any
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._fusegrad_options is not None and not args and not kwargs:
@@ -60,7 +61,7 @@ class _Head:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The mixed class has no name that a file could hold: a copy is a plain head, until its model runs.
-        return _plain, (type(self).__mro__[2],), super().__reduce_ex__(protocol)[2]
+        return _plain, (self._fusegrad_bare,), super().__reduce_ex__(protocol)[2]
 
 
 def _plain(bare: Any) -> Any:
@@ -69,7 +70,11 @@ def _plain(bare: Any) -> Any:
 
 @functools.cache
 def _lazy_class(bare: Any) -> Any:
-    return type(bare.__name__, (_Head, bare), {"__module__": bare.__module__, "__qualname__": bare.__qualname__})
+    return type(
+        bare.__name__,
+        (_Head, bare),
+        {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "_fusegrad_bare": bare},
+    )
 
 
 def _step_aside(head: Any, reason: str) -> None:
@@ -90,7 +95,7 @@ def _why_not(linear: Any) -> str | None:
     """Why a module is not a plain linear layer, if it is not."""
     if "forward" in vars(linear):
         return "its forward was replaced"
-    if _Head.forward not in (type(linear).forward,) and type(linear).forward is not nn.Linear.forward:
+    if type(linear).forward is not nn.Linear.forward and not isinstance(linear, _Head):
         return "its class computes something of its own"
     if type(linear.weight) not in (Tensor, nn.Parameter):
         return f"its weight is a {type(linear.weight).__name__}"
@@ -152,7 +157,7 @@ def _prepare(model: Any, heads: weakref.WeakSet[nn.Module]) -> Any:
     if reason is not None:
         _step_aside(head, reason)
         return None
-    head.__class__ = _lazy_class(type(head))
+    head.__class__ = _lazy_class(head.__class__)
     heads.add(head)
     return head
 
@@ -259,7 +264,8 @@ def remove(target: Any) -> Any:
     if not isinstance(model, type):
         heads |= {m for m in model.modules() if isinstance(m, _Head)}
     for head in heads:
-        head.__class__ = type(head).__mro__[2]
+        if "_fusegrad_bare" in vars(type(head)):  # not where another mixed itself in since: without options it is inert
+            head.__class__ = type(head)._fusegrad_bare
     if record.forward is None:
         del model.forward
     else:
