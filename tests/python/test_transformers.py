@@ -644,12 +644,12 @@ def test_a_trainer_run(options: dict[str, Any], tmp_path: Path, fused_calls: dic
 
 @pytest.mark.parametrize("outside", [False, True], ids=["model's loss", "own loss"])
 @pytest.mark.parametrize("kind", ["DDP", "DDP that copies outputs", "FSDP", "FSDP of the head"])
-@pytest.mark.filterwarnings("ignore:fusegrad")
 def test_wrapped_models(kind: str, outside: bool) -> None:
     """Gradients pass through what a wrapper does to parameters and outputs."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
+    warnings.filterwarnings("ignore", message="fusegrad:")
     inputs, model = batch(), make()
     loss, expected = step(model, **inputs)
     model.zero_grad()
