@@ -126,6 +126,9 @@ def test_loss_gradients_and_logits(family: str, fused_calls: dict[str, int]) -> 
     with torch.no_grad():
         torch.testing.assert_close(made + 0, logits)
         torch.testing.assert_close(model(input_ids=inputs["input_ids"]).logits, logits)
+    with pytest.raises(IndexError):
+        model(**{**inputs, "labels": inputs["labels"] + V})
+    assert type(model.get_output_embeddings()(torch.zeros(1, 32))) is Tensor  # lazy in the model's forward alone
     remove(model)
     assert "forward" not in vars(model) and type(model.get_output_embeddings()) is nn.Linear
     assert type(model(**inputs).logits) is Tensor
@@ -286,7 +289,7 @@ def lazy_and_plain(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], An
 
 RECORDED: dict[str, Callable[[Any], Any]] = {
     "scales": lambda z: z * 3 / 2,
-    "softcap": lambda z: torch.tanh(2.0 * z / 5) * 4,
+    "softcap": lambda z: torch.tanh(2.0 * z / 5) * 4 / 3,
     "casts": lambda z: z.double().to(torch.float64).to("cpu").contiguous(),
     "rows": lambda z: z[:, :-1][0, 1:],
     "ellipsis": lambda z: z[..., 1:, :],
@@ -371,6 +374,10 @@ def test_lazy_logits_are_never_silently_other_ones() -> None:
     with pytest.warns(UserWarning, match="fusegrad: cross_entropy needs all logits"):
         torch.testing.assert_close(F.cross_entropy(rows, target), expected)
     leaves, lazy, _ = lazy_and_plain()
+    assert not F.cross_entropy(lazy.detach().view(-1, 11), target).requires_grad
+    with torch.no_grad():
+        made = lazy_linear(*leaves)
+    assert not F.cross_entropy(made.view(-1, 11), target).requires_grad
     with torch.no_grad():
         leaves[1].add_(1)
     with pytest.raises(RuntimeError, match="the head's weight must be what it was when the model ran"):
@@ -551,6 +558,12 @@ def test_long_masks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for mask in (whole, pieces):
         assert torch.equal(mask.to_dense(), expected.to_dense())
         assert torch.equal(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
+        assert torch.equal(mask.kv_num_blocks, expected.kv_num_blocks)
+    every = transformers_attention.block_mask(1, 200, 200, mask_function=lambda b, h, q_idx, kv_idx: kv_idx >= 0)
+    assert every.full_kv_num_blocks.tolist() == [[[2, 2]]] and not every.kv_num_blocks.any()
+    query, key, value = torch.randn(3, 1, 2, 200, 8)
+    out, _ = transformers_attention.attention(nn.Module(), query, key, value, every)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value).transpose(1, 2))
 
 
 def test_sinks_softcaps_and_position_biases() -> None:
