@@ -159,7 +159,8 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
 
 std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
   const auto device = tensor.device().type();
-  if (!at::autocast::is_autocast_enabled(device)) return std::nullopt;
+  // Devices without autocast (meta tensors) may not even be asked.
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return std::nullopt;
   return at::autocast::get_autocast_dtype(device);
 }
 

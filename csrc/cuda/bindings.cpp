@@ -3,27 +3,19 @@
 #include <pybind11/stl.h>
 
 #include "cuda/flex_program.h"
-#include "jit/compile.h"
-#include "score_mod/cache.h"
+#include "score_mod/bindings.h"
 
 namespace py = pybind11;
 
 namespace fusegrad::cuda {
 namespace {
 
-constexpr const char* kCaptured[] = {"float64", "float32", "bfloat16", "float16", "int64",
-                                     "int32",   "int16",   "int8",     "uint8",   "bool"};
-
 FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes, std::array<bool, 2> small) {
   FlexMod mod;
   mod.text = text;
   mod.small_buffers = small[0];
   mod.small_scalars = small[1];
-  for (const auto& dtype : dtypes) {
-    const auto* found = std::find(std::begin(kCaptured), std::end(kCaptured), dtype);
-    if (found == std::end(kCaptured)) throw py::value_error("unknown dtype '" + dtype + "'");
-    mod.dtypes.push_back(static_cast<score_mod::DType>(found - std::begin(kCaptured)));
-  }
+  for (const auto& dtype : dtypes) mod.dtypes.push_back(score_mod::dtype_named(dtype));
   return mod;
 }
 

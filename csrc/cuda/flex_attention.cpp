@@ -48,6 +48,8 @@ int as_int(int64_t n) {
   return static_cast<int>(n);
 }
 
+int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
 const float* data_of(const Tensor& t) { return t.defined() && t.numel() > 0 ? t.const_data_ptr<float>() : nullptr; }
 
 /// One call: its score_mod and mask_mod as kernels take them, its block mask, its launches.
@@ -105,8 +107,8 @@ class Call {
   device::FlexTiles tiles(const FlexTileSize& tile, bool by_key) {
     if (!case_.blocks) return {};
     device::FlexTiles t = map_;
-    const int row_tiles = (as_int(query_.size(2)) + tile.rows - 1) / tile.rows;
-    const int col_tiles = (as_int(key_.size(2)) + tile.cols - 1) / tile.cols;
+    const int row_tiles = as_int(tiles_in(query_.size(2), tile.rows));
+    const int col_tiles = as_int(tiles_in(key_.size(2), tile.cols));
     t.rows = by_key ? col_tiles : row_tiles;
     t.cols = by_key ? row_tiles : col_tiles;
     const auto options = query_.options().dtype(at::kInt);
@@ -173,15 +175,14 @@ class Call {
 
   // The state of every block of the mask.
   void map_blocks() {
-    const auto length = [](const Tensor& t, int64_t size) { return as_int((t.size(2) + size - 1) / size); };
     for (const Tensor& t : scores_.kv_blocks) lists_.push_back(t.to(at::kInt).contiguous());
     FlexBlockMap map{};
     map.partial = {lists_[0].const_data_ptr<int>(), lists_[1].const_data_ptr<int>()};
     if (lists_.size() > 2) map.full = {lists_[2].const_data_ptr<int>(), lists_[3].const_data_ptr<int>()};
     map.batches = as_int(lists_[0].size(0));
     map.heads = as_int(lists_[0].size(1));
-    map.rows = length(query_, scores_.block_size[0]);
-    map.cols = length(key_, scores_.block_size[1]);
+    map.rows = as_int(tiles_in(query_.size(2), scores_.block_size[0]));
+    map.cols = as_int(tiles_in(key_.size(2), scores_.block_size[1]));
     map.list_cols_partial = as_int(lists_[1].size(3));
     map.list_cols_full = lists_.size() > 2 ? as_int(lists_[3].size(3)) : 0;
     map.distinguish = !case_.mask_mod.text.empty();
@@ -207,8 +208,6 @@ class Call {
   std::vector<Tensor> lists_, kept_;
   device::FlexTiles map_{};
 };
-
-int64_t tiles_in(int64_t n, int size) { return (n + size - 1) / size; }
 
 /// The sums of the contributions to captured buffers.
 class BufferSums {
@@ -284,6 +283,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     c.kernel = FlexKernel::kForward;
     c.max_scores = outputs.max_scores.numel() != 0;
     c.out_low = outputs.out_low.numel() != 0 && c.dtype != DType::kFloat32;
+    if (!c.out_low) outputs.out_low.zero_();  // float32 loses nothing
     c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
     const FlexPlan plan = call.plan();
     device::FlexForwardArguments a{};

@@ -18,6 +18,7 @@ if with_torch:
     from .attention import flex_attention
     from .compile import compile_flex
     from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
+    from .distributed import VocabParallel
     from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
@@ -41,6 +42,7 @@ __all__ = [
     "LinearJSDLoss",
     "ScoreMod",
     "TraceError",
+    "VocabParallel",
     "__version__",
     "build_info",
     "check_targets_enabled",

@@ -76,8 +76,8 @@ class FlexBackward {
     key_head_ = head % key_heads;
     col_ = col_tile_ * Config::kCols;
     row_tiles_ = (a_.queries + Config::kRows - 1) / Config::kRows;
-    load<KeyTile>(key_, a_.key, key_batch_, key_head_, col_, a_.keys, a_.head_size);
-    load<ValueTile>(value_, a_.value, key_batch_, key_head_, col_, a_.keys, a_.value_size);
+    load_tile<KeyTile, kThreads>(key_, a_.key, key_batch_, key_head_, col_, a_.keys, a_.head_size);
+    load_tile<ValueTile, kThreads>(value_, a_.value, key_batch_, key_head_, col_, a_.keys, a_.value_size);
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       zero(grad_key_[m]);
@@ -156,21 +156,11 @@ class FlexBackward {
   __device__ __forceinline__ int part() const { return warp() % Config::kShare; }
   __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
 
-  template <class Into>
-  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
-                                       int cols) const {
-    constexpr int kVector = 16 / sizeof(T);
-    const T* p =
-        static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
-    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
-                                  from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
-                                  (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
-  }
   __device__ __forceinline__ void load_stage(const Place& p, int stage) const {
     const unsigned to = stage_ + stage * kStageBytes;
     const int b = p.b, h = p.h, row = (p.tile >> 2) * Config::kRows;
-    load<QueryTile>(to, a_.query, b, h, row, a_.queries, a_.head_size);
-    load<GradOutTile>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
+    load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
+    load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
     const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.queries + row;
     for (int i = static_cast<int>(threadIdx.x); i < Config::kRows; i += kThreads) {
       const bool there = row + i < a_.queries;
@@ -213,9 +203,13 @@ class FlexBackward {
   __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const Place& place,
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
-    product<Config::kHead>(s, key_, KeyTile::kStride, query, QueryTile::kStride);
-    if constexpr (Config::kGradScores)
-      product<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
+    // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
+    multiply_rows<T, Config::kSplit, Config::kHead, true>(s, key_, KeyTile::kStride, key_group(), query,
+                                                          QueryTile::kStride, part() * kPart, lane());
+    if constexpr (Config::kGradScores) {
+      multiply_rows<T, Config::kSplit, Config::kValue, true>(d, value_, ValueTile::kStride, key_group(), grad_out,
+                                                             GradOutTile::kStride, part() * kPart, lane());
+    }
     const int row = (place.tile >> 2) * Config::kRows;
     const bool masked =
         (place.tile & 3) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
@@ -239,20 +233,8 @@ class FlexBackward {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       const int kv = first_key() + m * 16;
-      Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
-      if (kMasked && masked) {
-        alive = 0;
-#pragma unroll 1
-        for (int i = 0; i < kBlocksN * 4; i += 2) {
-          const int at_q = q + i / 4 * 8, at_kv = kv + i / 2 % 2 * 8;
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const bool inside = at_kv < a_.keys && at_q + e < a_.queries;
-            const bool takes = takes_part<Config>(a_.tiles, mask_, place.tile & 3, b, h, at_q + e, at_kv, inside);
-            alive |= Bits<kBlocksN * 4>(takes) << (i + e);
-          }
-        }
-      }
+      const auto alive =
+          pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile & 3, kMasked && masked, b, h, q, kv);
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
@@ -275,29 +257,6 @@ class FlexBackward {
         sums_.end_block(m, n);
         put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n]);
         if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n]);
-      }
-    }
-  }
-
-  // Rows of `a` by the warp's part of the rows of `b`, kCommon columns each; to the bit what the forward has: the
-  // gradient of max_scores asks for equality.
-  template <int kCommon>
-  __device__ __forceinline__ void product(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, unsigned b,
-                                          int b_stride) const {
-#pragma unroll kUnrolledSteps < T>
-    for (int k = 0; k < kCommon / Product::kDepth; ++k) {
-      unsigned row[kBlocksM][4];
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) load_a(row[m], a, a_stride, key_group() + m * 16, k, lane());
-#pragma unroll
-      for (int n = 0; n < kBlocksN; n += 2) {
-        unsigned col[4];
-        load_b(col, b, b_stride, part() * kPart + n * 8, k, lane());
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) {
-          Product::template step<true>(c[m][n], row[m], col[0], col[1]);
-          Product::template step<true>(c[m][n + 1], row[m], col[2], col[3]);
-        }
       }
     }
   }

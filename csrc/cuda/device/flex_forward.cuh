@@ -12,7 +12,6 @@ namespace fusegrad::device {
 template <class Config>
 class FlexForward {
   using T = typename Config::Element;
-  using Product = Mma<T, Config::kSplit>;
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
   using QueryTile = Tile<T, Config::kRows, Config::kHead>;
@@ -23,8 +22,6 @@ class FlexForward {
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksE = Config::kValue / 8;
-  static constexpr int kHeadSteps = Config::kHead / Product::kDepth;
-  static constexpr int kColSteps = Config::kCols / Product::kDepth;
   static constexpr int kOutBytes = Config::kWarps * kBlocksM * 16 * OutTile::kStride;
   static constexpr int kQueryBytes = QueryTile::kBytes > kOutBytes ? QueryTile::kBytes : kOutBytes;
   static_assert(kBlocksM * 16 * Config::kWarps == Config::kRows && kBlocksN * kBlocksM * 4 <= 128);
@@ -48,8 +45,8 @@ class FlexForward {
     begin();
     if (walk.count() > 0) {
       int tile = walk[0];
-      load<QueryTile>(query_, a_.query, h_, row_, a_.queries, a_.head_size);
-      load<KeyTile>(key_, a_.key, h_ / a_.group, (tile >> 2) * Config::kCols, a_.keys, a_.head_size);
+      load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, (tile >> 2) * Config::kCols, a_.keys, a_.head_size);
       commit_copies();
       for (int i = 0; i < walk.count(); ++i) {
         const int next = i + 1 < walk.count() ? walk[i + 1] : -1;
@@ -61,16 +58,6 @@ class FlexForward {
   }
 
  private:
-  template <class Into>
-  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int h, int row, int rows, int cols) const {
-    constexpr int kVector = 16 / sizeof(T);
-    const T* p =
-        static_cast<const T*>(from.data) + b_ * from.batch_stride + h * from.head_stride + row * from.row_stride;
-    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
-                                  from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
-                                  (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
-  }
-
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * kBlocksM * 16; }
 
@@ -96,47 +83,44 @@ class FlexForward {
     const int col = (tile >> 2) * Config::kCols;
     wait_copies<0>();
     __syncthreads();
-    load<ValueTile>(value_, a_.value, h_ / a_.group, col, a_.keys, a_.value_size);
+    load_tile<ValueTile, kThreads>(value_, a_.value, b_, h_ / a_.group, col, a_.keys, a_.value_size);
     commit_copies();
     float s[kBlocksM][kBlocksN][4] = {};
-    scores(s);
+    multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key_, KeyTile::kStride,
+                                                    0, lane());
     wait_copies<0>();
     __syncthreads();
     if (next >= 0) {
-      load<KeyTile>(key_, a_.key, h_ / a_.group, (next >> 2) * Config::kCols, a_.keys, a_.head_size);
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, (next >> 2) * Config::kCols, a_.keys, a_.head_size);
       commit_copies();
     }
     apply_mods(s, tile & 3, col);
     softmax(s);
-    accumulate(s);
-  }
-
-  __device__ __forceinline__ void scores(float (&s)[kBlocksM][kBlocksN][4]) const {
-#pragma unroll kUnrolledSteps < T>
-    for (int k = 0; k < kHeadSteps; ++k) {
-      unsigned q[kBlocksM][4];
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) load_a(q[m], query_, QueryTile::kStride, first_row() + m * 16, k, lane());
-#pragma unroll
-      for (int n = 0; n < kBlocksN; n += 2) {
-        unsigned b[4];
-        load_b(b, key_, KeyTile::kStride, n * 8, k, lane());
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) {
-          Product::step(s[m][n], q[m], b[0], b[1]);
-          Product::step(s[m][n + 1], q[m], b[2], b[3]);
-        }
-      }
-    }
+    multiply_accumulators<T, Config::kSplit>(out_, s, value_, ValueTile::kStride, lane());
   }
 
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksM][kBlocksN][4], int kind, int col) const {
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
     if (Config::kUnscaled && !masked) return;
+    const int row = row_ + first_row() + lane() / 4;
+    col += lane() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
-      apply_score_mod<Config>(s[m], a_, score_, mask_, kind, masked, b_, h_, row_ + first_row() + m * 16 + lane() / 4,
-                              col + lane() % 4 * 2);
+      const auto alive =
+          pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, row + m * 16, col);
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+          float x = s[m][n][e];
+          if constexpr (!Config::kUnscaled) x *= a_.scale;
+          if constexpr (kHas<ScoreMod>) {
+            x = ScoreMod::apply(score_, x, b_, h_, row + m * 16 + e / 2 * 8, col + n * 8 + e % 2, takes);
+          }
+          s[m][n][e] = takes ? x : -FUSEGRAD_INFINITY;
+        }
+      }
     }
   }
 
@@ -194,29 +178,6 @@ class FlexForward {
           }
         }
         sum_[m][r] = sum_[m][r] * rescale[r] + sum;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void accumulate(const float (&p)[kBlocksM][kBlocksN][4]) {
-    constexpr int kBlocks = Product::kDepth / 8;  // accumulators of a step
-#pragma unroll
-    for (int k = 0; k < kColSteps; ++k) {
-      unsigned a[kBlocksM][4];
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) {
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) put_operand<T>(a[m] + i * kOperandWords<T>, p[m][k * kBlocks + i]);
-      }
-#pragma unroll
-      for (int n = 0; n < kBlocksE; n += 2) {
-        unsigned v[4];
-        Product::load_b_transposed(v, value_, ValueTile::kStride, k * Product::kDepth, n * 8, lane());
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) {
-          Product::step(out_[m][n], a[m], v[0], v[1]);
-          Product::step(out_[m][n + 1], a[m], v[2], v[3]);
-        }
       }
     }
   }

@@ -201,7 +201,21 @@ class FlexForwardHopper {
     const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
     if (Config::kUnscaled && !masked) return;
-    apply_score_mod<Config>(s, a_, score_, mask_, kind, masked, b_, h_, first_query(), col + lane() % 4 * 2);
+    const int q = first_query(), kv = col + lane() % 4 * 2;
+    const auto alive = pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, q, kv);
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+        float x = s[n][e];
+        if constexpr (!Config::kUnscaled) x *= a_.scale;
+        if constexpr (kHas<ScoreMod>) {
+          x = ScoreMod::apply(score_, x, b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, takes);
+        }
+        s[n][e] = takes ? x : -FUSEGRAD_INFINITY;
+      }
+    }
   }
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }

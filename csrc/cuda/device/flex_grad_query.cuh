@@ -11,7 +11,6 @@ namespace fusegrad::device {
 template <class Config>
 class FlexGradQuery {
   using T = typename Config::Element;
-  using Product = Mma<T, Config::kSplit>;
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
   using Derivative = typename Config::Derivative;
@@ -49,8 +48,8 @@ class FlexGradQuery {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) begin(m);
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
-    load<QueryTile>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
-    load<GradOutTile>(grad_out_, a_.grad_out, b_, h_, row_, a_.queries, a_.value_size);
+    load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
+    load_tile<GradOutTile, kThreads>(grad_out_, a_.grad_out, b_, h_, row_, a_.queries, a_.value_size);
     int tile = walk.count() > 0 ? walk[0] : -1;
     if (tile >= 0) load_stage(tile, 0);
     commit_copies();
@@ -90,74 +89,33 @@ class FlexGradQuery {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16 * kBlocksM; }
 
-  template <class Into>
-  __device__ __forceinline__ void load(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
-                                       int cols) const {
-    constexpr int kVector = 16 / sizeof(T);
-    const T* p =
-        static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
-    Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
-                                  from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
-                                  (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
-  }
-
   __device__ __forceinline__ void load_stage(int tile, int stage) const {
     const unsigned key = stage_ + stage * kStageBytes;
     const int b = a_.key_batches == 1 ? 0 : b_, h = h_ / a_.group, col = (tile >> 2) * Config::kCols;
-    load<KeyTile>(key, a_.key, b, h, col, a_.keys, a_.head_size);
-    load<ValueTile>(key + KeyTile::kBytes, a_.value, b, h, col, a_.keys, a_.value_size);
-  }
-
-  template <int kCommon>
-  __device__ __forceinline__ void product(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, unsigned b,
-                                          int b_stride) const {
-#pragma unroll kUnrolledSteps < T>
-    for (int k = 0; k < kCommon / Product::kDepth; ++k) {
-      unsigned row[kBlocksM][4];
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) load_a(row[m], a, a_stride, first_row() + m * 16, k, lane());
-#pragma unroll
-      for (int n = 0; n < kBlocksN; n += 2) {
-        unsigned col[4];
-        load_b(col, b, b_stride, n * 8, k, lane());
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) {
-          Product::step(c[m][n], row[m], col[0], col[1]);
-          Product::step(c[m][n + 1], row[m], col[2], col[3]);
-        }
-      }
-    }
+    load_tile<KeyTile, kThreads>(key, a_.key, b, h, col, a_.keys, a_.head_size);
+    load_tile<ValueTile, kThreads>(key + KeyTile::kBytes, a_.value, b, h, col, a_.keys, a_.value_size);
   }
 
   __device__ __forceinline__ void step(int tile, unsigned key) {
     const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
     float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
-    product<Config::kHead>(s, query_, QueryTile::kStride, key, KeyTile::kStride);
-    product<Config::kValue>(d, grad_out_, GradOutTile::kStride, key + KeyTile::kBytes, ValueTile::kStride);
+    multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key, KeyTile::kStride,
+                                                    0, lane());
+    multiply_rows<T, Config::kSplit, Config::kValue>(d, grad_out_, GradOutTile::kStride, first_row(),
+                                                     key + KeyTile::kBytes, ValueTile::kStride, 0, lane());
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) pairs(m, kind, masked, col + lane() % 4 * 2, s[m], d[m]);
-    if constexpr (Config::kGradQuery) accumulate(d, key);
+    if constexpr (Config::kGradQuery) {
+      multiply_accumulators<T, Config::kSplit>(sum_, d, key, KeyTile::kStride, lane());
+    }
   }
 
   // s becomes probabilities, d the gradient by the scores.
   __device__ __forceinline__ void pairs(int m, int kind, bool masked, int kv, float (&s)[kBlocksN][4],
                                         float (&d)[kBlocksN][4]) {
     const int q = row_ + first_row() + m * 16 + lane() / 4;
-    Bits<kBlocksN * 4> alive = ~Bits<kBlocksN * 4>(0);
-    if (masked) {
-      alive = 0;
-#pragma unroll 1
-      for (int i = 0; i < kBlocksN * 4; i += 2) {
-        const int at_q = q + i / 2 % 2 * 8, at_kv = kv + i / 4 * 8;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const bool inside = at_kv + e < a_.keys && at_q < a_.queries;
-          const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b_, h_, at_q, at_kv + e, inside);
-          alive |= Bits<kBlocksN * 4>(takes) << (i + e);
-        }
-      }
-    }
+    const auto alive = pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, q, kv);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
@@ -169,29 +127,6 @@ class FlexGradQuery {
 #pragma unroll
         for (int k = 0; k < Derivative::kContributions; ++k)
           largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
-      }
-    }
-  }
-
-  __device__ __forceinline__ void accumulate(const float (&d)[kBlocksM][kBlocksN][4], unsigned key) {
-    constexpr int kBlocks = Product::kDepth / 8;  // accumulators of a step
-#pragma unroll
-    for (int k = 0; k < Config::kCols / Product::kDepth; ++k) {
-      unsigned a[kBlocksM][4];
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) {
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) put_operand<T>(a[m] + i * kOperandWords<T>, d[m][k * kBlocks + i]);
-      }
-#pragma unroll
-      for (int j = 0; j < kBlocksD; j += 2) {
-        unsigned b[4];
-        Product::load_b_transposed(b, key, KeyTile::kStride, k * Product::kDepth, j * 8, lane());
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) {
-          Product::step(sum_[m][j], a[m], b[0], b[1]);
-          Product::step(sum_[m][j + 1], a[m], b[2], b[3]);
-        }
       }
     }
   }

@@ -94,42 +94,43 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
   }
 }
 
-/// The scores of 16 queries of a warp, masked (-inf) and as the score_mod makes them. (q, kv): of the thread's first
-/// pair. Masks first, as bits: code of a mask_mod is there once or twice only, that of a score_mod once an element,
-/// whether pairs are masked or not.
-template <class Config, int kBlocksN, class Arguments>
-__device__ __forceinline__ void apply_score_mod(float (&s)[kBlocksN][4], const Arguments& a,
-                                                const typename Config::ScoreMod::Captured& score,
-                                                const typename Config::MaskMod::Captured& mask, int kind, bool masked,
-                                                int b, int h, int q, int kv) {
-  constexpr int kPairs = kBlocksN * 4;
-  Bits<kPairs> alive = ~Bits<kPairs>(0);
+/// Which of a thread's pairs take part, bit 4 * n + e for element e of accumulator n; all where not `masked`. (q, kv):
+/// the first pair. kKeyRows: keys are the accumulators' rows, and queries their columns. As bits, and before the
+/// score_mod: so the code of a mask_mod is there but twice, and that of a score_mod once an element, whether pairs are
+/// masked or not.
+template <class Config, int kBlocks, bool kKeyRows, class Arguments>
+__device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Arguments& a,
+                                                                  const typename Config::MaskMod::Captured& mask,
+                                                                  int kind, bool masked, int b, int h, int q, int kv) {
+  using Result = Bits<kBlocks * 4>;
+  Result alive = ~Result(0);
   if (masked) {
     alive = 0;
 #pragma unroll 1
-    for (int i = 0; i < kPairs; i += 2) {
-      const int at_q = q + i / 2 % 2 * 8, at_kv = kv + i / 4 * 8;
+    for (int i = 0; i < kBlocks * 4; i += 2) {
+      const int row = (kKeyRows ? kv : q) + i / 2 % 2 * 8, col = (kKeyRows ? q : kv) + i / 4 * 8;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const bool inside = at_kv + e < a.keys && at_q < a.queries;
-        const bool takes = takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv + e, inside);
-        alive |= Bits<kPairs>(takes) << (i + e);
+        const int at_q = kKeyRows ? col + e : row, at_kv = kKeyRows ? row : col + e;
+        const bool inside = at_kv < a.keys && at_q < a.queries;
+        const bool takes = takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside);
+        alive |= Result(takes) << (i + e);
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool takes = (alive >> (n * 4 + e) & 1) != 0;
-      float x = s[n][e];
-      if constexpr (!Config::kUnscaled) x *= a.scale;
-      if constexpr (kHas<typename Config::ScoreMod>) {
-        x = Config::ScoreMod::apply(score, x, b, h, q + e / 2 * 8, kv + n * 8 + e % 2, takes);
-      }
-      s[n][e] = takes ? x : -FUSEGRAD_INFINITY;
-    }
-  }
+  return alive;
+}
+
+/// A tile of a head's rows from `row` on, by all threads of the CTA; what lies beyond `rows` and `cols` is zeros.
+template <class Into, int kThreads>
+__device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
+                                          int cols) {
+  using T = typename Into::Element;
+  constexpr int kVector = 16 / sizeof(T);
+  const T* p = static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
+  Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
+                                from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
+                                (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
 }
 
 }  // namespace fusegrad::device

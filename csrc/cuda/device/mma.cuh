@@ -42,6 +42,7 @@ __device__ __forceinline__ void wait_copies() {
 /// nor the four of a transposed read of floats meet in a bank.
 template <class T, int kRows, int kCols>
 struct Tile {
+  using Element = T;
   static_assert(kCols * sizeof(T) % 32 == 0);
   static constexpr int kStride = kCols * static_cast<int>(sizeof(T)) + 16;  // bytes
   static constexpr int kBytes = kRows * kStride;
@@ -244,6 +245,60 @@ __device__ __forceinline__ void store_operand(unsigned tile, int stride, int m, 
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + lane % 4 * 8), "r"(words[0]), "r"(words[2]) : "memory");
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + 8 * stride + lane % 4 * 8), "r"(words[1]), "r"(words[3])
                  : "memory");
+  }
+}
+
+// --- products of a warp -------------------------------------------------------------------------------------
+
+/// c += the rows of a from `a_row` on, 16 for each kBlocksM, by those of b from `b_row` on, 8 for each kBlocksN, over
+/// kCommon columns; both lie as [row][column].
+template <class T, bool kSplit, int kCommon, bool kSwapped = false, int kBlocksM, int kBlocksN>
+__device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, int a_row,
+                                              unsigned b, int b_stride, int b_row, int lane) {
+  using Product = Mma<T, kSplit>;
+#pragma unroll kUnrolledSteps < T>
+  for (int k = 0; k < kCommon / Product::kDepth; ++k) {
+    unsigned row[kBlocksM][4];
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) load_a(row[m], a, a_stride, a_row + m * 16, k, lane);
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n += 2) {
+      unsigned col[4];
+      load_b(col, b, b_stride, b_row + n * 8, k, lane);
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+        Product::template step<kSwapped>(c[m][n], row[m], col[0], col[1]);
+        Product::template step<kSwapped>(c[m][n + 1], row[m], col[2], col[3]);
+      }
+    }
+  }
+}
+
+/// c += p * b, where p is made of accumulators, and b lies as [common dimension][column].
+template <class T, bool kSplit, int kBlocksM, int kBlocksN, int kBlocksK>
+__device__ __forceinline__ void multiply_accumulators(float (&c)[kBlocksM][kBlocksN][4],
+                                                      const float (&p)[kBlocksM][kBlocksK][4], unsigned b, int b_stride,
+                                                      int lane) {
+  using Product = Mma<T, kSplit>;
+  constexpr int kBlocks = Product::kDepth / 8;  // accumulators of a step
+#pragma unroll
+  for (int k = 0; k < kBlocksK / kBlocks; ++k) {
+    unsigned a[kBlocksM][4];
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) put_operand<T>(a[m] + i * kOperandWords<T>, p[m][k * kBlocks + i]);
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n += 2) {
+      unsigned col[4];
+      Product::load_b_transposed(col, b, b_stride, k * Product::kDepth, n * 8, lane);
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+        Product::step(c[m][n], a[m], col[0], col[1]);
+        Product::step(c[m][n + 1], a[m], col[2], col[3]);
+      }
+    }
   }
 }
 
