@@ -98,10 +98,7 @@ class Call {
     a.scale = static_cast<float>(scores_.scale);
   }
 
-  FlexPlan plan() const {
-    const auto* device = at::cuda::getCurrentDeviceProperties();
-    return plan_flex(case_, device->major * 10 + device->minor);
-  }
+  FlexPlan plan() const { return plan_flex(case_, jit::current_architecture()); }
 
   /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
   device::FlexTiles tiles(const FlexTileSize& tile, bool by_key) {

@@ -64,15 +64,16 @@ FlexTileSize hopper_forward(const FlexCase& c) {
 }
 
 // Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs.
-bool takes_hopper(const FlexCase& c, int capability) {
-  if (capability != 90 || c.dtype == DType::kFloat32 || c.kernel != FlexKernel::kForward) return false;
+bool takes_hopper(const FlexCase& c, const std::string& architecture) {
+  if (architecture != "90a" || c.dtype == DType::kFloat32 || c.kernel != FlexKernel::kForward) return false;
+  if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
   if (forced_family >= 0) return forced_family == static_cast<int>(FlexFamily::kHopper);
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
 }
 
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
-std::vector<FlexTileSize> candidates(const FlexCase& c, int capability) {
-  if (takes_hopper(c, capability)) return {hopper_forward(c)};
+std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
+  if (takes_hopper(c, architecture)) return {hopper_forward(c)};
   const int head = std::max(head_cols(c), value_cols(c));
   const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
   switch (c.kernel) {
@@ -248,9 +249,9 @@ int flex_shared_limit(int capability) {
   return (kib << 10) - kReserved;
 }
 
-FlexPlan plan_flex(const FlexCase& c, int capability) {
-  const int limit = flex_shared_limit(capability);
-  for (const FlexTileSize& tile : candidates(c, capability)) {
+FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
+  const int limit = flex_shared_limit(std::stoi(architecture));
+  for (const FlexTileSize& tile : candidates(c, architecture)) {
     FlexPlan plan{tile, {}, {}, shared_bytes(c, tile)};
     if (plan.shared_bytes > limit) continue;
     if (has_derivative(c)) choose_schemes(c, c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0, plan);
@@ -316,8 +317,9 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   source += "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(plan.shared_bytes) + ");\n";
   if (backward)
     source += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
-  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) + ") " +
-            name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
+  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) +
+            (hopper ? ", 1) " : ") ") + name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" +
+            arguments +
             "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
             "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
             (backward ? ",\n    const __grid_constant__ Sums sums" : "") +

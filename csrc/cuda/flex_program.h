@@ -63,8 +63,8 @@ struct FlexPlan {
 /// The largest dynamic shared memory of a CTA on GPUs of a capability such as 80 or 90.
 int flex_shared_limit(int capability);
 
-/// Throws where no tile fits the GPU's shared memory.
-FlexPlan plan_flex(const FlexCase& c, int capability);
+/// `architecture`: as jit::current_architecture has it. Throws where no tile fits the GPU's shared memory.
+FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
 
 /// What determines the program.
 std::string flex_id(const FlexCase& c, const FlexPlan& plan);

@@ -28,6 +28,8 @@ class FlexForwardHopper {
   static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
   static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
   static constexpr int kAlignment = 1024;
+  // Of the pairs that a mask_mod is asked for at once.
+  static constexpr int kTogether = Config::kCols % 32 == 0 ? 16 : 8;
   // Named barriers: each warpgroup's turn to issue products.
   static constexpr int kTurn = 1;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
@@ -200,14 +202,21 @@ class FlexForwardHopper {
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) const {
     const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
-    if (Config::kUnscaled && !masked) return;
     const int q = first_query(), kv = col + lane() % 4 * 2;
-    const auto alive = pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, q, kv);
+    if (masked) {
+      change<true>(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv), q, kv);
+    } else if constexpr (!Config::kUnscaled) {
+      change<false>(s, 0, q, kv);
+    }
+  }
+  // Masked or not is code of its own: what most tiles run tests no bits.
+  template <bool kMasked>
+  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive, int q, int kv) const {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
         float x = s[n][e];
         if constexpr (!Config::kUnscaled) x *= a_.scale;
         if constexpr (kHas<ScoreMod>) {
@@ -228,7 +237,8 @@ class FlexForwardHopper {
     for (int r = 0; r < 2; ++r) {
       float max = max_[r];
 #pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) max = fmaxf(max, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+      for (int n = 0; n < kBlocksN; ++n)
+        max = score_mod::maximum(max, score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
       max = row_max(max);
       if constexpr (Config::kMaxScores) {
         if (max != max_[r]) ties_[r] = 0.0f;
