@@ -39,7 +39,7 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
 int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (t.family == FlexFamily::kHopper) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
-    return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (1 + 4 * t.stages);
+    return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (7 + 4 * t.stages);
   }
   const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
   switch (c.kernel) {
@@ -175,7 +175,7 @@ std::string wgmma(DType dtype, int cols, bool out) {
     registers += (i == 0 ? "%" : ", %") + std::to_string(i);
     outputs += std::string(i == 0 ? "" : ", ") + "\"+f\"(d[" + std::to_string(i) + "])";
   }
-  const auto operand = [&](int i) { return "%" + std::to_string(cols / 2 + i); };
+  const auto operand = [&](int i) { return std::string(1, '%').append(std::to_string(cols / 2 + i)); };
   const std::string type = dtype == DType::kFloat16 ? "f16" : "bf16", n = std::to_string(cols);
   std::string text = "namespace fusegrad::device {\ntemplate <>\nstruct Wgmma<" + std::string(element_name(dtype)) +
                      ", " + n + ", " + flag(out) + ", " + flag(out) +
@@ -323,9 +323,9 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
             "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
             "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
             (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
-            (hopper ? ",\n    const __grid_constant__ fusegrad::device::FlexForwardMaps maps" : "") +
+            (hopper ? ",\n    const __grid_constant__ fusegrad::device::FlexForwardHopperArguments more" : "") +
             ") {\n  extern __shared__ __align__(16) char shared[];\n  " + kernel + "(arguments, " +
-            (backward ? "sums.of, " : "") + (hopper ? "maps, " : "") + "score_mod, mask_mod, " +
+            (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
             (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
   std::string text(c.score_mod.text);
   if (!c.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += c.mask_mod.text;

@@ -123,8 +123,11 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "const long long i = floor_div(to_int(x), to_int(y)) + shift_left(to_int(x), to_int(y)) + to_int(x > y);\n"
      "const long long size = gridDim.x;\n"
      "const long long at = wrapped(i, size);\n"
-     "out[threadIdx.x] = f + maximum(x, minimum(y, f)) + (inside(at, size) ? read(in + at) : 0.0f) +\n"
-     "    read((const Float16*)in) + read((const BFloat16*)in) + read((const Bool*)in) + invert(i) + absolute(x);",
+     "out[threadIdx.x] = f + maximum(x, minimum(y, f)) + read_if(in + at, inside(at, size)) +\n"
+     "    read_if((const Float16*)in, x > 1) + read_if((const BFloat16*)in, x > 2) + read_if((const Bool*)in, x > 3) "
+     "+\n"
+     "    read_if((const double*)in, x > 4) + read_if((const signed char*)in, x > 5) + divide(x, y) + invert(i) +\n"
+     "    absolute(x);",
      40},
 };
 

@@ -37,6 +37,17 @@ struct FlexForwardArguments {
   float scale;
 };
 
+/// A tensor map, as cuTensorMapEncodeTiled fills it.
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+
+/// What the forward of sm_90a takes besides.
+struct FlexForwardHopperArguments {
+  TensorMap query, key, value;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
+  int* next;  // with a block mask, 0 before: how many tiles of queries were begun beyond the first of each CTA
+};
+
 /// What the backward needs of a row of scores.
 struct FlexRow {
   float log2_sum;  // lse / log(2); infinite where no key takes part, so that every probability is 0

@@ -1,7 +1,8 @@
-// The forward of flex attention on sm_90a. A CTA computes kRows queries of a head: a producer warp brings keys and
-// values by the copy engine, kGroups warpgroups compute 64 queries each. While a warpgroup's tensor cores work at the
-// scores of a tile and the output of the one before, the other's warps are at their exponentials: they take turns in
-// issuing products (ping-pong). See flex_scores.cuh for Config and flex_forward.cuh; here also:
+// The forward of flex attention on sm_90a. A CTA for each multiprocessor computes kRows queries of a head at a time: a
+// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While a
+// warpgroup's tensor cores work at the scores of a tile and the output of the one before, the other's warps are at
+// their exponentials: they take turns in issuing products (ping-pong). The producer goes on to the next queries while
+// the last output is written. See flex_scores.cuh for Config and flex_forward.cuh; here also:
 //   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
 #pragma once
@@ -11,10 +12,6 @@
 
 namespace fusegrad::device {
 
-struct FlexForwardMaps {
-  TensorMap query, key, value;
-};
-
 template <class Config>
 class FlexForwardHopper {
   using T = typename Config::Element;
@@ -22,12 +19,12 @@ class FlexForwardHopper {
   using MaskMod = typename Config::MaskMod;
   using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
   using OutProduct = Wgmma<T, Config::kValue, true, true>;
-  static constexpr int kThreads = (Config::kGroups + 1) * kWarpgroup;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
   static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
   static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
   static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
   static constexpr int kAlignment = 1024;
+  static constexpr int kBarriers = 6 + 4 * Config::kStages;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = Config::kCols % 32 == 0 ? 16 : 8;
   // Named barriers: each warpgroup's turn to issue products.
@@ -37,30 +34,28 @@ class FlexForwardHopper {
 
  public:
   static constexpr int kSharedBytes =
-      kAlignment + kQueryBytes + Config::kStages * (kKeyBytes + kValueBytes) + 8 * (1 + 4 * Config::kStages);
+      kAlignment + kQueryBytes + Config::kStages * (kKeyBytes + kValueBytes) + 8 * (kBarriers + 1);
 
-  __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardMaps& maps,
+  __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
                                                const typename ScoreMod::Captured& score,
                                                const typename MaskMod::Captured& mask, unsigned shared)
       : a_(a),
-        maps_(maps),
+        more_(more),
         score_(score),
         mask_(mask),
         query_((shared + kAlignment - 1) / kAlignment * kAlignment),
         key_(query_ + kQueryBytes),
         value_(key_ + Config::kStages * kKeyBytes),
-        query_full_(value_ + Config::kStages * kValueBytes) {}
+        barriers_(value_ + Config::kStages * kValueBytes) {}
 
   __device__ __forceinline__ void run() {
-    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    // The last queries first: under a causal mask they have the most keys.
-    const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % row_tiles);
-    const int head = static_cast<int>(blockIdx.x / row_tiles);
-    b_ = head / a_.heads;
-    h_ = head % a_.heads;
-    row_ = row_tile * Config::kRows;
     if (threadIdx.x == 0) {
-      Barrier::init(query_full_, 1);
+      Barrier::init(query_full(), 1);
+      Barrier::init(query_empty(), Config::kGroups);
+      for (int s = 0; s < 2; ++s) {
+        Barrier::init(work_full(s), 1);
+        Barrier::init(work_empty(s), Config::kGroups * kWarpgroup / kLanes);
+      }
       for (int s = 0; s < Config::kStages; ++s) {
         Barrier::init(key_full(s), 1);
         Barrier::init(value_full(s), 1);
@@ -70,49 +65,125 @@ class FlexForwardHopper {
       Barrier::fence_inits();
     }
     __syncthreads();
-    const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     // The same in all threads of a warp, and known to be.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
-      give_registers<Config::kGroups == 3 ? 32 : 24>();
-      if (threadIdx.x == Config::kGroups * kWarpgroup) produce(walk);
+      give_registers<Config::kGroups == 3 ? 32 : 40>();
+      if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
     } else {
-      take_registers<Config::kGroups == 3 ? 160 : 240>();
-      consume(walk);
+      take_registers<Config::kGroups == 3 ? 160 : 232>();
+      consume();
     }
   }
 
  private:
-  __device__ __forceinline__ unsigned key_full(int s) const { return query_full_ + 8 * (1 + s); }
+  /// Where a ring of stages is, and how often it went round: its barriers' parity.
+  template <int kCount>
+  struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+      stage = stage + 1 == kCount ? 0 : stage + 1;
+      parity ^= stage == 0 ? 1 : 0;
+    }
+  };
+  using Stages = Ring<Config::kStages>;
+
+  __device__ __forceinline__ unsigned query_full() const { return barriers_; }
+  __device__ __forceinline__ unsigned query_empty() const { return barriers_ + 8; }
+  __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * (2 + s); }
+  __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (4 + s); }
+  __device__ __forceinline__ unsigned key_full(int s) const { return barriers_ + 8 * (6 + s); }
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
+  /// The number of the next work, of two stages.
+  __device__ __forceinline__ unsigned work(int s) const { return barriers_ + 8 * kBarriers + 4 * s; }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   /// The thread's first query.
   __device__ __forceinline__ int first_query() const {
     return row_ + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
   }
 
+  // --- work: kRows queries of a head ---
+
+  __device__ __forceinline__ int row_tiles() const { return (a_.queries + Config::kRows - 1) / Config::kRows; }
+  __device__ __forceinline__ int works() const { return a_.batches * a_.heads * row_tiles(); }
+  __device__ __forceinline__ TileWalk begin_work(int id) {
+    // The last queries first: under a causal mask they have the most keys.
+    const int row_tile = row_tiles() - 1 - id % row_tiles(), head = id / row_tiles();
+    b_ = head / a_.heads;
+    h_ = head % a_.heads;
+    row_ = row_tile * Config::kRows;
+    return TileWalk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+  }
+  static __device__ __forceinline__ int tile_of(const TileWalk& walk, int i) {
+    if constexpr (Config::kBlocks) return walk[i];
+    return 4 * i;
+  }
+
   // --- the producer: one thread ---
 
-  __device__ __forceinline__ void produce(const TileWalk& walk) const {
-    if (walk.count() <= 0) return;
-    const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_;
-    copy_tile<Config::kRows, Config::kHead>(query_, maps_.query, query_full_, row_, h_, b_);
-    for (int i = 0; i < walk.count(); ++i) {
-      const int stage = i % Config::kStages, empty = i / Config::kStages % 2 ^ 1, col = (walk[i] >> 2) * Config::kCols;
-      Barrier::wait(key_empty(stage), empty);
-      copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, maps_.key, key_full(stage), col, key_head,
-                                              key_batch);
-      Barrier::wait(value_empty(stage), empty);
-      copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, maps_.value, value_full(stage), col,
-                                               key_head, key_batch);
+  __device__ __forceinline__ void produce() {
+    Stages stages;
+    Ring<1> query;
+    Ring<2> works_ring;
+    for (int id = static_cast<int>(blockIdx.x); id < works();) {
+      const TileWalk walk = begin_work(id);
+      const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_, count = walk.count();
+      if (count > 0) {
+        Barrier::wait(query_empty(), query.parity ^ 1);
+        query.next();
+        copy_tile<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row_, h_, b_);
+      }
+      // All work takes the same time without a block mask; with one, who is done first goes on first.
+      if constexpr (Config::kBlocks) {
+        id = static_cast<int>(gridDim.x) + atomicAdd(more_.next, 1);
+        Barrier::wait(work_empty(works_ring.stage), works_ring.parity ^ 1);
+        asm volatile("st.shared.s32 [%0], %1;" ::"r"(work(works_ring.stage)), "r"(id) : "memory");
+        Barrier::arrive(work_full(works_ring.stage));
+        works_ring.next();
+      } else {
+        id += static_cast<int>(gridDim.x);
+      }
+      int tile = count > 0 ? tile_of(walk, 0) : 0;
+      for (int i = 0; i < count; ++i) {
+        const int col = (tile >> 2) * Config::kCols;
+        if (i + 1 < count) tile = tile_of(walk, i + 1);
+        Barrier::wait(key_empty(stages.stage), stages.parity ^ 1);
+        copy_tile<Config::kCols, Config::kHead>(key_ + stages.stage * kKeyBytes, more_.key, key_full(stages.stage), col,
+                                                key_head, key_batch);
+        Barrier::wait(value_empty(stages.stage), stages.parity ^ 1);
+        copy_tile<Config::kCols, Config::kValue>(value_ + stages.stage * kValueBytes, more_.value,
+                                                 value_full(stages.stage), col, key_head, key_batch);
+        stages.next();
+      }
     }
   }
 
   // --- a consumer warpgroup ---
 
-  __device__ __forceinline__ void consume(const TileWalk& walk) {
+  __device__ __forceinline__ void consume() {
+    Stages keys, values;
+    Ring<1> query;
+    Ring<2> works_ring;
+    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    for (int id = static_cast<int>(blockIdx.x); id < works();) {
+      compute(begin_work(id), keys, values, query);
+      if constexpr (Config::kBlocks) {
+        Barrier::wait(work_full(works_ring.stage), works_ring.parity);
+        asm volatile("ld.shared.s32 %0, [%1];" : "=r"(id) : "r"(work(works_ring.stage)) : "memory");
+        __syncwarp();
+        if (lane() == 0) Barrier::arrive(work_empty(works_ring.stage));
+        works_ring.next();
+      } else {
+        id += static_cast<int>(gridDim.x);
+      }
+    }
+    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+  }
+
+  __device__ __forceinline__ void compute(const TileWalk& walk, Stages& keys, Stages& values, Ring<1>& query) {
     float out[kBlocksE][4], s[kBlocksN][4];
     unsigned p[kBlocksN * 2];
 #pragma unroll
@@ -120,88 +191,107 @@ class FlexForwardHopper {
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = 0.0f;
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max_[r] = -FUSEGRAD_INFINITY;
+      sum_[r] = ties_[r] = 0.0f;
+    }
     const int count = walk.count();
     if (count > 0) {
-      Barrier::wait(query_full_, 0);
-      if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+      int tile = tile_of(walk, 0), next = count > 1 ? tile_of(walk, 1) : 0;
+      float rescale[2];
+      Barrier::wait(query_full(), query.parity);
+      query.next();
       // Nothing to overlap the first tile's scores with.
-      int tile = walk[0];
-      Barrier::wait(key_full(0), 0);
-      issue_scores(s, 0);
+      Barrier::wait(key_full(keys.stage), keys.parity);
+      issue_scores(s, keys.stage);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
-      release(key_empty(0));
-      float rescale[2];
+      release(key_empty(keys.stage));
+      keys.next();
+      if (count == 1) release(query_empty());
       apply_mods(s, tile);
       softmax(s, rescale);
-      pack(p, s);
       for (int i = 1; i < count; ++i) {
-        const int stage = i % Config::kStages, before = (i - 1) % Config::kStages;
-        tile = walk[i];
-        Barrier::wait(key_full(stage), i / Config::kStages % 2);
+        tile = next;
+        if (i + 1 < count) next = tile_of(walk, i + 1);
+        // The output's wait comes after this one: the compiler moves it up to where its block of instructions begins, and
+        // exponentials would come after it.
+        pin<kBlocksN * 4>(s[0]);
+        Barrier::wait(key_full(keys.stage), keys.parity);
+        take_output(out, values, i > 1, rescale);
+        pack(p, s);
         begin_turn();
         pin<kBlocksN * 4>(s[0]);
-        issue_scores(s, stage);
-        Barrier::wait(value_full(before), (i - 1) / Config::kStages % 2);
+        issue_scores(s, keys.stage);
+        Barrier::wait(value_full(values.stage), values.parity);
         pin<kBlocksE * 4>(out[0]);
-        issue_out(out, p, before);
+        issue_out(out, p, values.stage);
         end_turn();
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
-        release(key_empty(stage));
+        release(key_empty(keys.stage));
+        keys.next();
+        if (i + 1 == count) release(query_empty());
         apply_mods(s, tile);
         softmax(s, rescale);
-        wgmma_wait<0>();
-        pin<kBlocksE * 4>(out[0]);
-        release(value_empty(before));
-        multiply(out, rescale);
-        pack(p, s);
       }
-      const int last = (count - 1) % Config::kStages;
-      Barrier::wait(value_full(last), (count - 1) / Config::kStages % 2);
-      pin<kBlocksE * 4>(out[0]);
-      issue_out(out, p, last);
-      wgmma_wait<0>();
-      pin<kBlocksE * 4>(out[0]);
-      // The turn that nobody took.
-      if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+      take_output(out, values, count > 1, rescale);
+      pack(p, s);
+      Barrier::wait(value_full(values.stage), values.parity);
+      issue_out(out, p, values.stage);
+      take_output(out, values, true, {1.0f, 1.0f});
     }
     finish(out, count < 0);
   }
 
-  // Warpgroup 0 begins; each gives the turn to the next.
+  // Waits for the product in flight, where one is, and rescales what it made.
+  __device__ __forceinline__ void take_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight,
+                                              const float (&rescale)[2]) const {
+    wgmma_wait<0>();
+    pin<kBlocksE * 4>(out[0]);
+    if (in_flight) {
+      release(value_empty(values.stage));
+      values.next();
+    }
+    multiply(out, rescale);
+  }
+
   __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 2 * kWarpgroup); }
   __device__ __forceinline__ void end_turn() const {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
+  // By one thread of the warpgroup, whose products are done for all of them.
   __device__ __forceinline__ void release(unsigned barrier) const {
     if (threadIdx.x % kWarpgroup == 0) Barrier::arrive(barrier);
   }
 
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int stage) const {
-    const unsigned query = query_ + group_ * 64 * kChunkBytes, key = key_ + stage * kKeyBytes;
+    const auto query = descriptor(query_ + group_ * 64 * kChunkBytes, 16);
+    const auto key = descriptor(key_ + stage * kKeyBytes, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kHead / 16; ++k) {
-      ScoreProduct::run(s[0], descriptor(step_address<Config::kRows>(query, k), 16),
-                        descriptor(step_address<Config::kCols>(key, k), 16), k != 0);
+      ScoreProduct::run(s[0], advanced(query, step_bytes<Config::kRows>(k)),
+                        advanced(key, step_bytes<Config::kCols>(k)), k != 0);
     }
     wgmma_commit();
   }
   __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
                                             int stage) const {
-    const unsigned value = value_ + stage * kValueBytes;
+    const auto value = descriptor(value_ + stage * kValueBytes, Config::kCols * kChunkBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kCols / 16; ++k) {
-      OutProduct::run(out[0], p + 4 * k, descriptor(value + k * 16 * kChunkBytes, Config::kCols * kChunkBytes), true);
+      OutProduct::run(out[0], p + 4 * k, advanced(value, k * 16 * kChunkBytes), true);
     }
     wgmma_commit();
   }
 
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) const {
     const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
-    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+    // Queries that there are not may get any result: it is not stored.
+    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys;
     const int q = first_query(), kv = col + lane() % 4 * 2;
     if (masked) {
       change<true>(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv), q, kv);
@@ -230,38 +320,46 @@ class FlexForwardHopper {
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
 
-  // As FlexForward::softmax; the output is rescaled later, when the product in flight is done with it.
+  // As FlexForward::softmax, without branches: the two rows' steps are one block of instructions. The output is
+  // rescaled later, when the product in flight is done with it.
   __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2]) {
     const float factor = unit() * kLog2E;
+    float max[2] = {max_[0], max_[1]}, origin[2], sum[2] = {};
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
+    }
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], __shfl_xor_sync(~0u, max[r], bit));
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float max = max_[r];
-#pragma unroll
-      for (int n = 0; n < kBlocksN; ++n)
-        max = score_mod::maximum(max, score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
-      max = row_max(max);
       if constexpr (Config::kMaxScores) {
-        if (max != max_[r]) ties_[r] = 0.0f;
+        ties_[r] = max[r] != max_[r] ? 0.0f : ties_[r];
 #pragma unroll
-        for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max) + (s[n][2 * r + 1] == max);
+        for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max[r]) + (s[n][2 * r + 1] == max[r]);
       }
-      rescale[r] = 1.0f;
-      if (!((max - max_[r]) * factor <= kSlack)) {
-        rescale[r] = max == -FUSEGRAD_INFINITY ? 0.0f : power_of_two((max_[r] - max) * factor);
-        max_[r] = max;
-      }
-      const float origin = max_[r] == -FUSEGRAD_INFINITY ? 0.0f : max_[r] * factor;
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[n][e] = power_of_two(s[n][e] * factor - origin);
-          sum += s[n][e];
-        }
-      }
-      sum_[r] = sum_[r] * rescale[r] + sum;
+      // Not less or equal: NaN and the first score (infinity) go on.
+      max[r] = (max[r] - max_[r]) * factor <= kSlack ? max_[r] : max[r];
+      // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+      const float from = max[r] == -FUSEGRAD_INFINITY ? 0.0f : max[r];
+      rescale[r] = power_of_two((max_[r] - from) * factor);
+      origin[r] = from * factor;
+      max_[r] = max[r];
     }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[n][e] = power_of_two(s[n][e] * factor - origin[e / 2]);
+        sum[e / 2] += s[n][e];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum_[r] = sum_[r] * rescale[r] + sum[r];
   }
   __device__ __forceinline__ void multiply(float (&out)[kBlocksE][4], const float (&rescale)[2]) const {
     if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
@@ -319,12 +417,12 @@ class FlexForwardHopper {
   }
 
   const FlexForwardArguments& a_;
-  const FlexForwardMaps& maps_;
+  const FlexForwardHopperArguments& more_;
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
-  const unsigned query_, key_, value_, query_full_;
+  const unsigned query_, key_, value_, barriers_;
   int b_, h_, row_, group_;
-  float max_[2] = {-FUSEGRAD_INFINITY, -FUSEGRAD_INFINITY}, sum_[2] = {}, ties_[2] = {};
+  float max_[2], sum_[2], ties_[2];
 };
 
 }  // namespace fusegrad::device

@@ -5,6 +5,7 @@
 // the copy engine has swizzled; they begin at multiples of 1024 bytes.
 #pragma once
 
+#include "cuda/device/flex_arguments.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
@@ -12,11 +13,6 @@ namespace fusegrad::device {
 constexpr int kWarpgroup = 128;
 constexpr int kChunk = 64;        // columns
 constexpr int kChunkBytes = 128;  // of a row
-
-/// A tensor map, as cuTensorMapEncodeTiled fills it.
-struct alignas(64) TensorMap {
-  char bytes[128];
-};
 
 // --- barriers -----------------------------------------------------------------------------------------------
 
@@ -97,10 +93,14 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, int c
   return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(chunk_stride >> 4) << 16 |
          static_cast<unsigned long long>(kEightRows >> 4) << 32 | kSwizzle128;
 }
-/// Where step k (16 columns) of an operand begins that lies as [row][common dimension], of tiles of kRows rows.
+/// The same matrix `bytes` further on.
+__device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor, int bytes) {
+  return descriptor + static_cast<unsigned long long>(bytes >> 4);
+}
+/// From an operand that lies as [row][common dimension], in tiles of kRows rows, to its step k (16 columns).
 template <int kRows>
-__device__ __forceinline__ unsigned step_address(unsigned tile, int k) {
-  return tile + k / 4 * kRows * kChunkBytes + k % 4 * 32;
+__device__ __forceinline__ constexpr int step_bytes(int k) {
+  return k / 4 * kRows * kChunkBytes + k % 4 * 32;
 }
 
 /// d += a * b of a warpgroup, 64 rows by kCols columns, 16 of the common dimension. Its specialisations are generated
