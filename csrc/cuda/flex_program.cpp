@@ -39,7 +39,8 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
 int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (t.family == FlexFamily::kHopper) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
-    return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (7 + 4 * t.stages);
+    return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (6 + 4 * t.stages) + 2 * 16 +
+           4 * t.stages;
   }
   const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
   switch (c.kernel) {

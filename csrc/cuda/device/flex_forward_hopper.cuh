@@ -33,8 +33,8 @@ class FlexForwardHopper {
   static_assert(Config::kCols % 16 == 0);
 
  public:
-  static constexpr int kSharedBytes =
-      kAlignment + kQueryBytes + Config::kStages * (kKeyBytes + kValueBytes) + 8 * (kBarriers + 1);
+  static constexpr int kSharedBytes = kAlignment + kQueryBytes + Config::kStages * (kKeyBytes + kValueBytes) +
+                                      8 * kBarriers + 2 * 16 + 4 * Config::kStages;
 
   __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
                                                const typename ScoreMod::Captured& score,
@@ -96,68 +96,67 @@ class FlexForwardHopper {
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
-  /// The number of the next work, of two stages.
-  __device__ __forceinline__ unsigned work(int s) const { return barriers_ + 8 * kBarriers + 4 * s; }
+  /// A Work, of two stages; a tile's number and kind, of each stage of keys.
+  __device__ __forceinline__ unsigned work(int s) const { return barriers_ + 8 * kBarriers + 16 * s; }
+  __device__ __forceinline__ unsigned tile(int s) const { return work(2) + 4 * s; }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   /// The thread's first query.
   __device__ __forceinline__ int first_query() const {
     return row_ + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
   }
 
-  // --- work: kRows queries of a head ---
+  /// kRows queries of a head from `row` on, and how many tiles of keys they have: negative if the block mask is bad.
+  struct Work {
+    int b, h, row, tiles;
+    static constexpr int kNoMore = -1;  // as row
+  };
 
-  __device__ __forceinline__ int row_tiles() const { return (a_.queries + Config::kRows - 1) / Config::kRows; }
-  __device__ __forceinline__ int works() const { return a_.batches * a_.heads * row_tiles(); }
-  __device__ __forceinline__ TileWalk begin_work(int id) {
-    // The last queries first: under a causal mask they have the most keys.
-    const int row_tile = row_tiles() - 1 - id % row_tiles(), head = id / row_tiles();
-    b_ = head / a_.heads;
-    h_ = head % a_.heads;
-    row_ = row_tile * Config::kRows;
-    return TileWalk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
-  }
-  static __device__ __forceinline__ int tile_of(const TileWalk& walk, int i) {
-    if constexpr (Config::kBlocks) return walk[i];
-    return 4 * i;
-  }
+  // --- the producer: one thread, which alone divides indices and reads lists ---
 
-  // --- the producer: one thread ---
-
-  __device__ __forceinline__ void produce() {
+  __device__ __forceinline__ void produce() const {
     Stages stages;
     Ring<1> query;
-    Ring<2> works_ring;
-    for (int id = static_cast<int>(blockIdx.x); id < works();) {
-      const TileWalk walk = begin_work(id);
-      const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_, count = walk.count();
-      if (count > 0) {
-        Barrier::wait(query_empty(), query.parity ^ 1);
-        query.next();
-        copy_tile<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row_, h_, b_);
+    Ring<2> works;
+    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows, all = a_.batches * a_.heads * row_tiles;
+    for (int id = static_cast<int>(blockIdx.x);;) {
+      if (id >= all) {
+        tell({0, 0, Work::kNoMore, 0}, works);
+        return;
       }
-      // All work takes the same time without a block mask; with one, who is done first goes on first.
-      if constexpr (Config::kBlocks) {
-        id = static_cast<int>(gridDim.x) + atomicAdd(more_.next, 1);
-        Barrier::wait(work_empty(works_ring.stage), works_ring.parity ^ 1);
-        asm volatile("st.shared.s32 [%0], %1;" ::"r"(work(works_ring.stage)), "r"(id) : "memory");
-        Barrier::arrive(work_full(works_ring.stage));
-        works_ring.next();
-      } else {
-        id += static_cast<int>(gridDim.x);
-      }
-      int tile = count > 0 ? tile_of(walk, 0) : 0;
-      for (int i = 0; i < count; ++i) {
-        const int col = (tile >> 2) * Config::kCols;
-        if (i + 1 < count) tile = tile_of(walk, i + 1);
-        Barrier::wait(key_empty(stages.stage), stages.parity ^ 1);
-        copy_tile<Config::kCols, Config::kHead>(key_ + stages.stage * kKeyBytes, more_.key, key_full(stages.stage), col,
-                                                key_head, key_batch);
-        Barrier::wait(value_empty(stages.stage), stages.parity ^ 1);
-        copy_tile<Config::kCols, Config::kValue>(value_ + stages.stage * kValueBytes, more_.value,
-                                                 value_full(stages.stage), col, key_head, key_batch);
+      // The last queries first: under a causal mask they have the most keys. Without a block mask all work takes the
+      // same time; with one, who is done first goes on first.
+      const int row_tile = row_tiles - 1 - id % row_tiles, head = id / row_tiles;
+      id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+      const int b = head / a_.heads, h = head % a_.heads, row = row_tile * Config::kRows;
+      const TileWalk walk(a_.tiles, b, h, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+      tell({b, h, row, walk.count()}, works);
+      if (walk.count() <= 0) continue;
+      Barrier::wait(query_empty(), query.parity ^ 1);
+      query.next();
+      copy_tile<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row, h, b);
+      const int key_head = h / a_.group, key_batch = a_.key_batches == 1 ? 0 : b;
+      int next = Config::kBlocks ? walk[0] : 0;
+      for (int i = 0; i < walk.count(); ++i) {
+        const int now = next, stage = stages.stage, col = (now >> 2) * Config::kCols;
+        next = !Config::kBlocks ? now + 4 : i + 1 < walk.count() ? walk[i + 1] : 0;
+        Barrier::wait(key_empty(stage), stages.parity ^ 1);
+        if constexpr (Config::kBlocks) asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
+        copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
+                                                key_batch);
+        Barrier::wait(value_empty(stage), stages.parity ^ 1);
+        copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage), col,
+                                                 key_head, key_batch);
         stages.next();
       }
     }
+  }
+  __device__ __forceinline__ void tell(const Work& w, Ring<2>& works) const {
+    Barrier::wait(work_empty(works.stage), works.parity ^ 1);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(work(works.stage)), "r"(w.b), "r"(w.h), "r"(w.row),
+                 "r"(w.tiles)
+                 : "memory");
+    Barrier::arrive(work_full(works.stage));
+    works.next();
   }
 
   // --- a consumer warpgroup ---
@@ -165,25 +164,39 @@ class FlexForwardHopper {
   __device__ __forceinline__ void consume() {
     Stages keys, values;
     Ring<1> query;
-    Ring<2> works_ring;
+    Ring<2> works;
     // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
-    for (int id = static_cast<int>(blockIdx.x); id < works();) {
-      compute(begin_work(id), keys, values, query);
-      if constexpr (Config::kBlocks) {
-        Barrier::wait(work_full(works_ring.stage), works_ring.parity);
-        asm volatile("ld.shared.s32 %0, [%1];" : "=r"(id) : "r"(work(works_ring.stage)) : "memory");
-        __syncwarp();
-        if (lane() == 0) Barrier::arrive(work_empty(works_ring.stage));
-        works_ring.next();
-      } else {
-        id += static_cast<int>(gridDim.x);
-      }
+    while (true) {
+      int tiles;
+      Barrier::wait(work_full(works.stage), works.parity);
+      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b_), "=r"(h_), "=r"(row_), "=r"(tiles)
+                   : "r"(work(works.stage))
+                   : "memory");
+      // The same in all threads of a warp, and known to be.
+      b_ = __shfl_sync(~0u, b_, 0);
+      h_ = __shfl_sync(~0u, h_, 0);
+      row_ = __shfl_sync(~0u, row_, 0);
+      tiles = __shfl_sync(~0u, tiles, 0);
+      if (lane() == 0) Barrier::arrive(work_empty(works.stage));
+      works.next();
+      if (row_ == Work::kNoMore) break;
+      compute(tiles, keys, values, query);
     }
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
   }
 
-  __device__ __forceinline__ void compute(const TileWalk& walk, Stages& keys, Stages& values, Ring<1>& query) {
+  /// Until the stage's keys are there; which tile they are.
+  __device__ __forceinline__ int wait_keys(const Stages& keys, int i) const {
+    Barrier::wait(key_full(keys.stage), keys.parity);
+    if constexpr (!Config::kBlocks) return 4 * i;
+    int now;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
+    return __shfl_sync(~0u, now, 0);
+  }
+
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, Ring<1>& query) {
     float out[kBlocksE][4], s[kBlocksN][4];
     unsigned p[kBlocksN * 2];
 #pragma unroll
@@ -196,53 +209,50 @@ class FlexForwardHopper {
       max_[r] = -FUSEGRAD_INFINITY;
       sum_[r] = ties_[r] = 0.0f;
     }
-    const int count = walk.count();
-    if (count > 0) {
-      int tile = tile_of(walk, 0), next = count > 1 ? tile_of(walk, 1) : 0;
+    if (tiles > 0) {
       float rescale[2];
       Barrier::wait(query_full(), query.parity);
       query.next();
       // Nothing to overlap the first tile's scores with.
-      Barrier::wait(key_full(keys.stage), keys.parity);
+      int now = wait_keys(keys, 0);
       issue_scores(s, keys.stage);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       release(key_empty(keys.stage));
       keys.next();
-      if (count == 1) release(query_empty());
-      apply_mods(s, tile);
+      if (tiles == 1) release(query_empty());
+      apply_mods(s, now);
       softmax(s, rescale);
-      for (int i = 1; i < count; ++i) {
-        tile = next;
-        if (i + 1 < count) next = tile_of(walk, i + 1);
-        // The output's wait comes after this one: the compiler moves it up to where its block of instructions begins, and
-        // exponentials would come after it.
+      for (int i = 1; i < tiles; ++i) {
+        // The output's wait comes after that for the keys: the compiler moves it up to where its block of instructions
+        // begins, and exponentials would come after it.
         pin<kBlocksN * 4>(s[0]);
-        Barrier::wait(key_full(keys.stage), keys.parity);
+        now = wait_keys(keys, i);
         take_output(out, values, i > 1, rescale);
         pack(p, s);
         begin_turn();
         pin<kBlocksN * 4>(s[0]);
         issue_scores(s, keys.stage);
+        // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
+        end_turn();
         Barrier::wait(value_full(values.stage), values.parity);
         pin<kBlocksE * 4>(out[0]);
         issue_out(out, p, values.stage);
-        end_turn();
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
         release(key_empty(keys.stage));
         keys.next();
-        if (i + 1 == count) release(query_empty());
-        apply_mods(s, tile);
+        if (i + 1 == tiles) release(query_empty());
+        apply_mods(s, now);
         softmax(s, rescale);
       }
-      take_output(out, values, count > 1, rescale);
+      take_output(out, values, tiles > 1, rescale);
       pack(p, s);
       Barrier::wait(value_full(values.stage), values.parity);
       issue_out(out, p, values.stage);
       take_output(out, values, true, {1.0f, 1.0f});
     }
-    finish(out, count < 0);
+    finish(out, tiles < 0);
   }
 
   // Waits for the product in flight, where one is, and rescales what it made.
@@ -318,6 +328,8 @@ class FlexForwardHopper {
   }
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
+  // The special function unit would take as long as the tensor cores: some exponentials go elsewhere.
+  static constexpr int kPolynomialEvery = 4;
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
 
   // As FlexForward::softmax, without branches: the two rows' steps are one block of instructions. The output is
@@ -354,7 +366,8 @@ class FlexForwardHopper {
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        s[n][e] = power_of_two(s[n][e] * factor - origin[e / 2]);
+        const float x = s[n][e] * factor - origin[e / 2];
+        s[n][e] = n % kPolynomialEvery == kPolynomialEvery - 1 ? power_of_two_by_products(x) : power_of_two(x);
         sum[e / 2] += s[n][e];
       }
     }
@@ -374,44 +387,80 @@ class FlexForwardHopper {
     for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);
   }
 
-  __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad) {
+  __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad) const {
+    const float nan = __int_as_float(0x7fffffff);
+    float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int q = first_query() + 8 * r;
       const bool none = max_[r] == -FUSEGRAD_INFINITY;
-      const float nan = __int_as_float(0x7fffffff);
       const float sum = row_sum(sum_[r]), ties = Config::kMaxScores ? row_sum(ties_[r]) : 0.0f;
-      const float factor = bad ? nan : none ? 0.0f : 1.0f / sum;
-      if (q >= a_.queries) continue;
-      if (lane() % 4 == 0) {
-        const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
-        const float max = max_[r] * unit();
-        a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : max + logf(sum);
-        if constexpr (Config::kMaxScores) {
-          a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
-          a_.max_ties[at] = ties;
+      factor[r] = bad ? nan : none ? 0.0f : 1.0f / sum;
+      if (lane() % 4 != 0 || q >= a_.queries) continue;
+      const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
+      const float max = max_[r] * unit();
+      a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : max + logf(sum);
+      if constexpr (Config::kMaxScores) {
+        a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
+        a_.max_ties[at] = ties;
+      }
+    }
+    store_rows<false>(a_.out, out, factor);
+    if constexpr (Config::kOutLow) store_rows<true>(a_.out_low, out, factor);
+  }
+
+  // The warp's 16 rows; kLow: what rounding takes from them.
+  template <bool kLow>
+  __device__ __forceinline__ void store_rows(const FlexTensor& to, const float (&out)[kBlocksE][4],
+                                             const float (&factor)[2]) const {
+    T* head = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
+    const bool vectors = to.col_stride == 1 && a_.value_size % 8 == 0 &&
+                         (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
+                         reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = first_query() + 8 * r;
+      T* row = head + q * to.row_stride;
+#pragma unroll
+      for (int n = 0; n < kBlocksE; n += 4) {
+        unsigned words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float x = out[n + i][2 * r] * factor[r], y = out[n + i][2 * r + 1] * factor[r];
+          if constexpr (kLow) {
+            x -= rounded<T>(x);
+            y -= rounded<T>(y);
+          }
+          words[i] = device::pack(T{}, x, y);
+        }
+        if (vectors) {
+          transpose_in_fours(words);
+          const int col = (n + lane() % 4) * 8;
+          if (q < a_.queries && col < a_.value_size) {
+            *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
+          }
+        } else if (q < a_.queries) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const int col = (n + i / 2) * 8 + lane() % 4 * 2 + i % 2;
+            if (col < a_.value_size)
+              row[col * to.col_stride] = T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)};
+          }
         }
       }
-      store_row(a_.out, out, r, q, factor, [](float x) { return x; });
-      if constexpr (Config::kOutLow)
-        store_row(a_.out_low, out, r, q, factor, [](float x) { return x - rounded<T>(x); });
     }
   }
-  template <class F>
-  __device__ __forceinline__ void store_row(const FlexTensor& to, const float (&out)[kBlocksE][4], int r, int q,
-                                            float factor, F&& part) const {
-    T* row = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride + q * to.row_stride;
-    const bool pairs =
-        to.col_stride == 1 && a_.value_size % 2 == 0 && reinterpret_cast<unsigned long long>(row) % 4 == 0;
+  // Of four lanes with four words each, lane i gets word i of all of them.
+  __device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) const {
 #pragma unroll
-    for (int n = 0; n < kBlocksE; ++n) {
-      const int col = n * 8 + lane() % 4 * 2;
-      const float first = part(out[n][2 * r] * factor), second = part(out[n][2 * r + 1] * factor);
-      if (pairs) {
-        if (col < a_.value_size) *reinterpret_cast<unsigned*>(row + col) = device::pack(T{}, first, second);
-      } else {
-        if (col < a_.value_size) store(row + col * to.col_stride, first);
-        if (col + 1 < a_.value_size) store(row + (col + 1) * to.col_stride, second);
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool upper = (lane() & bit) != 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if ((i & bit) != 0) continue;
+        const unsigned got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + bit], bit);
+        words[i] = upper ? got : words[i];
+        words[i + bit] = upper ? words[i + bit] : got;
       }
     }
   }
