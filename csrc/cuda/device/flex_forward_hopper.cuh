@@ -24,6 +24,7 @@ class FlexForwardHopper {
   static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
   static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
   static constexpr int kAlignment = 1024;
+  static constexpr int kWarps = Config::kGroups * kWarpgroup / kLanes;  // that compute
   static constexpr int kBarriers = 6 + 4 * Config::kStages;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = Config::kCols % 32 == 0 ? 16 : 8;
@@ -51,16 +52,16 @@ class FlexForwardHopper {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       Barrier::init(query_full(), 1);
-      Barrier::init(query_empty(), Config::kGroups);
+      Barrier::init(query_empty(), kWarps);
       for (int s = 0; s < 2; ++s) {
         Barrier::init(work_full(s), 1);
-        Barrier::init(work_empty(s), Config::kGroups * kWarpgroup / kLanes);
+        Barrier::init(work_empty(s), kWarps);
       }
       for (int s = 0; s < Config::kStages; ++s) {
         Barrier::init(key_full(s), 1);
         Barrier::init(value_full(s), 1);
-        Barrier::init(key_empty(s), Config::kGroups);
-        Barrier::init(value_empty(s), Config::kGroups);
+        Barrier::init(key_empty(s), kWarps);
+        Barrier::init(value_empty(s), kWarps);
       }
       Barrier::fence_inits();
     }
@@ -179,7 +180,8 @@ class FlexForwardHopper {
       h_ = __shfl_sync(~0u, h_, 0);
       row_ = __shfl_sync(~0u, row_, 0);
       tiles = __shfl_sync(~0u, tiles, 0);
-      if (lane() == 0) Barrier::arrive(work_empty(works.stage));
+      __syncwarp();
+      release(work_empty(works.stage));
       works.next();
       if (row_ == Work::kNoMore) break;
       compute(tiles, keys, values, query);
@@ -193,7 +195,9 @@ class FlexForwardHopper {
     if constexpr (!Config::kBlocks) return 4 * i;
     int now;
     asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
-    return __shfl_sync(~0u, now, 0);
+    now = __shfl_sync(~0u, now, 0);
+    __syncwarp();  // all lanes have read it before the stage is released
+    return now;
   }
 
   __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, Ring<1>& query) {
@@ -271,9 +275,9 @@ class FlexForwardHopper {
   __device__ __forceinline__ void end_turn() const {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
-  // By one thread of the warpgroup, whose products are done for all of them.
+  // By each warp.
   __device__ __forceinline__ void release(unsigned barrier) const {
-    if (threadIdx.x % kWarpgroup == 0) Barrier::arrive(barrier);
+    if (lane() == 0) Barrier::arrive(barrier);
   }
 
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int stage) const {
@@ -328,8 +332,6 @@ class FlexForwardHopper {
   }
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
-  // The special function unit would take as long as the tensor cores: some exponentials go elsewhere.
-  static constexpr int kPolynomialEvery = 4;
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
 
   // As FlexForward::softmax, without branches: the two rows' steps are one block of instructions. The output is
@@ -366,8 +368,7 @@ class FlexForwardHopper {
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float x = s[n][e] * factor - origin[e / 2];
-        s[n][e] = n % kPolynomialEvery == kPolynomialEvery - 1 ? power_of_two_by_products(x) : power_of_two(x);
+        s[n][e] = power_of_two(s[n][e] * factor - origin[e / 2]);
         sum[e / 2] += s[n][e];
       }
     }

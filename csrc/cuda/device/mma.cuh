@@ -310,18 +310,6 @@ __device__ __forceinline__ float power_of_two(float x) {
   return r;
 }
 
-/// The same without the special function unit, to 3e-6, for x < 128: 2^-127 and less is 0. NaN is lost.
-__device__ __forceinline__ float power_of_two_by_products(float x) {
-  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer
-  x = fmaxf(x, -127.0f);
-  const float integer = x + kShift, rest = x - (integer - kShift);
-  float r = fmaf(rest, 0.009582853f, 0.055906426f);
-  r = fmaf(rest, r, 0.24024099f);
-  r = fmaf(rest, r, 0.69312418f);
-  r = fmaf(rest, r, 1.0f);
-  return __int_as_float(__float_as_int(r) + (__float_as_int(integer) << 23));
-}
-
 /// As T rounds it.
 template <class T>
 __device__ __forceinline__ float rounded(float x) {
