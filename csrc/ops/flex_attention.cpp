@@ -46,8 +46,6 @@ void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bo
                        "value must have the key's batch, heads and length ", key.sym_sizes().slice(0, 3), ", but got ",
                        value.sym_sizes().slice(0, 3));
   if (query.is_cuda()) {
-    TORCH_CHECK_NOT_IMPLEMENTED(query.scalar_type() != at::kDouble, kOp,
-                                ": query must be float32, bfloat16 or float16 on CUDA, but got float64");
     constexpr int64_t kMostHead = 256;
     for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"query", query}, {"value", value}}) {
       TORCH_CHECK_NOT_IMPLEMENTED(t.sym_size(3) <= kMostHead, kOp, ": ", name, " must have a head size of at most ",

@@ -30,6 +30,11 @@ class Op:
         return self.name
 
 
+def widest(device: str) -> torch.dtype:
+    """The dtype of the least rounding that the ops take there."""
+    return torch.float64 if device == "cpu" else torch.float32
+
+
 @dataclass(frozen=True)
 class Case:
     """A cell's left side: an op, in place or not, on a device.
