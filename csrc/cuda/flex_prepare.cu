@@ -1,6 +1,7 @@
 #include "cuda/flex_prepare.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
@@ -122,11 +123,11 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     for (int bit = kWarp / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
   }
   if (lane != 0) return;
-  constexpr float kLog2E = 1.4426950408889634f;
+  constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : 1.4426950408889634f;
   const float lse = p.lse[row];
   const bool none = lse == -__int_as_float(0x7f800000);
   if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
-  out[row] = {none ? -lse : lse * kLog2E, none ? 0.0f : sum};
+  out[row] = {none ? -lse : lse * kUnit, none ? 0.0f : sum};
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -32,7 +32,7 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
   const int cols = t.rows / t.share, keys = t.cols * t.share / t.warps;
   if (scheme == 'C') return t.warps * cols * 4;
   if (scheme == 'D') return t.warps * (round_up(cols + keys - 1, 4) + 16 * (std::min(cols, 32) + 8)) * 4;
-  if (scheme == 'F') return 16 + round_up(table * (c.fixed_point || c.dtype == DType::kFloat32 ? 8 : 4), 16);
+  if (scheme == 'F') return 16 + round_up(table * 8, 16);
   return 0;
 }
 

@@ -22,6 +22,13 @@ using Scalars = at::ArrayRef<at::Scalar>;
 
 constexpr const char* kOp = "flex_attention";
 
+// What cannot be cast is for check_heads to refuse.
+Tensor as_autocast_wants(const Tensor& t) {
+  if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) return t;
+  const auto dtype = autocast_dtype(t);
+  return dtype.has_value() ? t.to(*dtype) : t;
+}
+
 void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa) {
   check_floating(kOp, "query", query);
   check_floating(kOp, "key", key);
@@ -46,8 +53,6 @@ void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bo
                        "value must have the key's batch, heads and length ", key.sym_sizes().slice(0, 3), ", but got ",
                        value.sym_sizes().slice(0, 3));
   if (query.is_cuda()) {
-    TORCH_CHECK_NOT_IMPLEMENTED(query.scalar_type() != at::kDouble, kOp,
-                                ": query must be float32, bfloat16 or float16 on CUDA, but got float64");
     constexpr int64_t kMostHead = 256;
     for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"query", query}, {"value", value}}) {
       TORCH_CHECK_NOT_IMPLEMENTED(t.sym_size(3) <= kMostHead, kOp, ": ", name, " must have a head size of at most ",
@@ -146,7 +151,8 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
     std::optional<double> scale, bool enable_gqa, bool inplace, std::optional<bool> deterministic, int64_t aux) {
   refuse_transforms(kOp, {query, key, value});
   for (const auto& buffer : score_mod_buffers) refuse_transforms(kOp, {buffer});
-  check_heads(query, key, value, enable_gqa);
+  const Tensor q = as_autocast_wants(query), k = as_autocast_wants(key), v = as_autocast_wants(value);
+  check_heads(q, k, v, enable_gqa);
   FlexScores scores;
   scores.score_mod = {std::string(score_mod), score_mod_buffers.vec(), score_mod_scalars.vec()};
   scores.mask_mod = {std::string(mask_mod), mask_mod_buffers.vec(), mask_mod_scalars.vec()};
@@ -171,11 +177,6 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(
   FUSEGRAD_CHECK_VALUE(std::isfinite(scores.scale), kOp, "scale must be a finite number, but got ", scores.scale);
   FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be 0 or 1 (max_scores), but got ", aux);
 
-  const auto cast = [&](const Tensor& t) {
-    const auto dtype = autocast_dtype(t);
-    return dtype.has_value() && t.scalar_type() != at::kDouble ? t.to(*dtype) : t;
-  };
-  const Tensor q = cast(query), k = cast(key), v = cast(value);
   bool overwrite = inplace && q.is_same(query);
   if (overwrite) {
     std::vector<Tensor> others = score_mod_buffers.vec();

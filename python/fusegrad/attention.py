@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from .score_mod import ScoreMod, trace_mask_mod, trace_score_mod
@@ -120,6 +121,8 @@ def flex_attention(
         )
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise TypeError(f"flex_attention: kernel_options must be a dict, but got {type(kernel_options).__name__}")
+    if not torch.compiler.is_compiling() and any(map(_functorch.is_functorch_wrapped_tensor, (query, key, value))):
+        score_mod = block_mask = None  # the op refuses transforms, under which tracing would fail with another error
     mask_mod, kv_blocks, q_blocks, block_size = _mask_arguments(block_mask, query, key)
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
         query,

@@ -30,6 +30,11 @@ class Op:
         return self.name
 
 
+def widest(device: str) -> torch.dtype:
+    """The dtype of the least rounding that the ops take there."""
+    return torch.float64 if device == "cpu" else torch.float32
+
+
 @dataclass(frozen=True)
 class Case:
     """A cell's left side: an op, in place or not, on a device.
@@ -124,7 +129,9 @@ def _flex_attention(
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return torch.where(q_idx >= kv_idx, score * table[kind[q_idx]] + bias[kv_idx], -torch.inf)
 
-    out = fusegrad.flex_attention(query, key, value, score_mod, scale=HIDDEN**-0.5, inplace=inplace)
+    # Of bits that are compared: by default sums on CUDA come in any order.
+    how = {"scale": HIDDEN**-0.5, "inplace": inplace, "deterministic": True}
+    out = fusegrad.flex_attention(query, key, value, score_mod, **how)
     assert isinstance(out, Tensor)
     return (out * w).sum()
 

@@ -14,7 +14,7 @@ import fusegrad
 import pytest
 import score_mods
 import torch
-from compat_ops import OPS, Case
+from compat_ops import OPS, Case, widest
 from compat_transforms import (
     ABSENT,
     PASS,
@@ -45,15 +45,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def require(case: Case) -> None:
-    """Skips where the op has no kernels for the device yet; it says so itself."""
-    leaves, constants = replace(case, inplace=False).draw()
-    try:
-        case.op.ours(*leaves, *constants, inplace=False)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-
-
 # --- the table ----------------------------------------------------------------------------------------------------
 
 FUNCTION_TRANSFORMS = ("torch.func.grad", "torch.func.vjp")
@@ -70,7 +61,6 @@ def test_cell(op, inplace: bool, device: str, transform: Transform) -> None:
     case = Case(op, inplace, device)
     if transform.slow and str(case) not in SLOW_CELLS:
         pytest.skip("benchmarks/compatibility.py has it")
-    require(case)
     found = outcome(case, transform)
     if found == ABSENT:
         pytest.skip("needs CUDA")
@@ -147,8 +137,7 @@ def raises_or_is_right(case: Case, compiler: str) -> None:
 def test_an_upstream_op_that_saved_the_tensor(op, device: str, upstream: str, compiler: str) -> None:
     if compiler == "compiled autograd" and upstream in ("exp", "tanh"):
         pytest.skip("softmax and the function stand for them: each is a compilation")
-    case = Case(op, inplace=True, device=device, upstream=UPSTREAM[upstream])
-    require(case)
+    case = Case(op, True, device, widest(device), upstream=UPSTREAM[upstream])
     raises_or_is_right(case, compiler)
 
 
@@ -171,7 +160,7 @@ def test_nothing_is_written_in_a_trace(device: str) -> None:
 
 @everywhere
 def test_an_upstream_op_that_saved_the_tensor_under_inductor(device: str) -> None:
-    raises_or_is_right(Case(OPS[0], inplace=True, device=device, upstream=UPSTREAM["softmax"]), "inductor")
+    raises_or_is_right(Case(OPS[0], True, device, widest(device), upstream=UPSTREAM["softmax"]), "inductor")
 
 
 # --- what compilers get wrong, with ATen's own ops: these fail when it is mended ------------------------------------
@@ -224,7 +213,7 @@ B, H, M, N, D = 2, 2, 6, 8, 4
 
 def attention_inputs(device: str, lengths: tuple[int, int] = (M, N), seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    dtype = torch.float64 if device == "cpu" else torch.float32
+    dtype = widest(device)
     shapes = [(B, H, n, D) for n in (lengths[0], lengths[1], lengths[1])]
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_() for s in shapes]
 
@@ -261,7 +250,7 @@ class Attention(nn.Module):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        dtype = torch.float64 if device == "cpu" else torch.float32
+        dtype = widest(device)
         self.bias = nn.Parameter(torch.linspace(-1, 1, 64, dtype=dtype, device=device))
         self.distance = nn.Parameter(torch.linspace(1, -1, 129, dtype=dtype, device=device))
         self.cap = 20.0
@@ -281,15 +270,10 @@ class Attention(nn.Module):
         return flex_attention(query, key, value, score_mod, mask, scale=0.5)
 
 
-def require_flex(device: str) -> None:
-    require(Case(OPS[4], device=device))
-
-
 @everywhere
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
 def test_no_compilation_for_a_new_length_or_new_values(device: str, dynamic: bool | None) -> None:
     """By default PyTorch takes the first length as a constant, and the second as a sign that lengths differ."""
-    require_flex(device)
     module = Attention(device)
     counter = CompileCounterWithBackend("aot_eager")
     program = torch.compile(module, backend=counter, fullgraph=True, dynamic=dynamic)
@@ -385,7 +369,6 @@ def synchronisation_raises() -> Iterator[None]:
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_no_synchronisation(op, inplace: bool, compiler: str) -> None:
     case = Case(op, inplace, "cuda", torch.float32)
-    require(case)
     leaves, constants = case.draw()
     program = case.program if compiler == "eager" else torch.compile(case.program, backend=compiler, fullgraph=True)
     torch.autograd.grad(program(*leaves, *constants), leaves)  # compiles, and fills caches

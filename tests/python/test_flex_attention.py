@@ -115,8 +115,11 @@ def check(
 
 
 def good(ours: Tensor, eager: Tensor, truth: Tensor, name: str) -> None:
-    """Rule 12; of a handful of numbers eager's error may be small by luck."""
-    if 0 < truth.numel() <= 16 and rmse(ours, truth) <= 2**-19 * truth.double().square().mean().sqrt().item():
+    """Rule 12; of a handful of numbers eager's error may be small by luck, where two roundings are allowed, or where
+    what is of order one cancels, a few of float32."""
+    scale = truth.double().square().mean().sqrt().item() if truth.numel() else 0.0
+    few = max(2**-19, torch.finfo(ours.dtype).eps if ours.dtype.itemsize == 2 else 0.0) * scale + 2**-22
+    if 0 < truth.numel() <= 16 and ours.dtype != torch.float64 and rmse(ours, truth) <= few:
         return
     assert_as_good_as_eager(ours, eager, truth, name)
 
@@ -141,14 +144,15 @@ def test_parity(dtype: torch.dtype, sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_rounding_of_the_output_does_not_reach_the_gradients(dtype: torch.dtype) -> None:
-    """With few keys dP and its mean nearly cancel; the gradients are still as good as the truth rounded once."""
+    """With few keys dP and its mean nearly cancel; the gradients are still as good as the truth rounded once, or twice
+    where tensor cores multiply what was rounded."""
     q, k, v = Sizes(1, 1, 40, 3, 256, 256).tensors(dtype)
     upstream = torch.randn(1, 1, 40, 256).to(dtype)
     grads = torch.autograd.grad(flex_attention(q, k, v, scale=0.3), (q, k, v), upstream)
     wide = leaves([q, k, v], torch.float64)
     truth = torch.autograd.grad(dense(*wide, scale=0.3).out, wide, upstream.double())
     for grad, t in zip(grads, truth, strict=True):
-        assert rmse(grad, t) <= 1.3 * rmse(t.to(dtype), t)
+        assert rmse(grad, t) <= (1.6 if on_cuda() else 1.3) * rmse(t.to(dtype), t)
 
 
 @pytest.mark.parametrize("case", score_mods.CASES, ids=lambda case: case.name)
@@ -457,13 +461,13 @@ def test_what_is_returned() -> None:
     assert isinstance(out, Tensor)
     pair = flex_attention(q, k, v, return_lse=True)
     assert isinstance(pair, tuple) and torch.equal(pair[0], out)
-    torch.testing.assert_close(pair[1].double(), expected.lse)
+    torch.testing.assert_close(pair[1].double(), expected.lse, rtol=1e-6, atol=1e-6)
     for request in (AuxRequest(), AuxRequest(lse=True), AuxRequest(max_scores=True), BOTH):
         result, aux = flex_attention(q, k, v, return_aux=request, kernel_options={"BLOCK_M": 64})
         assert isinstance(aux, AuxOutput)
         torch.testing.assert_close(result, out, rtol=1e-6 if on_cuda() else 0, atol=1e-6 if on_cuda() else 0)
         assert (aux.lse is not None) == request.lse and (aux.max_scores is not None) == request.max_scores
-    torch.testing.assert_close(aux.max_scores.double(), expected.max_scores)
+    torch.testing.assert_close(aux.max_scores.double(), expected.max_scores, rtol=1e-6, atol=1e-6)
     # lse alone can be differentiated, and so can max_scores.
     for i in (1, 2):
         ours = flex_attention(q, k, v, return_aux=BOTH)[1][i - 1]

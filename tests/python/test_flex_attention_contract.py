@@ -333,8 +333,10 @@ def test_autocast_casts_as_pytorch_does() -> None:
         out = flex_attention(q, k, v)
         if q.device.type == "cpu":
             assert flex_attention(q.double(), k.double(), v.double()).dtype == torch.float64
+        mixed = flex_attention(q, k.bfloat16(), v.half())
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, flex_attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+    assert torch.equal(mixed, flex_attention(q.bfloat16(), k.bfloat16(), v.half().bfloat16()))
 
 
 def test_function_transforms_are_refused() -> None:

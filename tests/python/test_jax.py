@@ -79,7 +79,8 @@ def compare(
 ) -> None:
     """Rule 12 for the loss and for each gradient, for an upstream gradient of 0.5; `plain` takes the options' dtype
     from its first argument's. In float32 an error of 3e-6 of the gradient is always allowed: XLA's own products on
-    the CPU add up in one chain, and the kernels' accuracy is what the tests of the PyTorch ops measure."""
+    the CPU add up in one chain, and the kernels' accuracy is what the tests of the PyTorch ops measure. So is half a
+    step of 16-bit numbers where the roundings of a few rows' logits are luck."""
     arrays = [to_jax(x, device) for x in inputs]
 
     @jax.jit
@@ -96,7 +97,9 @@ def compare(
     for i, (ours_grad, x, eager_grad, right) in enumerate(zip(grads, inputs, eager_grads, truth_grads, strict=True)):
         grad = to_torch(ours_grad)
         assert grad.dtype == x.dtype
-        if grad.dtype == torch.float32 and rmse(grad, right.cpu()) <= 3e-6 * right.square().mean().sqrt().item():
+        few = grad.dtype != torch.float32 and inputs[0].numel() <= 64
+        allowed = 3e-6 if grad.dtype == torch.float32 else torch.finfo(grad.dtype).eps / 2 if few else 0.0
+        if rmse(grad, right.cpu()) <= allowed * right.square().mean().sqrt().item():
             continue
         assert_as_good_as_eager(grad, eager_grad.cpu(), right.cpu(), f"{what}: gradient {i}")
 

@@ -50,7 +50,7 @@ struct FlexForwardHopperArguments {
 
 /// What the backward needs of a row of scores.
 struct FlexRow {
-  float log2_sum;  // lse / log(2); infinite where no key takes part, so that every probability is 0
+  float lse;       // of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0
   float delta;     // sum of grad_out * out, less grad_lse
 };
 

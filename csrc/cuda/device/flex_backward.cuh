@@ -280,26 +280,30 @@ class FlexBackward {
                                              int b_stride) const {
 #pragma unroll
     for (int k = 0; k < Config::kRows / Product::kDepth; ++k) {
-      unsigned row[kBlocksM][4];
+      typename Product::Factor row[kBlocksM];
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m) {
+        unsigned fragment[4];
         if constexpr (Config::kShare == 1) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) row[m][i] = words[m][k * 4 + i];
+          for (int i = 0; i < 4; ++i) fragment[i] = words[m][k * 4 + i];
         } else {
-          load_transposed_order(row[m], tile, m, k);
+          load_transposed_order(fragment, tile, m, k);
         }
+        row[m] = Product::factor(fragment);
       }
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         const int block = i * Config::kShare + part();
         if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
         unsigned col[4];
+        keep_order<Config::kSplit>();
         Product::load_b_transposed(col, b, b_stride, k * Product::kDepth, block * 16, lane());
+        const auto cols = Product::factor(col);
 #pragma unroll
         for (int m = 0; m < kBlocksM; ++m) {
-          Product::step(c[m][i][0], row[m], col[0], col[1]);
-          Product::step(c[m][i][1], row[m], col[2], col[3]);
+          Product::template step<0>(c[m][i][0], row[m], cols);
+          Product::template step<1>(c[m][i][1], row[m], cols);
         }
       }
     }
@@ -324,21 +328,25 @@ class FlexBackward {
     for (int j = 0; j < kBlocksQ; ++j) zero(c[j]);
 #pragma unroll kUnrolledSteps < T>
     for (int k = 0; k < Config::kCols / Product::kDepth; ++k) {
-      unsigned a[kBlocksQ][4];
+      typename Product::Factor a[kBlocksQ];
 #pragma unroll
       for (int j = 0; j < kBlocksQ; ++j) {
-        Product::load_a_transposed(a[j], gradient_, ScoreTile::kStride, k * Product::kDepth, group + j * 16, lane());
+        unsigned row[4];
+        Product::load_a_transposed(row, gradient_, ScoreTile::kStride, k * Product::kDepth, group + j * 16, lane());
+        a[j] = Product::factor(row);
       }
 #pragma unroll
       for (int i = 0; i < kMineQ; ++i) {
         const int block = i * kPartsQ + part;
         if (kBlocksD % kPartsQ != 0 && block >= kBlocksD) break;
         unsigned col[4];
+        keep_order<Config::kSplit>();
         Product::load_b_transposed(col, key_, KeyTile::kStride, k * Product::kDepth, block * 16, lane());
+        const auto cols = Product::factor(col);
 #pragma unroll
         for (int j = 0; j < kBlocksQ; ++j) {
-          Product::step(c[j][i][0], a[j], col[0], col[1]);
-          Product::step(c[j][i][1], a[j], col[2], col[3]);
+          Product::template step<0>(c[j][i][0], a[j], cols);
+          Product::template step<1>(c[j][i][1], a[j], cols);
         }
       }
     }

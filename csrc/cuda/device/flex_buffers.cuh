@@ -74,9 +74,8 @@ class FlexBufferSums {
   static constexpr int kLine = (kDiagonals + 3) / 4 * 4;  // floats
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
 
-  // Of a histogram's element: 64-bit fixed point, or 32 bits, of which float32 wants another 32 for what they leave.
-  static constexpr bool kTwoParts = sizeof(typename Config::Element) == 4 && !Config::kFixedPoint;
-  static constexpr int kCountBytes = Config::kFixedPoint || kTwoParts ? 8 : 4;
+  // Of a histogram's element: 64-bit fixed point, or 32 bits and another 32 for what they leave.
+  static constexpr int kCountBytes = 8;
 
   // Bytes of shared memory that a contribution takes.
   static __device__ constexpr int bytes(int k) {
@@ -209,13 +208,9 @@ class FlexBufferSums {
         const float unit = this->unit<k>();
         int* counts = table<k>();
         for (int i = static_cast<int>(threadIdx.x); i < Config::Schemes::kTable[k]; i += kThreads) {
-          float sum = static_cast<float>(counts[i]);
-          counts[i] = 0;
-          if constexpr (kTwoParts) {
-            int& low = counts[Config::Schemes::kTable[k] + i];
-            sum += static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
-            low = 0;
-          }
+          int &high = counts[i], &low = counts[Config::Schemes::kTable[k] + i];
+          const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
+          high = low = 0;
           if (sum != 0.0f) put<k>(i, sum * unit);
         }
         // Who has read the limit may not see it change.
@@ -319,10 +314,8 @@ class FlexBufferSums {
         const float scaled = v * ((1 << kFixedBits) / limit);
         const int count = __float2int_rn(scaled);
         atomicAdd(table<k>() + at, count);
-        if constexpr (kTwoParts) {
-          const float rest = scaled - static_cast<float>(count);
-          atomicAdd(table<k>() + Config::Schemes::kTable[k] + at, __float2int_rn(rest * (1 << kFixedBits - 1)));
-        }
+        const float rest = scaled - static_cast<float>(count);
+        atomicAdd(table<k>() + Config::Schemes::kTable[k] + at, __float2int_rn(rest * (1 << kFixedBits - 1)));
       } else {
         put<k>(at, v);
       }

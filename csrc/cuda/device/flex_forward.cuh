@@ -167,13 +167,17 @@ class FlexForward {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float origin = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r] * factor;
+        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r], origin = most * factor;
         float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            s[m][n][e] = power_of_two(s[m][n][e] * factor - origin);
+            if constexpr (kSame<T, float>) {
+              s[m][n][e] = expf((s[m][n][e] - most) * unit());
+            } else {
+              s[m][n][e] = power_of_two(s[m][n][e] * factor - origin);
+            }
             sum += s[m][n][e];
           }
         }

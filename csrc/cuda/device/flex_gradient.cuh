@@ -33,13 +33,14 @@ struct FlexPairGradient {
   static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value) {
-    float changed;
-    if constexpr (kHas<ScoreMod>) {
-      changed = ScoreMod::apply(captured, score * scale, b, h, q, kv, takes_part);
-      p = power_of_two(changed * kLog2E - row.row.log2_sum);
+    float changed = score * scale;
+    if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, takes_part);
+    if constexpr (kSame<typename Config::Element, float>) {
+      p = expf(changed - row.row.lse);
+    } else if constexpr (kHas<ScoreMod>) {
+      p = power_of_two(changed * kLog2E - row.row.lse);
     } else {
-      changed = score * scale;
-      p = power_of_two(score * (scale * kLog2E) - row.row.log2_sum);
+      p = power_of_two(score * (scale * kLog2E) - row.row.lse);
     }
     p = takes_part ? p : 0.0f;
     float d = p * (grad - row.row.delta);

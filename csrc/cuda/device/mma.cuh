@@ -110,13 +110,24 @@ __device__ __forceinline__ unsigned pack(Float16, float first, float second) {
 /// four words: A of 16 rows, B of 16 columns. Those that are read transposed, and A made of accumulators, have the
 /// common dimension of floats in another order than those read as they lie: only like goes with like.
 ///
-/// kSwapped: A and B are the other way round than in another product that must come to the same bits.
+/// A step takes columns 8 * kHalf on of B. kSwapped: A and B are the other way round than in another product that must
+/// come to the same bits.
+template <int kParts>
+struct Parts {
+  unsigned word[kParts][4];
+};
 template <class T, bool kSplit = false>
 struct Mma {
   static constexpr int kDepth = 16;
+  using Factor = Parts<1>;
 
-  template <bool kSwapped = false>
-  static __device__ __forceinline__ void step(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  static __device__ __forceinline__ Factor factor(const unsigned (&word)[4]) {
+    return {{{word[0], word[1], word[2], word[3]}}};
+  }
+  template <int kHalf, bool kSwapped = false>
+  static __device__ __forceinline__ void step(float (&c)[4], const Factor& x, const Factor& y) {
+    const unsigned (&a)[4] = x.word[0];
+    const unsigned b0 = y.word[0][2 * kHalf], b1 = y.word[0][2 * kHalf + 1];
     if constexpr (kSame<T, BFloat16>) {
       asm volatile(
           "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -142,31 +153,43 @@ struct Mma {
   }
 };
 
-/// In TF32; kSplit: each number as two, three products of them: about float32's accuracy.
+/// In TF32; kSplit: each number as three, six products of them: float32's accuracy.
 template <bool kSplit>
 struct Mma<float, kSplit> {
   static constexpr int kDepth = 8;
+  using Factor = Parts<kSplit ? 3 : 1>;
 
-  template <bool kSwapped = false>
-  static __device__ __forceinline__ void step(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    unsigned high[6], low[6];
-    const unsigned word[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  // Tensor cores cut off what they add up, they do not round. So the high parts have 8 bits, of which a step's sum is
+  // exact; what is cut off the sum of the others lies beyond float32; and the steps are added as float32 is.
+  static __device__ __forceinline__ Factor factor(const unsigned (&word)[4]) {
+    Factor result;
 #pragma unroll
-    for (int i = 0; i < 6; ++i) {
-      high[i] = round(__uint_as_float(word[i]));
-      if constexpr (kSplit) low[i] = round(__uint_as_float(word[i]) - __uint_as_float(high[i]));
+    for (int i = 0; i < 4; ++i) {
+      const float x = __uint_as_float(word[i]);
+      if constexpr (kSplit) {
+        result.word[0][i] = word[i] & 0xffff0000;
+        const float rest = x - __uint_as_float(result.word[0][i]);
+        result.word[1][i] = round(rest);
+        result.word[2][i] = __float_as_uint(rest - __uint_as_float(result.word[1][i]));
+      } else {
+        result.word[0][i] = round(x);
+      }
     }
+    return result;
+  }
+  template <int kHalf, bool kSwapped = false>
+  static __device__ __forceinline__ void step(float (&c)[4], const Factor& a, const Factor& b) {
     if constexpr (kSplit) {
-      // Tensor cores cut off what they add up, they do not round: over many steps that would be the largest error. So
-      // a step's sum is their own, and is added to the others as float32 is.
-      float sum[4] = {};
-      product(sum, kSwapped ? high : low, (kSwapped ? low : high) + 4);
-      product(sum, kSwapped ? low : high, (kSwapped ? high : low) + 4);
-      product(sum, high, high + 4);
+      float sum[4] = {}, rest[4] = {};
+      constexpr int kFirst[] = {kSwapped ? 0 : 2, kSwapped ? 2 : 0, 1, kSwapped ? 0 : 1, kSwapped ? 1 : 0};
+      constexpr int kSecond[] = {kSwapped ? 2 : 0, kSwapped ? 0 : 2, 1, kSwapped ? 1 : 0, kSwapped ? 0 : 1};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[i] += sum[i];
+      for (int i = 0; i < 5; ++i) product(rest, a.word[kFirst[i]], b.word[kSecond[i]] + 2 * kHalf);
+      product(sum, a.word[0], b.word[0] + 2 * kHalf);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] += sum[i] + rest[i];
     } else {
-      product(c, high, high + 4);
+      product(c, a.word[0], b.word[0] + 2 * kHalf);
     }
   }
   static __device__ __forceinline__ void load_a_transposed(unsigned (&a)[4], unsigned tile, int stride, int k, int m,
@@ -250,6 +273,12 @@ __device__ __forceinline__ void store_operand(unsigned tile, int stride, int m, 
 
 // --- products of a warp -------------------------------------------------------------------------------------
 
+/// Nothing is loaded ahead of it: of the parts of floats the compiler would keep more than there are registers.
+template <bool kSplit>
+__device__ __forceinline__ void keep_order() {
+  if constexpr (kSplit) __syncwarp();
+}
+
 /// c += the rows of a from `a_row` on, 16 for each kBlocksM, by those of b from `b_row` on, 8 for each kBlocksN, over
 /// kCommon columns; both lie as [row][column].
 template <class T, bool kSplit, int kCommon, bool kSwapped = false, int kBlocksM, int kBlocksN>
@@ -258,17 +287,23 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4],
   using Product = Mma<T, kSplit>;
 #pragma unroll kUnrolledSteps < T>
   for (int k = 0; k < kCommon / Product::kDepth; ++k) {
-    unsigned row[kBlocksM][4];
+    typename Product::Factor row[kBlocksM];
 #pragma unroll
-    for (int m = 0; m < kBlocksM; ++m) load_a(row[m], a, a_stride, a_row + m * 16, k, lane);
+    for (int m = 0; m < kBlocksM; ++m) {
+      unsigned words[4];
+      load_a(words, a, a_stride, a_row + m * 16, k, lane);
+      row[m] = Product::factor(words);
+    }
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) {
       unsigned col[4];
+      keep_order<kSplit>();
       load_b(col, b, b_stride, b_row + n * 8, k, lane);
+      const auto cols = Product::factor(col);
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m) {
-        Product::template step<kSwapped>(c[m][n], row[m], col[0], col[1]);
-        Product::template step<kSwapped>(c[m][n + 1], row[m], col[2], col[3]);
+        Product::template step<0, kSwapped>(c[m][n], row[m], cols);
+        Product::template step<1, kSwapped>(c[m][n + 1], row[m], cols);
       }
     }
   }
@@ -283,20 +318,24 @@ __device__ __forceinline__ void multiply_accumulators(float (&c)[kBlocksM][kBloc
   constexpr int kBlocks = Product::kDepth / 8;  // accumulators of a step
 #pragma unroll
   for (int k = 0; k < kBlocksK / kBlocks; ++k) {
-    unsigned a[kBlocksM][4];
+    typename Product::Factor a[kBlocksM];
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
+      unsigned words[4];
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) put_operand<T>(a[m] + i * kOperandWords<T>, p[m][k * kBlocks + i]);
+      for (int i = 0; i < kBlocks; ++i) put_operand<T>(words + i * kOperandWords<T>, p[m][k * kBlocks + i]);
+      a[m] = Product::factor(words);
     }
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) {
       unsigned col[4];
+      keep_order<kSplit>();
       Product::load_b_transposed(col, b, b_stride, k * Product::kDepth, n * 8, lane);
+      const auto cols = Product::factor(col);
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m) {
-        Product::step(c[m][n], a[m], col[0], col[1]);
-        Product::step(c[m][n + 1], a[m], col[2], col[3]);
+        Product::template step<0>(c[m][n], a[m], cols);
+        Product::template step<1>(c[m][n + 1], a[m], cols);
       }
     }
   }
