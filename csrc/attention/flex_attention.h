@@ -28,7 +28,10 @@ struct FlexScores {
 /// The bits of an op's `aux`: what is asked for besides the output. lse comes always.
 enum FlexAuxBit : int64_t {
   kFlexMaxScores = 1,
-  kFlexOutLow = 2,  ///< of the op below the front end: what a backward wants of a 16-bit output
+  // Of the op below the front end:
+  kFlexOutLow = 2,    ///< what a backward wants of a 16-bit output
+  kFlexBackward = 4,  ///< a backward may follow, whose kernels may be compiled beside the forward's
+  kFlexOrdered = 8,   ///< its gradients are to be the same bits in every run
 };
 
 /// out [B, H, M, E], strides in the order of the query's; lse, max_scores and max_ties (how many scores of a row equal

@@ -125,6 +125,7 @@ FlexOutputs flex_attention(const Tensor& query, const Tensor& key, const Tensor&
       at::GradMode::is_enabled() && (query.requires_grad() || key.requires_grad() || value.requires_grad() ||
                                      std::any_of(buffers.begin(), buffers.end(), requires_grad));
   const auto dtype = query.scalar_type();
+  if (recorded) aux |= deterministic ? kFlexBackward | kFlexOrdered : kFlexBackward;
   if (recorded && (dtype == at::kBFloat16 || dtype == at::kHalf)) aux |= kFlexOutLow;
   const auto out = FlexAttention::apply(query, key, value, at::TensorList(scores.score_mod.buffers), scores, aux,
                                         deterministic, inplace);

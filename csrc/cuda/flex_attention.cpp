@@ -5,10 +5,12 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <bit>
+#include <functional>
 
 #include "attention/outputs.h"
 #include "cuda/flex_prepare.h"
 #include "cuda/flex_program.h"
+#include "jit/compile.h"
 #include "ops/check.h"
 #include "rows/job.h"
 #include "score_mod/cache.h"
@@ -102,7 +104,8 @@ class Call {
     a.scale = static_cast<float>(scores_.scale);
   }
 
-  FlexPlan plan() const { return plan_flex(case_, jit::current_architecture()); }
+  FlexPlan plan() const { return plan_of(case_); }
+  static FlexPlan plan_of(const FlexCase& c) { return plan_flex(c, jit::current_architecture()); }
 
   /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
   device::FlexTiles tiles(const FlexTileSize& tile, bool by_key) {
@@ -131,10 +134,14 @@ class Call {
     return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_};
   }
 
-  /// `more`: the kernel's last argument, where it has another.
-  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* more = nullptr) {
-    const jit::Kernel& kernel = jit::kernel(
-        flex_id(case_, plan), [&](const std::string& architecture) { return flex_program(case_, plan, architecture); });
+  /// `more`: the kernel's last argument, where it has another. `ahead`: called where the kernel is compiled, with the
+  /// architecture.
+  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* more = nullptr,
+              const std::function<void(const std::string&)>& ahead = nullptr) {
+    const jit::Kernel& kernel = jit::kernel(flex_id(case_, plan), [&](const std::string& architecture) {
+      if (ahead) ahead(architecture);
+      return flex_program(case_, plan, architecture);
+    });
     check_ctas(ctas);
     jit::Launch how;
     how.grid[0] = static_cast<unsigned>(ctas);
@@ -219,6 +226,30 @@ class Call {
   device::FlexTiles map_{};
   int* next_ = nullptr;
 };
+
+/// What the kernels of a backward have in common, made of what a forward's has.
+FlexCase backward_case(FlexCase c, const FlexScores& scores, const std::vector<bool>& needs_grad, bool deterministic) {
+  c.max_scores = c.out_low = c.unscaled = false;
+  c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
+  for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
+  c.fixed_point = deterministic && c.wants_buffers();
+  return c;
+}
+/// Those kernels. Each of two computes the scores; it is worth the while where sums must come in one order.
+std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic) {
+  std::vector<FlexCase> kernels;
+  if (deterministic && (needs_grad[0] || c.wants_buffers())) {
+    c.kernel = FlexKernel::kGradQuery;
+    c.grad_query = needs_grad[0];
+    kernels.push_back(c);
+  }
+  c.kernel = FlexKernel::kBackward;
+  c.grad_query = needs_grad[0] && !deterministic;
+  c.grad_key = needs_grad[1];
+  c.grad_value = needs_grad[2];
+  if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
+  return kernels;
+}
 
 /// The sums of the contributions to captured buffers.
 class BufferSums {
@@ -307,15 +338,27 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
     }
     a.tiles = call.tiles(plan.tile, /*by_key=*/false);
+    // As the backward has them for gradients of the output alone.
+    const auto ahead = [&](const std::string& architecture) {
+      if ((aux & kFlexBackward) == 0) return;
+      std::vector<bool> needs_grad;
+      for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
+      for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
+      const bool ordered = (aux & kFlexOrdered) != 0;
+      for (const FlexCase& next :
+           backward_kernels(backward_case(c, scores, needs_grad, ordered), needs_grad, ordered)) {
+        jit::compile_ahead(flex_program(next, Call::plan_of(next), architecture).program);
+      }
+    };
     const int64_t row_tiles = query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows);
     if (plan.tile.family == FlexFamily::kHopper) {
       // Its CTAs stay, one a multiprocessor.
       const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
       check_ctas(row_tiles + processors);
       auto more = call.hopper(plan.tile);
-      call.launch(plan, &a, std::min(row_tiles, processors), &more);
+      call.launch(plan, &a, std::min(row_tiles, processors), &more, ahead);
     } else {
-      call.launch(plan, &a, row_tiles);
+      call.launch(plan, &a, row_tiles, nullptr, ahead);
     }
   }
   return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
@@ -334,10 +377,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   Call call(query, key, value, scores);
   FlexCase& c = call.kernel_case();
-  c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
-  for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
-  const bool wants_buffers = std::find(c.wants_grad.begin(), c.wants_grad.end(), true) != c.wants_grad.end();
-  c.fixed_point = deterministic && wants_buffers;
+  c = backward_case(c, scores, needs_grad, deterministic);
   c.max_gradient = upstream.max_scores.defined();
 
   const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));
@@ -372,23 +412,15 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.largest = sums.largest();
   a.fixed_bits = sums.fixed_bits();
 
-  // Each of the two kernels computes the scores; it is worth the while where sums must come in one order.
-  if (deterministic && (needs_grad[0] || wants_buffers)) {
-    c.kernel = FlexKernel::kGradQuery;
-    c.grad_query = needs_grad[0];
+  for (const FlexCase& kernel : backward_kernels(c, needs_grad, deterministic)) {
+    c = kernel;
+    const bool by_key = c.kernel == FlexKernel::kBackward;
     const FlexPlan plan = call.plan();
-    a.tiles = call.tiles(plan.tile, /*by_key=*/false);
-    call.launch(plan, &a, heads * tiles_in(query.size(2), plan.tile.rows));
-  }
-  c.kernel = FlexKernel::kBackward;
-  c.grad_query = needs_grad[0] && !deterministic;
-  c.grad_key = needs_grad[1];
-  c.grad_value = needs_grad[2];
-  if (c.grad_query || c.grad_key || c.grad_value || wants_buffers) {
-    const FlexPlan plan = call.plan();
-    a.tiles = call.tiles(plan.tile, /*by_key=*/true);
+    a.tiles = call.tiles(plan.tile, by_key);
     auto sum_arguments = sums.arguments();
-    call.launch(plan, &a, key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols), sum_arguments.data());
+    const int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
+                                : heads * tiles_in(query.size(2), plan.tile.rows);
+    call.launch(plan, &a, ctas, sum_arguments.data());
   }
   if (needs_grad[0]) {
     Tensor target = grad_query;

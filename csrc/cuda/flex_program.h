@@ -2,6 +2,7 @@
 // Needs no GPU: what is compiled for which architecture can be made and compiled anywhere.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <vector>
@@ -36,7 +37,7 @@ struct FlexCase {
   bool blocks = false;                  ///< there is a block mask
   std::array<int64_t, 2> block_size{};  ///< its blocks: tiles may lie in several of them
   bool small_lengths = true;            ///< B, H, M and N are at most 2^21
-  bool split = true;                    ///< float32: full accuracy, by three products in TF32
+  bool split = true;                    ///< float32: full accuracy, by six products in TF32
   bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
   // forward
   bool max_scores = false, out_low = false;
@@ -45,6 +46,8 @@ struct FlexCase {
   std::vector<int64_t> elements;  ///< of each of them
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;  ///< the buffers' gradients are summed in 64-bit fixed point
+
+  bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
 
 /// Sizes of a kernel's work: see the kernels for what they mean.

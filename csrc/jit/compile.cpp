@@ -12,6 +12,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "jit/cache.h"
 #include "jit/headers.h"
@@ -190,6 +191,25 @@ Cubin compile(const Program& program) {
     promise.set_exception(std::current_exception());
     throw;
   }
+}
+
+void compile_ahead(Program program) {
+  // At the process's end their destructors wait: a thread within NVRTC must not outlive NVRTC's own objects.
+  struct Threads {
+    std::mutex mutex;
+    std::vector<std::future<void>> running;
+  };
+  static Threads threads;
+  const std::lock_guard lock(threads.mutex);
+  std::erase_if(threads.running,
+                [](const auto& one) { return one.wait_for(std::chrono::seconds(0)) == std::future_status::ready; });
+  threads.running.push_back(std::async(std::launch::async, [program = std::move(program)] {
+    try {
+      compile(program);
+    } catch (const std::exception&) {
+      // compile() kept nothing: it is tried again, and told, where the program is asked for.
+    }
+  }));
 }
 
 Stats stats() { return {compilations, disk_hits, memory_hits, rejected_entries()}; }

@@ -17,6 +17,10 @@ using Cubin = std::shared_ptr<const std::string>;
 /// compiler's log.
 Cubin compile(const Program& program);
 
+/// Begins compile(program) on a thread of its own: whoever asks for the program later finds it done, or waits for less.
+/// What goes wrong is told to who asks for it. The process waits for such threads at its end.
+void compile_ahead(Program program);
+
 /// As above, past all caches, with the compiler's log.
 Compiled compile_uncached(const Program& program);
 

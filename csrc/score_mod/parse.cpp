@@ -89,7 +89,7 @@ class Parser {
   bool next_line() {
     while (!rest_.empty()) {
       ++line_;
-      const size_t end = rest_.find('\n');
+      const size_t end = rest_.find_first_of("\n;");
       line_text_ = rest_.substr(0, end);
       rest_ = end == std::string_view::npos ? std::string_view() : rest_.substr(end + 1);
       line_text_ = line_text_.substr(0, line_text_.find('#'));

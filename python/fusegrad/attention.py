@@ -34,7 +34,8 @@ def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: tor
     # A ScoreMod goes straight through, also where torch.compile traces this.
     if not isinstance(mod, ScoreMod) or mod.kind != kind:
         mod = (trace_score_mod if kind == "score_mod" else trace_mask_mod)(mod, device=device)
-    return mod.text, list(mod.buffers), list(mod.scalars)
+    # One line: TorchInductor writes the arguments of GPU programs into comments that end with the line.
+    return mod.text.replace("\n", ";"), list(mod.buffers), list(mod.scalars)
 
 
 def _mask_arguments(

@@ -53,6 +53,8 @@ TEST(Text, WhatIsNotCanonicalBecomesSo) {
   EXPECT_EQ(print(parse("score_mod 1\n%0 = ge q_idx kv_idx\n%1 = add %0 true\n%2 = mul score %1\nreturn %2")),
             "score_mod 1\n%0 = ge q_idx kv_idx\n%1 = to_int %0\n%2 = add %1 1\n%3 = to_float %2\n%4 = mul score %3\n"
             "return %4\n");
+  EXPECT_EQ(print(parse("score_mod 1;# a comment; %0 = neg score\n;return %0;")),
+            "score_mod 1\n%0 = neg score\nreturn %0\n");
   EXPECT_EQ(print(parse("score_mod 1\nreturn q_idx")), "score_mod 1\n%0 = to_float q_idx\nreturn %0\n");
 }
 

@@ -15,6 +15,7 @@ import torch
 from attention_reference import dense
 from fusegrad import flex_attention
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -286,6 +287,23 @@ def test_compile_with_functions() -> None:
     torch.testing.assert_close(ours, eager)
     grads = [torch.autograd.grad(x.square().sum(), (q, bias), retain_graph=True) for x in (ours, eager)]
     torch.testing.assert_close(*grads)
+
+
+def test_programs_hold_one_line_texts() -> None:
+    """TorchInductor writes a GPU program's arguments into comments, which a line's end would end."""
+    torch._dynamo.reset()
+    bias, texts = torch.randn(40, requires_grad=True), []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+        texts.extend(x for node in graph.graph.nodes for x in node.args if isinstance(x, str) and "score_mod" in x)
+        return graph
+
+    compiler = aot_autograd(fw_compiler=look, bw_compiler=look)
+    traced = fusegrad.trace_score_mod(lambda s, b, h, i, j: s * bias[j])
+    for score_mod in (lambda s, b, h, i, j: s + bias[j], traced):
+        compiled = torch.compile(flex_attention, backend=compiler, fullgraph=True)
+        compiled(*make(leaf()), score_mod).sum().backward()
+    assert len(texts) == 4 and not any("\n" in text for text in texts), texts
 
 
 def test_compiled_autograd() -> None:

@@ -278,7 +278,8 @@ def compare(program: test_score_mod.Program, result: Tensor, masked: bool, mod: 
     if max(found[0]) > 1e-3:
         return False
     for i, (cpu, cuda) in enumerate(zip(*found, strict=True)):
-        assert cuda <= 8 * cpu + 3e-5, f"result {i}: error {cuda:.2g}, on the CPU {cpu:.2g}\n{mod!r}"
+        # A buffer's gradient is what is left of many.
+        assert cuda <= 8 * cpu + (3e-5 if i < 2 else 3e-4), f"result {i}: error {cuda:.2g}, on the CPU {cpu:.2g}\n{mod!r}"
     return True
 
 

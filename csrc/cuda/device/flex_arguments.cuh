@@ -50,8 +50,8 @@ struct FlexForwardHopperArguments {
 
 /// What the backward needs of a row of scores.
 struct FlexRow {
-  float lse;       // of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0
-  float delta;     // sum of grad_out * out, less grad_lse
+  float lse;    // of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0
+  float delta;  // sum of grad_out * out, less grad_lse
 };
 
 /// The sums of the contributions to the captured buffers' gradients.

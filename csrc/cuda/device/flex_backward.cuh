@@ -69,9 +69,9 @@ class FlexBackward {
 
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
+    const int key_heads = a_.heads / a_.group;
     col_tile_ = static_cast<int>(blockIdx.x % col_tiles);
     const int head = static_cast<int>(blockIdx.x / col_tiles);
-    const int key_heads = a_.heads / a_.group;
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
     col_ = col_tile_ * Config::kCols;

@@ -36,10 +36,10 @@ class FlexForward {
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     // The last queries first: under a causal mask they have the most keys.
-    const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % row_tiles);
-    const int head = static_cast<int>(blockIdx.x / row_tiles);
-    b_ = head / a_.heads;
-    h_ = head % a_.heads;
+    const Work work(a_.batches * a_.heads, row_tiles);
+    const int row_tile = row_tiles - 1 - work.tile;
+    b_ = work.head / a_.heads;
+    h_ = work.head % a_.heads;
     row_ = row_tile * Config::kRows;
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     begin();

@@ -24,7 +24,7 @@ class FlexForwardHopper {
   static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
   static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
   static constexpr int kAlignment = 1024;
-  static constexpr int kWarps = Config::kGroups * kWarpgroup / kLanes;  // that compute
+  static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   static constexpr int kBarriers = 6 + 4 * Config::kStages;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = Config::kCols % 32 == 0 ? 16 : 8;
@@ -52,16 +52,16 @@ class FlexForwardHopper {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       Barrier::init(query_full(), 1);
-      Barrier::init(query_empty(), kWarps);
+      Barrier::init(query_empty(), kConsumerWarps);
       for (int s = 0; s < 2; ++s) {
         Barrier::init(work_full(s), 1);
-        Barrier::init(work_empty(s), kWarps);
+        Barrier::init(work_empty(s), kConsumerWarps);
       }
       for (int s = 0; s < Config::kStages; ++s) {
         Barrier::init(key_full(s), 1);
         Barrier::init(value_full(s), 1);
-        Barrier::init(key_empty(s), kWarps);
-        Barrier::init(value_empty(s), kWarps);
+        Barrier::init(key_empty(s), kConsumerWarps);
+        Barrier::init(value_empty(s), kConsumerWarps);
       }
       Barrier::fence_inits();
     }

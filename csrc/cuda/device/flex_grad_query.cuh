@@ -39,10 +39,10 @@ class FlexGradQuery {
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    const int row_tile = row_tiles - 1 - static_cast<int>(blockIdx.x % row_tiles);
-    const int head = static_cast<int>(blockIdx.x / row_tiles);
-    b_ = head / a_.heads;
-    h_ = head % a_.heads;
+    const Work work(a_.batches * a_.heads, row_tiles);
+    const int row_tile = row_tiles - 1 - work.tile;
+    b_ = work.head / a_.heads;
+    h_ = work.head % a_.heads;
     row_ = row_tile * Config::kRows;
     for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = 0.0f;
 #pragma unroll

@@ -128,6 +128,19 @@ __device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Argument
   return masked_pairs<Config, kBlocks, kKeyRows, 2>(a, mask, kind, b, h, q, kv);
 }
 
+/// Which tile of which head a CTA takes. The same tile of a few heads comes before the next one, so that tiles of like
+/// work end together; of few heads only, so that what they read stays in the L2 cache.
+struct Work {
+  int head, tile;
+  __device__ __forceinline__ Work(int heads, int tiles) {
+    constexpr int kTogether = 8;
+    const int first = static_cast<int>(blockIdx.x) / (kTogether * tiles) * kTogether;
+    const int together = min(kTogether, heads - first), rest = static_cast<int>(blockIdx.x) - first * tiles;
+    head = first + rest % together;
+    tile = rest / together;
+  }
+};
+
 /// A tile of a head's rows from `row` on, by all threads of the CTA; what lies beyond `rows` and `cols` is zeros.
 template <class Into, int kThreads>
 __device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
