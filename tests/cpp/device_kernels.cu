@@ -36,12 +36,12 @@ __global__ void __launch_bounds__(64) flex_grad_query(const __grid_constant__ Fl
   FlexGradQuery<Config>(arguments, score_mod, mask_mod, shared_address(shared)).run();
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __global__ void __launch_bounds__(384, 1) flex_forward_hopper(const __grid_constant__ FlexForwardArguments arguments,
                                                               const __grid_constant__ ScoreMod::Captured score_mod,
                                                               const __grid_constant__ MaskMod::Captured mask_mod,
                                                               const __grid_constant__ FlexForwardHopperArguments more) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(16) char shared[];
   FlexForwardHopper<HopperConfig>(arguments, more, score_mod, mask_mod, shared_address(shared)).run();
-}
 #endif
+}

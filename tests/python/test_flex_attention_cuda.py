@@ -7,6 +7,7 @@ FUSEGRAD_FLEX_GRAPHS sets the number of random score_mods.
 from __future__ import annotations
 
 import gc
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -457,6 +458,7 @@ def test_no_memory_in_the_backward_is_an_error_and_no_more() -> None:
         out = flex_attention(*tensors, inplace=inplace)
         kept = [t.detach().clone() for t in tensors]
         upstream = torch.randn_like(out)
+        gc.collect()  # or what was left in cycles becomes free below
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / total)
         try:
