@@ -457,7 +457,7 @@ struct Jsd {
 };
 
 /// Log-probabilities are as they are: no normalizers, so the divergences are the sums, and the gradient has no mean in
-/// it.
+/// it: a value's comes with its part of the sums, in one pass.
 template <class T>
 struct JsdOfLogProbs : Jsd<T, false> {
   using Base = Jsd<T, false>;
@@ -465,21 +465,60 @@ struct JsdOfLogProbs : Jsd<T, false> {
   using Parts = NoParts;
   using Early = NoParts;
   using Gradient = typename Base::Gradient;
-  using Normal = typename Base::Normal;
-  static constexpr bool kBulk = true;
+  static constexpr bool kBulk = false;
   static constexpr bool kSecondPass = false;
+  static constexpr bool kOnePass = true;
+  static constexpr int kUnroll = 2;
   using Base::Base;
 
+  struct Element {
+    float student = 0.f, teacher = 0.f;  // parts of the divergences, base 2
+    float by_student, by_teacher;
+  };
+  /// Of -inf in both nothing: what padding is.
+  __device__ Element element(const Gradient& g, float xq, float xp) const {
+    const auto& constants = this->constants;
+    const float d = fmaxf((xp - xq) * kLog2E, kLowestD), reverse = fmaxf((xq - xp) * kLog2E, kLowestD);
+    const float q = exp2_fast(xq * kLog2E), p = exp2_fast(xp * kLog2E);
+    Element e;
+    if (constants.mixed) {
+      const float near = fminf(d, kLargestD), ratio = Base::student_ratio(exp2_fast(near));
+      e.student = q * ratio;
+      e.teacher = p * (near + ratio);
+      e.by_student = e.student * g.of_ratio;
+      e.by_teacher = e.teacher * g.teacher_ratio;
+    } else if (constants.beta == 0.f) {
+      e.teacher = p * d;
+      e.by_student = -p * g.of_difference;
+      e.by_teacher = p * (Base::finite(d) + kLog2E) * g.teacher_ratio;
+    } else {
+      e.student = q * reverse;
+      e.by_student = q * (Base::finite(reverse) + kLog2E) * g.of_ratio;
+      e.by_teacher = -q * g.teacher_difference;
+    }
+    return e;
+  }
   template <bool kWhole, int kCount, int kWidth, class Column>
-  __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[2][kCount], const Column& column) const {
+  __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[2][kCount], const Column&) const {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      Pack<T, kWidth> both[2] = {packs[0][j], packs[1][j]};
-      Base::template add_parts<kWhole, false>(Normal{}, sums, both, column(j));
+      float xq[kWidth], xp[kWidth];
+      unpack(packs[0][j], xq);
+      unpack(packs[1][j], xp);
+      JsdParts parts;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const Element e = element(Gradient{}, xq[i], xp[i]);
+        parts.student += e.student;
+        parts.teacher += e.teacher;
+      }
+      sums.student += parts.student;
+      sums.teacher += parts.teacher;
     }
   }
   __device__ Early read_early(int, int) const { return {}; }
   __device__ void add_early(Sums&, Early) const {}
+  /// Needs no sums.
   __device__ Gradient finish(const Sums&, NoParts) const {
     Gradient g{};
     Base::add_soft(g, JsdParts{}, this->info.upstream(this->p, this->row));
@@ -492,24 +531,14 @@ struct JsdOfLogProbs : Jsd<T, false> {
     unpack(packs[1], xp);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      auto by = Base::gradient_values(g, xq[i], xp[i]);
-      if (!this->constants.mixed) {
-        const float q = exp2_fast(xq[i] * kLog2E), p = exp2_fast(xp[i] * kLog2E);
-        const bool over_p = this->constants.beta == 0.f;
-        by.student = over_p ? -p * g.of_difference : fmaf(q * kLog2E, g.of_ratio, by.student);
-        by.teacher = over_p ? fmaf(p * kLog2E, g.teacher_ratio, by.teacher) : -q * g.teacher_difference;
-      }
-      xq[i] = by.student;
-      xp[i] = by.teacher;
+      const Element e = element(g, xq[i], xp[i]);
+      xq[i] = e.by_student;
+      xp[i] = e.by_teacher;
     }
     packs[0] = packed<T, kWidth>(xq);
     packs[1] = packed<T, kWidth>(xp);
   }
-  __device__ void write(const Sums& sums, NoParts) const {
-    JsdParts parts = sums;
-    parts.rest = 0.f;  // their sums may differ
-    Base::write(JsdSums<false>{}, parts);
-  }
+  __device__ void write(const Sums& sums, NoParts) const { Base::write(JsdSums<false>{}, sums); }
   __device__ void write_target(const Gradient&, const Sums&, int, int) const {}
 };
 

@@ -28,6 +28,8 @@ struct RowSplit {
 /// which a loss may go over its slice again, and leave in place of its second input what spares it work later. Phase 3
 /// writes the gradient from the copy, or from another read.
 ///
+/// A loss whose gradient needs no sums (kOnePass) writes it in phase 1.
+///
 /// The gradient may overwrite the logits: a CTA touches only its own slice of them, and its barrier in phase 2 lies
 /// between all reads of phase 1 and the first write. In a second read a thread reads each vector before it writes it.
 template <class Loss, class T, int kWidth, bool kBulk>
@@ -41,6 +43,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
   constexpr int kThreads = kRowThreads;
   constexpr int kUnroll = Loss::kUnroll;  // vectors in flight a thread
   constexpr bool kTopK = requires { Loss::kTopK; };
+  constexpr bool kOnePass = requires { Loss::kOnePass; };
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   __shared__ RowMerge<Sums, kThreads / 32> merge_sums;
   __shared__ RowMerge<Parts, kThreads / 32> merge_parts;
@@ -111,6 +114,16 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
   }
   typename Loss::Early early{};
   if (thread < 32) early = loss.read_early(vectors.column(begin), vectors.column(end));
+  using Gradient = typename Loss::Gradient;
+  Gradient early_gradient;
+  if constexpr (kOnePass) early_gradient = loss.finish(Sums{}, Parts{});
+  const auto write_vector = [&](const Gradient& g, int v, P(&packs)[kInputs]) {
+    loss.template gradient<kBulk>(g, packs, vectors.column(v));
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      if (loss.output(k) != nullptr) packs[k].store(loss.output(k) + vectors.column(v));
+    }
+  };
   int waited = begin;
   for (int v = whole_begin + thread, chunk = 0; v < whole_end; v += kUnroll * kThreads) {
     if constexpr (kBulk) {
@@ -133,6 +146,15 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
         }
       }
       loss.template add<true>(sums, packs, [&](int j) { return vectors.column(v + j * kThreads); });
+      if constexpr (kOnePass) {
+#pragma unroll
+        for (int j = 0; j < kUnroll && loss.has_output(); ++j) {
+          P both[kInputs];
+#pragma unroll
+          for (int k = 0; k < kInputs; ++k) both[k] = packs[k][j];
+          write_vector(early_gradient, v + j * kThreads, both);
+        }
+      }
     } else {
 #pragma unroll 1
       for (int u = v; u < whole_end; u += kThreads) {
@@ -143,6 +165,11 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
           if (!kBulk && split.stash) *kept = packs[k][0];
         }
         loss.template add<true>(sums, packs, [&](int) { return vectors.column(u); });
+        if constexpr (kOnePass) {
+          P both[kInputs];
+          for (int k = 0; k < kInputs; ++k) both[k] = packs[k][0];
+          if (loss.has_output()) write_vector(early_gradient, u, both);
+        }
       }
     }
   }
@@ -194,30 +221,20 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     return;
   }
   const auto g = loss.finish(sums, parts);
-  const auto store = [&](int v, P(&packs)[kInputs]) {
-#pragma unroll
-    for (int k = 0; k < kInputs; ++k) {
-      if (loss.output(k) != nullptr) packs[k].store(loss.output(k) + vectors.column(v));
-    }
-  };
-  int v = whole_begin + thread;
+  int v = kOnePass ? whole_end : whole_begin + thread;
 #pragma unroll 1
   for (; v + (kUnroll - 1) * kThreads < whole_end; v += kUnroll * kThreads) {
     P packs[kUnroll][kInputs];
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) load_inputs(v + j * kThreads, packs[j]);
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) {
-      loss.template gradient<kBulk>(g, packs[j], vectors.column(v + j * kThreads));
-      store(v + j * kThreads, packs[j]);
-    }
+    for (int j = 0; j < kUnroll; ++j) write_vector(g, v + j * kThreads, packs[j]);
   }
 #pragma unroll 1
   for (; v < whole_end; v += kThreads) {
     P packs[kInputs];
     load_inputs(v, packs);
-    loss.template gradient<kBulk>(g, packs, vectors.column(v));
-    store(v, packs);
+    write_vector(g, v, packs);
   }
   if (cut >= 0) {
     loss.template gradient<false>(g, cut_packs, vectors.column(cut));

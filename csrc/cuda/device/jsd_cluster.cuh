@@ -1,0 +1,528 @@
+// The divergences of long rows in low precision, by clusters that stay: while one row is worked on, the copy engine
+// brings the next. A warp has the same vectors of every row, copies them for itself and keeps the student's exponentials
+// in registers, so that nothing but the merges over the cluster waits for another warp. The formulas stand in
+// rows/row_kernels.h, their base-2 form in device/jsd.cuh.
+//
+// Instructions bound such a kernel, special functions first (16 a clock and multiprocessor). A pair of logits takes two
+// for the sums, and two more where 0 < b < 1 (2^d and a logarithm); everything else is kept: a pair's 4 bytes of shared
+// memory hold first the logits, then their difference (b = 0: the teacher's power), then the student's log ratio. At b =
+// 0 and 1 the divergence is a sum over the row that needs no normalizer, so one merge does. Log-probabilities need none
+// before their gradients.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/jsd_merge.cuh"
+
+namespace fusegrad::device {
+
+constexpr int kJsdWarps = 8, kJsdCtas = 2;  // of a CTA, on a multiprocessor
+constexpr int kJsdVectors = 8;              // of each input a lane has, in two chunks
+constexpr int kJsdMaxSlots = 4;
+
+/// How the warps of a cluster share a row.
+struct JsdSplit {
+  int span;   // vectors of each input a warp has, a multiple of 8
+  int chunk;  // vectors of a copy: all of them, or 128 of at most 256
+  int slots;  // for chunks of each warp in shared memory, at least for those of a row
+};
+
+/// A warp's vectors of one row after another. T has 16 bits; transforms are plain (see Jsd).
+template <class T, JsdKind kKind, bool kLogProbs>
+class JsdWarp {
+  static constexpr int kWidth = 8, kHalf = kJsdVectors / 2;
+  static constexpr bool kMixed = kKind == JsdKind::kMixed, kForward = kKind == JsdKind::kForward,
+                        kReverse = kKind == JsdKind::kReverse;
+  /// Powers go up to 2^28: those of a student that are 0 are too small for any finite 2^d to count.
+  static constexpr float kHeadroom = kMixed ? 28.f : 0.f;
+  // The cached ratio is a half, whose rounding only a bfloat16 hides.
+  static_assert(!kMixed || kLogProbs || std::is_same_v<T, __nv_bfloat16>);
+  using P = Pack<T, kWidth>;
+  using Loss = Jsd<T, true>;
+
+ public:
+  static constexpr float kLn2 = static_cast<float>(kInverseLog2E);
+
+  __device__ JsdWarp(const RowJsd& p, const JsdConstants& constants, const JsdSplit& split, int group, int lane)
+      : p_(p),
+        constants_(constants),
+        split_(split),
+        halves_(constants, lane),
+        lane_(lane),
+        begin_(group * split.span),
+        end_(begin_ + split.span) {}
+
+  __device__ const T* student(int row) const { return static_cast<const T*>(p_.student) + row * p_.student_stride; }
+  __device__ const T* teacher(int row) const { return static_cast<const T*>(p_.teacher) + row * p_.teacher_stride; }
+  __device__ T* gradient(int row) const { return static_cast<T*>(p_.grad_student) + row * p_.grad_student_stride; }
+  __device__ RowVectors<T, kWidth> vectors(int row) const { return {student(row), p_.cols, kLineBytes}; }
+  __device__ const Halves& halves() const { return halves_; }
+
+  /// Starts the copies of a row's chunk into `slot`: the student's, then as many CTA's chunks further the teacher's. Cut
+  /// vectors are filled up with -inf.
+  __device__ void load(int row, int chunk, P* slot, Arrival& arrival, bool wanted) const {
+#if __CUDA_ARCH__ >= 900
+    fence_before_copy();
+    __syncwarp();
+    if (!wanted) {
+      if (lane_ == 0) arrival.expect(0);
+      return;
+    }
+    const auto v = vectors(row);
+    const int first = begin_ + chunk * split_.chunk, apart = kJsdWarps * split_.chunk;
+    const int from = max(first, v.lead / kWidth), end = min(min(end_, first + split_.chunk), v.count);
+    const int whole_from = max(from, v.whole_begin), whole_end = min(end, v.whole_end);
+    if (lane_ == 0) {
+      const uint32_t bytes = max(whole_end - whole_from, 0) * sizeof(P);
+      arrival.expect(2 * bytes);
+      if (bytes > 0) {
+        const int c = v.column(whole_from);
+        arrival.copy(slot + (whole_from - first), student(row) + c, bytes);
+        arrival.copy(slot + apart + (whole_from - first), teacher(row) + c, bytes);
+      }
+    }
+    if (from < end && (from < whole_from || whole_end < end)) {
+      const int cut = lane_ == 1 ? from : end - 1;
+      if ((lane_ == 1 || lane_ == 2) && !v.whole(cut)) {
+        slot[cut - first] = v.load(student(row), cut, lowest_pad<T>());
+        slot[apart + cut - first] = v.load(teacher(row), cut, lowest_pad<T>());
+      }
+    }
+#endif
+  }
+
+  /// Begins a row whose chunks lie in two slots.
+  __device__ void begin(int row, P* first_slot, P* second_slot) {
+    const auto v = vectors(row);
+    slots_[0] = first_slot + lane_;
+    slots_[1] = second_slot + lane_;
+    // Of the lane's vectors begin_ + lane_ + 32 j those with first_ <= 32 j < last_.
+    first_ = max(v.lead / kWidth - begin_, 0) - lane_;
+    last_ = min(end_, v.count) - begin_ - lane_;
+    full_ = begin_ >= v.whole_begin && begin_ + 32 * kJsdVectors <= min(end_, v.whole_end);
+  }
+  /// Whether all of the warp's vectors are there, and whole.
+  __device__ bool full() const { return full_; }
+
+  /// Log-probabilities: the divergences' parts, and the gradient. `free(chunk)` is called where a chunk is needed no
+  /// more.
+  template <bool kFull, class Free>
+  __device__ JsdHalf run(int row, float upstream, const Free& free) {
+    const float factor = gradient_factor(upstream);
+    float student = 0.f, teacher = 0.f;
+    for_vectors<kFull>([&](int j) {
+      float xq[kWidth], xp[kWidth], of_q = 0.f, of_p = 0.f;
+      unpack(kept(j, 0), xq);
+      unpack(kept(j, 1), xp);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float d = fmaxf((xp[i] - xq[i]) * (kReverse ? -kLog2E : kLog2E), kLowestD);
+        if constexpr (kMixed) {
+          const float near = fminf(d, kLargestD), ratio = log2_ratio_to_mixture(exp2_fast(near));
+          const float by = exp2_fast(xq[i] * kLog2E) * ratio;
+          of_q += by;
+          of_p = fmaf(exp2_fast(xp[i] * kLog2E), near + ratio, of_p);
+          xq[i] = by * factor;
+        } else {
+          // Of p over q, or the reverse.
+          const float weight = exp2_fast((kForward ? xp[i] : xq[i]) * kLog2E);
+          (kForward ? of_p : of_q) = fmaf(weight, d, kForward ? of_p : of_q);
+          xq[i] = weight * (kForward ? -factor : fmaf(fminf(d, 1e30f), kLn2, 1.f) * factor);
+        }
+      }
+      student += of_q;
+      teacher += of_p;
+      if (p_.grad_student != nullptr) store<kFull>(row, j, xq);
+    }, free);
+    return {{0.f, halves_.sum(student, teacher)}, 0.f, 0.f};
+  }
+
+  /// The powers, relative to the warp's largest logit, and their sums over the warp.
+  template <bool kFull>
+  __device__ JsdHalf levels() {
+    P a[kJsdVectors], b[kJsdVectors];
+#pragma unroll
+    for (int j = 0; j < kJsdVectors; ++j) {
+      if (!kFull) a[j] = b[j] = filled<T, kWidth>(lowest_pad<T>());
+      if (kFull || has(j)) a[j] = kept(j, 0), b[j] = kept(j, 1);
+    }
+    own_ = {warp_max(largest_of(a)), warp_max(largest_of(b))};
+    if (!kFull) asm volatile("" ::: "memory");  // they are read again: registers would not hold them and the tests
+    const float kq = constants_.student.k, kp = constants_.teacher.k;
+    const float mq = Level::reference(own_.student, kq) - kHeadroom, mp = Level::reference(own_.teacher, kp) - kHeadroom;
+    const float shift = kMixed ? 0.f : halves_.difference(halves_.teacher ? own_.teacher : own_.student);
+    float all_q = 0.f, all_p = 0.f, dot = 0.f;
+#pragma unroll
+    for (int j = 0; j < kJsdVectors; ++j) {
+      float xq[kWidth], xp[kWidth], keep[kWidth], sum_q = 0.f, sum_p = 0.f, part = 0.f;
+      if (!kFull) {
+        a[j] = b[j] = filled<T, kWidth>(lowest_pad<T>());
+        if (has(j)) a[j] = kept(j, 0), b[j] = kept(j, 1);
+      }
+      unpack(a[j], xq);
+      unpack(b[j], xp);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const float q = exp2_fast(fmaf(xq[i], kq, -mq)), p = exp2_fast(fmaf(xp[i], kp, -mp));
+        const float difference = fmaf(xp[i], constants_.relative, -xq[i]);
+        power_[j][i] = q;
+        sum_q += q;
+        sum_p += p;
+        // A NaN of two infinities meets a power of 0.
+        if (kForward) part = fmaf(p, fmaxf(difference - shift, -1e30f), part);
+        if (kReverse) part = fmaf(q, fmaxf(shift - difference, -1e30f), part);
+        keep[i] = kForward ? p : difference;
+      }
+      all_q += sum_q;
+      all_p += sum_p;
+      dot += part;
+      if (kFull || has(j)) keep_floats(j, keep);
+    }
+    const float sum = halves_.sum(all_q, all_p) * exp2f(-kHeadroom);
+    JsdHalf x{{halves_.teacher ? own_.teacher : own_.student, sum}, 0.f, 0.f};
+    if (!kMixed) x.dot = forward(OverLanes{32}.sum(dot));
+    return x;
+  }
+
+  /// After the merge of the levels.
+  __device__ void normalize(const JsdHalf& x) {
+    const Level other{Halves::other(x.level.largest), Halves::other(x.level.sum)};
+    const Level q = halves_.teacher ? other : x.level, p = halves_.teacher ? x.level : other;
+    const float kq = constants_.student.k, kp = constants_.teacher.k, relative = constants_.relative;
+    const float mq = Level::reference(q.largest, kq), mp = Level::reference(p.largest, kp);
+    of_power_ = __fdividef(Level::factor(own_.student, q.largest, kq), q.sum) * exp2f(-kHeadroom);
+    // Of a teacher's logit: of 2^(x k - m) of the row, at b = 0 of the warp's powers.
+    of_teacher_ = __fdividef(kMixed ? 1.f : Level::factor(own_.teacher, p.largest, kp), p.sum);
+    teacher_m2_ = mp;
+    // What rounding left out of mq, mp and the difference of the largest logits goes into the offset.
+    const float scaled = __fmul_rn(p.largest, relative), shift = halves_.difference(x.level.largest);
+    const float left = fmaf(p.largest, relative, -scaled) + lost(scaled, -q.largest, shift);
+    const float own = fmaf(-left, kq, fmaf(p.largest, kp, -mp) - fmaf(q.largest, kq, -mq)) - log2f(p.sum / q.sum);
+    const float product = __fmul_rn(-shift, kq);
+    dot_offset_ = own;
+    offset_ = __fadd_rn(product, own);
+    left_ = lost(product, own, offset_) + fmaf(-shift, kq, -product);
+    student_ = q;
+  }
+
+  /// The divergences' parts over the warp. Where a gradient is wanted, the student's ratios are kept for it.
+  template <bool kFull>
+  __device__ JsdHalf divergences(int row) {
+    float student = 0.f, teacher = 0.f;
+    uint32_t far_vectors = 0;
+    const bool keep = p_.grad_student != nullptr;
+    const float k = constants_.student.k, beta = fmaf(constants_.beta, left_ * kLn2, constants_.beta);
+    const float rest = 1.f - constants_.beta;
+    for_vectors<kFull>([&](int j) {
+      float d[kWidth], of_q = 0.f, of_p = 0.f;
+      kept_floats(j, d);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        d[i] = fmaf(d[i], k, offset_);
+        const float power = exp2_fast(d[i]), ratio = -log2_fast(fmaf(beta, power, rest));
+        of_q = fmaf(power_[j][i], ratio, of_q);
+        of_p = fmaf(power_[j][i] * power, d[i] + ratio, of_p);
+        d[i] = ratio;
+      }
+      if (fabsf(of_q + of_p) <= 3e38f) {
+        student += of_q;
+        teacher += of_p;
+        if (keep) kept(j, 0) = Loss::cached(d);
+      } else {
+        far_vectors |= 1u << j;
+      }
+    }, Nothing{});
+    teacher *= of_power_;
+#pragma unroll 1
+    for (; far_vectors != 0; far_vectors &= far_vectors - 1) add_far(row, __ffs(far_vectors) - 1, student, teacher);
+    // Comparisons drop a NaN that only one of the rows has.
+    return {{0.f, halves_.sum(fmaf(of_power_, student, offset_ - offset_), teacher)}, 0.f, 0.f};
+  }
+  /// The divergences of the row from the merged parts, base 2.
+  __device__ float student_divergence(const JsdHalf& x) const { return __shfl_sync(~0u, x.level.sum, 0); }
+  __device__ float teacher_divergence(const JsdHalf& x) const {
+    const float sum = __shfl_sync(~0u, x.level.sum, 16);
+    return kLogProbs ? sum : fmaf(sum, fmaf(left_, kLn2, 1.f), left_);
+  }
+  /// b = 0: the teacher's, b = 1: the student's.
+  __device__ float divergence(const JsdHalf& x) const {
+    const float ratio = x.dot / x.level.sum;
+    return forward(fmaf(__shfl_sync(~0u, ratio, kForward ? 16 : 0), constants_.student.k, dot_offset_));
+  }
+  __device__ float label_loss(float logit) const {
+    const float k = constants_.label.k;
+    return (log2f(student_.sum) - fmaf(logit, k, -Level::reference(student_.largest, k))) * kLn2;
+  }
+
+  /// Writes a row's gradient, with the student's divergence where 0 < b. `free` as in run().
+  template <bool kFull, class Free>
+  __device__ void write(float upstream, float divergence, int row, int label, const Free& free) const {
+    const float at_label = label >= 0 ? upstream * constants_.hard * constants_.label.scale : 0.f;
+    const float soft = gradient_factor(upstream);
+    // power * (kept * a + b), b = 0: power * b - kept * a. An infinite divergence must not meet a factor 0.
+    const float ratio = soft * of_power_, of_q = (soft != 0.f ? -soft * divergence : 0.f) + at_label;
+    const float a = kMixed ? ratio : kForward ? soft * of_teacher_ : -ratio * constants_.student.k;
+    const float b = kForward ? 0.f : fmaf(kReverse ? -ratio : 0.f, kReverse ? offset_ : 0.f, of_q * of_power_);
+    const int label_vector = label >= 0 ? (label + vectors(row).lead) / kWidth - begin_ - lane_ : -1;
+    for_vectors<kFull>([&](int j) {
+      float x[kWidth];
+      if constexpr (kMixed) {
+        Loss::from_cache(kept(j, 0), x);
+      } else {
+        kept_floats(j, x);
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if constexpr (kMixed) {
+          x[i] = power_[j][i] * fmaf(x[i], a, b);
+        } else if constexpr (kForward) {
+          // Not fused: equal rows give exactly 0.
+          x[i] = fmaf(power_[j][i], at_label * of_power_, __fmul_rn(power_[j][i], ratio) - __fmul_rn(x[i], a));
+        } else {
+          x[i] = power_[j][i] * fminf(fmaxf(fmaf(x[i], a, b), -1e30f), 1e30f);
+        }
+      }
+      if (label_vector == 32 * j) {
+        const int at = (label + vectors(row).lead) % kWidth;
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) x[i] -= i == at ? at_label : 0.f;
+      }
+      store<kFull>(row, j, x);
+    }, free);
+  }
+
+  /// A row without a gradient of its own.
+  __device__ void fill(int row, T x) const {
+    const auto all = vectors(row);
+    for (int v = max(begin_, all.lead / kWidth) + lane_; v < min(end_, all.count); v += 32) {
+      all.store(gradient(row), v, filled<T, kWidth>(x));
+    }
+  }
+
+ private:
+  struct Nothing {
+    __device__ void operator()(int) const {}
+  };
+  __device__ bool has(int j) const { return 32 * j >= first_ && 32 * j < last_; }
+  /// body(j) for the lane's vectors, after(chunk) after those of a chunk.
+  template <bool kFull, class Body, class After>
+  __device__ void for_vectors(const Body& body, const After& after) const {
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      if (!kFull && chunk * split_.chunk >= split_.span) break;
+#pragma unroll
+      for (int j = chunk * kHalf; j < (chunk + 1) * kHalf; ++j) {
+        if (kFull || has(j)) body(j);
+      }
+      after(chunk);
+    }
+  }
+  /// What is kept of vector j: two Packs, or eight floats.
+  __device__ P& kept(int j, int i) const {
+    return (j < kHalf ? slots_[0] : slots_[1])[i * kJsdWarps * split_.chunk + j % kHalf * 32];
+  }
+  __device__ void keep_floats(int j, const float (&x)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      kept(j, i).words = {__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]), __float_as_uint(x[4 * i + 2]),
+                          __float_as_uint(x[4 * i + 3])};
+    }
+  }
+  __device__ void kept_floats(int j, float (&x)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const P pack = kept(j, i);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) x[4 * i + k] = __uint_as_float(pack.word(k));
+    }
+  }
+  template <bool kFull>
+  __device__ void store(int row, int j, const float (&x)[kWidth]) const {
+    const auto pack = packed<T, kWidth>(x);
+    const int v = begin_ + lane_ + 32 * j;
+    if constexpr (kFull) {
+      pack.store(gradient(row) + vectors(row).column(v));
+    } else {
+      vectors(row).store(gradient(row), v, pack);
+    }
+  }
+  /// What a gradient's base-2 ratios, or its probabilities at b = 0, are multiplied with.
+  __device__ float gradient_factor(float upstream) const {
+    const float soft = upstream * constants_.soft;
+    if (soft == 0.f) return 0.f;
+    if (kLogProbs) return soft * (kForward ? 1.f : constants_.student_share) * (kMixed ? kLn2 : 1.f);
+    return soft * constants_.student.scale * (kForward ? 1.f : constants_.student_share * kLn2);
+  }
+  /// log2(q / m), from 2^d.
+  __device__ float log2_ratio_to_mixture(float power) const {
+    return -log2_fast(fmaf(constants_.beta, power, 1.f - constants_.beta));
+  }
+  /// From p over q to q over p where b = 1.
+  __device__ static float forward(float x) { return kReverse ? -x : x; }
+  /// What a + b = sum has lost.
+  __device__ static float lost(float a, float b, float sum) {
+    const float of_b = __fsub_rn(sum, a), of_a = __fsub_rn(sum, of_b);
+    return __fadd_rn(__fsub_rn(a, of_a), __fsub_rn(b, of_b));
+  }
+  /// A vector with infinite logits, or with a 2^d that is infinite, perhaps where the student's power is 0. The logits
+  /// are read again: nothing is written before the merge that follows.
+  __device__ void add_far(int row, int j, float& of_q, float& of_p) const {
+    const auto all = vectors(row);
+    const int v = begin_ + lane_ + 32 * j;
+    const float kq = constants_.student.k, kp = constants_.teacher.k, mq = Level::reference(own_.student, kq) - kHeadroom;
+    float xq[kWidth], xp[kWidth], far = 0.f;
+    unpack(all.load(student(row), v, lowest_pad<T>()), xq);
+    unpack(all.load(teacher(row), v, lowest_pad<T>()), xp);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float difference = fmaf(xp[i], constants_.relative, -xq[i]);
+      const float d = fminf(fmaxf(fmaf(difference, kq, offset_), kLowestD), kLargestD);
+      const float ratio = log2_ratio_to_mixture(exp2_fast(d));
+      of_q = fmaf(exp2_fast(fmaf(xq[i], kq, -mq)), ratio, of_q);
+      far = fmaf(exp2_fast(fmaf(xp[i], kp, -teacher_m2_)), d + ratio, far);
+      xp[i] = ratio;
+    }
+    of_p = fmaf(of_teacher_, far, of_p);
+    if (p_.grad_student != nullptr) kept(j, 0) = Loss::cached(xp);
+  }
+
+  const RowJsd& p_;
+  const JsdConstants& constants_;
+  const JsdSplit& split_;
+  const Halves halves_;
+  const int lane_, begin_, end_;
+  P* slots_[2] = {};  // the row's
+  int first_ = 0, last_ = 0;
+  bool full_ = false;
+  float power_[kJsdVectors][kWidth];
+  struct Largest {
+    float student, teacher;
+  } own_{};          // of the warp
+  Level student_{};  // of the row
+  float of_power_ = 0.f, of_teacher_ = 0.f;  // from powers to probabilities
+  float teacher_m2_ = 0.f;
+  // d is the difference * k + offset_ + left_, which is below a float's sight; dot_offset_ is for differences relative
+  // to that of the largest logits.
+  float offset_ = 0.f, left_ = 0.f, dot_offset_ = 0.f;
+};
+
+template <class T, JsdKind kKind, bool kLogProbs>
+__global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
+    jsd_by_cluster(const __grid_constant__ RowJsd p, const __grid_constant__ JsdConstants constants,
+                   const __grid_constant__ JsdSplit split) {
+#if __CUDA_ARCH__ >= 900
+  using P = Pack<T, 8>;
+  using Warp = JsdWarp<T, kKind, kLogProbs>;
+  constexpr bool kMixed = kKind == JsdKind::kMixed, kForward = kKind == JsdKind::kForward;
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  __shared__ ClusterMerge<kJsdWarps> merges;
+  __shared__ Arrival arrivals[kJsdMaxSlots][kJsdWarps];
+  __shared__ volatile float label_logit;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int rank = cluster_rank(), size = cluster_size();
+  const int clusters = static_cast<int>(gridDim.x) / size, rows = static_cast<int>(p.rows);
+  merges.init();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kJsdMaxSlots * kJsdWarps; ++i) arrivals[i / kJsdWarps][i % kJsdWarps].init();
+    Arrival::fence_init();
+  }
+  __syncthreads();
+  cluster_arrive();
+  cluster_wait();
+
+  Warp part(p, constants, split, rank * kJsdWarps + warp, lane);
+  const MergeLevels<kKind> merge_levels{part.halves()};
+  const bool has_hard = constants.hard != 0.f || p.hard != nullptr, writes = rank == 0 && warp == 0;
+  const int chunks = split.chunk < split.span ? 2 : 1;
+  const auto slot_at = [&](int slot) {
+    return reinterpret_cast<P*>(shared_bytes) + (2 * slot * kJsdWarps + warp) * split.chunk;
+  };
+  const auto counts = [&](int row) {
+    if (row >= rows || p.label == nullptr) return row < rows;
+    const JsdRow info(p, row);
+    return info.kept && info.in_range;
+  };
+  // What is to be loaded next, and a bit for each row from the current one on, is it needed.
+  int row = static_cast<int>(blockIdx.x) / size, ahead_row = row, ahead_chunk = 0, ahead = 0;
+  uint32_t needed = 0;
+  const auto load_next = [&](int slot, bool is_needed) {
+    if (ahead_chunk == 0) needed |= static_cast<uint32_t>(is_needed) << ahead;
+    part.load(ahead_row, ahead_chunk, slot_at(slot), arrivals[slot][warp], needed >> ahead & 1);
+    if (++ahead_chunk == chunks) ahead_chunk = 0, ahead_row += clusters, ++ahead;
+  };
+  for (int i = 0; i < split.slots; ++i) load_next(i, counts(ahead_row));
+  int slot = 0, turn = 0;
+  uint32_t parity = 0;
+  for (; row < rows; row += clusters) {
+    // Of the one row that begins to be loaded in this round, long before that.
+    const bool next_needed = counts(ahead_row + (ahead_chunk == 0 ? 0 : clusters));
+    const int second = slot + chunks - 1 < split.slots ? slot + chunks - 1 : 0;
+    arrivals[slot][warp].wait(parity);
+    if (second != slot) arrivals[second][warp].wait(second < slot ? parity ^ 1 : parity);
+    __syncwarp();
+    const auto free = [&](int chunk) { load_next(chunk == 0 ? slot : second, next_needed); };
+    if (needed & 1) {
+      part.begin(row, slot_at(slot), slot_at(second));
+      float student = 0.f, teacher = 0.f;  // the divergences, base 2
+      if constexpr (kLogProbs) {
+        const JsdRow info(p, row);
+        const float upstream = info.upstream(p, row);
+        JsdHalf x = part.full() ? part.template run<true>(row, upstream, free) : part.template run<false>(row, upstream, free);
+        merges.merge(x, MergeSums{}, turn++, warp, lane);
+        student = part.student_divergence(x);
+        teacher = part.teacher_divergence(x);
+        if (writes && lane == 0) {
+          const float soft = (constants.student_share * student + constants.teacher_share * teacher) * Warp::kLn2;
+          write_losses(p, constants, info, row, soft, 0.f);
+        }
+      } else {
+        // The gradient may overwrite it once all warps have come to the last merge: until then it must have been read.
+        float logit = 0.f;
+        if (writes && has_hard) logit = widen(part.student(row)[JsdRow(p, row).index]);
+        JsdHalf x = part.full() ? part.template levels<true>() : part.template levels<false>();
+        if constexpr (kMixed) {
+          merges.merge(x, merge_levels, turn++, warp, lane);
+          part.normalize(x);
+          x = part.full() ? part.template divergences<true>(row) : part.template divergences<false>(row);
+        }
+        if (writes && has_hard && lane == 0) label_logit = logit;
+        const JsdRow info(p, row);  // comes during the merge
+        const float upstream = info.upstream(p, row);
+        if constexpr (kMixed) {
+          merges.merge(x, MergeSums{}, turn++, warp, lane);
+          student = part.student_divergence(x);
+          teacher = part.teacher_divergence(x);
+        } else {
+          merges.merge(x, merge_levels, turn++, warp, lane);
+          part.normalize(x);
+          (kForward ? teacher : student) = part.divergence(x);
+        }
+        if (writes && lane == 0) {
+          const float soft = (constants.student_share * student + constants.teacher_share * teacher) * Warp::kLn2;
+          const float hard = info.index >= 0 ? part.label_loss(label_logit) : 0.f;
+          write_losses(p, constants, info, row, soft, hard);
+        }
+        if (p.grad_student == nullptr) {
+          for (int i = 0; i < chunks; ++i) free(i);
+        } else if (part.full()) {
+          part.template write<true>(upstream, student, row, info.index, free);
+        } else {
+          part.template write<false>(upstream, student, row, info.index, free);
+        }
+      }
+    } else {
+      const JsdRow info(p, row);
+      if (writes && lane == 0) write_losses(p, constants, info, row, 0.f, 0.f);
+      if (p.grad_student != nullptr) part.fill(row, static_cast<T>(info.in_range ? 0.f : not_a_number()));
+      for (int i = 0; i < chunks; ++i) free(i);
+    }
+    needed >>= 1;
+    --ahead;
+    slot += chunks;
+    if (slot >= split.slots) slot -= split.slots, parity ^= 1;
+  }
+#endif
+}
+
+}  // namespace fusegrad::device
