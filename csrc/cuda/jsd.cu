@@ -85,12 +85,10 @@ bool launched_by_cluster(const RowJsd& p, void* stream) {
   }
   if (gpu.cluster < grid.cluster || span() > kVectors) return false;
   if (p.rows > INT32_MAX / 2) return false;  // counted in 32 bits
-  device::JsdSplit split{static_cast<int>(span()), 0, 0};
-  split.chunk = std::min(split.span, kVectors / 2);
-  const int least = split.span > split.chunk ? 2 : 1, slot_bytes = 2 * kWarps * split.chunk * 16;
-  const int room = std::max(gpu.shared_of_multiprocessor / device::kJsdCtas, (least * slot_bytes) + kStatic) - kStatic;
-  if (least * slot_bytes + kStatic > gpu.shared_bytes) return false;
-  split.slots = std::min(device::kJsdMaxSlots, room / slot_bytes);
+  const int slot_bytes = 2 * kWarps * static_cast<int>(span()) * 16;
+  if (slot_bytes + kStatic > gpu.shared_bytes) return false;
+  const int room = gpu.shared_of_multiprocessor / device::jsd_ctas(kKind, kLogProbs) - kStatic;
+  const device::JsdSplit split{static_cast<int>(span()), std::clamp(room / slot_bytes, 1, device::kJsdMaxSlots)};
   grid.shared_bytes = split.slots * slot_bytes;
   grid.blocks = grid.cluster;
   const auto kernel = device::jsd_by_cluster<T, kKind, kLogProbs>;

@@ -17,24 +17,36 @@
 
 namespace fusegrad::device {
 
-constexpr int kJsdWarps = 8, kJsdCtas = 2;  // of a CTA, on a multiprocessor
-constexpr int kJsdVectors = 8;              // of each input a lane has, in two chunks
+#ifndef JSD_CTAS_MIXED
+#define JSD_CTAS_MIXED 2
+#endif
+#ifndef JSD_CTAS_ENDS
+#define JSD_CTAS_ENDS 2
+#endif
+#ifndef JSD_CTAS_LOG
+#define JSD_CTAS_LOG 2
+#endif
+constexpr int kJsdWarps = 8;
+constexpr int jsd_ctas(JsdKind kind, bool log_probs) {
+  return log_probs ? JSD_CTAS_LOG : kind == JsdKind::kMixed ? JSD_CTAS_MIXED : JSD_CTAS_ENDS;
+}
+constexpr int kJsdVectors = 8;  // of each input a lane has
 constexpr int kJsdMaxSlots = 4;
 
 /// How the warps of a cluster share a row.
 struct JsdSplit {
   int span;   // vectors of each input a warp has, a multiple of 8
-  int chunk;  // vectors of a copy: all of them, or 128 of at most 256
-  int slots;  // for chunks of each warp in shared memory, at least for those of a row
+  int slots;  // rows in shared memory at a time
 };
 
 /// A warp's vectors of one row after another. T has 16 bits; transforms are plain (see Jsd).
 template <class T, JsdKind kKind, bool kLogProbs>
 class JsdWarp {
-  static constexpr int kWidth = 8, kHalf = kJsdVectors / 2;
+  static constexpr int kWidth = 8;
   static constexpr bool kMixed = kKind == JsdKind::kMixed, kForward = kKind == JsdKind::kForward,
                         kReverse = kKind == JsdKind::kReverse;
   /// Powers go up to 2^28: those of a student that are 0 are too small for any finite 2^d to count.
+  static constexpr bool kHold = jsd_ctas(kKind, kLogProbs) == 2;
   static constexpr float kHeadroom = kMixed ? 28.f : 0.f;
   // The cached ratio is a half, whose rounding only a bfloat16 hides.
   static_assert(!kMixed || kLogProbs || std::is_same_v<T, __nv_bfloat16>);
@@ -59,9 +71,9 @@ class JsdWarp {
   __device__ RowVectors<T, kWidth> vectors(int row) const { return {student(row), p_.cols, kLineBytes}; }
   __device__ const Halves& halves() const { return halves_; }
 
-  /// Starts the copies of a row's chunk into `slot`: the student's, then as many CTA's chunks further the teacher's. Cut
+  /// Starts the copies of a row's vectors into `slot`: the student's, a CTA's vectors further the teacher's. Cut
   /// vectors are filled up with -inf.
-  __device__ void load(int row, int chunk, P* slot, Arrival& arrival, bool wanted) const {
+  __device__ void load(int row, P* slot, Arrival& arrival, bool wanted) const {
 #if __CUDA_ARCH__ >= 900
     fence_before_copy();
     __syncwarp();
@@ -70,48 +82,45 @@ class JsdWarp {
       return;
     }
     const auto v = vectors(row);
-    const int first = begin_ + chunk * split_.chunk, apart = kJsdWarps * split_.chunk;
-    const int from = max(first, v.lead / kWidth), end = min(min(end_, first + split_.chunk), v.count);
+    const int apart = kJsdWarps * split_.span;
+    const int from = max(begin_, v.lead / kWidth), end = min(end_, v.count);
     const int whole_from = max(from, v.whole_begin), whole_end = min(end, v.whole_end);
     if (lane_ == 0) {
       const uint32_t bytes = max(whole_end - whole_from, 0) * sizeof(P);
       arrival.expect(2 * bytes);
       if (bytes > 0) {
         const int c = v.column(whole_from);
-        arrival.copy(slot + (whole_from - first), student(row) + c, bytes);
-        arrival.copy(slot + apart + (whole_from - first), teacher(row) + c, bytes);
+        arrival.copy(slot + (whole_from - begin_), student(row) + c, bytes);
+        arrival.copy(slot + apart + (whole_from - begin_), teacher(row) + c, bytes);
       }
     }
     if (from < end && (from < whole_from || whole_end < end)) {
       const int cut = lane_ == 1 ? from : end - 1;
       if ((lane_ == 1 || lane_ == 2) && !v.whole(cut)) {
-        slot[cut - first] = v.load(student(row), cut, lowest_pad<T>());
-        slot[apart + cut - first] = v.load(teacher(row), cut, lowest_pad<T>());
+        slot[cut - begin_] = v.load(student(row), cut, lowest_pad<T>());
+        slot[apart + cut - begin_] = v.load(teacher(row), cut, lowest_pad<T>());
       }
     }
 #endif
   }
 
-  /// Begins a row whose chunks lie in two slots.
-  __device__ void begin(int row, P* first_slot, P* second_slot) {
+  /// Begins a row whose vectors lie in `slot`.
+  __device__ void begin(int row, P* slot) {
     const auto v = vectors(row);
-    slots_[0] = first_slot + lane_;
-    slots_[1] = second_slot + lane_;
+    slot_ = slot + lane_;
     // Of the lane's vectors begin_ + lane_ + 32 j those with first_ <= 32 j < last_.
     first_ = max(v.lead / kWidth - begin_, 0) - lane_;
     last_ = min(end_, v.count) - begin_ - lane_;
-    full_ = begin_ >= v.whole_begin && begin_ + 32 * kJsdVectors <= min(end_, v.whole_end);
+    cut_ = begin_ < v.whole_begin || end_ > v.whole_end;
+    column_ = v.column(begin_ + lane_);
   }
-  /// Whether all of the warp's vectors are there, and whole.
-  __device__ bool full() const { return full_; }
 
   /// Log-probabilities: the divergences' parts, and the gradient. `free(chunk)` is called where a chunk is needed no
   /// more.
-  template <bool kFull, class Free>
-  __device__ JsdHalf run(int row, float upstream, const Free& free) {
+  __device__ JsdHalf run(int row, float upstream) {
     const float factor = gradient_factor(upstream);
     float student = 0.f, teacher = 0.f;
-    for_vectors<kFull>([&](int j) {
+    for_vectors([&](int j) {
       float xq[kWidth], xp[kWidth], of_q = 0.f, of_p = 0.f;
       unpack(kept(j, 0), xq);
       unpack(kept(j, 1), xp);
@@ -133,51 +142,43 @@ class JsdWarp {
       }
       student += of_q;
       teacher += of_p;
-      if (p_.grad_student != nullptr) store<kFull>(row, j, xq);
-    }, free);
+      if (p_.grad_student != nullptr) store(row, j, xq);
+    });
     return {{0.f, halves_.sum(student, teacher)}, 0.f, 0.f};
   }
 
   /// The powers, relative to the warp's largest logit, and their sums over the warp.
-  template <bool kFull>
   __device__ JsdHalf levels() {
     P a[kJsdVectors], b[kJsdVectors];
 #pragma unroll
     for (int j = 0; j < kJsdVectors; ++j) {
-      if (!kFull) a[j] = b[j] = filled<T, kWidth>(lowest_pad<T>());
-      if (kFull || has(j)) a[j] = kept(j, 0), b[j] = kept(j, 1);
+      a[j] = b[j] = filled<T, kWidth>(lowest_pad<T>());
+      if (has(j)) a[j] = kept(j, 0), b[j] = kept(j, 1);
     }
     own_ = {warp_max(largest_of(a)), warp_max(largest_of(b))};
-    if (!kFull) asm volatile("" ::: "memory");  // they are read again: registers would not hold them and the tests
     const float kq = constants_.student.k, kp = constants_.teacher.k;
     const float mq = Level::reference(own_.student, kq) - kHeadroom, mp = Level::reference(own_.teacher, kp) - kHeadroom;
     const float shift = kMixed ? 0.f : halves_.difference(halves_.teacher ? own_.teacher : own_.student);
     float all_q = 0.f, all_p = 0.f, dot = 0.f;
 #pragma unroll
     for (int j = 0; j < kJsdVectors; ++j) {
-      float xq[kWidth], xp[kWidth], keep[kWidth], sum_q = 0.f, sum_p = 0.f, part = 0.f;
-      if (!kFull) {
-        a[j] = b[j] = filled<T, kWidth>(lowest_pad<T>());
-        if (has(j)) a[j] = kept(j, 0), b[j] = kept(j, 1);
-      }
+      float xq[kWidth], xp[kWidth], sum_q = 0.f, sum_p = 0.f, part = 0.f;
       unpack(a[j], xq);
       unpack(b[j], xp);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float q = exp2_fast(fmaf(xq[i], kq, -mq)), p = exp2_fast(fmaf(xp[i], kp, -mp));
-        const float difference = fmaf(xp[i], constants_.relative, -xq[i]);
-        power_[j][i] = q;
+        const float difference = this->difference(xq[i], xp[i]);
+        if (kHold) power_[j][i] = q;
         sum_q += q;
         sum_p += p;
         // A NaN of two infinities meets a power of 0.
         if (kForward) part = fmaf(p, fmaxf(difference - shift, -1e30f), part);
         if (kReverse) part = fmaf(q, fmaxf(shift - difference, -1e30f), part);
-        keep[i] = kForward ? p : difference;
       }
       all_q += sum_q;
       all_p += sum_p;
       dot += part;
-      if (kFull || has(j)) keep_floats(j, keep);
     }
     const float sum = halves_.sum(all_q, all_p) * exp2f(-kHeadroom);
     JsdHalf x{{halves_.teacher ? own_.teacher : own_.student, sum}, 0.f, 0.f};
@@ -207,32 +208,33 @@ class JsdWarp {
   }
 
   /// The divergences' parts over the warp. Where a gradient is wanted, the student's ratios are kept for it.
-  template <bool kFull>
   __device__ JsdHalf divergences(int row) {
     float student = 0.f, teacher = 0.f;
     uint32_t far_vectors = 0;
     const bool keep = p_.grad_student != nullptr;
     const float k = constants_.student.k, beta = fmaf(constants_.beta, left_ * kLn2, constants_.beta);
     const float rest = 1.f - constants_.beta;
-    for_vectors<kFull>([&](int j) {
-      float d[kWidth], of_q = 0.f, of_p = 0.f;
-      kept_floats(j, d);
+    for_vectors([&](int j) {
+      float d[kWidth], xq[kWidth], of_q = 0.f, of_p = 0.f;
+      unpack(kept(j, 0), xq);
+      unpack(kept(j, 1), d);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        d[i] = fmaf(d[i], k, offset_);
+        const float q = kHold ? power_[j][i] : power_of(xq[i]);
+        d[i] = fmaf(difference(xq[i], d[i]), k, offset_);
         const float power = exp2_fast(d[i]), ratio = -log2_fast(fmaf(beta, power, rest));
-        of_q = fmaf(power_[j][i], ratio, of_q);
-        of_p = fmaf(power_[j][i] * power, d[i] + ratio, of_p);
+        of_q = fmaf(q, ratio, of_q);
+        of_p = fmaf(q * power, d[i] + ratio, of_p);
         d[i] = ratio;
       }
       if (fabsf(of_q + of_p) <= 3e38f) {
         student += of_q;
         teacher += of_p;
-        if (keep) kept(j, 0) = Loss::cached(d);
+        if (keep) kept(j, 1) = Loss::cached(d);
       } else {
         far_vectors |= 1u << j;
       }
-    }, Nothing{});
+    });
     teacher *= of_power_;
 #pragma unroll 1
     for (; far_vectors != 0; far_vectors &= far_vectors - 1) add_far(row, __ffs(far_vectors) - 1, student, teacher);
@@ -256,31 +258,35 @@ class JsdWarp {
   }
 
   /// Writes a row's gradient, with the student's divergence where 0 < b. `free` as in run().
-  template <bool kFull, class Free>
-  __device__ void write(float upstream, float divergence, int row, int label, const Free& free) const {
+  __device__ void write(float upstream, float divergence, int row, int label) const {
     const float at_label = label >= 0 ? upstream * constants_.hard * constants_.label.scale : 0.f;
     const float soft = gradient_factor(upstream);
     // power * (kept * a + b), b = 0: power * b - kept * a. An infinite divergence must not meet a factor 0.
     const float ratio = soft * of_power_, of_q = (soft != 0.f ? -soft * divergence : 0.f) + at_label;
     const float a = kMixed ? ratio : kForward ? soft * of_teacher_ : -ratio * constants_.student.k;
     const float b = kForward ? 0.f : fmaf(kReverse ? -ratio : 0.f, kReverse ? offset_ : 0.f, of_q * of_power_);
+    const float own_m2_p = Level::reference(own_.teacher, constants_.teacher.k) - kHeadroom;
     const int label_vector = label >= 0 ? (label + vectors(row).lead) / kWidth - begin_ - lane_ : -1;
-    for_vectors<kFull>([&](int j) {
-      float x[kWidth];
+    for_vectors([&](int j) {
+      float x[kWidth], xq[kWidth];
+      if (!kHold || kReverse) unpack(kept(j, 0), xq);
       if constexpr (kMixed) {
-        Loss::from_cache(kept(j, 0), x);
+        Loss::from_cache(kept(j, 1), x);
       } else {
-        kept_floats(j, x);
+        unpack(kept(j, 1), x);
       }
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
+        const float q = kHold ? power_[j][i] : power_of(xq[i]);
+        if (kForward) x[i] = exp2_fast(fmaf(x[i], constants_.teacher.k, -own_m2_p));
+        if (kReverse) x[i] = difference(xq[i], x[i]);
         if constexpr (kMixed) {
-          x[i] = power_[j][i] * fmaf(x[i], a, b);
+          x[i] = q * fmaf(x[i], a, b);
         } else if constexpr (kForward) {
           // Not fused: equal rows give exactly 0.
-          x[i] = fmaf(power_[j][i], at_label * of_power_, __fmul_rn(power_[j][i], ratio) - __fmul_rn(x[i], a));
+          x[i] = fmaf(q, at_label * of_power_, __fmul_rn(q, ratio) - __fmul_rn(x[i], a));
         } else {
-          x[i] = power_[j][i] * fminf(fmaxf(fmaf(x[i], a, b), -1e30f), 1e30f);
+          x[i] = q * fminf(fmaxf(fmaf(x[i], a, b), -1e30f), 1e30f);
         }
       }
       if (label_vector == 32 * j) {
@@ -288,8 +294,8 @@ class JsdWarp {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) x[i] -= i == at ? at_label : 0.f;
       }
-      store<kFull>(row, j, x);
-    }, free);
+      store(row, j, x);
+    });
   }
 
   /// A row without a gradient of its own.
@@ -301,50 +307,23 @@ class JsdWarp {
   }
 
  private:
-  struct Nothing {
-    __device__ void operator()(int) const {}
-  };
   __device__ bool has(int j) const { return 32 * j >= first_ && 32 * j < last_; }
-  /// body(j) for the lane's vectors, after(chunk) after those of a chunk.
-  template <bool kFull, class Body, class After>
-  __device__ void for_vectors(const Body& body, const After& after) const {
+  /// body(j) for the lane's vectors.
+  template <class Body>
+  __device__ void for_vectors(const Body& body) const {
 #pragma unroll
-    for (int chunk = 0; chunk < 2; ++chunk) {
-      if (!kFull && chunk * split_.chunk >= split_.span) break;
-#pragma unroll
-      for (int j = chunk * kHalf; j < (chunk + 1) * kHalf; ++j) {
-        if (kFull || has(j)) body(j);
-      }
-      after(chunk);
+    for (int j = 0; j < kJsdVectors; ++j) {
+      if (has(j)) body(j);
     }
   }
   /// What is kept of vector j: two Packs, or eight floats.
-  __device__ P& kept(int j, int i) const {
-    return (j < kHalf ? slots_[0] : slots_[1])[i * kJsdWarps * split_.chunk + j % kHalf * 32];
-  }
-  __device__ void keep_floats(int j, const float (&x)[kWidth]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      kept(j, i).words = {__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]), __float_as_uint(x[4 * i + 2]),
-                          __float_as_uint(x[4 * i + 3])};
-    }
-  }
-  __device__ void kept_floats(int j, float (&x)[kWidth]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const P pack = kept(j, i);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) x[4 * i + k] = __uint_as_float(pack.word(k));
-    }
-  }
-  template <bool kFull>
+  __device__ P& kept(int j, int i) const { return slot_[i * kJsdWarps * split_.span + 32 * j]; }
   __device__ void store(int row, int j, const float (&x)[kWidth]) const {
     const auto pack = packed<T, kWidth>(x);
-    const int v = begin_ + lane_ + 32 * j;
-    if constexpr (kFull) {
-      pack.store(gradient(row) + vectors(row).column(v));
+    if (cut_) {
+      vectors(row).store(gradient(row), begin_ + lane_ + 32 * j, pack);
     } else {
-      vectors(row).store(gradient(row), v, pack);
+      pack.store(gradient(row) + column_ + 32 * kWidth * j);
     }
   }
   /// What a gradient's base-2 ratios, or its probabilities at b = 0, are multiplied with.
@@ -357,6 +336,10 @@ class JsdWarp {
   /// log2(q / m), from 2^d.
   __device__ float log2_ratio_to_mixture(float power) const {
     return -log2_fast(fmaf(constants_.beta, power, 1.f - constants_.beta));
+  }
+  __device__ float difference(float xq, float xp) const { return fmaf(xp, constants_.relative, -xq); }
+  __device__ float power_of(float x) const {
+    return exp2_fast(fmaf(x, constants_.student.k, kHeadroom - Level::reference(own_.student, constants_.student.k)));
   }
   /// From p over q to q over p where b = 1.
   __device__ static float forward(float x) { return kReverse ? -x : x; }
@@ -376,7 +359,7 @@ class JsdWarp {
     unpack(all.load(teacher(row), v, lowest_pad<T>()), xp);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const float difference = fmaf(xp[i], constants_.relative, -xq[i]);
+      const float difference = this->difference(xq[i], xp[i]);
       const float d = fminf(fmaxf(fmaf(difference, kq, offset_), kLowestD), kLargestD);
       const float ratio = log2_ratio_to_mixture(exp2_fast(d));
       of_q = fmaf(exp2_fast(fmaf(xq[i], kq, -mq)), ratio, of_q);
@@ -384,7 +367,7 @@ class JsdWarp {
       xp[i] = ratio;
     }
     of_p = fmaf(of_teacher_, far, of_p);
-    if (p_.grad_student != nullptr) kept(j, 0) = Loss::cached(xp);
+    if (p_.grad_student != nullptr) kept(j, 1) = Loss::cached(xp);
   }
 
   const RowJsd& p_;
@@ -392,10 +375,11 @@ class JsdWarp {
   const JsdSplit& split_;
   const Halves halves_;
   const int lane_, begin_, end_;
-  P* slots_[2] = {};  // the row's
+  P* slot_ = nullptr;  // the row's
   int first_ = 0, last_ = 0;
-  bool full_ = false;
-  float power_[kJsdVectors][kWidth];
+  bool cut_ = false;  // the warp may have a vector that is
+  int column_ = 0;    // of the lane's vector 0
+  float power_[kHold ? kJsdVectors : 1][kWidth];
   struct Largest {
     float student, teacher;
   } own_{};          // of the warp
@@ -408,7 +392,7 @@ class JsdWarp {
 };
 
 template <class T, JsdKind kKind, bool kLogProbs>
-__global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
+__global__ void __launch_bounds__(32 * kJsdWarps, jsd_ctas(kKind, kLogProbs))
     jsd_by_cluster(const __grid_constant__ RowJsd p, const __grid_constant__ JsdConstants constants,
                    const __grid_constant__ JsdSplit split) {
 #if __CUDA_ARCH__ >= 900
@@ -434,41 +418,35 @@ __global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
   Warp part(p, constants, split, rank * kJsdWarps + warp, lane);
   const MergeLevels<kKind> merge_levels{part.halves()};
   const bool has_hard = constants.hard != 0.f || p.hard != nullptr, writes = rank == 0 && warp == 0;
-  const int chunks = split.chunk < split.span ? 2 : 1;
   const auto slot_at = [&](int slot) {
-    return reinterpret_cast<P*>(shared_bytes) + (2 * slot * kJsdWarps + warp) * split.chunk;
+    return reinterpret_cast<P*>(shared_bytes) + (2 * slot * kJsdWarps + warp) * split.span;
   };
   const auto counts = [&](int row) {
     if (row >= rows || p.label == nullptr) return row < rows;
     const JsdRow info(p, row);
     return info.kept && info.in_range;
   };
-  // What is to be loaded next, and a bit for each row from the current one on, is it needed.
-  int row = static_cast<int>(blockIdx.x) / size, ahead_row = row, ahead_chunk = 0, ahead = 0;
-  uint32_t needed = 0;
-  const auto load_next = [&](int slot, bool is_needed) {
-    if (ahead_chunk == 0) needed |= static_cast<uint32_t>(is_needed) << ahead;
-    part.load(ahead_row, ahead_chunk, slot_at(slot), arrivals[slot][warp], needed >> ahead & 1);
-    if (++ahead_chunk == chunks) ahead_chunk = 0, ahead_row += clusters, ++ahead;
-  };
-  for (int i = 0; i < split.slots; ++i) load_next(i, counts(ahead_row));
+  uint32_t needed = 0;  // a bit for each row that has been asked for, the current one's first
+  int row = static_cast<int>(blockIdx.x) / size;
+  for (int i = 0; i < split.slots; ++i) {
+    const bool is_needed = counts(row + i * clusters);
+    needed |= static_cast<uint32_t>(is_needed) << i;
+    part.load(row + i * clusters, slot_at(i), arrivals[i][warp], is_needed);
+  }
   int slot = 0, turn = 0;
   uint32_t parity = 0;
   for (; row < rows; row += clusters) {
-    // Of the one row that begins to be loaded in this round, long before that.
-    const bool next_needed = counts(ahead_row + (ahead_chunk == 0 ? 0 : clusters));
-    const int second = slot + chunks - 1 < split.slots ? slot + chunks - 1 : 0;
+    const int next = row + split.slots * clusters;
+    const bool next_needed = counts(next);  // long before it is used
     arrivals[slot][warp].wait(parity);
-    if (second != slot) arrivals[second][warp].wait(second < slot ? parity ^ 1 : parity);
     __syncwarp();
-    const auto free = [&](int chunk) { load_next(chunk == 0 ? slot : second, next_needed); };
     if (needed & 1) {
-      part.begin(row, slot_at(slot), slot_at(second));
+      part.begin(row, slot_at(slot));
       float student = 0.f, teacher = 0.f;  // the divergences, base 2
       if constexpr (kLogProbs) {
         const JsdRow info(p, row);
         const float upstream = info.upstream(p, row);
-        JsdHalf x = part.full() ? part.template run<true>(row, upstream, free) : part.template run<false>(row, upstream, free);
+        JsdHalf x = part.run(row, upstream);
         merges.merge(x, MergeSums{}, turn++, warp, lane);
         student = part.student_divergence(x);
         teacher = part.teacher_divergence(x);
@@ -480,11 +458,11 @@ __global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
         // The gradient may overwrite it once all warps have come to the last merge: until then it must have been read.
         float logit = 0.f;
         if (writes && has_hard) logit = widen(part.student(row)[JsdRow(p, row).index]);
-        JsdHalf x = part.full() ? part.template levels<true>() : part.template levels<false>();
+        JsdHalf x = part.levels();
         if constexpr (kMixed) {
           merges.merge(x, merge_levels, turn++, warp, lane);
           part.normalize(x);
-          x = part.full() ? part.template divergences<true>(row) : part.template divergences<false>(row);
+          x = part.divergences(row);
         }
         if (writes && has_hard && lane == 0) label_logit = logit;
         const JsdRow info(p, row);  // comes during the merge
@@ -503,24 +481,16 @@ __global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
           const float hard = info.index >= 0 ? part.label_loss(label_logit) : 0.f;
           write_losses(p, constants, info, row, soft, hard);
         }
-        if (p.grad_student == nullptr) {
-          for (int i = 0; i < chunks; ++i) free(i);
-        } else if (part.full()) {
-          part.template write<true>(upstream, student, row, info.index, free);
-        } else {
-          part.template write<false>(upstream, student, row, info.index, free);
-        }
+        if (p.grad_student != nullptr) part.write(upstream, student, row, info.index);
       }
     } else {
       const JsdRow info(p, row);
       if (writes && lane == 0) write_losses(p, constants, info, row, 0.f, 0.f);
       if (p.grad_student != nullptr) part.fill(row, static_cast<T>(info.in_range ? 0.f : not_a_number()));
-      for (int i = 0; i < chunks; ++i) free(i);
     }
-    needed >>= 1;
-    --ahead;
-    slot += chunks;
-    if (slot >= split.slots) slot -= split.slots, parity ^= 1;
+    part.load(next, slot_at(slot), arrivals[slot][warp], next_needed);
+    needed = needed >> 1 | static_cast<uint32_t>(next_needed) << (split.slots - 1);
+    if (++slot == split.slots) slot = 0, parity ^= 1;
   }
 #endif
 }
