@@ -3,11 +3,10 @@
 // in registers, so that nothing but the merges over the cluster waits for another warp. The formulas stand in
 // rows/row_kernels.h, their base-2 form in device/jsd.cuh.
 //
-// Instructions bound such a kernel, special functions first (16 a clock and multiprocessor). A pair of logits takes two
-// for the sums, and two more where 0 < b < 1 (2^d and a logarithm); everything else is kept: a pair's 4 bytes of shared
-// memory hold first the logits, then their difference (b = 0: the teacher's power), then the student's log ratio. At b =
-// 0 and 1 the divergence is a sum over the row that needs no normalizer, so one merge does. Log-probabilities need none
-// before their gradients.
+// Special functions bound such a kernel (16 a clock and multiprocessor). A pair of logits takes two for the sums, and two
+// more where 0 < b < 1 (2^d and a logarithm), one more at b = 0; for the last step the student's log ratio replaces the
+// teacher's logit in shared memory. At b = 0 and 1 the divergence is a sum over the row that needs no normalizer, so one
+// merge does. Log-probabilities need none before their gradients.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +16,7 @@
 
 namespace fusegrad::device {
 
-#ifndef JSD_CTAS_MIXED
-#define JSD_CTAS_MIXED 2
-#endif
-#ifndef JSD_CTAS_ENDS
-#define JSD_CTAS_ENDS 2
-#endif
-#ifndef JSD_CTAS_LOG
-#define JSD_CTAS_LOG 2
-#endif
-constexpr int kJsdWarps = 8;
-constexpr int jsd_ctas(JsdKind kind, bool log_probs) {
-  return log_probs ? JSD_CTAS_LOG : kind == JsdKind::kMixed ? JSD_CTAS_MIXED : JSD_CTAS_ENDS;
-}
+constexpr int kJsdWarps = 8, kJsdCtas = 2;  // of a CTA, on a multiprocessor
 constexpr int kJsdVectors = 8;  // of each input a lane has
 constexpr int kJsdMaxSlots = 4;
 
@@ -46,7 +33,6 @@ class JsdWarp {
   static constexpr bool kMixed = kKind == JsdKind::kMixed, kForward = kKind == JsdKind::kForward,
                         kReverse = kKind == JsdKind::kReverse;
   /// Powers go up to 2^28: those of a student that are 0 are too small for any finite 2^d to count.
-  static constexpr bool kHold = jsd_ctas(kKind, kLogProbs) == 2;
   static constexpr float kHeadroom = kMixed ? 28.f : 0.f;
   // The cached ratio is a half, whose rounding only a bfloat16 hides.
   static_assert(!kMixed || kLogProbs || std::is_same_v<T, __nv_bfloat16>);
@@ -115,8 +101,7 @@ class JsdWarp {
     column_ = v.column(begin_ + lane_);
   }
 
-  /// Log-probabilities: the divergences' parts, and the gradient. `free(chunk)` is called where a chunk is needed no
-  /// more.
+  /// Log-probabilities: the divergences' parts, and the gradient.
   __device__ JsdHalf run(int row, float upstream) {
     const float factor = gradient_factor(upstream);
     float student = 0.f, teacher = 0.f;
@@ -169,7 +154,7 @@ class JsdWarp {
       for (int i = 0; i < kWidth; ++i) {
         const float q = exp2_fast(fmaf(xq[i], kq, -mq)), p = exp2_fast(fmaf(xp[i], kp, -mp));
         const float difference = this->difference(xq[i], xp[i]);
-        if (kHold) power_[j][i] = q;
+        power_[j][i] = q;
         sum_q += q;
         sum_p += p;
         // A NaN of two infinities meets a power of 0.
@@ -220,7 +205,7 @@ class JsdWarp {
       unpack(kept(j, 1), d);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float q = kHold ? power_[j][i] : power_of(xq[i]);
+        const float q = power_[j][i];
         d[i] = fmaf(difference(xq[i], d[i]), k, offset_);
         const float power = exp2_fast(d[i]), ratio = -log2_fast(fmaf(beta, power, rest));
         of_q = fmaf(q, ratio, of_q);
@@ -257,11 +242,11 @@ class JsdWarp {
     return (log2f(student_.sum) - fmaf(logit, k, -Level::reference(student_.largest, k))) * kLn2;
   }
 
-  /// Writes a row's gradient, with the student's divergence where 0 < b. `free` as in run().
+  /// Writes a row's gradient, with the student's divergence where 0 < b.
   __device__ void write(float upstream, float divergence, int row, int label) const {
     const float at_label = label >= 0 ? upstream * constants_.hard * constants_.label.scale : 0.f;
     const float soft = gradient_factor(upstream);
-    // power * (kept * a + b), b = 0: power * b - kept * a. An infinite divergence must not meet a factor 0.
+    // Student's power times: 0 < b < 1 ratio * a + b; b = 0 q - p * a; b = 1 difference * a + b. An infinite divergence must not meet a factor 0.
     const float ratio = soft * of_power_, of_q = (soft != 0.f ? -soft * divergence : 0.f) + at_label;
     const float a = kMixed ? ratio : kForward ? soft * of_teacher_ : -ratio * constants_.student.k;
     const float b = kForward ? 0.f : fmaf(kReverse ? -ratio : 0.f, kReverse ? offset_ : 0.f, of_q * of_power_);
@@ -269,7 +254,7 @@ class JsdWarp {
     const int label_vector = label >= 0 ? (label + vectors(row).lead) / kWidth - begin_ - lane_ : -1;
     for_vectors([&](int j) {
       float x[kWidth], xq[kWidth];
-      if (!kHold || kReverse) unpack(kept(j, 0), xq);
+      if (kReverse) unpack(kept(j, 0), xq);
       if constexpr (kMixed) {
         Loss::from_cache(kept(j, 1), x);
       } else {
@@ -277,7 +262,7 @@ class JsdWarp {
       }
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        const float q = kHold ? power_[j][i] : power_of(xq[i]);
+        const float q = power_[j][i];
         if (kForward) x[i] = exp2_fast(fmaf(x[i], constants_.teacher.k, -own_m2_p));
         if (kReverse) x[i] = difference(xq[i], x[i]);
         if constexpr (kMixed) {
@@ -316,7 +301,7 @@ class JsdWarp {
       if (has(j)) body(j);
     }
   }
-  /// What is kept of vector j: two Packs, or eight floats.
+  /// Vector j of input i; later the student's ratios in place of the teacher's.
   __device__ P& kept(int j, int i) const { return slot_[i * kJsdWarps * split_.span + 32 * j]; }
   __device__ void store(int row, int j, const float (&x)[kWidth]) const {
     const auto pack = packed<T, kWidth>(x);
@@ -337,10 +322,8 @@ class JsdWarp {
   __device__ float log2_ratio_to_mixture(float power) const {
     return -log2_fast(fmaf(constants_.beta, power, 1.f - constants_.beta));
   }
+  /// The teacher's logit less the student's, in units of the student's.
   __device__ float difference(float xq, float xp) const { return fmaf(xp, constants_.relative, -xq); }
-  __device__ float power_of(float x) const {
-    return exp2_fast(fmaf(x, constants_.student.k, kHeadroom - Level::reference(own_.student, constants_.student.k)));
-  }
   /// From p over q to q over p where b = 1.
   __device__ static float forward(float x) { return kReverse ? -x : x; }
   /// What a + b = sum has lost.
@@ -379,7 +362,7 @@ class JsdWarp {
   int first_ = 0, last_ = 0;
   bool cut_ = false;  // the warp may have a vector that is
   int column_ = 0;    // of the lane's vector 0
-  float power_[kHold ? kJsdVectors : 1][kWidth];
+  float power_[kJsdVectors][kWidth];
   struct Largest {
     float student, teacher;
   } own_{};          // of the warp
@@ -392,7 +375,7 @@ class JsdWarp {
 };
 
 template <class T, JsdKind kKind, bool kLogProbs>
-__global__ void __launch_bounds__(32 * kJsdWarps, jsd_ctas(kKind, kLogProbs))
+__global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
     jsd_by_cluster(const __grid_constant__ RowJsd p, const __grid_constant__ JsdConstants constants,
                    const __grid_constant__ JsdSplit split) {
 #if __CUDA_ARCH__ >= 900
