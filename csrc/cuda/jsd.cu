@@ -77,13 +77,17 @@ bool launched_by_cluster(const RowJsd& p, void* stream) {
   const int64_t vectors = (p.cols + kWidth - 1) / kWidth + (lines ? 0 : device::kLineBytes / 16);
   Grid grid{0, 32 * kWarps, 2};
   const auto span = [&] { return (vectors + 8 * kWarps * grid.cluster - 1) / (8 * kWarps * grid.cluster) * 8; };
-  while (grid.cluster < gpu.cluster && span() > kVectors) grid.cluster *= 2;
+  // Larger clusters leave multiprocessors idle; rows that start anywhere cost warps with cut vectors their uniformity.
+  // Log-probabilities, whose merge nothing waits for, bear both.
+  const int most = kLogProbs ? gpu.cluster : std::min(gpu.cluster, kPortableCluster);
+  if (!kLogProbs && !is_aligned(p.student, p.student_stride, sizeof(T), device::kUnitBytes)) return false;
+  while (grid.cluster < most && span() > kVectors) grid.cluster *= 2;
   // Few rows: spread each over the multiprocessors that would idle.
-  while (grid.cluster < std::min(gpu.cluster, kPortableCluster) &&
-         p.rows * grid.cluster * 2 <= gpu.multiprocessors && span() > 32) {
+  while (grid.cluster < std::min(gpu.cluster, kPortableCluster) && p.rows * grid.cluster * 2 <= gpu.multiprocessors &&
+         span() > 32) {
     grid.cluster *= 2;
   }
-  if (gpu.cluster < grid.cluster || span() > kVectors) return false;
+  if (most < grid.cluster || span() > kVectors) return false;
   if (p.rows > INT32_MAX / 2) return false;  // counted in 32 bits
   const int slot_bytes = 2 * kWarps * static_cast<int>(span()) * 16;
   if (slot_bytes + kStatic > gpu.shared_bytes) return false;

@@ -73,9 +73,9 @@ void launch_rows(const Rows& r, const typename Loss::Params& p, const typename L
   constexpr bool kMayBulk = kWidth > 1 && Loss::kBulk;
   constexpr bool kOnePass = requires { Loss::kOnePass; };
   const bool lines = is_aligned(r.input, r.stride, sizeof(T), device::kLineBytes);
-  const auto shape = choose_shape(current_device(), r.rows, lines ? count(0) : count(device::kLineBytes),
-                                  Loss::kInputs * kWidth * sizeof(T), (r.gradient && !kOnePass) || Loss::kSecondPass,
-                                  kMayBulk);
+  const auto shape =
+      choose_shape(current_device(), r.rows, lines ? count(0) : count(device::kLineBytes),
+                   Loss::kInputs * kWidth * sizeof(T), (r.gradient && !kOnePass) || Loss::kSecondPass, kMayBulk);
   // A bit for each column of a slice, which choose_shape left room for.
   constexpr bool kTopK = requires { Loss::kTopK; };
   const int marks = kTopK ? shape.split.slice * kWidth / 32 * 4 + 4 : 0;

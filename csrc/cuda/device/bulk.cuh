@@ -40,7 +40,21 @@ class Arrival {
         "{\n"
         ".reg .pred done;\n"
         "again%=:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again%=;\n"
+        "}" ::"r"(shared_address(&state_)),
+        "r"(parity)
+        : "memory");
+#endif
+  }
+  /// The same where all that comes is from this CTA, its copies among it: spares emptying the L1 cache.
+  __device__ void wait_own(uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again%=:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again%=;\n"
         "}" ::"r"(shared_address(&state_)),
         "r"(parity)

@@ -1,12 +1,12 @@
 // The divergences of long rows in low precision, by clusters that stay: while one row is worked on, the copy engine
-// brings the next. A warp has the same vectors of every row, copies them for itself and keeps the student's exponentials
-// in registers, so that nothing but the merges over the cluster waits for another warp. The formulas stand in
-// rows/row_kernels.h, their base-2 form in device/jsd.cuh.
+// brings the next. A warp has the same vectors of every row, copies them for itself and keeps the student's
+// exponentials in registers, so that nothing but the merges over the cluster waits for another warp. The formulas stand
+// in rows/row_kernels.h, their base-2 form in device/jsd.cuh.
 //
-// Special functions bound such a kernel (16 a clock and multiprocessor). A pair of logits takes two for the sums, and two
-// more where 0 < b < 1 (2^d and a logarithm), one more at b = 0; for the last step the student's log ratio replaces the
-// teacher's logit in shared memory. At b = 0 and 1 the divergence is a sum over the row that needs no normalizer, so one
-// merge does. Log-probabilities need none before their gradients.
+// Special functions bound such a kernel (16 a clock and multiprocessor). A pair of logits takes two for the sums, and
+// two more where 0 < b < 1 (2^d and a logarithm), one more at b = 0; for the last step the student's log ratio replaces
+// the teacher's logit in shared memory. At b = 0 and 1 the divergence is a sum over the row that needs no normalizer,
+// so one merge does. Log-probabilities need none before their gradients.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace fusegrad::device {
 
 constexpr int kJsdWarps = 8, kJsdCtas = 2;  // of a CTA, on a multiprocessor
-constexpr int kJsdVectors = 8;  // of each input a lane has
+constexpr int kJsdVectors = 8;              // of each input a lane has
 constexpr int kJsdMaxSlots = 4;
 
 /// How the warps of a cluster share a row.
@@ -142,7 +142,8 @@ class JsdWarp {
     }
     own_ = {warp_max(largest_of(a)), warp_max(largest_of(b))};
     const float kq = constants_.student.k, kp = constants_.teacher.k;
-    const float mq = Level::reference(own_.student, kq) - kHeadroom, mp = Level::reference(own_.teacher, kp) - kHeadroom;
+    const float mq = Level::reference(own_.student, kq) - kHeadroom,
+                mp = Level::reference(own_.teacher, kp) - kHeadroom;
     const float shift = kMixed ? 0.f : halves_.difference(halves_.teacher ? own_.teacher : own_.student);
     float all_q = 0.f, all_p = 0.f, dot = 0.f;
 #pragma unroll
@@ -246,10 +247,11 @@ class JsdWarp {
   __device__ void write(float upstream, float divergence, int row, int label) const {
     const float at_label = label >= 0 ? upstream * constants_.hard * constants_.label.scale : 0.f;
     const float soft = gradient_factor(upstream);
-    // Student's power times: 0 < b < 1 ratio * a + b; b = 0 q - p * a; b = 1 difference * a + b. An infinite divergence must not meet a factor 0.
+    // Student's power times: 0 < b < 1 ratio * a + b; b = 1 difference * a + ratio_b, which may be infinite or NaN
+    // where the power is 0, + b. b = 0: power * ratio - p * a. An infinite divergence must not meet a factor 0.
     const float ratio = soft * of_power_, of_q = (soft != 0.f ? -soft * divergence : 0.f) + at_label;
     const float a = kMixed ? ratio : kForward ? soft * of_teacher_ : -ratio * constants_.student.k;
-    const float b = kForward ? 0.f : fmaf(kReverse ? -ratio : 0.f, kReverse ? offset_ : 0.f, of_q * of_power_);
+    const float b = kForward ? 0.f : of_q * of_power_, ratio_b = kReverse ? -ratio * offset_ : 0.f;
     const float own_m2_p = Level::reference(own_.teacher, constants_.teacher.k) - kHeadroom;
     const int label_vector = label >= 0 ? (label + vectors(row).lead) / kWidth - begin_ - lane_ : -1;
     for_vectors([&](int j) {
@@ -271,7 +273,7 @@ class JsdWarp {
           // Not fused: equal rows give exactly 0.
           x[i] = fmaf(q, at_label * of_power_, __fmul_rn(q, ratio) - __fmul_rn(x[i], a));
         } else {
-          x[i] = q * fminf(fmaxf(fmaf(x[i], a, b), -1e30f), 1e30f);
+          x[i] = q * (fminf(fmaxf(fmaf(x[i], a, ratio_b), -1e30f), 1e30f) + b);
         }
       }
       if (label_vector == 32 * j) {
@@ -336,7 +338,8 @@ class JsdWarp {
   __device__ void add_far(int row, int j, float& of_q, float& of_p) const {
     const auto all = vectors(row);
     const int v = begin_ + lane_ + 32 * j;
-    const float kq = constants_.student.k, kp = constants_.teacher.k, mq = Level::reference(own_.student, kq) - kHeadroom;
+    const float kq = constants_.student.k, kp = constants_.teacher.k,
+                mq = Level::reference(own_.student, kq) - kHeadroom;
     float xq[kWidth], xp[kWidth], far = 0.f;
     unpack(all.load(student(row), v, lowest_pad<T>()), xq);
     unpack(all.load(teacher(row), v, lowest_pad<T>()), xp);
@@ -365,8 +368,8 @@ class JsdWarp {
   float power_[kJsdVectors][kWidth];
   struct Largest {
     float student, teacher;
-  } own_{};          // of the warp
-  Level student_{};  // of the row
+  } own_{};                                  // of the warp
+  Level student_{};                          // of the row
   float of_power_ = 0.f, of_teacher_ = 0.f;  // from powers to probabilities
   float teacher_m2_ = 0.f;
   // d is the difference * k + offset_ + left_, which is below a float's sight; dot_offset_ is for differences relative
@@ -421,7 +424,7 @@ __global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
   for (; row < rows; row += clusters) {
     const int next = row + split.slots * clusters;
     const bool next_needed = counts(next);  // long before it is used
-    arrivals[slot][warp].wait(parity);
+    arrivals[slot][warp].wait_own(parity);
     __syncwarp();
     if (needed & 1) {
       part.begin(row, slot_at(slot));

@@ -49,9 +49,7 @@ struct Halves {
   /// The other half's value.
   __device__ static float other(float x) { return __shfl_xor_sync(~0u, x, 16); }
   /// Sums of a over the warp for the lanes of the one half, of b for those of the other.
-  __device__ float sum(float a, float b) const {
-    return OverLanes{16}.sum((teacher ? b : a) + other(teacher ? a : b));
-  }
+  __device__ float sum(float a, float b) const { return OverLanes{16}.sum((teacher ? b : a) + other(teacher ? a : b)); }
   /// The teacher's largest logit less the student's, the same bits in both halves.
   __device__ float difference(float largest) const {
     const float mine = __fmul_rn(Level::finite(largest), sign);
@@ -70,7 +68,8 @@ struct MergeLevels {
     const float part = x.level.largest, whole = over.max(part), factor = Level::factor(part, whole, halves.k);
     if constexpr (kKind != JsdKind::kMixed) {
       const float shift = halves.difference(part) - halves.difference(whole);
-      x.dot = over.sum(factor * (halves.teacher == (kKind == JsdKind::kForward) ? fmaf(shift, x.level.sum, x.dot) : 0.f));
+      x.dot =
+          over.sum(factor * (halves.teacher == (kKind == JsdKind::kForward) ? fmaf(shift, x.level.sum, x.dot) : 0.f));
     }
     x.level = {whole, over.sum(factor * x.level.sum)};
   }
@@ -110,7 +109,7 @@ class ClusterMerge {
       warps_arrival_[set].arrive();
     }
     if (warp == 0) {
-      warps_arrival_[set].wait(parity);
+      warps_arrival_[set].wait_own(parity);
       x = warps_[set][half][lane % kWarps];
       merge.template over_lanes<kWarps>(x);
       if (lane == 0) ranks_arrival_[set].expect(size * 2 * sizeof(JsdHalf));

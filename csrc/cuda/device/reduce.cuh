@@ -106,6 +106,7 @@ class RowMerge {
       state.merge(OverLanes{kWarps});
       add(state);
       if (cluster_size() > 1) merge_cluster(state, lane);
+      __syncwarp();  // all lanes have read
       if (lane == 0) states[0] = state;
     }
     __syncthreads();
