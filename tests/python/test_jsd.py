@@ -57,6 +57,35 @@ def test_parity(device: str, dtype: torch.dtype, sample: Distillation) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("log_probs", [False, True])
+@pytest.mark.parametrize(
+    "dtype, rows, vocab", [(torch.bfloat16, 300, 8200), (torch.bfloat16, 3, 33001), (torch.float16, 5, 20008)], ids=str
+)
+def test_long_rows(device: str, beta: float, log_probs: bool, dtype: torch.dtype, rows: int, vocab: int) -> None:
+    """Rows that several CTAs of a GPU share: aligned or not, and more of them than it works on at a time."""
+    student = 2 * torch.randn(rows, vocab, device=device)
+    teacher = student + torch.randn(rows, vocab, device=device)
+    if log_probs:
+        student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    student, teacher = student.to(dtype), teacher.to(dtype)
+    options = {"labels": torch.randint(0, vocab, (rows,), device=device), "beta": beta, "reduction": "none"}
+    options["labels"][1::5] = -100
+    options |= {"log_probs": True} if log_probs else {"hard_weight": 0.3, "soft_weight": 0.7}
+    upstream = torch.rand(rows, device=device)
+    loss, (grad,) = gradients(lambda s: fusegrad.jsd(s, teacher, **options), [student], upstream)
+    truth, (right,) = gradients(
+        lambda s: reference.jsd(s, teacher.double(), **options)[0], [student.double()], upstream.double()
+    )
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=0)
+    # Row by row: one wrong row among many must show.
+    rounding = torch.finfo(dtype).eps / 2
+    error, norm = (grad.double() - right).norm(dim=-1), right.norm(dim=-1)
+    subnormal = torch.finfo(dtype).smallest_normal * rounding * vocab**0.5
+    assert (error <= 2.5 * rounding * norm + 2 * subnormal).all()  # rounded twice at most
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equal_rows_cost_exactly_nothing(device: str, beta: float, dtype: torch.dtype) -> None:
