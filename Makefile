@@ -3,7 +3,7 @@
 #   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | wheel | docs | clean
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment),
-# JOBS (compile jobs), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
+# JOBS (compile jobs), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
@@ -61,19 +61,20 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.made
 # The package is installed into the environment as a wheel lays it out, its Python files as links: edits take
 # effect at once.
 build: $(BUILD)/build.ninja
-	$(BIN)/ninja -C $(BUILD) -j $(JOBS) fusegrad _C
+	$(BIN)/ninja -C $(BUILD) -j $(JOBS) fusegrad _C fusegrad_jax
 	$(BIN)/cmake --install $(BUILD) --prefix $(SITE)/fusegrad > $(BUILD)/install.log
 	find $(SITE)/fusegrad -maxdepth 1 -type l -delete
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
 	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $(SITE)/fusegrad/
 
-OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC
+OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX
+JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(VENV)/.installed-jax)
 CMAKE_OPTIONS := $(foreach o,$(OPTIONS),$(if $($(o)),-D$(o)='$($(o))',-U$(o)))
 $(BUILD)/options: FORCE
 	mkdir -p $(BUILD)
 	echo "$(CMAKE_OPTIONS)" | cmp --silent - $@ || echo "$(CMAKE_OPTIONS)" > $@
 
-$(BUILD)/build.ninja: $(BUILD)/options $(VENV)/.installed-build
+$(BUILD)/build.ninja: $(BUILD)/options $(VENV)/.installed-build $(JAX)
 	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DPython_EXECUTABLE=$(BIN)/python \
 	  -DFUSEGRAD_TESTS=ON $(CMAKE_OPTIONS)
 	touch $@

@@ -1,8 +1,9 @@
-"""Causal flex attention: PyTorch's scaled_dot_product_attention and compiled flex_attention beside fusegrad.
+"""Flex attention: PyTorch's scaled_dot_product_attention and compiled flex_attention beside fusegrad.
 
-The floor is the arithmetic of a forward's two products over the causal half of the scores, as one large product; a
-step with its backward has seven. Names that end in "forward" compute no gradients; those with a class letter capture a
-buffer, see docs/score_mod.md, and "frozen" ones want no gradient for it.
+On CUDA forward and backward are timed each for itself: harness/attention_cuda.py. What follows is the CPU's, all of
+it causal. The floor is the arithmetic of a forward's two products over the causal half of the scores, as one large
+product; a step with its backward has seven. Names that end in "forward" compute no gradients; those with a class letter
+capture a buffer, see docs/score_mod.md, and "frozen" ones want no gradient for it.
 
     python benchmarks/flex_attention.py [--device cpu] [--quick] [--output benchmarks/results]
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import peers
+from harness import attention_cuda, peers
 from harness.benchmark import Benchmark, Options, Plan
 from harness.cli import main
 from harness.goals import Goal
@@ -83,12 +84,16 @@ def captured(case: Case) -> list[Variant]:
 
 
 def problem(case: Case) -> Problem:
+    if case.device == "cuda":
+        return attention_cuda.problem(case)
     shape = (case["B"], case["H"], case["S"], case["D"])
     make = functools.partial(torch.randn, dtype=case.torch_dtype, device=case.device)
     return Problem(make(3, *shape), torch.empty(0), make(shape))
 
 
 def floor(problem: Problem) -> Floor:
+    if problem.activation.is_cuda:
+        return attention_cuda.floor(problem)
     _, batch, heads, length, size = problem.activation.shape
     columns = max(batch * heads * length * length * size // SQUARE**2, 1)
     a, b = torch.randn(SQUARE, SQUARE), torch.randn(SQUARE, columns)
@@ -97,6 +102,8 @@ def floor(problem: Problem) -> Floor:
 
 
 def implementations(case: Case, options: Options) -> list[Implementation | Unavailable]:
+    if case.device == "cuda":
+        return attention_cuda.implementations(case, options)
     mask = create_block_mask(causal, None, None, case["S"], case["S"], device=case.device)
 
     def sdpa(x: Tensor, target: Tensor) -> Tensor:
@@ -169,8 +176,8 @@ class AttentionReference:
 
 
 def plans(device: str, quick: bool) -> list[Plan]:
-    if device != "cpu":
-        raise SystemExit("benchmarks/flex_attention.py: the kernels are the CPU's so far; use --device cpu")
+    if device == "cuda":
+        return attention_cuda.plans(quick)
     case = Case(OP, (("B", 1), ("H", 8), ("S", 2048), ("D", 64)), "float32", device)
     goals = [
         Goal("forward no slower than compiled", ("fusegrad forward",), than="compile forward", min_speedup=1),
@@ -209,7 +216,8 @@ BENCHMARK = Benchmark(
     plans=plans,
     letters=("B", "H", "S", "D"),
     launch_case=lambda device: launch_case(OP, (("B", 1), ("H", 1), ("S", 8), ("D", 8)), device),
-    reference=AttentionReference,
+    reference=lambda problem: (attention_cuda.Reference if problem.activation.is_cuda else AttentionReference)(problem),
+    extra=lambda device: attention_cuda.first_calls() if device == "cuda" else {},
 )
 
 if __name__ == "__main__":

@@ -111,6 +111,9 @@ string(REGEX MATCH "^[0-9]+" major ${FUSEGRAD_CUDA_VERSION})
 cmake_path(SET nvidia NORMALIZE "${FUSEGRAD_TORCH_ROOT}/../nvidia/cu${major}")
 find_library(FUSEGRAD_CUDART NAMES libcudart.so.${major} libcudart.so
              HINTS ${nvidia}/lib ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED NO_CACHE)
+find_library(FUSEGRAD_CUDART_STATIC NAMES libcudart_static.a
+             HINTS ${nvidia}/lib ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED NO_CACHE)
+find_package(Threads REQUIRED)
 add_library(fusegrad_cuda_settings INTERFACE)
 target_include_directories(fusegrad_cuda_settings SYSTEM INTERFACE
   ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} ${nvidia}/include)

@@ -3,6 +3,9 @@
 #include <fusegrad/check_targets.h>
 #include <pybind11/pybind11.h>
 
+#ifdef FUSEGRAD_WITH_CUDA
+#include "cuda/bindings.h"
+#endif
 #include "jit/bindings.h"
 #include "jit/describe_error.h"
 #include "score_mod/bindings.h"
@@ -40,4 +43,8 @@ PYBIND11_MODULE(_C, m) {
   fusegrad::score_mod::bind(score_mod);
   auto jit = m.def_submodule("jit", "Kernels compiled at run time: see docs/jit.md.");
   fusegrad::jit::bind(jit);
+#ifdef FUSEGRAD_WITH_CUDA
+  auto flex = m.def_submodule("flex", "The CUDA kernels of flex attention, without a GPU: see docs/flex_attention.md.");
+  fusegrad::cuda::bind(flex);
+#endif
 }

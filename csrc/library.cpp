@@ -146,6 +146,26 @@ TORCH_LIBRARY(fusegrad, m) {
   define(m, "flex_attention_backward_(Tensor(a!) query, Tensor(b!) key, Tensor(c!) value, " + flex_saved +
                 ", Tensor(d!)[] grad_buffers) -> ()");
 
+  // --- a vocabulary sharded over processes -----------------------------------------------------------------
+  // The gradient of a shard's logits [N, V / processes], columns [vocab_start, vocab_start + size) of `vocab` of them;
+  // the in-place twin writes it over them. Indices and the class weights count in the whole vocabulary, a probability
+  // target's columns are the shard's. `lse`, `lse_low` and (dense targets) `mass` are of whole rows, see RowGradient;
+  // `scales` holds the first two of RowScales.
+  const std::string shard =
+      ", Tensor? grad_loss, Tensor? grad_lse, Tensor target, Tensor? weight, Tensor lse, Tensor lse_low, Tensor? mass, "
+      "Tensor scales, Tensor? token_weight, int ignore_index, float label_smoothing, float z_loss, float softcap, "
+      "int vocab_start, int vocab) -> ";
+  define(m, "cross_entropy_shard_gradient(Tensor logits" + shard + "Tensor grad_logits");
+  define(m, "cross_entropy_shard_gradient_(Tensor(a!) logits" + shard + "()");
+  // What autograd Functions in Python ask and do: autograd/inplace.h, rows/linear_plan.h.
+  define(m, "may_overwrite(Tensor tensor, Tensor[] others) -> bool");
+  define(m, "may_reuse_saved(Tensor saved, bool hooks_were_active) -> bool");
+  define(m, "saved_tensor_hooks_active() -> bool");
+  define(m, "refuse_double_backward(str op, Tensor gradient, Tensor[] inputs) -> Tensor");
+  define(m,
+         "plan_linear(int rows, int hidden, int vocab, int element_size, bool cpu, bool weight_grad, "
+         "bool low_precision_result, int logits_per_row, int? workspace_mib) -> (int rows, bool accumulator)");
+
   // --- shared ----------------------------------------------------------------------------------------------
   // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.
   // In place, rows whose factor is 1 are not touched.

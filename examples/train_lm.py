@@ -3,6 +3,7 @@
     python examples/train_lm.py --loss fusegrad-inplace
     python examples/train_lm.py --loss fusegrad-inplace --resume
     python examples/train_lm.py --demo
+    torchrun --nproc-per-node 2 examples/train_lm.py --loss fusegrad-inplace --distributed fsdp
 
 The text is Python's own standard library unless --data names a file or a folder. --demo trains with every
 loss from one seed, each in a process of its own, and compares them. See docs/demo.md.
@@ -12,7 +13,8 @@ import argparse
 import sys
 
 import torch
-from lm.data import load_corpus
+from lm import ExampleError
+from lm.data import Corpus, load_corpus
 from lm.demo import TRAINING, demo_preset, run_demo
 from lm.measure import PeakMemory
 from lm.program import add_training_options, config_from, make_parser, parse_with_preset, run_program, train_and_report
@@ -24,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.demo and options.distributed:
+        raise ExampleError("--demo must come without --distributed")
     return run_demo(TRAINING, options) if options.demo else train(options)
 
 
@@ -31,6 +35,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     defaults = TrainingConfig()
     parser = make_parser((__doc__ or "").partition("\n")[0], defaults)
     add_training_options(parser, defaults)
+    parser.add_argument("--distributed", choices=("ddp", "fsdp"), help="data parallel; start it with torchrun")
     return parse_with_preset(parser, arguments, demo_preset)
 
 
@@ -39,7 +44,15 @@ def train(options: argparse.Namespace) -> int:
     corpus = load_corpus(options.data, options.vocab_size, options.cache_dir)
     # Before the model is built, so that its weights count, and after the text was read, which does not.
     memory = PeakMemory(torch.device(config.device))
-    return train_and_report(Trainer(config, corpus), memory, options, config.loss)
+    return train_and_report(make_trainer(config, corpus, options.distributed), memory, options, config.loss)
+
+
+def make_trainer(config: TrainingConfig, corpus: Corpus, distributed: str | None) -> Trainer:
+    if distributed is None:
+        return Trainer(config, corpus)
+    from lm.distributed import DistributedTrainer  # torch.distributed's parts take a while to import
+
+    return DistributedTrainer(config, corpus, distributed)
 
 
 if __name__ == "__main__":

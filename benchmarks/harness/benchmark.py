@@ -48,7 +48,7 @@ class Benchmark:
 
     launch_case: sizes so small that a call's time is the host's.
     launch_pairs: (ours, theirs, 'leaf' or 'non-leaf').
-    reference: what the errors are against.
+    reference: what the errors are against. extra: what else is measured and printed, for a device.
     """
 
     op: str
@@ -61,6 +61,7 @@ class Benchmark:
     launch_case: Callable[[str], Case]
     launch_pairs: tuple[tuple[str, str, str], ...] = field(default_factory=tuple)
     reference: Callable[[Problem], Expected] = Reference
+    extra: Callable[[str], dict[str, object]] | None = None
 
 
 def run_case(benchmark: Benchmark, plan: Plan, options: Options) -> CaseResult:

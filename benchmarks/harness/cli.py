@@ -49,6 +49,10 @@ def main(benchmark: Benchmark) -> int:
         document["launch"] = launch
         launches_pass = all(one["passed"] for one in launch["comparisons"])  # type: ignore[attr-defined]
         _write(arguments, benchmark, document)
+    extra = {} if benchmark.extra is None else benchmark.extra(arguments.device)
+    if extra:
+        document["extra"] = extra
+        _write(arguments, benchmark, document)
     _finish(arguments, benchmark, document, verdicts)
     print(f"{time.monotonic() - started:.0f} s in all")
     return int(arguments.strict and not (launches_pass and all(one.passed for one in verdicts)))

@@ -73,8 +73,8 @@ class Implementation:
 
     floor_scale: its floor, in units of the case's measured floor. upstream: a number, or 'rows' for a vector.
     overwrites: it destroys its activation, which is restored (untimed) before every repetition.
-    frozen_weight: the weight gets no gradient. variant: what the reference has to compute, where an op's
-    implementations differ in that.
+    frozen_weight: the weight gets no gradient. backward_alone: the forward is not timed. variant: what the reference
+    has to compute, where an op's implementations differ in that.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Implementation:
     floor_scale: float = 1.0
     essential: bool = True
     frozen_weight: bool = False
+    backward_alone: bool = False
     variant: Any = None
 
 

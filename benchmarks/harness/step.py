@@ -37,20 +37,28 @@ class Step:
         self.problem = problem
         self.implementation = implementation
         self._anchor = torch.zeros((), device=problem.activation.device, requires_grad=True)
+        self._pending: Tensor | None = None
         if implementation.overwrites:
             problem.keep_copy()
 
     def prepare(self) -> None:
-        """Outside the measured region: undo what the last run overwrote."""
+        """Outside the measured region: undo what the last run overwrote; the forward of a backward alone."""
         if self.implementation.overwrites:
             self.problem.restore()
+        if self.implementation.backward_alone:
+            self._pending, _ = self._forward(None)
 
     def run(self) -> None:
-        self._run(None)
+        if self._pending is None:
+            self._run(None)
+        else:
+            loss, self._pending = self._pending, None
+            loss.backward(self._upstream(loss))
 
     def results(self) -> dict[str, Tensor]:
         """The loss and the gradients of a run on fresh inputs: 'loss', 'activation', 'weight'."""
         self.prepare()
+        self._pending = None
         return self._run([])
 
     def row_scale(self) -> Tensor:
@@ -64,10 +72,7 @@ class Step:
         if not implementation.backward:
             with torch.no_grad():
                 return {"loss": implementation.loss(problem.activation, *problem.others(problem.weight))}
-        activation = _Source.apply(self._anchor, problem.activation, sink)
-        trains = not implementation.frozen_weight
-        weight = None if problem.weight is None else problem.weight.detach().requires_grad_(trains)
-        loss = implementation.loss(activation, *problem.others(weight))
+        loss, weight = self._forward(sink)
         loss.backward(self._upstream(loss))
         results = {"loss": loss.detach()}
         if sink:
@@ -75,6 +80,14 @@ class Step:
         if weight is not None and weight.grad is not None:
             results["weight"] = weight.grad
         return results
+
+    def _forward(self, sink: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
+        """The loss, and the leaf that stands for the weight."""
+        problem, implementation = self.problem, self.implementation
+        activation = _Source.apply(self._anchor, problem.activation, sink)
+        trains = not implementation.frozen_weight
+        weight = None if problem.weight is None else problem.weight.detach().requires_grad_(trains)
+        return implementation.loss(activation, *problem.others(weight)), weight
 
     def _upstream(self, loss: Tensor) -> Tensor | None:
         upstream = self.implementation.upstream

@@ -44,6 +44,12 @@ const at::Tensor& get(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? *tensor : none;
 }
 
+// A compiler traces the call (torch.compile, torch.export): its tensors are wrappers. AOTAutograd does not check the
+// versions of what a custom Function saved, so a write could go unseen; without one memory is the compiler's matter.
+bool traced(const at::Tensor& tensor) {
+  return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
+}
+
 template <class Others>
 bool autograd_allows(const at::Tensor& tensor, const Others& others) {
   if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
@@ -53,7 +59,7 @@ bool autograd_allows(const at::Tensor& tensor, const Others& others) {
   for (const auto& other : others) {
     if (get(other).defined()) decidable &= surely_apart(tensor, get(other));
   }
-  return decidable && !saved_tensor_hooks_active();
+  return decidable && !saved_tensor_hooks_active() && !traced(tensor);
 }
 
 // Strides grow so fast that no two elements can share memory.
@@ -153,7 +159,8 @@ void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
 
 std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
   const auto device = tensor.device().type();
-  if (!at::autocast::is_autocast_enabled(device)) return std::nullopt;
+  // Devices without autocast (meta tensors) may not even be asked.
+  if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) return std::nullopt;
   return at::autocast::get_autocast_dtype(device);
 }
 

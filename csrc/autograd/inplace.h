@@ -12,7 +12,7 @@
 namespace fusegrad {
 
 /// May `op` overwrite `tensor` now? False, quietly, where autograd could not notice or nothing is gained:
-/// gradients disabled, no gradient wanted, an inference tensor, saved-tensor hooks active, a layout that rows
+/// gradients disabled, no gradient wanted, an inference tensor, saved-tensor hooks active, a trace, a layout that rows
 /// cannot be written in, an overlap that PyTorch cannot decide. Raises PyTorch's own errors where the write would
 /// corrupt: a leaf that requires grad, a view of one, a view made under no_grad or by unbind/split, an expanded
 /// tensor, an overlap with one of `others`. Nothing has been written then.

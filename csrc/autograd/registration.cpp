@@ -17,16 +17,16 @@ TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
 // The ops below cannot be differentiated: a graph through them (create_graph=True) raises an error with their name.
 TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
   for (const auto* op :
-       {"cross_entropy_forward", "cross_entropy_backward", "flex_attention_forward", "flex_attention_backward",
-        "jsd_forward", "linear_cross_entropy_forward", "linear_cross_entropy_backward", "linear_jsd_forward",
-        "linear_jsd_backward", "scale_gradient"}) {
+       {"cross_entropy_forward", "cross_entropy_backward", "cross_entropy_shard_gradient", "flex_attention_forward",
+        "flex_attention_backward", "jsd_forward", "linear_cross_entropy_forward", "linear_cross_entropy_backward",
+        "linear_jsd_forward", "linear_jsd_backward", "scale_gradient"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, ADInplaceOrView, m) {
-  for (const auto* op : {"cross_entropy_forward_", "flex_attention_backward_", "jsd_forward_",
-                         "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_"}) {
+  for (const auto* op : {"cross_entropy_forward_", "cross_entropy_shard_gradient_", "flex_attention_backward_",
+                         "jsd_forward_", "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_overwritten>());
   }
 }

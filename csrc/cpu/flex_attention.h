@@ -127,9 +127,10 @@ void share_tasks(int64_t tasks, Worker&& worker) {
 
 FlexOutputTuple flex_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                        const FlexScores& scores, int64_t aux);
-/// Writes into `grads`, or in place the first three over the inputs.
+/// Writes into `grads`, or in place the first three over the inputs. Always deterministic.
 void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
                              const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
-                             const std::vector<bool>& needs_grad, const FlexGradients& grads, bool inplace);
+                             bool deterministic, const std::vector<bool>& needs_grad, const FlexGradients& grads,
+                             bool inplace);
 
 }  // namespace fusegrad::cpu

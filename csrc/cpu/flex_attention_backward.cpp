@@ -396,7 +396,8 @@ void Backward<T>::run() {
 
 void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
                              const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
-                             const std::vector<bool>& needs_grad, const FlexGradients& grads, bool inplace) {
+                             bool /*deterministic*/, const std::vector<bool>& needs_grad, const FlexGradients& grads,
+                             bool inplace) {
   if (saved.lse.numel() == 0 || key.numel() == 0) {
     for (const auto& t : {inplace ? query : grads.query, inplace ? key : grads.key, inplace ? value : grads.value}) {
       t.zero_();

@@ -1,13 +1,10 @@
 // The CPU's row kernels: the choice of the instruction set, the split over threads, and the small reductions.
-#include "cpu/row_range.h"
-
-#include <ATen/Parallel.h>
-
 #include <limits>
 #include <memory>
 #include <type_traits>
 
 #include "cpu/capability.h"
+#include "cpu/row_range.h"
 
 namespace fusegrad {
 namespace {
@@ -28,8 +25,8 @@ cpu::JsdRange jsd_range() {
 int64_t grain(int64_t cols) { return 1 + (int64_t{1} << 15) / (cols + 1); }
 
 template <class Params>
-void over_rows(const Params& p, DType dtype, void (*kernel)(const Params&, DType, int64_t, int64_t)) {
-  at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
+void over_rows(const Params& p, DType dtype, void* stream, void (*kernel)(const Params&, DType, int64_t, int64_t)) {
+  cpu::parallel_for(stream, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
 }
 
 int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
@@ -40,20 +37,22 @@ std::unique_ptr<double[]> scratch_of(int64_t bytes) {
   return std::unique_ptr<double[]>(new double[(bytes + sizeof(double) - 1) / sizeof(double)]);
 }
 
-void forward(const RowForward& p, DType dtype, void*) {
-  at::parallel_for(0, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
+void forward(const RowForward& p, DType dtype, void* stream) {
+  cpu::parallel_for(stream, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
     const auto scratch = p.grad != nullptr ? scratch_of(padded(p.cols) * acc_size(dtype)) : nullptr;
     range_kernels().forward(p, dtype, begin, end, scratch.get());
   });
 }
-void gradient(const RowGradient& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().gradient); }
-void scaling(const RowScaling& p, DType dtype, void*) { over_rows(p, dtype, range_kernels().scaling); }
+void gradient(const RowGradient& p, DType dtype, void* stream) {
+  over_rows(p, dtype, stream, range_kernels().gradient);
+}
+void scaling(const RowScaling& p, DType dtype, void* stream) { over_rows(p, dtype, stream, range_kernels().scaling); }
 
-void jsd(const RowJsd& p, DType dtype, void*) {
+void jsd(const RowJsd& p, DType dtype, void* stream) {
   const int64_t bytes =
       cpu::kJsdBuffers * padded(p.cols) * acc_size(dtype) + 3 * (p.topk + 1) * static_cast<int64_t>(sizeof(double));
-  at::parallel_for(0, p.rows, grain(p.cols),
-                   [&](int64_t begin, int64_t end) { jsd_range()(p, dtype, begin, end, scratch_of(bytes).get()); });
+  cpu::parallel_for(stream, p.rows, grain(p.cols),
+                    [&](int64_t begin, int64_t end) { jsd_range()(p, dtype, begin, end, scratch_of(bytes).get()); });
 }
 
 template <class Function>

@@ -1,7 +1,6 @@
 // From the dtype of a call to the type of a kernel.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -21,13 +20,14 @@ void with_type(DType dtype, Function&& function) {
     case DType::kFloat64:
       break;
   }
-  TORCH_INTERNAL_ASSERT(false, "float64 is refused on CUDA before a kernel is chosen");
+  fail<std::invalid_argument>("fusegrad: float64 has no CUDA kernels");
 }
 
 /// Columns are counted in 32 bits, with room for a vector beyond the last.
 inline void check_columns(const char* name, int64_t cols) {
-  TORCH_CHECK_VALUE(cols < (int64_t{1} << 31) - 64, name, ": a row must have fewer than 2^31 - 64 columns, but got ",
-                    cols);
+  if (cols >= (int64_t{1} << 31) - 64) {
+    fail<std::invalid_argument>(name, ": a row must have fewer than 2^31 - 64 columns, but got ", cols);
+  }
 }
 
 /// Whether every row of `size`-byte values starts at a multiple of `align` bytes.

@@ -1,18 +1,27 @@
 // Host helpers of the CUDA kernels: launches with a cluster, what the device can do, errors with a name.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <cuda_runtime.h>
 
 #include <array>
 #include <cstdint>
+#include <sstream>
+#include <stdexcept>
 
 #include "rows/row_kernels.h"
 
 namespace fusegrad::cuda {
 
+/// Raises `Error` of the parts, one after the other. The kernels know neither ATen's exceptions nor its library.
+template <class Error = std::runtime_error, class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw Error(message.str());
+}
+
 inline void check(cudaError_t status, const char* what) {
-  TORCH_CHECK(status == cudaSuccess, "fusegrad: ", what, " failed: ", cudaGetErrorString(status));
+  if (status != cudaSuccess) fail("fusegrad: ", what, " failed: ", cudaGetErrorString(status));
 }
 
 constexpr int kPortableCluster = 8;  // CTAs a cluster may have on every GPU with clusters
@@ -29,7 +38,7 @@ inline const Device& current_device() {
   static std::array<Device, kMaxDevices> devices;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
-  TORCH_CHECK(index < kMaxDevices, "fusegrad: the device's index must be below ", kMaxDevices, ", but got ", index);
+  if (index >= kMaxDevices) fail("fusegrad: the device's index must be below ", kMaxDevices, ", but got ", index);
   auto& device = devices[index];
   // Two threads may both fill it in, with the same values.
   if (device.multiprocessors == 0) {
@@ -59,7 +68,7 @@ struct Grid {
 /// A launch of a kernel as the runtime takes it. Points into itself.
 struct LaunchConfig {
   LaunchConfig(const char* name, const void* kernel, const Grid& grid, void* stream) {
-    TORCH_CHECK(grid.blocks <= INT32_MAX, "fusegrad: ", name, ": too many rows for one launch: ", grid.blocks, " CTAs");
+    if (grid.blocks > INT32_MAX) fail("fusegrad: ", name, ": too many rows for one launch: ", grid.blocks, " CTAs");
     if (grid.shared_bytes > 0) {
       check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes), name);
     }

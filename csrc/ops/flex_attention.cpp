@@ -38,8 +38,6 @@ void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bo
     FUSEGRAD_CHECK_TYPE(t.scalar_type() == query.scalar_type(), kOp, name, " must have the query's dtype ",
                         query.scalar_type(), ", but got ", t.scalar_type());
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(!query.is_cuda(), kOp,
-                              ": query must be on the CPU, where its kernels are so far, but got ", query.device());
   FUSEGRAD_CHECK_VALUE(query.sym_size(3) >= 1, kOp, "query must have a head size D of at least 1, but got ",
                        query.sym_sizes());
   FUSEGRAD_CHECK_VALUE(key.sym_size(3) == query.sym_size(3), kOp, "key must have the query's head size ",
@@ -47,6 +45,15 @@ void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bo
   FUSEGRAD_CHECK_VALUE(key.sym_sizes().slice(0, 3) == value.sym_sizes().slice(0, 3), kOp,
                        "value must have the key's batch, heads and length ", key.sym_sizes().slice(0, 3), ", but got ",
                        value.sym_sizes().slice(0, 3));
+  if (query.is_cuda()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(query.scalar_type() != at::kDouble, kOp,
+                                ": query must be float32, bfloat16 or float16 on CUDA, but got float64");
+    constexpr int64_t kMostHead = 256;
+    for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"query", query}, {"value", value}}) {
+      TORCH_CHECK_NOT_IMPLEMENTED(t.sym_size(3) <= kMostHead, kOp, ": ", name, " must have a head size of at most ",
+                                  kMostHead, " on CUDA, but got ", t.sym_size(3));
+    }
+  }
   FUSEGRAD_CHECK_VALUE(key.sym_size(0) == query.sym_size(0) || key.sym_size(0) == 1, kOp,
                        "key must have the query's batch size ", query.sym_size(0), " or 1, but got ", key.sym_size(0));
   const auto heads = query.sym_size(1), key_heads = key.sym_size(1);

@@ -1,6 +1,8 @@
 // Meta kernels: the shapes and dtypes that the ops of rows/ return.
 #include <torch/library.h>
 
+#include <type_traits>
+
 #include "fusegrad/options.h"
 #include "rows/registration.h"
 
@@ -118,6 +120,17 @@ Tensor scale_gradient(const Tensor& gradient, const Tensor& /*scale*/, const Opt
   return gradient_like(true, gradient);
 }
 
+template <class Result>
+Result cross_entropy_shard_gradient(const Tensor& logits, const OptionalTensor& /*grad_loss*/,
+                                    const OptionalTensor& /*grad_lse*/, const Tensor& /*target*/,
+                                    const OptionalTensor& /*weight*/, const Tensor& /*lse*/, const Tensor& /*lse_low*/,
+                                    const OptionalTensor& /*mass*/, const Tensor& /*scales*/,
+                                    const OptionalTensor& /*token_weight*/, int64_t /*ignore_index*/,
+                                    double /*label_smoothing*/, double /*z_loss*/, double /*softcap*/,
+                                    int64_t /*vocab_start*/, int64_t /*vocab*/) {
+  if constexpr (!std::is_void_v<Result>) return gradient_like(true, logits);
+}
+
 void scale_gradient_(const Tensor& /*gradient*/, const Tensor& /*scale*/, const OptionalTensor& /*factor*/) {}
 
 }  // namespace
@@ -126,6 +139,8 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("cross_entropy_forward", TORCH_FN(cross_entropy_forward));
   m.impl("cross_entropy_forward_", TORCH_FN(cross_entropy_forward));
   m.impl("cross_entropy_backward", TORCH_FN(cross_entropy_backward));
+  m.impl("cross_entropy_shard_gradient", TORCH_FN(cross_entropy_shard_gradient<Tensor>));
+  m.impl("cross_entropy_shard_gradient_", TORCH_FN(cross_entropy_shard_gradient<void>));
   m.impl("jsd_forward", TORCH_FN(jsd_forward<false>));
   m.impl("jsd_forward_", TORCH_FN(jsd_forward<true>));
   m.impl("linear_cross_entropy_forward", TORCH_FN(linear_cross_entropy_forward<false>));

@@ -205,7 +205,8 @@ struct RowJsd {
   void* hard = nullptr;
 };
 
-/// A device's kernels. `stream` is a cudaStream_t on CUDA and unused on the CPU.
+/// A device's kernels. `stream` is a cudaStream_t on CUDA; on the CPU what cpu/host.h's parallel_for takes, null for
+/// ATen's threads. Errors are exceptions of the standard library.
 struct RowKernels {
   void (*forward)(const RowForward&, DType, void* stream);
   void (*gradient)(const RowGradient&, DType, void* stream);

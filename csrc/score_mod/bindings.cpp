@@ -57,19 +57,21 @@ py::list scatter_plan(const std::string& text, const std::vector<bool>& wants_gr
 }
 
 std::string cuda_source(const std::string& text, const std::vector<std::string>& dtypes, const std::string& name) {
-  constexpr const char* kNames[] = {"float64", "float32", "bfloat16", "float16", "int64",
-                                    "int32",   "int16",   "int8",     "uint8",   "bool"};
   RenderOptions options;
   options.name = name;
-  for (const std::string& dtype : dtypes) {
-    const auto* found = std::find(std::begin(kNames), std::end(kNames), dtype);
-    if (found == std::end(kNames)) throw GraphError("unknown dtype '" + dtype + "'");
-    options.dtypes.push_back(static_cast<DType>(found - std::begin(kNames)));
-  }
+  for (const std::string& dtype : dtypes) options.dtypes.push_back(dtype_named(dtype));
   return render_cuda(parse(text), options);
 }
 
 }  // namespace
+
+DType dtype_named(const std::string& name) {
+  constexpr const char* kNames[] = {"float64", "float32", "bfloat16", "float16", "int64",
+                                    "int32",   "int16",   "int8",     "uint8",   "bool"};
+  const auto* found = std::find(std::begin(kNames), std::end(kNames), name);
+  if (found == std::end(kNames)) throw GraphError("unknown dtype '" + name + "'");
+  return static_cast<DType>(found - std::begin(kNames));
+}
 
 void bind(py::module_& m) {
   m.def("primitives", &primitives, "The table: (name, arity, type rule) of every primitive.");

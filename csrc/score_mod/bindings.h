@@ -2,7 +2,14 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
+
+#include "score_mod/captured.h"
+
 namespace fusegrad::score_mod {
+
+/// Of "float64", "bfloat16", "int32", ...; GraphError for another name.
+DType dtype_named(const std::string& name);
 
 /// The language's functions on texts, as members of `m`.
 void bind(pybind11::module_& m);

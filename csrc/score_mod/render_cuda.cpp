@@ -145,6 +145,10 @@ class Renderer {
     bool wide = node.type == Type::kInt && wide_[id];
     for (const NodeId operand : node.operands) wide = wide || (graph_.type(operand) == Type::kInt && wide_[operand]);
     const NodeId last = node.operands.back();
+    if (node.op == Op::kToFloat && graph_.type(last) == Type::kInt && is_small(last)) {
+      text_ += "    const float " + names_[id] + " = small_to_float(" + names_[last] + ");\n";
+      return;
+    }
     const std::string_view spelling = graph_.type(last) == Type::kFloat ? p.cuda_float : p.cuda_integer;
     std::string expression;
     for (size_t i = 0; i < spelling.size(); ++i) {
@@ -159,11 +163,19 @@ class Renderer {
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + expression + ";\n";
   }
 
+  // Whether small_to_float takes it.
+  bool is_small(NodeId id) const {
+    constexpr int64_t kBound = int64_t{1} << 22;
+    return !wide_[id] && intervals_[id].low >= -kBound && intervals_[id].high < kBound;
+  }
+
   // " && inside(...)" for each dimension, with the indices wrapped where they may be negative.
   std::string checks(int buffer, const std::vector<NodeId>& indices, std::vector<std::string>& wrapped) const {
     std::string text;
     for (size_t k = 0; k < indices.size(); ++k) {
-      const std::string size = "c.size" + number(buffer) + "_" + number(static_cast<int64_t>(k));
+      const bool narrow = options_.small_buffers && !wide_[indices[k]];
+      const std::string size =
+          (narrow ? "int(c.size" : "(c.size") + number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
       const std::string& index = names_[indices[k]];
       const bool nonnegative = intervals_[indices[k]].nonnegative();
       wrapped.push_back(nonnegative ? index : "wrapped(" + index + ", " + size + ")");
@@ -179,13 +191,16 @@ class Renderer {
     const std::string in_range = checks(buffer, node.operands, index);
     std::string offset;
     for (size_t k = 0; k < index.size(); ++k) {
-      offset += " + " + index[k] + " * c.stride" + number(buffer) + "_" + number(static_cast<int64_t>(k));
+      // An index that has passed the check is below its size.
+      offset +=
+          (options_.small_buffers ? " + int(" + index[k] + ") * int(c.stride" : " + (" + index[k] + ") * (c.stride") +
+          number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
     }
     const std::string nothing = node.type == Type::kFloat  ? "__int_as_float(0x7fffffff)"
                                 : node.type == Type::kBool ? "false"
                                                            : "0";
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = valid" + in_range + " ? read(c.data" +
-             number(buffer) + offset + ") : " + nothing + ";\n";
+             number(buffer) + (offset.empty() ? "" : " + (" + offset.substr(3) + ")") + ") : " + nothing + ";\n";
   }
 
   void derivative(const std::string& indices) {
@@ -210,6 +225,14 @@ class Renderer {
     begin("float apply", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) place(k, indices);
+    text_ += "  template <int k>\n";
+    begin("long long offset", "float score, " + indices);
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      const std::string index = number(static_cast<int64_t>(k));
+      text_ +=
+          "    if constexpr (k == " + index + ") return offset_" + index + "(c, score, b, h, q_idx, kv_idx, valid);\n";
+    }
+    text_ += "    return -1;\n  }\n";
   }
 
   void place(size_t k, const std::string& parameters) {
@@ -217,12 +240,13 @@ class Renderer {
     begin("long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
     std::vector<std::string> index;
     const std::string in_range = checks(c.buffer, c.indices, index);
-    std::string offset = "0ll";
+    const bool narrow = options_.small_buffers;
+    std::string offset = narrow ? "0" : "0ll";
     for (size_t d = 0; d < index.size(); ++d) {
-      offset = "(" + offset + " * c.size" + number(c.buffer) + "_" + number(static_cast<int64_t>(d)) + " + " +
-               index[d] + ")";
+      offset = "(" + offset + (narrow ? " * int(c.size" : " * (c.size") + number(c.buffer) + "_" +
+               number(static_cast<int64_t>(d)) + (narrow ? ") + int(" : ") + (") + index[d] + "))";
     }
-    end_with_result(c.indices, "  return valid" + in_range + " ? " + offset + " : -1ll;\n");
+    end_with_result(c.indices, "  return valid" + in_range + " ? static_cast<long long>(" + offset + ") : -1ll;\n");
   }
 
   const Graph& graph_;

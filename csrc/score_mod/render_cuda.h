@@ -16,6 +16,7 @@ struct RenderOptions {
   std::vector<DType> dtypes;      ///< of each buffer
   Lengths lengths;                ///< what stays below 2^31 under these is computed in 32 bits
   bool small_scalars = false;     ///< whether all integer scalars are between -2^30 and 2^30
+  bool small_buffers = false;     ///< whether all places in buffers are below 2^31 elements: 32 bits are enough
 };
 
 /// A struct that needs csrc/cuda/device/score_mod.cuh before it and nothing else:
@@ -32,6 +33,7 @@ struct RenderOptions {
 ///     // the place of contribution k in its buffer's dense row-major gradient; -1: nowhere
 ///     static __device__ long long offset_<k>(const Captured&, float score, int b, int h, int q_idx, int kv_idx,
 ///                                            bool valid);
+///     template <int k> ... offset(...);   // offset_<k>
 ///     // of a derivative: how many contributions there are, and of each its buffer, its class, 'A' to 'G' (by the
 ///     // graph alone: never 'F'), and whether it is exclusive
 ///     static constexpr int kContributions;

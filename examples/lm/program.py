@@ -111,11 +111,13 @@ def train_and_report(trainer: Trainer, memory: PeakMemory, options: argparse.Nam
     checkpoint = options.out / f"{stem}.pt"
     if options.resume:
         trainer.resume(checkpoint)
-    print(
+    summary = (
         f"{config.loss}: {count_parameters(trainer.model) / 1e6:.1f} M parameters, vocabulary "
         f"{corpus.vocab_size}, {corpus.train.numel() / 1e6:.2f} M training tokens, "
         f"{corpus.held_out.numel() / 1e6:.2f} M held out"
     )
+    if trainer.main:
+        print(summary)
     first_step = trainer.step
     held_out_before = trainer.held_out_loss()
     with StopRequest() as stop:
@@ -136,6 +138,8 @@ def train_and_report(trainer: Trainer, memory: PeakMemory, options: argparse.Nam
         "peak_memory_bytes": memory.bytes(),
         "sample": sample_text(trainer, options.prompt, options.sample_tokens),
     }
+    if not trainer.main:
+        return 0
     print_report(report)
     (options.out / f"{stem}.json").write_text(json.dumps(report, indent=1))
     return 0
@@ -158,7 +162,7 @@ def sample_text(trainer: Trainer, prompt: str, count: int) -> str:
     prompt_tokens = tokenizer.encode(prompt).ids
     if not prompt_tokens or count == 0:
         return ""
-    tokens = generate(trainer.model, prompt_tokens, count, trainer.config.seed)
+    tokens = generate(trainer.plain_model(), prompt_tokens, count, trainer.config.seed)
     return prompt + tokenizer.decode(tokens)
 
 

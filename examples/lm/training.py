@@ -80,6 +80,8 @@ class History:
 class Trainer:
     """A model, its optimizer and its place in the data: everything that a checkpoint holds."""
 
+    main = True  # whether this process prints and writes files
+
     def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
         self.config = config
         self.corpus = corpus
@@ -90,6 +92,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed)
         self.model = GPT(model_config(config, corpus.vocab_size)).to(self.device)
+        self._parallelize()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.learning_rate,
@@ -107,9 +110,15 @@ class Trainer:
     def train(self, until: int, stop: "StopRequest", checkpoint: Path | None, checkpoint_every: int) -> None:
         """Trains to step `until`, or until a stop is requested; saves to `checkpoint` then and at the end."""
         self.model.train()
-        progress = tqdm(total=self.config.steps, initial=self.step, desc=self.config.loss, unit="step", disable=None)
+        progress = tqdm(
+            total=self.config.steps,
+            initial=self.step,
+            desc=self.config.loss,
+            unit="step",
+            disable=None if self.main else True,
+        )
         with progress:
-            while self.step < until and not stop.requested:
+            while self.step < until and not self._stopping(stop):
                 self._train_step()
                 progress.set_postfix_str(f"loss {self.history.losses[-1]:.3f}", refresh=False)
                 progress.update()
@@ -126,8 +135,15 @@ class Trainer:
         """What the held-out loss consists of, by name, where that is more than one thing."""
         return {}
 
+    def plain_model(self) -> GPT:
+        """The model with all of its weights in this process."""
+        return self.model
+
     def save(self, path: Path) -> None:
-        content = {
+        atomic_save(self._content(), path)
+
+    def _content(self) -> dict[str, Any]:
+        return {
             "format": CHECKPOINT_FORMAT,
             "config": self._identity(),
             "step": self.step,
@@ -138,7 +154,6 @@ class Trainer:
             "cpu_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
-        atomic_save(content, path)
 
     def resume(self, path: Path) -> None:
         """Loads what `save` wrote; an error where the file was written under another configuration."""
@@ -146,8 +161,7 @@ class Trainer:
             raise ExampleError(f"nothing to resume: {path} does not exist; run without --resume first")
         content = read_checkpoint(path)
         self._check_identity(path, content["config"])
-        self.model.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
+        self._load(content["model"], content["optimizer"])
         self.step = content["step"]
         self.batches.position = content["batches_taken"]
         self.history = History(**content["history"])
@@ -155,9 +169,26 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(content["cuda_rng"], self.device)
 
+    def _load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+    def _parallelize(self) -> None:
+        """Before the optimizer is made: where the model is spread over processes."""
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        return self._to_device(*self.batches.next())
+
+    def _value(self, loss: Tensor) -> float:
+        """Waits for the device."""
+        return loss.item()
+
+    def _stopping(self, stop: "StopRequest") -> bool:
+        return stop.requested
+
     def _train_step(self) -> None:
         start = time.perf_counter()
-        inputs, targets = self._to_device(*self.batches.next())
+        inputs, targets = self._next_batch()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step)
         loss = self._compute_loss(inputs, targets)
@@ -165,8 +196,8 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        # item() waits for the device, so that the seconds below are those of this step.
-        value = loss.item()
+        # This waits for the device, so that the seconds below are those of this step.
+        value = self._value(loss)
         self.step += 1
         if not math.isfinite(value):
             raise ExampleError(f"the loss is {value} at step {self.step}; use a smaller --learning-rate")

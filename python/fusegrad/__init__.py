@@ -1,19 +1,35 @@
 """Fused losses for PyTorch whose gradients cannot be silently wrong.
 
-``fusegrad.cross_entropy`` and ``fusegrad.linear_cross_entropy`` are drop-ins for PyTorch's own; see README.md.
+``fusegrad.cross_entropy`` and ``fusegrad.linear_cross_entropy`` are drop-ins for PyTorch's own; see README.md. Where
+torch is not installed, or FUSEGRAD_TORCH=0 is in the environment, the package has ``fusegrad.jax`` alone.
 """
 
-from ._load import build_info  # first: it registers torch.ops.fusegrad, which everything below calls
+from typing import TYPE_CHECKING
 
-# isort: split
-from . import utils
-from ._C import check_targets_enabled, set_check_targets
-from ._load import version as __version__
-from .attention import flex_attention
-from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
-from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
-from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
-from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
+from ._environment import with_torch
+
+if with_torch:
+    from ._load import build_info  # first: it registers torch.ops.fusegrad, which everything below calls
+
+    # isort: split
+    from . import utils
+    from ._C import check_targets_enabled, set_check_targets
+    from ._load import version as __version__
+    from .attention import flex_attention
+    from .compile import compile_flex
+    from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
+    from .distributed import VocabParallel
+    from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
+    from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
+    from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
+elif not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(
+            f"fusegrad.{name} needs torch, which is not installed or is kept out of this process by FUSEGRAD_TORCH=0; "
+            "without torch there is fusegrad.jax"
+        )
+
 
 __all__ = [
     "Aux",
@@ -26,9 +42,11 @@ __all__ = [
     "LinearJSDLoss",
     "ScoreMod",
     "TraceError",
+    "VocabParallel",
     "__version__",
     "build_info",
     "check_targets_enabled",
+    "compile_flex",
     "cross_entropy",
     "explain",
     "flex_attention",

@@ -85,7 +85,8 @@ def flex_attention(
     lengths, and gives gradients to everything that the score_mod captures. See docs/flex_attention.md.
 
     Args:
-        query: ``[B, H, M, D]``; float64, float32, bfloat16 or float16 on the CPU, any strides.
+        query: ``[B, H, M, D]``, any strides; float32, bfloat16 or float16, on the CPU float64 too. On CUDA D and E
+            are at most 256.
         key: ``[B or 1, Hkv, N, D]``, of the query's dtype.
         value: ``[B or 1, Hkv, N, E]``.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or what :func:`fusegrad.trace_score_mod` made of it. It is
@@ -99,7 +100,8 @@ def flex_attention(
             each ``[B, H, M]``, float32 (float64 for float64), differentiable, -inf where no key takes part.
         inplace: permission for the backward to write the gradients of query, key and value over them, where all three
             get one and the graph is not kept.
-        deterministic: the CPU's kernels always are.
+        deterministic: on CUDA: whether gradients must be the same bits in every run, at the price of another pass over
+            the scores; None: as ``torch.use_deterministic_algorithms`` says. The CPU's always are.
 
     Returns:
         ``[B, H, M, E]`` in the query's dtype, its dimensions in the order of the query's strides; 0 where no key takes
@@ -108,7 +110,8 @@ def flex_attention(
     Raises:
         ValueError, TypeError, NotImplementedError: as ``flex_attention: what must hold, but got <value>``.
         TraceError: where a function cannot be traced, with its line.
-        IndexError: where a captured tensor is read out of range by a pair that takes part.
+        IndexError: where a captured tensor is read out of range by a pair that takes part, on the CPU. On CUDA the read
+            is nan (0 of integers, false of bools), and so are the row and its gradients.
     """
     if return_lse and return_aux is not None:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .distributed.shards import VocabParallel, is_dtensor
 from .functional import _normalizer
 
 __all__ = ["JSDAux", "JSDAuxOutput", "jsd", "linear_jsd"]
@@ -68,6 +69,7 @@ def jsd(
     soft_weight: float = 1.0,
     hard_weight: float = 0.0,
     inplace: bool = False,
+    vocab_parallel: VocabParallel | None = None,
     return_aux: JSDAux | None = None,
 ) -> Any:
     r"""Generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits.
@@ -99,6 +101,8 @@ def jsd(
         soft_weight, hard_weight: a row's loss is ``soft_weight * divergence + hard_weight * hard``, where hard is the
             cross entropy of the student's logits (without temperature) at the row's label.
         inplace: permission to overwrite ``student`` with its gradient, under the checks of :func:`cross_entropy`.
+        vocab_parallel: the logits of both are a part of the vocabulary's, and a group of processes has the others: see
+            :class:`fusegrad.VocabParallel`. A student that is a DTensor sharded along its columns says so by itself.
         return_aux: also return these per-row values.
 
     Returns:
@@ -110,9 +114,28 @@ def jsd(
         IndexError: a label or a teacher's index outside [0, V) on the CPU. On the GPU only where
             :func:`fusegrad.set_check_targets` asks for the check.
     """
+    teacher, indices = (teacher, None) if isinstance(teacher, Tensor) else teacher
+    if vocab_parallel is not None or is_dtensor(student, teacher):
+        from .distributed import divergences
+
+        given = {
+            "beta": beta,
+            "temperature": temperature,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "tail": tail,
+            "soft_weight": soft_weight,
+            "hard_weight": hard_weight,
+            "aux": _aux_bits(return_aux),
+            "log_probs": log_probs,
+        }
+        divisor = _normalizer(normalizer, student)
+        return _result(
+            divergences.jsd(student, teacher, indices, labels, token_weight, divisor, given, inplace, vocab_parallel),
+            return_aux,
+        )
     ops = torch.ops.fusegrad
     op = ops.jsd_.default if inplace else ops.jsd.default
-    teacher, indices = (teacher, None) if isinstance(teacher, Tensor) else teacher
     out = op(  # by position, see library.cpp
         student,
         teacher,
@@ -160,6 +183,7 @@ def linear_jsd(
     inplace: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     workspace_mib: int | None = None,
+    vocab_parallel: VocabParallel | None = None,
     return_aux: JSDAux | None = None,
 ) -> Any:
     r""":func:`jsd` of two linear heads without ever holding all logits of either.
@@ -189,6 +213,8 @@ def linear_jsd(
             differently; the gradients of the others are zero.
         inplace: permission to overwrite ``student_input`` with its gradient, under the checks of :func:`cross_entropy`.
         accumulate_dtype, workspace_mib: as in :func:`linear_cross_entropy`, for the student's weight.
+        vocab_parallel: the rows of both weights and biases are a part of the vocabulary's, and a group of processes has
+            the others: see :class:`fusegrad.VocabParallel`. Weights that are DTensors of Shard(0) say so by themselves.
         return_aux: also return these per-row values.
 
     Returns:
@@ -198,9 +224,48 @@ def linear_jsd(
     Raises:
         ValueError, TypeError, IndexError: as :func:`jsd`, under this op's name.
     """
+    teacher_input, indices = (teacher_input, None) if isinstance(teacher_input, Tensor) else teacher_input
+    if vocab_parallel is not None or is_dtensor(student_input, student_weight, teacher_input, teacher_weight):
+        from .distributed import divergences
+
+        given = {
+            "beta": beta,
+            "temperature": temperature,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "tail": tail,
+            "soft_weight": soft_weight,
+            "hard_weight": hard_weight,
+            "aux": _aux_bits(return_aux),
+            "teacher_temperature": teacher_temperature,
+            "student_softcap": student_softcap,
+            "teacher_softcap": teacher_softcap,
+            "student_logit_scale": student_logit_scale,
+            "teacher_logit_scale": teacher_logit_scale,
+            "vocab_size": vocab_size,
+            "accumulate_dtype": accumulate_dtype,
+            "workspace_mib": workspace_mib,
+        }
+        return _result(
+            divergences.linear_jsd(
+                student_input,
+                student_weight,
+                teacher_input,
+                teacher_weight,
+                indices,
+                student_bias,
+                teacher_bias,
+                labels,
+                token_weight,
+                _normalizer(normalizer, student_input),
+                given,
+                inplace,
+                vocab_parallel,
+            ),
+            return_aux,
+        )
     ops = torch.ops.fusegrad
     op = ops.linear_jsd_.default if inplace else ops.linear_jsd.default
-    teacher_input, indices = (teacher_input, None) if isinstance(teacher_input, Tensor) else teacher_input
     out = op(  # by position, see library.cpp
         student_input,
         student_weight,

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from .distributed.shards import VocabParallel, is_dtensor
+
 __all__ = ["Aux", "AuxOutput", "cross_entropy", "linear_cross_entropy"]
 
 Reduction = Literal["none", "mean", "sum"]
@@ -101,6 +103,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     inplace: bool = False,
+    vocab_parallel: VocabParallel | None = None,
     return_aux: None = None,
 ) -> Tensor: ...
 
@@ -119,6 +122,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     inplace: bool = False,
+    vocab_parallel: VocabParallel | None = None,
     return_aux: Aux,
 ) -> tuple[Tensor, AuxOutput]: ...
 
@@ -136,6 +140,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     inplace: bool = False,
+    vocab_parallel: VocabParallel | None = None,
     return_aux: Aux | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
     r"""Cross entropy between logits and targets, a drop-in for :func:`torch.nn.functional.cross_entropy`.
@@ -162,7 +167,9 @@ def cross_entropy(
         inplace: permission to overwrite ``input`` with its gradient. Its version counter is raised, so PyTorch raises
             an error where another op has saved it for its own backward; a leaf, a view of one, an expanded or an
             overlapping tensor is refused before anything is written. Where versions cannot be checked (saved-tensor
-            hooks) or nothing is gained, the op works out of place.
+            hooks, ``torch.compile``) or nothing is gained, the op works out of place.
+        vocab_parallel: the logits are a part of the vocabulary's, and a group of processes has the others: see
+            :class:`fusegrad.VocabParallel`. A DTensor that is sharded along its classes says so by itself.
         return_aux: also return these per-row values.
 
     Returns:
@@ -174,6 +181,22 @@ def cross_entropy(
         IndexError: a class index outside [0, V) on the CPU. On the GPU that row's loss and gradient are NaN, unless
             :func:`fusegrad.set_check_targets` asks for the check.
     """
+    if vocab_parallel is not None or is_dtensor(input):
+        from .distributed import losses
+
+        given = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "aux": _aux_bits(return_aux),
+        }
+        divisor = _normalizer(normalizer, input)
+        return _result(
+            losses.cross_entropy(input, target, weight, token_weight, divisor, given, inplace, vocab_parallel),
+            return_aux,
+        )
     ops = torch.ops.fusegrad
     op = ops.cross_entropy_.default if inplace else ops.cross_entropy.default
     out = op(  # by position, see library.cpp
@@ -210,6 +233,7 @@ def linear_cross_entropy(
     inplace: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     workspace_mib: int | None = None,
+    vocab_parallel: VocabParallel | None = None,
     return_aux: Aux | None = None,
     options: Any = None,
 ) -> Any:
@@ -238,6 +262,10 @@ def linear_cross_entropy(
         workspace_mib: budget for temporaries in MiB, above the gradients. The default stays below what the same call
             takes under torch.compile; 0 takes the least there is, at one more product. The smallest chunks may exceed
             it.
+        vocab_parallel: ``linear_weight`` and ``linear_bias`` (and the columns of class probabilities) are a part of
+            the vocabulary's, and a group of processes has the others: see :class:`fusegrad.VocabParallel`. A weight
+            that is a DTensor of Shard(0) says so by itself. ``input``, which may then be a DTensor too, gets its whole
+            gradient in every process.
         return_aux: also return these per-row values.
         options: a ``torch.nn.LinearCrossEntropyOptions`` (PyTorch >= 2.13), so that a call of
             ``torch.nn.functional.linear_cross_entropy`` runs unchanged. ``allow_retain_graph`` always holds here; the
@@ -257,6 +285,27 @@ def linear_cross_entropy(
                 f"but got accumulate_dtype={accumulate_dtype} and options={options}"
             )
         accumulate_dtype = options.acc_dtype
+    if vocab_parallel is not None or is_dtensor(input, linear_weight):
+        from .distributed import losses
+
+        given = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "aux": _aux_bits(return_aux),
+            "logit_scale": logit_scale,
+            "accumulate_dtype": accumulate_dtype,
+            "workspace_mib": workspace_mib,
+        }
+        divisor = _normalizer(normalizer, input)
+        return _result(
+            losses.linear_cross_entropy(
+                input, linear_weight, target, linear_bias, weight, token_weight, divisor, given, inplace, vocab_parallel
+            ),
+            return_aux,
+        )
     ops = torch.ops.fusegrad
     op = ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default
     out = op(  # by position, see library.cpp

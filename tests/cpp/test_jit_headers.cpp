@@ -15,7 +15,9 @@ struct HeaderKernel {
   const char* header;
   const char* body;
   int registers;
+  bool flex = false;  // with the Config of flex_config.cuh
 };
+
 constexpr HeaderKernel kHeaderKernels[] = {
     {"cstdint",
      "uint64_t x = (uint64_t)out; int64_t y = -1; uint32_t z = (uint32_t)(x >> 2); int8_t w = -1;\n"
@@ -40,6 +42,80 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "out[threadIdx.x] = copy[threadIdx.x];\n"
      "#endif",
      24},
+    {"cuda/device/flex_arguments.cuh",
+     "using namespace fusegrad::device;\n"
+     "static_assert(sizeof(FlexTensor) == 40 && sizeof(FlexRow) == 8 && sizeof(FlexSums) == 24);\n"
+     "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
+     "out[threadIdx.x] = tiles.list[threadIdx.x] % 4 == kTileMixed || tiles.blocks[threadIdx.x] == kBlockBad;",
+     16},
+    {"cuda/device/flex_backward.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
+     "                     *(const MaskMod::Captured*)in, shared).run();",
+     160, true},
+    {"cuda/device/flex_buffers.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
+     "                            *(const ScoreMod::Captured*)in, shared);\n"
+     "float value[2] = {in[threadIdx.x], 0.0f};\n"
+     "sums.begin();\n"
+     "sums.begin_tile();\n"
+     "sums.add(value, 0, 0, 0, 1.0f, 0, 1, 2, 3, true);\n"
+     "sums.end_block(0, 0);\n"
+     "sums.end_tile();\n"
+     "sums.flush(0, 1, 2, 3);\n"
+     "sums.end_head(0, 1, 3);\n"
+     "sums.end();",
+     16, true},
+    {"cuda/device/flex_forward.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexForward<Config>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
+     "                    *(const MaskMod::Captured*)in, shared_address(shared)).run();",
+     96, true},
+    {"cuda/device/flex_grad_query.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
+     "                      *(const MaskMod::Captured*)in, shared_address(shared)).run();",
+     152, true},
+    {"cuda/device/flex_gradient.cuh",
+     "float p, value[2];\n"
+     "const FlexQuery row{{in[0], in[1]}, in[2], in[3]};\n"
+     "out[threadIdx.x] = FlexPairGradient<Config>::apply(*(const ScoreMod::Captured*)in, in[4], in[threadIdx.x],\n"
+     "                                                   in[5], row, 0, 1, 2, 3, threadIdx.x < 7, p, value);\n"
+     "out[threadIdx.x + 32] = p + value[0];",
+     24, true},
+    {"cuda/device/flex_scores.cuh",
+     "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
+     "const TileWalk walk(tiles, 0, 1, 2, 3, (Config*)nullptr);\n"
+     "for (int i = threadIdx.x; i < walk.count(); i += 32) {\n"
+     "  out[i] = takes_part<Config>(tiles, *(const MaskMod::Captured*)in, walk[i] % 4, 0, 1, i, walk[i] / 4, true);\n"
+     "}\n"
+     "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod> && !kHas<NoMod>);",
+     48, true},
+    {"cuda/device/mma.cuh",
+     "using namespace fusegrad::device;\n"
+     "using Rows = Tile<BFloat16, 16, 32>;\n"
+     "__shared__ __align__(16) char memory[Rows::kBytes];\n"
+     "const unsigned tile = shared_address(memory);\n"
+     "const int lane = threadIdx.x;\n"
+     "Rows::load<kLanes>(tile, (const char*)in, 64, 16, Rows::kVectors, lane);\n"
+     "commit_copies();\n"
+     "wait_copies<0>();\n"
+     "__syncwarp();\n"
+     "unsigned a[4], b[4];\n"
+     "float c[4] = {};\n"
+     "load_a(a, tile, Rows::kStride, 0, 0, lane);\n"
+     "load_b(b, tile, Rows::kStride, 0, 1, lane);\n"
+     "Mma<BFloat16>::step(c, a, b[0], b[1]);\n"
+     "Mma<Float16>::load_b_transposed(b, tile, Rows::kStride, 0, 16, lane);\n"
+     "Mma<Float16>::step(c, a, b[2], b[3]);\n"
+     "Mma<float, true>::load_a_transposed(a, tile, Rows::kStride, 0, 0, lane);\n"
+     "Mma<float, true>::step(c, a, b[0], b[1]);\n"
+     "put_operand<BFloat16>(a, c);\n"
+     "store_operand<BFloat16>(tile, Rows::kStride, 0, 1, a, lane);\n"
+     "add_pair(out + 64 + 2 * lane, row_sum(c[0]), row_max(c[1]));\n"
+     "store((BFloat16*)out + lane, power_of_two(c[2]) + rounded<Float16>(c[3]));",
+     48},
     {"cuda/device/score_mod.cuh",
      "using namespace fusegrad::device::score_mod;\n"
      "const float x = in[threadIdx.x], y = in[threadIdx.x + 32];\n"
@@ -53,8 +129,9 @@ constexpr HeaderKernel kHeaderKernels[] = {
 };
 
 std::string source_of(const HeaderKernel& kernel) {
-  return "#include <" + std::string(kernel.header) +
-         ">\nextern \"C\" __global__ void probe(const float* in, float* out) {\n" + kernel.body + "\n}\n";
+  return "#include <" + std::string(kernel.header) + ">\n" +
+         (kernel.flex ? read(FUSEGRAD_TEST_SOURCE_DIR "/tests/cpp/flex_config.cuh") : "") +
+         "extern \"C\" __global__ void probe(const float* in, float* out) {\n" + kernel.body + "\n}\n";
 }
 
 TEST_F(Jit, EveryHeaderHasAKernelHere) {

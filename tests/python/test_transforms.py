@@ -120,6 +120,9 @@ def test_opcheck_of_the_ops_below(device) -> None:
     torch.library.opcheck(
         ops.cross_entropy_backward.default, (one, None, x, t, None, lse, stats, scales, None, -100, 0.0, 0.0, 0.0)
     )
+    shard = (one, None, t, None, lse, stats[0], None, scales, None, -100, 0.0, 0.0, 0.0, 2, 9)
+    torch.library.opcheck(ops.cross_entropy_shard_gradient.default, (x, *shard))
+    torch.library.opcheck(ops.cross_entropy_shard_gradient_.default, (x.clone(), *shard))
     torch.library.opcheck(
         ops.linear_cross_entropy_backward.default,
         (

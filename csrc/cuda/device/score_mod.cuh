@@ -98,10 +98,27 @@ template <class T>
 __device__ __forceinline__ T relu(T a) {
   return a <= 0 ? T(0) : a;
 }
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+// FUSEGRAD_FAST_MATH: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid to
+// a few units of 1e-7.
+__device__ __forceinline__ float sigmoid(float x) {
+#ifdef FUSEGRAD_FAST_MATH
+  return __fdividef(1.0f, 1.0f + __expf(-x));
+#else
+  return 1.0f / (1.0f + expf(-x));
+#endif
+}
+__device__ __forceinline__ float tanh_of(float x) {
+#ifdef FUSEGRAD_FAST_MATH
+  float result;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return tanhf(x);
+#endif
+}
 __device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
 __device__ __forceinline__ float gelu_tanh(float x) {
-  return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+  return 0.5f * x * (1.0f + tanh_of(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
 __device__ __forceinline__ bool invert(bool a) { return !a; }
@@ -118,6 +135,9 @@ __device__ __forceinline__ T shift_right(T a, T b) {
   return a >> (b < 0 || b >= T(8 * sizeof(T)) ? T(8 * sizeof(T) - 1) : b);
 }
 
+/// Of -2^22 <= a < 2^22: by an addition to the bits of 1.5 * 2^23, where a float's unit is 1, since conversions are
+/// slow.
+__device__ __forceinline__ float small_to_float(int a) { return __int_as_float(a + 0x4b400000) - 12582912.0f; }
 __device__ __forceinline__ int64 to_int(float a) { return a != a ? 0 : __float2ll_rz(a); }
 __device__ __forceinline__ int to_int(bool a) { return a; }
 
@@ -134,32 +154,48 @@ struct Bool {
 };
 
 /// A negative index counts from the end.
-template <class Index>
-__device__ __forceinline__ int64 wrapped(Index i, int64 size) {
+template <class Size>
+__device__ __forceinline__ Size wrapped(Size i, Size size) {
   return i < 0 ? i + size : i;
 }
-template <class Index>
-__device__ __forceinline__ bool inside(Index i, int64 size) {
-  return static_cast<unsigned long long>(static_cast<int64>(i)) < static_cast<unsigned long long>(size);
+__device__ __forceinline__ int64 wrapped(int i, int64 size) { return wrapped(int64{i}, size); }
+__device__ __forceinline__ bool inside(int i, int size) {
+  return static_cast<unsigned>(i) < static_cast<unsigned>(size);
+}
+__device__ __forceinline__ bool inside(int i, int64 size) {
+  return static_cast<unsigned long long>(int64{i}) < static_cast<unsigned long long>(size);
+}
+__device__ __forceinline__ bool inside(int64 i, int64 size) {
+  return static_cast<unsigned long long>(i) < static_cast<unsigned long long>(size);
 }
 
+// Nothing writes captured buffers while a kernel runs: loads may take the read-only path, and change places with
+// stores.
 template <class T>
-__device__ __forceinline__ T read(const T* p) {
-  return *p;
-}
-__device__ __forceinline__ float read(const double* p) { return static_cast<float>(*p); }
-__device__ __forceinline__ float read(const BFloat16* p) {
-  return __uint_as_float(static_cast<unsigned>(p->bits) << 16);
-}
-__device__ __forceinline__ float read(const Float16* p) {
+__device__ __forceinline__ T fetch(const T* p) {
 #ifdef __CUDACC__
-  float result;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(p->bits));
-  return result;
+  return __ldg(p);
 #else
-  return half_to_float(p->bits);
+  return *p;
 #endif
 }
-__device__ __forceinline__ bool read(const Bool* p) { return p->byte != 0; }
+template <class T>
+__device__ __forceinline__ T read(const T* p) {
+  return fetch(p);
+}
+__device__ __forceinline__ float read(const double* p) { return static_cast<float>(fetch(p)); }
+__device__ __forceinline__ float from_bits(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ __forceinline__ float from_bits(Float16 x) {
+#ifdef __CUDACC__
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+  return result;
+#else
+  return half_to_float(x.bits);
+#endif
+}
+__device__ __forceinline__ float read(const BFloat16* p) { return from_bits(BFloat16{fetch(&p->bits)}); }
+__device__ __forceinline__ float read(const Float16* p) { return from_bits(Float16{fetch(&p->bits)}); }
+__device__ __forceinline__ bool read(const Bool* p) { return fetch(&p->byte) != 0; }
 
 }  // namespace fusegrad::device::score_mod

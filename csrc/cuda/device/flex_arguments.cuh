@@ -1,0 +1,65 @@
+// What the kernels of flex attention are launched with; the host includes this too. Letters as in
+// attention/flex_attention.h. Strides are in elements; those that kernels read by 16 bytes at a time (query, key,
+// value, grad_out) have an innermost stride of 1, and rows at multiples of 16 bytes.
+#pragma once
+
+namespace fusegrad::device {
+
+struct FlexTensor {
+  void* data;
+  long long batch_stride, head_stride, row_stride, col_stride;
+};
+
+/// The tiles of scores that take part: of each row of tiles (query tiles in the forward, key tiles in the backward)
+/// how many, and which: 4 * column + FlexTileKind, ascending. `count` is null: all of them, fully. A negative count
+/// says that the block mask lists a block that there is not: the result is NaN.
+struct FlexTiles {
+  const int* count;  // [batches, heads, rows]
+  const int* list;   // [batches, heads, rows, cols]
+  int batches, heads, rows, cols;
+  // Where tiles lie in several blocks: the state of each block (FlexBlock), [batches, heads, block_rows, block_cols].
+  const unsigned char* blocks;
+  int block_rows, block_cols;
+  long long block_size_q, block_size_kv;
+};
+enum FlexTileKind : int {
+  kTileFull,     // every pair takes part
+  kTilePartial,  // those that the mask_mod allows
+  kTileMixed,    // as the block of the pair says
+};
+enum FlexBlock : unsigned char { kBlockNone, kBlockPartial, kBlockFull, kBlockBad };
+
+struct FlexForwardArguments {
+  FlexTensor query, key, value, out, out_low;
+  float *lse, *max_scores, *max_ties;  // [B, H, M]; the latter two may be null
+  FlexTiles tiles;
+  int batches, heads, group, queries, keys, head_size, value_size;
+  float scale;
+};
+
+/// What the backward needs of a row of scores.
+struct FlexRow {
+  float log2_sum;  // lse / log(2); infinite where no key takes part, so that every probability is 0
+  float delta;     // sum of grad_out * out, less grad_lse
+};
+
+/// The sums of the contributions to the captured buffers' gradients.
+struct FlexSums {
+  void* data;            // of the buffer's elements: float, or long long where they are fixed point
+  long long elements;    // of the buffer
+  const float* largest;  // fixed point: the largest magnitude of a contribution
+};
+
+struct FlexBackwardArguments {
+  FlexTensor query, key, value, grad_out, grad_key, grad_value;
+  const FlexRow* rows;                 // [B, H, M]
+  const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
+  float* grad_query;                   // [B, H, M, kHead], without the scale; zeros before where it is added to
+  float* largest;                      // [captured buffers], zeros before: where the largest magnitudes are wanted
+  FlexTiles tiles;
+  int batches, key_batches, heads, group, queries, keys, head_size, value_size;
+  float scale;
+  int fixed_bits;  // fixed point: how far below 2^62 / largest a unit lies, so that no sum overflows
+};
+
+}  // namespace fusegrad::device

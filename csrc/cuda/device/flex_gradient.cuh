@@ -1,0 +1,57 @@
+// The gradient by the scores, which the kernels of the backward share, and where a thread's pairs lie.
+#pragma once
+
+#include "cuda/device/flex_scores.cuh"
+
+namespace fusegrad::device {
+
+/// In place of a derivative.
+struct NoDerivative {
+  struct Captured {
+    long long nothing;
+  };
+  static constexpr int kContributions = 0;
+  static constexpr int kBuffer[] = {-1};
+  template <int>
+  static __device__ long long offset(const Captured&, float, int, int, int, int, bool) {
+    return -1;
+  }
+};
+
+/// What is known of a query in the backward.
+struct FlexQuery {
+  FlexRow row;
+  float max, grad_max;  // where there is a gradient of max_scores
+};
+
+template <class Config>
+struct FlexPairGradient {
+  using ScoreMod = typename Config::ScoreMod;
+
+  /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions; returns the
+  /// gradient by scale * query * key. All of them are 0 where the pair does not take part.
+  static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
+                                                float grad, const FlexQuery& row, int b, int h, int q, int kv,
+                                                bool takes_part, float& p, float* value) {
+    float changed;
+    if constexpr (kHas<ScoreMod>) {
+      changed = ScoreMod::apply(captured, score * scale, b, h, q, kv, takes_part);
+      p = power_of_two(changed * kLog2E - row.row.log2_sum);
+    } else {
+      changed = score * scale;
+      p = power_of_two(score * (scale * kLog2E) - row.row.log2_sum);
+    }
+    p = takes_part ? p : 0.0f;
+    float d = p * (grad - row.row.delta);
+    if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
+    if constexpr (kHas<ScoreMod>) {
+      // A score that the score_mod made -inf is as one that is masked.
+      return Config::Derivative::apply(captured_of<typename Config::Derivative>(captured), score * scale, d, b, h, q,
+                                       kv, takes_part && changed != -FUSEGRAD_INFINITY, value);
+    } else {
+      return takes_part ? d : 0.0f;
+    }
+  }
+};
+
+}  // namespace fusegrad::device

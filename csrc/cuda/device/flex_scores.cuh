@@ -1,0 +1,136 @@
+// Scores of a tile between the products: which pairs take part, and what the score_mod makes of them.
+//
+// A Config, which the host generates, says what a kernel is compiled for:
+//   Element                    BFloat16, Float16 or float
+//   kHead, kValue              the head sizes, rounded up to 16
+//   kRows, kCols               queries and keys of a tile
+//   kWarps                     of a CTA
+//   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
+//   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
+//   kSplit                     float: products of two parts each
+#pragma once
+
+#include "cuda/device/flex_arguments.cuh"
+#include "cuda/device/mma.cuh"
+
+namespace fusegrad::device {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+/// In place of a score_mod or a mask_mod.
+struct NoMod {
+  struct Captured {
+    long long nothing;
+  };
+};
+/// A derivative's view of what its score_mod captured.
+template <class Mod, class Captured>
+__device__ __forceinline__ const typename Mod::Captured& captured_of(const Captured& captured) {
+  static_assert(sizeof(Captured) == sizeof(typename Mod::Captured));
+  return reinterpret_cast<const typename Mod::Captured&>(captured);
+}
+
+template <class Mod>
+constexpr bool kHas = !kSame<Mod, NoMod>;
+
+/// One bit each for so many pairs, at most 64.
+template <int kCount>
+struct BitsFor {
+  static_assert(kCount <= 64);
+  using Type = unsigned long long;
+};
+template <int kCount>
+  requires(kCount <= 32)
+struct BitsFor<kCount> {
+  using Type = unsigned;
+};
+template <int kCount>
+using Bits = typename BitsFor<kCount>::Type;
+
+/// The tiles of one row of tiles, in order.
+class TileWalk {
+ public:
+  template <class Config>
+  __device__ __forceinline__ TileWalk(const FlexTiles& tiles, int b, int h, int row, int all, const Config*) {
+    if constexpr (Config::kBlocks) {
+      const long long head =
+          static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
+      count_ = tiles.count[head * tiles.rows + row];
+      list_ = tiles.list + (head * tiles.rows + row) * tiles.cols;
+    } else {
+      count_ = all;
+    }
+  }
+  __device__ __forceinline__ int count() const { return count_; }
+  /// 4 * column + kind.
+  __device__ __forceinline__ int operator[](int i) const { return list_ == nullptr ? 4 * i : list_[i]; }
+
+ private:
+  int count_;
+  const int* list_ = nullptr;
+};
+
+/// Whether a pair of a tile that is not full takes part.
+template <class Config>
+__device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typename Config::MaskMod::Captured& mask,
+                                           int kind, int b, int h, int q, int kv, bool inside) {
+  if constexpr (!Config::kBlocks) {
+    return inside;
+  } else {
+    bool full = kind == kTileFull;
+    if (Config::kMixed && kind == kTileMixed && inside) {
+      const long long head =
+          static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
+      const unsigned char state =
+          tiles
+              .blocks[(head * tiles.block_rows + q / tiles.block_size_q) * tiles.block_cols + kv / tiles.block_size_kv];
+      inside = state != kBlockNone;
+      full = state == kBlockFull;
+    }
+    if constexpr (kHas<typename Config::MaskMod>) {
+      if (!full) return inside && Config::MaskMod::apply(mask, b, h, q, kv, inside);
+    }
+    return inside;
+  }
+}
+
+/// Which of a thread's pairs take part, bit 4 * n + e for element e of accumulator n; all where not `masked`. (q, kv):
+/// the first pair. kKeyRows: keys are the accumulators' rows, and queries their columns. As bits, and before the
+/// score_mod: so the code of a mask_mod is there but twice, and that of a score_mod once an element, whether pairs are
+/// masked or not.
+template <class Config, int kBlocks, bool kKeyRows, class Arguments>
+__device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Arguments& a,
+                                                                  const typename Config::MaskMod::Captured& mask,
+                                                                  int kind, bool masked, int b, int h, int q, int kv) {
+  using Result = Bits<kBlocks * 4>;
+  Result alive = ~Result(0);
+  if (masked) {
+    alive = 0;
+#pragma unroll 1
+    for (int i = 0; i < kBlocks * 4; i += 2) {
+      const int row = (kKeyRows ? kv : q) + i / 2 % 2 * 8, col = (kKeyRows ? q : kv) + i / 4 * 8;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int at_q = kKeyRows ? col + e : row, at_kv = kKeyRows ? row : col + e;
+        const bool inside = at_kv < a.keys && at_q < a.queries;
+        const bool takes = takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside);
+        alive |= Result(takes) << (i + e);
+      }
+    }
+  }
+  return alive;
+}
+
+/// A tile of a head's rows from `row` on, by all threads of the CTA; what lies beyond `rows` and `cols` is zeros.
+template <class Into, int kThreads>
+__device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
+                                          int cols) {
+  using T = typename Into::Element;
+  constexpr int kVector = 16 / sizeof(T);
+  const T* p = static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
+  Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
+                                from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
+                                (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
+}
+
+}  // namespace fusegrad::device

@@ -1,0 +1,351 @@
+// Tiles in shared memory and the tensor cores' products of them, on every GPU from sm_80 on (mma.sync, ldmatrix,
+// cp.async), for BFloat16, Float16 and float. For NVRTC too: includes nothing but its own.
+//
+// Lanes: g = lane / 4 is a row of a fragment, t = lane % 4 a pair of its columns. An accumulator C of 16 x 8 holds
+// (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+#pragma once
+
+#include "cuda/device/bulk.cuh"
+#include "cuda/device/score_mod.cuh"
+
+namespace fusegrad::device {
+
+using score_mod::BFloat16;
+using score_mod::Float16;
+
+constexpr int kLanes = 32;
+#define FUSEGRAD_INFINITY __int_as_float(0x7f800000)
+
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+// --- copies -------------------------------------------------------------------------------------------------
+
+/// 16 bytes, or zeros where not `there`; the source is not read then.
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+/// 8 bytes, or zeros.
+__device__ __forceinline__ void copy_async_pair(unsigned to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Until all but the last kPending groups are there.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+/// kRows rows of kCols elements in shared memory. A row takes an odd multiple of 16 bytes, so that neither eight rows
+/// nor the four of a transposed read of floats meet in a bank.
+template <class T, int kRows, int kCols>
+struct Tile {
+  using Element = T;
+  static_assert(kCols * sizeof(T) % 32 == 0);
+  static constexpr int kStride = kCols * static_cast<int>(sizeof(T)) + 16;  // bytes
+  static constexpr int kBytes = kRows * kStride;
+  static constexpr int kVectors = kCols * static_cast<int>(sizeof(T)) / 16;
+
+  /// From rows of a matrix whose rows begin at multiples of 16 bytes: the first `rows` of them, `vectors` times 16
+  /// bytes of each, the rest is zeros.
+  template <int kThreads>
+  static __device__ __forceinline__ void load(unsigned to, const char* from, long long stride, int rows, int vectors,
+                                              int thread) {
+    if constexpr (kThreads % kVectors == 0) {
+      // A thread stays in its column: one pointer, which walks.
+      constexpr int kStep = kThreads / kVectors;
+      const int first = thread / kVectors, vector = thread % kVectors;
+      const bool wanted = vector < vectors;
+      from += first * stride + vector * 16;
+      to += first * kStride + vector * 16;
+#pragma unroll
+      for (int row = 0; row < kRows; row += kStep) {
+        if (kRows % kStep == 0 || first + row < kRows)
+          copy_async(to + row * kStride, from, wanted && first + row < rows);
+        from += kStep * stride;
+      }
+    } else {
+#pragma unroll 4
+      for (int i = thread; i < kRows * kVectors; i += kThreads) {
+        const int row = i / kVectors, vector = i % kVectors;
+        copy_async(to + row * kStride + vector * 16, from + row * stride + vector * 16, row < rows && vector < vectors);
+      }
+    }
+  }
+};
+
+// --- fragments ----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ unsigned load_word(unsigned address) {
+  unsigned word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+  return word;
+}
+
+/// Two numbers in the order of memory.
+__device__ __forceinline__ unsigned pack(BFloat16, float first, float second) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+  return r;
+}
+__device__ __forceinline__ unsigned pack(Float16, float first, float second) {
+  unsigned r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second), "f"(first));
+  return r;
+}
+
+/// The products of a type. A step takes kDepth of the common dimension, 32 bytes of a row. Operands are fragments of
+/// four words: A of 16 rows, B of 16 columns. Those that are read transposed, and A made of accumulators, have the
+/// common dimension of floats in another order than those read as they lie: only like goes with like.
+///
+/// kSwapped: A and B are the other way round than in another product that must come to the same bits.
+template <class T, bool kSplit = false>
+struct Mma {
+  static constexpr int kDepth = 16;
+
+  template <bool kSwapped = false>
+  static __device__ __forceinline__ void step(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    if constexpr (kSame<T, BFloat16>) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+  }
+  /// A[k, m] from memory where it lies as [k][m].
+  static __device__ __forceinline__ void load_a_transposed(unsigned (&a)[4], unsigned tile, int stride, int k, int m,
+                                                           int lane) {
+    load_matrices_transposed(a, tile + (k + lane % 8 + lane / 16 * 8) * stride + (m + lane / 8 % 2 * 8) * 2);
+  }
+  static __device__ __forceinline__ void load_b_transposed(unsigned (&b)[4], unsigned tile, int stride, int k, int n,
+                                                           int lane) {
+    load_matrices_transposed(b, tile + (k + lane % 16) * stride + (n + lane / 16 * 8) * 2);
+  }
+};
+
+/// In TF32; kSplit: each number as two, three products of them: about float32's accuracy.
+template <bool kSplit>
+struct Mma<float, kSplit> {
+  static constexpr int kDepth = 8;
+
+  template <bool kSwapped = false>
+  static __device__ __forceinline__ void step(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    unsigned high[6], low[6];
+    const unsigned word[6] = {a[0], a[1], a[2], a[3], b0, b1};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) {
+      high[i] = round(__uint_as_float(word[i]));
+      if constexpr (kSplit) low[i] = round(__uint_as_float(word[i]) - __uint_as_float(high[i]));
+    }
+    if constexpr (kSplit) {
+      // Tensor cores cut off what they add up, they do not round: over many steps that would be the largest error. So
+      // a step's sum is their own, and is added to the others as float32 is.
+      float sum[4] = {};
+      product(sum, kSwapped ? high : low, (kSwapped ? low : high) + 4);
+      product(sum, kSwapped ? low : high, (kSwapped ? high : low) + 4);
+      product(sum, high, high + 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[i] += sum[i];
+    } else {
+      product(c, high, high + 4);
+    }
+  }
+  static __device__ __forceinline__ void load_a_transposed(unsigned (&a)[4], unsigned tile, int stride, int k, int m,
+                                                           int lane) {
+    const unsigned at = tile + (k + lane % 4 * 2) * stride + (m + lane / 4) * 4;
+    a[0] = load_word(at);
+    a[1] = load_word(at + 32);
+    a[2] = load_word(at + stride);
+    a[3] = load_word(at + stride + 32);
+  }
+  static __device__ __forceinline__ void load_b_transposed(unsigned (&b)[4], unsigned tile, int stride, int k, int n,
+                                                           int lane) {
+    const unsigned at = tile + (k + lane % 4 * 2) * stride + (n + lane / 4) * 4;
+    b[0] = load_word(at);
+    b[1] = load_word(at + stride);
+    b[2] = load_word(at + 32);
+    b[3] = load_word(at + stride + 32);
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned round(float x) {
+    unsigned r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+    return r;
+  }
+  static __device__ __forceinline__ void product(float (&c)[4], const unsigned* a, const unsigned* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};
+
+/// A[m, k] where it lies as [m][k]: step `step` of the common dimension, rows from m on.
+__device__ __forceinline__ void load_a(unsigned (&a)[4], unsigned tile, int stride, int m, int step, int lane) {
+  load_matrices(a, tile + (m + lane % 16) * stride + step * 32 + lane / 16 * 16);
+}
+/// B[k, n] where it lies as [n][k]: words 0 and 1 are columns n to n + 7, words 2 and 3 the next eight.
+__device__ __forceinline__ void load_b(unsigned (&b)[4], unsigned tile, int stride, int n, int step, int lane) {
+  load_matrices(b, tile + (n + lane % 8 + lane / 16 * 8) * stride + step * 32 + lane / 8 % 2 * 16);
+}
+
+/// Words that an accumulator of 16 x 8 takes as operand A: two accumulators make a step of 16-bit numbers, one a step
+/// of floats.
+template <class T>
+__device__ __forceinline__ void put_operand(unsigned* words, const float (&c)[4]) {
+  if constexpr (sizeof(T) == 2) {
+    words[0] = pack(T{}, c[0], c[1]);
+    words[1] = pack(T{}, c[2], c[3]);
+  } else {
+    words[0] = __float_as_uint(c[0]);
+    words[1] = __float_as_uint(c[2]);
+    words[2] = __float_as_uint(c[1]);
+    words[3] = __float_as_uint(c[3]);
+  }
+}
+/// How far loops over the steps of a product are unrolled: a step of floats is many instructions, and all of them in a
+/// row take seconds to compile.
+template <class T>
+constexpr int kUnrolledSteps = sizeof(T) == 2 ? 64 : 2;
+
+template <class T>
+constexpr int kOperandWords = sizeof(T) == 2 ? 2 : 4;
+
+/// A fragment of two words or four (kOperandWords) back into shared memory where it lies as [m][k]: operand A of rows
+/// m to m + 15, accumulator `block` of 8 columns.
+template <class T>
+__device__ __forceinline__ void store_operand(unsigned tile, int stride, int m, int block, const unsigned* words,
+                                              int lane) {
+  const unsigned at = tile + (m + lane / 4) * stride + block * 8 * static_cast<int>(sizeof(T));
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + lane % 4 * 4), "r"(words[0]) : "memory");
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + 8 * stride + lane % 4 * 4), "r"(words[1]) : "memory");
+  } else {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + lane % 4 * 8), "r"(words[0]), "r"(words[2]) : "memory");
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + 8 * stride + lane % 4 * 8), "r"(words[1]), "r"(words[3])
+                 : "memory");
+  }
+}
+
+// --- products of a warp -------------------------------------------------------------------------------------
+
+/// c += the rows of a from `a_row` on, 16 for each kBlocksM, by those of b from `b_row` on, 8 for each kBlocksN, over
+/// kCommon columns; both lie as [row][column].
+template <class T, bool kSplit, int kCommon, bool kSwapped = false, int kBlocksM, int kBlocksN>
+__device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, int a_row,
+                                              unsigned b, int b_stride, int b_row, int lane) {
+  using Product = Mma<T, kSplit>;
+#pragma unroll kUnrolledSteps < T>
+  for (int k = 0; k < kCommon / Product::kDepth; ++k) {
+    unsigned row[kBlocksM][4];
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) load_a(row[m], a, a_stride, a_row + m * 16, k, lane);
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n += 2) {
+      unsigned col[4];
+      load_b(col, b, b_stride, b_row + n * 8, k, lane);
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+        Product::template step<kSwapped>(c[m][n], row[m], col[0], col[1]);
+        Product::template step<kSwapped>(c[m][n + 1], row[m], col[2], col[3]);
+      }
+    }
+  }
+}
+
+/// c += p * b, where p is made of accumulators, and b lies as [common dimension][column].
+template <class T, bool kSplit, int kBlocksM, int kBlocksN, int kBlocksK>
+__device__ __forceinline__ void multiply_accumulators(float (&c)[kBlocksM][kBlocksN][4],
+                                                      const float (&p)[kBlocksM][kBlocksK][4], unsigned b, int b_stride,
+                                                      int lane) {
+  using Product = Mma<T, kSplit>;
+  constexpr int kBlocks = Product::kDepth / 8;  // accumulators of a step
+#pragma unroll
+  for (int k = 0; k < kBlocksK / kBlocks; ++k) {
+    unsigned a[kBlocksM][4];
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) put_operand<T>(a[m] + i * kOperandWords<T>, p[m][k * kBlocks + i]);
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n += 2) {
+      unsigned col[4];
+      Product::load_b_transposed(col, b, b_stride, k * Product::kDepth, n * 8, lane);
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+        Product::step(c[m][n], a[m], col[0], col[1]);
+        Product::step(c[m][n + 1], a[m], col[2], col[3]);
+      }
+    }
+  }
+}
+
+// --- numbers ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float power_of_two(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+/// As T rounds it.
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  if constexpr (kSame<T, float>) {
+    return x;
+  } else {
+    return score_mod::from_bits(T{static_cast<unsigned short>(pack(T{}, x, 0.0f))});
+  }
+}
+template <class T>
+__device__ __forceinline__ void store(T* to, float x) {
+  if constexpr (kSame<T, float>) {
+    *to = x;
+  } else {
+    to->bits = static_cast<unsigned short>(pack(T{}, x, 0.0f));
+  }
+}
+
+/// Two neighbours in memory, at a multiple of 8 bytes.
+__device__ __forceinline__ void add_pair(float* to, float first, float second) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
+#else
+  atomicAdd(to, first);
+  atomicAdd(to + 1, second);
+#endif
+}
+
+/// Over the four lanes of a row.
+__device__ __forceinline__ float row_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ float row_max(float x) {
+  x = score_mod::maximum(x, __shfl_xor_sync(~0u, x, 1));
+  return score_mod::maximum(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+}  // namespace fusegrad::device

@@ -1,0 +1,363 @@
+#include "cuda/flex_attention.h"
+
+#include <ATen/Context.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <bit>
+
+#include "attention/outputs.h"
+#include "cuda/flex_prepare.h"
+#include "cuda/flex_program.h"
+#include "ops/check.h"
+#include "rows/job.h"
+#include "score_mod/cache.h"
+#include "score_mod/render_cuda.h"
+#include "score_mod/tensors.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+using at::Tensor;
+using device::FlexTensor;
+
+/// What kernels read by 16 bytes: innermost dimension dense, rows at multiples of 16 bytes; else a copy that is so.
+Tensor with_aligned_rows(const Tensor& t) {
+  const int64_t bytes = t.element_size(), vector = 16 / bytes;
+  const auto fits = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) % vector == 0; };
+  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) && fits(0) &&
+      fits(1) && fits(2) && t.size(3) % vector == 0) {
+    return t;
+  }
+  const int64_t cols = (t.size(3) + vector - 1) / vector * vector;
+  const Tensor wide = cols == t.size(3) ? at::empty({t.size(0), t.size(1), t.size(2), cols}, t.options())
+                                        : at::zeros({t.size(0), t.size(1), t.size(2), cols}, t.options());
+  const Tensor part = wide.narrow(3, 0, t.size(3));
+  part.copy_(t);
+  return part;
+}
+
+FlexTensor view(const Tensor& t) {
+  if (!t.defined() || t.numel() == 0) return {};
+  return {const_cast<void*>(t.const_data_ptr()), t.size(0) == 1 ? 0 : t.stride(0), t.stride(1), t.stride(2),
+          t.stride(3)};
+}
+
+int as_int(int64_t n) {
+  TORCH_CHECK_VALUE(n <= INT32_MAX / 2, "flex_attention: lengths and heads must be below 2^30, but got ", n);
+  return static_cast<int>(n);
+}
+
+int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+const float* data_of(const Tensor& t) { return t.defined() && t.numel() > 0 ? t.const_data_ptr<float>() : nullptr; }
+
+/// One call: its score_mod and mask_mod as kernels take them, its block mask, its launches.
+class Call {
+ public:
+  Call(const Tensor& query, const Tensor& key, const Tensor& value, const FlexScores& scores)
+      : query_(with_aligned_rows(query)),
+        key_(with_aligned_rows(key)),
+        value_(with_aligned_rows(value)),
+        scores_(scores),
+        stream_(at::cuda::getCurrentCUDAStream()) {
+    case_.dtype = to_dtype(query.scalar_type());
+    case_.head_size = as_int(query.size(3));
+    case_.value_size = as_int(value.size(3));
+    case_.split = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) !=
+                  at::Float32Precision::TF32;
+    score_words_ = prepare(case_.score_mod, scores.score_mod);
+    mask_words_ = prepare(case_.mask_mod, scores.mask_mod);
+    case_.blocks = !scores.kv_blocks.empty();
+    case_.block_size = scores.block_size;
+    for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) {
+      case_.small_lengths &= as_int(n) <= kSmallLength;
+    }
+    if (case_.blocks) map_blocks();
+  }
+
+  FlexCase& kernel_case() { return case_; }
+  const Tensor& query() const { return query_; }
+  const Tensor& key() const { return key_; }
+  const Tensor& value() const { return value_; }
+  CUstream stream() const { return stream_; }
+
+  template <class Arguments>
+  void fill(Arguments& a) const {
+    a.query = view(query_);
+    a.key = view(key_);
+    a.value = view(value_);
+    a.batches = static_cast<int>(query_.size(0));
+    a.heads = static_cast<int>(query_.size(1));
+    a.group = static_cast<int>(query_.size(1) / key_.size(1));
+    a.queries = static_cast<int>(query_.size(2));
+    a.keys = static_cast<int>(key_.size(2));
+    a.head_size = case_.head_size;
+    a.value_size = case_.value_size;
+    a.scale = static_cast<float>(scores_.scale);
+  }
+
+  FlexPlan plan() const {
+    const auto* device = at::cuda::getCurrentDeviceProperties();
+    return plan_flex(case_, device->major * 10 + device->minor);
+  }
+
+  /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
+  device::FlexTiles tiles(const FlexTileSize& tile, bool by_key) {
+    if (!case_.blocks) return {};
+    device::FlexTiles t = map_;
+    const int row_tiles = as_int(tiles_in(query_.size(2), tile.rows));
+    const int col_tiles = as_int(tiles_in(key_.size(2), tile.cols));
+    t.rows = by_key ? col_tiles : row_tiles;
+    t.cols = by_key ? row_tiles : col_tiles;
+    const auto options = query_.options().dtype(at::kInt);
+    const Tensor count = at::empty({t.batches, t.heads, t.rows}, options);
+    const Tensor list = at::empty({t.batches, t.heads, t.rows, t.cols}, options);
+    t.count = count.mutable_data_ptr<int>();
+    t.list = list.mutable_data_ptr<int>();
+    flex_tile_lists(t, {static_cast<int>(query_.size(2)), static_cast<int>(key_.size(2)), tile.rows, tile.cols, by_key},
+                    count.mutable_data_ptr<int>(), list.mutable_data_ptr<int>(), stream_);
+    kept_.insert(kept_.end(), {count, list});
+    return t;
+  }
+
+  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* sums = nullptr) {
+    const jit::Kernel& kernel = jit::kernel(
+        flex_id(case_, plan), [&](const std::string& architecture) { return flex_program(case_, plan, architecture); });
+    TORCH_CHECK_VALUE(ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
+    jit::Launch how;
+    how.grid[0] = static_cast<unsigned>(ctas);
+    how.block[0] = static_cast<unsigned>(32 * plan.tile.warps);
+    how.shared_bytes = plan.shared_bytes;
+    how.stream = stream_;
+    void* all[] = {arguments, score_words_.data(), mask_words_.data(), sums};
+    kernel.launch(how, all);
+  }
+
+ private:
+  static std::vector<int64_t> prepare(FlexMod& mod, const ScoreMod& from) {
+    if (from.text.empty()) return {0};
+    mod.text = from.text;
+    const score_mod::CapturedTensors captured(from.buffers, from.scalars);
+    for (const auto& b : captured.buffers()) {
+      mod.dtypes.push_back(b.dtype);
+      int64_t last = 0, elements = 1;
+      for (size_t d = 0; d < b.sizes.size(); ++d) {
+        last += (b.sizes[d] - 1) * b.strides[d];
+        elements *= b.sizes[d];
+      }
+      mod.small_buffers &= last <= INT32_MAX && elements <= INT32_MAX;
+    }
+    constexpr int64_t kSmall = int64_t{1} << 30;
+    for (const auto& s : captured.scalars()) {
+      mod.small_scalars &= s.type == score_mod::Type::kFloat || (s.i >= -kSmall && s.i <= kSmall);
+    }
+    return score_mod::pack_captured(*score_mod::cached_graph(from.text), captured.buffers(), captured.scalars());
+  }
+
+  // The state of every block of the mask.
+  void map_blocks() {
+    for (const Tensor& t : scores_.kv_blocks) lists_.push_back(t.to(at::kInt).contiguous());
+    FlexBlockMap map{};
+    map.partial = {lists_[0].const_data_ptr<int>(), lists_[1].const_data_ptr<int>()};
+    if (lists_.size() > 2) map.full = {lists_[2].const_data_ptr<int>(), lists_[3].const_data_ptr<int>()};
+    map.batches = as_int(lists_[0].size(0));
+    map.heads = as_int(lists_[0].size(1));
+    map.rows = as_int(tiles_in(query_.size(2), scores_.block_size[0]));
+    map.cols = as_int(tiles_in(key_.size(2), scores_.block_size[1]));
+    map.list_cols_partial = as_int(lists_[1].size(3));
+    map.list_cols_full = lists_.size() > 2 ? as_int(lists_[3].size(3)) : 0;
+    map.distinguish = !case_.mask_mod.text.empty();
+    const Tensor blocks =
+        at::zeros({map.batches, map.heads, map.rows, std::max(map.cols, 1)}, query_.options().dtype(at::kByte));
+    flex_block_map(map, blocks.mutable_data_ptr<uint8_t>(), stream_);
+    kept_.push_back(blocks);
+    map_ = {};
+    map_.batches = map.batches;
+    map_.heads = map.heads;
+    map_.blocks = blocks.const_data_ptr<uint8_t>();
+    map_.block_rows = map.rows;
+    map_.block_cols = map.cols;
+    map_.block_size_q = scores_.block_size[0];
+    map_.block_size_kv = scores_.block_size[1];
+  }
+
+  const Tensor query_, key_, value_;
+  const FlexScores& scores_;
+  const at::cuda::CUDAStream stream_;
+  FlexCase case_;
+  std::vector<int64_t> score_words_, mask_words_;
+  std::vector<Tensor> lists_, kept_;
+  device::FlexTiles map_{};
+};
+
+/// The sums of the contributions to captured buffers.
+class BufferSums {
+ public:
+  BufferSums(const FlexScores& scores, const std::vector<bool>& wants, bool fixed_point, int64_t pairs,
+             const Tensor& like)
+      : derivative_(scores.score_mod.text.empty() ? nullptr
+                                                  : score_mod::cached_derivative(scores.score_mod.text, wants)),
+        fixed_point_(fixed_point) {
+    const auto floats = like.options().dtype(at::kFloat);
+    const auto& buffers = scores.score_mod.buffers;
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      sums_.push_back(wants[i] ? at::zeros({buffers[i].numel()}, fixed_point ? floats.dtype(at::kLong) : floats)
+                               : Tensor());
+    }
+    if (fixed_point) largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
+    const auto count = static_cast<uint64_t>(contributions()) * static_cast<uint64_t>(pairs);
+    fixed_bits_ = 62 - std::bit_width(count);
+  }
+
+  size_t contributions() const { return derivative_ == nullptr ? 0 : derivative_->contributions().size(); }
+  float* largest() const { return fixed_point_ ? largest_.mutable_data_ptr<float>() : nullptr; }
+  int fixed_bits() const { return fixed_bits_; }
+
+  /// As the kernel takes them.
+  std::vector<device::FlexSums> arguments() const {
+    std::vector<device::FlexSums> result(contributions() + 1);
+    for (size_t k = 0; k < contributions(); ++k) {
+      const int buffer = derivative_->contributions()[k].buffer;
+      const Tensor& sum = sums_[static_cast<size_t>(buffer)];
+      result[k] = {sum.mutable_data_ptr(), sum.numel(), fixed_point_ ? largest() + buffer : nullptr};
+    }
+    return result;
+  }
+
+  void finish(const std::vector<Tensor>& grads, CUstream stream) const {
+    for (size_t i = 0; i < sums_.size(); ++i) {
+      Tensor sum = sums_[i];
+      if (!sum.defined()) continue;
+      if (fixed_point_) {
+        const Tensor floats = at::empty(sum.sizes(), sum.options().dtype(at::kFloat));
+        flex_fixed_to_float(sum.const_data_ptr<int64_t>(), largest() + i, fixed_bits_, sum.numel(),
+                            floats.mutable_data_ptr<float>(), stream);
+        sum = floats;
+      }
+      grads[i].copy_(sum.view(grads[i].sizes()));
+    }
+  }
+
+ private:
+  const std::shared_ptr<const score_mod::Graph> derivative_;
+  const bool fixed_point_;
+  int fixed_bits_;
+  std::vector<Tensor> sums_;
+  Tensor largest_;
+};
+
+}  // namespace
+
+FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                       const FlexScores& scores, int64_t aux) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const FlexOutputs outputs = empty_flex_outputs(query, value, aux);
+  if (outputs.lse.numel() != 0 && key.numel() == 0) {
+    outputs.out.zero_();
+    outputs.out_low.zero_();
+    outputs.lse.fill_(-INFINITY);
+    outputs.max_scores.fill_(-INFINITY);
+    outputs.max_ties.zero_();
+  } else if (outputs.lse.numel() != 0) {
+    Call call(query, key, value, scores);
+    FlexCase& c = call.kernel_case();
+    c.kernel = FlexKernel::kForward;
+    c.max_scores = outputs.max_scores.numel() != 0;
+    c.out_low = outputs.out_low.numel() != 0 && c.dtype != DType::kFloat32;
+    if (!c.out_low) outputs.out_low.zero_();  // float32 loses nothing
+    c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
+    const FlexPlan plan = call.plan();
+    device::FlexForwardArguments a{};
+    call.fill(a);
+    a.out = view(outputs.out);
+    a.out_low = view(outputs.out_low);
+    a.lse = outputs.lse.mutable_data_ptr<float>();
+    if (c.max_scores) {
+      a.max_scores = outputs.max_scores.mutable_data_ptr<float>();
+      a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
+    }
+    a.tiles = call.tiles(plan.tile, /*by_key=*/false);
+    call.launch(plan, &a, query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows));
+  }
+  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
+}
+
+void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key, const Tensor& value,
+                             const FlexOutputs& saved, const FlexScores& scores, bool deterministic,
+                             const std::vector<bool>& needs_grad, const FlexGradients& grads, bool inplace) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const Tensor grad_query = inplace ? query : grads.query, grad_key = inplace ? key : grads.key,
+               grad_value = inplace ? value : grads.value;
+  if (saved.lse.numel() == 0 || key.numel() == 0) {
+    for (const auto& t : {grad_query, grad_key, grad_value}) t.zero_();
+    for (const auto& t : grads.buffers) t.zero_();
+    return;
+  }
+  Call call(query, key, value, scores);
+  FlexCase& c = call.kernel_case();
+  c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
+  for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
+  const bool wants_buffers = std::find(c.wants_grad.begin(), c.wants_grad.end(), true) != c.wants_grad.end();
+  c.fixed_point = deterministic && wants_buffers;
+  c.max_gradient = upstream.max_scores.defined();
+
+  const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));
+  const auto floats = query.options().dtype(at::kFloat);
+  const int64_t rows = saved.lse.numel();
+  const Tensor row_values = at::empty({rows, 2}, floats);
+  const Tensor lse = saved.lse.contiguous();
+  const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
+  auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
+  flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
+             data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
+             static_cast<int>(query.size(2)), c.value_size},
+            row_data, c.dtype, call.stream());
+  const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
+  const Tensor max_scores = saved.max_scores.contiguous();
+
+  const int64_t heads = query.size(0) * query.size(1), padded = (query.size(3) + 15) / 16 * 16;
+  const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), padded};
+  Tensor query_sum;
+  if (needs_grad[0]) query_sum = deterministic ? at::empty(shape, floats) : at::zeros(shape, floats);
+  const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query);
+
+  device::FlexBackwardArguments a{};
+  call.fill(a);
+  a.grad_out = view(grad_out);
+  a.grad_key = view(grad_key);
+  a.grad_value = view(grad_value);
+  a.rows = row_data;
+  a.max_scores = data_of(max_scores);
+  a.grad_max = data_of(grad_max);
+  a.grad_query = needs_grad[0] ? query_sum.mutable_data_ptr<float>() : nullptr;
+  a.largest = sums.largest();
+  a.key_batches = static_cast<int>(key.size(0));
+  a.fixed_bits = sums.fixed_bits();
+
+  // Each of the two kernels computes the scores; it is worth the while where sums must come in one order.
+  if (deterministic && (needs_grad[0] || wants_buffers)) {
+    c.kernel = FlexKernel::kGradQuery;
+    c.grad_query = needs_grad[0];
+    const FlexPlan plan = call.plan();
+    a.tiles = call.tiles(plan.tile, /*by_key=*/false);
+    call.launch(plan, &a, heads * tiles_in(query.size(2), plan.tile.rows));
+  }
+  c.kernel = FlexKernel::kBackward;
+  c.grad_query = needs_grad[0] && !deterministic;
+  c.grad_key = needs_grad[1];
+  c.grad_value = needs_grad[2];
+  if (c.grad_query || c.grad_key || c.grad_value || wants_buffers) {
+    const FlexPlan plan = call.plan();
+    a.tiles = call.tiles(plan.tile, /*by_key=*/true);
+    auto sum_arguments = sums.arguments();
+    call.launch(plan, &a, key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols), sum_arguments.data());
+  }
+  if (needs_grad[0]) {
+    Tensor target = grad_query;
+    at::mul_out(target, query_sum.narrow(3, 0, query.size(3)), at::scalar_tensor(scores.scale, at::kDouble));
+  }
+  sums.finish(grads.buffers, call.stream());
+}
+
+}  // namespace fusegrad::cuda

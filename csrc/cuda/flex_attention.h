@@ -1,0 +1,16 @@
+// Flex attention on CUDA.
+#pragma once
+
+#include "attention/flex_attention.h"
+
+namespace fusegrad::cuda {
+
+FlexOutputTuple flex_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                       const FlexScores& scores, int64_t aux);
+/// Writes into `grads`, or in place the first three over the inputs.
+void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
+                             const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                             bool deterministic, const std::vector<bool>& needs_grad, const FlexGradients& grads,
+                             bool inplace);
+
+}  // namespace fusegrad::cuda

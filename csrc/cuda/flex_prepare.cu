@@ -1,0 +1,173 @@
+#include "cuda/flex_prepare.h"
+
+#include <algorithm>
+
+#include "cuda/device/vector.cuh"
+#include "cuda/dtype.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+
+// A CTA a row of blocks. A block in both lists is full.
+__global__ void __launch_bounds__(kThreads)
+    block_map_kernel(const __grid_constant__ FlexBlockMap p, unsigned char* blocks) {
+  const int64_t row = blockIdx.x;
+  bool bad = false;
+  const auto mark = [&](const FlexBlockList& list, int list_cols, device::FlexBlock state) {
+    const int count = list.count[row];
+    bad |= count < 0 || count > list_cols;
+    for (int i = static_cast<int>(threadIdx.x); i < min(count, list_cols); i += kThreads) {
+      const int col = list.index[row * list_cols + i];
+      const bool there = col >= 0 && col < p.cols;
+      bad |= !there;
+      if (there) blocks[row * p.cols + col] = state;
+    }
+    __syncthreads();
+  };
+  mark(p.partial, p.list_cols_partial, p.distinguish ? device::kBlockPartial : device::kBlockFull);
+  if (p.full.count != nullptr) mark(p.full, p.list_cols_full, device::kBlockFull);
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) blocks[row * p.cols] = device::kBlockBad;
+}
+
+// The state of a tile: FlexTileKind, or -1 where no pair takes part, or -2 where a list is wrong. By keys, queries with
+// a wrong list take part in every tile: their lse is NaN, and so become the gradients that they have a part in.
+__device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
+                          int kv) {
+  const int first_row = static_cast<int>(q / t.block_size_q);
+  const int last_row = static_cast<int>((min(q + p.tile_q, p.queries) - 1) / t.block_size_q);
+  const int first_col = static_cast<int>(kv / t.block_size_kv);
+  const int last_col = static_cast<int>((min(kv + p.tile_kv, p.keys) - 1) / t.block_size_kv);
+  bool some = false, all = true, partial = false, bad = false;
+  for (int r = first_row; r <= last_row; ++r) {
+    if (blocks[static_cast<int64_t>(r) * t.block_cols] == device::kBlockBad) {
+      if (!p.by_key) return -2;
+      some = bad = true;
+    }
+    for (int c = first_col; c <= last_col; ++c) {
+      const unsigned char state = blocks[static_cast<int64_t>(r) * t.block_cols + c];
+      some |= state != device::kBlockNone;
+      all &= state != device::kBlockNone;
+      partial |= state == device::kBlockPartial;
+    }
+  }
+  if (!some) return -1;
+  const bool one = first_row == last_row && first_col == last_col;
+  if ((all && !partial) || (one && bad)) return device::kTileFull;
+  return one ? device::kTilePartial : device::kTileMixed;
+}
+
+// A CTA a list, which it writes in order.
+__global__ void __launch_bounds__(kThreads)
+    tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
+                      int* list) {
+  __shared__ int warps[kThreads / kWarp + 1];
+  const int64_t id = blockIdx.x;
+  const int row = static_cast<int>(id % t.rows);
+  const unsigned char* blocks = t.blocks + id / t.rows * t.block_rows * t.block_cols;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+  int found = 0;
+  bool bad = false;
+  for (int begin = 0; begin < t.cols; begin += kThreads) {
+    const int col = begin + static_cast<int>(threadIdx.x);
+    int state = -1;
+    if (col < t.cols) {
+      state = p.by_key ? tile_state(t, p, blocks, col * p.tile_q, row * p.tile_kv)
+                       : tile_state(t, p, blocks, row * p.tile_q, col * p.tile_kv);
+    }
+    bad |= state == -2;
+    const unsigned takes = __ballot_sync(~0u, state >= 0);
+    if (lane == 0) warps[warp] = __popc(takes);
+    __syncthreads();
+    int before = found;
+    for (int w = 0; w < kThreads / kWarp; ++w) {
+      if (w < warp) before += warps[w];
+      found += warps[w];
+    }
+    if (state >= 0) list[id * t.cols + before + __popc(takes & ((1u << lane) - 1))] = 4 * col + state;
+    __syncthreads();
+  }
+  bad = __syncthreads_or(bad) != 0;
+  if (threadIdx.x == 0) count[id] = bad ? -1 : found;
+}
+
+template <class T>
+__device__ float at(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row, int col) {
+  return static_cast<float>(
+      static_cast<const T*>(t.data)[b * t.batch_stride + h * t.head_stride + row * t.row_stride + col * t.col_stride]);
+}
+
+// A warp a row.
+template <class T>
+__global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+  if (row >= static_cast<int64_t>(p.batches) * p.heads * p.queries) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t q = row % p.queries, h = row / p.queries % p.heads, b = row / p.queries / p.heads;
+  float sum = 0.0f;
+  if (p.grad_out.data != nullptr) {
+    // The low part by itself: added to out in float32 it would not be lost, but to their product it is nearer.
+    float low = 0.0f;
+    for (int col = lane; col < p.value_size; col += kWarp) {
+      const float g = at<T>(p.grad_out, b, h, q, col);
+      sum = fmaf(g, at<T>(p.out, b, h, q, col), sum);
+      if (p.out_low.data != nullptr) low = fmaf(g, at<T>(p.out_low, b, h, q, col), low);
+    }
+    sum += low;
+    for (int bit = kWarp / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  }
+  if (lane != 0) return;
+  constexpr float kLog2E = 1.4426950408889634f;
+  const float lse = p.lse[row];
+  const bool none = lse == -__int_as_float(0x7f800000);
+  if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
+  out[row] = {none ? -lse : lse * kLog2E, none ? 0.0f : sum};
+}
+
+__global__ void __launch_bounds__(kThreads)
+    fixed_to_float_kernel(const int64_t* sums, const float* largest, int bits, int64_t elements, float* out) {
+  const float most = *largest;
+  const int exponent = static_cast<int>(__float_as_uint(most) >> 23 & 255) - 127;
+  // As device::fixed_scale has it, the other way round.
+  const double unit = __longlong_as_double(static_cast<long long>(1023 - bits + exponent + 1) << 52);
+  const bool finite = exponent < 128;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements;
+       i += int64_t{kThreads} * gridDim.x) {
+    out[i] = finite ? static_cast<float>(static_cast<double>(sums[i]) * unit) : __int_as_float(0x7fffffff);
+  }
+}
+
+}  // namespace
+
+void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream) {
+  const int64_t rows = static_cast<int64_t>(map.batches) * map.heads * map.rows;
+  if (rows == 0 || map.cols == 0) return;
+  launch("flex_block_map", block_map_kernel, {rows, kThreads}, stream, map, blocks);
+}
+
+void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream) {
+  const int64_t rows = static_cast<int64_t>(tiles.batches) * tiles.heads * tiles.rows;
+  if (rows == 0) return;
+  launch("flex_tile_lists", tile_lists_kernel, {rows, kThreads}, stream, tiles, lists, count, list);
+}
+
+void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream) {
+  const int64_t count = static_cast<int64_t>(rows.batches) * rows.heads * rows.queries;
+  constexpr int kRows = kThreads / kWarp;
+  with_type(dtype, [&](auto tag) {
+    launch("flex_rows", rows_kernel<typename decltype(tag)::type>, {(count + kRows - 1) / kRows, kThreads}, stream,
+           rows, out);
+  });
+}
+
+void flex_fixed_to_float(const int64_t* sums, const float* largest, int fixed_bits, int64_t elements, float* out,
+                         void* stream) {
+  if (elements == 0) return;
+  launch("flex_fixed_to_float", fixed_to_float_kernel,
+         {std::min<int64_t>((elements + kThreads - 1) / kThreads, 4096), kThreads}, stream, sums, largest, fixed_bits,
+         elements, out);
+}
+
+}  // namespace fusegrad::cuda

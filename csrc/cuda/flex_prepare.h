@@ -1,0 +1,45 @@
+// What flex attention on CUDA computes before and after its kernels: lists of tiles, a few numbers a row. Compiled
+// ahead of time.
+#pragma once
+
+#include "cuda/device/flex_arguments.cuh"
+#include "rows/row_kernels.h"
+
+namespace fusegrad::cuda {
+
+/// The lists of a block mask as PyTorch has them: [batches, heads, rows] and [batches, heads, rows, cols].
+struct FlexBlockList {
+  const int *count, *index;
+};
+
+/// blocks[batches, heads, rows, cols] (device::FlexBlock), zeros before. A block that is not below `cols` makes its row
+/// begin with kBlockBad.
+struct FlexBlockMap {
+  FlexBlockList partial, full;  // full.count may be null
+  int batches, heads, rows, cols;
+  int list_cols_partial, list_cols_full;
+  bool distinguish;  // false: partial blocks count as full, since there is no mask_mod
+};
+void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream);
+
+/// Lists of tiles of `tile_q` queries and `tile_kv` keys; by_key: of each tile of keys its tiles of queries.
+struct FlexTileLists {
+  int queries, keys, tile_q, tile_kv;
+  bool by_key;
+};
+void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream);
+
+/// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
+/// null).
+struct FlexRows {
+  device::FlexTensor grad_out, out, out_low;
+  const float *lse, *grad_lse;
+  int batches, heads, queries, value_size;
+};
+void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
+
+/// out[i] = sums[i] as a float: fixed point made for `largest` (device::FlexSums).
+void flex_fixed_to_float(const int64_t* sums, const float* largest, int fixed_bits, int64_t elements, float* out,
+                         void* stream);
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,273 @@
+#include "cuda/flex_program.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+
+#include "score_mod/cache.h"
+#include "score_mod/render_cuda.h"
+#include "score_mod/scatter_plan.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+std::atomic<char> forced_scheme{0};
+
+int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+/// Of a row of a tile in shared memory (device::Tile).
+int row_bytes(const FlexCase& c, int cols) { return cols * element_bytes(c.dtype) + 16; }
+int head_cols(const FlexCase& c) { return round_up(c.head_size, 16); }
+int value_cols(const FlexCase& c) { return round_up(std::max(c.value_size, 1), 16); }
+bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient; }
+
+// Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
+int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
+  const int cols = t.rows / t.share, keys = t.cols * t.share / t.warps;
+  if (scheme == 'C') return t.warps * cols * 4;
+  if (scheme == 'D') return t.warps * (round_up(cols + keys - 1, 4) + 16 * (std::min(cols, 32) + 8)) * 4;
+  if (scheme == 'F') return 16 + round_up(table * (c.fixed_point || c.dtype == DType::kFloat32 ? 8 : 4), 16);
+  return 0;
+}
+
+int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+  const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
+  switch (c.kernel) {
+    case FlexKernel::kForward:
+      return t.rows * row_bytes(c, std::max(head_cols(c), value_cols(c))) + t.cols * both;
+    case FlexKernel::kGradQuery:
+      return (t.rows + 2 * t.cols) * both;
+    case FlexKernel::kBackward:
+      return t.cols * both + t.stages * t.rows * (both + 8) + (t.share > 1 ? 2 : 1) * t.cols * row_bytes(c, t.rows);
+  }
+  return 0;
+}
+
+// From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
+std::vector<FlexTileSize> candidates(const FlexCase& c) {
+  const int head = std::max(head_cols(c), value_cols(c));
+  const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
+  switch (c.kernel) {
+    case FlexKernel::kForward:
+      if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
+      if (head <= 64) return {{128, 64, 4}};
+      if (head <= 128) return {mods ? FlexTileSize{128, 32, 4} : FlexTileSize{128, 64, 4}, {64, 32, 4}};
+      return {mods ? FlexTileSize{128, 32, 8} : FlexTileSize{128, 64, 8}, {64, 32, 4}};
+    case FlexKernel::kGradQuery:
+      if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
+      if (head <= 128) return {{128, 32, 4}, {64, 32, 4}};
+      return {{64, 32, 4}, {32, 32, 2}};
+    case FlexKernel::kBackward:
+      if (wide) {
+        if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
+        if (head <= 128) return {{32, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+        return {{64, 32, 8, 4, 1}, {32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
+      }
+      if (head <= 64) return {{128, 128, 8, 2, 2}, {64, 128, 8, 2, 1}};
+      if (head <= 128) return {{64, 128, 8, 2, 2}, {64, 128, 8, 2, 1}, {32, 64, 4, 1, 2}, {32, 64, 4, 1, 1}};
+      return {{64, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+  }
+  return {};
+}
+
+// The classes whose schemes are right for a contribution of a class, which are its special cases.
+bool allows(char scheme, char wanted) {
+  if (wanted == 'G' || wanted == 'F') return true;
+  return scheme == wanted || (scheme == 'A' && (wanted == 'B' || wanted == 'C' || wanted == 'D'));
+}
+
+// The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair.
+void choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
+  const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+  const auto& contributions = derivative->contributions();
+  const auto steps = score_mod::plan_scatter(*derivative, c.elements);
+  for (size_t k = 0; k < steps.size(); ++k) {
+    char scheme = static_cast<char>(steps[k].scheme);
+    const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
+    if (const char forced = forced_scheme; forced != 0 && allows(scheme, forced)) scheme = forced;
+    if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
+    int table = scheme == 'F' ? static_cast<int>(elements) : 0;
+    int bytes = scheme_bytes(c, plan.tile, scheme, table);
+    if (bytes > left) {
+      scheme = 'G';
+      table = bytes = 0;
+    }
+    left -= bytes;
+    plan.schemes += scheme;
+    plan.tables.push_back(table);
+    plan.shared_bytes += bytes;
+  }
+}
+
+std::string flag(bool value) { return value ? "true" : "false"; }
+const char* element_name(DType dtype) {
+  return dtype == DType::kFloat32 ? "float" : dtype == DType::kFloat16 ? "Float16" : "BFloat16";
+}
+bool mixed(const FlexCase& c, const FlexTileSize& t) {
+  return c.blocks && (c.block_size[0] % t.rows != 0 || c.block_size[1] % t.cols != 0);
+}
+
+struct Names {
+  const char *program, *header, *type;
+};
+Names names(FlexKernel kernel) {
+  switch (kernel) {
+    case FlexKernel::kForward:
+      return {"flex_forward", "cuda/device/flex_forward.cuh", "FlexForward"};
+    case FlexKernel::kGradQuery:
+      return {"flex_grad_query", "cuda/device/flex_grad_query.cuh", "FlexGradQuery"};
+    case FlexKernel::kBackward:
+      break;
+  }
+  return {"flex_backward", "cuda/device/flex_backward.cuh", "FlexBackward"};
+}
+
+bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
+
+std::string list(std::string_view schemes) {
+  std::string text;
+  for (const char s : schemes) text += std::string("'") + s + "', ";
+  return text + "0";
+}
+std::string list(const std::vector<int>& values) {
+  std::string text;
+  for (const int v : values) text += std::to_string(v) + ", ";
+  return text + "0";
+}
+
+std::string config(const FlexCase& c, const FlexPlan& plan) {
+  std::string text =
+      "struct Config {\n  using Element = fusegrad::device::" + std::string(element_name(c.dtype)) + ";\n";
+  if (c.dtype == DType::kFloat32) text = "struct Config {\n  using Element = float;\n";
+  const auto mod = [](const FlexMod& m, const char* name) {
+    return m.text.empty() ? std::string("fusegrad::device::NoMod") : "::" + std::string(name);
+  };
+  text += "  using ScoreMod = " + mod(c.score_mod, "ScoreMod") + ";\n  using MaskMod = " + mod(c.mask_mod, "MaskMod") +
+          ";\n";
+  if (c.kernel != FlexKernel::kForward) {
+    text += std::string("  using Derivative = ") +
+            (has_derivative(c) ? "::Derivative" : "fusegrad::device::NoDerivative") + ";\n";
+    text += "  struct Schemes {\n    static constexpr char kScheme[] = {" + list(plan.schemes) +
+            "};\n    static constexpr int kTable[] = {" + list(plan.tables) + "};\n  };\n";
+  }
+  const auto number = [&](const char* name, int value) {
+    text += std::string("  static constexpr int ") + name + " = " + std::to_string(value) + ";\n";
+  };
+  const auto choice = [&](const char* name, bool value) {
+    text += std::string("  static constexpr bool ") + name + " = " + flag(value) + ";\n";
+  };
+  number("kHead", head_cols(c));
+  number("kValue", value_cols(c));
+  number("kRows", plan.tile.rows);
+  number("kCols", plan.tile.cols);
+  number("kWarps", plan.tile.warps);
+  number("kShare", plan.tile.share);
+  number("kStages", plan.tile.stages);
+  choice("kBlocks", c.blocks);
+  choice("kMixed", mixed(c, plan.tile));
+  choice("kSplit", c.dtype == DType::kFloat32 && c.split);
+  if (c.kernel == FlexKernel::kForward) {
+    choice("kUnscaled", c.unscaled);
+    choice("kMaxScores", c.max_scores);
+    choice("kOutLow", c.out_low);
+  } else {
+    choice("kGradQuery", c.grad_query);
+    choice("kGradKey", c.grad_key);
+    choice("kGradValue", c.grad_value);
+    choice("kGradScores", c.grad_query || c.grad_key || !plan.schemes.empty());
+    choice("kMaxGradient", c.max_gradient);
+    choice("kFixedPoint", c.fixed_point);
+  }
+  return text + "};\n";
+}
+
+}  // namespace
+
+int flex_shared_limit(int capability) {
+  constexpr int kReserved = 1 << 10;  // of a multiprocessor's, for each CTA
+  const int kib = capability == 80 || capability == 87                                 ? 164
+                  : capability == 90 || capability / 10 == 10 || capability / 10 == 11 ? 228
+                                                                                       : 100;
+  return (kib << 10) - kReserved;
+}
+
+FlexPlan plan_flex(const FlexCase& c, int capability) {
+  const int limit = flex_shared_limit(capability);
+  for (const FlexTileSize& tile : candidates(c)) {
+    FlexPlan plan{tile, {}, {}, shared_bytes(c, tile)};
+    if (plan.shared_bytes > limit) continue;
+    if (has_derivative(c)) choose_schemes(c, c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0, plan);
+    return plan;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
+                              " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
+                              " of ", element_bytes(c.dtype), " bytes");
+}
+
+std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
+  std::string id = names(c.kernel).program;
+  const auto add = [&](auto value) { (id += ' ') += std::to_string(value); };
+  add(static_cast<int>(c.dtype));
+  add(head_cols(c));
+  add(value_cols(c));
+  for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages}) add(v);
+  int flags = 0;
+  for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low,
+                       c.grad_query, c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars,
+                       c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
+    flags = flags * 2 + (v ? 1 : 0);
+  }
+  add(flags);
+  if (c.kernel != FlexKernel::kForward) {
+    for (const bool v : c.wants_grad) id += v ? '1' : '0';
+    (id += ' ') += plan.schemes;
+    for (const int v : plan.tables) add(v);
+  }
+  for (const FlexMod* mod : {&c.score_mod, &c.mask_mod}) {
+    id += '\n';
+    for (const auto dtype : mod->dtypes) add(static_cast<int>(dtype));
+    (id += ' ') += mod->text;
+  }
+  return id;
+}
+
+jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture) {
+  const Names name = names(c.kernel);
+  const bool backward = c.kernel == FlexKernel::kBackward;
+  std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
+  source += "#include \"" + std::string(name.header) + "\"\n\n";
+  const auto render = [&](const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
+    score_mod::RenderOptions options;
+    options.name = type;
+    options.dtypes = mod.dtypes;
+    if (c.small_lengths) options.lengths = {kSmallLength, kSmallLength, kSmallLength, kSmallLength};
+    options.small_scalars = mod.small_scalars;
+    options.small_buffers = mod.small_buffers;
+    source += score_mod::render_cuda(graph, options) + "\n";
+  };
+  if (!c.score_mod.text.empty()) render(c.score_mod, *score_mod::cached_graph(c.score_mod.text), "ScoreMod");
+  if (!c.mask_mod.text.empty()) render(c.mask_mod, *score_mod::cached_graph(c.mask_mod.text), "MaskMod");
+  if (has_derivative(c))
+    render(c.score_mod, *score_mod::cached_derivative(c.score_mod.text, c.wants_grad), "Derivative");
+  source += config(c, plan);
+  const std::string kernel = "fusegrad::device::" + std::string(name.type) + "<Config>";
+  const std::string arguments = c.kernel == FlexKernel::kForward ? "Forward" : "Backward";
+  source += "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(plan.shared_bytes) + ");\n";
+  if (backward)
+    source += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
+  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) + ") " +
+            name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
+            "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
+            "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
+            (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
+            ") {\n  extern __shared__ __align__(16) char shared[];\n  " + kernel + "(arguments, " +
+            (backward ? "sums.of, " : "") + "score_mod, mask_mod, " +
+            (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
+  std::string text(c.score_mod.text);
+  if (!c.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += c.mask_mod.text;
+  return {{name.program, source, architecture, {}, text}, name.program, plan.shared_bytes, false};
+}
+
+void force_flex_scheme(char scheme) { forced_scheme = scheme; }
+
+}  // namespace fusegrad::cuda

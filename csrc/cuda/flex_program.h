@@ -1,0 +1,72 @@
+// From a call of flex attention to the kernel that it needs: tiles, schemes of the captured buffers' gradients, source.
+// Needs no GPU: what is compiled for which architecture can be made and compiled anywhere.
+#pragma once
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "jit/kernel_cache.h"
+#include "rows/row_kernels.h"
+#include "score_mod/captured.h"
+
+namespace fusegrad::cuda {
+
+enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
+
+/// A score_mod or mask_mod; without a text there is none.
+struct FlexMod {
+  std::string text;
+  std::vector<score_mod::DType> dtypes;  ///< of its buffers
+  bool small_buffers = true;             ///< all places in buffers lie below 2^31 elements
+  bool small_scalars = true;             ///< all integer scalars lie between -2^30 and 2^30
+};
+
+inline constexpr int64_t kSmallLength = int64_t{1} << 21;
+
+/// All that a kernel is compiled for, but lengths, strides, scalars.
+struct FlexCase {
+  FlexKernel kernel = FlexKernel::kForward;
+  DType dtype = DType::kBFloat16;
+  int head_size = 0, value_size = 0;
+  FlexMod score_mod, mask_mod;
+  bool blocks = false;                  ///< there is a block mask
+  std::array<int64_t, 2> block_size{};  ///< its blocks: tiles may lie in several of them
+  bool small_lengths = true;            ///< B, H, M and N are at most 2^21
+  bool split = true;                    ///< float32: full accuracy, by three products in TF32
+  bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
+  // forward
+  bool max_scores = false, out_low = false;
+  // backward
+  std::vector<bool> wants_grad;   ///< of each buffer of the score_mod
+  std::vector<int64_t> elements;  ///< of each of them
+  bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
+  bool fixed_point = false;  ///< the buffers' gradients are summed in 64-bit fixed point
+};
+
+/// Sizes of a kernel's work: see the kernels for what they mean.
+struct FlexTileSize {
+  int rows = 0, cols = 0, warps = 0, share = 1, stages = 1;
+};
+
+struct FlexPlan {
+  FlexTileSize tile;
+  std::string schemes;      ///< the class of each contribution, 'A' to 'G'
+  std::vector<int> tables;  ///< elements of a buffer of class F, else 0
+  int shared_bytes = 0;
+};
+
+/// The largest dynamic shared memory of a CTA on GPUs of a capability such as 80 or 90.
+int flex_shared_limit(int capability);
+
+/// Throws where no tile fits the GPU's shared memory.
+FlexPlan plan_flex(const FlexCase& c, int capability);
+
+/// What determines the program.
+std::string flex_id(const FlexCase& c, const FlexPlan& plan);
+jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);
+
+/// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
+void force_flex_scheme(char scheme);
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,128 @@
+"""Data parallel training under torchrun: every process takes its rows of each batch, and DDP or FSDP2 averages the
+gradients."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lm import ExampleError
+from lm.data import Corpus, atomic_save
+from lm.model import GPT, LossFunction, loss_function
+from lm.training import BatchLoss, StopRequest, Trainer, TrainingConfig, model_config
+
+KINDS = ("ddp", "fsdp")
+
+
+class LossModel(nn.Module):
+    """The model with its loss. What DDP and FSDP2 wrap must use the head's weight inside of its forward: FSDP2 has
+    gathered it there, once, and DDP waits for its gradient."""
+
+    def __init__(self, model: GPT, loss: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self.model(inputs), self.model.head_weight, targets)
+
+
+class DistributedTrainer(Trainer):
+    """All processes draw the same batches and random numbers; rank 0 writes the files. The steps are those of one
+    process with the whole batch, to rounding; its checkpoints and theirs are the same."""
+
+    def __init__(self, config: TrainingConfig, corpus: Corpus, kind: str) -> None:
+        if kind not in KINDS:
+            raise ExampleError(f"--distributed must be one of {', '.join(KINDS)}, but got {kind}")
+        if "RANK" not in os.environ:
+            raise ExampleError("--distributed needs torchrun: torchrun --nproc-per-node 2 examples/train_lm.py ...")
+        if config.compile:
+            raise ExampleError("--distributed must come without --compile")
+        if config.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+        self.kind = kind
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        if config.batch_size % self.world != 0:
+            raise ExampleError(
+                f"--batch-size must be a multiple of the {self.world} processes, but got {config.batch_size}"
+            )
+        super().__init__(config, corpus)
+        self.main = self.rank == 0
+
+    def plain_model(self) -> GPT:
+        if self.kind == "ddp":
+            return self.model
+        model = GPT(model_config(self.config, self.corpus.vocab_size)).to(self.device)
+        model.load_state_dict(_gathered(self.model.state_dict()))
+        return model
+
+    def save(self, path: Path) -> None:
+        content = self._content()
+        for name in ("model", "optimizer"):
+            content[name] = _gathered(content[name])
+        if self.main:
+            atomic_save(content, path)
+        dist.barrier()
+
+    def _load(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        parameters = dict(self.model.named_parameters())
+        # The optimizer numbers its parameters in the model's order.
+        for index, state in optimizer["state"].items():
+            like = list(parameters.values())[index]
+            optimizer["state"][index] = {
+                name: _like(value, like) if value.dim() else value for name, value in state.items()
+            }
+        super()._load({name: _like(value, parameters.get(name)) for name, value in model.items()}, optimizer)
+
+    def _parallelize(self) -> None:
+        module = LossModel(self.model, loss_function(self.config.loss))
+        if self.kind == "ddp":
+            self._module: nn.Module = DistributedDataParallel(module)
+            return
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        self._module = fully_shard(module, mesh=mesh)
+
+    def _make_loss(self) -> BatchLoss:
+        return self._module
+
+    def _next_batch(self) -> tuple[Tensor, Tensor]:
+        inputs, targets = super()._next_batch()
+        return inputs.chunk(self.world)[self.rank], targets.chunk(self.world)[self.rank]
+
+    def _value(self, loss: Tensor) -> float:
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean.item() / self.world
+
+    def _stopping(self, stop: StopRequest) -> bool:
+        """Whether any process was asked to: all must end after the same step."""
+        asked = torch.tensor(float(stop.requested), device=self.device)
+        dist.all_reduce(asked)
+        return asked.item() > 0
+
+
+def _gathered(state: Any) -> Any:
+    """Sharded tensors as whole ones, in whatever holds them."""
+    if isinstance(state, dict):
+        return {name: _gathered(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [_gathered(value) for value in state]
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def _like(value: Tensor, like: Tensor | None) -> Tensor:
+    """A whole tensor, sharded as `like` is."""
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

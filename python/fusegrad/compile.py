@@ -1,0 +1,128 @@
+"""Compiles the kernels of flex attention ahead of the first call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from . import _C
+from .score_mod import ScoreMod, trace_mask_mod, trace_score_mod
+
+__all__ = ["compile_flex"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_HEAD = 256
+_MOST_INT32 = (1 << 31) - 1
+_SMALL_SCALAR = 1 << 30
+
+
+def _case_of(mod: ScoreMod | None) -> tuple[tuple[str, list[str]], tuple[bool, bool]]:
+    """Text and dtypes, then whether the places in buffers and the scalars are small, as a call finds them."""
+    if mod is None:
+        return ("", []), (True, True)
+    buffers = all(
+        sum((n - 1) * stride for n, stride in zip(b.shape, b.stride(), strict=True)) <= _MOST_INT32
+        and b.numel() <= _MOST_INT32
+        for b in mod.buffers
+    )
+    scalars = all(isinstance(s, float) or abs(s) <= _SMALL_SCALAR for s in mod.scalars)
+    return (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers]), (buffers, scalars)
+
+
+def compile_flex(
+    score_mod: Callable[..., Any] | ScoreMod | None = None,
+    mask_mod: Callable[..., Any] | ScoreMod | None = None,
+    *,
+    head_size: int,
+    value_size: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    block_mask: BlockMask | None = None,
+    block_size: int | tuple[int, int] = 128,
+    requires_grad: bool = True,
+    deterministic: bool | None = None,
+    architecture: str | None = None,
+) -> None:
+    """Compiles what a call of :func:`fusegrad.flex_attention` on a GPU and its backward need, into the memory of this
+    process and the cache on the disk; nothing is run. Lengths, strides, batch, heads, positive scales and the values of
+    captured tensors and numbers do not matter: one compilation serves them all. Kernels that give ``max_scores`` are
+    compiled by the first call that asks for it.
+
+    Args:
+        score_mod: As for the call. Captured tensors count with their dtypes, numbers of elements and ``requires_grad``.
+        mask_mod: That of the call's block mask; none: there is no block mask.
+        head_size: D of query and key, at most 256.
+        value_size: E of the values; by default D.
+        dtype: bfloat16, float16 or float32.
+        block_mask: In place of mask_mod and block_size: those of this block mask.
+        block_size: Of the call's block mask, for queries and keys.
+        requires_grad: Whether query, key and value all get gradients, or none of them; a backward that is asked for
+            some of them only has a kernel of its own.
+        deterministic: As for the call.
+        architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
+            device.
+
+    Raises:
+        ValueError, TypeError: as ``compile_flex: what must hold, but got <value>``.
+        NotImplementedError: where fusegrad was built without CUDA.
+        TraceError: where a function cannot be traced.
+        RuntimeError: where NVRTC is missing or a kernel does not compile.
+    """
+    value_size = head_size if value_size is None else value_size
+    for name, size in (("head_size", head_size), ("value_size", value_size)):
+        if not isinstance(size, int) or not 1 <= size <= _MOST_HEAD:
+            raise ValueError(f"compile_flex: {name} must be a whole number from 1 to {_MOST_HEAD}, but got {size!r}")
+    if dtype not in _DTYPES:
+        raise TypeError(f"compile_flex: dtype must be bfloat16, float16 or float32, but got {dtype}")
+    if block_mask is not None and mask_mod is not None:
+        raise ValueError("compile_flex: mask_mod must not come together with block_mask, but got both")
+    sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    blocks = block_mask is not None or mask_mod is not None
+    if block_mask is not None:
+        mask_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
+        sizes = (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1])
+    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(f"compile_flex: block_size must be one or two positive numbers, but got {block_size!r}")
+    if architecture is not None and not re.fullmatch(r"[0-9]{2,3}[af]?", architecture):
+        raise ValueError(f"compile_flex: architecture must be one such as '80' or '90a', but got {architecture!r}")
+    flex = getattr(_C, "flex", None)
+    if flex is None:
+        raise NotImplementedError("compile_flex: fusegrad must be built with CUDA, but got a build without")
+
+    score = None if score_mod is None else trace_score_mod(score_mod)
+    mask = None if mask_mod is None else trace_mask_mod(mask_mod)
+    score_text, score_small = _case_of(score)
+    mask_text, mask_small = _case_of(mask)
+    buffers = () if score is None else score.buffers
+    wants = [b.requires_grad for b in buffers]
+    training = requires_grad or any(wants)
+    ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    target = flex.current_architecture() if architecture is None else architecture
+    kernels = ["forward", *(["backward"] if training else []), *(["grad_query"] if training and ordered else [])]
+
+    def compile_one(kernel: str) -> None:
+        case = flex.Case(
+            kernel,
+            str(dtype).removeprefix("torch."),
+            head_size,
+            value_size,
+            score_text,
+            mask_text,
+            sizes if blocks else None,
+            [] if kernel == "forward" else wants,
+            [b.numel() for b in buffers],
+            training=training,
+            deterministic=ordered,
+            needs_grad=requires_grad,
+            split=torch.backends.cuda.matmul.fp32_precision != "tf32",
+            score_mod_small=score_small,
+            mask_mod_small=mask_small,
+        )
+        _C.jit.compile(flex.program(case, target))
+
+    with ThreadPoolExecutor(len(kernels)) as threads:
+        list(threads.map(compile_one, kernels))

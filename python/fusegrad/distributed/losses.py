@@ -1,0 +1,326 @@
+"""cross_entropy and linear_cross_entropy over a sharded vocabulary; formulas in csrc/rows/row_kernels.h.
+
+Each process reads its part of the logits, the processes tell each other a few numbers a row in one collective, and then
+each has what the gradient of its part needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
+
+from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, scale_saved
+from .rows import LSE, Rows
+from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
+
+_ops = torch.ops.fusegrad
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Keeps the logits and lse; the gradient is computed in the backward, or in the forward over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, logits: Tensor, inplace: bool) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        everything = slice(0, rows.rows)
+        rows.combine(rows.shards.gather(rows.statistics(logits, everything)), everything)
+        if inplace:
+            rows.gradient(logits, everything, rows.unit(), None)
+        ctx.inplace = inplace
+        ctx.rows, kept = rows.pack()
+        # Saved after the write, so that its version counter is the one that the write left.
+        ctx.save_for_backward(logits, *kept)
+        return (rows.reduced(), rows.lse) if rows.aux & LSE else (rows.reduced(),)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:
+        logits, *kept = ctx.saved_tensors
+        rows: Rows = ctx.rows.unpack(kept)
+        if grad_loss is None and grad_lse is None:
+            return None, None, None
+        if ctx.inplace:
+            assert grad_loss is not None
+            gradient = scale_saved(logits, grad_loss, rows.factor, hooks_were_active=False)
+        else:
+            with torch.no_grad():
+                gradient = rows.gradient(logits, slice(0, rows.rows), grad_loss, grad_lse, inplace=False)
+        return None, _ops.refuse_double_backward("cross_entropy", gradient, [logits]), None
+
+
+class LinearOptions:
+    def __init__(
+        self, shards: VocabParallel, input: Tensor, weight: Tensor, logit_scale: float, accumulate_dtype: Any, mib: Any
+    ) -> None:
+        self.shards, self.logit_scale, self.mib = shards, logit_scale, mib
+        self.dtype = product_type(input)
+        accumulate = accumulate_dtype or acc_of(self.dtype)
+        self.lean = accumulate == self.dtype
+        self.low_precision_result = weight.dtype != accumulate
+
+    def plan(self, input: Tensor, weight_grad: bool, logits_per_row: int) -> tuple[int, bool]:
+        """Rows of a chunk, the same in all processes; whether the weight's gradient needs an accumulator."""
+        return _ops.plan_linear(
+            input.shape[0],
+            input.shape[1],
+            self.shards.largest,
+            self.dtype.itemsize,
+            input.device.type == "cpu",
+            weight_grad,
+            self.low_precision_result,
+            logits_per_row,
+            self.mib,
+        )
+
+
+def run_linear(
+    rows: Rows,
+    linear: LinearOptions,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs_grad: tuple[bool, bool, bool],
+    statistics: bool,
+    grad_loss: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    inplace: bool = False,
+) -> list[Tensor | None]:
+    """All chunks: the statistics of their logits where they are not known, then the gradients that are wanted."""
+    count, accumulator = linear.plan(input, needs_grad[1], 1)
+    head = Head(weight, bias, linear.logit_scale, min(count, input.shape[0]), linear.dtype)
+    input, weight = input.detach(), weight.detach()
+    gradients = ChunkGradients(linear.shards, head, input, weight, bias, needs_grad, accumulator, linear.lean, inplace)
+    for part in chunks(input.shape[0], count):
+        x = input[part].to(linear.dtype)
+        z = head.logits(x)
+        if statistics:
+            rows.combine(linear.shards.gather(rows.statistics(z, part)), part)
+        if any(needs_grad):
+            rows.gradient(z, part, grad_loss, grad_lse, linear.logit_scale)
+            gradients.add(x, z, part)
+    return gradients.finish()
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
+    backward. With `inplace` the input's gradient lies in the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Rows,
+        linear: LinearOptions,
+        needs_grad: tuple[bool, bool, bool],
+        inplace: bool,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        made = run_linear(rows, linear, input, weight, bias, needs_grad, True, rows.unit(), None, inplace)
+        save_linear(ctx, "linear_cross_entropy", rows.factor, inplace, (input, weight, bias), made)
+        return rows.reduced()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, None, None, *scale_linear(ctx, grad_loss))
+
+
+class LinearCrossEntropyRecompute(torch.autograd.Function):
+    """Keeps one lse a row and computes the logits a second time in the backward: reduction 'none', a differentiable
+    lse, and where memory must be least."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Rows, linear: LinearOptions, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        run_linear(rows, linear, input, weight, bias, (False, False, False), True)
+        ctx.linear = linear
+        ctx.rows, kept = rows.pack()
+        ctx.save_for_backward(input, weight, bias, *kept)
+        return (rows.reduced(), rows.lse) if rows.aux & LSE else (rows.reduced(),)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:
+        input, weight, bias, *kept = ctx.saved_tensors
+        if grad_loss is None and grad_lse is None:
+            return None, None, None, None, None
+        needs_grad = ctx.needs_input_grad[2:]
+        with torch.no_grad():
+            rows = ctx.rows.unpack(kept)
+            made = run_linear(rows, ctx.linear, input, weight, bias, needs_grad, False, grad_loss, grad_lse)
+        inputs = [tensor for tensor in (input, weight, bias) if tensor is not None]
+        refused = (None if g is None else _ops.refuse_double_backward("linear_cross_entropy", g, inputs) for g in made)
+        return None, None, *refused
+
+
+def save_linear(
+    ctx: Any, op: str, factor: Tensor | None, inplace: bool, inputs: tuple[Any, ...], made: list[Tensor | None]
+) -> None:
+    """Keeps the gradients that a linear loss made for an upstream gradient of 1."""
+    ctx.op, ctx.factor = op, factor
+    ctx.hooks = _ops.saved_tensor_hooks_active()
+    # The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
+    ctx.save_for_backward(*inputs, inputs[0] if inplace else made[0], *made[1:])
+
+
+def scale_linear(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
+    saved = ctx.saved_tensors
+    if grad_loss is None:
+        return [None] * 3
+    inputs = [tensor for tensor in saved[:3] if tensor is not None]
+    made: list[Tensor | None] = []
+    for gradient, wanted in zip(saved[3:], ctx.needs_input_grad[-3:], strict=True):
+        if gradient is None or not wanted:
+            made.append(None)
+            continue
+        scaled = scale_saved(gradient, grad_loss, ctx.factor, ctx.hooks)
+        made.append(_ops.refuse_double_backward(ctx.op, scaled, inputs))
+    return made
+
+
+def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
+    enabled = torch.is_grad_enabled()
+    return tuple(enabled and t is not None and t.requires_grad for t in tensors)
+
+
+def may_overwrite(inplace: bool, tensor: Tensor, others: list[Any]) -> bool:
+    return inplace and _ops.may_overwrite(tensor, [other for other in others if isinstance(other, Tensor)])
+
+
+def refuse_target_gradient(op: str, target: Tensor) -> None:
+    if target.requires_grad:
+        raise ValueError(
+            f"{op}: target must not require grad with vocab_parallel, since it gets no gradient there, but got a "
+            "tensor that does: detach it"
+        )
+
+
+@_disable_dynamo
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    options: dict[str, Any],
+    inplace: bool,
+    shards: VocabParallel | None,
+) -> tuple[Tensor, list[Tensor]]:
+    op = "cross_entropy"
+    class_dim = 0 if input.dim() <= 1 else 1
+    if is_dtensor(input):
+        shards = part_of(op, "input", input, class_dim, shards)
+        input = local_part(input)
+        target = local_part(target) if target.is_floating_point() else whole(target)
+    assert shards is not None
+    weight, token_weight, target = whole(weight), whole(token_weight), whole(target)
+    given = {"input": input, "target": target, "weight": weight, "token_weight": token_weight, "normalizer": normalizer}
+    sharded = {"input": class_dim}
+    if target.is_floating_point():
+        sharded["target"] = class_dim
+    check(op, shards, given, sharded, options)
+    refuse_target_gradient(op, target)
+    row_shape = input.shape[:class_dim] + input.shape[class_dim + 1 :]
+    overwrite = (
+        input.dim() <= 2
+        and not options["aux"] & LSE
+        and may_overwrite(inplace, input, [target, weight, token_weight, normalizer])
+    )
+    logits = input
+    if input.dim() == 1:
+        logits = input.unsqueeze(0)
+    elif input.dim() > 2:
+        logits = input.movedim(1, -1).reshape(row_shape.numel(), shards.size)
+    if target.is_floating_point():
+        target = target.movedim(class_dim, -1).reshape(row_shape.numel(), shards.size)
+    else:
+        target = target.reshape(-1)
+    rows = Rows(op, shards, target, weight, token_weight, normalizer, options, input.dtype, input.dtype, overwrite)
+    out = CrossEntropy.apply(rows, logits, overwrite)
+    loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
+    return loss, rows.values(out[1] if len(out) > 1 else None, row_shape)
+
+
+def autocast_input(input: Tensor) -> Tensor:
+    """Under autocast only the input is cast here: the op itself rounds the weight, so that a float32 weight gets its
+    gradient in float32."""
+    if input.dtype == torch.float64 or not torch.is_autocast_enabled(input.device.type):
+        return input
+    return input.to(torch.get_autocast_dtype(input.device.type))
+
+
+@_disable_dynamo
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    options: dict[str, Any],
+    inplace: bool,
+    shards: VocabParallel | None,
+) -> tuple[Tensor, list[Tensor]]:
+    op = "linear_cross_entropy"
+    if is_dtensor(linear_weight):
+        shards = part_of(op, "linear_weight", linear_weight, 0, shards)
+    elif shards is None:
+        raise ValueError(
+            f"{op}: linear_weight must be a DTensor where another argument is, or vocab_parallel be given, "
+            "but got a plain tensor"
+        )
+    linear_weight, linear_bias = local_part(linear_weight), local_part(linear_bias)
+    target = local_part(target) if target.is_floating_point() else whole(target)
+    input, weight, token_weight = whole(input), whole(weight), whole(token_weight)
+    given = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "token_weight": token_weight,
+        "normalizer": normalizer,
+    }
+    sharded = {"linear_weight": 0, "linear_bias": 0}
+    if target.is_floating_point():
+        sharded["target"] = target.dim() - 1
+    check(op, shards, given, sharded, options)
+    refuse_target_gradient(op, target)
+    cast = autocast_input(input)
+    linear = LinearOptions(
+        shards, cast, linear_weight, options["logit_scale"], options["accumulate_dtype"], options["workspace_mib"]
+    )
+    recompute = options["reduction"] == "none" or bool(options["aux"] & LSE) or linear.mib == 0
+    overwrite = (
+        cast is input
+        and not recompute
+        and may_overwrite(inplace, input, [linear_weight, linear_bias, target, weight, token_weight, normalizer])
+    )
+    row_shape = input.shape[:-1]
+    matrix = cast.reshape(row_shape.numel(), input.shape[-1])
+    target = target.reshape(row_shape.numel(), shards.size) if target.is_floating_point() else target.reshape(-1)
+    needs_grad = wanted_gradients(matrix, linear_weight, linear_bias)
+    rows = Rows(
+        op,
+        shards,
+        target,
+        weight,
+        token_weight,
+        normalizer,
+        options,
+        cast.dtype,
+        linear.dtype,
+        any(needs_grad) and not recompute,
+        matrix,
+    )
+    if recompute:
+        out = LinearCrossEntropyRecompute.apply(rows, linear, matrix, linear_weight, linear_bias)
+    else:
+        out = (LinearCrossEntropy.apply(rows, linear, needs_grad, overwrite, matrix, linear_weight, linear_bias),)
+    loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
+    return loss, rows.values(out[1] if len(out) > 1 else None, row_shape)

@@ -1,0 +1,317 @@
+"""What the processes find out about each row of a cross entropy over a sharded vocabulary, each from its part of the
+logits; formulas in csrc/rows/row_kernels.h."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gradients import acc_of, check_index
+from .shards import VocabParallel
+
+_ops = torch.ops.fusegrad
+LSE, Z_LOSS, ACCURACY, PREDICTED, ENTROPY, LOG_PROB = (1 << bit for bit in range(6))  # AuxBit of options.h
+
+
+class Rows:
+    """The target and the options of one call, and what its forward finds out about each row."""
+
+    def __init__(
+        self,
+        op: str,
+        shards: VocabParallel,
+        target: Tensor,
+        weight: Tensor | None,
+        token_weight: Tensor | None,
+        normalizer: Tensor | None,
+        options: dict[str, Any],
+        input_dtype: torch.dtype,
+        logits_dtype: torch.dtype,
+        gradient_stored: bool,
+        hidden: Tensor | None = None,
+    ) -> None:
+        """`target`: [N] indices, or [N, stop - start] probabilities. `gradient_stored`: the forward makes the gradient
+        for an upstream gradient of 1. `hidden`: a linear loss's input."""
+        self.op = op
+        self.shards = shards
+        self.names: list[str] = []
+        self.acc = acc = acc_of(logits_dtype)
+        self.aux = int(options["aux"])
+        self.smoothing = float(options["label_smoothing"])
+        self.z_loss = float(options["z_loss"])
+        self.softcap = float(options["softcap"] or 0.0)
+        self.ignore_index = -100 if options["ignore_index"] is None else int(options["ignore_index"])
+        self.reduction = options["reduction"]
+        self.probabilities = target.is_floating_point()
+        self.weight = None if weight is None else weight.to(acc).contiguous()
+        self.token_weight = None if token_weight is None else token_weight.reshape(-1).to(acc)
+        self.dense = self.probabilities or (weight is not None and self.smoothing > 0)
+        self.soft = self.probabilities or self.smoothing > 0
+        rows, device = target.shape[0], target.device
+        self.rows = rows
+        self.key = row_key(None if self.probabilities else target, hidden, acc)
+        if self.probabilities:
+            self.target = target if target.dtype == logits_dtype else target.to(acc)
+            self.target = self.target.contiguous()
+            self.local = self.target
+            self.kept = torch.ones(rows, dtype=torch.bool, device=device)
+            self.owned = self.kept.new_zeros(shards.world, rows)
+            self.at_index = torch.zeros(rows, dtype=acc, device=device)
+        else:
+            self.target = target.contiguous()
+            self.kept = target != self.ignore_index
+            check_index(op, "target", target, self.kept, shards.vocab, self.ignore_index)
+            self.owned = shards.owned(target) & self.kept
+            # -1 stands for ignored rows; those of other parts take any column, whose values are not used.
+            local = torch.where(self.owned[shards.rank], target - shards.start, 0)
+            self.local = torch.where(self.kept, local, -1)
+            self.at_index = torch.full((rows,), 1 - self.smoothing, dtype=acc, device=device)
+            if self.weight is not None and shards.vocab > 0:
+                self.at_index *= self._class_weights()
+        self.part_weight = None
+        if self.soft and self.weight is not None:
+            self.part_weight = self.weight[shards.start : shards.stop]
+        self._scales(normalizer, input_dtype == torch.float16 and gradient_stored)
+
+        self.loss = torch.empty(rows, dtype=acc, device=device)
+        self.lse = torch.empty_like(self.loss)
+        self.lse_low = torch.empty_like(self.loss)
+        self.mass = torch.empty_like(self.loss) if self.dense else None
+        self.entropy = torch.zeros_like(self.loss) if self.aux & ENTROPY else None
+        self.log_prob = torch.zeros_like(self.loss) if self.aux & LOG_PROB else None
+        self.predict = bool(self.aux & (PREDICTED | ACCURACY))
+        self.predicted = torch.empty(rows, dtype=torch.int64, device=device) if self.predict else None
+
+    def _scales(self, normalizer: Tensor | None, defer: bool) -> None:
+        """Those of RowScales: 1 / D and 1 / K, and the factor that a float16 gradient leaves for later."""
+        self.factor = self.divisor = None
+        ones = torch.ones(2, dtype=self.acc, device=self.kept.device)
+        self.scales = ones
+        if self.reduction != "mean":
+            return
+        count = self.kept.sum().to(self.acc)
+        divisor = count
+        if normalizer is not None:
+            count = divisor = normalizer.to(self.acc)
+        elif self.weight is not None and not self.probabilities:
+            divisor = torch.where(self.kept, self._class_weights(), 0).sum()
+        self.divisor = divisor
+        if defer:
+            self.scales = torch.stack([torch.ones_like(divisor), divisor / count])
+            self.factor = torch.where(divisor == 0, 0, 1 / divisor).reshape(1)
+        else:
+            self.scales = torch.stack([1 / divisor, 1 / count])
+
+    def _class_weights(self) -> Tensor:
+        assert self.weight is not None
+        return self.weight[torch.where(self.owned.any(0), self.target, 0)]
+
+    # --- a part of the vocabulary ---
+
+    def statistics(self, z: Tensor, part: slice) -> Tensor:
+        """[k, n] of this part's logits: lse in two numbers; that less the target's logit; with soft targets
+        T = sum a (lse - z) and M = sum a; what aux values need."""
+        rows, size = z.shape
+        shards = self.shards
+        if size == 0:
+            values = self.loss.new_zeros(3 + 2 * self.soft + (self.entropy is not None) + 2 * self.predict, rows)
+            values[0] = -torch.inf
+            if self.predict:
+                values[-2] = -torch.inf
+            return values if self.key is None else torch.cat([values, self.key[part].unsqueeze(0)])
+        share = self.smoothing * size / shards.vocab
+        k = 1 - self.smoothing + share
+        weight = self.part_weight
+        # Smoothing alone, for indices: its loss is the mean of w (lse - z), the target's part is token_log_prob.
+        smoothing = 0.0 if not self.soft else share / k if self.probabilities else 1.0
+        aux = (self.aux & LSE) | (PREDICTED if self.predict else 0) | (self.aux & ENTROPY)
+        if self.soft and not self.probabilities:
+            aux |= LOG_PROB
+        loss, lse, stats, predicted, _ = _ops.cross_entropy_forward(
+            z, self.local[part], weight, None, None, -1, 0, smoothing, 0.0, self.softcap, aux
+        )
+        low = stats[0]
+        values = [lse, low]
+        if not self.soft:
+            values.append(loss)
+        elif self.probabilities:
+            values += [torch.zeros_like(loss), k * loss, k * stats[1]]
+        else:
+            each = self.smoothing * size / shards.vocab
+            mass = each * stats[1] if self.dense else torch.full_like(loss, each)
+            values += [-stats[-1], each * loss, mass]
+        if self.entropy is not None:
+            values.append(stats[-2] if aux & LOG_PROB else stats[-1])
+        if self.predict:
+            best = z.gather(1, predicted.clamp(min=0).unsqueeze(1)).squeeze(1).to(self.acc)
+            values += [best, predicted.to(self.acc)]
+        if self.key is not None:
+            values.append(self.key[part])
+        values = torch.stack(values)
+        values[0], dead = lse_of_nothing(z, values[0])
+        last = 4 if self.soft else 3
+        values[1:last] = torch.where(dead, 0, values[1:last])
+        if self.entropy is not None:
+            values[last + self.soft] = torch.where(dead, 0, values[last + self.soft])
+        return values
+
+    # --- all parts ---
+
+    def combine(self, parts: Tensor, part: slice) -> None:
+        """[world, k, n] of all parts into the values of whole rows."""
+        kept, owned = self.kept[part], self.owned[:, part]
+        wide = parts.double()
+        different = None
+        if self.key is not None:
+            name = "input" if self.probabilities else "target"
+            different = self.shards.different(self.op, name, wide[:, -1], exact=not self.probabilities)
+            wide = wide[:, :-1]
+        lse, low, under = wide[:, 0], wide[:, 1], wide[:, 2]
+        largest = lse.amax(0)
+        log_sum = ((lse - largest) + low).exp().sum(0).log()
+        if different is not None:
+            log_sum = torch.where(different, torch.nan, log_sum)
+        total = (largest + log_sum).to(self.acc)
+        self.lse[part] = total
+        self.lse_low[part] = ((largest - total.double()) + log_sum).to(self.acc)
+        above = (largest - lse) + log_sum - low  # how far lse of the row is above lse of each part
+        self_at = self.at_index[part].double()
+        # lse - z of the target, in the part that has it. An index outside [0, V) is in none.
+        missing = torch.where(owned, under + above, 0).sum(0)
+        cost = torch.where(self_at == 0, 0, self_at * missing)
+        mass = self_at
+        if self.soft:
+            masses = wide[:, 4]
+            cost = cost + torch.where(masses == 0, 0, wide[:, 3] + masses * above).sum(0)
+            mass = mass + masses.sum(0)
+        if not self.probabilities:
+            cost = torch.where(owned.any(0), cost, torch.nan)
+        if self.mass is not None:
+            self.mass[part] = mass.to(self.acc)
+        scales = self.scales.double()
+        loss = scales[0] * cost
+        if self.z_loss != 0:
+            loss = loss + scales[1] * self.z_loss * total.double().square()
+        if self.token_weight is not None:
+            loss = loss * self.token_weight[part]
+        self.loss[part] = torch.where(kept if different is None else kept | different, loss, 0).to(self.acc)
+
+        if self.log_prob is not None:
+            self.log_prob[part] = torch.where(kept, -missing, 0).to(self.acc)
+        if self.entropy is not None:
+            shares = (-above).exp()
+            each = torch.where(shares == 0, 0, shares * (wide[:, 5 if self.soft else 3] + above))
+            self.entropy[part] = torch.where(kept, each.sum(0), 0).to(self.acc)
+        if self.predicted is not None:
+            best, index = wide[:, -2], wide[:, -1].long()
+            index = torch.where(best == best.amax(0), index + self.shards.starts(index.device), self.shards.vocab)
+            self.predicted[part] = torch.where(kept, index.amin(0), -1)
+
+    def reduced(self) -> Tensor:
+        """The loss of the call."""
+        if self.reduction == "none":
+            return self.loss
+        total = self.loss.double().sum()
+        if self.factor is not None:
+            total = total * self.factor[0]
+        if self.divisor is not None:
+            total = torch.where(self.divisor == 0, torch.nan, total)
+        return total.to(self.acc)
+
+    def gradient(
+        self,
+        z: Tensor,
+        part: slice,
+        grad_loss: Tensor | None,
+        grad_lse: Tensor | None,
+        logit_scale: float = 1.0,
+        inplace: bool = True,
+    ) -> Tensor:
+        """Of these rows' logits z, times logit_scale; over z where `inplace`."""
+        each = grad_loss if grad_loss is None or grad_loss.dim() == 0 else grad_loss[part]
+        lse = None if grad_lse is None else grad_lse[part]
+        scales = self.scales
+        if logit_scale != 1.0:
+            scales = scales * logit_scale
+            lse = None if lse is None else lse * logit_scale
+        op = _ops.cross_entropy_shard_gradient_ if inplace else _ops.cross_entropy_shard_gradient
+        done = op(
+            z,
+            each,
+            lse,
+            self.target[part],
+            self.weight,
+            self.lse[part],
+            self.lse_low[part],
+            None if self.mass is None else self.mass[part],
+            scales,
+            None if self.token_weight is None else self.token_weight[part],
+            self.ignore_index,
+            self.smoothing,
+            self.z_loss,
+            self.softcap,
+            self.shards.start,
+            self.shards.vocab,
+        )
+        return z if inplace else done
+
+    def unit(self) -> Tensor:
+        return torch.ones((), dtype=self.acc, device=self.loss.device)
+
+    def values(self, lse: Tensor | None, shape: torch.Size) -> list[Tensor]:
+        """The aux values, in the order of their bits."""
+        made: list[Tensor] = []
+        if self.aux & LSE:
+            assert lse is not None
+            made.append(lse.reshape(shape))
+        if self.aux & Z_LOSS:
+            made.append(torch.where(self.kept, self.z_loss * self.lse.square(), 0).reshape(shape))
+        if self.aux & ACCURACY:
+            right = (self.predicted == self.target) & self.kept
+            made.append(right.to(self.acc).reshape(shape))
+        if self.aux & PREDICTED:
+            assert self.predicted is not None
+            made.append(self.predicted.reshape(shape))
+        for value in (self.entropy, self.log_prob):
+            if value is not None:
+                made.append(value.reshape(shape))
+        return made
+
+    # --- for the backward ---
+
+    def pack(self) -> tuple[Rows, list[Tensor]]:
+        """These rows without their tensors, and the tensors: autograd checks and releases what it keeps itself."""
+        bare = copy.copy(self)
+        bare.names = [name for name, value in vars(self).items() if isinstance(value, Tensor)]
+        tensors = [getattr(self, name) for name in bare.names]
+        for name in bare.names:
+            setattr(bare, name, None)
+        return bare, tensors
+
+    def unpack(self, tensors: Any) -> Rows:
+        rows = copy.copy(self)
+        for name, tensor in zip(self.names, tensors, strict=True):
+            setattr(rows, name, tensor.detach())
+        return rows
+
+
+def lse_of_nothing(z: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """lse with -inf where a part's logits are all -inf, for which the CPU's kernel says NaN; and where that is so."""
+    dead = lse == -torch.inf
+    if z.device.type == "cpu" and bool(lse.isnan().any()):
+        dead = dead | (lse.isnan() & (z.amax(1) == -torch.inf))
+        lse = torch.where(dead, -torch.inf, lse)
+    return lse, dead
+
+
+def row_key(index: Tensor | None, hidden: Tensor | None, acc: torch.dtype) -> Tensor | None:
+    """[N]: what tells whether all processes have the same rows. A weight that data parallelism sharded looks like a
+    sharded vocabulary, but its processes have rows of their own."""
+    if index is not None:
+        return index.to(acc)
+    if hidden is None or hidden.shape[1] == 0:
+        return None
+    return hidden.detach()[:, 0].to(acc)

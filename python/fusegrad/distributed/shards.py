@@ -1,0 +1,195 @@
+"""Who has which part of the vocabulary, how the parts are summed up, and tensors of torch.distributed.tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["VocabParallel", "is_dtensor"]
+
+
+class VocabParallel:
+    """The part [start, stop) of the vocabulary that this process has, and the group of processes that have the others.
+
+    Made by all processes of the group together: they tell each other their parts, once. In a call of a loss with
+    ``vocab_parallel``, the logits or the rows of a head's weight and bias are this part, class weights are the whole
+    vocabulary's, and all else (hidden states, targets, options) is the same in all processes of the group.
+
+    Args:
+        group: a process group that this process belongs to, a device mesh of one dimension, or None: all processes.
+        start, stop: the parts of all processes must be [0, V) without gaps and overlaps; they may differ in size, be in
+            any order, and be empty.
+
+    Attributes:
+        vocab: V.
+        bounds: (start, stop) of each process of the group, by its rank there.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: in all processes of the group, where the parts do not fit or this process is not in the group.
+    """
+
+    def __init__(self, group: Any, start: int, stop: int) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "VocabParallel: torch.distributed must be initialised (torch.distributed.init_process_group), "
+                "but got no default group"
+            )
+        group = _process_group(group)
+        # What came is told before it is checked: an error in one process alone would leave the others waiting.
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, (start, stop), group=group)
+        for rank, bound in enumerate(told):
+            if not all(type(b) is int for b in bound) or not 0 <= bound[0] <= bound[1]:
+                raise ValueError(
+                    "VocabParallel: start and stop must be whole numbers with 0 <= start <= stop, "
+                    f"but got {bound[0]!r} and {bound[1]!r} in rank {rank}"
+                )
+        end = 0
+        for first, last in sorted(told):
+            if first != end:
+                raise ValueError(
+                    f"VocabParallel: the parts must be [0, V) without gaps and overlaps, but got {told}: "
+                    f"{'nothing covers' if first > end else 'twice'} [{min(first, end)}, {max(first, end)})"
+                )
+            end = last
+        self._set(group, told)
+
+    @classmethod
+    def _of(cls, group: Any, bounds: list[tuple[int, int]]) -> VocabParallel:
+        made = cls.__new__(cls)
+        made._set(group, bounds)
+        return made
+
+    def _set(self, group: Any, bounds: Sequence[tuple[int, int]]) -> None:
+        self.group = group
+        self.bounds = tuple(bounds)
+        self.rank = dist.get_rank(group)
+        self.start, self.stop = self.bounds[self.rank]
+        self.vocab = max(stop for _, stop in self.bounds)
+        # Chunks must be the same in all processes, or their collectives would not meet.
+        self.largest = max(stop - start for start, stop in self.bounds)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def world(self) -> int:
+        return len(self.bounds)
+
+    def __repr__(self) -> str:
+        return f"VocabParallel([{self.start}, {self.stop}) of {self.vocab}, rank {self.rank} of {self.world})"
+
+    def owned(self, index: Tensor) -> Tensor:
+        """[world, ...] bool: in whose part an index [...] lies."""
+        bounds = _bounds_on(self.bounds, index.device)
+        shape = (self.world,) + (1,) * index.dim()
+        return (index >= bounds[0].view(shape)) & (index < bounds[1].view(shape))
+
+    def starts(self, device: torch.device) -> Tensor:
+        """[world, 1]: where each part starts."""
+        return _bounds_on(self.bounds, device)[0].unsqueeze(1)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[k, n] of this process as [world, k, n] of all: summed up in the same order everywhere, so that all processes
+        get the same bits."""
+        values = values.contiguous()
+        if self.world == 1 or values.numel() == 0:
+            return values.expand(self.world, *values.shape)
+        out = values.new_empty(self.world * values.shape[0], values.shape[1])
+        dist.all_gather_into_tensor(out, values, group=self.group)
+        return out.view(self.world, *values.shape)
+
+    def different(self, op: str, name: str, keys: Tensor, exact: bool) -> Tensor:
+        """[n] bool: where what must be the same in all processes, [world, n], is not. On the CPU, and elsewhere where
+        set_check_targets asks for it, that is an error in all of them."""
+        from .. import check_targets_enabled
+
+        allowed: Any = 0 if exact else 1e-2 * keys[0].abs() + 1e-3
+        wrong = ((keys - keys[0]).abs() > allowed).any(0)
+        if (keys.device.type == "cpu" or check_targets_enabled()) and bool(wrong.any()):
+            row = int(wrong.nonzero()[0, 0])
+            raise ValueError(
+                f"{op}: {name} must be the same in all processes that share a vocabulary, but got "
+                f"{keys[:, row].tolist()} at row {row}; a weight that data parallelism sharded must be gathered"
+            )
+        return wrong
+
+    def start_sum(self, values: Tensor) -> Any:
+        """Begins to sum a tensor over the processes, in place; .wait() on what this returns, if it is not None."""
+        if self.world == 1:
+            return None
+        return dist.all_reduce(values, group=self.group, async_op=True)
+
+
+@lru_cache(maxsize=64)
+def _bounds_on(bounds: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    return torch.tensor(bounds, device=device).t().contiguous()
+
+
+def _process_group(group: Any) -> Any:
+    if group is None:
+        return dist.group.WORLD
+    if hasattr(group, "get_group"):  # a device mesh
+        if group.ndim != 1:
+            raise ValueError(
+                f"VocabParallel: a device mesh must have one dimension, but got {group}: take a part of it"
+            )
+        group = group.get_group()
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"VocabParallel: group must contain this process, but got {group} in rank {dist.get_rank()}")
+    return group
+
+
+def is_dtensor(*tensors: Any) -> bool:
+    """Whether one of them is a torch.distributed.tensor.DTensor; without that module none can be, and it is slow to
+    import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
+def part_of(op: str, name: str, tensor: Any, dim: int, given: VocabParallel | None) -> VocabParallel:
+    """The shards of a DTensor that is sharded along `dim`, which is its vocabulary."""
+    from torch.distributed.tensor import Shard
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.ndim != 1 or not isinstance(placements[0], Shard) or placements[0].dim % tensor.dim() != dim % tensor.dim():
+        raise ValueError(
+            f"{op}: {name} must be Shard({dim}) on a device mesh of one dimension, but got {placements} on {mesh}"
+        )
+    world = mesh.size()
+    vocab = tensor.shape[dim]
+    chunk = -(-vocab // world)
+    bounds = [(min(r * chunk, vocab), min((r + 1) * chunk, vocab)) for r in range(world)]
+    made = VocabParallel._of(mesh.get_group(), bounds)
+    if tensor._local_tensor.shape[dim] != made.size:
+        raise ValueError(
+            f"{op}: {name} must be sharded evenly, as torch.chunk does, but got {tensor._local_tensor.shape[dim]} "
+            f"of {vocab} in rank {made.rank}; give the parts as vocab_parallel=VocabParallel(...) instead"
+        )
+    if given is not None and given.bounds != made.bounds:
+        raise ValueError(f"{op}: vocab_parallel must be the parts of {name}, {made}, but got {given}")
+    return given or made
+
+
+def local_part(tensor: Any) -> Any:
+    """This process's part of a sharded DTensor; its gradient is the part's own."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """All of a tensor in every process. Its gradient is the same in all, so a sharded one takes its part of it without
+    another collective."""
+    if not is_dtensor(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    everywhere = [Replicate()] * tensor.device_mesh.ndim
+    return tensor.redistribute(placements=everywhere).to_local(grad_placements=everywhere)

@@ -1,0 +1,87 @@
+"""torchtitan's chunked loss, by linear cross entropy: the head and the loss in one op. See docs/transformers.md.
+
+Needs no torchtitan: the loss has the interface of its ``ChunkedCELoss``.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusegrad
+
+__all__ = ["LinearCrossEntropyLoss"]
+
+
+class LinearCrossEntropyLoss:
+    """In place of torchtitan's ``ChunkedCELoss``: ``loss(hidden_states, labels, global_valid_tokens)``.
+
+    The chunks, and the gradients of the hidden states and of the head, are :func:`fusegrad.linear_cross_entropy`'s; the
+    loss is differentiable as any other, so gradient accumulation, ``retain_graph`` and pipeline schedules need nothing.
+    The head is called as a module: FSDP gathers its weight once, frees it after the loss and reduces its gradient.
+
+    Args:
+        options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``softcap``, ``logit_scale``, ``inplace``,
+            ``accumulate_dtype``, ``workspace_mib`` of :func:`fusegrad.linear_cross_entropy`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        zero = torch.zeros(1, 1)
+        fusegrad.linear_cross_entropy(zero, zero, torch.zeros(1, dtype=torch.int64), **options)  # checks the options
+        self.options = options
+        self.lm_head: nn.Module | None = None
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """The head: a linear layer, to be called with hidden states ``[..., H]``."""
+        if not isinstance(lm_head, nn.Linear):
+            raise TypeError(
+                f"LinearCrossEntropyLoss: lm_head must be a torch.nn.Linear, but got {type(lm_head).__name__}"
+            )
+        self.lm_head = lm_head
+
+    def __call__(self, pred: Tensor, labels: Tensor, global_valid_tokens: float | Tensor | None = None) -> Tensor:
+        """The sum of the tokens' losses, divided by ``global_valid_tokens`` if given.
+
+        Args:
+            pred: hidden states ``[..., H]``, of the model without its head.
+            labels: ``[...]``, int64 or int32, as long as the hidden states; -100 is ignored.
+            global_valid_tokens: a number, or a 0-d tensor on the device.
+
+        Returns:
+            0-d, float32 (float64 for float64).
+
+        Raises:
+            RuntimeError: no head was set.
+            NotImplementedError: the head's weight is a DTensor in its forward (tensor parallel).
+        """
+        head = self.lm_head
+        if head is None:
+            raise RuntimeError("LinearCrossEntropyLoss: a head must be set, but got none: call set_lm_head first")
+        if "forward" in vars(head):
+            raise RuntimeError(
+                "LinearCrossEntropyLoss: the head must be a plain one, but got one whose forward is replaced"
+            )
+        head.forward = functools.partial(_loss, head, labels, global_valid_tokens, self.options)
+        try:
+            return head(pred)
+        finally:
+            del head.forward
+
+
+def _loss(head: Any, labels: Tensor, count: float | Tensor | None, options: dict[str, Any], input: Tensor) -> Tensor:
+    if type(head.weight) not in (Tensor, nn.Parameter):
+        raise NotImplementedError(
+            "LinearCrossEntropyLoss: the head's weight must be whole in its forward, "
+            f"but got a {type(head.weight).__name__}"
+        )
+    return fusegrad.linear_cross_entropy(
+        input,
+        head.weight,
+        labels,
+        linear_bias=head.bias,
+        **({"reduction": "sum"} if count is None else {"reduction": "mean", "normalizer": count}),
+        **options,
+    )

@@ -1,0 +1,218 @@
+"""``attn_implementation="fusegrad"`` of transformers: attention and its masks, by :func:`fusegrad.flex_attention`.
+
+Letters: B batch, H query heads, M queries, N keys, D the head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from transformers.masking_utils import (
+    add_offsets_to_mask_function,
+    and_masks,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+)
+
+import fusegrad
+
+__all__ = ["attention", "block_mask"]
+
+BLOCK = 128
+# Pairs whose mask is evaluated at a time, so that no mask of the size of the scores is ever in memory.
+_PAIRS = 1 << 24
+
+
+class _Mask(BlockMask):
+    def contiguous(self) -> BlockMask:
+        """As it is: generation with a static cache asks every mask for it."""
+        return self
+
+
+def _evaluate(mask: Callable[..., Tensor], batch: int, queries: Tensor, keys: Tensor, by_vmap: bool) -> Tensor:
+    """``[B or 1, M, N]``, bool."""
+    b = torch.arange(batch, device=keys.device)
+    head = torch.zeros((), dtype=torch.int64, device=keys.device)
+    if not by_vmap:
+        pairs = mask(b[:, None, None], head, queries[:, None], keys)
+        return pairs.expand(pairs.shape[0] if pairs.dim() == 3 else 1, len(queries), len(keys))
+    each = torch.vmap(torch.vmap(torch.vmap(mask, (None, None, None, 0)), (None, None, 0, None)), (0, None, None, None))
+    return each(b, head, queries, keys)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``[B, 1, rows, columns]``, true where a block is listed: the numbers a row and the columns, listed first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def block_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Tensor | int = 0,
+    kv_offset: Tensor | int = 0,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> BlockMask:
+    """The mask that transformers describes by a function of indices and a padding mask, as a block mask.
+
+    Args: as of transformers' ``AttentionMaskInterface``: lengths M and N, what to add to the indices, the function
+        (causal, sliding window, chunks, packed sequences, or several joined), ``attention_mask`` ``[B, >= N]``, bool.
+    """
+    mask = mask_function
+    if attention_mask is not None:
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        mask = and_masks(mask, padding_mask_function(padding))
+    mask = add_offsets_to_mask_function(mask, q_offset, kv_offset)
+    keys = torch.arange(kv_length, device=device)
+    columns = -(-kv_length // BLOCK)
+    step = max(1, _PAIRS // (batch_size * columns * BLOCK * BLOCK)) * BLOCK
+    partial, full = [], []
+    for start in range(0, q_length, step):
+        queries = torch.arange(start, min(start + step, q_length), device=device)
+        pairs = _evaluate(mask, batch_size, queries, keys, use_vmap)
+        padding_of_blocks = (0, columns * BLOCK - kv_length, 0, -len(queries) % BLOCK)
+        shape = (pairs.shape[0], 1, -1, BLOCK, columns, BLOCK)
+        some = torch.nn.functional.pad(pairs, padding_of_blocks, value=False).view(shape).any(-1).any(-2)
+        every = torch.nn.functional.pad(pairs, padding_of_blocks, value=True).view(shape).all(-1).all(-2)
+        partial.append(some & ~every)
+        full.append(every)
+    return _Mask.from_kv_blocks(
+        *_listed(torch.cat(partial, 2)),
+        *_listed(torch.cat(full, 2)),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask if torch.compiler.is_compiling() else fusegrad.trace_mask_mod(mask),
+        seq_lengths=(q_length, kv_length),
+    )
+
+
+def _score_mod(softcap: float | None, bias: Tensor | None, position_bias: Tensor | None) -> Callable[..., Any] | None:
+    """Softcap first, then what is added: as transformers' eager attention does."""
+    if softcap is None and bias is None and position_bias is None:
+        return None
+
+    def added(score: Tensor, tensor: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        one_batch, one_head = tensor.shape[0] == 1, tensor.shape[1] == 1
+        return score + tensor[0 if one_batch else b, 0 if one_head else h, q_idx, kv_idx]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = added(score, bias, b, h, q_idx, kv_idx)
+        if position_bias is not None:
+            score = added(score, position_bias, b, h, q_idx, kv_idx)
+        return score
+
+    return score_mod
+
+
+def _mask(
+    attention_mask: Tensor | BlockMask | None, module: Any, is_causal: bool | None, query: Tensor, key: Tensor
+) -> tuple[BlockMask | None, Tensor | None]:
+    """A block mask, or what a 4D mask adds to the scores."""
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    if isinstance(attention_mask, BlockMask):
+        return attention_mask, None
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal or queries == 1:
+            return None, None
+        if queries != keys:
+            raise ValueError(
+                "fusegrad attention: causal attention without a mask must have as many queries as keys, "
+                f"but got {queries} and {keys}"
+            )
+        return block_mask(1, queries, keys, device=query.device), None
+    if attention_mask.dim() != 4 or attention_mask.shape[2] != queries or attention_mask.shape[3] < keys:
+        raise ValueError(
+            f"fusegrad attention: attention_mask must be a block mask or [B or 1, H or 1, {queries}, >= {keys}], "
+            f"but got {list(attention_mask.shape)}"
+        )
+    given = attention_mask[..., :keys]
+    if given.dtype != torch.bool:
+        return None, given
+    if given.shape[1] != 1:
+        return None, torch.zeros_like(given, dtype=query.dtype).masked_fill_(~given, -float("inf"))
+    one_batch = given.shape[0] == 1
+
+    def allowed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return given[0 if one_batch else b, 0, q_idx, kv_idx]
+
+    return block_mask(1 if one_batch else batch, queries, keys, mask_function=allowed, device=query.device), None
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' ``AttentionInterface`` wants it.
+
+    Args:
+        query, key, value: ``[B, H, M, D]``, ``[B, Hkv, N, D]`` twice.
+        attention_mask: of :func:`block_mask`; or ``[B or 1, H or 1, M, N]``, bool, or added to the scores.
+        scaling, softcap: of the scores.
+        s_aux: sinks ``[H]``: scores of one more key, which has no value.
+        position_bias: ``[B or 1, H or 1, M, N]``, added to the scores; gets its gradient.
+        is_causal: of attention without a mask; None: the module's own.
+
+    Returns:
+        ``[B, M, H, D]``, and None for the weights, which are never there.
+
+    Raises:
+        NotImplementedError: dropout in training, or the weights are asked for.
+        ValueError: a mask that does not fit.
+    """
+    if dropout > 0:
+        raise NotImplementedError(
+            f"fusegrad attention: dropout must be 0, as no weights are ever in memory, but got {dropout}: set "
+            "attention_dropout of the config to 0"
+        )
+    if output_attentions:
+        raise NotImplementedError(
+            'fusegrad attention: output_attentions must be False, but got True: use attn_implementation="eager"'
+        )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        # Rotary embeddings leave query and key in float32 there, and value in 16 bits.
+        query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
+    mask, bias = _mask(attention_mask, module, is_causal, query, key)
+    result: Any = fusegrad.flex_attention(
+        query,
+        key,
+        value,
+        _score_mod(softcap, bias, position_bias),
+        mask,
+        scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if s_aux is None else AuxRequest(lse=True),
+    )
+    if s_aux is None:
+        out = result
+    else:
+        # exp(lse) / (exp(lse) + exp(sink)) is what the keys have of the weight.
+        out, aux = result
+        kept = torch.sigmoid(aux.lse - s_aux.to(aux.lse.dtype).view(1, -1, 1))
+        out = (out * kept.unsqueeze(-1)).to(out.dtype)
+    return out.transpose(1, 2).contiguous(), None

@@ -1,0 +1,36 @@
+// The kernels that are compiled at run time, ahead of time: for editors, clang-tidy and nvcc.
+#include "flex_config.cuh"
+
+#include "cuda/device/flex_backward.cuh"
+#include "cuda/device/flex_forward.cuh"
+#include "cuda/device/flex_grad_query.cuh"
+
+namespace {
+
+struct Sums {
+  FlexSums of[Config::Derivative::kContributions + 1];
+};
+
+}  // namespace
+
+__global__ void __launch_bounds__(64) flex_forward(const __grid_constant__ FlexForwardArguments arguments,
+                                                   const __grid_constant__ ScoreMod::Captured score_mod,
+                                                   const __grid_constant__ MaskMod::Captured mask_mod) {
+  extern __shared__ __align__(16) char shared[];
+  FlexForward<Config>(arguments, score_mod, mask_mod, shared_address(shared)).run();
+}
+
+__global__ void __launch_bounds__(64)
+    flex_backward(const __grid_constant__ FlexBackwardArguments arguments,
+                  const __grid_constant__ ScoreMod::Captured score_mod,
+                  const __grid_constant__ MaskMod::Captured mask_mod, const __grid_constant__ Sums sums) {
+  extern __shared__ __align__(16) char shared[];
+  FlexBackward<Config>(arguments, sums.of, score_mod, mask_mod, shared).run();
+}
+
+__global__ void __launch_bounds__(64) flex_grad_query(const __grid_constant__ FlexBackwardArguments arguments,
+                                                      const __grid_constant__ ScoreMod::Captured score_mod,
+                                                      const __grid_constant__ MaskMod::Captured mask_mod) {
+  extern __shared__ __align__(16) char shared[];
+  FlexGradQuery<Config>(arguments, score_mod, mask_mod, shared_address(shared)).run();
+}

@@ -1,0 +1,49 @@
+// What a kernel of flex attention is compiled for, at its smallest, with what a program renders of a score_mod and a
+// mask_mod. For NVRTC too.
+#include "cuda/device/mma.cuh"
+using namespace fusegrad::device;
+struct ScoreMod {
+  struct Captured {
+    const float* scale;
+  };
+  static __device__ float apply(const Captured& c, float score, int b, int h, int q, int kv, bool valid) {
+    return valid ? score * c.scale[h] : 0.0f;
+  }
+};
+struct MaskMod {
+  struct Captured {
+    long long nothing;
+  };
+  static __device__ bool apply(const Captured&, int b, int h, int q, int kv, bool valid) { return valid && q >= kv; }
+};
+// nvcc has no static member arrays in device code that an index of run time reads; NVRTC has.
+__device__ constexpr int kScaleBuffer[] = {0};
+struct ScaleGradient {
+  using Captured = ScoreMod::Captured;
+  static constexpr int kContributions = 1;
+  static constexpr const int* kBuffer = kScaleBuffer;
+  static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
+                                float* value) {
+    value[0] = valid ? grad * score : 0.0f;
+    return valid ? grad * c.scale[h] : 0.0f;
+  }
+  template <int>
+  static __device__ long long offset(const Captured&, float, int b, int h, int q, int kv, bool valid) {
+    return valid ? h : -1;
+  }
+};
+struct Config {
+  using Element = BFloat16;
+  using ScoreMod = ::ScoreMod;
+  using MaskMod = ::MaskMod;
+  using Derivative = ScaleGradient;
+  struct Schemes {
+    static constexpr char kScheme[] = {'A', 0};
+    static constexpr int kTable[] = {0, 0};
+  };
+  static constexpr int kHead = 16, kValue = 16, kRows = 32, kCols = 32, kWarps = 2, kShare = 1, kStages = 1;
+  static constexpr bool kBlocks = true, kMixed = true, kSplit = false;
+  static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
+  static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
+  static constexpr bool kMaxGradient = true, kFixedPoint = false;
+};

@@ -1,0 +1,134 @@
+"""compile_flex: what it compiles, keeps and refuses. No GPU is needed; that it is what a call runs is tested on one."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from fusegrad import _C, ScoreMod, compile_flex, trace_mask_mod
+from torch.nn.attention.flex_attention import create_block_mask
+
+
+def has_nvrtc() -> bool:
+    try:
+        _C.jit.nvrtc()
+    except RuntimeError:
+        return False
+    return hasattr(_C, "flex")
+
+
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs a build with CUDA, and NVRTC")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> pathlib.Path:
+    monkeypatch.setenv("FUSEGRAD_CACHE_DIR", str(tmp_path / "cache"))
+    if has_nvrtc():
+        _C.jit.forget()
+    return tmp_path / "cache"
+
+
+def stats(call) -> dict[str, int]:
+    before = _C.jit.stats()
+    call()
+    after = _C.jit.stats()
+    return {key: after[key] - before[key] for key in ("compilations", "memory_hits", "disk_hits")}
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+@needs_nvrtc
+def test_the_same_again_is_there(folder) -> None:
+    bias = torch.randn(50, requires_grad=True)
+
+    def call(**changed) -> None:
+        factor = changed.pop("factor", 0.5)
+        held = changed.pop("bias", bias)
+        options = {"head_size": 16, "dtype": torch.float16, "architecture": "86", **changed}
+        compile_flex(lambda s, b, h, q, kv: s * factor + held[kv], causal, **options)
+
+    assert stats(call) == {"compilations": 2, "memory_hits": 0, "disk_hits": 0}  # forward and backward
+    assert len(list(folder.glob("*.sm_86.cubin"))) == 2
+    again = {"compilations": 0, "memory_hits": 2, "disk_hits": 0}
+    assert stats(call) == again
+    # What does not matter to the kernels: other numbers, another length, head sizes that are rounded up alike.
+    assert stats(lambda: call(factor=0.75, bias=torch.randn(70, requires_grad=True), head_size=9)) == again
+    _C.jit.forget()
+    assert stats(call) == {"compilations": 0, "memory_hits": 0, "disk_hits": 2}
+    # What does: whether something is differentiated, and what; deterministic sums; blocks that tiles do not fit.
+    assert stats(lambda: call(requires_grad=False, bias=bias.detach()))["compilations"] == 1
+    assert stats(lambda: call(requires_grad=False))["compilations"] == 1  # the backward of the bias alone
+    assert stats(lambda: call(deterministic=True))["compilations"] == 2
+    assert stats(lambda: call(block_size=48))["compilations"] == 2
+    assert stats(lambda: call(bias=torch.randn(50, dtype=torch.bfloat16, requires_grad=True)))["compilations"] == 2
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert stats(call) == {"compilations": 0, "memory_hits": 3, "disk_hits": 0}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_nvrtc
+def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
+    def call(number: int, buffer: torch.Tensor) -> None:
+        text = "score_mod 1\nbuffer @0 f 1\nscalar $0 i64\n%0 = add kv_idx $0\n%1 = load @0 %0\nreturn %1\n"
+        compile_flex(ScoreMod(text, [buffer], [number]), head_size=16, requires_grad=False, architecture="90a")
+
+    small, large = torch.zeros(5), torch.empty(2**31 + 5, device="meta")
+    assert stats(lambda: call(1, small))["compilations"] == 1
+    assert stats(lambda: call(2**30, small))["compilations"] == 0
+    assert stats(lambda: call(2**40, small))["compilations"] == 1
+    assert stats(lambda: call(1, large))["compilations"] == 1
+
+
+@needs_nvrtc
+def test_a_block_mask_gives_its_mask_and_block_size() -> None:
+    mask = create_block_mask(causal, None, None, 100, 100, device="cpu", BLOCK_SIZE=48)
+    options = {"head_size": 16, "requires_grad": False, "architecture": "90a"}
+    assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == 1
+    same = stats(lambda: compile_flex(None, trace_mask_mod(causal), block_size=(48, 48), **options))
+    assert same == {"compilations": 0, "memory_hits": 1, "disk_hits": 0}
+    mask.mask_mod = torch.nn.attention.flex_attention.noop_mask
+    assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == 1
+
+
+@needs_nvrtc
+def test_tf32_is_another_kernel() -> None:
+    options = {"head_size": 16, "dtype": torch.float32, "requires_grad": False, "architecture": "80"}
+    assert stats(lambda: compile_flex(**options))["compilations"] == 1
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert stats(lambda: compile_flex(**options))["compilations"] == 1
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+BAD = [
+    ({"head_size": 0}, ValueError, "head_size must be a whole number from 1 to 256, but got 0"),
+    ({"value_size": 257}, ValueError, "value_size must be a whole number from 1 to 256, but got 257"),
+    ({"dtype": torch.float64}, TypeError, "dtype must be bfloat16, float16 or float32, but got torch.float64"),
+    ({"mask_mod": causal, "block_size": 0}, ValueError, "block_size must be one or two positive numbers, but got 0"),
+    ({"architecture": "sm_90"}, ValueError, "architecture must be one such as '80' or '90a', but got 'sm_90'"),
+    (
+        {"mask_mod": causal, "block_mask": create_block_mask(causal, None, None, 8, 8, device="cpu")},
+        ValueError,
+        "mask_mod must not come together with block_mask, but got both",
+    ),
+]
+
+
+@pytest.mark.parametrize("given, error, message", BAD, ids=[message[:30] for _, _, message in BAD])
+def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        compile_flex(**{"head_size": 16, "architecture": "90a", **given})
+    assert str(caught.value) == f"compile_flex: {message}"
+
+
+@pytest.mark.skipif(hasattr(_C, "flex"), reason="a build with CUDA")
+def test_a_build_without_cuda_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="compile_flex: fusegrad must be built with CUDA"):
+        compile_flex(head_size=16, architecture="90a")

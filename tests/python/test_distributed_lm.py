@@ -1,0 +1,74 @@
+"""examples/train_lm.py --distributed, under torchrun with two processes: the steps of one process."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("torch without gloo", allow_module_level=True)
+
+# First: it makes `lm` importable.
+from lm_support import CONFIG, VOCAB_SIZE, command_line, isolated, run_steps, write_text  # isort: skip
+
+import train_lm
+from distributed_lm_worker import KINDS, LOSS, STEPS
+from lm import data
+from lm.training import Trainer, read_checkpoint
+
+WORKER = Path(__file__).with_name("distributed_lm_worker.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the processes, and one alone, left their results."""
+    folder = tmp_path_factory.mktemp("distributed")
+    text = write_text(tmp_path_factory.mktemp("text"))
+    corpus = data.load_corpus(text, VOCAB_SIZE, folder / "cache")
+    with isolated():
+        config = dataclasses.replace(CONFIG, steps=STEPS, dropout=0.0, loss=LOSS)
+        trainer = run_steps(Trainer(config, corpus), STEPS, folder / "one.pt")
+        (folder / "one.json").write_text(json.dumps([trainer.history.losses, trainer.held_out_loss()]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run([*command, text, folder], env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (folder / "printed").write_text(run.stdout)
+    yield folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_those_of_one_process(folder: Path, kind: str) -> None:
+    losses, held_out = json.loads((folder / f"{kind}.json").read_text())
+    expected, expected_held_out = json.loads((folder / "one.json").read_text())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert held_out == pytest.approx(expected_held_out, rel=1e-5)
+    ours, one = read_checkpoint(folder / f"{kind}.pt"), read_checkpoint(folder / "one.pt")
+    assert ours["config"] == one["config"] and ours["model"].keys() == one["model"].keys()
+    # Adam's steps are of one size however small a gradient is: rounding decides some.
+    for name, value in one["model"].items():
+        torch.testing.assert_close(ours["model"][name], value, rtol=0, atol=2e-3)
+    for index, state in one["optimizer"]["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(ours["optimizer"]["state"][index][name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_one_process_prints_and_writes(folder: Path) -> None:
+    printed = (folder / "printed").read_text()
+    assert printed.count("held-out loss") == 1 and printed.count("sample:") == 1
+    assert (folder / "out" / f"{LOSS}.json").exists() and (folder / "out" / f"{LOSS}.pt").exists()
+
+
+def test_options_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    arguments = command_line(write_text(text), tmp_path, "--distributed=ddp")
+    assert train_lm.main(arguments) == 2 and "needs torchrun" in capsys.readouterr().err
+    assert train_lm.main([*arguments, "--demo"]) == 2 and "without --distributed" in capsys.readouterr().err

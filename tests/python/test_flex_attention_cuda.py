@@ -1,0 +1,478 @@
+"""What only a GPU can show of flex_attention: schemes of captured gradients, determinism, random score_mods, graphs and
+streams, sizes beyond 32 bits, memory that runs out.
+
+FUSEGRAD_FLEX_GRAPHS sets the number of random score_mods.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import fusegrad
+import pytest
+import test_score_mod
+import torch
+from attention_reference import dense
+from fusegrad import _C, ScoreMod, compile_flex, flex_attention
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = "cuda"
+GRAPHS = int(os.environ.get("FUSEGRAD_FLEX_GRAPHS", "300"))
+
+
+@pytest.fixture(autouse=True)
+def made_on_the_gpu() -> Iterator[None]:
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def relative(ours: Tensor, truth: Tensor) -> float:
+    ours, truth = ours.detach().double(), truth.detach().double()
+    return ((ours - truth).norm() / truth.norm()).item()
+
+
+def inputs(
+    b: int, h: int, m: int, n: int, d: int, dtype: torch.dtype = torch.bfloat16, hkv: int | None = None
+) -> list[Tensor]:
+    shapes = [(b, h, m, d), (b, hkv or h, n, d), (b, hkv or h, n, d)]
+    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+# --- captured gradients ---------------------------------------------------------------------------------------
+
+H, S = 2, 200
+
+
+def captured(name: str) -> tuple[Callable, Tensor]:
+    """A score_mod of a class, and what it captures."""
+    kinds, places = torch.randint(64, (S, S)), torch.randint(5000, (S, S))
+    made: dict[str, tuple[tuple[int, ...], Callable]] = {
+        "A": ((H,), lambda t: lambda s, b, h, q, kv: s * t[h]),
+        "B": ((S,), lambda t: lambda s, b, h, q, kv: s * t[kv]),
+        "C": ((S,), lambda t: lambda s, b, h, q, kv: s * t[q]),
+        "D": ((H, 2 * S), lambda t: lambda s, b, h, q, kv: s * t[h, q - kv + S]),
+        "E": ((H, S, S), lambda t: lambda s, b, h, q, kv: s * t[h, q, kv]),
+        "F": ((64,), lambda t: lambda s, b, h, q, kv: s * t[kinds[q, kv]]),
+        "G": ((5000,), lambda t: lambda s, b, h, q, kv: s * t[places[q, kv]]),
+    }
+    shape, function = made[name]
+    buffer = (1 + 0.3 * torch.randn(shape)).requires_grad_()
+    return function(buffer), buffer
+
+
+# The schemes that are right for a class.
+RIGHT = {"A": "ABCDFG", "B": "BFG", "C": "CFG", "D": "DFG", "E": "EG", "F": "FG", "G": "G"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_every_scheme_gives_the_same_gradient(name: str, dtype: torch.dtype, size: int, deterministic: bool) -> None:
+    q, k, v = inputs(2, H, S, S, size, dtype)
+    score_mod, buffer = captured(name)
+    mask = create_block_mask(causal, None, None, S, S, device=DEVICE, BLOCK_SIZE=64)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = dense(*wide, score_mod, torch.ones(S, S).tril().bool()).out
+    upstream = torch.randn_like(q)
+    (truth,) = torch.autograd.grad(expected, buffer, upstream.double())
+    found = {}
+    mod = fusegrad.trace_score_mod(score_mod)
+    case = _C.flex.Case(
+        "backward",
+        str(dtype).removeprefix("torch."),
+        size,
+        size,
+        (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers]),
+        wants_grad=[b.requires_grad for b in mod.buffers],
+        elements=[b.numel() for b in mod.buffers],
+    )
+    try:
+        for scheme in RIGHT[name]:
+            _C.flex.force_scheme(scheme)
+            assert _C.flex.plan(case, "90a")["schemes"] == scheme
+            out = flex_attention(q, k, v, score_mod, mask, deterministic=deterministic)
+            (found[scheme],) = torch.autograd.grad(out, buffer, upstream)
+    finally:
+        _C.flex.force_scheme("")
+    planned = flex_attention(q, k, v, score_mod, mask, deterministic=deterministic)
+    (found["planned"],) = torch.autograd.grad(planned, buffer, upstream)
+    for scheme, grad in found.items():
+        assert relative(grad, truth) <= (1e-2 if dtype == torch.bfloat16 else 1e-5), scheme
+        # The histogram of class F is as exact as 16-bit inputs deserve.
+        assert relative(grad, found["planned"]) <= (1e-4 if dtype == torch.bfloat16 else 1e-5), scheme
+
+
+def all_classes() -> tuple[list[Callable], list[Tensor]]:
+    """Two score_mods with a buffer of every class, and the buffers."""
+    n = 600
+    shapes = [(4,), (n,), (n,), (4, 2 * n), (4, n, n), (64,), (5000,)]
+    a, b, c, d, e, f, g = held = [(0.3 * torch.randn(s)).requires_grad_() for s in shapes]
+    kinds, places = torch.randint(64, (n, n)), torch.randint(5000, (n, n))
+
+    def regular(s, batch, h, q, kv):
+        return s * a[h] + b[kv] * s + c[q] * s + d[h, q - kv + n]
+
+    def irregular(s, batch, h, q, kv):
+        return s + e[h, q, kv] + f[kinds[q, kv]] + g[places[q, kv]]
+
+    return [regular, irregular], held
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("which", [0, 1], ids=["ABCD", "EFG"])
+def test_deterministic_gradients_are_the_same_bits(which: int, dtype: torch.dtype, size: int) -> None:
+    score_mods, held = all_classes()
+    wanted = [*inputs(2, 4, 600, 600, size, dtype, hkv=2), *(held[:4] if which == 0 else held[4:])]
+    mask = create_block_mask(causal, None, None, 600, 600, device=DEVICE)
+    upstream = torch.randn_like(wanted[0])
+
+    def backward(**options) -> tuple[Tensor, ...]:
+        out = flex_attention(*wanted[:3], score_mods[which], mask, enable_gqa=True, **options)
+        return torch.autograd.grad(out, wanted, upstream)
+
+    runs = [backward(deterministic=True) for _ in range(4)]
+    try:
+        for warn_only in (False, True):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            runs.append(backward())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+    for ordered, plain in zip(runs[0], backward(deterministic=False), strict=True):
+        limit = 5e-3 if ordered.dtype != torch.float32 else 1e-5 if dtype == torch.float32 else 2e-4
+        assert relative(plain, ordered) <= limit
+
+
+def test_a_number_on_the_cpu() -> None:
+    """PyTorch lets a 0-d tensor stay on the CPU; its gradient goes back there."""
+    q, k, v = inputs(1, 2, 40, 40, 16, torch.float32)
+    factor = torch.tensor(0.7, device="cpu", requires_grad=True)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s * factor)
+    (grad,) = torch.autograd.grad(out.square().sum(), factor)
+    wide = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    expected = dense(q.double(), k.double(), v.double(), lambda s, b, h, i, j: s * wide).out
+    (truth,) = torch.autograd.grad(expected.square().sum(), wide)
+    assert grad.device.type == "cpu" and abs(grad.item() - truth.item()) <= 1e-4 * abs(truth.item())
+
+
+# --- random score_mods ----------------------------------------------------------------------------------------
+
+SIZES = {1: 16, 3: 16, 5: 16, 9: 16, 70: 80}  # queries: head size
+
+
+def random_programs(count: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    # Values near a jump may fall on either side of it, in float32 too.
+    monkeypatch.setattr(test_score_mod, "MARGIN", 1e-4)
+    monkeypatch.setattr(test_score_mod, "LARGEST", 1e3)
+    found: list[tuple] = []
+
+    @settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(test_score_mod.programs(), st.booleans())
+    def collect(program: test_score_mod.Program, masked: bool) -> None:
+        floats = [v for v in program.values if v[1].is_floating_point()]
+        x = floats[-1]
+        for other in floats[-4:-1]:
+            x = program.apply("add", x, other)
+        # To scores of a few units, where the softmax has gradients: 4 x / (4 + |x|).
+        size = program.apply("add", program.apply("abs", x), program.constant(4.0))
+        x = program.apply("div", program.apply("mul", x, program.constant(4.0)), size)
+        found.append((program, x, masked))
+
+    torch.set_default_device("cpu")
+    collect()
+    return found
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_score_mods(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each: values and gradients as close to float64's as those of the CPU's float32 kernels."""
+    programs = random_programs(GRAPHS, monkeypatch)[chunk::4]
+    cases = []
+    for i, (program, result, masked) in enumerate(programs):
+        floats = [b.detach().float().requires_grad_() if b.requires_grad else b for b in program.buffers]
+        mod = ScoreMod(program.text("score_mod", result[0]), floats, program.scalars)
+        cases.append((i, program, result[1], masked, mod))
+
+    def compile_one(case: tuple) -> None:
+        _, program, _, masked, mod = case
+        size = SIZES[program.sizes[2]]
+        mask = fusegrad.trace_mask_mod(kept(masks[program.sizes])) if masked else None
+        compile_flex(mod, mask, head_size=size, value_size=16, dtype=torch.float32)
+
+    masks = {p.sizes: torch.rand(p.sizes) < 0.7 for p, *_ in programs}
+    if DEVICE == "cuda":
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(compile_one, cases))
+    before, skipped = _C.jit.stats()["compilations"], 0
+    for case in cases:
+        skipped += not compare(*case[1:], masks[case[1].sizes])
+    assert skipped <= len(cases) // 5
+    assert _C.jit.stats()["compilations"] == before  # all of them were compiled ahead
+
+
+def kept(table: Tensor) -> Callable:
+    return lambda b, h, q, kv: table[b, h, q, kv]
+
+
+def compare(program: test_score_mod.Program, result: Tensor, masked: bool, mod: ScoreMod, allowed: Tensor) -> bool:
+    """False where nothing finite is there to compare, or float32 is too little for this score_mod."""
+    b, h, m, n = program.sizes
+    size = SIZES[m]
+    values, upstream = torch.randn(b, h, n, 16), torch.randn(b, h, m, 16)
+    # With rows of the unit matrix as queries the scores are the keys, and the keys' gradient that of the scores.
+    query = torch.eye(m, size).expand(b, h, m, size).contiguous()
+    key = torch.zeros(b, h, n, size)
+    key[..., :m] = program.score.detach().transpose(-1, -2)
+    score = result.expand(program.sizes)
+    weights = (torch.where(allowed, score, -torch.inf) if masked else score).softmax(-1)
+    weights = torch.where(allowed.any(-1, keepdim=True), weights, 0.0) if masked else weights
+    out = weights @ values.double()
+    floats = [x for x in program.buffers if x.requires_grad]
+    leaves = [program.score, *floats]
+    truth = [out.detach()]
+    if out.requires_grad:
+        grads = torch.autograd.grad(out, leaves, upstream.double(), allow_unused=True)
+        truth += [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+    if not all(bool(t.isfinite().all()) for t in truth):
+        return False
+
+    def run(device: str) -> list[Tensor]:
+        buffers = [x.detach().to(device).requires_grad_(x.requires_grad) for x in mod.buffers]
+        given = [t.to(device) for t in (query, key, values)]
+        mask = None
+        if masked:
+            mask = create_block_mask(kept(allowed.to(device)), b, h, m, n, device=device)
+        for t in given:
+            t.requires_grad_()
+        got = flex_attention(*given, ScoreMod(mod.text, buffers, mod.scalars), mask, scale=1.0)
+        # All of them: which are asked for is part of what the backward is compiled for.
+        wanted = [*given, *(t for t in buffers if t.requires_grad)]
+        grads = torch.autograd.grad(got, wanted, upstream.to(device), materialize_grads=True)
+        found = [got, grads[1][..., :m].transpose(-1, -2), *grads[3:]]
+        return [t.detach().double().cpu() for t in found]
+
+    def errors(got: list[Tensor]) -> list[float]:
+        return [((x - t).norm() / (t.norm() + 1e-3)).item() for x, t in zip(got, truth, strict=False)]
+
+    found = [errors(got) for got in (run("cpu"), run(DEVICE))]
+    if max(found[0]) > 1e-3:
+        return False
+    for i, (cpu, cuda) in enumerate(zip(*found, strict=True)):
+        assert cuda <= 8 * cpu + 3e-5, f"result {i}: error {cuda:.2g}, on the CPU {cpu:.2g}\n{mod!r}"
+    return True
+
+
+# --- compiling ahead ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
+def test_what_was_compiled_ahead_is_what_runs(masked: bool, dtype: torch.dtype, deterministic: bool) -> None:
+    bias, frozen, number = torch.randn(100, requires_grad=True), torch.randn(100), 3
+    q, k, v = inputs(1, 2, 100, 100, 24, dtype)
+    mask = create_block_mask(causal, None, None, 100, 100, device=DEVICE, BLOCK_SIZE=(32, 48)) if masked else None
+
+    def score_mod(s, b, h, q, kv):
+        return s * frozen[q] + bias[kv] * number - 0.25
+
+    compile_flex(score_mod, block_mask=mask, head_size=24, dtype=dtype, deterministic=deterministic)
+    before = _C.jit.stats()["compilations"]
+    flex_attention(q, k, v, score_mod, mask, deterministic=deterministic).sum().backward()
+    assert _C.jit.stats()["compilations"] == before
+
+
+# --- how it runs ----------------------------------------------------------------------------------------------
+
+
+def a_step(length: int = 300) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]:
+    """A forward and backward with everything: block mask, lse, a captured buffer."""
+    leaves = [*inputs(1, 2, length, length, 64, torch.bfloat16), torch.randn(length, requires_grad=True)]
+    mask = create_block_mask(causal, None, None, length, length, device=DEVICE)
+    upstream = torch.randn_like(leaves[0])
+
+    def step(**options) -> tuple[Tensor, ...]:
+        q, k, v, bias = leaves
+        out, aux = flex_attention(
+            q * 1, k * 1, v * 1, lambda s, b, h, i, j: s + bias[j], mask, return_aux=AuxRequest(lse=True), **options
+        )
+        return out, *torch.autograd.grad((out, aux.lse.sum()), leaves, (upstream, None))
+
+    return step, leaves
+
+
+@pytest.mark.parametrize("options", [{}, {"inplace": True}, {"deterministic": True}], ids=str)
+def test_nothing_synchronises(options: dict) -> None:
+    step, _ = a_step()
+    step(**options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(**options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{}, {"inplace": True}, {"deterministic": True}], ids=str)
+def test_graph_capture_and_replay(options: dict) -> None:
+    step, leaves = a_step()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(**options)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(**options)
+    for _ in range(2):
+        with torch.no_grad():
+            for t in leaves:
+                t.copy_(torch.randn_like(t))
+        graph.replay()
+        for ours, eager in zip(captured, step(), strict=True):
+            assert relative(ours, eager) <= (1e-5 if ours.dtype == torch.float32 else 5e-3)
+
+
+def test_two_streams() -> None:
+    """Calls that run beside each other share nothing: each gives the bits that it gives alone."""
+    steps = [a_step(1000)[0] for _ in range(2)]
+    alone = [step(deterministic=True) for step in steps]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in steps]
+    for _ in range(3):
+        found = []
+        for stream, step in zip(streams, steps, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(step(deterministic=True))
+        torch.cuda.synchronize()
+        for got, expected in zip(found, alone, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one() -> None:
+    torch.set_default_device("cuda:1")
+    step, _ = a_step()
+    on_second = step(deterministic=True)
+    assert torch.cuda.current_device() == 0 and all(t.device.index == 1 for t in on_second)
+    torch.manual_seed(0)
+    with torch.cuda.device(1):
+        assert all(torch.equal(x, y) for x, y in zip(on_second, step(deterministic=True), strict=True))
+
+
+def test_slices_and_alignment() -> None:
+    """Rows that begin anywhere, gaps, and an innermost dimension that is not dense."""
+    wide = [torch.randn(2, 60, 2, 2 * 33, dtype=torch.bfloat16) for _ in range(3)]
+    layouts = [
+        lambda t: t[..., 1:25].transpose(1, 2),
+        lambda t: t[..., 3:27].transpose(1, 2),
+        lambda t: t[..., 2:50:2].transpose(1, 2),
+        lambda t: t.flatten()[7 : 7 + 2 * 2 * 60 * 24].view(2, 2, 60, 24),
+    ]
+    for layout in layouts:
+        parts = [layout(t).detach().requires_grad_() for t in wide]
+        dense_parts = [t.detach().contiguous().clone().requires_grad_() for t in parts]
+        outs = [flex_attention(*x, deterministic=True) for x in (parts, dense_parts)]
+        assert torch.equal(*outs)
+        upstream = torch.randn(2, 2, 60, 48, dtype=torch.bfloat16)[..., 1:25]
+        grads = [torch.autograd.grad(x, t, upstream) for x, t in zip(outs, (parts, dense_parts), strict=True)]
+        assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------
+
+
+def scaled(t: Tensor) -> Callable:
+    return lambda s, b, h, q, kv: s * (1 + t[h])
+
+
+def rows_agree(tensors: list[Tensor], heads: list[tuple[int, int]], score_mod: Callable, bias: Tensor) -> None:
+    """A few heads of a large call against float64, and the gradient of what all of them share against their sum."""
+    q, k, v = tensors
+    out = flex_attention(q, k, v, score_mod(bias))
+    grads = torch.autograd.grad(out, (q, k, v, bias), out.detach())
+    for b, h in heads:
+        wide = [t[b : b + 1, h : h + 1].detach().double().requires_grad_() for t in tensors]
+        held = bias.detach().double()[h : h + 1].requires_grad_()
+        expected = dense(*wide, score_mod(held)).out
+        upstream = out[b : b + 1, h : h + 1].detach().double()
+        truth = torch.autograd.grad(expected, (*wide, held), upstream)
+        assert relative(upstream, expected) <= 5e-3
+        for grad, t in zip(grads[:3], truth[:3], strict=True):
+            assert relative(grad[b : b + 1, h : h + 1], t) <= 1e-2
+    assert grads[3].isfinite().all()
+
+
+def test_more_heads_than_a_grid_has_rows() -> None:
+    tensors = inputs(70000, 2, 16, 16, 16)
+    rows_agree(tensors, [(0, 0), (32768, 1), (69999, 1)], scaled, torch.zeros(2).requires_grad_())
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """Of each of query, key, value and output, and of a captured buffer."""
+    tensors = inputs(66000, 8, 64, 64, 64)
+    assert tensors[0].numel() > 2**31
+    rows_agree(tensors, [(0, 0), (65536, 1), (65999, 7)], scaled, torch.zeros(8).requires_grad_())
+    del tensors
+    torch.cuda.empty_cache()
+    table = torch.zeros(2**31 + 4096, dtype=torch.bfloat16)
+    table[2**31 :] = 0.5 * torch.randn(4096, dtype=torch.bfloat16)
+    q, k, v = inputs(1, 1, 64, 64, 64)
+    ours = flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j * 64 + i + 2**31])
+    part = table[2**31 :].clone()
+    assert torch.equal(ours, flex_attention(q, k, v, lambda s, b, h, i, j: s + part[j * 64 + i]))
+
+
+def test_no_memory_in_the_backward_is_an_error_and_no_more() -> None:
+    step, _ = a_step()
+    before = step(deterministic=True)
+    q, k, v = inputs(4, 16, 4096, 4096, 64)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    for inplace in (False, True):
+        tensors = [t * 1 for t in (q, k, v)]
+        out = flex_attention(*tensors, inplace=inplace)
+        kept = [t.detach().clone() for t in tensors]
+        upstream = torch.randn_like(out)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / total)
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.autograd.grad(out, tensors, upstream, retain_graph=not inplace)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert all(torch.equal(t, x) for t, x in zip(tensors, kept, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(before, step(deterministic=True), strict=True))
+
+
+# --- bad input ------------------------------------------------------------------------------------------------
+
+
+def test_what_the_gpu_does_not_have() -> None:
+    q = torch.randn(1, 1, 16, 16, dtype=torch.float64)
+    with pytest.raises(
+        NotImplementedError, match="query must be float32, bfloat16 or float16 on CUDA, but got float64"
+    ):
+        flex_attention(q, q, q)
+    wide = torch.randn(1, 1, 16, 257)
+    with pytest.raises(NotImplementedError, match="query must have a head size of at most 256 on CUDA, but got 257"):
+        flex_attention(wide, wide, wide)
+    x = torch.randn(1, 1, 16, 16)
+    with pytest.raises(ValueError, match="key must be on the query's device cuda:0, but got cpu"):
+        flex_attention(x, x.cpu(), x)
+    assert x.isfinite().all()

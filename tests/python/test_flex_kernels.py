@@ -1,0 +1,232 @@
+"""The kernels of flex attention for every architecture, compiled without a GPU: what registers and spills they take.
+
+Beside this, flex_kernels.txt says what each may take. Environment variables:
+FUSEGRAD_FLEX_KERNELS=all    compiles the whole matrix, an hour's work; what the table does not have may take 255
+                             registers and MOST_SPILLED bytes
+FUSEGRAD_FLEX_KERNELS=write  writes the table anew
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from fusegrad import _C, ScoreMod, trace_mask_mod, trace_score_mod
+
+flex = getattr(_C, "flex", None)
+
+
+def has_nvrtc() -> bool:
+    try:
+        _C.jit.nvrtc()
+    except RuntimeError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(flex is None or not has_nvrtc(), reason="needs a build with CUDA, and NVRTC")
+
+MODE = os.environ.get("FUSEGRAD_FLEX_KERNELS", "")
+TABLE = Path(__file__).with_name("flex_kernels.txt")
+ARCHITECTURES = ["80", "86", "89", "90a", "100", "120"]
+# Another release of NVRTC may need a few more.
+MORE_REGISTERS = 8
+MOST_SPILLED = 1024
+
+
+# --- what is compiled -----------------------------------------------------------------------------------------
+
+
+def float_buffer(*sizes: int) -> torch.Tensor:
+    return torch.zeros(sizes, requires_grad=True)
+
+
+@functools.lru_cache
+def score_mod(name: str) -> ScoreMod | None:
+    """One of each class of captured gradients, and what captures nothing."""
+    head, place, pair = float_buffer(16), float_buffer(4096), float_buffer(4096, 4096).detach()[:8, :8]
+    relative, table, large = float_buffer(16, 8192), float_buffer(64), float_buffer(100_000)
+    pair.requires_grad_()
+    kinds = torch.zeros(8, 8, dtype=torch.int32)
+    made: dict[str, Callable | None] = {
+        "none": None,
+        "softcap": lambda s, b, h, q, kv: 30 * torch.tanh(s / 30),
+        "alibi": lambda s, b, h, q, kv: s + torch.exp2(-(h + 1) / 2.0) * (kv - q),
+        "A": lambda s, b, h, q, kv: s * head[h],
+        "B": lambda s, b, h, q, kv: s + place[kv],
+        "C": lambda s, b, h, q, kv: s * place[q],
+        "D": lambda s, b, h, q, kv: s + relative[h, q - kv + 4096],
+        "E": lambda s, b, h, q, kv: s + pair[q, kv],
+        "F": lambda s, b, h, q, kv: s + table[kinds[q, kv]],
+        "G": lambda s, b, h, q, kv: s + large[kinds[q, kv]],
+        "AD": lambda s, b, h, q, kv: s * head[h] + relative[h, q - kv + 4096],
+    }
+    function = made[name]
+    return None if function is None else trace_score_mod(function)
+
+
+@functools.lru_cache
+def mask_mod(name: str) -> ScoreMod | None:
+    document = torch.zeros(4096, dtype=torch.int32)
+    if name == "none":
+        return None
+    if name == "document":
+        return trace_mask_mod(lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv))
+    return trace_mask_mod(lambda b, h, q, kv: q >= kv)
+
+
+class Kernel(NamedTuple):
+    kernel: str  # "ordered" is the backward in fixed point
+    dtype: str
+    head_size: int
+    value_size: int
+    score_mod: str
+    mask: str  # "small": tiles lie in several blocks
+    architecture: str
+
+    def case(self) -> object:
+        score, mask = score_mod(self.score_mod), mask_mod(self.mask)
+        blocks = None if mask is None else (48, 48) if self.mask == "small" else (128, 128)
+        buffers = () if score is None else score.buffers
+
+        def text_of(mod: ScoreMod | None) -> tuple[str, list[str]]:
+            return ("", []) if mod is None else (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers])
+
+        return flex.Case(
+            "backward" if self.kernel == "ordered" else self.kernel,
+            self.dtype,
+            self.head_size,
+            self.value_size,
+            text_of(score),
+            text_of(mask),
+            blocks,
+            [] if self.kernel == "forward" else [b.requires_grad for b in buffers],
+            [b.numel() for b in buffers],
+            deterministic=self.kernel in ("ordered", "grad_query"),
+        )
+
+    def takes(self) -> tuple[int, int]:
+        """Registers of a thread, bytes that they spill."""
+        (found,) = _C.jit.resources(flex.program(self.case(), self.architecture)).values()
+        return found["registers"], found["spill_store_bytes"]
+
+
+# Each for two architectures; together they meet all that test_the_selection_meets_everything names.
+SELECTED = """
+forward bfloat16 64 64 none none
+forward bfloat16 64 64 alibi causal
+forward bfloat16 128 128 none causal
+forward bfloat16 128 128 softcap document
+forward bfloat16 256 256 D small
+forward float16 96 64 none small
+forward float16 256 256 none none
+forward float32 64 64 softcap causal
+forward float32 128 128 none document
+forward float32 256 256 D none
+backward bfloat16 64 64 none none
+backward bfloat16 64 64 F causal
+backward bfloat16 128 128 none causal
+backward bfloat16 128 128 A none
+backward bfloat16 128 128 D document
+backward bfloat16 256 256 B none
+backward float16 64 64 C small
+backward float16 128 64 E none
+backward float16 256 256 softcap causal
+backward float32 64 64 G none
+backward float32 128 128 AD none
+backward float32 256 256 none causal
+ordered bfloat16 128 128 D causal
+ordered float16 64 64 F none
+ordered float32 64 64 G small
+grad_query bfloat16 64 64 none none
+grad_query bfloat16 128 128 D causal
+grad_query float16 256 256 softcap none
+grad_query float32 64 64 A document
+grad_query float32 256 256 none none
+"""
+
+
+def selection() -> list[Kernel]:
+    found = []
+    for i, line in enumerate(SELECTED.split("\n")[1:-1]):
+        kernel, dtype, head, value, score, mask = line.split()
+        for architecture in (ARCHITECTURES[i % 6], ARCHITECTURES[(i * 5 + 3 + i // 6) % 6]):
+            found.append(Kernel(kernel, dtype, int(head), int(value), score, mask, architecture))
+    return list(dict.fromkeys(found))
+
+
+def everything() -> list[Kernel]:
+    found = itertools.product(
+        ["forward", "backward", "ordered", "grad_query"],
+        ["bfloat16", "float16", "float32"],
+        [(64, 64), (128, 128), (192, 128), (256, 256)],
+        ["none", "softcap", "alibi", *"ABCDEFG", "AD"],
+        ["none", "causal", "document", "small"],
+        ARCHITECTURES,
+    )
+    return [Kernel(kernel, dtype, *sizes, *rest) for kernel, dtype, sizes, *rest in found]
+
+
+# --- tests ----------------------------------------------------------------------------------------------------
+
+
+def table() -> dict[Kernel, tuple[int, int]]:
+    rows = [line.split() for line in TABLE.read_text().splitlines() if line and not line.startswith("#")]
+    return {
+        Kernel(kernel, dtype, int(head), int(value), *rest): (int(registers), int(spilled))
+        for kernel, dtype, head, value, *rest, registers, spilled in rows
+    }
+
+
+def write(found: dict[Kernel, tuple[int, int]]) -> None:
+    lines = ["# kernel dtype head_size value_size score_mod mask architecture registers spilled_bytes"]
+    lines += [" ".join(str(x) for x in (*kernel, *takes)) for kernel, takes in found.items()]
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
+def test_registers_and_spills() -> None:
+    kernels = everything() if MODE == "all" else selection()
+    with ThreadPoolExecutor(os.cpu_count() if MODE else 2) as threads:
+        found = dict(zip(kernels, threads.map(Kernel.takes, kernels), strict=True))
+    if MODE == "write":
+        write(found)
+    limits = table()
+    more = []
+    for kernel, (registers, spilled) in found.items():
+        most_registers, most_spilled = limits.get(kernel, (255, MOST_SPILLED))
+        if registers > most_registers + MORE_REGISTERS or spilled > most_spilled:
+            takes = f"{registers} registers and {spilled} bytes"
+            more.append(f"{' '.join(map(str, kernel))}: {takes}, at most {most_registers} and {most_spilled}")
+    assert not more, "\n" + "\n".join(more)
+
+
+def test_the_table_is_of_the_selection() -> None:
+    assert set(table()) == set(selection())
+
+
+def test_the_selection_meets_everything() -> None:
+    kernels = selection()
+    for field, values in {
+        "architecture": set(ARCHITECTURES),
+        "dtype": {"bfloat16", "float16", "float32"},
+        "mask": {"none", "causal", "document", "small"},
+    }.items():
+        for kernel in ("forward", "backward"):
+            assert {getattr(k, field) for k in kernels if k.kernel == kernel} == values
+    assert {(k.kernel, k.dtype) for k in kernels} >= {
+        (kernel, dtype)
+        for kernel in ("forward", "backward", "ordered", "grad_query")
+        for dtype in ("bfloat16", "float16", "float32")
+    }
+    assert {(k.kernel, k.head_size) for k in kernels} >= {
+        (kernel, size) for kernel in ("forward", "backward") for size in (64, 128, 256)
+    }
+    schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
+    assert set("".join(schemes)) == set("ABCDEFG")

@@ -1,0 +1,653 @@
+"""What each process of test_vocab_parallel.py runs: every case on the first 2, 3 and 4 of four processes, against the
+unsharded op on the same tensors and, in float64, against plain formulas. A case that fails says why in its result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fusegrad
+import torch
+import torch.distributed as dist
+from fusegrad import Aux, JSDAux, VocabParallel, reference
+from support import DISTILLATION, DISTILLATION_LINEAR, DISTILLATION_LOGITS, LINEAR, Distillation, Sample
+from torch import Tensor
+
+PROCESSES = 4
+V, H, ROWS = 13, 6, 11
+# Uneven, in another order than the ranks', and one without any columns; most targets are in one part.
+CUTS = {
+    2: [(0, 5), (5, V)],
+    3: [(9, V), (0, 4), (4, 9)],
+    4: [(0, 7), (7, 7), (7, 12), (12, V)],
+}
+CASES: dict[str, Callable[..., None]] = {}
+
+
+def runs(name: str, world: int) -> bool:
+    return world == 2 or name not in ("compiled", "autocast", "inplace", "data_parallel")
+
+
+def case(function: Callable[..., None]) -> Callable[..., None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def assert_close(ours: Tensor, truth: Tensor, what: str) -> None:
+    tolerance = {"rtol": 1e-9, "atol": 1e-11} if ours.dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-6}
+    if ours.dtype in (torch.bfloat16, torch.float16):
+        tolerance = {"rtol": 4e-2, "atol": 1e-2}
+    torch.testing.assert_close(
+        ours.detach(), truth.detach().to(ours.dtype), equal_nan=True, msg=lambda m: f"{what}: {m}", **tolerance
+    )
+
+
+def check_same(
+    what: str,
+    ours: Callable[..., Any],
+    truth: Callable[..., Any],
+    inputs: list[Tensor],
+    parts: list[Callable[[Tensor], Tensor]],
+    aux: bool = False,
+) -> None:
+    """Losses, aux values and gradients of `ours` on parts of the inputs and of `truth` on whole ones, after a backward
+    with an upstream gradient that is not 1 and after a second one."""
+    whole = [leaf(t) for t in inputs]
+    mine = [leaf(part(t)) for part, t in zip(parts, inputs, strict=True)]
+    out, right = ours(*mine), truth(*whole)
+    if aux:
+        values = {name: value for name, value in out[1]._asdict().items() if value is not None}
+        for name, value in values.items():
+            assert_close(value, right[1][name], f"{what}, {name}")
+        out = out[0]
+        if "lse" in values:
+            out, right = out + values["lse"].mean(), (right[0] + right[1]["lse"].mean(), None)
+    if isinstance(right, tuple):
+        right = right[0]
+    assert_close(out, right, f"{what}, loss")
+    upstream = torch.linspace(0.3, 0.7, out.numel()).reshape(out.shape)
+    first = torch.autograd.grad(out, mine, upstream.to(out.dtype), retain_graph=True)
+    again = torch.autograd.grad(out, mine, upstream.to(out.dtype))
+    expected = torch.autograd.grad(right, whole, upstream.to(right.dtype))
+    for i, (grad, once_more, full, part) in enumerate(zip(first, again, expected, parts, strict=True)):
+        assert grad.equal(once_more), f"{what}: gradient {i} of the second backward differs"
+        assert_close(grad, part(full), f"{what}, gradient {i}")
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def samples_of(shards: VocabParallel) -> Iterator[tuple[Sample, torch.dtype, Tensor, dict[str, Tensor], Tensor]]:
+    for sample in LINEAR:
+        for dtype in (torch.float64, torch.float32):
+            target = sample.target((ROWS,), V, "cpu", dtype)
+            part = target[:, shards.start : shards.stop] if sample.probabilities else target
+            yield sample, dtype, target, sample.tensors((ROWS,), V, "cpu", dtype), part
+
+
+def auxes(sample: Sample, dtype: torch.dtype) -> tuple[Aux | None, ...]:
+    """Without aux values, and in float64 with all of them, whose lse is differentiable."""
+    index = not sample.probabilities
+    return (None, Aux(True, True, index, True, True, index)) if dtype == torch.float64 else (None,)
+
+
+@case
+def cross_entropy(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    for sample, dtype, target, tensors, part in samples_of(shards):
+        linear_only = {"logit_scale", "workspace_mib"} & sample.options.keys()
+        if linear_only or sample.bias:
+            continue
+        logits = 3 * torch.randn(ROWS, V, dtype=dtype)
+        logits[0, shards.bounds[0][0] : shards.bounds[0][1]] = -torch.inf  # nothing of a row in one part
+        if sample.options.get("label_smoothing") or sample.probabilities or sample.options.get("softcap"):
+            logits[0] = 1.0
+        else:
+            target[0] = shards.bounds[-1][1] - 1
+        for aux in auxes(sample, dtype):
+            if aux is not None and not logits.isfinite().all():
+                logits[0] = 1.0  # the reference's entropy is NaN there
+
+            def ours(z: Tensor, aux: Any = aux) -> Any:
+                return fusegrad.cross_entropy(
+                    z, part, vocab_parallel=shards, return_aux=aux, **tensors, **sample.options
+                )
+
+            def truth(z: Tensor) -> Any:
+                return reference.cross_entropy(
+                    z, target if sample.probabilities else target.long(), **tensors, **sample.options
+                )
+
+            check_same(f"{sample} {dtype}", ours, truth, [logits], [lambda t: t[:, cut]], aux is not None)
+
+
+@case
+def linear_cross_entropy(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    for sample, dtype, target, tensors, part in samples_of(shards):
+        inputs = [torch.randn(ROWS, H, dtype=dtype), torch.randn(V, H, dtype=dtype)]
+        parts: list[Callable[[Tensor], Tensor]] = [same, lambda t: t[cut]]
+        if sample.bias:
+            inputs.append(torch.randn(V, dtype=dtype))
+            parts.append(lambda t: t[cut])
+        for aux in auxes(sample, dtype):
+
+            def ours(x: Tensor, w: Tensor, b: Tensor | None = None, aux: Any = aux) -> Any:
+                return fusegrad.linear_cross_entropy(
+                    x, w, part, linear_bias=b, vocab_parallel=shards, return_aux=aux, **tensors, **sample.options
+                )
+
+            def truth(x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
+                plain = {k: v for k, v in sample.options.items() if k != "workspace_mib"}
+                full = target if sample.probabilities else target.long()
+                return reference.linear_cross_entropy(x, w, full, linear_bias=b, **tensors, **plain)
+
+            check_same(f"{sample} {dtype}", ours, truth, inputs, parts, aux is not None)
+
+
+@case
+def many_chunks(shards: VocabParallel) -> None:
+    """Several chunks of rows, which must be the same in parts of any size; low precision, whose sums are float32."""
+    shards = VocabParallel._of(shards.group, [(200 * start, 200 * stop) for start, stop in shards.bounds])
+    cut, vocab = slice(shards.start, shards.stop), shards.vocab
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, w, head = torch.randn(150, H).to(dtype), torch.randn(vocab, H).to(dtype), torch.randn(vocab, H).to(dtype)
+        target = torch.randint(0, vocab, (150,))
+        for options in ({"workspace_mib": 1}, {"workspace_mib": 0}, {"workspace_mib": 1, "accumulate_dtype": dtype}):
+            check_same(
+                f"{dtype} {options}",
+                lambda x, w, o=options: fusegrad.linear_cross_entropy(x, w, target, vocab_parallel=shards, **o),
+                lambda x, w, o=options: fusegrad.linear_cross_entropy(x, w, target, **o),
+                [x, w],
+                [same, lambda t: t[cut]],
+            )
+            check_same(
+                f"linear_jsd {dtype} {options}",
+                lambda x, w, o=options: fusegrad.linear_jsd(x, w, x.detach(), head[cut], vocab_parallel=shards, **o),
+                lambda x, w, o=options: fusegrad.linear_jsd(x, w, x.detach(), head, **o),
+                [x, w],
+                [same, lambda t: t[cut]],
+            )
+
+
+def plain_divergence(options: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if k not in ("workspace_mib", "vocab_size")}
+
+
+@case
+def jsd(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    for sample in (*DISTILLATION, *DISTILLATION_LOGITS):
+        for dtype in (torch.float64, torch.float32):
+            tensors = sample.tensors((ROWS,), V, "cpu", dtype)
+            student, teacher = torch.randn(ROWS, V, dtype=dtype), torch.randn(ROWS, V, dtype=dtype)
+            if sample.options.get("log_probs"):
+                student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+            aux = None if sample.options.get("log_probs") else JSDAux(True, sample.labels)
+            top = sample.teacher((ROWS,), V, "cpu")
+            if top is not None:
+                top = (top[0].to(dtype), top[1])
+
+            def ours(s: Tensor, t: Any = top, sample: Distillation = sample, aux: Any = aux) -> Any:
+                return fusegrad.jsd(s, t, vocab_parallel=shards, return_aux=aux, **tensors, **sample.options)
+
+            def truth(s: Tensor, t: Any = top, sample: Distillation = sample) -> Any:
+                return reference.jsd(s, t, **tensors, **sample.options)
+
+            both = [student] if top is not None else [student, teacher]
+            check_same(f"{sample} {dtype}", ours, truth, both, [lambda t: t[:, cut]] * len(both), aux is not None)
+
+
+@case
+def linear_jsd(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    for sample in (*DISTILLATION, *DISTILLATION_LINEAR):
+        if "vocab_size" in sample.options:
+            continue
+        for dtype in (torch.float64, torch.float32):
+            tensors = sample.tensors((ROWS,), V, "cpu", dtype)
+            inputs = [torch.randn(ROWS, H, dtype=dtype), torch.randn(V, H, dtype=dtype)]
+            parts: list[Callable[[Tensor], Tensor]] = [same, lambda t: t[cut]]
+            hidden, head = torch.randn(ROWS, H + 1, dtype=dtype), torch.randn(V, H + 1, dtype=dtype)
+            if sample.bias:
+                inputs.append(torch.randn(V, dtype=dtype))
+                parts.append(lambda t: t[cut])
+            top = sample.teacher((ROWS,), V, "cpu")
+            teacher: tuple[Any, ...] = (hidden, head)
+            mine: tuple[Any, ...] = (hidden, head[cut])
+            if top is not None:
+                teacher = mine = ((top[0].to(dtype), top[1]),)
+            aux = JSDAux(True, sample.labels)
+
+            def ours(x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
+                return fusegrad.linear_jsd(
+                    x, w, *mine, student_bias=b, vocab_parallel=shards, return_aux=aux, **tensors, **sample.options
+                )
+
+            def truth(x: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
+                options = plain_divergence(sample.options)
+                return reference.linear_jsd(x, w, *teacher, student_bias=b, **tensors, **options)
+
+            check_same(f"{sample} {dtype}", ours, truth, inputs, parts, True)
+
+
+def small_losses(shards: VocabParallel) -> dict[str, tuple[Callable[..., Tensor], Tensor, Tensor | None]]:
+    """Each loss as a function of (x, weight), and float64 tensors for these; a loss without a weight has None."""
+    cut = slice(shards.start, shards.stop)
+    target = torch.randint(0, V, (ROWS,))
+    teacher, weight, hidden = torch.randn(ROWS, V).double(), torch.randn(V, H).double(), torch.randn(ROWS, H).double()
+    common = {"vocab_parallel": shards}
+    return {
+        "cross_entropy": (
+            lambda x, w, **o: fusegrad.cross_entropy(x, target, **common, **o),
+            torch.randn(ROWS, V).double()[:, cut],
+            None,
+        ),
+        "jsd": (
+            lambda x, w, **o: fusegrad.jsd(x, teacher[:, cut], **common, **o),
+            torch.randn(ROWS, V).double()[:, cut],
+            None,
+        ),
+        "linear_cross_entropy": (
+            lambda x, w, **o: fusegrad.linear_cross_entropy(x, w, target, **common, **o),
+            hidden,
+            weight[cut],
+        ),
+        "linear_jsd": (
+            lambda x, w, **o: fusegrad.linear_jsd(x, w, hidden, weight[cut] * 2, **common, **o),
+            hidden,
+            weight[cut],
+        ),
+    }
+
+
+def assert_raises(error: type[Exception], text: str, function: Callable[[], Any]) -> None:
+    try:
+        function()
+    except error as raised:
+        assert text in str(raised), f"expected {text!r}, got {raised}"
+    else:
+        raise AssertionError(f"nothing raised, expected {text!r}")
+
+
+@case
+def inplace(shards: VocabParallel) -> None:
+    for name, (loss, x, w) in small_losses(shards).items():
+        weight = None if w is None else leaf(w)
+        functional, written = leaf(x), leaf(x)
+        loss(functional, weight).backward(torch.tensor(0.37).double())
+        of_weight = None if weight is None else weight.grad
+        hidden = written * 1
+        before = hidden.detach().clone()
+        out = loss(hidden, weight, inplace=True)
+        assert shards.size == 0 or not hidden.equal(before), f"{name} did not write in place"
+        for _ in range(2):
+            written.grad = None
+            if weight is not None:
+                weight.grad = None
+            out.backward(torch.tensor(0.37).double(), retain_graph=True)
+            assert_close(written.grad, functional.grad, f"{name}, in place")
+            if weight is not None:
+                assert_close(weight.grad, of_weight, f"{name}, in place, weight")
+        out.backward(torch.tensor(0.37).double())
+        assert_close(written.grad, 2 * functional.grad, f"{name}, last backward in place")
+        assert_raises(RuntimeError, "leaf", lambda: loss(leaf(x), weight, inplace=True))
+        saved = leaf(x).exp()  # exp saves its result
+        out = loss(saved, weight, inplace=True)
+        assert_raises(RuntimeError, "modified by an inplace operation", lambda: out.backward())
+        # A differentiable lse, or a value a row of a linear loss, needs the input again.
+        if w is not None:
+            hidden = leaf(x) * 1
+            loss(hidden, weight, inplace=True, reduction="none")
+            assert hidden.equal(x), name
+
+
+@case
+def contract(shards: VocabParallel) -> None:
+    for name, (loss, x, w) in small_losses(shards).items():
+        for options in ({}, {"reduction": "none"}):
+            x1 = leaf(x)
+            w1 = None if w is None else leaf(w)
+            (grad,) = torch.autograd.grad(loss(x1, w1, **options).sum(), x1, create_graph=True)
+            assert_raises(RuntimeError, f"fusegrad::{name}", lambda: grad.sum().backward())
+            with torch.no_grad():
+                assert not loss(x1, w1, **options).requires_grad
+            if w is None:
+                continue
+            frozen_input, frozen_weight = leaf(x), leaf(w)
+            loss(frozen_input.detach(), frozen_weight, **options).sum().backward()
+            loss(frozen_input, frozen_weight.detach(), **options).sum().backward()
+            both = leaf(x), leaf(w)
+            loss(*both, **options).sum().backward()
+            assert_close(frozen_input.grad, both[0].grad, f"{name}, frozen weight")
+            assert_close(frozen_weight.grad, both[1].grad, f"{name}, frozen input")
+    target = torch.randint(0, V, (ROWS,))
+    x = leaf(torch.randn(ROWS, shards.size))
+    loss = fusegrad.cross_entropy(x, target, vocab_parallel=shards)
+    target.zero_()
+    assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
+
+
+@case
+def shapes(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    for shape in ((), (3,), (2, 3), (0,)):
+        target = torch.randint(0, V, shape)
+        inputs = [torch.randn(*shape, H).double(), torch.randn(V, H).double()]
+        check_same(
+            f"linear {shape}",
+            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="none", vocab_parallel=shards),
+            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="none"),
+            inputs,
+            [same, lambda t: t[cut]],
+        )
+        check_same(
+            f"linear, sum {shape}",
+            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="sum", vocab_parallel=shards),
+            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="sum"),
+            inputs,
+            [same, lambda t: t[cut]],
+        )
+    target = torch.randint(0, V, (2, 3, 2))
+    check_same(
+        "K dimensions",
+        lambda z: fusegrad.cross_entropy(z, target, reduction="none", vocab_parallel=shards),
+        lambda z: fusegrad.cross_entropy(z, target, reduction="none"),
+        [torch.randn(2, V, 3, 2)],
+        [lambda t: t[:, cut]],
+    )
+    x, w = torch.randn(ROWS, H), torch.randn(V, H)
+    ignored = torch.full((ROWS,), -100)
+    x1, w1 = leaf(x), leaf(w[cut])
+    loss = fusegrad.linear_cross_entropy(x1, w1, ignored, vocab_parallel=shards)
+    loss.backward()
+    assert loss.isnan() and not x1.grad.any() and not w1.grad.any(), "all rows ignored"
+    large = 1e4 * torch.ones(ROWS, 1)
+    target = torch.randint(0, V, (ROWS,))
+    check_same(
+        "large offset",
+        lambda z: fusegrad.cross_entropy(z, target, vocab_parallel=shards),
+        lambda z: reference.cross_entropy(z.double(), target),
+        [torch.randn(ROWS, V) + large],
+        [lambda t: t[:, cut]],
+    )
+
+
+@case
+def autocast(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    target = torch.randint(0, V, (ROWS,))
+    with torch.autocast("cpu", torch.bfloat16):
+        check_same(
+            "autocast",
+            lambda x, w: fusegrad.linear_cross_entropy(x, w, target, vocab_parallel=shards),
+            lambda x, w: fusegrad.linear_cross_entropy(x, w, target),
+            [torch.randn(ROWS, H), torch.randn(V, H)],
+            [same, lambda t: t[cut]],
+        )
+
+
+@case
+def compiled(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    target = torch.randint(0, V, (ROWS,))
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return fusegrad.linear_cross_entropy(x * 2, w, target, vocab_parallel=shards) + x.sum()
+
+    check_same(
+        "torch.compile",
+        torch.compile(step, backend="aot_eager"),
+        lambda x, w: fusegrad.linear_cross_entropy(x * 2, w, target) + x.sum(),
+        [torch.randn(ROWS, H), torch.randn(V, H)],
+        [same, lambda t: t[cut]],
+    )
+    whole_graph = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert_raises(Exception, "linear_cross_entropy", lambda: whole_graph(torch.randn(ROWS, H), torch.randn(V, H)[cut]))
+
+
+@case
+def dtensors(shards: VocabParallel) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = DeviceMesh.from_group(shards.group, "cpu", mesh_dim_names=("tp",))
+    x, target = torch.randn(12, H), torch.randint(0, V, (12,))
+    head = torch.nn.Linear(H, V)
+    plain = leaf(x)
+    truth = reference.linear_cross_entropy(plain, head.weight, target, linear_bias=head.bias, label_smoothing=0.1)[0]
+    truth.backward()
+    expected = head.weight.grad, head.bias.grad
+    head.zero_grad()
+    parallel = parallelize_module(head, mesh, ColwiseParallel())
+    assert isinstance(parallel.weight, DTensor)
+
+    for placement in (None, Replicate(), Shard(0)):
+        given = leaf(x) if placement is None else leaf(distribute_tensor(x, mesh, [placement]))
+        loss = fusegrad.linear_cross_entropy(
+            given, parallel.weight, target, linear_bias=parallel.bias, label_smoothing=0.1
+        )
+        assert_close(loss, truth, "DTensor, loss")
+        loss.backward()
+        grad = given.grad if placement is None else given.grad.full_tensor()
+        assert placement is None or given.grad.placements == (placement,)
+        assert_close(grad, plain.grad, f"DTensor {placement}, input")
+        assert_close(parallel.weight.grad.full_tensor(), expected[0], "DTensor, weight")
+        assert_close(parallel.bias.grad.full_tensor(), expected[1], "DTensor, bias")
+        parallel.zero_grad()
+
+    criterion = fusegrad.LinearCrossEntropyLoss(H, V)
+    truth = reference.linear_cross_entropy(x, criterion.linear.weight, target)[0]
+    (expected_weight,) = torch.autograd.grad(truth, criterion.linear.weight)
+    parallelize_module(criterion, mesh, {"linear": ColwiseParallel()})
+    loss = criterion(x, target)
+    loss.backward()
+    assert_close(loss, truth, "LinearCrossEntropyLoss")
+    assert_close(criterion.linear.weight.grad.full_tensor(), expected_weight, "LinearCrossEntropyLoss, weight")
+
+    logits = torch.randn(12, V)
+    whole = leaf(logits)
+    truth = reference.cross_entropy(whole, target)[0]
+    truth.backward()
+    part = leaf(distribute_tensor(logits, mesh, [Shard(1)]))
+    loss = fusegrad.cross_entropy(part, target)
+    loss.backward()
+    assert_close(loss, truth, "DTensor logits")
+    assert_close(part.grad.full_tensor(), whole.grad, "DTensor logits, gradient")
+
+    other = torch.randn(12, V)
+    whole, part = leaf(logits), leaf(part)
+    reference.jsd(whole, other)[0].backward()
+    fusegrad.jsd(part, distribute_tensor(other, mesh, [Shard(1)])).backward()
+    assert_close(part.grad.full_tensor(), whole.grad, "DTensor jsd, gradient")
+
+    weight, frozen = torch.randn(V, H), torch.randn(V, H)
+    whole = leaf(weight)
+    reference.linear_jsd(x, whole, x, frozen)[0].backward()
+    part = leaf(distribute_tensor(weight, mesh, [Shard(0)]))
+    fusegrad.linear_jsd(x, part, x, distribute_tensor(frozen, mesh, [Shard(0)])).backward()
+    assert_close(part.grad.full_tensor(), whole.grad, "DTensor linear_jsd, gradient")
+
+    for placement in (Replicate(), Shard(1)):
+        wrong = distribute_tensor(weight, mesh, [placement])
+        assert_raises(
+            ValueError,
+            "linear_cross_entropy: linear_weight must be Shard(0)",
+            lambda w=wrong: fusegrad.linear_cross_entropy(x, w, target),
+        )
+
+
+class TinyModel(torch.nn.Module):
+    """Token embedding, a block, and the loss of a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(V, H)
+        self.block = torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Tanh(), torch.nn.LayerNorm(H))
+
+    def forward(self, tokens: Tensor, target: Tensor, normalizer: Tensor, inplace: bool) -> Tensor:
+        hidden = self.block(self.embedding(tokens))
+        return fusegrad.linear_cross_entropy(
+            hidden, self.embedding.weight, target, normalizer=normalizer, inplace=inplace
+        )
+
+
+@case
+def data_parallel(shards: VocabParallel) -> None:
+    """The gradients of DDP and FSDP2 are one process's, with numbers of kept tokens that differ by process."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain = TinyModel()
+    tokens, target = torch.randint(0, V, (2 * shards.world, 5)), torch.randint(0, V, (2 * shards.world, 5))
+    target[0] = -100
+    state = plain.state_dict()
+    plain(tokens, target, (target != -100).sum(), False).backward()
+    mine = slice(2 * shards.rank, 2 * shards.rank + 2)
+    kept = (target[mine] != -100).sum().float()
+    dist.all_reduce(kept, group=shards.group)
+    for kind in ("ddp", "fsdp"):
+        model = TinyModel()
+        model.load_state_dict(state)
+        step: Any = model
+        if kind == "ddp":
+            step = torch.nn.parallel.DistributedDataParallel(model, process_group=shards.group)
+        else:
+            mesh = DeviceMesh.from_group(shards.group, "cpu")
+            fully_shard(model.block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        step(tokens[mine], target[mine], kept / shards.world, True).backward()
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad.full_tensor() if kind == "fsdp" else parameter.grad
+            assert_close(grad, plain.get_parameter(name).grad, f"{kind}, {name}")
+
+
+@case
+def bad_input(shards: VocabParallel) -> None:
+    group, rank, world = shards.group, shards.rank, shards.world
+    for bounds, text in (
+        ([(r * 4, r * 4 + 3) for r in range(world)], "nothing covers [3, 4)"),
+        ([(r * 4, r * 4 + 5) for r in range(world)], "twice [4, 5)"),
+        ([(r * 4 + 1, r * 4 + 5) for r in range(world)], "nothing covers [0, 1)"),
+        ([(0, 5)] * world, "twice [0, 5)"),
+        ([(3, 1)] * world, "0 <= start <= stop, but got 3 and 1 in rank 0"),
+        ([(0.0, 4.0)] * world, "whole numbers with 0 <= start <= stop, but got 0.0"),
+    ):
+        assert_raises(ValueError, text, lambda b=bounds: VocabParallel(group, *b[rank]))
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    assert_raises(ValueError, "group must contain this process", lambda: VocabParallel(outside, 0, 1))
+
+    x, w, target = torch.randn(ROWS, H), torch.randn(shards.size, H), torch.randint(0, V, (ROWS,))
+    z = torch.randn(ROWS, shards.size)
+
+    def linear(**changes: Any) -> Any:
+        given = {"input": x, "linear_weight": w, "target": target, "vocab_parallel": shards, **changes}
+        return lambda: fusegrad.linear_cross_entropy(**given)
+
+    def plain(**changes: Any) -> Any:
+        given = {"input": z, "target": target, "vocab_parallel": shards, **changes}
+        return lambda: fusegrad.cross_entropy(**given)
+
+    wrong = torch.randn(V + 1, H)
+    op = "linear_cross_entropy: "
+    assert_raises(ValueError, f"{op}linear_weight must have stop - start = {shards.size}", linear(linear_weight=wrong))
+    assert_raises(ValueError, f"{op}linear_bias must have stop - start", linear(linear_bias=torch.ones(V + 1)))
+    assert_raises(TypeError, f"{op}vocab_parallel must be a fusegrad.VocabParallel", linear(vocab_parallel=group))
+    assert_raises(ValueError, f"{op}label_smoothing must be in [0, 1]", linear(label_smoothing=2.0))
+    assert_raises(ValueError, f"{op}weight must have shape [{V}]", linear(weight=torch.ones(V + 1)))
+    assert_raises(ValueError, f"{op}a target of class indices", linear(target=target[1:]))
+    assert_raises(TypeError, f"{op}input must be float64", linear(input=target))
+    assert_raises(IndexError, f"{op}target must be in [0, {V})", linear(target=torch.full((ROWS,), V)))
+    assert_raises(IndexError, "cross_entropy: target must be in [0, ", plain(target=torch.full((ROWS,), -3)))
+    assert_raises(ValueError, "cross_entropy: input must have stop - start", plain(input=torch.randn(ROWS, V + 1)))
+    assert_raises(ValueError, "weight must not require grad", plain(weight=torch.ones(V, requires_grad=True)))
+    probabilities = z.softmax(-1).requires_grad_()
+    assert_raises(ValueError, "target must not require grad with vocab_parallel", plain(target=probabilities))
+    assert_raises(
+        ValueError,
+        "jsd: teacher must have stop - start",
+        lambda: fusegrad.jsd(z, torch.randn(ROWS, V + 1), vocab_parallel=shards),
+    )
+    assert_raises(
+        ValueError,
+        "linear_jsd: vocab_size must be None with vocab_parallel",
+        lambda: fusegrad.linear_jsd(x, w, x, w, vocab_size=3, vocab_parallel=shards),
+    )
+    # Rows of their own, as in data parallelism.
+    other = torch.full((ROWS,), shards.rank)
+    everywhere = "must be the same in all processes that share a vocabulary"
+    assert_raises(ValueError, f"{op}target {everywhere}", linear(target=other))
+    assert_raises(ValueError, f"cross_entropy: target {everywhere}", plain(target=other))
+    probabilities = probabilities.detach()
+    assert_raises(ValueError, f"{op}input {everywhere}", linear(input=x + shards.rank, target=probabilities))
+    for changes, name in (({}, "student_input"), ({"labels": other}, "labels")):
+        assert_raises(
+            ValueError,
+            f"linear_jsd: {name} {everywhere}",
+            lambda c=changes: fusegrad.linear_jsd(x + shards.rank, w, x, w, vocab_parallel=shards, **c),
+        )
+    assert_raises(
+        ValueError,
+        f"jsd: labels {everywhere}",
+        lambda: fusegrad.jsd(z, z, labels=other, vocab_parallel=shards),
+    )
+    index = torch.zeros(ROWS, 2, dtype=torch.long)
+    log_probs = torch.full((ROWS, 2), -1.0)
+    assert_raises(
+        ValueError,
+        "jsd: the teacher's indices must be distinct in a row",
+        lambda: fusegrad.jsd(z, (log_probs, index), vocab_parallel=shards),
+    )
+    index[0, 1] = V
+    assert_raises(
+        IndexError,
+        "jsd: the teacher's indices must be in [0, ",
+        lambda: fusegrad.jsd(z, (log_probs, index), vocab_parallel=shards),
+    )
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=PROCESSES,
+        timeout=timedelta(minutes=5),
+    )
+    outcomes: dict[str, str] = {}
+    for world, cuts in CUTS.items():
+        group = dist.new_group(list(range(world)))
+        if rank >= world:
+            continue
+        shards = VocabParallel(group, *cuts[rank])
+        for name, function in CASES.items():
+            if not runs(name, world):
+                continue
+            torch.manual_seed(0)
+            try:
+                function(shards)
+                outcomes[f"{name}/{world}"] = ""
+            except Exception:
+                outcomes[f"{name}/{world}"] = f"rank {rank}: {traceback.format_exc()}"
+            (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+            if outcomes[f"{name}/{world}"]:
+                # The others may wait for this process in a collective: its end is an error there.
+                sys.exit(1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
