@@ -89,10 +89,10 @@ bool launched_by_cluster(const RowJsd& p, void* stream) {
   }
   if (most < grid.cluster || span() > kVectors) return false;
   if (p.rows > INT32_MAX / 2) return false;  // counted in 32 bits
-  const int slot_bytes = 2 * kWarps * static_cast<int>(span()) * 16;
+  const int width = static_cast<int>(span()), lanes = (width + 31) / 32 * 32, slot_bytes = 2 * kWarps * lanes * 16;
   if (slot_bytes + kStatic > gpu.shared_bytes) return false;
   const int room = gpu.shared_of_multiprocessor / device::kJsdCtas - kStatic;
-  const device::JsdSplit split{static_cast<int>(span()), std::clamp(room / slot_bytes, 1, device::kJsdMaxSlots)};
+  const device::JsdSplit split{width, lanes, std::clamp(room / slot_bytes, 1, device::kJsdMaxSlots)};
   grid.shared_bytes = split.slots * slot_bytes;
   grid.blocks = grid.cluster;
   const auto kernel = device::jsd_by_cluster<T, kKind, kLogProbs>;

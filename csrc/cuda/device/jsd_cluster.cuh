@@ -23,6 +23,7 @@ constexpr int kJsdMaxSlots = 4;
 /// How the warps of a cluster share a row.
 struct JsdSplit {
   int span;   // vectors of each input a warp has, a multiple of 8
+  int room;   // for them in shared memory, a multiple of 32
   int slots;  // rows in shared memory at a time
 };
 
@@ -57,8 +58,8 @@ class JsdWarp {
   __device__ RowVectors<T, kWidth> vectors(int row) const { return {student(row), p_.cols, kLineBytes}; }
   __device__ const Halves& halves() const { return halves_; }
 
-  /// Starts the copies of a row's vectors into `slot`: the student's, a CTA's vectors further the teacher's. Cut
-  /// vectors are filled up with -inf.
+  /// Starts the copies of a row's vectors into `slot`: the student's, a CTA's vectors further the teacher's. What
+  /// is no whole vector is filled up with -inf, to a multiple of 32 vectors.
   __device__ void load(int row, P* slot, Arrival& arrival, bool wanted) const {
 #if __CUDA_ARCH__ >= 900
     fence_before_copy();
@@ -68,7 +69,7 @@ class JsdWarp {
       return;
     }
     const auto v = vectors(row);
-    const int apart = kJsdWarps * split_.span;
+    const int apart = kJsdWarps * split_.room;
     const int from = max(begin_, v.lead / kWidth), end = min(end_, v.count);
     const int whole_from = max(from, v.whole_begin), whole_end = min(end, v.whole_end);
     if (lane_ == 0) {
@@ -80,13 +81,15 @@ class JsdWarp {
         arrival.copy(slot + apart + (whole_from - begin_), teacher(row) + c, bytes);
       }
     }
-    if (from < end && (from < whole_from || whole_end < end)) {
-      const int cut = lane_ == 1 ? from : end - 1;
-      if ((lane_ == 1 || lane_ == 2) && !v.whole(cut)) {
-        slot[cut - begin_] = v.load(student(row), cut, lowest_pad<T>());
-        slot[apart + cut - begin_] = v.load(teacher(row), cut, lowest_pad<T>());
+    const auto pad = [&](int first, int last) {
+      for (int i = first + lane_; i < last; i += 32) {
+        const auto none = filled<T, kWidth>(lowest_pad<T>());
+        slot[i - begin_] = i < end ? v.load(student(row), i, lowest_pad<T>()) : none;
+        slot[apart + i - begin_] = i < end ? v.load(teacher(row), i, lowest_pad<T>()) : none;
       }
-    }
+    };
+    pad(begin_, min(whole_from, end));
+    pad(max(whole_end, begin_), begin_ + (max(end - begin_, 0) + 31) / 32 * 32);
 #endif
   }
 
@@ -134,13 +137,14 @@ class JsdWarp {
 
   /// The powers, relative to the warp's largest logit, and their sums over the warp.
   __device__ JsdHalf levels() {
-    P a[kJsdVectors], b[kJsdVectors];
+    P most[2][1] = {{filled<T, kWidth>(lowest_pad<T>())}, {filled<T, kWidth>(lowest_pad<T>())}};
 #pragma unroll
     for (int j = 0; j < kJsdVectors; ++j) {
-      a[j] = b[j] = filled<T, kWidth>(lowest_pad<T>());
-      if (has(j)) a[j] = kept(j, 0), b[j] = kept(j, 1);
+      if (!any_has(j)) continue;
+      keep_largest(most[0][0], kept(j, 0));
+      keep_largest(most[1][0], kept(j, 1));
     }
-    own_ = {warp_max(largest_of(a)), warp_max(largest_of(b))};
+    own_ = {warp_max(largest_of(most[0])), warp_max(largest_of(most[1]))};
     const float kq = constants_.student.k, kp = constants_.teacher.k;
     const float mq = Level::reference(own_.student, kq) - kHeadroom,
                 mp = Level::reference(own_.teacher, kp) - kHeadroom;
@@ -149,8 +153,9 @@ class JsdWarp {
 #pragma unroll
     for (int j = 0; j < kJsdVectors; ++j) {
       float xq[kWidth], xp[kWidth], sum_q = 0.f, sum_p = 0.f, part = 0.f;
-      unpack(a[j], xq);
-      unpack(b[j], xp);
+      if (!any_has(j)) continue;
+      unpack(kept(j, 0), xq);
+      unpack(kept(j, 1), xp);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float q = exp2_fast(fmaf(xq[i], kq, -mq)), p = exp2_fast(fmaf(xp[i], kp, -mp));
@@ -295,6 +300,8 @@ class JsdWarp {
 
  private:
   __device__ bool has(int j) const { return 32 * j >= first_ && 32 * j < last_; }
+  /// The same for all lanes: what the others have is -inf.
+  __device__ bool any_has(int j) const { return 32 * j < last_ + lane_; }
   /// body(j) for the lane's vectors.
   template <class Body>
   __device__ void for_vectors(const Body& body) const {
@@ -304,7 +311,7 @@ class JsdWarp {
     }
   }
   /// Vector j of input i; later the student's ratios in place of the teacher's.
-  __device__ P& kept(int j, int i) const { return slot_[i * kJsdWarps * split_.span + 32 * j]; }
+  __device__ P& kept(int j, int i) const { return slot_[i * kJsdWarps * split_.room + 32 * j]; }
   __device__ void store(int row, int j, const float (&x)[kWidth]) const {
     const auto pack = packed<T, kWidth>(x);
     if (cut_) {
@@ -323,6 +330,16 @@ class JsdWarp {
   /// log2(q / m), from 2^d.
   __device__ float log2_ratio_to_mixture(float power) const {
     return -log2_fast(fmaf(constants_.beta, power, 1.f - constants_.beta));
+  }
+  /// Of two values each; NaN counts for nothing.
+  __device__ static void keep_largest(P& most, const P& x) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      const uint32_t a = most.word(i), b = x.word(i);
+      const Pair larger = __hmax2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+      most.word(i) = *reinterpret_cast<const uint32_t*>(&larger);
+    }
   }
   /// The teacher's logit less the student's, in units of the student's.
   __device__ float difference(float xq, float xp) const { return fmaf(xp, constants_.relative, -xq); }
@@ -405,7 +422,7 @@ __global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
   const MergeLevels<kKind> merge_levels{part.halves()};
   const bool has_hard = constants.hard != 0.f || p.hard != nullptr, writes = rank == 0 && warp == 0;
   const auto slot_at = [&](int slot) {
-    return reinterpret_cast<P*>(shared_bytes) + (2 * slot * kJsdWarps + warp) * split.span;
+    return reinterpret_cast<P*>(shared_bytes) + (2 * slot * kJsdWarps + warp) * split.room;
   };
   const auto counts = [&](int row) {
     if (row >= rows || p.label == nullptr) return row < rows;
