@@ -89,7 +89,7 @@ bool launched_by_cluster(const RowJsd& p, void* stream) {
   }
   if (most < grid.cluster || span() > kVectors) return false;
   if (p.rows > INT32_MAX / 2) return false;  // counted in 32 bits
-  const int width = static_cast<int>(span()), lanes = (width + 31) / 32 * 32, slot_bytes = 2 * kWarps * lanes * 16;
+  const int width = static_cast<int>(span()), lanes = (width + 63) / 64 * 64, slot_bytes = 2 * kWarps * lanes * 16;
   if (slot_bytes + kStatic > gpu.shared_bytes) return false;
   const int room = gpu.shared_of_multiprocessor / device::kJsdCtas - kStatic;
   const device::JsdSplit split{width, lanes, std::clamp(room / slot_bytes, 1, device::kJsdMaxSlots)};
@@ -110,9 +110,7 @@ bool launched_by_cluster(const RowJsd& p, void* stream) {
     if (p.cols <= device::kShortRowThreads * device::kShortRowVectors * 16 / sizeof(T)) return false;
     if (p.beta == 0.0) return launched_by_cluster<T, JsdKind::kForward, kLogProbs>(p, stream);
     if (p.beta == 1.0) return launched_by_cluster<T, JsdKind::kReverse, kLogProbs>(p, stream);
-    if constexpr (kLogProbs || std::is_same_v<T, __nv_bfloat16>) {
-      return launched_by_cluster<T, JsdKind::kMixed, kLogProbs>(p, stream);
-    }
+    return launched_by_cluster<T, JsdKind::kMixed, kLogProbs>(p, stream);
   }
   return false;
 }

@@ -3,10 +3,11 @@
 // exponentials in registers, so that nothing but the merges over the cluster waits for another warp. The formulas stand
 // in rows/row_kernels.h, their base-2 form in device/jsd.cuh.
 //
-// Special functions bound such a kernel (16 a clock and multiprocessor). A pair of logits takes two for the sums, and
-// two more where 0 < b < 1 (2^d and a logarithm), one more at b = 0; for the last step the student's log ratio replaces
-// the teacher's logit in shared memory. At b = 0 and 1 the divergence is a sum over the row that needs no normalizer,
-// so one merge does. Log-probabilities need none before their gradients.
+// Special functions bound such a kernel (16 a clock and multiprocessor). A pair of logits takes two for the sums: the
+// student's power q and 2^d, d the difference of the exponents, which give the teacher's power q 2^d. What follows needs
+// no exponential any more: 2^d stays in shared memory in place of the two logits, a factor of the row makes it p / q, and
+// log2(m / q), a third special function where 0 < b < 1, takes its place for the last step. At b = 0 and 1 the divergence
+// is a sum over the row that needs no normalizer, so one merge does. Log-probabilities need none before their gradients.
 #pragma once
 
 #include <cstdint>
@@ -33,10 +34,10 @@ class JsdWarp {
   static constexpr int kWidth = 8;
   static constexpr bool kMixed = kKind == JsdKind::kMixed, kForward = kKind == JsdKind::kForward,
                         kReverse = kKind == JsdKind::kReverse;
-  /// Powers go up to 2^28: those of a student that are 0 are too small for any finite 2^d to count.
-  static constexpr float kHeadroom = kMixed ? 28.f : 0.f;
-  // The cached ratio is a half, whose rounding only a bfloat16 hides.
-  static_assert(!kMixed || kLogProbs || std::is_same_v<T, __nv_bfloat16>);
+  /// Powers go up to 2^40: where a student's is 0, no finite 2^d makes a teacher's that counts.
+  static constexpr float kHeadroom = kReverse ? 0.f : 40.f;
+  static constexpr float kFarthest = 1e25f;  // d that may meet a factor of a gradient
+  static constexpr int kGroup = 2;           // vectors that are worked on at a time
   using P = Pack<T, kWidth>;
   using Loss = Jsd<T, true>;
 
@@ -89,7 +90,7 @@ class JsdWarp {
       }
     };
     pad(begin_, min(whole_from, end));
-    pad(max(whole_end, begin_), begin_ + (max(end - begin_, 0) + 31) / 32 * 32);
+    pad(max(whole_end, begin_), begin_ + (max(end - begin_, 0) + 32 * kGroup - 1) / (32 * kGroup) * (32 * kGroup));
 #endif
   }
 
@@ -135,45 +136,85 @@ class JsdWarp {
     return {{0.f, halves_.sum(student, teacher)}, 0.f, 0.f};
   }
 
-  /// The powers, relative to the warp's largest logit, and their sums over the warp.
-  __device__ JsdHalf levels() {
-    P most[2][1] = {{filled<T, kWidth>(lowest_pad<T>())}, {filled<T, kWidth>(lowest_pad<T>())}};
+  /// The student's powers and their sums over the warp, the teacher's from them: p = q 2^d. For the passes that follow
+  /// 2^d, at b = 1 d, take the place of the logits.
+  __device__ JsdHalf levels(int row) {
+    P most[2] = {filled<T, kWidth>(lowest_pad<T>()), filled<T, kWidth>(lowest_pad<T>())};
+    for_groups([&](int j) {
 #pragma unroll
-    for (int j = 0; j < kJsdVectors; ++j) {
-      if (!any_has(j)) continue;
-      keep_largest(most[0][0], kept(j, 0));
-      keep_largest(most[1][0], kept(j, 1));
-    }
-    own_ = {warp_max(largest_of(most[0])), warp_max(largest_of(most[1]))};
-    const float kq = constants_.student.k, kp = constants_.teacher.k;
-    const float mq = Level::reference(own_.student, kq) - kHeadroom,
-                mp = Level::reference(own_.teacher, kp) - kHeadroom;
-    const float shift = kMixed ? 0.f : halves_.difference(halves_.teacher ? own_.teacher : own_.student);
-    float all_q = 0.f, all_p = 0.f, dot = 0.f;
-#pragma unroll
-    for (int j = 0; j < kJsdVectors; ++j) {
-      float xq[kWidth], xp[kWidth], sum_q = 0.f, sum_p = 0.f, part = 0.f;
-      if (!any_has(j)) continue;
-      unpack(kept(j, 0), xq);
-      unpack(kept(j, 1), xp);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const float q = exp2_fast(fmaf(xq[i], kq, -mq)), p = exp2_fast(fmaf(xp[i], kp, -mp));
-        const float difference = this->difference(xq[i], xp[i]);
-        power_[j][i] = q;
-        sum_q += q;
-        sum_p += p;
-        // A NaN of two infinities meets a power of 0.
-        if (kForward) part = fmaf(p, fmaxf(difference - shift, -1e30f), part);
-        if (kReverse) part = fmaf(q, fmaxf(shift - difference, -1e30f), part);
+      for (int i = j; i < j + kGroup; ++i) {
+        keep_largest(most[0], kept(i, 0));
+        keep_largest(most[1], kept(i, 1));
       }
-      all_q += sum_q;
-      all_p += sum_p;
-      dot += part;
+    });
+    own_ = {warp_max(largest_of(most[0])), warp_max(largest_of(most[1]))};
+    const float kq = constants_.student.k, kp = constants_.teacher.k, relative = constants_.relative;
+    const float mq = Level::reference(own_.student, kq), mp = Level::reference(own_.teacher, kp);
+    const float from = __fsub_rn(mq, kHeadroom);
+    const float scaled = __fmul_rn(Level::finite(own_.teacher), relative), largest = Level::finite(own_.student);
+    const float shift = __fsub_rn(scaled, largest),
+                left = fmaf(Level::finite(own_.teacher), relative, -scaled) + lost(scaled, -largest, shift);
+    shift_ = __fmul_rn(shift, kq);
+    float all_q = 0.f, all_p = 0.f, dot = 0.f;
+    far_vectors_ = 0;
+    for_groups([&](int j) {
+      P packs[kGroup][2];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) packs[i][0] = kept(j + i, 0), packs[i][1] = kept(j + i, 1);
+#pragma unroll
+      for (int v = 0; v < kGroup; ++v) {
+        float xq[kWidth], xp[kWidth], sum_q = 0.f, sum_p = 0.f, part = 0.f;
+        unpack(packs[v][0], xq);
+        unpack(packs[v][1], xp);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const float q = exp2_fast(fmaf(xq[i], kq, -from)), difference = this->difference(xq[i], xp[i]);
+          power_[j + v][i] = q;
+          sum_q += q;
+          if constexpr (kReverse) {
+            sum_p += exp2_fast(fmaf(xp[i], kp, -mp));
+            // A NaN of two infinities meets a power of 0.
+            const float d = fmaxf(fmaf(difference, -kq, shift_), -kFarthest);
+            part = fmaf(q, d, part);
+            xp[i] = fminf(d, kFarthest);
+          } else {
+            const float d = fmaxf(fmaf(difference, kq, -shift_), -kFarthest);
+            xp[i] = exp2_fast(d);
+            const float p = q * xp[i];
+            sum_p += p;
+            part = fmaf(p, d, part);
+          }
+        }
+        all_q += sum_q;
+        if (kReverse || fabsf(sum_p + part) <= 3e38f) {
+          all_p += sum_p;
+          dot += part;
+        } else if (has(j + v)) {
+          far_vectors_ |= 1u << (j + v);
+        }
+        keep(j + v, xp);
+      }
+    });
+    // What rounding left out of the references.
+    const float of_shift = fmaf(shift, kq, -shift_), of_student = lost(mq, -kHeadroom, from);
+    const float of_teacher =
+        (residual(own_.teacher, kp) - residual(own_.student, kq)) - fmaf(left, kq, of_shift) - of_student;
+    to_level_ = {fmaf(-of_student, kLn2, 1.f), kReverse ? 1.f : fmaf(of_teacher, kLn2, 1.f)};
+    if constexpr (kMixed) {
+      near_teacher_ = all_p;
+      near_dot_ = dot;
+    } else {
+      // In units of the student's logits, relative to the difference of the largest ones.
+      dot = fmaf(kForward ? -of_shift : of_shift, kForward ? all_p : all_q, dot) / kq;
     }
+    all_q *= to_level_.student;
+    all_p *= to_level_.teacher;
+    dot *= kForward ? to_level_.teacher : to_level_.student;
+#pragma unroll 1
+    for (uint32_t j = far_vectors_; j != 0; j &= j - 1) add_far_level(row, __ffs(j) - 1, shift, all_p, dot);
     const float sum = halves_.sum(all_q, all_p) * exp2f(-kHeadroom);
     JsdHalf x{{halves_.teacher ? own_.teacher : own_.student, sum}, 0.f, 0.f};
-    if (!kMixed) x.dot = forward(OverLanes{32}.sum(dot));
+    if (!kMixed) x.dot = forward(OverLanes{32}.sum(dot)) * exp2f(-kHeadroom);
     return x;
   }
 
@@ -183,60 +224,63 @@ class JsdWarp {
     const Level q = halves_.teacher ? other : x.level, p = halves_.teacher ? x.level : other;
     const float kq = constants_.student.k, kp = constants_.teacher.k, relative = constants_.relative;
     const float mq = Level::reference(q.largest, kq), mp = Level::reference(p.largest, kp);
-    of_power_ = __fdividef(Level::factor(own_.student, q.largest, kq), q.sum) * exp2f(-kHeadroom);
-    // Of a teacher's logit: of 2^(x k - m) of the row, at b = 0 of the warp's powers.
-    of_teacher_ = __fdividef(kMixed ? 1.f : Level::factor(own_.teacher, p.largest, kp), p.sum);
-    teacher_m2_ = mp;
+    of_power_ = __fdividef(Level::factor(own_.student, q.largest, kq), q.sum) * exp2f(-kHeadroom) * to_level_.student;
+    of_teacher_ = __fdividef(Level::factor(own_.teacher, p.largest, kp), p.sum) * exp2f(-kHeadroom) * to_level_.teacher;
     // What rounding left out of mq, mp and the difference of the largest logits goes into the offset.
     const float scaled = __fmul_rn(p.largest, relative), shift = halves_.difference(x.level.largest);
     const float left = fmaf(p.largest, relative, -scaled) + lost(scaled, -q.largest, shift);
     const float own = fmaf(-left, kq, fmaf(p.largest, kp, -mp) - fmaf(q.largest, kq, -mq)) - log2f(p.sum / q.sum);
     const float product = __fmul_rn(-shift, kq);
     dot_offset_ = own;
-    offset_ = __fadd_rn(product, own);
-    left_ = lost(product, own, offset_) + fmaf(-shift, kq, -product);
+    offset_ = (shift_ + product) + (own + fmaf(-shift, kq, -product));
     student_ = q;
   }
 
-  /// The divergences' parts over the warp. Where a gradient is wanted, the student's ratios are kept for it.
+  /// The divergences' parts over the warp. Where a gradient is wanted, log2(m / q) is kept for it.
   __device__ JsdHalf divergences(int row) {
     float student = 0.f, teacher = 0.f;
     uint32_t far_vectors = 0;
-    const bool keep = p_.grad_student != nullptr;
-    const float k = constants_.student.k, beta = fmaf(constants_.beta, left_ * kLn2, constants_.beta);
-    const float rest = 1.f - constants_.beta;
-    for_vectors([&](int j) {
-      float d[kWidth], xq[kWidth], of_q = 0.f, of_p = 0.f;
-      unpack(kept(j, 0), xq);
-      unpack(kept(j, 1), d);
+    const bool wanted = p_.grad_student != nullptr;
+    const float beta = constants_.beta * exp2f(offset_), rest = 1.f - constants_.beta;
+    for_groups([&](int j) {
+      float x[kGroup][kWidth];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const float q = power_[j][i];
-        d[i] = fmaf(difference(xq[i], d[i]), k, offset_);
-        const float power = exp2_fast(d[i]), ratio = -log2_fast(fmaf(beta, power, rest));
-        of_q = fmaf(q, ratio, of_q);
-        of_p = fmaf(q * power, d[i] + ratio, of_p);
-        d[i] = ratio;
-      }
-      if (fabsf(of_q + of_p) <= 3e38f) {
-        student += of_q;
-        teacher += of_p;
-        if (keep) kept(j, 1) = Loss::cached(d);
-      } else {
-        far_vectors |= 1u << j;
+      for (int i = 0; i < kGroup; ++i) kept_floats(j + i, x[i]);
+#pragma unroll
+      for (int v = 0; v < kGroup; ++v) {
+        float of_q = 0.f, of_p = 0.f;
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const float m_over_q = log2_fast(fmaf(beta, x[v][i], rest)), t = power_[j + v][i] * m_over_q;
+          of_q += t;
+          of_p = fmaf(t, x[v][i], of_p);
+          x[v][i] = m_over_q;
+        }
+        if (fabsf(of_q + of_p) <= 3e38f) {
+          student -= of_q;
+          teacher -= of_p;
+          if (wanted) keep(j + v, x[v]);
+        } else if (has(j + v)) {
+          far_vectors |= 1u << (j + v);
+        }
       }
     });
-    teacher *= of_power_;
+    teacher = fmaf(offset_, near_teacher_, near_dot_) + teacher;
+    student *= of_power_;
+    teacher *= of_teacher_;
 #pragma unroll 1
-    for (; far_vectors != 0; far_vectors &= far_vectors - 1) add_far(row, __ffs(far_vectors) - 1, student, teacher);
+    for (; far_vectors != 0; far_vectors &= far_vectors - 1) {
+      const int j = __ffs(far_vectors) - 1;
+      add_far(row, j, (far_vectors_ >> j & 1) == 0, student, teacher);
+    }
     // Comparisons drop a NaN that only one of the rows has.
-    return {{0.f, halves_.sum(fmaf(of_power_, student, offset_ - offset_), teacher)}, 0.f, 0.f};
+    return {{0.f, halves_.sum(student + (offset_ - offset_), teacher)}, 0.f, 0.f};
   }
   /// The divergences of the row from the merged parts, base 2.
   __device__ float student_divergence(const JsdHalf& x) const { return __shfl_sync(~0u, x.level.sum, 0); }
   __device__ float teacher_divergence(const JsdHalf& x) const {
     const float sum = __shfl_sync(~0u, x.level.sum, 16);
-    return kLogProbs ? sum : fmaf(sum, fmaf(left_, kLn2, 1.f), left_);
+    return sum;
   }
   /// b = 0: the teacher's, b = 1: the student's.
   __device__ float divergence(const JsdHalf& x) const {
@@ -252,41 +296,32 @@ class JsdWarp {
   __device__ void write(float upstream, float divergence, int row, int label) const {
     const float at_label = label >= 0 ? upstream * constants_.hard * constants_.label.scale : 0.f;
     const float soft = gradient_factor(upstream);
-    // Student's power times: 0 < b < 1 ratio * a + b; b = 1 difference * a + ratio_b, which may be infinite or NaN
-    // where the power is 0, + b. b = 0: power * ratio - p * a. An infinite divergence must not meet a factor 0.
+    // Student's power times: 0 < b < 1 log2(m / q) * a + b; b = 1: -d * a + b; b = 0: -2^d * a + b. An infinite
+    // divergence must not meet a factor 0.
     const float ratio = soft * of_power_, of_q = (soft != 0.f ? -soft * divergence : 0.f) + at_label;
-    const float a = kMixed ? ratio : kForward ? soft * of_teacher_ : -ratio * constants_.student.k;
-    const float b = kForward ? 0.f : of_q * of_power_, ratio_b = kReverse ? -ratio * offset_ : 0.f;
-    const float own_m2_p = Level::reference(own_.teacher, constants_.teacher.k) - kHeadroom;
+    const float a = kMixed ? -ratio : kForward ? soft * of_teacher_ : ratio;
+    const float b =
+        kForward ? fmaf(at_label, of_power_, ratio) : fmaf(of_q, of_power_, kReverse ? -ratio * offset_ : 0.f);
     const int label_vector = label >= 0 ? (label + vectors(row).lead) / kWidth - begin_ - lane_ : -1;
-    for_vectors([&](int j) {
-      float x[kWidth], xq[kWidth];
-      if (kReverse) unpack(kept(j, 0), xq);
-      if constexpr (kMixed) {
-        Loss::from_cache(kept(j, 1), x);
-      } else {
-        unpack(kept(j, 1), x);
-      }
+    for_groups([&](int j) {
+      float x[kGroup][kWidth];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const float q = power_[j][i];
-        if (kForward) x[i] = exp2_fast(fmaf(x[i], constants_.teacher.k, -own_m2_p));
-        if (kReverse) x[i] = difference(xq[i], x[i]);
-        if constexpr (kMixed) {
-          x[i] = q * fmaf(x[i], a, b);
-        } else if constexpr (kForward) {
-          // Not fused: equal rows give exactly 0.
-          x[i] = fmaf(q, at_label * of_power_, __fmul_rn(q, ratio) - __fmul_rn(x[i], a));
-        } else {
-          x[i] = q * (fminf(fmaxf(fmaf(x[i], a, ratio_b), -1e30f), 1e30f) + b);
+      for (int i = 0; i < kGroup; ++i) kept_floats(j + i, x[i]);
+#pragma unroll
+      for (int v = 0; v < kGroup; ++v) {
+        const bool far = kForward && (far_vectors_ >> (j + v) & 1) != 0;  // then p itself is kept
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          const float q = power_[j + v][i];
+          x[v][i] = far ? fmaf(q, b, -x[v][i] * a) : q * fmaf(x[v][i], kForward ? -a : a, b);
         }
-      }
-      if (label_vector == 32 * j) {
-        const int at = (label + vectors(row).lead) % kWidth;
+        if (label_vector == 32 * (j + v)) {
+          const int at = (label + vectors(row).lead) % kWidth;
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) x[i] -= i == at ? at_label : 0.f;
+          for (int i = 0; i < kWidth; ++i) x[v][i] -= i == at ? at_label : 0.f;
+        }
+        if (has(j + v)) store(row, j + v, x[v]);
       }
-      store(row, j, x);
     });
   }
 
@@ -310,8 +345,31 @@ class JsdWarp {
       if (has(j)) body(j);
     }
   }
-  /// Vector j of input i; later the student's ratios in place of the teacher's.
+  /// body(j) for each kGroup of the warp's vectors j, j + 1, ... of which it has one.
+  template <class Body>
+  __device__ void for_groups(const Body& body) const {
+#pragma unroll
+    for (int j = 0; j < kJsdVectors; j += kGroup) {
+      if (any_has(j)) body(j);
+    }
+  }
+  /// Vector j of input i; later eight floats in place of both.
   __device__ P& kept(int j, int i) const { return slot_[i * kJsdWarps * split_.room + 32 * j]; }
+  __device__ void keep(int j, const float (&x)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      kept(j, i).words = {__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]), __float_as_uint(x[4 * i + 2]),
+                          __float_as_uint(x[4 * i + 3])};
+    }
+  }
+  __device__ void kept_floats(int j, float (&x)[kWidth]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 words = kept(j, i).words;
+      x[4 * i] = __uint_as_float(words.x), x[4 * i + 1] = __uint_as_float(words.y);
+      x[4 * i + 2] = __uint_as_float(words.z), x[4 * i + 3] = __uint_as_float(words.w);
+    }
+  }
   __device__ void store(int row, int j, const float (&x)[kWidth]) const {
     const auto pack = packed<T, kWidth>(x);
     if (cut_) {
@@ -331,15 +389,22 @@ class JsdWarp {
   __device__ float log2_ratio_to_mixture(float power) const {
     return -log2_fast(fmaf(constants_.beta, power, 1.f - constants_.beta));
   }
-  /// Of two values each; NaN counts for nothing.
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  __device__ static Pair pair(const P& x, int i) {
+    const uint32_t word = x.word(i);
+    return *reinterpret_cast<const Pair*>(&word);
+  }
+  // A NaN stays: nothing else would carry a teacher's.
   __device__ static void keep_largest(P& most, const P& x) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) {
-      const uint32_t a = most.word(i), b = x.word(i);
-      const Pair larger = __hmax2(*reinterpret_cast<const Pair*>(&a), *reinterpret_cast<const Pair*>(&b));
+      const Pair larger = __hmax2_nan(pair(most, i), pair(x, i));
       most.word(i) = *reinterpret_cast<const uint32_t*>(&larger);
     }
+  }
+  __device__ static float largest_of(const P& x) {
+    const Pair most = __hmax2_nan(__hmax2_nan(pair(x, 0), pair(x, 1)), __hmax2_nan(pair(x, 2), pair(x, 3)));
+    return widen(__hmax_nan(most.x, most.y));
   }
   /// The teacher's logit less the student's, in units of the student's.
   __device__ float difference(float xq, float xp) const { return fmaf(xp, constants_.relative, -xq); }
@@ -350,27 +415,52 @@ class JsdWarp {
     const float of_b = __fsub_rn(sum, a), of_a = __fsub_rn(sum, of_b);
     return __fadd_rn(__fsub_rn(a, of_a), __fsub_rn(b, of_b));
   }
-  /// A vector with infinite logits, or with a 2^d that is infinite, perhaps where the student's power is 0. The logits
-  /// are read again: nothing is written before the merge that follows.
-  __device__ void add_far(int row, int j, float& of_q, float& of_p) const {
+  /// What rounding left out of Level::reference(x, k).
+  __device__ static float residual(float x, float k) { return fmaf(Level::finite(x), k, -Level::reference(x, k)); }
+  __device__ void load_again(int row, int j, float (&xq)[kWidth], float (&xp)[kWidth]) const {
     const auto all = vectors(row);
-    const int v = begin_ + lane_ + 32 * j;
-    const float kq = constants_.student.k, kp = constants_.teacher.k,
-                mq = Level::reference(own_.student, kq) - kHeadroom;
-    float xq[kWidth], xp[kWidth], far = 0.f;
-    unpack(all.load(student(row), v, lowest_pad<T>()), xq);
-    unpack(all.load(teacher(row), v, lowest_pad<T>()), xp);
+    unpack(all.load(student(row), begin_ + lane_ + 32 * j, lowest_pad<T>()), xq);
+    unpack(all.load(teacher(row), begin_ + lane_ + 32 * j, lowest_pad<T>()), xp);
+  }
+  /// A vector with infinite 2^d: the student's powers may be 0 where the teacher's are not. The logits are read again:
+  /// nothing is written before the last merge.
+  __device__ void add_far_level(int row, int j, float shift, float& all_p, float& dot) const {
+    float xq[kWidth], xp[kWidth];
+    load_again(row, j, xq, xp);
+    const float k = constants_.teacher.k, m = Level::reference(own_.teacher, k);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const float difference = this->difference(xq[i], xp[i]);
-      const float d = fminf(fmaxf(fmaf(difference, kq, offset_), kLowestD), kLargestD);
-      const float ratio = log2_ratio_to_mixture(exp2_fast(d));
-      of_q = fmaf(exp2_fast(fmaf(xq[i], kq, -mq)), ratio, of_q);
-      far = fmaf(exp2_fast(fmaf(xp[i], kp, -teacher_m2_)), d + ratio, far);
-      xp[i] = ratio;
+      const float p = exp2_fast(fmaf(xp[i], k, kHeadroom - m));
+      all_p += p;
+      if (p != 0.f) dot = fmaf(p, difference(xq[i], xp[i]) - shift, dot);
+      xp[i] = p;
     }
-    of_p = fmaf(of_teacher_, far, of_p);
-    if (p_.grad_student != nullptr) kept(j, 1) = Loss::cached(xp);
+    if (kForward) keep(j, xp);
+  }
+  /// The same after the merge, or a vector whose ratios overflow; `is_near`: the teacher's part without the ratios has
+  /// been counted.
+  __device__ void add_far(int row, int j, bool is_near, float& of_q, float& of_p) const {
+    float xq[kWidth], xp[kWidth], student = 0.f, teacher = 0.f;
+    load_again(row, j, xq, xp);
+    const float kq = constants_.student.k, kp = constants_.teacher.k, mp = Level::reference(own_.teacher, kp);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const float near_d = fmaxf(fmaf(difference(xq[i], xp[i]), kq, -shift_), -kFarthest);
+      const float d = fminf(fmaxf(near_d + offset_, kLowestD), kLargestD);
+      const float m_over_q = log2_fast(fmaf(constants_.beta, exp2_fast(d), 1.f - constants_.beta));
+      const float p = exp2_fast(fmaf(xp[i], kp, kHeadroom - mp));
+      student = fmaf(power(xq[i]), m_over_q, student);
+      teacher = fmaf(p, d - m_over_q, teacher);
+      if (is_near) teacher -= exp2_fast(near_d) * power(xq[i]) * (near_d + offset_);
+      xp[i] = m_over_q;
+    }
+    of_q = fmaf(-of_power_, student, of_q);
+    of_p = fmaf(of_teacher_, teacher, of_p);
+    if (p_.grad_student != nullptr) keep(j, xp);
+  }
+  __device__ float power(float x) const {
+    const float k = constants_.student.k;
+    return exp2_fast(fmaf(x, k, kHeadroom - Level::reference(own_.student, k)));
   }
 
   const RowJsd& p_;
@@ -383,15 +473,16 @@ class JsdWarp {
   bool cut_ = false;  // the warp may have a vector that is
   int column_ = 0;    // of the lane's vector 0
   float power_[kJsdVectors][kWidth];
-  struct Largest {
+  struct Both {
     float student, teacher;
-  } own_{};                                  // of the warp
-  Level student_{};                          // of the row
-  float of_power_ = 0.f, of_teacher_ = 0.f;  // from powers to probabilities
-  float teacher_m2_ = 0.f;
-  // d is the difference * k + offset_ + left_, which is below a float's sight; dot_offset_ is for differences relative
-  // to that of the largest logits.
-  float offset_ = 0.f, left_ = 0.f, dot_offset_ = 0.f;
+  } own_{}, to_level_{};                       // the warp's largest logits; from its powers to those relative to them
+  Level student_{};                            // of the row
+  float of_power_ = 0.f, of_teacher_ = 0.f;    // from powers to probabilities
+  uint32_t far_vectors_ = 0;                   // of the lane, with infinite 2^d
+  float near_teacher_ = 0.f, near_dot_ = 0.f;  // sums of p and p d over the others
+  // d is the difference * k - shift_ until the normalizers are known, then offset_ more; dot_offset_ is for differences
+  // relative to that of the largest logits.
+  float shift_ = 0.f, offset_ = 0.f, dot_offset_ = 0.f;
 };
 
 template <class T, JsdKind kKind, bool kLogProbs>
@@ -460,8 +551,11 @@ __global__ void __launch_bounds__(32 * kJsdWarps, kJsdCtas)
       } else {
         // The gradient may overwrite it once all warps have come to the last merge: until then it must have been read.
         float logit = 0.f;
-        if (writes && has_hard) logit = widen(part.student(row)[JsdRow(p, row).index]);
-        JsdHalf x = part.levels();
+        if (writes && has_hard) {
+          const int label = JsdRow(p, row).index;
+          if (label >= 0) logit = widen(part.student(row)[label]);
+        }
+        JsdHalf x = part.levels(row);
         if constexpr (kMixed) {
           merges.merge(x, merge_levels, turn++, warp, lane);
           part.normalize(x);
