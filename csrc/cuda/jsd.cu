@@ -6,6 +6,7 @@
 
 #include "cuda/device/jsd.cuh"
 #include "cuda/device/jsd_cluster.cuh"
+#include "cuda/device/jsd_log_probs.cuh"
 #include "cuda/device/jsd_topk.cuh"
 #include "cuda/row_launch.cuh"
 
@@ -66,20 +67,24 @@ int clusters_at_a_time(const void* kernel, const Grid& grid) {
   return it->second;
 }
 
-/// Whether jsd_by_cluster took the rows: those too long for a CTA's registers, in low precision, where a cluster can
-/// hold them. The caller has seen to it that T and the options suit it.
+/// Whether a kernel by clusters that stay took the rows: those too long for a CTA's registers, in low precision, where
+/// a cluster can hold them. The caller has seen to it that T and the options suit it.
 template <class T, JsdKind kKind, bool kLogProbs>
 bool launched_by_cluster(const RowJsd& p, void* stream) {
   constexpr int kWidth = 16 / sizeof(T), kWarps = device::kJsdWarps, kVectors = 32 * device::kJsdVectors;
-  constexpr int kStatic = 4096;  // its own shared memory, and what each CTA takes beside
+  // Of a warp's vectors a multiple; logits go by steps of a warp.
+  constexpr int kStep = kLogProbs ? 8 : 32;
   const auto& gpu = current_device();
   const bool lines = is_aligned(p.student, p.student_stride, sizeof(T), device::kLineBytes);
   const int64_t vectors = (p.cols + kWidth - 1) / kWidth + (lines ? 0 : device::kLineBytes / 16);
   Grid grid{0, 32 * kWarps, 2};
-  const auto span = [&] { return (vectors + 8 * kWarps * grid.cluster - 1) / (8 * kWarps * grid.cluster) * 8; };
+  const auto span = [&] {
+    const int64_t step = kStep * kWarps * grid.cluster;
+    return (vectors + step - 1) / step * kStep;
+  };
   // Larger clusters leave multiprocessors idle; rows that start anywhere cost warps with cut vectors their uniformity.
   // Log-probabilities, whose merge nothing waits for, bear both.
-  const int most = kLogProbs ? gpu.cluster : std::min(gpu.cluster, kPortableCluster);
+  const int most = kLogProbs ? gpu.cluster : std::min(gpu.cluster, device::kJsdMaxCluster);
   if (!kLogProbs && !is_aligned(p.student, p.student_stride, sizeof(T), device::kUnitBytes)) return false;
   while (grid.cluster < most && span() > kVectors) grid.cluster *= 2;
   // Few rows: spread each over the multiprocessors that would idle.
@@ -88,19 +93,29 @@ bool launched_by_cluster(const RowJsd& p, void* stream) {
     grid.cluster *= 2;
   }
   if (most < grid.cluster || span() > kVectors) return false;
-  if (p.rows > INT32_MAX / 2) return false;  // counted in 32 bits
-  const int width = static_cast<int>(span()), lanes = (width + 63) / 64 * 64, slot_bytes = 2 * kWarps * lanes * 16;
-  if (slot_bytes + kStatic > gpu.shared_bytes) return false;
-  const int room = gpu.shared_of_multiprocessor / device::kJsdCtas - kStatic;
-  const device::JsdSplit split{width, lanes, std::clamp(room / slot_bytes, 1, device::kJsdMaxSlots)};
-  grid.shared_bytes = split.slots * slot_bytes;
+  if (p.rows > INT32_MAX / 4) return false;  // counted in 32 bits
+  const auto launch_kernel = [&](auto* kernel, const auto& split) {
+    const int clusters = clusters_at_a_time(reinterpret_cast<const void*>(kernel), grid);
+    if (clusters == 0) return false;
+    grid.blocks = std::min<int64_t>(p.rows, clusters) * grid.cluster;
+    launch("jsd_by_cluster", kernel, grid, stream, p, JsdConstants(p), split);
+    return true;
+  };
   grid.blocks = grid.cluster;
-  const auto kernel = device::jsd_by_cluster<T, kKind, kLogProbs>;
-  const int clusters = clusters_at_a_time(reinterpret_cast<const void*>(kernel), grid);
-  if (clusters == 0) return false;
-  grid.blocks = std::min<int64_t>(p.rows, clusters) * grid.cluster;
-  launch("jsd_by_cluster", kernel, grid, stream, p, JsdConstants(p), split);
-  return true;
+  const int width = static_cast<int>(span());
+  if constexpr (kLogProbs) {
+    constexpr int kStatic = 10 << 10;  // its own shared memory, and what each CTA takes beside
+    const int slot_bytes = 2 * kWarps * width * 16;
+    if (slot_bytes + kStatic > gpu.shared_bytes) return false;
+    const int room = gpu.shared_of_multiprocessor / device::kJsdCtas - kStatic;
+    const int slots = std::clamp(room / slot_bytes, 1, device::kJsdMaxSlots);
+    grid.shared_bytes = slots * slot_bytes;
+    return launch_kernel(device::log_prob_jsd_by_cluster<T, kKind>, device::JsdSlots{width, slots});
+  } else {
+    grid.shared_bytes = device::kJsdSharedBytes;
+    if (grid.shared_bytes > gpu.shared_bytes) return false;
+    return launch_kernel(device::jsd_by_cluster<T, kKind>, device::JsdSplit{width, lines});
+  }
 }
 
 /// Whether jsd_by_cluster took aligned rows with plain transforms.

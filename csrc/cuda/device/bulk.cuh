@@ -35,6 +35,8 @@ class Arrival {
   /// Until all expected bytes are there, for the calling thread to read. Empty for GPUs without such copies: kernels
   /// with them are compiled for all, and not launched there.
   __device__ void wait(uint32_t parity = 0) {
+    // Each try at the cluster's scope empties the L1 cache: one is enough.
+    wait_own(parity);
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
@@ -47,14 +49,14 @@ class Arrival {
         : "memory");
 #endif
   }
-  /// The same where all that comes is from this CTA, its copies among it: spares emptying the L1 cache.
+  /// The same where all that comes is from this CTA, its copies among it.
   __device__ void wait_own(uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again%=:\n"
-        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1, 10000000;\n"
         "@!done bra again%=;\n"
         "}" ::"r"(shared_address(&state_)),
         "r"(parity)

@@ -34,8 +34,8 @@ struct Level {
 /// What half a warp merges: lanes 0-15 that of the student, 16-31 that of the teacher.
 struct alignas(16) JsdHalf {
   Level level;
-  float dot;  // b = 0, 1, one half: the sum of its powers times (teacher's logit - student's - their largest ones')
-  float unused;
+  float dot;    // b = 0, 1, one half: the sum of its powers times (teacher's logit - student's - shift)
+  float shift;  // the difference of the largest ones
 };
 struct Halves {
   bool teacher;
@@ -57,79 +57,89 @@ struct Halves {
   }
 };
 
-/// The merge of levels over `kLanes` lanes of a half, and of the dot products, if there are.
+/// The merge of what 16 lanes of a half have, several states each: of levels and the dot products, if there are.
 template <JsdKind kKind>
 struct MergeLevels {
   const Halves& halves;
 
-  template <int kLanes>
-  __device__ void over_lanes(JsdHalf& x) const {
-    const OverLanes over{kLanes};
-    const float part = x.level.largest, whole = over.max(part), factor = Level::factor(part, whole, halves.k);
-    if constexpr (kKind != JsdKind::kMixed) {
-      const float shift = halves.difference(part) - halves.difference(whole);
-      x.dot =
-          over.sum(factor * (halves.teacher == (kKind == JsdKind::kForward) ? fmaf(shift, x.level.sum, x.dot) : 0.f));
+  template <int kParts>
+  __device__ JsdHalf operator()(const JsdHalf (&parts)[kParts]) const {
+    const OverLanes over{16};
+    float whole = parts[0].level.largest, sum = 0.f, dot = 0.f;
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) whole = fmaxf(whole, parts[i].level.largest);
+    whole = over.max(whole);
+    const float shift = kKind == JsdKind::kMixed ? 0.f : halves.difference(whole);
+    const bool has_dot = halves.teacher == (kKind == JsdKind::kForward);
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const float scaled = Level::factor(parts[i].level.largest, whole, halves.k);
+      sum = fmaf(scaled, parts[i].level.sum, sum);
+      if constexpr (kKind != JsdKind::kMixed) {
+        dot += scaled * (has_dot ? fmaf(parts[i].shift - shift, parts[i].level.sum, parts[i].dot) : 0.f);
+      }
     }
-    x.level = {whole, over.sum(factor * x.level.sum)};
+    if constexpr (kKind != JsdKind::kMixed) dot = over.sum(dot);
+    return {{whole, over.sum(sum)}, dot, shift};
   }
 };
 struct MergeSums {
-  template <int kLanes>
-  __device__ void over_lanes(JsdHalf& x) const {
-    x.level.sum = OverLanes{kLanes}.sum(x.level.sum);
+  template <int kParts>
+  __device__ JsdHalf operator()(const JsdHalf (&parts)[kParts]) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) sum += parts[i].level.sum;
+    return {{0.f, OverLanes{16}.sum(sum)}, 0.f, 0.f};
   }
 };
 
-/// Shared memory through which the warps of a cluster merge, in turns 0, 1, ... A warp that has got a turn's result may
-/// be ahead of others by one turn, so two sets are enough. No CTA is sent anything after the last turn, which it waits
-/// for: memory of CTAs that have left is not touched.
-template <int kWarps>
+/// Shared memory through which the warps of a cluster of at most kCluster CTAs merge, in turns 0, 1, ...: each sends
+/// its state to all CTAs. A warp that has got a turn's result may be ahead of others by one turn, so two sets are
+/// enough. No CTA is sent anything after the last turn, which it waits for: memory of CTAs that have left is not
+/// touched.
+template <int kWarps, int kCluster>
 class ClusterMerge {
  public:
   /// By all threads; Arrival::fence_init() by thread 0 and a barrier of the cluster must follow.
   __device__ void init() {
-    for (int i = threadIdx.x; i < 2 * 2 * kMaxCluster; i += 32 * kWarps) {
-      (&ranks_[0][0][0])[i] = {{minus_infinity(), 0.f}, 0.f, 0.f};  // ranks that a smaller cluster does not have
+    for (int i = threadIdx.x; i < 2 * 2 * kCluster * kWarps; i += 32 * kWarps) {
+      (&states_[0][0][0])[i] = {{minus_infinity(), 0.f}, 0.f, 0.f};  // of ranks that a smaller cluster does not have
     }
     if (threadIdx.x != 0) return;
-    for (int i = 0; i < 2; ++i) {
-      warps_arrival_[i].init(2 * kWarps);
-      ranks_arrival_[i].init();
-    }
+    for (auto& arrival : arrivals_) arrival.init();
   }
-  /// Every half warp brings its state, the same in all its lanes, and gets the cluster's.
-  template <class Merge>
-  __device__ void merge(JsdHalf& x, const Merge& merge, int turn, int warp, int lane) {
+  /// Every half warp brings its state, the same in all its lanes.
+  __device__ void send(const JsdHalf& x, int turn, int warp, int lane) {
 #if __CUDA_ARCH__ >= 900
     const int set = turn & 1, half = lane / 16, size = cluster_size(), to = lane % 16;
-    const uint32_t parity = turn >> 1 & 1;
-    if (to == 0) {
-      warps_[set][half][warp] = x;
-      warps_arrival_[set].arrive();
+    if (to < size) {
+      uint4 words;
+      memcpy(&words, &x, sizeof words);
+      store_counted(remote_address(&states_[set][half][cluster_rank() * kWarps + warp], to), words,
+                    remote_address(&arrivals_[set], to));
     }
-    if (warp == 0) {
-      warps_arrival_[set].wait_own(parity);
-      x = warps_[set][half][lane % kWarps];
-      merge.template over_lanes<kWarps>(x);
-      if (lane == 0) ranks_arrival_[set].expect(size * 2 * sizeof(JsdHalf));
-      if (to < size) {
-        uint4 words;
-        memcpy(&words, &x, sizeof words);
-        store_counted(remote_address(&ranks_[set][half][cluster_rank()], to), words,
-                      remote_address(&ranks_arrival_[set], to));
-      }
-    }
-    ranks_arrival_[set].wait(parity);
-    x = ranks_[set][half][to];
-    merge.template over_lanes<kMaxCluster>(x);
+    if (threadIdx.x == 0) arrivals_[set].expect(size * kWarps * 2 * sizeof(JsdHalf));
 #endif
+  }
+  /// And gets the cluster's.
+  template <class Merge>
+  __device__ JsdHalf receive(const Merge& merge, int turn, int lane) {
+    constexpr int kParts = kCluster * kWarps / 16;
+    constexpr int kAlways = 4;  // where there may be more, smaller clusters skip them
+    const int set = turn & 1, half = lane / 16;
+    arrivals_[set].wait(turn >> 1 & 1);
+    JsdHalf parts[kParts];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = {{minus_infinity(), 0.f}, 0.f, 0.f};
+      if (i < kAlways || 16 * i < cluster_size() * kWarps) parts[i] = states_[set][half][16 * i + lane % 16];
+    }
+    return merge(parts);
   }
 
  private:
-  JsdHalf warps_[2][2][kWarps];
-  JsdHalf ranks_[2][2][kMaxCluster];
-  Arrival warps_arrival_[2], ranks_arrival_[2];
+  JsdHalf states_[2][2][kCluster * kWarps];
+  Arrival arrivals_[2];
 };
 
 }  // namespace fusegrad::device
