@@ -8,18 +8,15 @@ namespace fusegrad::device {
 
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-/// Counts the arrivals of `count` threads and the bytes that come, again and again: its rounds have parities 0, 1, 0...
+/// Counts the arrival of one thread and the bytes that come, again and again: its rounds have parities 0, 1, 0...
 class Arrival {
  public:
-  __device__ void init(uint32_t count = 1) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state_)), "r"(count) : "memory");
+  __device__ void init() {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state_)), "r"(1) : "memory");
   }
   /// Makes inits visible to the copy engine and to the cluster; a barrier must follow for other threads.
   __device__ static void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-  __device__ void arrive() {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&state_)) : "memory");
-  }
   /// Arrives, by one thread. Bytes may come before.
   __device__ void expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state_)), "r"(bytes)
@@ -49,7 +46,8 @@ class Arrival {
         : "memory");
 #endif
   }
-  /// The same where all that comes is from this CTA, its copies among it.
+  /// The same where all that comes is from this CTA, its copies among it. A try may sleep for long (nanoseconds): loops
+  /// take issue slots from other warps.
   __device__ void wait_own(uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
