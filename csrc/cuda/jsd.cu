@@ -1,5 +1,12 @@
 // The Jensen-Shannon divergences over whole rows.
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
 #include "cuda/device/jsd.cuh"
+#include "cuda/device/jsd_cluster.cuh"
+#include "cuda/device/jsd_log_probs.cuh"
 #include "cuda/device/jsd_topk.cuh"
 #include "cuda/row_launch.cuh"
 
@@ -42,6 +49,87 @@ void launch_topk(const RowJsd& p, void* stream) {
   launch_jsd<device::JsdTopK<T>, T, kWidth>(p, stream);
 }
 
+using device::JsdKind;
+
+/// How many clusters are on the device at a time. Asked once for each kind of launch: the answer takes longer than a
+/// launch.
+int clusters_at_a_time(const void* kernel, const Grid& grid) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, const void*, int, int>, int> known;
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [it, fresh] = known.try_emplace({device, kernel, grid.cluster, grid.shared_bytes}, 0);
+  if (fresh) {
+    const LaunchConfig launch("jsd_by_cluster", kernel, grid, nullptr);
+    check(cudaOccupancyMaxActiveClusters(&it->second, kernel, &launch.config), "cudaOccupancyMaxActiveClusters");
+  }
+  return it->second;
+}
+
+/// Whether a kernel by clusters that stay took the rows: those too long for a CTA's registers, in low precision, where
+/// a cluster can hold them. The caller has seen to it that T and the options suit it.
+template <class T, JsdKind kKind, bool kLogProbs>
+bool launched_by_cluster(const RowJsd& p, void* stream) {
+  constexpr int kWidth = 16 / sizeof(T), kWarps = device::kJsdWarps, kVectors = 32 * device::kJsdVectors;
+  // Of a warp's vectors a multiple; logits go by steps of a warp.
+  constexpr int kStep = kLogProbs ? 8 : 32;
+  const auto& gpu = current_device();
+  const bool lines = is_aligned(p.student, p.student_stride, sizeof(T), device::kLineBytes);
+  const int64_t vectors = (p.cols + kWidth - 1) / kWidth + (lines ? 0 : device::kLineBytes / 16);
+  Grid grid{0, 32 * kWarps, 2};
+  const auto span = [&] {
+    const int64_t step = kStep * kWarps * grid.cluster;
+    return (vectors + step - 1) / step * kStep;
+  };
+  // Larger clusters leave multiprocessors idle; rows that start anywhere cost warps with cut vectors their uniformity.
+  // Log-probabilities, whose merge nothing waits for, bear both.
+  const int most = kLogProbs ? gpu.cluster : std::min(gpu.cluster, device::kJsdMaxCluster);
+  if (!kLogProbs && !is_aligned(p.student, p.student_stride, sizeof(T), device::kUnitBytes)) return false;
+  while (grid.cluster < most && span() > kVectors) grid.cluster *= 2;
+  // Few rows: spread each over the multiprocessors that would idle.
+  while (grid.cluster < std::min(gpu.cluster, kPortableCluster) && p.rows * grid.cluster * 2 <= gpu.multiprocessors &&
+         span() > 32) {
+    grid.cluster *= 2;
+  }
+  if (most < grid.cluster || span() > kVectors) return false;
+  if (p.rows > INT32_MAX / 4) return false;  // counted in 32 bits
+  const auto launch_kernel = [&](auto* kernel, const auto& split) {
+    const int clusters = clusters_at_a_time(reinterpret_cast<const void*>(kernel), grid);
+    if (clusters == 0) return false;
+    grid.blocks = std::min<int64_t>(p.rows, clusters) * grid.cluster;
+    launch("jsd_by_cluster", kernel, grid, stream, p, JsdConstants(p), split);
+    return true;
+  };
+  grid.blocks = grid.cluster;
+  const int width = static_cast<int>(span());
+  if constexpr (kLogProbs) {
+    constexpr int kStatic = 10 << 10;  // its own shared memory, and what each CTA takes beside
+    const int slot_bytes = 2 * kWarps * width * 16;
+    if (slot_bytes + kStatic > gpu.shared_bytes) return false;
+    const int room = gpu.shared_of_multiprocessor / device::kJsdCtas - kStatic;
+    const int slots = std::clamp(room / slot_bytes, 1, device::kJsdMaxSlots);
+    grid.shared_bytes = slots * slot_bytes;
+    return launch_kernel(device::log_prob_jsd_by_cluster<T, kKind>, device::JsdSlots{width, slots});
+  } else {
+    grid.shared_bytes = device::kJsdSharedBytes;
+    if (grid.shared_bytes > gpu.shared_bytes) return false;
+    return launch_kernel(device::jsd_by_cluster<T, kKind>, device::JsdSplit{width, lines});
+  }
+}
+
+/// Whether jsd_by_cluster took aligned rows with plain transforms.
+template <class T, bool kLogProbs>
+bool launched_by_cluster(const RowJsd& p, void* stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (p.cols <= device::kShortRowThreads * device::kShortRowVectors * 16 / sizeof(T)) return false;
+    if (p.beta == 0.0) return launched_by_cluster<T, JsdKind::kForward, kLogProbs>(p, stream);
+    if (p.beta == 1.0) return launched_by_cluster<T, JsdKind::kReverse, kLogProbs>(p, stream);
+    return launched_by_cluster<T, JsdKind::kMixed, kLogProbs>(p, stream);
+  }
+  return false;
+}
+
 }  // namespace
 
 void row_jsd(const RowJsd& p, DType dtype, void* stream) {
@@ -57,9 +145,10 @@ void row_jsd(const RowJsd& p, DType dtype, void* stream) {
     if (p.teacher_index != nullptr) {
       aligned ? launch_topk<T, kWidth>(p, stream) : launch_topk<T, 1>(p, stream);
     } else if (p.log_probs) {
+      if (aligned && p.grad_teacher == nullptr && launched_by_cluster<T, true>(p, stream)) return;
       aligned ? launch_jsd<JsdOfLogProbs<T>, T, kWidth>(p, stream) : launch_jsd<JsdOfLogProbs<T>, T, 1>(p, stream);
     } else if (plain && aligned) {
-      launch_jsd<Jsd<T, true>, T, kWidth>(p, stream);
+      if (!launched_by_cluster<T, false>(p, stream)) launch_jsd<Jsd<T, true>, T, kWidth>(p, stream);
     } else {
       aligned ? launch_jsd<Jsd<T, false>, T, kWidth>(p, stream) : launch_jsd<Jsd<T, false>, T, 1>(p, stream);
     }

@@ -29,7 +29,8 @@ constexpr int kPortableCluster = 8;  // CTAs a cluster may have on every GPU wit
 struct Device {
   int multiprocessors = 0;
   int shared_bytes = 0;  // a CTA may have, opted in
-  int cluster = 1;       // CTAs a cluster may have
+  int shared_of_multiprocessor = 0;
+  int cluster = 1;  // CTAs a cluster may have
 };
 
 inline const Device& current_device() {
@@ -46,6 +47,8 @@ inline const Device& current_device() {
     check(cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "a query");
     check(cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, index), "a query");
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "a query");
+    check(cudaDeviceGetAttribute(&found.shared_of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index),
+          "a query");
     // 16 on the GPUs of data centres (9.0, 10.x).
     if (clusters != 0) found.cluster = major == 9 || major == 10 ? 2 * kPortableCluster : kPortableCluster;
     check(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, index), "a query");
@@ -62,27 +65,37 @@ struct Grid {
   int64_t blocks_y = 1;
 };
 
+/// A launch of a kernel as the runtime takes it. Points into itself.
+struct LaunchConfig {
+  LaunchConfig(const char* name, const void* kernel, const Grid& grid, void* stream) {
+    if (grid.blocks > INT32_MAX) fail("fusegrad: ", name, ": too many rows for one launch: ", grid.blocks, " CTAs");
+    if (grid.shared_bytes > 0) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes), name);
+    }
+    if (grid.cluster > kPortableCluster) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
+    }
+    config.gridDim = dim3(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y));
+    config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+    config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+    config.stream = static_cast<cudaStream_t>(stream);
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(grid.cluster);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    config.attrs = &cluster;
+    config.numAttrs = grid.cluster > 1 ? 1 : 0;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute cluster = {};
+};
+
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), const Grid& grid, void* stream, const Args&... args) {
-  if (grid.blocks > INT32_MAX) fail("fusegrad: ", name, ": too many rows for one launch: ", grid.blocks, " CTAs");
-  if (grid.shared_bytes > 0) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes), name);
-  }
-  if (grid.cluster > kPortableCluster) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.blocks_y));
-  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(grid.cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = grid.cluster > 1 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), name);
+  const LaunchConfig launch(name, reinterpret_cast<const void*>(kernel), grid, stream);
+  check(cudaLaunchKernelEx(&launch.config, kernel, static_cast<Params>(args)...), name);
 }
 
 template <class T>

@@ -86,6 +86,40 @@ def test_long_rows(device: str, beta: float, log_probs: bool, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_long_rows_far_apart(device: str, beta: float, dtype: torch.dtype) -> None:
+    """Where most of one row's mass is, the other's probabilities are 0 in float32."""
+    vocab = 8200
+    student, teacher = torch.randn(2, 5, vocab, device=device)
+    student[:, : vocab // 3] -= 120
+    teacher[:, vocab // 2 :] -= 110
+    student[:, 5], teacher[:, 5] = -400, 2
+    student, teacher = student.to(dtype), teacher.to(dtype)
+    options = {"beta": beta, "reduction": "none"}
+    loss, (grad,) = gradients(lambda s: fusegrad.jsd(s, teacher, **options), [student])
+    truth, (right,) = gradients(lambda s: reference.jsd(s, teacher.double(), **options)[0], [student.double()])
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=0)
+    rounding = torch.finfo(dtype).eps / 2
+    subnormal = torch.finfo(dtype).smallest_normal * rounding * vocab**0.5
+    assert ((grad.double() - right).norm(dim=-1) <= 2.5 * rounding * right.norm(dim=-1) + 2 * subnormal).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("vocab", [300, 8200])
+@pytest.mark.parametrize("of_teacher", [False, True])
+def test_a_nan_is_its_rows(device: str, beta: float, vocab: int, of_teacher: bool) -> None:
+    inputs = torch.randn(2, 4, vocab, device=device).bfloat16()
+    inputs[int(of_teacher), 2, vocab // 2] = torch.nan
+    student, teacher = inputs
+    loss, (grad,) = gradients(lambda s: fusegrad.jsd(s, teacher, beta=beta, reduction="none"), [student])
+    expected = torch.tensor([False, False, True, False], device=device)
+    assert torch.equal(loss.isnan(), expected) and torch.equal(grad.isnan().all(-1), expected)
+    assert torch.equal(grad.isnan().any(-1), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equal_rows_cost_exactly_nothing(device: str, beta: float, dtype: torch.dtype) -> None:

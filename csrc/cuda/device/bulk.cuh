@@ -8,16 +8,16 @@ namespace fusegrad::device {
 
 __device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-/// Counts the bytes that come, once.
+/// Counts the arrival of one thread and the bytes that come, again and again: its rounds have parities 0, 1, 0...
 class Arrival {
  public:
   __device__ void init() {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state_)) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state_)), "r"(1) : "memory");
   }
   /// Makes inits visible to the copy engine and to the cluster; a barrier must follow for other threads.
   __device__ static void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-  /// By one thread. Bytes may come before.
+  /// Arrives, by one thread. Bytes may come before.
   __device__ void expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state_)), "r"(bytes)
                  : "memory");
@@ -31,15 +31,33 @@ class Arrival {
   }
   /// Until all expected bytes are there, for the calling thread to read. Empty for GPUs without such copies: kernels
   /// with them are compiled for all, and not launched there.
-  __device__ void wait() {
+  __device__ void wait(uint32_t parity = 0) {
+    // Each try at the cluster's scope empties the L1 cache: one is enough.
+    wait_own(parity);
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again%=:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again%=;\n"
-        "}" ::"r"(shared_address(&state_))
+        "}" ::"r"(shared_address(&state_)),
+        "r"(parity)
+        : "memory");
+#endif
+  }
+  /// The same where all that comes is from this CTA, its copies among it. A try may sleep for long (nanoseconds): loops
+  /// take issue slots from other warps.
+  __device__ void wait_own(uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again%=:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1, 10000000;\n"
+        "@!done bra again%=;\n"
+        "}" ::"r"(shared_address(&state_)),
+        "r"(parity)
         : "memory");
 #endif
   }
@@ -47,6 +65,9 @@ class Arrival {
  private:
   uint64_t state_;
 };
+
+/// Between a thread's own accesses to shared memory and a later copy by the copy engine into the same place.
+__device__ inline void fence_before_copy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// The address of `p` in the shared memory of another CTA of the cluster.
 __device__ inline uint32_t remote_address(const void* p, uint32_t rank) {

@@ -99,6 +99,13 @@ struct JsdRow {
   }
 };
 
+/// Whether a row's logits count.
+__device__ inline bool needs_row(const RowJsd& p, int row) {
+  if (row >= static_cast<int>(p.rows) || p.label == nullptr) return row < static_cast<int>(p.rows);
+  const JsdRow info(p, row);
+  return info.kept && info.in_range;
+}
+
 /// A row's outputs, by one thread.
 __device__ inline void write_losses(const RowJsd& p, const JsdConstants& constants, const JsdRow& info, int64_t row,
                                     float soft, float hard) {

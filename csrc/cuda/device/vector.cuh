@@ -199,8 +199,8 @@ struct RowVectors {
       pack.store(row + c);
       return;
     }
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
+#pragma unroll 1
+    for (int i = 0; i < kWidth; ++i) {  // rare, so little code
       if (has(c + i)) row[c + i] = pack.get(i);
     }
   }

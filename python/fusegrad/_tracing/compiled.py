@@ -101,7 +101,8 @@ class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):
                 hints=["Hand in fusegrad.trace_score_mod(function), made outside of the compiled function."],
             )
         hoist = _Hoist(tx, outer, recorder)
-        return VariableTracker.build(tx, (result.text.replace("\n", ";"), [hoist.buffer(b) for b in result.buffers], []))
+        text = result.text.replace("\n", ";")
+        return VariableTracker.build(tx, (text, [hoist.buffer(b) for b in result.buffers], []))
 
 
 dynamo._hop_name_to_variable_class["fusegrad_trace_within"] = _TraceWithinVariable
