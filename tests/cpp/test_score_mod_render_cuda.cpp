@@ -14,6 +14,8 @@ namespace {
 // A struct for the graph, and a kernel that uses all of it.
 class Source {
  public:
+  explicit Source(const std::string& macros = "") : text_(macros + "#include \"cuda/device/score_mod.cuh\"\n") {}
+
   void add(const Graph& graph, const std::vector<DType>& dtypes) {
     RenderOptions options;
     options.name = "Mod" + std::to_string(count_);
@@ -61,7 +63,7 @@ class Source {
   // Of a kernel that does nothing else: with an attention tile's values beside it, more would spill.
   static constexpr int kRegisters = 64;
 
-  std::string text_ = "#include \"cuda/device/score_mod.cuh\"\n";
+  std::string text_;
   int count_ = 0;
 };
 
@@ -90,16 +92,18 @@ TEST(RenderCuda, EveryPrimitiveCompiles) {
 }
 
 TEST(RenderCuda, EveryStorageCompiles) {
-  Source source;
-  for (int dtype = 0; dtype <= static_cast<int>(DType::kBool); ++dtype) {
-    const auto storage = static_cast<DType>(dtype);
-    const std::string type(type_name(type_of(storage)));
-    const Graph graph = parse("score_mod 1\nbuffer @0 " + type + " 3\nscalar $0 bool\nscalar $1 i64\nscalar $2 f\n" +
-                              "%0 = sub q_idx kv_idx\n%1 = load @0 %0 $1 -2\n%2 = to_int %1\n%3 = add %2 $0\n" +
-                              "%4 = mul %3 $2\nreturn %4\n");
-    source.add(graph, {storage});
+  for (const char* macros : {"", "#define FUSEGRAD_PREDICATED_READS\n"}) {
+    Source source(macros);
+    for (int dtype = 0; dtype <= static_cast<int>(DType::kBool); ++dtype) {
+      const auto storage = static_cast<DType>(dtype);
+      const std::string type(type_name(type_of(storage)));
+      const Graph graph = parse("score_mod 1\nbuffer @0 " + type + " 3\nscalar $0 bool\nscalar $1 i64\nscalar $2 f\n" +
+                                "%0 = sub q_idx kv_idx\n%1 = load @0 %0 $1 -2\n%2 = to_int %1\n%3 = add %2 $0\n" +
+                                "%4 = mul %3 $2\nreturn %4\n");
+      source.add(graph, {storage});
+    }
+    source.check();
   }
-  source.check();
 }
 
 TEST(RenderCuda, Literals) {

@@ -179,9 +179,11 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
 }
 
 // Bits of memory where they are `there`, else `bits`. Nothing writes captured buffers while a kernel runs: loads may
-// take the read-only path and change places with stores, and equal ones are one. A predicate, no branch: what is around
-// them stays one block of instructions.
-#ifdef __CUDACC__
+// take the read-only path and change places with stores, and equal ones are one.
+//
+// FUSEGRAD_PREDICATED_READS: by a predicate, with no branch, so that what is around them stays one block of
+// instructions. It takes registers, which not all kernels have.
+#if defined(__CUDACC__) && defined(FUSEGRAD_PREDICATED_READS)
 #define FUSEGRAD_LOAD_IF(Bits, type, constraint)                                                     \
   __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {                    \
     asm("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.nc." type " %0, [%1];\n}" \
@@ -203,7 +205,11 @@ __device__ __forceinline__ unsigned char load_if(const unsigned char* p, bool th
 #else
 template <class Bits>
 __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {
+#ifdef __CUDACC__
+  return there ? __ldg(p) : bits;
+#else
   return there ? *p : bits;
+#endif
 }
 #endif
 
