@@ -42,8 +42,8 @@ def plot_document(document: dict[str, Any], path: Path) -> None:
 
 
 def _bars(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """The slowest first. Where memory was measured: forward and backward passes whose memory is known; a bare forward is
-    other work."""
+    """The slowest first. Where memory was measured, forward and backward passes whose memory is known: a bare forward
+    is other work."""
     measured = any("peak_mib" in one for one in case["results"])
     passes = [one for one in case["results"] if "ms" in one and ("peak_mib" in one or not measured)]
     return sorted((one for one in passes if "no-grad" not in one["name"]), key=lambda one: -one["ms"])
