@@ -52,8 +52,6 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   return c;
 }
 
-int capability_of(const std::string& architecture) { return std::stoi(architecture); }
-
 }  // namespace
 
 void bind(py::module_& m) {
@@ -70,21 +68,29 @@ void bind(py::module_& m) {
   m.def(
       "plan",
       [](const FlexCase& c, const std::string& architecture) {
-        const FlexPlan plan = plan_flex(c, capability_of(architecture));
+        const FlexPlan plan = plan_flex(c, architecture);
         py::dict result;
+        result["family"] = plan.tile.family == FlexFamily::kHopper ? "hopper" : "portable";
         result["tile"] =
             py::make_tuple(plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages);
         result["schemes"] = plan.schemes;
         result["shared_bytes"] = plan.shared_bytes;
         return result;
       },
-      py::arg("case"), py::arg("architecture"), "{tile: (rows, cols, warps, share, stages), schemes, shared_bytes}.");
+      py::arg("case"), py::arg("architecture"),
+      "{family: 'portable' or 'hopper', tile: (rows, cols, warps, share, stages), schemes, shared_bytes}.");
   m.def(
       "program",
       [](const FlexCase& c, const std::string& architecture) {
-        return flex_program(c, plan_flex(c, capability_of(architecture)), architecture).program;
+        return flex_program(c, plan_flex(c, architecture), architecture).program;
       },
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
+  m.def(
+      "force_family",
+      [](const std::string& family) {
+        force_flex_family(family.empty() ? -1 : family == "hopper" ? 1 : 0);
+      },
+      py::arg("family"), "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
   m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");

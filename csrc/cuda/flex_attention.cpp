@@ -54,6 +54,10 @@ int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 const float* data_of(const Tensor& t) { return t.defined() && t.numel() > 0 ? t.const_data_ptr<float>() : nullptr; }
 
+void check_ctas(int64_t ctas) {
+  TORCH_CHECK_VALUE(ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
+}
+
 /// One call: its score_mod and mask_mod as kernels take them, its block mask, its launches.
 class Call {
  public:
@@ -90,6 +94,7 @@ class Call {
     a.key = view(key_);
     a.value = view(value_);
     a.batches = static_cast<int>(query_.size(0));
+    a.key_batches = static_cast<int>(key_.size(0));
     a.heads = static_cast<int>(query_.size(1));
     a.group = static_cast<int>(query_.size(1) / key_.size(1));
     a.queries = static_cast<int>(query_.size(2));
@@ -100,10 +105,7 @@ class Call {
   }
 
   FlexPlan plan() const { return plan_of(case_); }
-  static FlexPlan plan_of(const FlexCase& c) {
-    const auto* device = at::cuda::getCurrentDeviceProperties();
-    return plan_flex(c, device->major * 10 + device->minor);
-  }
+  static FlexPlan plan_of(const FlexCase& c) { return plan_flex(c, jit::current_architecture()); }
 
   /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
   device::FlexTiles tiles(const FlexTileSize& tile, bool by_key) {
@@ -114,30 +116,39 @@ class Call {
     t.rows = by_key ? col_tiles : row_tiles;
     t.cols = by_key ? row_tiles : col_tiles;
     const auto options = query_.options().dtype(at::kInt);
-    const Tensor count = at::empty({t.batches, t.heads, t.rows}, options);
+    const int64_t lists = int64_t{t.batches} * t.heads * t.rows;
+    const Tensor count = at::empty({lists + 1}, options);
     const Tensor list = at::empty({t.batches, t.heads, t.rows, t.cols}, options);
     t.count = count.mutable_data_ptr<int>();
     t.list = list.mutable_data_ptr<int>();
-    flex_tile_lists(t, {static_cast<int>(query_.size(2)), static_cast<int>(key_.size(2)), tile.rows, tile.cols, by_key},
-                    count.mutable_data_ptr<int>(), list.mutable_data_ptr<int>(), stream_);
+    next_ = count.mutable_data_ptr<int>() + lists;
+    flex_tile_lists(
+        t, {static_cast<int>(query_.size(2)), static_cast<int>(key_.size(2)), tile.rows, tile.cols, by_key, next_},
+        count.mutable_data_ptr<int>(), list.mutable_data_ptr<int>(), stream_);
     kept_.insert(kept_.end(), {count, list});
     return t;
   }
 
-  /// `ahead`: called where the kernel is compiled, with the architecture.
-  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* sums = nullptr,
+  /// What the Hopper forward takes besides. After tiles().
+  device::FlexForwardHopperArguments hopper(const FlexTileSize& tile) const {
+    return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_};
+  }
+
+  /// `more`: the kernel's last argument, where it has another. `ahead`: called where the kernel is compiled, with the
+  /// architecture.
+  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* more = nullptr,
               const std::function<void(const std::string&)>& ahead = nullptr) {
     const jit::Kernel& kernel = jit::kernel(flex_id(case_, plan), [&](const std::string& architecture) {
       if (ahead) ahead(architecture);
       return flex_program(case_, plan, architecture);
     });
-    TORCH_CHECK_VALUE(ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
+    check_ctas(ctas);
     jit::Launch how;
     how.grid[0] = static_cast<unsigned>(ctas);
     how.block[0] = static_cast<unsigned>(32 * plan.tile.warps);
     how.shared_bytes = plan.shared_bytes;
     how.stream = stream_;
-    void* all[] = {arguments, score_words_.data(), mask_words_.data(), sums};
+    void* all[] = {arguments, score_words_.data(), mask_words_.data(), more};
     kernel.launch(how, all);
   }
 
@@ -160,6 +171,23 @@ class Call {
       mod.small_scalars &= s.type == score_mod::Type::kFloat || (s.i >= -kSmall && s.i <= kSmall);
     }
     return score_mod::pack_captured(*score_mod::cached_graph(from.text), captured.buffers(), captured.scalars());
+  }
+
+  // Boxes of a tensor's rows as the Hopper kernels copy them.
+  static device::TensorMap map_of(const Tensor& t, int rows) {
+    constexpr int kChunk = 64;  // columns of 16 bits in the 128 bytes that are swizzled
+    jit::TensorMapShape shape;
+    shape.dtype = t.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    shape.rank = 4;
+    for (int d = 0; d < 4; ++d) {
+      shape.sizes[d] = static_cast<uint64_t>(t.size(3 - d));
+      // A stride that is never taken must be valid too.
+      const int64_t stride = t.size(3 - d) == 1 ? 8 : t.stride(3 - d);
+      shape.stride_bytes[d] = static_cast<uint64_t>(stride * t.element_size());
+    }
+    shape.box = {kChunk, static_cast<uint32_t>(rows), 1, 1};
+    return std::bit_cast<device::TensorMap>(
+        jit::Driver::get().tensor_map(t.const_data_ptr(), shape, "flex_forward_hopper"));
   }
 
   // The state of every block of the mask.
@@ -196,6 +224,7 @@ class Call {
   std::vector<int64_t> score_words_, mask_words_;
   std::vector<Tensor> lists_, kept_;
   device::FlexTiles map_{};
+  int* next_ = nullptr;
 };
 
 /// What the kernels of a backward have in common, made of what a forward's has.
@@ -321,7 +350,16 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
         jit::compile_ahead(flex_program(next, Call::plan_of(next), architecture).program);
       }
     };
-    call.launch(plan, &a, query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows), nullptr, ahead);
+    const int64_t row_tiles = query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows);
+    if (plan.tile.family == FlexFamily::kHopper) {
+      // Its CTAs stay, one a multiprocessor.
+      const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+      check_ctas(row_tiles + processors);
+      auto more = call.hopper(plan.tile);
+      call.launch(plan, &a, std::min(row_tiles, processors), &more, ahead);
+    } else {
+      call.launch(plan, &a, row_tiles, nullptr, ahead);
+    }
   }
   return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
 }
@@ -372,7 +410,6 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.grad_max = data_of(grad_max);
   a.grad_query = needs_grad[0] ? query_sum.mutable_data_ptr<float>() : nullptr;
   a.largest = sums.largest();
-  a.key_batches = static_cast<int>(key.size(0));
   a.fixed_bits = sums.fixed_bits();
 
   for (const FlexCase& kernel : backward_kernels(c, needs_grad, deterministic)) {

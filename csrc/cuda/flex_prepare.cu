@@ -91,7 +91,10 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
   bad = __syncthreads_or(bad) != 0;
-  if (threadIdx.x == 0) count[id] = bad ? -1 : found;
+  if (threadIdx.x == 0) {
+    count[id] = bad ? -1 : found;
+    if (id == 0 && p.zero != nullptr) *p.zero = 0;
+  }
 }
 
 template <class T>

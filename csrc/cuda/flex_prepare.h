@@ -26,6 +26,7 @@ void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream
 struct FlexTileLists {
   int queries, keys, tile_q, tile_kv;
   bool by_key;
+  int* zero = nullptr;  // a number that becomes 0, where a kernel wants one
 };
 void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream);
 

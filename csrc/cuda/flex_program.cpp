@@ -12,13 +12,19 @@ namespace fusegrad::cuda {
 namespace {
 
 std::atomic<char> forced_scheme{0};
+std::atomic<int> forced_family{-1};
 
 int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 /// Of a row of a tile in shared memory (device::Tile).
 int row_bytes(const FlexCase& c, int cols) { return cols * element_bytes(c.dtype) + 16; }
-int head_cols(const FlexCase& c) { return round_up(c.head_size, 16); }
-int value_cols(const FlexCase& c) { return round_up(std::max(c.value_size, 1), 16); }
+// Head sizes as a kernel has them.
+constexpr int kPortableCols = 16, kHopperCols = 64;
+int head_cols(const FlexCase& c, int multiple = kPortableCols) { return round_up(c.head_size, multiple); }
+int value_cols(const FlexCase& c, int multiple = kPortableCols) {
+  return round_up(std::max(c.value_size, 1), multiple);
+}
+int multiple_of(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? kHopperCols : kPortableCols; }
 bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient; }
 
 // Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
@@ -31,6 +37,11 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
 }
 
 int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+  if (t.family == FlexFamily::kHopper) {
+    const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
+    return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (6 + 4 * t.stages) + 2 * 16 +
+           4 * t.stages;
+  }
   const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
   switch (c.kernel) {
     case FlexKernel::kForward:
@@ -43,8 +54,27 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   return 0;
 }
 
+FlexTileSize hopper_forward(const FlexCase& c) {
+  const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
+  const auto tile = [](int groups, int cols) {
+    return FlexTileSize{64 * groups, cols, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
+  };
+  if (head <= 64) return tile(has_mods(c) ? 2 : 3, 128);
+  if (head <= 128) return tile(2, 128);
+  return tile(2, c.blocks ? 64 : 80);
+}
+
+// Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs.
+bool takes_hopper(const FlexCase& c, const std::string& architecture) {
+  if (architecture != "90a" || c.dtype == DType::kFloat32 || c.kernel != FlexKernel::kForward) return false;
+  if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
+  if (forced_family >= 0) return forced_family == static_cast<int>(FlexFamily::kHopper);
+  return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
+}
+
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
-std::vector<FlexTileSize> candidates(const FlexCase& c) {
+std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
+  if (takes_hopper(c, architecture)) return {hopper_forward(c)};
   const int head = std::max(head_cols(c), value_cols(c));
   const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
   switch (c.kernel) {
@@ -110,9 +140,12 @@ bool mixed(const FlexCase& c, const FlexTileSize& t) {
 struct Names {
   const char *program, *header, *type;
 };
-Names names(FlexKernel kernel) {
+Names names(FlexKernel kernel, FlexFamily family) {
   switch (kernel) {
     case FlexKernel::kForward:
+      if (family == FlexFamily::kHopper) {
+        return {"flex_forward_hopper", "cuda/device/flex_forward_hopper.cuh", "FlexForwardHopper"};
+      }
       return {"flex_forward", "cuda/device/flex_forward.cuh", "FlexForward"};
     case FlexKernel::kGradQuery:
       return {"flex_grad_query", "cuda/device/flex_grad_query.cuh", "FlexGradQuery"};
@@ -133,6 +166,31 @@ std::string list(const std::vector<int>& values) {
   std::string text;
   for (const int v : values) text += std::to_string(v) + ", ";
   return text + "0";
+}
+
+// device::Wgmma for `cols` columns: scores are of operands in shared memory that lie alike; outputs of probabilities in
+// registers and of values whose rows are the common dimension.
+std::string wgmma(DType dtype, int cols, bool out) {
+  std::string registers, outputs;
+  for (int i = 0; i < cols / 2; ++i) {
+    registers += (i == 0 ? "%" : ", %") + std::to_string(i);
+    outputs += std::string(i == 0 ? "" : ", ") + "\"+f\"(d[" + std::to_string(i) + "])";
+  }
+  const auto operand = [&](int i) { return std::string(1, '%').append(std::to_string(cols / 2 + i)); };
+  const std::string type = dtype == DType::kFloat16 ? "f16" : "bf16", n = std::to_string(cols);
+  std::string text = "namespace fusegrad::device {\ntemplate <>\nstruct Wgmma<" + std::string(element_name(dtype)) +
+                     ", " + n + ", " + flag(out) + ", " + flag(out) +
+                     "> {\n  static __device__ __forceinline__ void run(float* d, ";
+  text += out ? "const unsigned* a" : "unsigned long long a";
+  text += ", unsigned long long b, bool accumulate) {\n    asm volatile(\"{\\n.reg .pred p;\\nsetp.ne.b32 p, " +
+          operand(out ? 5 : 2) + ", 0;\\nwgmma.mma_async.sync.aligned.m64n" + n + "k16.f32." + type + "." + type +
+          " {" + registers + "}, ";
+  text += out ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " + operand(4) +
+                    ", p, 1, 1, 1;"
+              : operand(0) + ", " + operand(1) + ", p, 1, 1, 0, 0;";
+  text += "\\n}\" : " + outputs + " : ";
+  text += out ? "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b)" : "\"l\"(a), \"l\"(b)";
+  return text + ", \"r\"(static_cast<int>(accumulate)));\n  }\n};\n}  // namespace fusegrad::device\n";
 }
 
 std::string config(const FlexCase& c, const FlexPlan& plan) {
@@ -156,11 +214,12 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   const auto choice = [&](const char* name, bool value) {
     text += std::string("  static constexpr bool ") + name + " = " + flag(value) + ";\n";
   };
-  number("kHead", head_cols(c));
-  number("kValue", value_cols(c));
+  number("kHead", head_cols(c, multiple_of(plan.tile)));
+  number("kValue", value_cols(c, multiple_of(plan.tile)));
   number("kRows", plan.tile.rows);
   number("kCols", plan.tile.cols);
   number("kWarps", plan.tile.warps);
+  if (plan.tile.family == FlexFamily::kHopper) number("kGroups", plan.tile.rows / 64);
   number("kShare", plan.tile.share);
   number("kStages", plan.tile.stages);
   choice("kBlocks", c.blocks);
@@ -191,9 +250,9 @@ int flex_shared_limit(int capability) {
   return (kib << 10) - kReserved;
 }
 
-FlexPlan plan_flex(const FlexCase& c, int capability) {
-  const int limit = flex_shared_limit(capability);
-  for (const FlexTileSize& tile : candidates(c)) {
+FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
+  const int limit = flex_shared_limit(std::stoi(architecture));
+  for (const FlexTileSize& tile : candidates(c, architecture)) {
     FlexPlan plan{tile, {}, {}, shared_bytes(c, tile)};
     if (plan.shared_bytes > limit) continue;
     if (has_derivative(c)) choose_schemes(c, c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0, plan);
@@ -205,11 +264,11 @@ FlexPlan plan_flex(const FlexCase& c, int capability) {
 }
 
 std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
-  std::string id = names(c.kernel).program;
+  std::string id = names(c.kernel, plan.tile.family).program;
   const auto add = [&](auto value) { (id += ' ') += std::to_string(value); };
   add(static_cast<int>(c.dtype));
-  add(head_cols(c));
-  add(value_cols(c));
+  add(head_cols(c, multiple_of(plan.tile)));
+  add(value_cols(c, multiple_of(plan.tile)));
   for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages}) add(v);
   int flags = 0;
   for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low,
@@ -232,7 +291,8 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
 }
 
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture) {
-  const Names name = names(c.kernel);
+  const Names name = names(c.kernel, plan.tile.family);
+  const bool hopper = plan.tile.family == FlexFamily::kHopper;
   const bool backward = c.kernel == FlexKernel::kBackward;
   std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
   source += "#include \"" + std::string(name.header) + "\"\n\n";
@@ -250,24 +310,30 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   if (has_derivative(c))
     render(c.score_mod, *score_mod::cached_derivative(c.score_mod.text, c.wants_grad), "Derivative");
   source += config(c, plan);
+  if (hopper) {
+    source += wgmma(c.dtype, plan.tile.cols, false) + wgmma(c.dtype, value_cols(c, kHopperCols), true);
+  }
   const std::string kernel = "fusegrad::device::" + std::string(name.type) + "<Config>";
   const std::string arguments = c.kernel == FlexKernel::kForward ? "Forward" : "Backward";
   source += "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(plan.shared_bytes) + ");\n";
   if (backward)
     source += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
-  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) + ") " +
-            name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
+  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) +
+            (hopper ? ", 1) " : ") ") + name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" +
+            arguments +
             "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
             "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
             (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
+            (hopper ? ",\n    const __grid_constant__ fusegrad::device::FlexForwardHopperArguments more" : "") +
             ") {\n  extern __shared__ __align__(16) char shared[];\n  " + kernel + "(arguments, " +
-            (backward ? "sums.of, " : "") + "score_mod, mask_mod, " +
+            (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
             (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
   std::string text(c.score_mod.text);
   if (!c.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += c.mask_mod.text;
   return {{name.program, source, architecture, {}, text}, name.program, plan.shared_bytes, false};
 }
 
+void force_flex_family(int family) { forced_family = family; }
 void force_flex_scheme(char scheme) { forced_scheme = scheme; }
 
 }  // namespace fusegrad::cuda

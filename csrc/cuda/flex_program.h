@@ -13,6 +13,9 @@
 
 namespace fusegrad::cuda {
 
+/// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, the copy engine, warps of their own for copies;
+/// sm_90a alone.
+enum class FlexFamily : uint8_t { kPortable, kHopper };
 enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 
 /// A score_mod or mask_mod; without a text there is none.
@@ -50,6 +53,7 @@ struct FlexCase {
 /// Sizes of a kernel's work: see the kernels for what they mean.
 struct FlexTileSize {
   int rows = 0, cols = 0, warps = 0, share = 1, stages = 1;
+  FlexFamily family = FlexFamily::kPortable;
 };
 
 struct FlexPlan {
@@ -62,13 +66,15 @@ struct FlexPlan {
 /// The largest dynamic shared memory of a CTA on GPUs of a capability such as 80 or 90.
 int flex_shared_limit(int capability);
 
-/// Throws where no tile fits the GPU's shared memory.
-FlexPlan plan_flex(const FlexCase& c, int capability);
+/// `architecture`: as jit::current_architecture has it. Throws where no tile fits the GPU's shared memory.
+FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
 
 /// What determines the program.
 std::string flex_id(const FlexCase& c, const FlexPlan& plan);
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);
 
+/// For tests: the family of kernels for which there are two; -1: the faster one.
+void force_flex_family(int family);
 /// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
 void force_flex_scheme(char scheme);
 

@@ -190,17 +190,15 @@ class Renderer {
     std::vector<std::string> index;
     const std::string in_range = checks(buffer, node.operands, index);
     std::string offset;
+    // Unsigned, since an index that has not passed the check may make it overflow; nothing is read there then.
+    const std::string bits = options_.small_buffers ? "unsigned(" : "(unsigned long long)(";
     for (size_t k = 0; k < index.size(); ++k) {
-      // An index that has passed the check is below its size.
-      offset +=
-          (options_.small_buffers ? " + int(" + index[k] + ") * int(c.stride" : " + (" + index[k] + ") * (c.stride") +
-          number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
+      offset += std::string(k == 0 ? "" : " + ") + bits + index[k] + ") * " + bits + "c.stride" + number(buffer) + "_" +
+                number(static_cast<int64_t>(k)) + ")";
     }
-    const std::string nothing = node.type == Type::kFloat  ? "__int_as_float(0x7fffffff)"
-                                : node.type == Type::kBool ? "false"
-                                                           : "0";
-    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = valid" + in_range + " ? read(c.data" +
-             number(buffer) + (offset.empty() ? "" : " + (" + offset.substr(3) + ")") + ") : " + nothing + ";\n";
+    if (!offset.empty()) offset = std::string(" + ") + (options_.small_buffers ? "int(" : "int64(") + offset + ")";
+    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = read_if(c.data" + number(buffer) + offset +
+             ", valid" + in_range + ");\n";
   }
 
   void derivative(const std::string& indices) {

@@ -3,6 +3,7 @@
 
 #include "cuda/device/flex_backward.cuh"
 #include "cuda/device/flex_forward.cuh"
+#include "cuda/device/flex_forward_hopper.cuh"
 #include "cuda/device/flex_grad_query.cuh"
 
 namespace {
@@ -33,4 +34,14 @@ __global__ void __launch_bounds__(64) flex_grad_query(const __grid_constant__ Fl
                                                       const __grid_constant__ MaskMod::Captured mask_mod) {
   extern __shared__ __align__(16) char shared[];
   FlexGradQuery<Config>(arguments, score_mod, mask_mod, shared_address(shared)).run();
+}
+
+__global__ void __launch_bounds__(384, 1) flex_forward_hopper(const __grid_constant__ FlexForwardArguments arguments,
+                                                              const __grid_constant__ ScoreMod::Captured score_mod,
+                                                              const __grid_constant__ MaskMod::Captured mask_mod,
+                                                              const __grid_constant__ FlexForwardHopperArguments more) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(16) char shared[];
+  FlexForwardHopper<HopperConfig>(arguments, more, score_mod, mask_mod, shared_address(shared)).run();
+#endif
 }

@@ -1,6 +1,6 @@
 // What a kernel of flex attention is compiled for, at its smallest, with what a program renders of a score_mod and a
 // mask_mod. For NVRTC too.
-#include "cuda/device/mma.cuh"
+#include "cuda/device/hopper.cuh"
 using namespace fusegrad::device;
 struct ScoreMod {
   struct Captured {
@@ -46,4 +46,16 @@ struct Config {
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
   static constexpr bool kMaxGradient = true, kFixedPoint = false;
+};
+// At its smallest for sm_90a.
+struct HopperConfig : Config {
+  static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 12, kGroups = 2, kStages = 2;
+};
+// In place of the products that a program renders.
+template <bool kOut>
+struct fusegrad::device::Wgmma<BFloat16, 64, kOut, kOut> {
+  template <class A>
+  static __device__ void run(float* d, A a, unsigned long long b, bool accumulate) {
+    d[0] = (accumulate ? d[0] : 0.0f) + static_cast<float>(b) + sizeof(a);
+  }
 };

@@ -22,6 +22,7 @@ constexpr const char* kCudaNames = R"(
 #define __forceinline__ inline
 inline float __int_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
 inline float __uint_as_float(unsigned x) { return __int_as_float(x); }
+inline double __longlong_as_double(long long x) { double d; memcpy(&d, &x, 8); return d; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline long long __float2ll_rz(float x) {
   return x >= 0x1p63f ? 0x7FFFFFFFFFFFFFFFll : x < -0x1p63f ? -0x7FFFFFFFFFFFFFFFll - 1 : static_cast<long long>(x);

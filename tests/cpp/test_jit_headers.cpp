@@ -16,6 +16,7 @@ struct HeaderKernel {
   const char* body;
   int registers;
   bool flex = false;  // with the Config of flex_config.cuh
+  int threads = 0;    // of a CTA, where the kernel must know
 };
 
 constexpr HeaderKernel kHeaderKernels[] = {
@@ -72,6 +73,14 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexForward<Config>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                    *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      96, true},
+    {"cuda/device/flex_forward_hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexForwardHopper<HopperConfig>(*(const FlexForwardArguments*)in, *(const FlexForwardHopperArguments*)in,\n"
+     "                                *(const ScoreMod::Captured*)in, *(const MaskMod::Captured*)in,\n"
+     "                                shared_address(shared)).run();\n"
+     "#endif",
+     168, true, 384},
     {"cuda/device/flex_grad_query.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
@@ -92,6 +101,29 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "}\n"
      "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod> && !kHas<NoMod>);",
      48, true},
+    {"cuda/device/hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "using namespace fusegrad::device;\n"
+     "__shared__ __align__(1024) char memory[64 * kChunkBytes];\n"
+     "__shared__ long long full;\n"
+     "const unsigned barrier = shared_address(&full), tile = shared_address(memory);\n"
+     "give_registers<24>();\n"
+     "if (threadIdx.x == 0) {\n"
+     "  Barrier::init(barrier, 1);\n"
+     "  Barrier::fence_inits();\n"
+     "  copy_tile<64, 64>(tile, *(const TensorMap*)in, barrier, 0, 1, 2);\n"
+     "}\n"
+     "named_sync(1, kWarpgroup);\n"
+     "Barrier::wait(barrier, 0);\n"
+     "float d[4] = {in[0], in[1], in[2], in[3]};\n"
+     "wgmma_fence();\n"
+     "wgmma_commit();\n"
+     "wgmma_wait<0>();\n"
+     "pin<4>(d);\n"
+     "named_arrive(2, 2 * kWarpgroup);\n"
+     "out[threadIdx.x] = d[0] + d[3] + advanced(descriptor(tile, 16), step_bytes<64>(5));\n"
+     "#endif",
+     40, false, 128},
     {"cuda/device/mma.cuh",
      "using namespace fusegrad::device;\n"
      "using Rows = Tile<BFloat16, 16, 32>;\n"
@@ -106,11 +138,11 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "float c[4] = {};\n"
      "load_a(a, tile, Rows::kStride, 0, 0, lane);\n"
      "load_b(b, tile, Rows::kStride, 0, 1, lane);\n"
-     "Mma<BFloat16>::step(c, a, b[0], b[1]);\n"
+     "Mma<BFloat16>::step<0>(c, Mma<BFloat16>::factor(a), Mma<BFloat16>::factor(b));\n"
      "Mma<Float16>::load_b_transposed(b, tile, Rows::kStride, 0, 16, lane);\n"
-     "Mma<Float16>::step(c, a, b[2], b[3]);\n"
+     "Mma<Float16>::step<1>(c, Mma<Float16>::factor(a), Mma<Float16>::factor(b));\n"
      "Mma<float, true>::load_a_transposed(a, tile, Rows::kStride, 0, 0, lane);\n"
-     "Mma<float, true>::step(c, a, b[0], b[1]);\n"
+     "Mma<float, true>::step<0>(c, Mma<float, true>::factor(a), Mma<float, true>::factor(b));\n"
      "put_operand<BFloat16>(a, c);\n"
      "store_operand<BFloat16>(tile, Rows::kStride, 0, 1, a, lane);\n"
      "add_pair(out + 64 + 2 * lane, row_sum(c[0]), row_max(c[1]));\n"
@@ -123,15 +155,20 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "const long long i = floor_div(to_int(x), to_int(y)) + shift_left(to_int(x), to_int(y)) + to_int(x > y);\n"
      "const long long size = gridDim.x;\n"
      "const long long at = wrapped(i, size);\n"
-     "out[threadIdx.x] = f + maximum(x, minimum(y, f)) + (inside(at, size) ? read(in + at) : 0.0f) +\n"
-     "    read((const Float16*)in) + read((const BFloat16*)in) + read((const Bool*)in) + invert(i) + absolute(x);",
+     "out[threadIdx.x] = f + maximum(x, minimum(y, f)) + read_if(in + at, inside(at, size)) +\n"
+     "    read_if((const Float16*)in, x > 1) + read_if((const BFloat16*)in, x > 2) + read_if((const Bool*)in, x > 3) "
+     "+\n"
+     "    read_if((const double*)in, x > 4) + read_if((const signed char*)in, x > 5) + divide(x, y) + invert(i) +\n"
+     "    absolute(x);",
      40},
 };
 
 std::string source_of(const HeaderKernel& kernel) {
   return "#include <" + std::string(kernel.header) + ">\n" +
          (kernel.flex ? read(FUSEGRAD_TEST_SOURCE_DIR "/tests/cpp/flex_config.cuh") : "") +
-         "extern \"C\" __global__ void probe(const float* in, float* out) {\n" + kernel.body + "\n}\n";
+         "extern \"C\" __global__ void " +
+         (kernel.threads == 0 ? "" : "__launch_bounds__(" + std::to_string(kernel.threads) + ", 1) ") +
+         "probe(const float* in, float* out) {\n" + kernel.body + "\n}\n";
 }
 
 TEST_F(Jit, EveryHeaderHasAKernelHere) {

@@ -1,8 +1,10 @@
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from support import DEVICES
+from fusegrad import _C
+from support import DEVICES, FLEX_FAMILIES
 
 
 @pytest.fixture(autouse=True)
@@ -10,10 +12,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=DEVICES)
-def each_device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test on each device, where all that it makes then lies; the CPU has all of `cpu_only` and float64."""
-    device = request.param
+def on_the_device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
     if device == "cpu":
         yield device
         return
@@ -25,3 +24,36 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_default_device(device)
     yield device
     torch.set_default_device(None)
+
+
+@pytest.fixture(params=DEVICES)
+def each_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test on each device, where all that it makes then lies; the CPU has all of `cpu_only` and float64."""
+    yield from on_the_device(request, request.param)
+
+
+@contextmanager
+def family_forced(family: str) -> Iterator[None]:
+    if not family:
+        yield
+        return
+    _C.flex.force_family(family)
+    try:
+        yield
+    finally:
+        _C.flex.force_family("")
+
+
+@pytest.fixture(params=FLEX_FAMILIES)
+def each_flex_family(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test once for every family of kernels of flex attention that the GPU has."""
+    with family_forced(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=["cpu", *(f"cuda {family}".strip() for family in FLEX_FAMILIES)])
+def each_flex_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As each_device, and once for every family of kernels of flex attention that the GPU has."""
+    device, _, family = request.param.partition(" ")
+    with family_forced(family):
+        yield from on_the_device(request, device)

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+# Of flex attention's kernels: where the GPU has but one, it needs no name.
+FLEX_FAMILIES = [
+    family
+    for family in ("", "portable", "hopper")
+    if torch.cuda.is_available() and (family == "") == (torch.cuda.get_device_capability() != (9, 0))
+]
 
 
 def dtypes(device: str) -> list[torch.dtype]:

@@ -15,7 +15,7 @@ from support import acc_of, assert_as_good_as_eager, rmse
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
 
-pytestmark = pytest.mark.usefixtures("each_device")
+pytestmark = pytest.mark.usefixtures("each_flex_device")
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BOTH = AuxRequest(lse=True, max_scores=True)

@@ -19,7 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("each_device")
+pytestmark = pytest.mark.usefixtures("each_flex_device")
 
 SHAPE = (1, 2, 40, 8)
 OP = torch.ops.fusegrad
@@ -82,14 +82,14 @@ def test_in_place_overwrites_in_the_last_backward_alone() -> None:
 
 
 @pytest.mark.parametrize("groups, keys", [(1, 1), (2, 1), (1, 300)])
-def test_in_place_gives_the_same_bits(groups: int, keys: int, each_device: str) -> None:
+def test_in_place_gives_the_same_bits(groups: int, keys: int, each_flex_device: str) -> None:
     """With shared key heads, and with key blocks that several threads share."""
     tensors = [torch.randn(2, 2, 70, 8), *(torch.randn(2, 2 // groups, max(keys, 40), 8) for _ in range(2))]
     found = []
     for inplace in (False, True):
         leaves = [t.clone().requires_grad_() for t in tensors]
         given = [t * 1 for t in leaves]
-        out = flex_attention(*given, enable_gqa=True, inplace=inplace, deterministic=each_device == "cuda")
+        out = flex_attention(*given, enable_gqa=True, inplace=inplace, deterministic=each_flex_device == "cuda")
         out.square().sum().backward()
         assert all(t._version == int(inplace) for t in given)
         found.append([t.grad for t in leaves])
@@ -189,7 +189,9 @@ def test_in_place_stays_out_of_place() -> None:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_three_backwards_are_bitwise_equal(dtype: torch.dtype, inplace: bool, threads: int, each_device: str) -> None:
+def test_three_backwards_are_bitwise_equal(
+    dtype: torch.dtype, inplace: bool, threads: int, each_flex_device: str
+) -> None:
     q, k, v = (torch.randn(1, 2, 200, 16).to(dtype).requires_grad_() for _ in range(3))
     bias = torch.randn(200).to(dtype).requires_grad_()
     inputs = (q, k, v, bias)
@@ -197,7 +199,7 @@ def test_three_backwards_are_bitwise_equal(dtype: torch.dtype, inplace: bool, th
     attention = functools.partial(
         flex_attention,
         score_mod=lambda s, b, h, i, j: s * bias[i] + bias[j],
-        deterministic=each_device == "cuda",
+        deterministic=each_flex_device == "cuda",
     )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -251,8 +253,8 @@ def test_deterministic_mode() -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_compile_without_a_graph_break(backend: str, dynamic: bool, inplace: bool, each_device: str) -> None:
-    if each_device == "cuda" and backend == "inductor" and not (dynamic and inplace):
+def test_compile_without_a_graph_break(backend: str, dynamic: bool, inplace: bool, each_flex_device: str) -> None:
+    if each_flex_device == "cuda" and backend == "inductor" and not (dynamic and inplace):
         pytest.skip("one is enough of what inductor compiles for a GPU")
     torch._dynamo.reset()
     bias = torch.randn(64, requires_grad=True)

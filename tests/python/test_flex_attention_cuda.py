@@ -22,7 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("each_flex_family"),
+]
 DEVICE = "cuda"
 GRAPHS = int(os.environ.get("FUSEGRAD_FLEX_GRAPHS", "300"))
 

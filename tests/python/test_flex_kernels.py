@@ -151,14 +151,35 @@ grad_query float16 256 256 softcap none
 grad_query float32 64 64 A document
 grad_query float32 256 256 none none
 """
+# For sm_90a alone, where the forward of 16-bit elements is of another family.
+HOPPER = """
+forward bfloat16 64 64 none none
+forward bfloat16 64 64 softcap causal
+forward bfloat16 64 128 D document
+forward bfloat16 128 128 none none
+forward bfloat16 128 128 none causal
+forward bfloat16 128 128 alibi none
+forward bfloat16 128 128 D none
+forward bfloat16 128 128 E small
+forward bfloat16 256 256 none none
+forward bfloat16 256 256 softcap causal
+forward float16 64 64 A small
+forward float16 128 128 softcap document
+forward float16 192 128 none causal
+forward float16 256 256 D small
+"""
+
+
+def rows(text: str) -> list[list]:
+    split = [line.split() for line in text.split("\n")[1:-1]]
+    return [[kernel, dtype, int(head), int(value), *mods] for kernel, dtype, head, value, *mods in split]
 
 
 def selection() -> list[Kernel]:
-    found = []
-    for i, line in enumerate(SELECTED.split("\n")[1:-1]):
-        kernel, dtype, head, value, score, mask = line.split()
+    found = [Kernel(*row, "90a") for row in rows(HOPPER)]
+    for i, row in enumerate(rows(SELECTED)):
         for architecture in (ARCHITECTURES[i % 6], ARCHITECTURES[(i * 5 + 3 + i // 6) % 6]):
-            found.append(Kernel(kernel, dtype, int(head), int(value), score, mask, architecture))
+            found.append(Kernel(*row, architecture))
     return list(dict.fromkeys(found))
 
 
@@ -228,5 +249,42 @@ def test_the_selection_meets_everything() -> None:
     assert {(k.kernel, k.head_size) for k in kernels} >= {
         (kernel, size) for kernel in ("forward", "backward") for size in (64, 128, 256)
     }
+    families = {(k.dtype, k.kernel, flex.plan(k.case(), k.architecture)["family"]) for k in kernels}
+    assert {(dtype, "forward", "hopper") for dtype in ("bfloat16", "float16")} <= families
+    assert not {(dtype, kernel) for dtype, kernel, family in families if family == "hopper"} - {
+        ("bfloat16", "forward"),
+        ("float16", "forward"),
+    }
     schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, architecture, family",
+    [
+        ("bfloat16", (128, 128), "90a", "hopper"),
+        ("float16", (64, 64), "90a", "hopper"),
+        ("bfloat16", (256, 200), "90a", "hopper"),
+        ("bfloat16", (128, 128), "90", "portable"),  # wgmma is of sm_90a alone
+        ("bfloat16", (128, 128), "100", "portable"),
+        ("bfloat16", (16, 16), "90a", "portable"),  # three quarters of what it computes would be zeros
+        ("bfloat16", (128, 0), "90a", "portable"),
+        ("float32", (128, 128), "90a", "portable"),
+    ],
+)
+def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, family: str) -> None:
+    def plan(kernel: str) -> dict:
+        return flex.plan(flex.Case(kernel, dtype, *sizes), architecture)
+
+    assert plan("forward")["family"] == family
+    assert plan("backward")["family"] == "portable"
+    try:
+        flex.force_family("portable")
+        assert plan("forward")["family"] == "portable"
+        # Forced, it is where there are kernels at all.
+        flex.force_family("hopper")
+        there = architecture == "90a" and dtype != "float32" and min(sizes) > 0
+        assert plan("forward")["family"] == ("hopper" if there else "portable")
+        assert plan("backward")["family"] == "portable"
+    finally:
+        flex.force_family("")

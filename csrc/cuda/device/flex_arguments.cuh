@@ -33,8 +33,19 @@ struct FlexForwardArguments {
   FlexTensor query, key, value, out, out_low;
   float *lse, *max_scores, *max_ties;  // [B, H, M]; the latter two may be null
   FlexTiles tiles;
-  int batches, heads, group, queries, keys, head_size, value_size;
+  int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   float scale;
+};
+
+/// A tensor map, as cuTensorMapEncodeTiled fills it.
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+
+/// What the forward of sm_90a takes besides.
+struct FlexForwardHopperArguments {
+  TensorMap query, key, value;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
+  int* next;  // with a block mask, 0 before: how many tiles of queries were begun beyond the first of each CTA
 };
 
 /// What the backward needs of a row of scores.

@@ -94,31 +94,38 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
   }
 }
 
-/// Which of a thread's pairs take part, bit 4 * n + e for element e of accumulator n; all where not `masked`. (q, kv):
-/// the first pair. kKeyRows: keys are the accumulators' rows, and queries their columns. As bits, and before the
-/// score_mod: so the code of a mask_mod is there but twice, and that of a score_mod once an element, whether pairs are
-/// masked or not.
+/// Which of a thread's pairs take part, bit 4 * n + e for element e of accumulator n. (q, kv): the first pair.
+/// kKeyRows: keys are the accumulators' rows, and queries their columns. As bits, and before the score_mod: so the code
+/// of a mask_mod is there but kTogether times, and that of a score_mod once an element, whether pairs are masked or
+/// not.
+template <class Config, int kBlocks, bool kKeyRows, int kTogether, class Arguments>
+__device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
+                                                          const typename Config::MaskMod::Captured& mask, int kind,
+                                                          int b, int h, int q, int kv) {
+  using Result = Bits<kBlocks * 4>;
+  static_assert(kTogether % 2 == 0 && kBlocks * 4 % kTogether == 0);
+  Result alive = 0;
+#pragma unroll 1
+  for (int i = 0; i < kBlocks * 4; i += kTogether) {
+    unsigned some = 0;
+#pragma unroll
+    for (int e = 0; e < kTogether; ++e) {
+      const int row = (kKeyRows ? kv : q) + (i + e) / 2 % 2 * 8, col = (kKeyRows ? q : kv) + (i + e) / 4 * 8 + e % 2;
+      const int at_q = kKeyRows ? col : row, at_kv = kKeyRows ? row : col;
+      const bool inside = at_kv < a.keys && at_q < a.queries;
+      some |= static_cast<unsigned>(takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside)) << e;
+    }
+    alive |= Result(some) << i;
+  }
+  return alive;
+}
+/// All pairs where not `masked`.
 template <class Config, int kBlocks, bool kKeyRows, class Arguments>
 __device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Arguments& a,
                                                                   const typename Config::MaskMod::Captured& mask,
                                                                   int kind, bool masked, int b, int h, int q, int kv) {
-  using Result = Bits<kBlocks * 4>;
-  Result alive = ~Result(0);
-  if (masked) {
-    alive = 0;
-#pragma unroll 1
-    for (int i = 0; i < kBlocks * 4; i += 2) {
-      const int row = (kKeyRows ? kv : q) + i / 2 % 2 * 8, col = (kKeyRows ? q : kv) + i / 4 * 8;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int at_q = kKeyRows ? col + e : row, at_kv = kKeyRows ? row : col + e;
-        const bool inside = at_kv < a.keys && at_q < a.queries;
-        const bool takes = takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside);
-        alive |= Result(takes) << (i + e);
-      }
-    }
-  }
-  return alive;
+  if (!masked) return ~Bits<kBlocks * 4>(0);
+  return masked_pairs<Config, kBlocks, kKeyRows, 2>(a, mask, kind, b, h, q, kv);
 }
 
 /// Which tile of which head a CTA takes. The same tile of a few heads comes before the next one, so that tiles of like

@@ -98,8 +98,8 @@ template <class T>
 __device__ __forceinline__ T relu(T a) {
   return a <= 0 ? T(0) : a;
 }
-// FUSEGRAD_FAST_MATH: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid to
-// a few units of 1e-7.
+// FUSEGRAD_FAST_MATH: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid and
+// quotients to a few units of 1e-7.
 __device__ __forceinline__ float sigmoid(float x) {
 #ifdef FUSEGRAD_FAST_MATH
   return __fdividef(1.0f, 1.0f + __expf(-x));
@@ -114,6 +114,15 @@ __device__ __forceinline__ float tanh_of(float x) {
   return result;
 #else
   return tanhf(x);
+#endif
+}
+__device__ __forceinline__ float divide(float a, float b) {
+#ifdef FUSEGRAD_FAST_MATH
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  return a * inverse;
+#else
+  return a / b;
 #endif
 }
 __device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
@@ -169,21 +178,35 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
   return static_cast<unsigned long long>(i) < static_cast<unsigned long long>(size);
 }
 
-// Nothing writes captured buffers while a kernel runs: loads may take the read-only path, and change places with
-// stores.
-template <class T>
-__device__ __forceinline__ T fetch(const T* p) {
+// Bits of memory where they are `there`, else `bits`. Nothing writes captured buffers while a kernel runs: loads may
+// take the read-only path and change places with stores, and equal ones are one. A predicate, no branch: what is around
+// them stays one block of instructions.
 #ifdef __CUDACC__
-  return __ldg(p);
+#define FUSEGRAD_LOAD_IF(Bits, type, constraint)                                                     \
+  __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {                    \
+    asm("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.nc." type " %0, [%1];\n}" \
+        : "+" constraint(bits)                                                                       \
+        : "l"(p), "r"(static_cast<int>(there)));                                                     \
+    return bits;                                                                                     \
+  }
+FUSEGRAD_LOAD_IF(unsigned short, "b16", "h")
+FUSEGRAD_LOAD_IF(unsigned, "b32", "r")
+FUSEGRAD_LOAD_IF(unsigned long long, "b64", "l")
+#undef FUSEGRAD_LOAD_IF
+__device__ __forceinline__ unsigned char load_if(const unsigned char* p, bool there, unsigned char bits) {
+  unsigned short wide = bits;
+  asm("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.nc.u8 %0, [%1];\n}"
+      : "+h"(wide)
+      : "l"(p), "r"(static_cast<int>(there)));
+  return static_cast<unsigned char>(wide);
+}
 #else
-  return *p;
+template <class Bits>
+__device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {
+  return there ? *p : bits;
+}
 #endif
-}
-template <class T>
-__device__ __forceinline__ T read(const T* p) {
-  return fetch(p);
-}
-__device__ __forceinline__ float read(const double* p) { return static_cast<float>(fetch(p)); }
+
 __device__ __forceinline__ float from_bits(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 __device__ __forceinline__ float from_bits(Float16 x) {
 #ifdef __CUDACC__
@@ -194,8 +217,39 @@ __device__ __forceinline__ float from_bits(Float16 x) {
   return half_to_float(x.bits);
 #endif
 }
-__device__ __forceinline__ float read(const BFloat16* p) { return from_bits(BFloat16{fetch(&p->bits)}); }
-__device__ __forceinline__ float read(const Float16* p) { return from_bits(Float16{fetch(&p->bits)}); }
-__device__ __forceinline__ bool read(const Bool* p) { return fetch(&p->byte) != 0; }
+
+/// An element where it is `there`; else nothing is read, and it is NaN, 0 or false.
+__device__ __forceinline__ float read_if(const float* p, bool there) {
+  return __uint_as_float(load_if(reinterpret_cast<const unsigned*>(p), there, 0x7fffffffu));
+}
+__device__ __forceinline__ float read_if(const double* p, bool there) {
+  const unsigned long long bits = load_if(reinterpret_cast<const unsigned long long*>(p), there, 0x7fffffffffffffffull);
+  return static_cast<float>(__longlong_as_double(static_cast<long long>(bits)));
+}
+__device__ __forceinline__ float read_if(const BFloat16* p, bool there) {
+  return from_bits(BFloat16{load_if(&p->bits, there, static_cast<unsigned short>(0x7fff))});
+}
+__device__ __forceinline__ float read_if(const Float16* p, bool there) {
+  return from_bits(Float16{load_if(&p->bits, there, static_cast<unsigned short>(0x7fff))});
+}
+__device__ __forceinline__ int64 read_if(const int64* p, bool there) {
+  return static_cast<int64>(load_if(reinterpret_cast<const unsigned long long*>(p), there, 0ull));
+}
+__device__ __forceinline__ int read_if(const int* p, bool there) {
+  return static_cast<int>(load_if(reinterpret_cast<const unsigned*>(p), there, 0u));
+}
+__device__ __forceinline__ int read_if(const short* p, bool there) {
+  return static_cast<short>(load_if(reinterpret_cast<const unsigned short*>(p), there, static_cast<unsigned short>(0)));
+}
+__device__ __forceinline__ int read_if(const signed char* p, bool there) {
+  return static_cast<signed char>(
+      load_if(reinterpret_cast<const unsigned char*>(p), there, static_cast<unsigned char>(0)));
+}
+__device__ __forceinline__ int read_if(const unsigned char* p, bool there) {
+  return load_if(p, there, static_cast<unsigned char>(0));
+}
+__device__ __forceinline__ bool read_if(const Bool* p, bool there) {
+  return load_if(&p->byte, there, static_cast<unsigned char>(0)) != 0;
+}
 
 }  // namespace fusegrad::device::score_mod

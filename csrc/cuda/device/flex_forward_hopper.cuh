@@ -1,0 +1,478 @@
+// The forward of flex attention on sm_90a. A CTA for each multiprocessor computes kRows queries of a head at a time: a
+// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While a
+// warpgroup's tensor cores work at the scores of a tile and the output of the one before, the other's warps are at
+// their exponentials: they take turns in issuing products (ping-pong). The producer goes on to the next queries while
+// the last output is written. See flex_scores.cuh for Config and flex_forward.cuh; here also:
+//   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
+//   kStages                    tiles of keys and of values in shared memory
+#pragma once
+
+#include "cuda/device/flex_scores.cuh"
+#include "cuda/device/hopper.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexForwardHopper {
+  using T = typename Config::Element;
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
+  using OutProduct = Wgmma<T, Config::kValue, true, true>;
+  static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
+  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
+  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
+  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
+  static constexpr int kBarriers = 6 + 4 * Config::kStages;
+  // Of the pairs that a mask_mod is asked for at once.
+  static constexpr int kTogether = Config::kCols % 32 == 0 ? 16 : 8;
+  // Named barriers: each warpgroup's turn to issue products.
+  static constexpr int kTurn = 1;
+  static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
+  static_assert(Config::kCols % 16 == 0);
+
+ public:
+  static constexpr int kSharedBytes = kAlignment + kQueryBytes + Config::kStages * (kKeyBytes + kValueBytes) +
+                                      8 * kBarriers + 2 * 16 + 4 * Config::kStages;
+
+  __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
+                                               const typename ScoreMod::Captured& score,
+                                               const typename MaskMod::Captured& mask, unsigned shared)
+      : a_(a),
+        more_(more),
+        score_(score),
+        mask_(mask),
+        query_((shared + kAlignment - 1) / kAlignment * kAlignment),
+        key_(query_ + kQueryBytes),
+        value_(key_ + Config::kStages * kKeyBytes),
+        barriers_(value_ + Config::kStages * kValueBytes) {}
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      Barrier::init(query_full(), 1);
+      Barrier::init(query_empty(), kConsumerWarps);
+      for (int s = 0; s < 2; ++s) {
+        Barrier::init(work_full(s), 1);
+        Barrier::init(work_empty(s), kConsumerWarps);
+      }
+      for (int s = 0; s < Config::kStages; ++s) {
+        Barrier::init(key_full(s), 1);
+        Barrier::init(value_full(s), 1);
+        Barrier::init(key_empty(s), kConsumerWarps);
+        Barrier::init(value_empty(s), kConsumerWarps);
+      }
+      Barrier::fence_inits();
+    }
+    __syncthreads();
+    // The same in all threads of a warp, and known to be.
+    group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+    if (group_ == Config::kGroups) {
+      give_registers<Config::kGroups == 3 ? 32 : 40>();
+      if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
+    } else {
+      take_registers<Config::kGroups == 3 ? 160 : 232>();
+      consume();
+    }
+  }
+
+ private:
+  /// Where a ring of stages is, and how often it went round: its barriers' parity.
+  template <int kCount>
+  struct Ring {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+      stage = stage + 1 == kCount ? 0 : stage + 1;
+      parity ^= stage == 0 ? 1 : 0;
+    }
+  };
+  using Stages = Ring<Config::kStages>;
+
+  __device__ __forceinline__ unsigned query_full() const { return barriers_; }
+  __device__ __forceinline__ unsigned query_empty() const { return barriers_ + 8; }
+  __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * (2 + s); }
+  __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (4 + s); }
+  __device__ __forceinline__ unsigned key_full(int s) const { return barriers_ + 8 * (6 + s); }
+  __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
+  __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
+  __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
+  /// A Work, of two stages; a tile's number and kind, of each stage of keys.
+  __device__ __forceinline__ unsigned work(int s) const { return barriers_ + 8 * kBarriers + 16 * s; }
+  __device__ __forceinline__ unsigned tile(int s) const { return work(2) + 4 * s; }
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  /// The thread's first query.
+  __device__ __forceinline__ int first_query() const {
+    return row_ + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
+  }
+
+  /// kRows queries of a head from `row` on, and how many tiles of keys they have: negative if the block mask is bad.
+  struct Work {
+    int b, h, row, tiles;
+    static constexpr int kNoMore = -1;  // as row
+  };
+
+  // --- the producer: one thread, which alone divides indices and reads lists ---
+
+  __device__ __forceinline__ void produce() const {
+    Stages stages;
+    Ring<1> query;
+    Ring<2> works;
+    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows, all = a_.batches * a_.heads * row_tiles;
+    for (int id = static_cast<int>(blockIdx.x);;) {
+      if (id >= all) {
+        tell({0, 0, Work::kNoMore, 0}, works);
+        return;
+      }
+      // The last queries first: under a causal mask they have the most keys. Without a block mask all work takes the
+      // same time; with one, who is done first goes on first.
+      const int row_tile = row_tiles - 1 - id % row_tiles, head = id / row_tiles;
+      id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+      const int b = head / a_.heads, h = head % a_.heads, row = row_tile * Config::kRows;
+      const TileWalk walk(a_.tiles, b, h, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+      tell({b, h, row, walk.count()}, works);
+      if (walk.count() <= 0) continue;
+      Barrier::wait(query_empty(), query.parity ^ 1);
+      query.next();
+      copy_tile<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row, h, b);
+      const int key_head = h / a_.group, key_batch = a_.key_batches == 1 ? 0 : b;
+      int next = Config::kBlocks ? walk[0] : 0;
+      for (int i = 0; i < walk.count(); ++i) {
+        const int now = next, stage = stages.stage, col = (now >> 2) * Config::kCols;
+        next = !Config::kBlocks ? now + 4 : i + 1 < walk.count() ? walk[i + 1] : 0;
+        Barrier::wait(key_empty(stage), stages.parity ^ 1);
+        if constexpr (Config::kBlocks) asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
+        copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
+                                                key_batch);
+        Barrier::wait(value_empty(stage), stages.parity ^ 1);
+        copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage), col,
+                                                 key_head, key_batch);
+        stages.next();
+      }
+    }
+  }
+  __device__ __forceinline__ void tell(const Work& w, Ring<2>& works) const {
+    Barrier::wait(work_empty(works.stage), works.parity ^ 1);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(work(works.stage)), "r"(w.b), "r"(w.h), "r"(w.row),
+                 "r"(w.tiles)
+                 : "memory");
+    Barrier::arrive(work_full(works.stage));
+    works.next();
+  }
+
+  // --- a consumer warpgroup ---
+
+  __device__ __forceinline__ void consume() {
+    Stages keys, values;
+    Ring<1> query;
+    Ring<2> works;
+    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    while (true) {
+      int tiles;
+      Barrier::wait(work_full(works.stage), works.parity);
+      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b_), "=r"(h_), "=r"(row_), "=r"(tiles)
+                   : "r"(work(works.stage))
+                   : "memory");
+      // The same in all threads of a warp, and known to be.
+      b_ = __shfl_sync(~0u, b_, 0);
+      h_ = __shfl_sync(~0u, h_, 0);
+      row_ = __shfl_sync(~0u, row_, 0);
+      tiles = __shfl_sync(~0u, tiles, 0);
+      __syncwarp();
+      release(work_empty(works.stage));
+      works.next();
+      if (row_ == Work::kNoMore) break;
+      compute(tiles, keys, values, query);
+    }
+    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+  }
+
+  /// Until the stage's keys are there; which tile they are.
+  __device__ __forceinline__ int wait_keys(const Stages& keys, int i) const {
+    Barrier::wait(key_full(keys.stage), keys.parity);
+    if constexpr (!Config::kBlocks) return 4 * i;
+    int now;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
+    now = __shfl_sync(~0u, now, 0);
+    __syncwarp();  // all lanes have read it before the stage is released
+    return now;
+  }
+
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, Ring<1>& query) {
+    float out[kBlocksE][4], s[kBlocksN][4];
+    unsigned p[kBlocksN * 2];
+#pragma unroll
+    for (int n = 0; n < kBlocksE; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][e] = 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max_[r] = -FUSEGRAD_INFINITY;
+      sum_[r] = ties_[r] = 0.0f;
+    }
+    if (tiles > 0) {
+      float rescale[2];
+      Barrier::wait(query_full(), query.parity);
+      query.next();
+      // Nothing to overlap the first tile's scores with.
+      int now = wait_keys(keys, 0);
+      issue_scores(s, keys.stage);
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      release(key_empty(keys.stage));
+      keys.next();
+      if (tiles == 1) release(query_empty());
+      apply_mods(s, now);
+      softmax(s, rescale);
+      for (int i = 1; i < tiles; ++i) {
+        // The output's wait comes after that for the keys: the compiler moves it up to where its block of instructions
+        // begins, and exponentials would come after it.
+        pin<kBlocksN * 4>(s[0]);
+        now = wait_keys(keys, i);
+        take_output(out, values, i > 1, rescale);
+        pack(p, s);
+        begin_turn();
+        pin<kBlocksN * 4>(s[0]);
+        issue_scores(s, keys.stage);
+        // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
+        end_turn();
+        Barrier::wait(value_full(values.stage), values.parity);
+        pin<kBlocksE * 4>(out[0]);
+        issue_out(out, p, values.stage);
+        wgmma_wait<1>();
+        pin<kBlocksN * 4>(s[0]);
+        release(key_empty(keys.stage));
+        keys.next();
+        if (i + 1 == tiles) release(query_empty());
+        apply_mods(s, now);
+        softmax(s, rescale);
+      }
+      take_output(out, values, tiles > 1, rescale);
+      pack(p, s);
+      Barrier::wait(value_full(values.stage), values.parity);
+      issue_out(out, p, values.stage);
+      take_output(out, values, true, {1.0f, 1.0f});
+    }
+    finish(out, tiles < 0);
+  }
+
+  // Waits for the product in flight, where one is, and rescales what it made.
+  __device__ __forceinline__ void take_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight,
+                                              const float (&rescale)[2]) const {
+    wgmma_wait<0>();
+    pin<kBlocksE * 4>(out[0]);
+    if (in_flight) {
+      release(value_empty(values.stage));
+      values.next();
+    }
+    multiply(out, rescale);
+  }
+
+  __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 2 * kWarpgroup); }
+  __device__ __forceinline__ void end_turn() const {
+    named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
+  }
+  // By each warp.
+  __device__ __forceinline__ void release(unsigned barrier) const {
+    if (lane() == 0) Barrier::arrive(barrier);
+  }
+
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int stage) const {
+    const auto query = descriptor(query_ + group_ * 64 * kChunkBytes, 16);
+    const auto key = descriptor(key_ + stage * kKeyBytes, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kHead / 16; ++k) {
+      ScoreProduct::run(s[0], advanced(query, step_bytes<Config::kRows>(k)),
+                        advanced(key, step_bytes<Config::kCols>(k)), k != 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
+                                            int stage) const {
+    const auto value = descriptor(value_ + stage * kValueBytes, Config::kCols * kChunkBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kCols / 16; ++k) {
+      OutProduct::run(out[0], p + 4 * k, advanced(value, k * 16 * kChunkBytes), true);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) const {
+    const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
+    // Queries that there are not may get any result: it is not stored.
+    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys;
+    const int q = first_query(), kv = col + lane() % 4 * 2;
+    if (masked) {
+      change<true>(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv), q, kv);
+    } else if constexpr (!Config::kUnscaled) {
+      change<false>(s, 0, q, kv);
+    }
+  }
+  // Masked or not is code of its own: what most tiles run tests no bits.
+  template <bool kMasked>
+  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive, int q, int kv) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+        float x = s[n][e];
+        if constexpr (!Config::kUnscaled) x *= a_.scale;
+        if constexpr (kHas<ScoreMod>) {
+          x = ScoreMod::apply(score_, x, b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, takes);
+        }
+        s[n][e] = takes ? x : -FUSEGRAD_INFINITY;
+      }
+    }
+  }
+
+  __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
+  static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
+
+  // As FlexForward::softmax, without branches: the two rows' steps are one block of instructions. The output is
+  // rescaled later, when the product in flight is done with it.
+  __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2]) {
+    const float factor = unit() * kLog2E;
+    float max[2] = {max_[0], max_[1]}, origin[2], sum[2] = {};
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
+    }
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], __shfl_xor_sync(~0u, max[r], bit));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (Config::kMaxScores) {
+        ties_[r] = max[r] != max_[r] ? 0.0f : ties_[r];
+#pragma unroll
+        for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max[r]) + (s[n][2 * r + 1] == max[r]);
+      }
+      // Not less or equal: NaN and the first score (infinity) go on.
+      max[r] = (max[r] - max_[r]) * factor <= kSlack ? max_[r] : max[r];
+      // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+      const float from = max[r] == -FUSEGRAD_INFINITY ? 0.0f : max[r];
+      rescale[r] = power_of_two((max_[r] - from) * factor);
+      origin[r] = from * factor;
+      max_[r] = max[r];
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[n][e] = power_of_two(s[n][e] * factor - origin[e / 2]);
+        sum[e / 2] += s[n][e];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum_[r] = sum_[r] * rescale[r] + sum[r];
+  }
+  __device__ __forceinline__ void multiply(float (&out)[kBlocksE][4], const float (&rescale)[2]) const {
+    if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < kBlocksE; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][e] *= rescale[e / 2];
+    }
+  }
+  __device__ __forceinline__ void pack(unsigned (&p)[kBlocksN * 2], const float (&s)[kBlocksN][4]) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);
+  }
+
+  __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad) const {
+    const float nan = __int_as_float(0x7fffffff);
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = first_query() + 8 * r;
+      const bool none = max_[r] == -FUSEGRAD_INFINITY;
+      const float sum = row_sum(sum_[r]), ties = Config::kMaxScores ? row_sum(ties_[r]) : 0.0f;
+      factor[r] = bad ? nan : none ? 0.0f : 1.0f / sum;
+      if (lane() % 4 != 0 || q >= a_.queries) continue;
+      const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
+      const float max = max_[r] * unit();
+      a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : max + logf(sum);
+      if constexpr (Config::kMaxScores) {
+        a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
+        a_.max_ties[at] = ties;
+      }
+    }
+    store_rows<false>(a_.out, out, factor);
+    if constexpr (Config::kOutLow) store_rows<true>(a_.out_low, out, factor);
+  }
+
+  // The warp's 16 rows; kLow: what rounding takes from them.
+  template <bool kLow>
+  __device__ __forceinline__ void store_rows(const FlexTensor& to, const float (&out)[kBlocksE][4],
+                                             const float (&factor)[2]) const {
+    T* head = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
+    const bool vectors = to.col_stride == 1 && a_.value_size % 8 == 0 &&
+                         (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
+                         reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = first_query() + 8 * r;
+      T* row = head + q * to.row_stride;
+#pragma unroll
+      for (int n = 0; n < kBlocksE; n += 4) {
+        unsigned words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float x = out[n + i][2 * r] * factor[r], y = out[n + i][2 * r + 1] * factor[r];
+          if constexpr (kLow) {
+            x -= rounded<T>(x);
+            y -= rounded<T>(y);
+          }
+          words[i] = device::pack(T{}, x, y);
+        }
+        if (vectors) {
+          transpose_in_fours(words);
+          const int col = (n + lane() % 4) * 8;
+          if (q < a_.queries && col < a_.value_size) {
+            *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
+          }
+        } else if (q < a_.queries) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const int col = (n + i / 2) * 8 + lane() % 4 * 2 + i % 2;
+            if (col < a_.value_size)
+              row[col * to.col_stride] = T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)};
+          }
+        }
+      }
+    }
+  }
+  // Of four lanes with four words each, lane i gets word i of all of them.
+  __device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) const {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool upper = (lane() & bit) != 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if ((i & bit) != 0) continue;
+        const unsigned got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + bit], bit);
+        words[i] = upper ? got : words[i];
+        words[i + bit] = upper ? words[i + bit] : got;
+      }
+    }
+  }
+
+  const FlexForwardArguments& a_;
+  const FlexForwardHopperArguments& more_;
+  const typename ScoreMod::Captured& score_;
+  const typename MaskMod::Captured& mask_;
+  const unsigned query_, key_, value_, barriers_;
+  int b_, h_, row_, group_;
+  float max_[2], sum_[2], ties_[2];
+};
+
+}  // namespace fusegrad::device
