@@ -42,8 +42,10 @@ def plot_document(document: dict[str, Any], path: Path) -> None:
 
 
 def _bars(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Forward and backward passes whose memory is known, the slowest first; a bare forward is other work."""
-    passes = [one for one in case["results"] if "ms" in one and "peak_mib" in one]
+    """The slowest first. Where memory was measured, forward and backward passes whose memory is known: a bare forward
+    is other work."""
+    measured = any("peak_mib" in one for one in case["results"])
+    passes = [one for one in case["results"] if "ms" in one and ("peak_mib" in one or not measured)]
     return sorted((one for one in passes if "no-grad" not in one["name"]), key=lambda one: -one["ms"])
 
 
@@ -66,7 +68,7 @@ def _panel(axis: Any, case: dict[str, Any]) -> None:
 
 
 def _label(one: dict[str, Any]) -> str:
-    return f"{one['ms']:.4g} ms, {one['peak_mib']:,.0f} MiB"
+    return f"{one['ms']:.4g} ms" + (f", {one['peak_mib']:,.0f} MiB" if "peak_mib" in one else "")
 
 
 if __name__ == "__main__":
