@@ -1,5 +1,6 @@
 #include "cuda/bindings.h"
 
+#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 
 #include "cuda/flex_program.h"
@@ -52,6 +53,15 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   return c;
 }
 
+FlexForce force_named(const std::string& name) {
+  if (name.empty()) return FlexForce::kNone;
+  if (name == "portable") return FlexForce::kPortable;
+  if (name == "hopper") return FlexForce::kHopper;
+  TORCH_CHECK_VALUE(name == "hopper_backward",
+                    "force_family: must be 'portable', 'hopper', 'hopper_backward' or '', but got ", name);
+  return FlexForce::kHopperBackward;
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -88,9 +98,10 @@ void bind(py::module_& m) {
   m.def(
       "force_family",
       [](const std::string& family) {
-        force_flex_family(family.empty() ? -1 : family == "hopper" ? 1 : 0);
+        force_flex_family(force_named(family));
       },
-      py::arg("family"), "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
+      py::arg("family"), "For tests: 'portable' or 'hopper' where there are both, 'hopper_backward' for the backward that is not chosen "
+      "yet too; '': the faster one.");
   m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");

@@ -130,13 +130,29 @@ class Call {
   }
 
   /// What the Hopper forward takes besides. After tiles().
-  device::FlexForwardHopperArguments hopper(const FlexTileSize& tile) const {
+  device::FlexForwardHopperArguments hopper_forward(const FlexTileSize& tile) const {
     return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_};
   }
+  /// What the Hopper backward takes besides; `grad_query` is [B, H, M, cols] in float32, or undefined.
+  device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const Tensor& grad_out,
+                                                      const Tensor& rows, const Tensor& grad_query) const {
+    TORCH_CHECK_VALUE(rows.size(0) <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ", rows.size(0));
+    jit::TensorMapShape row_shape;
+    row_shape.dtype = CU_TENSOR_MAP_DATA_TYPE_FLOAT64;  // a number of 8 bytes that is only copied
+    row_shape.rank = 1;
+    row_shape.sizes = {static_cast<uint64_t>(rows.size(0))};
+    row_shape.box = {static_cast<uint32_t>(tile.rows)};
+    row_shape.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+    return {map_of(query_, tile.rows),
+            map_of(key_, tile.cols),
+            map_of(value_, tile.cols),
+            map_of(grad_out, tile.rows),
+            encoded(rows, row_shape),
+            grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{}};
+  }
 
-  /// `more`: the kernel's last argument, where it has another. `ahead`: called where the kernel is compiled, with the
-  /// architecture.
-  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, void* more = nullptr,
+  /// `more`: the kernel's further arguments. `ahead`: called where the kernel is compiled, with the architecture.
+  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, const std::vector<void*>& more,
               const std::function<void(const std::string&)>& ahead = nullptr) {
     const jit::Kernel& kernel = jit::kernel(flex_id(case_, plan), [&](const std::string& architecture) {
       if (ahead) ahead(architecture);
@@ -148,8 +164,9 @@ class Call {
     how.block[0] = static_cast<unsigned>(32 * plan.tile.warps);
     how.shared_bytes = plan.shared_bytes;
     how.stream = stream_;
-    void* all[] = {arguments, score_words_.data(), mask_words_.data(), more};
-    kernel.launch(how, all);
+    std::vector<void*> all{arguments, score_words_.data(), mask_words_.data()};
+    all.insert(all.end(), more.begin(), more.end());
+    kernel.launch(how, all.data());
   }
 
  private:
@@ -173,11 +190,12 @@ class Call {
     return score_mod::pack_captured(*score_mod::cached_graph(from.text), captured.buffers(), captured.scalars());
   }
 
-  // Boxes of a tensor's rows as the Hopper kernels copy them.
+  // Boxes of a tensor's rows as the Hopper kernels copy them, of the columns in the 128 bytes that are swizzled.
   static device::TensorMap map_of(const Tensor& t, int rows) {
-    constexpr int kChunk = 64;  // columns of 16 bits in the 128 bytes that are swizzled
     jit::TensorMapShape shape;
-    shape.dtype = t.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    shape.dtype = t.scalar_type() == at::kFloat  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                  : t.scalar_type() == at::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     shape.rank = 4;
     for (int d = 0; d < 4; ++d) {
       shape.sizes[d] = static_cast<uint64_t>(t.size(3 - d));
@@ -185,9 +203,12 @@ class Call {
       const int64_t stride = t.size(3 - d) == 1 ? 8 : t.stride(3 - d);
       shape.stride_bytes[d] = static_cast<uint64_t>(stride * t.element_size());
     }
-    shape.box = {kChunk, static_cast<uint32_t>(rows), 1, 1};
+    shape.box = {static_cast<uint32_t>(128 / t.element_size()), static_cast<uint32_t>(rows), 1, 1};
+    return encoded(t, shape);
+  }
+  static device::TensorMap encoded(const Tensor& t, const jit::TensorMapShape& shape) {
     return std::bit_cast<device::TensorMap>(
-        jit::Driver::get().tensor_map(t.const_data_ptr(), shape, "flex_forward_hopper"));
+        jit::Driver::get().tensor_map(t.const_data_ptr(), shape, "flex_attention's Hopper kernels"));
   }
 
   // The state of every block of the mask.
@@ -355,10 +376,10 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       // Its CTAs stay, one a multiprocessor.
       const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
       check_ctas(row_tiles + processors);
-      auto more = call.hopper(plan.tile);
-      call.launch(plan, &a, std::min(row_tiles, processors), &more, ahead);
+      auto more = call.hopper_forward(plan.tile);
+      call.launch(plan, &a, std::min(row_tiles, processors), {&more}, ahead);
     } else {
-      call.launch(plan, &a, row_tiles, nullptr, ahead);
+      call.launch(plan, &a, row_tiles, {}, ahead);
     }
   }
   return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
@@ -420,7 +441,14 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     auto sum_arguments = sums.arguments();
     const int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
                                 : heads * tiles_in(query.size(2), plan.tile.rows);
-    call.launch(plan, &a, ctas, sum_arguments.data());
+    if (by_key && plan.tile.family == FlexFamily::kHopper) {
+      auto more = call.hopper_backward(plan.tile, grad_out, row_values, c.grad_query ? query_sum : Tensor());
+      call.launch(plan, &a, ctas, {sum_arguments.data(), &more});
+    } else if (by_key) {
+      call.launch(plan, &a, ctas, {sum_arguments.data()});
+    } else {
+      call.launch(plan, &a, ctas, {});
+    }
   }
   if (needs_grad[0]) {
     Tensor target = grad_query;

@@ -12,7 +12,7 @@ namespace fusegrad::cuda {
 namespace {
 
 std::atomic<char> forced_scheme{0};
-std::atomic<int> forced_family{-1};
+std::atomic<FlexForce> forced_family{FlexForce::kNone};
 
 int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
@@ -25,13 +25,15 @@ int value_cols(const FlexCase& c, int multiple = kPortableCols) {
   return round_up(std::max(c.value_size, 1), multiple);
 }
 int multiple_of(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? kHopperCols : kPortableCols; }
+/// The other warpgroup of the Hopper kernels copies.
+int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
 bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient; }
 
 // Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
 int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
-  const int cols = t.rows / t.share, keys = t.cols * t.share / t.warps;
-  if (scheme == 'C') return t.warps * cols * 4;
-  if (scheme == 'D') return t.warps * (round_up(cols + keys - 1, 4) + 16 * (std::min(cols, 32) + 8)) * 4;
+  const int warps = computing_warps(t), cols = t.rows / t.share, keys = t.cols * t.share / warps;
+  if (scheme == 'C') return warps * cols * 4;
+  if (scheme == 'D') return warps * (round_up(cols + keys - 1, 4) + 16 * (std::min(cols, 32) + 8)) * 4;
   if (scheme == 'F') return 16 + round_up(table * 8, 16);
   return 0;
 }
@@ -39,6 +41,11 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
 int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (t.family == FlexFamily::kHopper) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
+    if (c.kernel == FlexKernel::kBackward) {
+      const int sums = c.grad_query ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;
+      return 1024 + 2 * (t.cols + t.stages * t.rows) * (head + value) + sums + t.stages * (8 * t.rows + 16) +
+             8 * (1 + 4 * t.stages);
+    }
     return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (6 + 4 * t.stages) + 2 * 16 +
            4 * t.stages;
   }
@@ -64,17 +71,37 @@ FlexTileSize hopper_forward(const FlexCase& c) {
   return tile(2, c.blocks ? 64 : 80);
 }
 
+// 64 keys of each of two warpgroups, whose gradients stay in registers; scores of as many queries as then fit.
+FlexTileSize hopper_backward(const FlexCase& c) {
+  return {head_cols(c, kHopperCols) == 64 ? 128 : 64, 128, 12, 1, 2, FlexFamily::kHopper};
+}
+bool fits_hopper_backward(const FlexCase& c) {
+  const int head = head_cols(c, kHopperCols);
+  return head <= 128 && value_cols(c, kHopperCols) <= head;
+}
+
+// The backward has been compiled and emulated, but has not run on a GPU yet: only who asks for it by name gets it.
+// Once it has passed the tests there, this becomes true, and it is chosen as the forward is.
+constexpr bool kBackwardHasRun = false;
+
 // Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs.
 bool takes_hopper(const FlexCase& c, const std::string& architecture) {
-  if (architecture != "90a" || c.dtype == DType::kFloat32 || c.kernel != FlexKernel::kForward) return false;
+  if (architecture != "90a" || c.dtype == DType::kFloat32 || c.kernel == FlexKernel::kGradQuery) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
-  if (forced_family >= 0) return forced_family == static_cast<int>(FlexFamily::kHopper);
+  const FlexForce forced = forced_family;
+  if (c.kernel == FlexKernel::kBackward) {
+    if (!fits_hopper_backward(c)) return false;
+    if (!kBackwardHasRun || forced == FlexForce::kHopperBackward) return forced == FlexForce::kHopperBackward;
+  }
+  if (forced != FlexForce::kNone) return forced != FlexForce::kPortable;
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
 }
 
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
-  if (takes_hopper(c, architecture)) return {hopper_forward(c)};
+  if (takes_hopper(c, architecture)) {
+    return {c.kernel == FlexKernel::kForward ? hopper_forward(c) : hopper_backward(c)};
+  }
   const int head = std::max(head_cols(c), value_cols(c));
   const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
   switch (c.kernel) {
@@ -152,6 +179,9 @@ Names names(FlexKernel kernel, FlexFamily family) {
     case FlexKernel::kBackward:
       break;
   }
+  if (family == FlexFamily::kHopper) {
+    return {"flex_backward_hopper", "cuda/device/flex_backward_hopper.cuh", "FlexBackwardHopper"};
+  }
   return {"flex_backward", "cuda/device/flex_backward.cuh", "FlexBackward"};
 }
 
@@ -168,9 +198,8 @@ std::string list(const std::vector<int>& values) {
   return text + "0";
 }
 
-// device::Wgmma for `cols` columns: scores are of operands in shared memory that lie alike; outputs of probabilities in
-// registers and of values whose rows are the common dimension.
-std::string wgmma(DType dtype, int cols, bool out) {
+// device::Wgmma for `cols` columns.
+std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
   std::string registers, outputs;
   for (int i = 0; i < cols / 2; ++i) {
     registers += (i == 0 ? "%" : ", %") + std::to_string(i);
@@ -179,18 +208,29 @@ std::string wgmma(DType dtype, int cols, bool out) {
   const auto operand = [&](int i) { return std::string(1, '%').append(std::to_string(cols / 2 + i)); };
   const std::string type = dtype == DType::kFloat16 ? "f16" : "bf16", n = std::to_string(cols);
   std::string text = "namespace fusegrad::device {\ntemplate <>\nstruct Wgmma<" + std::string(element_name(dtype)) +
-                     ", " + n + ", " + flag(out) + ", " + flag(out) +
+                     ", " + n + ", " + flag(register_a) + ", " + flag(transposed) +
                      "> {\n  static __device__ __forceinline__ void run(float* d, ";
-  text += out ? "const unsigned* a" : "unsigned long long a";
+  text += register_a ? "const unsigned* a" : "unsigned long long a";
   text += ", unsigned long long b, bool accumulate) {\n    asm volatile(\"{\\n.reg .pred p;\\nsetp.ne.b32 p, " +
-          operand(out ? 5 : 2) + ", 0;\\nwgmma.mma_async.sync.aligned.m64n" + n + "k16.f32." + type + "." + type +
+          operand(register_a ? 5 : 2) + ", 0;\\nwgmma.mma_async.sync.aligned.m64n" + n + "k16.f32." + type + "." + type +
           " {" + registers + "}, ";
-  text += out ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " + operand(4) +
-                    ", p, 1, 1, 1;"
-              : operand(0) + ", " + operand(1) + ", p, 1, 1, 0, 0;";
-  text += "\\n}\" : " + outputs + " : ";
-  text += out ? "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b)" : "\"l\"(a), \"l\"(b)";
+  text += register_a ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " + operand(4) +
+                           ", p, 1, 1, "
+                     : operand(0) + ", " + operand(1) + ", p, 1, 1, 0, ";
+  text += std::string(transposed ? "1" : "0") + ";\\n}\" : " + outputs + " : ";
+  text += register_a ? "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b)" : "\"l\"(a), \"l\"(b)";
   return text + ", \"r\"(static_cast<int>(accumulate)));\n  }\n};\n}  // namespace fusegrad::device\n";
+}
+
+// Those of a Hopper kernel: scores are of operands in shared memory that lie alike; what is made of probabilities, in
+// registers, is of another factor whose rows are the common dimension; the gradient of the queries has that factor too.
+std::string products(const FlexCase& c, const FlexPlan& plan) {
+  const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
+  if (c.kernel == FlexKernel::kForward) {
+    return wgmma(c.dtype, plan.tile.cols, false, false) + wgmma(c.dtype, value, true, true);
+  }
+  return wgmma(c.dtype, plan.tile.rows, false, false) + wgmma(c.dtype, value, true, true) +
+         (head == value ? "" : wgmma(c.dtype, head, true, true)) + wgmma(c.dtype, kHopperCols, false, true);
 }
 
 std::string config(const FlexCase& c, const FlexPlan& plan) {
@@ -218,8 +258,8 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   number("kValue", value_cols(c, multiple_of(plan.tile)));
   number("kRows", plan.tile.rows);
   number("kCols", plan.tile.cols);
-  number("kWarps", plan.tile.warps);
-  if (plan.tile.family == FlexFamily::kHopper) number("kGroups", plan.tile.rows / 64);
+  number("kWarps", computing_warps(plan.tile));
+  if (plan.tile.family == FlexFamily::kHopper) number("kGroups", computing_warps(plan.tile) / 4);
   number("kShare", plan.tile.share);
   number("kStages", plan.tile.stages);
   choice("kBlocks", c.blocks);
@@ -311,9 +351,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   if (has_derivative(c))
     render(c.score_mod, *score_mod::cached_derivative(c.score_mod.text, c.wants_grad), "Derivative");
   source += config(c, plan);
-  if (hopper) {
-    source += wgmma(c.dtype, plan.tile.cols, false) + wgmma(c.dtype, value_cols(c, kHopperCols), true);
-  }
+  if (hopper) source += products(c, plan);
   const std::string kernel = "fusegrad::device::" + std::string(name.type) + "<Config>";
   const std::string arguments = c.kernel == FlexKernel::kForward ? "Forward" : "Backward";
   source += "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(plan.shared_bytes) + ");\n";
@@ -325,7 +363,9 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
             "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
             "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
             (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
-            (hopper ? ",\n    const __grid_constant__ fusegrad::device::FlexForwardHopperArguments more" : "") +
+            (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
+                          "HopperArguments more"
+                    : "") +
             ") {\n  extern __shared__ __align__(16) char shared[];\n  " + kernel + "(arguments, " +
             (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
             (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
@@ -334,7 +374,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   return {{name.program, source, architecture, {}, text}, name.program, plan.shared_bytes, false};
 }
 
-void force_flex_family(int family) { forced_family = family; }
+void force_flex_family(FlexForce family) { forced_family = family; }
 void force_flex_scheme(char scheme) { forced_scheme = scheme; }
 
 }  // namespace fusegrad::cuda

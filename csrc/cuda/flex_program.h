@@ -16,6 +16,9 @@ namespace fusegrad::cuda {
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, the copy engine, warps of their own for copies;
 /// sm_90a alone.
 enum class FlexFamily : uint8_t { kPortable, kHopper };
+/// What tests ask for: the faster of two families, one of them, or the Hopper family with its backward, which is not
+/// chosen otherwise until it has run (flex_program.cpp).
+enum class FlexForce : uint8_t { kNone, kPortable, kHopper, kHopperBackward };
 enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 
 /// A score_mod or mask_mod; without a text there is none.
@@ -73,8 +76,8 @@ FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
 std::string flex_id(const FlexCase& c, const FlexPlan& plan);
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);
 
-/// For tests: the family of kernels for which there are two; -1: the faster one.
-void force_flex_family(int family);
+/// For tests.
+void force_flex_family(FlexForce family);
 /// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
 void force_flex_scheme(char scheme);
 

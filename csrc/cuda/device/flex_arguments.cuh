@@ -73,4 +73,11 @@ struct FlexBackwardArguments {
   int fixed_bits;  // fixed point: how far below 2^62 / largest a unit lies, so that no sum overflows
 };
 
+/// What the backward of sm_90a takes besides.
+struct FlexBackwardHopperArguments {
+  TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
+  TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * M]; boxes of a tile's rows
+  TensorMap grad_query;                   // of floats; boxes of 32 columns of 64 rows, swizzled
+};
+
 }  // namespace fusegrad::device

@@ -59,7 +59,13 @@ __device__ __forceinline__ double fixed_scale(float largest, int bits) {
   return __longlong_as_double(static_cast<long long>(1023 + bits - exponent - 1) << 52);
 }
 
-template <class Config>
+/// All threads of the CTA add up.
+struct AllThreads {
+  static __device__ __forceinline__ void synchronize() { __syncthreads(); }
+};
+
+/// Threads: the barrier of those that add up, the first kWarps warps.
+template <class Config, class Threads = AllThreads>
 class FlexBufferSums {
   using D = typename Config::Derivative;
   using Captured = typename Config::ScoreMod::Captured;
@@ -92,6 +98,14 @@ class FlexBufferSums {
 
  public:
   static constexpr int kSharedBytes = offset(kCount);
+
+  /// Whether flush() does anything.
+  static constexpr bool kFlushes = [] {
+    for (int k = 0; k < kCount; ++k) {
+      if (scheme(k) == 'C' || scheme(k) == 'D' || (scheme(k) == 'F' && !Config::kFixedPoint)) return true;
+    }
+    return false;
+  }();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
                                             const Captured& captured, char* shared)
@@ -214,7 +228,7 @@ class FlexBufferSums {
           if (sum != 0.0f) put<k>(i, sum * unit);
         }
         // Who has read the limit may not see it change.
-        __syncthreads();
+        Threads::synchronize();
         if (threadIdx.x == 0) {
           if (shared[0] != 0) shared[1] = __float_as_uint(2.0f * __uint_as_float(shared[0]));
           shared[0] = 0;

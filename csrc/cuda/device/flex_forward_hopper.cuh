@@ -78,15 +78,6 @@ class FlexForwardHopper {
   }
 
  private:
-  /// Where a ring of stages is, and how often it went round: its barriers' parity.
-  template <int kCount>
-  struct Ring {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void next() {
-      stage = stage + 1 == kCount ? 0 : stage + 1;
-      parity ^= stage == 0 ? 1 : 0;
-    }
-  };
   using Stages = Ring<Config::kStages>;
 
   __device__ __forceinline__ unsigned query_full() const { return barriers_; }
@@ -406,64 +397,9 @@ class FlexForwardHopper {
         a_.max_ties[at] = ties;
       }
     }
-    store_rows<false>(a_.out, out, factor);
-    if constexpr (Config::kOutLow) store_rows<true>(a_.out_low, out, factor);
-  }
-
-  // The warp's 16 rows; kLow: what rounding takes from them.
-  template <bool kLow>
-  __device__ __forceinline__ void store_rows(const FlexTensor& to, const float (&out)[kBlocksE][4],
-                                             const float (&factor)[2]) const {
-    T* head = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
-    const bool vectors = to.col_stride == 1 && a_.value_size % 8 == 0 &&
-                         (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
-                         reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int q = first_query() + 8 * r;
-      T* row = head + q * to.row_stride;
-#pragma unroll
-      for (int n = 0; n < kBlocksE; n += 4) {
-        unsigned words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float x = out[n + i][2 * r] * factor[r], y = out[n + i][2 * r + 1] * factor[r];
-          if constexpr (kLow) {
-            x -= rounded<T>(x);
-            y -= rounded<T>(y);
-          }
-          words[i] = device::pack(T{}, x, y);
-        }
-        if (vectors) {
-          transpose_in_fours(words);
-          const int col = (n + lane() % 4) * 8;
-          if (q < a_.queries && col < a_.value_size) {
-            *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
-          }
-        } else if (q < a_.queries) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const int col = (n + i / 2) * 8 + lane() % 4 * 2 + i % 2;
-            if (col < a_.value_size)
-              row[col * to.col_stride] = T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)};
-          }
-        }
-      }
-    }
-  }
-  // Of four lanes with four words each, lane i gets word i of all of them.
-  __device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) const {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool upper = (lane() & bit) != 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if ((i & bit) != 0) continue;
-        const unsigned got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + bit], bit);
-        words[i] = upper ? got : words[i];
-        words[i + bit] = upper ? words[i + bit] : got;
-      }
-    }
+    const int q = first_query();
+    store_rows<false, T>(a_.out, b_, h_, q, a_.queries, a_.value_size, out, factor);
+    if constexpr (Config::kOutLow) store_rows<true, T>(a_.out_low, b_, h_, q, a_.queries, a_.value_size, out, factor);
   }
 
   const FlexForwardArguments& a_;

@@ -45,6 +45,16 @@ struct Barrier {
   }
 };
 
+/// Where a ring of stages is, and how often it went round: its barriers' parity.
+template <int kCount>
+struct Ring {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    stage = stage + 1 == kCount ? 0 : stage + 1;
+    parity ^= stage == 0 ? 1 : 0;
+  }
+};
+
 /// Hardware barrier `id` (1 to 15; 0 is __syncthreads) of so many threads, those that only arrive included.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -75,13 +85,40 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, uns
 }
 /// All chunks of a tile of kRows rows and kCols columns, kRows * kCols * 2 bytes.
 template <int kRows, int kCols>
-__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
-                                          int batch) {
-  Barrier::expect(barrier, kRows * kCols * 2);
+__device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
+                                           int batch) {
 #pragma unroll
   for (int c = 0; c < kCols / kChunk; ++c)
     copy_box(to + c * kRows * kChunkBytes, from, barrier, c * kChunk, row, head, batch);
 }
+/// By one thread, which arrives at `barrier` too.
+template <int kRows, int kCols>
+__device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
+                                          int batch) {
+  Barrier::expect(barrier, kRows * kCols * 2);
+  copy_boxes<kRows, kCols>(to, from, barrier, row, head, batch);
+}
+/// A box of a tensor of one dimension.
+__device__ __forceinline__ void copy_line(unsigned to, const TensorMap& from, unsigned barrier, int at) {
+  asm volatile(
+      "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3}], [%2];" ::"r"(to),
+      "l"(&from), "r"(barrier), "r"(at)
+      : "memory");
+}
+
+/// Adds a box of floats to a [batch, head, row, column] tensor, but for what lies beyond it. Like commit and waits by
+/// one thread, after fence_before_copy() by all that wrote the box, and a barrier.
+__device__ __forceinline__ void add_box(const TensorMap& to, unsigned from, int col, int row, int head, int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&to),
+      "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ __forceinline__ void commit_sums() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Until the thread's boxes have been read, and may be written again.
+__device__ __forceinline__ void wait_sums_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+/// Until they have been added.
+__device__ __forceinline__ void wait_sums_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- products -----------------------------------------------------------------------------------------------
 
@@ -121,6 +158,79 @@ template <int kCount>
 __device__ __forceinline__ void pin(float* x) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// --- accumulators -------------------------------------------------------------------------------------------
+
+/// Four matrices of 8 x 8 numbers of 16 bits: word i of each lane is of matrix i, as an accumulator's. Each lane has the
+/// address of 16 bytes, lane l column l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices_transposed(unsigned address, const unsigned* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_pair(unsigned address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+}
+
+/// Of four lanes with four words each, lane i gets word i of all of them.
+__device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = (lane & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & bit) != 0) continue;
+      const unsigned got = __shfl_xor_sync(~0u, upper ? words[i] : words[i + bit], bit);
+      words[i] = upper ? got : words[i];
+      words[i + bit] = upper ? words[i + bit] : got;
+    }
+  }
+}
+
+/// A warp's 16 rows of accumulators to rows of a [batch, head, row, column] tensor of `rows` rows and `cols` columns.
+/// `first`, `factor`: the thread's first row, and what its rows first and first + 8 are multiplied by. kLow: what
+/// rounding takes from them.
+template <bool kLow, class T, int kBlocks>
+__device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, int first, int rows, int cols,
+                                           const float (&x)[kBlocks][4], const float (&factor)[2]) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  T* head = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride;
+  const bool vectors = to.col_stride == 1 && cols % 8 == 0 &&
+                       (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
+                       reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int at = first + 8 * r;
+    T* row = head + at * to.row_stride;
+#pragma unroll
+    for (int n = 0; n < kBlocks; n += 4) {
+      unsigned words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x0 = x[n + i][2 * r] * factor[r], x1 = x[n + i][2 * r + 1] * factor[r];
+        if constexpr (kLow) {
+          x0 -= rounded<T>(x0);
+          x1 -= rounded<T>(x1);
+        }
+        words[i] = pack(T{}, x0, x1);
+      }
+      if (vectors) {
+        transpose_in_fours(words);
+        const int col = (n + lane % 4) * 8;
+        if (at < rows && col < cols) {
+          *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      } else if (at < rows) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int col = (n + i / 2) * 8 + lane % 4 * 2 + i % 2;
+          if (col < cols) row[col * to.col_stride] = T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)};
+        }
+      }
+    }
+  }
 }
 
 }  // namespace fusegrad::device
