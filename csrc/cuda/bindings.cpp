@@ -1,7 +1,8 @@
 #include "cuda/bindings.h"
 
-#include <c10/util/Exception.h>
 #include <pybind11/stl.h>
+
+#include <stdexcept>
 
 #include "cuda/flex_program.h"
 #include "score_mod/bindings.h"
@@ -57,9 +58,8 @@ FlexForce force_named(const std::string& name) {
   if (name.empty()) return FlexForce::kNone;
   if (name == "portable") return FlexForce::kPortable;
   if (name == "hopper") return FlexForce::kHopper;
-  TORCH_CHECK_VALUE(name == "hopper_backward",
-                    "force_family: must be 'portable', 'hopper', 'hopper_backward' or '', but got ", name);
-  return FlexForce::kHopperBackward;
+  if (name == "hopper_backward") return FlexForce::kHopperBackward;
+  throw std::invalid_argument("force_family: must be 'portable', 'hopper', 'hopper_backward' or '', but got " + name);
 }
 
 }  // namespace

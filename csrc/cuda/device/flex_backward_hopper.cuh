@@ -185,10 +185,8 @@ class FlexBackwardHopper {
     Stages stages, gradients;
     Place now = wait_stage(stages), before{0, -1, kNoMore};
     Barrier::wait(key_full(), 0);
-    if (now.tile != kNoMore) {
-      issue_scores(s, stages.stage);
-      issue_grad_probabilities(d, stages.stage);
-    }
+    issue_scores(s, stages.stage);
+    issue_grad_probabilities(d, stages.stage);
     while (now.tile != kNoMore) {
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
@@ -208,6 +206,9 @@ class FlexBackwardHopper {
       begin_turn();
       now = turn(p, ds, s, d, grad_key, grad_value, now, before, stages, gradients);
     }
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(s[0]);
+    if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
     if (before.h >= 0) {
       if constexpr (Config::kGradQuery) last_grad_query(before, gradients);
@@ -227,34 +228,33 @@ class FlexBackwardHopper {
     if (Config::kGradQuery && speaks()) wait_sums_added();
   }
 
-  /// The products of tile `now`, and the first ones of the next tile, which it returns.
+  /// The products of tile `now`, and the first ones of the next tile, which it returns. None of them is under a
+  /// condition, which would make the compiler wait for them: of a tile that there is not they are made of whatever lies
+  /// in shared memory, and not used.
   __device__ __forceinline__ Place turn(const unsigned (&p)[kBlocksN * 2], const unsigned (&ds)[kBlocksN * 2],
                                         float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4],
                                         const Place& now, Place& before, Stages& stages, Stages& gradients) {
     const int stage = stages.stage;
     float c[8][4];
-    if (Config::kGradQuery && before.tile != kNoMore) issue_grad_query(c, gradients.stage ^ 1, gradient_parity(gradients));
+    if constexpr (Config::kGradQuery) issue_grad_query(c, gradients.stage ^ 1, gradient_parity(gradients));
     issue_grad_value(grad_value, p, stage);
     issue_grad_key(grad_key, ds, stage);
     wgmma_commit();
-    if (Config::kGradQuery && before.tile != kNoMore) {
+    if constexpr (Config::kGradQuery) {
       wgmma_wait<1>();
-      add_grad_query(c, gradients.stage ^ 1, before);
+      pin<8 * 4>(c[0]);
+      if (before.tile != kNoMore) add_grad_query(c, gradients.stage ^ 1, before);
     }
     stages.next();
     const Place next = wait_stage(stages);
-    if (next.tile != kNoMore) {
-      issue_scores(s, stages.stage);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
-    }
+    issue_scores(s, stages.stage);
+    wgmma_wait<1>();
     pin<kBlocksD * 4>(grad_key[0]);
     pin<kBlocksE * 4>(grad_value[0]);
     release(empty(stage));
     // The operands' registers are free only now.
-    if (next.tile != kNoMore) issue_grad_probabilities(d, stages.stage);
+    issue_grad_probabilities(d, stages.stage);
     end_turn();
     gradients.next();
     before = now;
@@ -267,6 +267,7 @@ class FlexBackwardHopper {
     named_sync(kAlone + group_, kWarpgroup);
     issue_grad_query(c, gradients.stage ^ 1, gradient_parity(gradients));
     wgmma_wait<0>();
+    pin<8 * 4>(c[0]);
     add_grad_query(c, gradients.stage ^ 1, place);
   }
 
@@ -372,8 +373,7 @@ class FlexBackwardHopper {
 
   // dQ to the copy engine, which adds it up in memory, swizzled: part i of 16 bytes of row r is at i ^ r % 8. Two rows
   // that are neighbours have the same banks then, unless they store the blocks of 8 columns n and n ^ 2.
-  __device__ __forceinline__ void add_grad_query(float (&c)[8][4], int s, const Place& place) const {
-    pin<8 * 4>(c[0]);
+  __device__ __forceinline__ void add_grad_query(const float (&c)[8][4], int s, const Place& place) const {
     release(gradient_empty(s));
     const int g = lane() / 4, t = lane() % 4;
     const bool odd = g % 2 != 0;
