@@ -43,7 +43,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
     if (c.kernel == FlexKernel::kBackward) {
       const int sums = c.grad_query ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;
-      return 1024 + 2 * (t.cols + t.stages * t.rows) * (head + value) + sums + t.stages * (8 * t.rows + 16) +
+      return 1024 + 2 * (t.cols + t.stages * t.rows) * (head + value) + sums + t.stages * (8 * t.rows + 2 * 16) +
              8 * (2 + 4 * t.stages);
     }
     return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (6 + 4 * t.stages) + 2 * 16 +

@@ -63,7 +63,7 @@ class FlexBackwardHopper {
 
  public:
   static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes +
-                                      Config::kStages * (kStageBytes + kGradientBytes + kRowBytes + 16) + kSumBytes +
+                                      Config::kStages * (kStageBytes + kGradientBytes + kRowBytes + 2 * 16) + kSumBytes +
                                       8 * kBarriers + Sums::kSharedBytes;
 
   __device__ __forceinline__ FlexBackwardHopper(const FlexBackwardArguments& a, const FlexSums* sums,
@@ -107,7 +107,11 @@ class FlexBackwardHopper {
   }
 
  private:
-  using Stages = Ring<Config::kStages>;
+  // Tiles of queries are counted: the stage of tile i and how its barriers' parity goes. One number instead of several:
+  // registers are scarce.
+  static_assert(Config::kStages == 2);
+  static __device__ __forceinline__ int stage_of(int i) { return i & 1; }
+  static __device__ __forceinline__ int parity_of(int i) { return i >> 1 & 1; }
   /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or kNoMore.
   struct Place {
     int b, h, tile;
@@ -123,19 +127,30 @@ class FlexBackwardHopper {
   __device__ __forceinline__ unsigned rows(int s) const {
     return gradient(Config::kStages) + kSumBytes + s * kRowBytes;
   }
-  __device__ __forceinline__ unsigned place(int s) const { return rows(Config::kStages) + s * 16; }
-  __device__ __forceinline__ unsigned barrier(int i) const { return place(Config::kStages) + i * 8; }
+  /// Of tile i. There are twice as many as stages: a tile's is read after its stage was released, with dQ.
+  __device__ __forceinline__ unsigned place(int i) const {
+    return rows(Config::kStages) + i % (2 * Config::kStages) * 16;
+  }
+  __device__ __forceinline__ unsigned barrier(int i) const {
+    return rows(Config::kStages) + 2 * Config::kStages * 16 + i * 8;
+  }
   __device__ __forceinline__ unsigned key_full() const { return barrier(0); }
   __device__ __forceinline__ unsigned full(int s) const { return barrier(1 + s); }
   __device__ __forceinline__ unsigned empty(int s) const { return barrier(1 + Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_full(int s) const { return barrier(1 + 2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_empty(int s) const { return barrier(1 + 3 * Config::kStages + s); }
 
-  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
-  __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
+  // Read anew each time, so that what is made of it is not kept in registers through the loop.
+  static __device__ __forceinline__ int thread() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+  }
+  static __device__ __forceinline__ int lane() { return thread() % kLanes; }
+  static __device__ __forceinline__ int warp() { return thread() / kLanes; }
   __device__ __forceinline__ int first_key() const { return col_ + warp() * 16 + lane() / 4; }
   /// The thread that gives a warpgroup's sums to the copy engine, and waits for it.
-  __device__ __forceinline__ bool speaks() const { return threadIdx.x % kWarpgroup == 0; }
+  __device__ __forceinline__ bool speaks() const { return thread() % kWarpgroup == 0; }
 
   // --- the producer: one thread, which alone reads lists ---
 
@@ -144,23 +159,22 @@ class FlexBackwardHopper {
     copy_boxes<Config::kCols, Config::kHead>(key_, more_.key, key_full(), col_, key_head_, key_batch_);
     if constexpr (Config::kGradScores)
       copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, key_full(), col_, key_head_, key_batch_);
-    Stages stages;
+    int tile = 0;
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     const int first_head = key_head_ * a_.group;
     const int last_batch = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
     for (int b = key_batch_; b < last_batch; ++b) {
       for (int h = first_head; h < first_head + a_.group; ++h) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
-        for (int i = 0; i < walk.count(); ++i) load({b, h, walk[i]}, stages);
+        for (int i = 0; i < walk.count(); ++i) load(tile++, {b, h, walk[i]});
       }
     }
-    load({0, 0, kNoMore}, stages);
+    load(tile, {0, 0, kNoMore});
   }
-  __device__ __forceinline__ void load(const Place& p, Stages& stages) const {
-    const int s = stages.stage;
-    Barrier::wait(empty(s), stages.parity ^ 1);
-    stages.next();
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(place(s)), "r"(p.b), "r"(p.h), "r"(p.tile) : "memory");
+  __device__ __forceinline__ void load(int i, const Place& p) const {
+    const int s = stage_of(i);
+    Barrier::wait(empty(s), parity_of(i) ^ 1);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(place(i)), "r"(p.b), "r"(p.h), "r"(p.tile) : "memory");
     if (p.tile == kNoMore) {
       Barrier::arrive(full(s));
       return;
@@ -182,38 +196,41 @@ class FlexBackwardHopper {
     Consumers::synchronize();
     // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
-    Stages stages, gradients;
-    Place now = wait_stage(stages), before{0, -1, kNoMore};
     Barrier::wait(key_full(), 0);
-    issue_scores(s, stages.stage);
-    issue_grad_probabilities(d, stages.stage);
-    while (now.tile != kNoMore) {
+    int i = 0, b = 0, h = -1;
+    wait_stage(i);
+    issue_scores(s, i);
+    issue_grad_probabilities(d, i);
+    for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
-      if (now.b != before.b || now.h != before.h) {
-        if (before.h >= 0) sums_.end_head(before.b, before.h, first_key());
+      if (now.b != b || now.h != h) {
+        if (h >= 0) sums_.end_head(b, h, first_key());
         sums_.begin_head();
+        b = now.b;
+        h = now.h;
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
-      pairs(now, stages.stage, s, d, p, ds);
+      pairs(now, i, s, d, p, ds);
       if constexpr (Sums::kFlushes) {
         Consumers::synchronize();
         sums_.flush(now.b, now.h, now.row(), col_);
         Consumers::synchronize();
       }
-      if constexpr (Config::kGradQuery) keep(ds, gradients);
+      if constexpr (Config::kGradQuery) keep(ds, i);
       begin_turn();
-      now = turn(p, ds, s, d, grad_key, grad_value, now, before, stages, gradients);
+      turn(i, p, ds, s, d, grad_key, grad_value);
+      end_turn();
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
-    if (before.h >= 0) {
-      if constexpr (Config::kGradQuery) last_grad_query(before, gradients);
-      sums_.end_head(before.b, before.h, first_key());
+    if constexpr (Config::kGradQuery) {
+      if (i > 0) last_grad_query(i - 1);
     }
+    if (h >= 0) sums_.end_head(b, h, first_key());
     Consumers::synchronize();
     sums_.end();
     if constexpr (Config::kGradKey) {
@@ -228,59 +245,56 @@ class FlexBackwardHopper {
     if (Config::kGradQuery && speaks()) wait_sums_added();
   }
 
-  /// The products of tile `now`, and the first ones of the next tile, which it returns. None of them is under a
-  /// condition, which would make the compiler wait for them: of a tile that there is not they are made of whatever lies
-  /// in shared memory, and not used.
-  __device__ __forceinline__ Place turn(const unsigned (&p)[kBlocksN * 2], const unsigned (&ds)[kBlocksN * 2],
-                                        float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
-                                        float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4],
-                                        const Place& now, Place& before, Stages& stages, Stages& gradients) {
-    const int stage = stages.stage;
+  /// The products of tile i, and the first ones of the next tile. None of them is under a condition, which would make
+  /// the compiler wait for them: of a tile that there is not they are made of whatever lies in shared memory, and not
+  /// used.
+  __device__ __forceinline__ void turn(int i, const unsigned (&p)[kBlocksN * 2], const unsigned (&ds)[kBlocksN * 2],
+                                       float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                       float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4]) const {
     float c[8][4];
-    if constexpr (Config::kGradQuery) issue_grad_query(c, gradients.stage ^ 1, gradient_parity(gradients));
-    issue_grad_value(grad_value, p, stage);
-    issue_grad_key(grad_key, ds, stage);
+    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1);
+    issue_grad_value(grad_value, p, i);
+    issue_grad_key(grad_key, ds, i);
     wgmma_commit();
     if constexpr (Config::kGradQuery) {
       wgmma_wait<1>();
       pin<8 * 4>(c[0]);
-      if (before.tile != kNoMore) add_grad_query(c, gradients.stage ^ 1, before);
+      if (i > 0) add_grad_query(c, i - 1);
     }
-    stages.next();
-    const Place next = wait_stage(stages);
-    issue_scores(s, stages.stage);
+    wait_stage(i + 1);
+    issue_scores(s, i + 1);
     wgmma_wait<1>();
     pin<kBlocksD * 4>(grad_key[0]);
     pin<kBlocksE * 4>(grad_value[0]);
-    release(empty(stage));
+    release(empty(stage_of(i)));
     // The operands' registers are free only now.
-    issue_grad_probabilities(d, stages.stage);
-    end_turn();
-    gradients.next();
-    before = now;
-    return next;
+    issue_grad_probabilities(d, i + 1);
   }
 
-  __device__ __forceinline__ void last_grad_query(const Place& place, Stages& gradients) const {
+  __device__ __forceinline__ void last_grad_query(int i) const {
     float c[8][4];
     if (speaks()) wait_sums_read();
     named_sync(kAlone + group_, kWarpgroup);
-    issue_grad_query(c, gradients.stage ^ 1, gradient_parity(gradients));
+    issue_grad_query(c, i);
     wgmma_wait<0>();
     pin<8 * 4>(c[0]);
-    add_grad_query(c, gradients.stage ^ 1, place);
+    add_grad_query(c, i);
   }
 
-  /// Until the producer has brought a tile; which one.
-  __device__ __forceinline__ Place wait_stage(const Stages& stages) const {
-    Barrier::wait(full(stages.stage), stages.parity);
+  /// Until the producer has brought tile i.
+  __device__ __forceinline__ void wait_stage(int i) const { Barrier::wait(full(stage_of(i)), parity_of(i)); }
+  __device__ __forceinline__ Place read_place(int i) const {
     Place p;
     int unused;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(p.b), "=r"(p.h), "=r"(p.tile), "=r"(unused)
-                 : "r"(place(stages.stage))
+                 : "r"(place(i))
                  : "memory");
-    // The same in all threads of a warp, and known to be.
+    return p;
+  }
+  /// The same in all threads of a warp, and known to be.
+  __device__ __forceinline__ Place place_of(int i) const {
+    const Place p = read_place(i);
     return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
   }
   // By each warp, when all its lanes are done with what the barrier guards.
@@ -305,11 +319,11 @@ class FlexBackwardHopper {
   // --- products ---
 
   // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
-  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int stage) const {
-    issue_rows<Config::kHead>(s, key_, query(stage));
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int i) const {
+    issue_rows<Config::kHead>(s, key_, query(stage_of(i)));
   }
-  __device__ __forceinline__ void issue_grad_probabilities(float (&d)[kBlocksN][4], int stage) const {
-    if constexpr (Config::kGradScores) issue_rows<Config::kValue>(d, value(), grad_out(stage));
+  __device__ __forceinline__ void issue_grad_probabilities(float (&d)[kBlocksN][4], int i) const {
+    if constexpr (Config::kGradScores) issue_rows<Config::kValue>(d, value(), grad_out(stage_of(i)));
   }
   /// The warpgroup's 64 rows of `a` by all rows of `b`.
   template <int kCommon>
@@ -325,12 +339,12 @@ class FlexBackwardHopper {
   }
   // These two are committed together.
   __device__ __forceinline__ void issue_grad_value(float (&c)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
-                                                   int stage) const {
-    if constexpr (Config::kGradValue) issue_operand<ValueProduct>(c[0], p, grad_out(stage));
+                                                   int i) const {
+    if constexpr (Config::kGradValue) issue_operand<ValueProduct>(c[0], p, grad_out(stage_of(i)));
   }
   __device__ __forceinline__ void issue_grad_key(float (&c)[kBlocksD][4], const unsigned (&ds)[kBlocksN * 2],
-                                                 int stage) const {
-    if constexpr (Config::kGradKey) issue_operand<KeyProduct>(c[0], ds, query(stage));
+                                                 int i) const {
+    if constexpr (Config::kGradKey) issue_operand<KeyProduct>(c[0], ds, query(stage_of(i)));
   }
   template <class Product>
   __device__ __forceinline__ void issue_operand(float* c, const unsigned (&a)[kBlocksN * 2], unsigned b) const {
@@ -339,8 +353,10 @@ class FlexBackwardHopper {
 #pragma unroll
     for (int k = 0; k < Config::kRows / 16; ++k) Product::run(c, a + 4 * k, advanced(from, k * 16 * kChunkBytes), true);
   }
-  __device__ __forceinline__ void issue_grad_query(float (&c)[8][4], int s, int parity) const {
-    Barrier::wait(gradient_full(s), parity);
+  /// Of the tile before the first one (i = -1) the barrier's phase counts as over.
+  __device__ __forceinline__ void issue_grad_query(float (&c)[8][4], int i) const {
+    const int s = stage_of(i);
+    Barrier::wait(gradient_full(s), parity_of(i));
     const auto row = descriptor(gradient(s) + (kRowsShared ? group_ * kGroupBytes : 0), 16);
     const auto col = descriptor(key_ + (kRowsShared ? 0 : group_ * Config::kCols * kChunkBytes), 16);
     wgmma_fence();
@@ -353,28 +369,24 @@ class FlexBackwardHopper {
 
   // --- dS and dQ through shared memory ---
 
-  /// The parity of the stage before `gradients`.
-  static __device__ __forceinline__ int gradient_parity(const Stages& gradients) {
-    static_assert(Config::kStages == 2);
-    return gradients.parity ^ (gradients.stage == 0 ? 1 : 0);
-  }
   // The warp's 16 keys of dS, transposed: a row is a query. Matrix i of a store is keys 8 * (i % 2) on and queries
   // 8 * (i / 2) on; a lane has the address of row lane % 8 of matrix lane / 8.
-  __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], const Stages& gradients) const {
-    Barrier::wait(gradient_empty(gradients.stage), gradients.parity ^ 1);
+  __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], int i) const {
+    const int s = stage_of(i);
+    Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
     const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
-    const unsigned to = gradient(gradients.stage) + group_ * Config::kRows * kChunkBytes +
+    const unsigned to = gradient(s) + group_ * Config::kRows * kChunkBytes +
                         (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
     fence_before_copy();  // products too read by the asynchronous proxy
-    release(gradient_full(gradients.stage));
+    release(gradient_full(s));
   }
 
   // dQ to the copy engine, which adds it up in memory, swizzled: part i of 16 bytes of row r is at i ^ r % 8. Two rows
   // that are neighbours have the same banks then, unless they store the blocks of 8 columns n and n ^ 2.
-  __device__ __forceinline__ void add_grad_query(const float (&c)[8][4], int s, const Place& place) const {
-    release(gradient_empty(s));
+  __device__ __forceinline__ void add_grad_query(const float (&c)[8][4], int i) const {
+    release(gradient_empty(stage_of(i)));
     const int g = lane() / 4, t = lane() % 4;
     const bool odd = g % 2 != 0;
     const unsigned to = sum(group_) + (warp() % 4 * 16 + g) * kChunkBytes + ((t / 2 ^ g) * 16 ^ (odd ? 64 : 0)) + t % 2 * 8;
@@ -391,11 +403,12 @@ class FlexBackwardHopper {
     fence_before_copy();
     named_sync(kAlone + group_, kWarpgroup);
     if (!speaks()) return;
+    const Place place = read_place(i);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int col = (kRowsShared ? 0 : group_ * kChunk) + i * kBoxCols;
+    for (int box = 0; box < 2; ++box) {
+      const int col = (kRowsShared ? 0 : group_ * kChunk) + box * kBoxCols;
       if (col < a_.head_size) {
-        add_box(more_.grad_query, sum(group_) + i * kBoxBytes, col, place.row() + (kRowsShared ? group_ * 64 : 0),
+        add_box(more_.grad_query, sum(group_) + box * kBoxBytes, col, place.row() + (kRowsShared ? group_ * 64 : 0),
                 place.h, place.b);
       }
     }
@@ -405,7 +418,7 @@ class FlexBackwardHopper {
   // --- pairs ---
 
   // P and dS of the warp's keys, as operands.
-  __device__ __forceinline__ void pairs(const Place& place, int stage, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+  __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const bool masked = (place.tile & 3) != kTileFull || place.row() + Config::kRows > a_.queries ||
                         col_ + Config::kCols > a_.keys;
@@ -416,18 +429,18 @@ class FlexBackwardHopper {
       const auto alive = !masked ? ~Bits<kBlocksN * 4>(0)
                                  : masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.tile & 3, place.b,
                                                                                   place.h, q, first_key());
-      each_pair<true>(place, stage, alive, s, d, p, ds);
+      each_pair<true>(place, i, alive, s, d, p, ds);
     } else {
-      each_pair<false>(place, stage, 0, s, d, p, ds);
+      each_pair<false>(place, i, 0, s, d, p, ds);
     }
     sums_.end_tile();
   }
   template <bool kMasked>
-  __device__ __forceinline__ void each_pair(const Place& place, int stage, Bits<kBlocksN * 4> alive,
+  __device__ __forceinline__ void each_pair(const Place& place, int i, Bits<kBlocksN * 4> alive,
                                             float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                             unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
-    const unsigned rows = this->rows(stage) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       FlexRow of_row[2];
