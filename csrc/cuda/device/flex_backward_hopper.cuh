@@ -140,7 +140,11 @@ class FlexBackwardHopper {
   __device__ __forceinline__ unsigned gradient_full(int s) const { return barrier(1 + 2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_empty(int s) const { return barrier(1 + 3 * Config::kStages + s); }
 
-  // Read anew each time, so that what is made of it is not kept in registers through the loop.
+  // What is made of these is not kept in registers through the loop.
+  static __device__ __forceinline__ unsigned anew(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
   static __device__ __forceinline__ int thread() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -328,7 +332,7 @@ class FlexBackwardHopper {
   /// The warpgroup's 64 rows of `a` by all rows of `b`.
   template <int kCommon>
   __device__ __forceinline__ void issue_rows(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
-    const auto row = descriptor(a + group_ * kGroupBytes, 16), col = descriptor(b, 16);
+    const auto row = descriptor(anew(a + group_ * kGroupBytes), 16), col = descriptor(b, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kCommon / 16; ++k) {
@@ -463,6 +467,7 @@ class FlexBackwardHopper {
                                                   value);
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
+      if constexpr (kHas<ScoreMod>) hold_order();
       sums_.end_block(0, n);
       put_operand<T>(p + 2 * n, s[n]);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
