@@ -49,11 +49,14 @@ struct Config {
 };
 // At its smallest for sm_90a.
 struct HopperConfig : Config {
-  static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 12, kGroups = 2, kStages = 2;
+  static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 8, kGroups = 2, kStages = 2;
+};
+struct HopperBackwardConfig : HopperConfig {
+  static constexpr int kCols = 128;
 };
 // In place of the products that a program renders.
-template <bool kOut>
-struct fusegrad::device::Wgmma<BFloat16, 64, kOut, kOut> {
+template <int kCols, bool kRegisterA, bool kTransposed>
+struct fusegrad::device::Wgmma<BFloat16, kCols, kRegisterA, kTransposed> {
   template <class A>
   static __device__ void run(float* d, A a, unsigned long long b, bool accumulate) {
     d[0] = (accumulate ? d[0] : 0.0f) + static_cast<float>(b) + sizeof(a);

@@ -54,6 +54,15 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, shared).run();",
      160, true},
+    {"cuda/device/flex_backward_hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexBackwardHopper<HopperBackwardConfig>(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
+     "                                         *(const FlexBackwardHopperArguments*)in, *(const "
+     "ScoreMod::Captured*)in,\n"
+     "                                         *(const MaskMod::Captured*)in, shared).run();\n"
+     "#endif",
+     168, true, 384},
     {"cuda/device/flex_buffers.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
@@ -121,6 +130,22 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "wgmma_wait<0>();\n"
      "pin<4>(d);\n"
      "named_arrive(2, 2 * kWarpgroup);\n"
+     "Ring<2> ring;\n"
+     "ring.next();\n"
+     "unsigned words[4] = {1, 2, 3, threadIdx.x};\n"
+     "transpose_in_fours(words);\n"
+     "store_matrices_transposed(tile + threadIdx.x % 32 * 16, words);\n"
+     "store_pair(tile + 4096 + threadIdx.x * 8, d[1], d[2]);\n"
+     "hold_order();\n"
+     "fence_before_copy();\n"
+     "named_sync(1, kWarpgroup);\n"
+     "if (threadIdx.x == 0) {\n"
+     "  copy_line(tile, *(const TensorMap*)in, barrier, 3);\n"
+     "  add_box(*(const TensorMap*)in, tile, 0, 1, 2, ring.stage);\n"
+     "  commit_sums();\n"
+     "  wait_sums_read();\n"
+     "  wait_sums_added();\n"
+     "}\n"
      "out[threadIdx.x] = d[0] + d[3] + advanced(descriptor(tile, 16), step_bytes<64>(5));\n"
      "#endif",
      40, false, 128},

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,8 +83,13 @@ def mask_mod(name: str) -> ScoreMod | None:
     return trace_mask_mod(lambda b, h, q, kv: q >= kv)
 
 
+# Of the forced family, which threads share.
+FORCED = threading.Lock()
+
+
 class Kernel(NamedTuple):
-    kernel: str  # "ordered" is the backward in fixed point
+    # "ordered" is the backward in fixed point; "hopper_" is before those that are not chosen yet
+    kernel: str
     dtype: str
     head_size: int
     value_size: int
@@ -99,8 +105,9 @@ class Kernel(NamedTuple):
         def text_of(mod: ScoreMod | None) -> tuple[str, list[str]]:
             return ("", []) if mod is None else (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers])
 
+        kernel = self.kernel.removeprefix("hopper_")
         return flex.Case(
-            "backward" if self.kernel == "ordered" else self.kernel,
+            "backward" if kernel == "ordered" else kernel,
             self.dtype,
             self.head_size,
             self.value_size,
@@ -109,12 +116,23 @@ class Kernel(NamedTuple):
             blocks,
             [] if self.kernel == "forward" else [b.requires_grad for b in buffers],
             [b.numel() for b in buffers],
-            deterministic=self.kernel in ("ordered", "grad_query"),
+            deterministic=kernel in ("ordered", "grad_query"),
         )
+
+    def program(self) -> object:
+        with FORCED:
+            if not self.kernel.startswith("hopper_"):
+                return flex.program(self.case(), self.architecture)
+            try:
+                flex.force_family("hopper_backward")
+                assert flex.plan(self.case(), self.architecture)["family"] == "hopper"
+                return flex.program(self.case(), self.architecture)
+            finally:
+                flex.force_family("")
 
     def takes(self) -> tuple[int, int]:
         """Registers of a thread, bytes that they spill."""
-        (found,) = _C.jit.resources(flex.program(self.case(), self.architecture)).values()
+        (found,) = _C.jit.resources(self.program()).values()
         return found["registers"], found["spill_store_bytes"]
 
 
@@ -151,7 +169,7 @@ grad_query float16 256 256 softcap none
 grad_query float32 64 64 A document
 grad_query float32 256 256 none none
 """
-# For sm_90a alone, where the forward of 16-bit elements is of another family.
+# For sm_90a alone, where the forward of 16-bit elements is of another family, and the backward is where it is forced.
 HOPPER = """
 forward bfloat16 64 64 none none
 forward bfloat16 64 64 softcap causal
@@ -167,6 +185,21 @@ forward float16 64 64 A small
 forward float16 128 128 softcap document
 forward float16 192 128 none causal
 forward float16 256 256 D small
+hopper_backward bfloat16 64 64 none none
+hopper_backward bfloat16 64 64 alibi causal
+hopper_backward bfloat16 64 64 D document
+hopper_backward bfloat16 64 64 F none
+hopper_backward bfloat16 128 128 none none
+hopper_backward bfloat16 128 128 none document
+hopper_backward bfloat16 128 128 alibi none
+hopper_backward bfloat16 128 128 softcap causal
+hopper_backward bfloat16 128 128 A none
+hopper_backward bfloat16 128 128 B none
+hopper_backward bfloat16 128 128 C none
+hopper_backward bfloat16 128 128 D document
+hopper_backward bfloat16 128 128 AD small
+hopper_backward float16 128 64 E none
+hopper_ordered bfloat16 128 128 D causal
 """
 
 
@@ -276,15 +309,41 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
     def plan(kernel: str) -> dict:
         return flex.plan(flex.Case(kernel, dtype, *sizes), architecture)
 
-    assert plan("forward")["family"] == family
-    assert plan("backward")["family"] == "portable"
+    def families() -> list[str]:
+        return [plan(kernel)["family"] for kernel in ("forward", "backward", "grad_query")]
+
+    assert families() == [family, "portable", "portable"]
     try:
         flex.force_family("portable")
-        assert plan("forward")["family"] == "portable"
+        assert families() == ["portable"] * 3
         # Forced, it is where there are kernels at all.
         flex.force_family("hopper")
         there = architecture == "90a" and dtype != "float32" and min(sizes) > 0
-        assert plan("forward")["family"] == ("hopper" if there else "portable")
-        assert plan("backward")["family"] == "portable"
+        assert families() == ["hopper" if there else "portable", "portable", "portable"]
+        # Its backward has not run on a GPU yet: it is where it is asked for by name, and D and E are up to 128.
+        flex.force_family("hopper_backward")
+        backward = there and max(sizes) <= 128
+        assert families() == [
+            "hopper" if there else "portable",
+            "hopper" if backward else "portable",
+            "portable",
+        ]
     finally:
         flex.force_family("")
+
+
+def test_the_hopper_backward_is_for_values_no_wider_than_keys() -> None:
+    def family(head_size: int, value_size: int) -> str:
+        return flex.plan(flex.Case("backward", "bfloat16", head_size, value_size), "90a")["family"]
+
+    try:
+        flex.force_family("hopper_backward")
+        assert [family(128, 40), family(64, 64), family(70, 128)] == ["hopper"] * 3
+        assert [family(64, 65), family(129, 64)] == ["portable"] * 2
+    finally:
+        flex.force_family("")
+
+
+def test_a_family_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="force_family: must be .*, but got grace"):
+        flex.force_family("grace")
