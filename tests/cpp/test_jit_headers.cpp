@@ -57,9 +57,11 @@ constexpr HeaderKernel kHeaderKernels[] = {
     {"cuda/device/flex_backward_hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"
-     "FlexBackwardHopper<HopperBackwardConfig>(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
-     "                                         *(const FlexBackwardHopperArguments*)in, *(const "
-     "ScoreMod::Captured*)in,\n"
+     // As a kernel's parameters are: what must be read from global memory stays in registers.
+     "static __constant__ FlexBackwardArguments arguments;\n"
+     "static __constant__ FlexBackwardHopperArguments more;\n"
+     "static __constant__ ScoreMod::Captured captured;\n"
+     "FlexBackwardHopper<HopperBackwardConfig>(arguments, (const FlexSums*)out, more, captured,\n"
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384},

@@ -57,6 +57,8 @@ class FlexBackwardHopper {
   static constexpr int kNoMore = -1;                         // in place of a tile
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
+  // Whether pairs are computed eight queries after eight, as numbers of many at a time would not fit registers.
+  static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert(Config::kWarps == kConsumerWarps && Config::kCols == 64 * Config::kGroups && Config::kShare == 1);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 64 == 0);
   static_assert(!Config::kGradQuery || Config::kRows * Config::kHead == Config::kGroups * 64 * 64);
@@ -447,7 +449,7 @@ class FlexBackwardHopper {
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kHas<ScoreMod>) hold_order();
+      if constexpr (kInOrder) hold_order();
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -467,7 +469,7 @@ class FlexBackwardHopper {
                                                   value);
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
-      if constexpr (kHas<ScoreMod>) hold_order();
+      if constexpr (kInOrder) hold_order();
       sums_.end_block(0, n);
       put_operand<T>(p + 2 * n, s[n]);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);

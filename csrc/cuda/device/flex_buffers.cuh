@@ -95,17 +95,17 @@ class FlexBufferSums {
     for (int i = 0; i < k; ++i) sum += bytes(i);
     return sum;
   }
-
- public:
-  static constexpr int kSharedBytes = offset(kCount);
-
-  /// Whether flush() does anything.
-  static constexpr bool kFlushes = [] {
+  static __device__ constexpr bool flushes() {
     for (int k = 0; k < kCount; ++k) {
       if (scheme(k) == 'C' || scheme(k) == 'D' || (scheme(k) == 'F' && !Config::kFixedPoint)) return true;
     }
     return false;
-  }();
+  }
+
+ public:
+  static constexpr int kSharedBytes = offset(kCount);
+  /// Whether flush() does anything.
+  static constexpr bool kFlushes = flushes();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
                                             const Captured& captured, char* shared)
