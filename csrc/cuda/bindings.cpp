@@ -96,11 +96,8 @@ void bind(py::module_& m) {
       },
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
   m.def(
-      "force_family",
-      [](const std::string& family) {
-        force_flex_family(force_named(family));
-      },
-      py::arg("family"), "For tests: 'portable' or 'hopper' where there are both, 'hopper_backward' for the backward that is not chosen "
+      "force_family", [](const std::string& family) { force_flex_family(force_named(family)); }, py::arg("family"),
+      "For tests: 'portable' or 'hopper' where there are both, 'hopper_backward' for the backward that is not chosen "
       "yet too; '': the faster one.");
   m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },

@@ -136,19 +136,17 @@ class Call {
   /// What the Hopper backward takes besides; `grad_query` is [B, H, M, cols] in float32, or undefined.
   device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const Tensor& grad_out,
                                                       const Tensor& rows, const Tensor& grad_query) const {
-    TORCH_CHECK_VALUE(rows.size(0) <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ", rows.size(0));
+    TORCH_CHECK_VALUE(rows.size(0) <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ",
+                      rows.size(0));
     jit::TensorMapShape row_shape;
     row_shape.dtype = CU_TENSOR_MAP_DATA_TYPE_FLOAT64;  // a number of 8 bytes that is only copied
     row_shape.rank = 1;
     row_shape.sizes = {static_cast<uint64_t>(rows.size(0))};
     row_shape.box = {static_cast<uint32_t>(tile.rows)};
     row_shape.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
-    return {map_of(query_, tile.rows),
-            map_of(key_, tile.cols),
-            map_of(value_, tile.cols),
-            map_of(grad_out, tile.rows),
-            encoded(rows, row_shape),
-            grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{}};
+    return {map_of(query_, tile.rows), map_of(key_, tile.cols),
+            map_of(value_, tile.cols), map_of(grad_out, tile.rows),
+            encoded(rows, row_shape),  grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{}};
   }
 
   /// `more`: the kernel's further arguments. `ahead`: called where the kernel is compiled, with the architecture.

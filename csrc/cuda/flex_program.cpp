@@ -212,10 +212,10 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
                      "> {\n  static __device__ __forceinline__ void run(float* d, ";
   text += register_a ? "const unsigned* a" : "unsigned long long a";
   text += ", unsigned long long b, bool accumulate) {\n    asm volatile(\"{\\n.reg .pred p;\\nsetp.ne.b32 p, " +
-          operand(register_a ? 5 : 2) + ", 0;\\nwgmma.mma_async.sync.aligned.m64n" + n + "k16.f32." + type + "." + type +
-          " {" + registers + "}, ";
-  text += register_a ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " + operand(4) +
-                           ", p, 1, 1, "
+          operand(register_a ? 5 : 2) + ", 0;\\nwgmma.mma_async.sync.aligned.m64n" + n + "k16.f32." + type + "." +
+          type + " {" + registers + "}, ";
+  text += register_a ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " +
+                           operand(4) + ", p, 1, 1, "
                      : operand(0) + ", " + operand(1) + ", p, 1, 1, 0, ";
   text += std::string(transposed ? "1" : "0") + ";\\n}\" : " + outputs + " : ";
   text += register_a ? "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b)" : "\"l\"(a), \"l\"(b)";
@@ -357,18 +357,16 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   source += "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(plan.shared_bytes) + ");\n";
   if (backward)
     source += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
-  source += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) +
-            (hopper ? ", 1) " : ") ") + name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" +
-            arguments +
-            "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
-            "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
-            (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
-            (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
-                          "HopperArguments more"
-                    : "") +
-            ") {\n  extern __shared__ __align__(16) char shared[];\n  " + kernel + "(arguments, " +
-            (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
-            (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
+  source +=
+      "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(32 * plan.tile.warps) +
+      (hopper ? ", 1) " : ") ") + name.program + "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
+      "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
+      "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
+      (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
+      (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments + "HopperArguments more" : "") +
+      ") {\n  extern __shared__ __align__(16) char shared[];\n  " + kernel + "(arguments, " +
+      (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
+      (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
   std::string text(c.score_mod.text);
   if (!c.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += c.mask_mod.text;
   return {{name.program, source, architecture, {}, text}, name.program, plan.shared_bytes, false};

@@ -345,5 +345,5 @@ def test_the_hopper_backward_is_for_values_no_wider_than_keys() -> None:
 
 
 def test_a_family_that_there_is_not() -> None:
-    with pytest.raises(ValueError, match="force_family: must be .*, but got grace"):
+    with pytest.raises(ValueError, match=r"force_family: must be .*, but got grace"):
         flex.force_family("grace")

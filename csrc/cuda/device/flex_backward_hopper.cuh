@@ -65,8 +65,8 @@ class FlexBackwardHopper {
 
  public:
   static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes +
-                                      Config::kStages * (kStageBytes + kGradientBytes + kRowBytes + 2 * 16) + kSumBytes +
-                                      8 * kBarriers + Sums::kSharedBytes;
+                                      Config::kStages * (kStageBytes + kGradientBytes + kRowBytes + 2 * 16) +
+                                      kSumBytes + 8 * kBarriers + Sums::kSharedBytes;
 
   __device__ __forceinline__ FlexBackwardHopper(const FlexBackwardArguments& a, const FlexSums* sums,
                                                 const FlexBackwardHopperArguments& more,
@@ -180,7 +180,8 @@ class FlexBackwardHopper {
   __device__ __forceinline__ void load(int i, const Place& p) const {
     const int s = stage_of(i);
     Barrier::wait(empty(s), parity_of(i) ^ 1);
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(place(i)), "r"(p.b), "r"(p.h), "r"(p.tile) : "memory");
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(place(i)), "r"(p.b), "r"(p.h), "r"(p.tile)
+                 : "memory");
     if (p.tile == kNoMore) {
       Barrier::arrive(full(s));
       return;
@@ -255,8 +256,8 @@ class FlexBackwardHopper {
   /// the compiler wait for them: of a tile that there is not they are made of whatever lies in shared memory, and not
   /// used.
   __device__ __forceinline__ void turn(int i, const unsigned (&p)[kBlocksN * 2], const unsigned (&ds)[kBlocksN * 2],
-                                       float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
-                                       float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4]) const {
+                                       float (&s)[kBlocksN][4], float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
+                                       float (&grad_value)[kBlocksE][4]) const {
     float c[8][4];
     if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1);
     issue_grad_value(grad_value, p, i);
@@ -381,8 +382,8 @@ class FlexBackwardHopper {
     const int s = stage_of(i);
     Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
     const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
-    const unsigned to = gradient(s) + group_ * Config::kRows * kChunkBytes +
-                        (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
+    const unsigned to =
+        gradient(s) + group_ * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
     fence_before_copy();  // products too read by the asynchronous proxy
@@ -395,7 +396,8 @@ class FlexBackwardHopper {
     release(gradient_empty(stage_of(i)));
     const int g = lane() / 4, t = lane() % 4;
     const bool odd = g % 2 != 0;
-    const unsigned to = sum(group_) + (warp() % 4 * 16 + g) * kChunkBytes + ((t / 2 ^ g) * 16 ^ (odd ? 64 : 0)) + t % 2 * 8;
+    const unsigned to =
+        sum(group_) + (warp() % 4 * 16 + g) * kChunkBytes + ((t / 2 ^ g) * 16 ^ (odd ? 64 : 0)) + t % 2 * 8;
 #pragma unroll
     for (int n = 0; n < 8; n += n % 4 == 1 ? 3 : 1) {
 #pragma unroll
@@ -426,15 +428,15 @@ class FlexBackwardHopper {
   // P and dS of the warp's keys, as operands.
   __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
-    const bool masked = (place.tile & 3) != kTileFull || place.row() + Config::kRows > a_.queries ||
-                        col_ + Config::kCols > a_.keys;
+    const bool masked =
+        (place.tile & 3) != kTileFull || place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
     sums_.begin_tile();
     // The code of a score_mod is there once, so that it is compiled quickly.
     if (kHas<ScoreMod> || masked) {
       const int q = place.row() + lane() % 4 * 2;
       const auto alive = !masked ? ~Bits<kBlocksN * 4>(0)
                                  : masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.tile & 3, place.b,
-                                                                                  place.h, q, first_key());
+                                                                                   place.h, q, first_key());
       each_pair<true>(place, i, alive, s, d, p, ds);
     } else {
       each_pair<false>(place, i, 0, s, d, p, ds);

@@ -162,8 +162,8 @@ __device__ __forceinline__ void pin(float* x) {
 
 // --- accumulators -------------------------------------------------------------------------------------------
 
-/// Four matrices of 8 x 8 numbers of 16 bits: word i of each lane is of matrix i, as an accumulator's. Each lane has the
-/// address of 16 bytes, lane l column l % 8 of matrix l / 8.
+/// Four matrices of 8 x 8 numbers of 16 bits: word i of each lane is of matrix i, as an accumulator's. Each lane has
+/// the address of 16 bytes, lane l column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices_transposed(unsigned address, const unsigned* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
