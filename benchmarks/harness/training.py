@@ -50,8 +50,8 @@ class Training:
     def clear(self) -> None:
         """Drops what a step has left behind, one that raised included."""
         self.optimizer.zero_grad(set_to_none=True)
-        gc.collect()
         if self.tokens.is_cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
 
