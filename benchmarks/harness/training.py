@@ -115,6 +115,7 @@ class TrainingBenchmark:
     def run(self, plan: Plan, options: Options) -> CaseResult:
         """Errors with the first weights; then memory and time, while they train."""
         case = plan.case
+        before = _allocated(case.device)
         training = self.make(case)
         methods, unavailable = choose(self.implementations(case, options), plan, options)
         measurements = {one.name: Measurement(one.name, one.ours) for one in methods}
@@ -125,12 +126,13 @@ class TrainingBenchmark:
             if measurements[one.name].failure:
                 continue
             step = TrainingStep(training, one)
-            outcome = Outcome(functools.partial(_warm_up, step, case.device, options.memory and plan.memory))
+            outcome = Outcome(functools.partial(_warm_up, step, case.device))
             measurements[one.name].failure = outcome.failure
             training.clear()
             if not outcome.failure:
-                measurements[one.name].peak_mib = outcome.value
                 steps[one.name] = step
+                if case.device == "cuda" and options.memory and plan.memory:
+                    measurements[one.name].peak_mib = (outcome.value - before) / MIB
         times, _ = alternate(steps, None, case.device, options.rounds, options.reps)
         for name, found in times.items():
             measurements[name].failure = found.failure
@@ -155,15 +157,23 @@ def _check_all(
             measurements[one.name].errors = {name: relative(value, expected) for name, value, expected in found}
 
 
-def _warm_up(step: TrainingStep, device: str, memory: bool) -> float | None:
-    """A step in which things are compiled, tuned and allocated, and one whose peak in MiB is returned, on CUDA."""
+def _allocated(device: str) -> int:
+    """Bytes on CUDA, once nothing that can be freed is left."""
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def _warm_up(step: TrainingStep, device: str) -> int:
+    """A step in which things are compiled, tuned and allocated, and one whose peak in bytes is returned, on CUDA."""
     step.prepare()
     step.run()
-    if device != "cuda" or not memory:
-        return None
-    gc.collect()
-    torch.cuda.synchronize()
+    if device != "cuda":
+        return 0
+    _allocated(device)
     torch.cuda.reset_peak_memory_stats()
     step.run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / MIB
+    return torch.cuda.max_memory_allocated()
