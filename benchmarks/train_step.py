@@ -363,7 +363,8 @@ def plans(device: str, quick: bool) -> list[Plan]:
             for kind in (OP, CHECKPOINTS, DISTILLATION, RELATIVE_BIAS)
         ]
     chunks = tuple(f"liger chunk_mem={n}" for n in (4, 16))
-    others = ("transformers", "eager", "compile", *chunks, "liger float32 chunk_mem=16", "cce")
+    more = ("liger float32 chunk_mem=16", "liger sm90", "quack chunk=2048", "quack chunk=8192", "cce")
+    others = ("transformers", "eager", "compile", *chunks, *more)
     heads = r"^(transformers|compile|liger( chunk_mem=(4|16))?|cce|fusegrad( lean)?( inplace)?)$"
     few = ("transformers", "compile", *chunks, "cce")
     return [
