@@ -66,6 +66,9 @@ class Method:
     within: Callable[[Training], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
+Found = list[Method | Unavailable]
+
+
 class TrainingStep:
     """A method's steps, for harness.timing. The weights go on from step to step, whoever takes it."""
 

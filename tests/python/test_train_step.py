@@ -11,14 +11,15 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import train_step
+from harness import llama
 from harness.cli import main
 
 HEADS = {"fusegrad", "fusegrad inplace", "fusegrad lean", "fusegrad lean inplace"}
 EXPECTED = {
-    train_step.OP: HEADS | {"transformers", "eager"},
-    train_step.CHECKPOINTS: HEADS | {"transformers", "eager"},
-    train_step.DISTILLATION: HEADS | {"eager"},
-    train_step.RELATIVE_BIAS: {"fusegrad", "fusegrad attention", "eager"},
+    llama.TRAIN: HEADS | {"transformers", "eager"},
+    llama.CHECKPOINTS: HEADS | {"transformers", "eager"},
+    llama.DISTILLATION: HEADS | {"eager"},
+    llama.RELATIVE_BIAS: {"fusegrad", "fusegrad attention", "eager"},
 }
 PEERS = {"liger", "cce", "quack"}
 
@@ -49,7 +50,7 @@ def test_all_implementations_agree(document: dict[str, Any], kind: str) -> None:
 @pytest.mark.cpu_only
 def test_peers_that_cannot_run_say_why(document: dict[str, Any]) -> None:
     not_run = {kind: case["not_run"] for kind, case in zip(EXPECTED, document["cases"], strict=True)}
-    assert set(not_run[train_step.OP]) >= PEERS
-    assert set(not_run[train_step.DISTILLATION]) == {"liger"}
-    assert set(not_run[train_step.RELATIVE_BIAS]) == {"compile"}
+    assert set(not_run[llama.TRAIN]) >= PEERS
+    assert set(not_run[llama.DISTILLATION]) == {"liger"}
+    assert set(not_run[llama.RELATIVE_BIAS]) == {"compile"}
     assert all(reasons.values() for reasons in not_run.values())
