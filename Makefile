@@ -3,7 +3,7 @@
 #   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
 #        wheel | test-wheel | wheels
 #
-# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment),
+# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), PYTHONS (of `make wheels`),
 # JOBS (compile jobs), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
@@ -130,10 +130,11 @@ wheel: build $(VENV)/.installed-wheel
 test-wheel: wheel
 	$(BIN)/python tools/test_wheel.py $(WHEELS) $(BUILD)/clean
 
-# Those of all Pythons that can be built here, each in an environment and a build folder of its own.
+# Those of several Pythons, each in an environment and a build folder of its own.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 wheels:
-	for version in 3.10 3.11 3.12 3.13; do $(MAKE) test-wheel PYTHON=python$$version \
-	  VENV=$(VENV)-python$$version BUILD=$(BUILD)-python$$version; done
+	for python in $(PYTHONS); do $(MAKE) test-wheel PYTHON=$$python VENV=$(VENV)-$${python##*/} \
+	  BUILD=$(BUILD)-$${python##*/}; done
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
 lint: .venv-lint/.installed
