@@ -1,8 +1,9 @@
 # Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
 #
-#   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | wheel | docs | clean
+#   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
+#        wheel | test-wheel | wheels
 #
-# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment),
+# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), PYTHONS (of `make wheels`),
 # JOBS (compile jobs), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
@@ -18,7 +19,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel docs build clean FORCE
+.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel test-wheel wheels docs build clean FORCE
 .DEFAULT_GOAL := build
 
 # --- environments ---------------------------------------------------------------------------------------------
@@ -113,8 +114,27 @@ $(VENV)/.installed-peers: pyproject.toml $(VENV)/.made
 	  $(BIN)/python -m pip $(PIP_INSTALL) torch==$(TORCH) "$$peer" || echo "Left out: $$peer" >&2; done
 	touch $@
 
-wheel: build
-	FUSEGRAD_BUILD_DIR=$(BUILD) $(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+# One wheel for the environment's Python and torch, in a folder of that torch. auditwheel finds the oldest manylinux
+# whose glibc has what the libraries ask for, and would copy libraries of other packages: torch and CUDA bring theirs.
+WHEELS := dist/torch-$(TORCH)
+OTHERS_LIBRARIES := 'libtorch*.so' 'libc10*.so' 'libgomp*.so*' 'libcudart.so.*' 'libnvrtc.so.*' 'libcuda.so.*'
+wheel: build $(VENV)/.installed-wheel
+	rm -rf build/lib.* build/bdist.* $(BUILD)/wheel
+	FUSEGRAD_BUILD_DIR=$(BUILD) $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation \
+	  --no-deps --wheel-dir $(BUILD)/wheel .
+	tag=$$($(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])'); rm -f $(WHEELS)/*-$$tag-*.whl
+	PATH=$(BIN):$$PATH $(BIN)/auditwheel repair $(addprefix --exclude ,$(OTHERS_LIBRARIES)) \
+	  --wheel-dir $(WHEELS) $(BUILD)/wheel/*.whl
+
+# In an environment that has torch and nothing else, with no compiler on the PATH.
+test-wheel: wheel
+	$(BIN)/python tools/test_wheel.py $(WHEELS) $(BUILD)/clean
+
+# Those of several Pythons, each in an environment and a build folder of its own.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+wheels:
+	for python in $(PYTHONS); do $(MAKE) test-wheel PYTHON=$$python VENV=$(VENV)-$${python##*/} \
+	  BUILD=$(BUILD)-$${python##*/}; done
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
 lint: .venv-lint/.installed

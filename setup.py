@@ -14,6 +14,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = pathlib.Path(__file__).parent
 DEFAULT_TORCH = "2.11.0"  # where the environment has none
+TARGETS = ("fusegrad", "_C", "fusegrad_jax")
 
 
 def outer_environment() -> dict[str, str]:
@@ -58,7 +59,11 @@ class CMakeBuild(build_ext):
         ]
         subprocess.run(configure, check=True, env=ENVIRONMENT)
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
-        subprocess.run([cmake_program, "--build", str(build), "--parallel", jobs], check=True, env=ENVIRONMENT)
+        subprocess.run(
+            [cmake_program, "--build", str(build), "--parallel", jobs, "--target", *TARGETS],
+            check=True,
+            env=ENVIRONMENT,
+        )
         subprocess.run([cmake_program, "--install", str(build), "--prefix", str(package)], check=True)
 
     def get_outputs(self) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class Benchmark:
 
     launch_case: sizes so small that a call's time is the host's.
     launch_pairs: (ours, theirs, 'leaf' or 'non-leaf').
-    reference: what the errors are against. extra: what else is measured and printed, for a device.
+    reference: what the errors are against. extra: what else is measured and printed, for a device. work: what is timed.
     """
 
     op: str
@@ -62,13 +63,17 @@ class Benchmark:
     launch_pairs: tuple[tuple[str, str, str], ...] = field(default_factory=tuple)
     reference: Callable[[Problem], Expected] = Reference
     extra: Callable[[str], dict[str, object]] | None = None
+    work: str = "forward and backward"
+
+    def run(self, plan: Plan, options: Options) -> CaseResult:
+        return run_case(self, plan, options)
 
 
 def run_case(benchmark: Benchmark, plan: Plan, options: Options) -> CaseResult:
     """Measure one case: errors first, since they say whether a time means anything; then memory and time."""
     case = plan.case
     problem = benchmark.problem(case)
-    implementations, unavailable = _choose(benchmark, plan, options)
+    implementations, unavailable = choose(benchmark.implementations(case, options), plan, options)
     measurements = {one.name: Measurement(one.name, one.ours) for one in implementations}
     if options.accuracy and plan.accuracy:
         _check_all(problem, benchmark.reference(problem), implementations, measurements)
@@ -86,15 +91,12 @@ def run_case(benchmark: Benchmark, plan: Plan, options: Options) -> CaseResult:
     return CaseResult(case, floor.name, floor_ms, list(measurements.values()), unavailable)
 
 
-def _choose(benchmark: Benchmark, plan: Plan, options: Options) -> tuple[list[Implementation], list[Unavailable]]:
+def choose(found: Sequence[Any], plan: Plan, options: Options) -> tuple[list[Any], list[Unavailable]]:
+    """The implementations that the plan and the command line ask for, and those of them that cannot be had."""
     patterns = [pattern for pattern in (plan.only, options.only) if pattern]
-    wanted = [
-        one
-        for one in benchmark.implementations(plan.case, options)
-        if all(re.search(pattern, one.name) for pattern in patterns)
-    ]
+    wanted = [one for one in found if all(re.search(pattern, one.name) for pattern in patterns)]
     unavailable = [one for one in wanted if isinstance(one, Unavailable)]
-    implementations = [one for one in wanted if isinstance(one, Implementation)]
+    implementations = [one for one in wanted if not isinstance(one, Unavailable)]
     return [one for one in implementations if one.essential or not options.quick], unavailable
 
 

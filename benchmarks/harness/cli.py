@@ -10,23 +10,27 @@ from typing import Any
 
 import torch
 
-from harness.benchmark import Benchmark, Options, Plan, release, run_case
+from harness.benchmark import Benchmark, Options, Plan, release
 from harness.environment import environment
 from harness.goals import Verdict, judge
 from harness.launch import run_launch
 from harness.model import DTYPES, Case
 from harness.plot import plot_document
 from harness.report import as_json, print_case, print_verdicts, write_json
+from harness.training import TrainingBenchmark
+
+AnyBenchmark = Benchmark | TrainingBenchmark
 
 
-def main(benchmark: Benchmark) -> int:
+def main(benchmark: AnyBenchmark) -> int:
     """Run what the command line asks for; 1 where --strict and a goal was missed or not measured."""
     arguments = _parser(benchmark).parse_args()
     started = time.monotonic()
     torch.manual_seed(0)
     options = _options(arguments)
     plans = _plans(benchmark, arguments)
-    document: dict[str, Any] = {"op": benchmark.op, **environment(arguments.device, arguments.commit)}
+    document: dict[str, Any] = {"op": benchmark.op, "work": benchmark.work}
+    document |= environment(arguments.device, arguments.commit)
     document["rounds"], document["reps"] = options.rounds, options.reps
     print(f"{benchmark.op} on {document['device']}, torch {torch.__version__}, {document['date']}", flush=True)
     verdicts: list[Verdict] = []
@@ -34,7 +38,7 @@ def main(benchmark: Benchmark) -> int:
     document["cases"] = cases
     for plan in plans:
         case_started = time.monotonic()
-        result = run_case(benchmark, plan, options)
+        result = benchmark.run(plan, options)
         found = [judge(goal, result) for goal in plan.goals]
         print_case(result)
         print_verdicts(found)
@@ -44,7 +48,7 @@ def main(benchmark: Benchmark) -> int:
         release(arguments.device)
         _write(arguments, benchmark, document)
     launches_pass = True
-    if arguments.launch:
+    if arguments.launch and isinstance(benchmark, Benchmark):
         launch = run_launch(benchmark, arguments.device, options)
         document["launch"] = launch
         launches_pass = all(one["passed"] for one in launch["comparisons"])  # type: ignore[attr-defined]
@@ -58,7 +62,7 @@ def main(benchmark: Benchmark) -> int:
     return int(arguments.strict and not (launches_pass and all(one.passed for one in verdicts)))
 
 
-def _parser(benchmark: Benchmark) -> argparse.ArgumentParser:
+def _parser(benchmark: AnyBenchmark) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=f"Benchmark of {benchmark.op}: ours, its peers and the floor.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     sizes = "x".join(benchmark.letters)
@@ -90,7 +94,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     )
 
 
-def _plans(benchmark: Benchmark, arguments: argparse.Namespace) -> list[Plan]:
+def _plans(benchmark: AnyBenchmark, arguments: argparse.Namespace) -> list[Plan]:
     plans = benchmark.plans(arguments.device, arguments.quick)
     if not arguments.shapes:
         return plans
@@ -99,7 +103,7 @@ def _plans(benchmark: Benchmark, arguments: argparse.Namespace) -> list[Plan]:
     return [known.get(case, Plan(case)) for case in cases]
 
 
-def _case(benchmark: Benchmark, text: str, device: str) -> Case:
+def _case(benchmark: AnyBenchmark, text: str, device: str) -> Case:
     numbers, _, dtype = text.partition(":")
     sizes = [int(number) for number in re.findall(r"\d+", numbers)]
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
@@ -108,14 +112,14 @@ def _case(benchmark: Benchmark, text: str, device: str) -> Case:
     return Case(benchmark.op, tuple(zip(benchmark.letters, sizes, strict=True)), dtype, device)
 
 
-def _write(arguments: argparse.Namespace, benchmark: Benchmark, document: dict[str, Any]) -> None:
+def _write(arguments: argparse.Namespace, benchmark: AnyBenchmark, document: dict[str, Any]) -> None:
     """After every case, so that a run that is cut short leaves what it has."""
     if arguments.output is not None:
         write_json(arguments.output / f"{_stem(benchmark, document)}.json", document)
 
 
 def _finish(
-    arguments: argparse.Namespace, benchmark: Benchmark, document: dict[str, Any], verdicts: list[Verdict]
+    arguments: argparse.Namespace, benchmark: AnyBenchmark, document: dict[str, Any], verdicts: list[Verdict]
 ) -> None:
     missed = [one for one in verdicts if one.passed is False]
     unknown = [one for one in verdicts if one.passed is None]
@@ -125,6 +129,6 @@ def _finish(
         plot_document(document, arguments.output / f"{_stem(benchmark, document)}.png")
 
 
-def _stem(benchmark: Benchmark, document: dict[str, Any]) -> str:
+def _stem(benchmark: AnyBenchmark, document: dict[str, Any]) -> str:
     device = re.sub(r"[^a-z0-9]+", "-", str(document["device"]).lower()).strip("-")
     return f"{benchmark.op}-{device}"

@@ -19,6 +19,7 @@ PACKAGES = (
     "cut-cross-entropy",
     "quack-kernels",
     "nvidia-cutlass-dsl",
+    "transformers",
 )
 
 

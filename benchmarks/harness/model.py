@@ -108,6 +108,7 @@ class Measurement:
     round_ms: list[float] = field(default_factory=list)
     floor_ms: float | None = None
     floor_ratio: float | None = None
+    tokens_per_s: float | None = None
     peak_mib: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     failure: str | None = None

@@ -32,10 +32,11 @@ def plot_document(document: dict[str, Any], path: Path) -> None:
     tallest = max(len(_bars(case)) for case in cases) * BAR_INCHES + 1.3
     figure, axes = pyplot.subplots(lines, COLUMNS, figsize=(8 * COLUMNS, tallest * lines), squeeze=False)
     for axis, case in zip(axes.flat, cases, strict=False):
-        _panel(axis, case)
+        _panel(axis, case, "" if case["op"] == document["op"] else f"{case['op']}, ")
     for axis in axes.flat[len(cases) :]:
         axis.set_visible(False)
-    figure.suptitle(f"{document['op']}, forward and backward, {document['device']}, {document['date'][:10]}")
+    work = document.get("work", "forward and backward")
+    figure.suptitle(f"{document['op']}, {work}, {document['device']}, {document['date'][:10]}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -49,7 +50,7 @@ def _bars(case: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted((one for one in passes if "no-grad" not in one["name"]), key=lambda one: -one["ms"])
 
 
-def _panel(axis: Any, case: dict[str, Any]) -> None:
+def _panel(axis: Any, case: dict[str, Any], kind: str) -> None:
     bars = _bars(case)
     limit = LONGEST_BAR * bars[-1]["ms"]
     for place, one in enumerate(bars):
@@ -63,7 +64,7 @@ def _panel(axis: Any, case: dict[str, Any]) -> None:
         axis.set_xlabel(f"ms (dashed: {floor['name']}, {floor['ms']:.4g})", fontsize=8)
     axis.set_xlim(0, 1.4 * min(limit, bars[0]["ms"]))
     sizes = " ".join(f"{letter}={size}" for letter, size in case["sizes"].items())
-    axis.set_title(f"{sizes} {case['dtype']}", fontsize=9)
+    axis.set_title(f"{kind}{sizes} {case['dtype']}", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from harness.goals import Verdict
 from harness.model import CaseResult, Measurement
 
-HEADINGS = ("implementation", "ms", "x floor", "peak MiB", "error loss", "error activation", "error weight")
+HEADINGS = ("implementation", "ms", "x floor", "tokens/s", "peak MiB", "error loss", "error activation", "error weight")
 
 
 def print_case(result: CaseResult) -> None:
@@ -65,6 +65,7 @@ def _cells(one: Measurement) -> list[str]:
         one.name,
         _text(one.ms, ".3f"),
         _text(one.floor_ratio, ".3f"),
+        _text(one.tokens_per_s, ",.0f"),
         _text(one.peak_mib, ".1f"),
         *errors,
     ]

@@ -431,12 +431,12 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.largest = sums.largest();
   a.fixed_bits = sums.fixed_bits();
 
+  auto sum_arguments = sums.arguments();
   for (const FlexCase& kernel : backward_kernels(c, needs_grad, deterministic)) {
     c = kernel;
     const bool by_key = c.kernel == FlexKernel::kBackward;
     const FlexPlan plan = call.plan();
     a.tiles = call.tiles(plan.tile, by_key);
-    auto sum_arguments = sums.arguments();
     const int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
                                 : heads * tiles_in(query.size(2), plan.tile.rows);
     if (by_key && plan.tile.family == FlexFamily::kHopper) {

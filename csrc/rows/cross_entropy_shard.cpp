@@ -48,13 +48,8 @@ void write_gradient(const Tensor& logits, const Tensor& grad, const OptionalTens
   p.lse = lse.const_data_ptr();
   p.lse_low = lse_low.const_data_ptr();
   p.mass = pointer_at(mass, 0);
-  const auto upstream = [](const OptionalTensor& gradient, const void*& pointer, int64_t& stride) {
-    if (!gradient.has_value()) return;
-    pointer = gradient->const_data_ptr();
-    stride = gradient->dim() == 0 ? 0 : gradient->stride(0);
-  };
-  upstream(grad_loss, p.grad_loss, p.grad_loss_stride);
-  upstream(grad_lse, p.grad_lse, p.grad_lse_stride);
+  put_upstream(grad_loss.value_or(Tensor()), p.grad_loss, p.grad_loss_stride);
+  put_upstream(grad_lse.value_or(Tensor()), p.grad_lse, p.grad_lse_stride);
   device.kernels->gradient(p, to_dtype(logits.scalar_type()), device.stream);
 }
 

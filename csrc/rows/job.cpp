@@ -43,6 +43,12 @@ const void* pointer_at(const std::optional<Tensor>& tensor, int64_t index) {
   return tensor.has_value() ? pointer_at(*tensor, index) : nullptr;
 }
 
+void put_upstream(const Tensor& gradient, const void*& pointer, int64_t& stride) {
+  if (!gradient.defined()) return;
+  pointer = gradient.const_data_ptr();
+  stride = gradient.dim() == 0 ? 0 : gradient.stride(0);
+}
+
 Tensor dense_rows(const Tensor& matrix) {
   return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
 }
@@ -230,14 +236,8 @@ void RowJob::gradient(const Tensor& grad_loss, const Tensor& grad_lse, const Ten
   p.lse = pointer_at(out_.lse, 0);
   p.lse_low = stat(stat_rows_.lse_low, 0);
   p.mass = stat(stat_rows_.mass, 0);
-  if (grad_loss.defined()) {
-    p.grad_loss = grad_loss.const_data_ptr();
-    p.grad_loss_stride = grad_loss.dim() == 0 ? 0 : grad_loss.stride(0);
-  }
-  if (grad_lse.defined()) {
-    p.grad_lse = grad_lse.const_data_ptr();
-    p.grad_lse_stride = grad_lse.stride(0);
-  }
+  put_upstream(grad_loss, p.grad_loss, p.grad_loss_stride);
+  put_upstream(grad_lse, p.grad_lse, p.grad_lse_stride);
   device_.kernels->gradient(p, to_dtype(dtype_), device_.stream);
 }
 

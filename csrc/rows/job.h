@@ -29,6 +29,9 @@ DType to_dtype(at::ScalarType dtype);
 void* pointer_at(const at::Tensor& tensor, int64_t index);
 const void* pointer_at(const std::optional<at::Tensor>& tensor, int64_t index);
 
+/// An upstream gradient for each row, or one for all, as the kernels take it; left alone where there is none.
+void put_upstream(const at::Tensor& gradient, const void*& pointer, int64_t& stride);
+
 /// Rows with a dense last dimension, as the kernels read them.
 at::Tensor dense_rows(const at::Tensor& matrix);
 

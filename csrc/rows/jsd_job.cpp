@@ -71,9 +71,9 @@ void JsdJob::run(const Tensor& student, const Tensor& teacher, int64_t first, co
   p.ignore_index = s.ignore_index;
   p.token_weight = pointer_at(tensors_.token_weight, first);
   p.scales = pointer_at(out_.scales, 0);
+  put_upstream(upstream_, p.upstream, p.upstream_stride);
   if (upstream_.defined()) {
-    p.upstream_stride = upstream_.dim() == 0 ? 0 : upstream_.stride(0);
-    p.upstream = static_cast<const char*>(upstream_.const_data_ptr()) +
+    p.upstream = static_cast<const char*>(p.upstream) +
                  first * p.upstream_stride * static_cast<int64_t>(upstream_.element_size());
   }
   if (grad_student.defined()) {

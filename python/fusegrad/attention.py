@@ -30,12 +30,14 @@ def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: tor
     if not isinstance(mod, ScoreMod) and torch.compiler.is_compiling():
         from ._tracing.compiled import trace_within
 
-        return trace_within(mod, kind, device)
-    # A ScoreMod goes straight through, also where torch.compile traces this.
-    if not isinstance(mod, ScoreMod) or mod.kind != kind:
-        mod = (trace_score_mod if kind == "score_mod" else trace_mask_mod)(mod, device=device)
+        text, buffers, scalars = trace_within(mod, kind, device)
+    else:
+        # A ScoreMod goes straight through, also where torch.compile traces this.
+        if not isinstance(mod, ScoreMod) or mod.kind != kind:
+            mod = (trace_score_mod if kind == "score_mod" else trace_mask_mod)(mod, device=device)
+        text, buffers, scalars = mod.text, list(mod.buffers), list(mod.scalars)
     # One line: TorchInductor writes the arguments of GPU programs into comments that end with the line.
-    return mod.text.replace("\n", ";"), list(mod.buffers), list(mod.scalars)
+    return text.replace("\n", ";"), buffers, scalars
 
 
 def _mask_arguments(

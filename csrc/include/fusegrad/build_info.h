@@ -9,7 +9,7 @@ struct BuildInfo {
   bool cuda;                  // are the CUDA kernels in it?
   const char* cuda_version;   // "13.0", or empty
   const char* cuda_archs;     // "80;86;…", or empty
-  const char* cuda_status;    // a sentence: with which nvcc, or why there is no CUDA
+  const char* cuda_status;    // a sentence: with which CUDA, or why there is none
   const char* compiler;       // of the host code
 };
 

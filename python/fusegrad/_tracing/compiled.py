@@ -40,7 +40,7 @@ class _TraceWithin(HigherOrderOperator):
         """Without Dynamo: in torch.export, whose modes see what the function computes from captured tensors alone.
         Not kept: a guard on fake tensors would fix their sizes."""
         result = run(function, kind, device)
-        return result.text.replace("\n", ";"), list(result.buffers), [s.value for s in result.scalars]
+        return result.text, list(result.buffers), [s.value for s in result.scalars]
 
 
 trace_within = _TraceWithin()
@@ -101,8 +101,7 @@ class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):
                 hints=["Hand in fusegrad.trace_score_mod(function), made outside of the compiled function."],
             )
         hoist = _Hoist(tx, outer, recorder)
-        text = result.text.replace("\n", ";")
-        return VariableTracker.build(tx, (text, [hoist.buffer(b) for b in result.buffers], []))
+        return VariableTracker.build(tx, (result.text, [hoist.buffer(b) for b in result.buffers], []))
 
 
 dynamo._hop_name_to_variable_class["fusegrad_trace_within"] = _TraceWithinVariable

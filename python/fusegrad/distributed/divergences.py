@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
 from .divergence_rows import Divergence
-from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, scale_saved
+from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward
 from .losses import (
     LinearOptions,
     autocast_input,
     may_overwrite,
     save_linear,
-    scale_linear,
+    scale_kept,
     wanted_gradients,
 )
 from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
@@ -46,7 +46,7 @@ class Jsd(torch.autograd.Function):
             for gradient, chunk in zip(grads, made, strict=True):
                 if gradient is not None:
                     gradient[part] = chunk
-        ctx.factor, ctx.hooks = loss.factor, _ops.saved_tensor_hooks_active()
+        ctx.op, ctx.factor, ctx.hooks = "jsd", loss.factor, _ops.saved_tensor_hooks_active()
         # Those that get a gradient are saved for their place in the graph; after the write, for the version counter.
         ctx.save_for_backward(
             student if needs_grad[0] else None,
@@ -58,15 +58,7 @@ class Jsd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        result: list[Tensor | None] = [None, None]
-        inputs = [tensor for tensor in saved[:2] if tensor is not None]
-        for i, gradient in enumerate(saved[2:]):
-            if grad_loss is None or gradient is None or not ctx.needs_input_grad[3 + i]:
-                continue
-            scaled = scale_saved(gradient, grad_loss, ctx.factor, ctx.hooks)
-            result[i] = _ops.refuse_double_backward("jsd", scaled, inputs)
-        return None, None, None, *result
+        return None, None, None, *scale_kept(ctx, grad_loss)
 
 
 @_disable_dynamo
@@ -187,7 +179,7 @@ class LinearJsd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
-        return (None,) * 5 + tuple(scale_linear(ctx, grad_loss))
+        return (None,) * 5 + tuple(scale_kept(ctx, grad_loss))
 
 
 class LinearJsdRecompute(torch.autograd.Function):
@@ -219,9 +211,7 @@ class LinearJsdRecompute(torch.autograd.Function):
         with torch.no_grad():
             teacher = Teacher(of_teacher[0], of_teacher[1], of_teacher[2], ctx.scale)
             made = run_linear(ctx.loss, ctx.linear, teacher, input, weight, bias, ctx.needs_input_grad[3:], grad_loss)
-        inputs = [tensor for tensor in (input, weight, bias) if tensor is not None]
-        refused = (None if g is None else _ops.refuse_double_backward("linear_jsd", g, inputs) for g in made)
-        return None, None, None, *refused
+        return None, None, None, *refuse_double_backward("linear_jsd", made, (input, weight, bias))
 
 
 @_disable_dynamo

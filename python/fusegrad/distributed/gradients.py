@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,14 @@ def scale_saved(saved: Tensor, upstream: Tensor, factor: Tensor | None, hooks_we
             return _ops.scale_gradient(saved.detach(), upstream, factor)
         _ops.scale_gradient_(saved, upstream, factor)
         return saved.detach()
+
+
+def refuse_double_backward(
+    op: str, made: Iterable[Tensor | None], inputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients, each as one that raises where it is differentiated again."""
+    known = [tensor for tensor in inputs if tensor is not None]
+    return [None if gradient is None else _ops.refuse_double_backward(op, gradient, known) for gradient in made]
 
 
 def chunks(rows: int, count: int) -> Iterator[slice]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
-from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, scale_saved
+from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward, scale_saved
 from .rows import LSE, Rows
 from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
 
@@ -125,7 +125,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, None, None, *scale_linear(ctx, grad_loss))
+        return (None, None, None, None, *scale_kept(ctx, grad_loss))
 
 
 class LinearCrossEntropyRecompute(torch.autograd.Function):
@@ -152,9 +152,7 @@ class LinearCrossEntropyRecompute(torch.autograd.Function):
         with torch.no_grad():
             rows = ctx.rows.unpack(kept)
             made = run_linear(rows, ctx.linear, input, weight, bias, needs_grad, False, grad_loss, grad_lse)
-        inputs = [tensor for tensor in (input, weight, bias) if tensor is not None]
-        refused = (None if g is None else _ops.refuse_double_backward("linear_cross_entropy", g, inputs) for g in made)
-        return None, None, *refused
+        return None, None, *refuse_double_backward("linear_cross_entropy", made, (input, weight, bias))
 
 
 def save_linear(
@@ -167,19 +165,18 @@ def save_linear(
     ctx.save_for_backward(*inputs, inputs[0] if inplace else made[0], *made[1:])
 
 
-def scale_linear(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
+def scale_kept(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
+    """The gradients that a forward kept behind as many inputs, for this upstream gradient. In ctx: `op`, `factor`,
+    `hooks`."""
     saved = ctx.saved_tensors
+    count = len(saved) // 2
     if grad_loss is None:
-        return [None] * 3
-    inputs = [tensor for tensor in saved[:3] if tensor is not None]
-    made: list[Tensor | None] = []
-    for gradient, wanted in zip(saved[3:], ctx.needs_input_grad[-3:], strict=True):
-        if gradient is None or not wanted:
-            made.append(None)
-            continue
-        scaled = scale_saved(gradient, grad_loss, ctx.factor, ctx.hooks)
-        made.append(_ops.refuse_double_backward(ctx.op, scaled, inputs))
-    return made
+        return [None] * count
+    scaled = (
+        scale_saved(gradient, grad_loss, ctx.factor, ctx.hooks) if gradient is not None and wanted else None
+        for gradient, wanted in zip(saved[count:], ctx.needs_input_grad[-count:], strict=True)
+    )
+    return refuse_double_backward(ctx.op, scaled, saved[:count])
 
 
 def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
