@@ -58,8 +58,7 @@ FlexForce force_named(const std::string& name) {
   if (name.empty()) return FlexForce::kNone;
   if (name == "portable") return FlexForce::kPortable;
   if (name == "hopper") return FlexForce::kHopper;
-  if (name == "hopper_backward") return FlexForce::kHopperBackward;
-  throw std::invalid_argument("force_family: must be 'portable', 'hopper', 'hopper_backward' or '', but got " + name);
+  throw std::invalid_argument("force_family: must be 'portable', 'hopper' or '', but got " + name);
 }
 
 }  // namespace
@@ -97,8 +96,7 @@ void bind(py::module_& m) {
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
   m.def(
       "force_family", [](const std::string& family) { force_flex_family(force_named(family)); }, py::arg("family"),
-      "For tests: 'portable' or 'hopper' where there are both, 'hopper_backward' for the backward that is not chosen "
-      "yet too; '': the faster one.");
+      "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
   m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");

@@ -80,19 +80,12 @@ bool fits_hopper_backward(const FlexCase& c) {
   return head <= 128 && value_cols(c, kHopperCols) <= head;
 }
 
-// The backward has been compiled and emulated, but has not run on a GPU yet: only who asks for it by name gets it.
-// Once it has passed the tests there, this becomes true, and it is chosen as the forward is.
-constexpr bool kBackwardHasRun = false;
-
 // Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs.
 bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (architecture != "90a" || c.dtype == DType::kFloat32 || c.kernel == FlexKernel::kGradQuery) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
+  if (c.kernel == FlexKernel::kBackward && !fits_hopper_backward(c)) return false;
   const FlexForce forced = forced_family;
-  if (c.kernel == FlexKernel::kBackward) {
-    if (!fits_hopper_backward(c)) return false;
-    if (!kBackwardHasRun || forced == FlexForce::kHopperBackward) return forced == FlexForce::kHopperBackward;
-  }
   if (forced != FlexForce::kNone) return forced != FlexForce::kPortable;
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
 }

@@ -16,9 +16,8 @@ namespace fusegrad::cuda {
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, the copy engine, warps of their own for copies;
 /// sm_90a alone.
 enum class FlexFamily : uint8_t { kPortable, kHopper };
-/// What tests ask for: the faster of two families, one of them, or the Hopper family with its backward, which is not
-/// chosen otherwise until it has run (flex_program.cpp).
-enum class FlexForce : uint8_t { kNone, kPortable, kHopper, kHopperBackward };
+/// What tests ask for, where there are both families: the faster one, or one of them.
+enum class FlexForce : uint8_t { kNone, kPortable, kHopper };
 enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 
 /// A score_mod or mask_mod; without a text there is none.

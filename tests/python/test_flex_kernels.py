@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,13 +82,8 @@ def mask_mod(name: str) -> ScoreMod | None:
     return trace_mask_mod(lambda b, h, q, kv: q >= kv)
 
 
-# Of the forced family, which threads share.
-FORCED = threading.Lock()
-
-
 class Kernel(NamedTuple):
-    # "ordered" is the backward in fixed point; "hopper_" is before those that are not chosen yet
-    kernel: str
+    kernel: str  # "ordered" is the backward in fixed point
     dtype: str
     head_size: int
     value_size: int
@@ -105,9 +99,8 @@ class Kernel(NamedTuple):
         def text_of(mod: ScoreMod | None) -> tuple[str, list[str]]:
             return ("", []) if mod is None else (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers])
 
-        kernel = self.kernel.removeprefix("hopper_")
         return flex.Case(
-            "backward" if kernel == "ordered" else kernel,
+            "backward" if self.kernel == "ordered" else self.kernel,
             self.dtype,
             self.head_size,
             self.value_size,
@@ -116,23 +109,12 @@ class Kernel(NamedTuple):
             blocks,
             [] if self.kernel == "forward" else [b.requires_grad for b in buffers],
             [b.numel() for b in buffers],
-            deterministic=kernel in ("ordered", "grad_query"),
+            deterministic=self.kernel in ("ordered", "grad_query"),
         )
-
-    def program(self) -> object:
-        with FORCED:
-            if not self.kernel.startswith("hopper_"):
-                return flex.program(self.case(), self.architecture)
-            try:
-                flex.force_family("hopper_backward")
-                assert flex.plan(self.case(), self.architecture)["family"] == "hopper"
-                return flex.program(self.case(), self.architecture)
-            finally:
-                flex.force_family("")
 
     def takes(self) -> tuple[int, int]:
         """Registers of a thread, bytes that they spill."""
-        (found,) = _C.jit.resources(self.program()).values()
+        (found,) = _C.jit.resources(flex.program(self.case(), self.architecture)).values()
         return found["registers"], found["spill_store_bytes"]
 
 
@@ -169,7 +151,7 @@ grad_query float16 256 256 softcap none
 grad_query float32 64 64 A document
 grad_query float32 256 256 none none
 """
-# For sm_90a alone, where the forward of 16-bit elements is of another family, and the backward is where it is forced.
+# For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
 forward bfloat16 64 64 none none
 forward bfloat16 64 64 softcap causal
@@ -185,21 +167,21 @@ forward float16 64 64 A small
 forward float16 128 128 softcap document
 forward float16 192 128 none causal
 forward float16 256 256 D small
-hopper_backward bfloat16 64 64 none none
-hopper_backward bfloat16 64 64 alibi causal
-hopper_backward bfloat16 64 64 D document
-hopper_backward bfloat16 64 64 F none
-hopper_backward bfloat16 128 128 none none
-hopper_backward bfloat16 128 128 none document
-hopper_backward bfloat16 128 128 alibi none
-hopper_backward bfloat16 128 128 softcap causal
-hopper_backward bfloat16 128 128 A none
-hopper_backward bfloat16 128 128 B none
-hopper_backward bfloat16 128 128 C none
-hopper_backward bfloat16 128 128 D document
-hopper_backward bfloat16 128 128 AD small
-hopper_backward float16 128 64 E none
-hopper_ordered bfloat16 128 128 D causal
+backward bfloat16 64 64 none none
+backward bfloat16 64 64 alibi causal
+backward bfloat16 64 64 D document
+backward bfloat16 64 64 F none
+backward bfloat16 128 128 none none
+backward bfloat16 128 128 none document
+backward bfloat16 128 128 alibi none
+backward bfloat16 128 128 softcap causal
+backward bfloat16 128 128 A none
+backward bfloat16 128 128 B none
+backward bfloat16 128 128 C none
+backward bfloat16 128 128 D document
+backward bfloat16 128 128 AD small
+backward float16 128 64 E none
+ordered bfloat16 128 128 D causal
 """
 
 
@@ -283,10 +265,9 @@ def test_the_selection_meets_everything() -> None:
         (kernel, size) for kernel in ("forward", "backward") for size in (64, 128, 256)
     }
     families = {(k.dtype, k.kernel, flex.plan(k.case(), k.architecture)["family"]) for k in kernels}
-    assert {(dtype, "forward", "hopper") for dtype in ("bfloat16", "float16")} <= families
-    assert not {(dtype, kernel) for dtype, kernel, family in families if family == "hopper"} - {
-        ("bfloat16", "forward"),
-        ("float16", "forward"),
+    assert {row[:2] for row in families if row[2] == "hopper"} == {
+        *itertools.product(["bfloat16", "float16"], ["forward", "backward"]),
+        ("bfloat16", "ordered"),
     }
     schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")
@@ -298,6 +279,8 @@ def test_the_selection_meets_everything() -> None:
         ("bfloat16", (128, 128), "90a", "hopper"),
         ("float16", (64, 64), "90a", "hopper"),
         ("bfloat16", (256, 200), "90a", "hopper"),
+        ("float16", (128, 50), "90a", "hopper"),
+        ("float16", (64, 128), "90a", "hopper"),
         ("bfloat16", (128, 128), "90", "portable"),  # wgmma is of sm_90a alone
         ("bfloat16", (128, 128), "100", "portable"),
         ("bfloat16", (16, 16), "90a", "portable"),  # three quarters of what it computes would be zeros
@@ -312,34 +295,22 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
     def families() -> list[str]:
         return [plan(kernel)["family"] for kernel in ("forward", "backward", "grad_query")]
 
-    assert families() == [family, "portable", "portable"]
+    def chosen(hopper: bool) -> list[str]:
+        # The backward's tiles are for D and E up to 128, and E no wider than D, in units of 64.
+        widths = [-(-size // 64) for size in sizes]
+        return [
+            "hopper" if hopper else "portable",
+            "hopper" if hopper and max(widths) <= min(2, widths[0]) else "portable",
+            "portable",
+        ]
+
+    assert families() == chosen(family == "hopper")
     try:
         flex.force_family("portable")
         assert families() == ["portable"] * 3
         # Forced, it is where there are kernels at all.
         flex.force_family("hopper")
-        there = architecture == "90a" and dtype != "float32" and min(sizes) > 0
-        assert families() == ["hopper" if there else "portable", "portable", "portable"]
-        # Its backward has not run on a GPU yet: it is where it is asked for by name, and D and E are up to 128.
-        flex.force_family("hopper_backward")
-        backward = there and max(sizes) <= 128
-        assert families() == [
-            "hopper" if there else "portable",
-            "hopper" if backward else "portable",
-            "portable",
-        ]
-    finally:
-        flex.force_family("")
-
-
-def test_the_hopper_backward_is_for_values_no_wider_than_keys() -> None:
-    def family(head_size: int, value_size: int) -> str:
-        return flex.plan(flex.Case("backward", "bfloat16", head_size, value_size), "90a")["family"]
-
-    try:
-        flex.force_family("hopper_backward")
-        assert [family(128, 40), family(64, 64), family(70, 128)] == ["hopper"] * 3
-        assert [family(64, 65), family(129, 64)] == ["portable"] * 2
+        assert families() == chosen(architecture == "90a" and dtype != "float32" and min(sizes) > 0)
     finally:
         flex.force_family("")
 
