@@ -246,7 +246,7 @@ def linear_jsd(shards: VocabParallel) -> None:
 
 
 def small_losses(shards: VocabParallel) -> dict[str, tuple[Callable[..., Tensor], Tensor, Tensor | None]]:
-    """Each loss as a function of (x, weight), and tensors of the widest dtype for these, None where there is no weight."""
+    """Each loss as a function of (x, weight), and tensors of the widest dtype for these; no weight is None."""
     cut = slice(shards.start, shards.stop)
     target = torch.randint(0, V, (ROWS,))
     teacher, weight, hidden = (torch.randn(*shape).to(WIDEST) for shape in ((ROWS, V), (V, H), (ROWS, H)))
@@ -608,11 +608,12 @@ def bad_input(shards: VocabParallel) -> None:
     )
     index = torch.zeros(ROWS, 2, dtype=torch.long)
     log_probs = torch.full((ROWS, 2), -1.0)
-    assert_raises(
-        ValueError,
-        "jsd: the teacher's indices must be distinct in a row",
-        lambda: fusegrad.jsd(z, (log_probs, index), vocab_parallel=shards),
-    )
+    if DEVICE == "cpu":  # not checked elsewhere
+        assert_raises(
+            ValueError,
+            "jsd: the teacher's indices must be distinct in a row",
+            lambda: fusegrad.jsd(z, (log_probs, index), vocab_parallel=shards),
+        )
     index[0, 1] = V
     assert_raises(
         IndexError,
