@@ -4,7 +4,7 @@ PyTorch's is a DTensor head under `loss_parallel`, whose logits are kept. Forwar
 which all processes hold, and to each one's part of the weight; times and memory are the slowest and the largest
 process's. Memory is above the inputs and counts the gradients.
 
-    torchrun --nproc-per-node=2 benchmarks/vocab_parallel.py [--device cpu] [--shape 8192x4096x128256] [--output FOLDER]
+    torchrun --nproc-per-node=2 benchmarks/vocab_parallel.py [--device cpu] [--shapes NxHxV,...] [--output FOLDER]
 """
 
 from __future__ import annotations
@@ -118,35 +118,44 @@ def losses(
     }
 
 
+def measured(mesh: DeviceMesh, sizes: tuple[int, int, int], reps: int) -> dict[str, dict[str, float]]:
+    rows, width, vocabulary = sizes
+    device = mesh.device_type
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, device=device, dtype=dtype) * width**-0.5
+    target = torch.randint(0, vocabulary, (rows,), device=device)
+    shards, found = parts(mesh, vocabulary), {}
+    for name, (loss, sharded) in losses(mesh, shards, target, dtype).items():
+        part = weight[shards.start : shards.stop].clone() if sharded else weight
+        value, ms, mib = in_turn(mesh, loss, hidden, part.requires_grad_(), reps)
+        found[name] = {"loss": value, "ms": ms, "peak_mib": mib}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Linear cross entropy with a sharded vocabulary.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="8192x4096x128256", help="rows x hidden x vocabulary")
+    parser.add_argument("--shapes", default="8192x4096x128256,4096x4096x128256,8192x2304x256000", help="NxHxV, ...")
     parser.add_argument("--reps", type=int, default=9)
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     arguments = parser.parse_args()
-    rows, width, vocabulary = (int(size) for size in arguments.shape.split("x"))
     device = arguments.device
     with processes(device) as mesh:
-        torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        hidden = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
-        weight = torch.randn(vocabulary, width, device=device, dtype=dtype) * width**-0.5
-        target = torch.randint(0, vocabulary, (rows,), device=device)
-        shards, found = parts(mesh, vocabulary), {}
-        for name, (loss, sharded) in losses(mesh, shards, target, dtype).items():
-            part = weight[shards.start : shards.stop].clone() if sharded else weight
-            value, ms, mib = in_turn(mesh, loss, hidden, part.requires_grad_(), arguments.reps)
-            found[name] = {"loss": value, "ms": ms, "peak_mib": mib}
-        if mesh.get_rank() == 0:
-            sizes = {"N": rows, "H": width, "V": vocabulary, "processes": mesh.size()}
-            print(sizes)
+        document = {"op": "vocab_parallel", "processes": mesh.size(), **environment(device, arguments.commit)}
+        document["cases"] = cases = []
+        for shape in arguments.shapes.split(","):
+            rows, width, vocabulary = (int(size) for size in shape.split("x"))
+            found = measured(mesh, (rows, width, vocabulary), arguments.reps)
+            cases.append({"sizes": {"N": rows, "H": width, "V": vocabulary}, "results": found})
+            if mesh.get_rank() != 0:
+                continue
+            print(f"N{rows} H{width} V{vocabulary}, {mesh.size()} processes")
             table = [[name, *(f"{value:.5g}" for value in one.values())] for name, one in found.items()]
             print_table(["", "loss", "ms", "MiB a process"], table)
             if arguments.output is not None:
-                document = {"op": "vocab_parallel", "sizes": sizes, "results": found}
-                document |= environment(device, arguments.commit)
                 write_json(arguments.output / f"vocab_parallel-{mesh.size()}-{device}.json", document)
 
 
