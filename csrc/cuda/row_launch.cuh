@@ -22,8 +22,8 @@ struct RowShape {
   int shared_bytes = 0;
 };
 
-/// How many CTAs share a row of `vectors` vectors (of all inputs `vector_bytes` each), and whether they keep it in
-/// shared memory; `again`: the row is needed more than once.
+/// How many CTAs share a row of `vectors` vectors (of all inputs, with their marks, `vector_bytes` each), and whether
+/// they keep it in shared memory; `again`: the row is needed more than once.
 inline RowShape choose_shape(const Device& device, int64_t rows, int64_t vectors, int64_t vector_bytes, bool again,
                              bool bulk) {
   RowShape shape;

@@ -113,7 +113,7 @@ def test_long_rows_of_a_top_k_teacher(
     # The bucket has nearly all of both: the divergence is a small difference of the parts that float32 holds.
     torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=2e-8)
     # Row by row and for the bucket's columns alone, whose gradients are far smaller than those of the K.
-    rounding = max(torch.finfo(dtype).eps / 2, 1e-5)  # float32 loses digits where the bucket's p is near q
+    rounding = max(torch.finfo(dtype).eps / 2, 1e-4)  # float32 loses digits where the bucket's p is near q
     of_rest = torch.ones_like(right).scatter_(-1, indices, 0).scatter_(-1, labels.clamp(min=0)[:, None], 0)
     for mask in (torch.ones_like(right), of_rest):
         error, norm = ((grad.double() - right) * mask).norm(dim=-1), (right * mask).norm(dim=-1)

@@ -251,18 +251,20 @@ struct Jsd {
   }
   /// Low precision sees neither how d is rounded nor the difference between logarithms.
   static constexpr bool kExact = sizeof(T) == 4;
-  /// log2(q / m) in low precision.
+  /// log2(q / m).
   __device__ float student_ratio(float power_of_d) const {
-    return -log2_fast(fmaf(constants.beta, power_of_d, 1.f - constants.beta));
+    const float m_over_q = fmaf(constants.beta, power_of_d, 1.f - constants.beta);
+    return kExact ? -log2f(m_over_q) : -log2_fast(m_over_q);
   }
-  /// log2 of it, with the smaller over the larger.
+  /// log2(m / q) or log2(m / p), whose divisor is the larger one, from the smaller one over it.
   __device__ float mixture_over_larger(float d, float smaller) const {
     const float beta = constants.beta, rest = 1.f - beta;
     return log2f(d > 0.f ? fmaf(rest, smaller, beta) : fmaf(beta, smaller, rest));
   }
+  /// The teacher's only where it has a gradient.
   __device__ InMixture ratios(float d) const {
     d = fminf(d, kLargestD);
-    if constexpr (kExact) return in_mixture(d, mixture_over_larger(d, exp2_fast(-fabsf(d))));
+    if constexpr (kExact && !kPlain) return in_mixture(d, mixture_over_larger(d, exp2_fast(-fabsf(d))));
     const float student = student_ratio(exp2_fast(d));
     return {student, d + student};
   }
