@@ -94,12 +94,12 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
   if (exists && thread == 0) loss.write(sums, parts);
 
   // Phase 3
-  if (!loss.has_output()) return;
+  if (!loss.has_output() || (!kTopK && !exists)) return;  // a top-k teacher's loss has a barrier below
   const auto g = loss.finish(sums, parts);
 #pragma unroll 1
   for (int j = 0; j < kHeld; ++j) {
     const int v = thread + j * group;
-    if (!exists || v >= vectors.count) break;
+    if ((kTopK && !exists) || v >= vectors.count) break;
     P one[kInputs];
     for (int k = 0; k < kInputs; ++k) {
       one[k] = loss.constant_gradient() ? filled<T, kWidth>(static_cast<T>(loss.constant())) : chosen(packs[k], j);
