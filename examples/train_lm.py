@@ -44,7 +44,10 @@ def train(options: argparse.Namespace) -> int:
     corpus = load_corpus(options.data, options.vocab_size, options.cache_dir)
     # Before the model is built, so that its weights count, and after the text was read, which does not.
     memory = PeakMemory(torch.device(config.device))
-    return train_and_report(make_trainer(config, corpus, options.distributed), memory, options, config.loss)
+    status = train_and_report(make_trainer(config, corpus, options.distributed), memory, options, config.loss)
+    if options.distributed is not None:
+        torch.distributed.destroy_process_group()
+    return status
 
 
 def make_trainer(config: TrainingConfig, corpus: Corpus, distributed: str | None) -> Trainer:

@@ -401,14 +401,14 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
 
   const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));
   const auto floats = query.options().dtype(at::kFloat);
-  const int64_t rows = saved.lse.numel();
-  const Tensor row_values = at::empty({rows, 2}, floats);
+  const int64_t row_stride = (query.size(2) + 1) / 2 * 2;
+  const Tensor row_values = at::empty({query.size(0) * query.size(1) * row_stride, 2}, floats);
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
   flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
              data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
-             static_cast<int>(query.size(2)), c.value_size},
+             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride)},
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
@@ -425,6 +425,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.grad_key = view(grad_key);
   a.grad_value = view(grad_value);
   a.rows = row_data;
+  a.row_stride = static_cast<int>(row_stride);
   a.max_scores = data_of(max_scores);
   a.grad_max = data_of(grad_max);
   a.grad_query = needs_grad[0] ? query_sum.mutable_data_ptr<float>() : nullptr;

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const float lse = p.lse[row];
   const bool none = lse == -__int_as_float(0x7f800000);
   if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
-  out[row] = {none ? -lse : lse * kUnit, none ? 0.0f : sum};
+  out[row / p.queries * p.row_stride + q] = {none ? -lse : lse * kUnit, none ? 0.0f : sum};
 }
 
 __global__ void __launch_bounds__(kThreads)

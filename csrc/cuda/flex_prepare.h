@@ -36,6 +36,7 @@ struct FlexRows {
   device::FlexTensor grad_out, out, out_low;
   const float *lse, *grad_lse;
   int batches, heads, queries, value_size;
+  int row_stride;  // of what is made: [batches, heads, row_stride]
 };
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
 

@@ -45,10 +45,13 @@ class DistributedTrainer(Trainer):
             raise ExampleError("--distributed needs torchrun: torchrun --nproc-per-node 2 examples/train_lm.py ...")
         if config.compile:
             raise ExampleError("--distributed must come without --compile")
-        if config.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+            if config.device == "cuda":
+                device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                torch.cuda.set_device(device)
+                dist.init_process_group("nccl", device_id=device)
+            else:
+                dist.init_process_group("gloo")
         self.kind = kind
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if config.batch_size % self.world != 0:

@@ -102,3 +102,15 @@ def test_every_width_and_alignment(vocab, dtype, inplace) -> None:
         x = logits.double().requires_grad_()
         (truth,) = torch.autograd.grad(F.cross_entropy(x, target, reduction="sum"), x)
         assert (grad - truth).norm().item() <= (1e-5 if dtype == torch.float32 else 5e-3) * truth.norm().item() + 1e-9
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@each
+@modes
+def test_another_device_than_the_current_one(name, inplace) -> None:
+    loss = make(name, "cuda:1")
+    x = torch.randn(8, 8, device="cuda:1", requires_grad=True)
+    out = loss.ours(x * 1, inplace=inplace) * 0.37
+    (grad,) = torch.autograd.grad(out, x)
+    assert torch.cuda.current_device() == 0 and out.device.index == grad.device.index == 1
+    torch.testing.assert_close(grad, torch.autograd.grad(loss.eager(x) * 0.37, x)[0])

@@ -311,7 +311,7 @@ def test_what_was_compiled_ahead_is_what_runs(masked: bool, dtype: torch.dtype, 
 def a_step(length: int = 300) -> tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]:
     """A forward and backward with everything: block mask, lse, a captured buffer."""
     leaves = [*inputs(1, 2, length, length, 64, torch.bfloat16), torch.randn(length, requires_grad=True)]
-    mask = create_block_mask(causal, None, None, length, length, device=DEVICE)
+    mask = create_block_mask(causal, None, None, length, length, device=leaves[0].device)
     upstream = torch.randn_like(leaves[0])
 
     def step(**options) -> tuple[Tensor, ...]:

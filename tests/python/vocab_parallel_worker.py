@@ -1,9 +1,10 @@
-"""What each process of test_vocab_parallel.py runs: every case on the first 2, 3 and 4 of four processes, against the
-unsharded op on the same tensors and, in float64, against plain formulas. A case that fails says why in its result."""
+"""What each process of test_vocab_parallel.py runs: every case on the first 2, 3 and 4 of the processes, against the
+unsharded op on the same tensors and against plain formulas. A case that fails says why in its result."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,7 +19,10 @@ from fusegrad import Aux, JSDAux, VocabParallel, reference
 from support import DISTILLATION, DISTILLATION_LINEAR, DISTILLATION_LOGITS, LINEAR, Distillation, Sample
 from torch import Tensor
 
-PROCESSES = 4
+DEVICE = sys.argv[4] if __name__ == "__main__" else "cpu"
+# The widest of the device's dtypes is the first.
+DTYPES = (torch.float64, torch.float32) if DEVICE == "cpu" else (torch.float32,)
+WIDEST = DTYPES[0]
 V, H, ROWS = 13, 6, 11
 # Uneven, in another order than the ranks', and one without any columns; most targets are in one part.
 CUTS = {
@@ -89,16 +93,16 @@ def same(tensor: Tensor) -> Tensor:
 
 def samples_of(shards: VocabParallel) -> Iterator[tuple[Sample, torch.dtype, Tensor, dict[str, Tensor], Tensor]]:
     for sample in LINEAR:
-        for dtype in (torch.float64, torch.float32):
-            target = sample.target((ROWS,), V, "cpu", dtype)
+        for dtype in DTYPES:
+            target = sample.target((ROWS,), V, DEVICE, dtype)
             part = target[:, shards.start : shards.stop] if sample.probabilities else target
-            yield sample, dtype, target, sample.tensors((ROWS,), V, "cpu", dtype), part
+            yield sample, dtype, target, sample.tensors((ROWS,), V, DEVICE, dtype), part
 
 
 def auxes(sample: Sample, dtype: torch.dtype) -> tuple[Aux | None, ...]:
-    """Without aux values, and in float64 with all of them, whose lse is differentiable."""
+    """Without aux values, and in the widest dtype with all of them, whose lse is differentiable."""
     index = not sample.probabilities
-    return (None, Aux(True, True, index, True, True, index)) if dtype == torch.float64 else (None,)
+    return (None, Aux(True, True, index, True, True, index)) if dtype == WIDEST else (None,)
 
 
 @case
@@ -188,13 +192,13 @@ def plain_divergence(options: dict[str, Any]) -> dict[str, Any]:
 def jsd(shards: VocabParallel) -> None:
     cut = slice(shards.start, shards.stop)
     for sample in (*DISTILLATION, *DISTILLATION_LOGITS):
-        for dtype in (torch.float64, torch.float32):
-            tensors = sample.tensors((ROWS,), V, "cpu", dtype)
+        for dtype in DTYPES:
+            tensors = sample.tensors((ROWS,), V, DEVICE, dtype)
             student, teacher = torch.randn(ROWS, V, dtype=dtype), torch.randn(ROWS, V, dtype=dtype)
             if sample.options.get("log_probs"):
                 student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
             aux = None if sample.options.get("log_probs") else JSDAux(True, sample.labels)
-            top = sample.teacher((ROWS,), V, "cpu")
+            top = sample.teacher((ROWS,), V, DEVICE)
             if top is not None:
                 top = (top[0].to(dtype), top[1])
 
@@ -214,15 +218,15 @@ def linear_jsd(shards: VocabParallel) -> None:
     for sample in (*DISTILLATION, *DISTILLATION_LINEAR):
         if "vocab_size" in sample.options:
             continue
-        for dtype in (torch.float64, torch.float32):
-            tensors = sample.tensors((ROWS,), V, "cpu", dtype)
+        for dtype in DTYPES:
+            tensors = sample.tensors((ROWS,), V, DEVICE, dtype)
             inputs = [torch.randn(ROWS, H, dtype=dtype), torch.randn(V, H, dtype=dtype)]
             parts: list[Callable[[Tensor], Tensor]] = [same, lambda t: t[cut]]
             hidden, head = torch.randn(ROWS, H + 1, dtype=dtype), torch.randn(V, H + 1, dtype=dtype)
             if sample.bias:
                 inputs.append(torch.randn(V, dtype=dtype))
                 parts.append(lambda t: t[cut])
-            top = sample.teacher((ROWS,), V, "cpu")
+            top = sample.teacher((ROWS,), V, DEVICE)
             teacher: tuple[Any, ...] = (hidden, head)
             mine: tuple[Any, ...] = (hidden, head[cut])
             if top is not None:
@@ -242,20 +246,20 @@ def linear_jsd(shards: VocabParallel) -> None:
 
 
 def small_losses(shards: VocabParallel) -> dict[str, tuple[Callable[..., Tensor], Tensor, Tensor | None]]:
-    """Each loss as a function of (x, weight), and float64 tensors for these; a loss without a weight has None."""
+    """Each loss as a function of (x, weight), and tensors of the widest dtype for these; no weight is None."""
     cut = slice(shards.start, shards.stop)
     target = torch.randint(0, V, (ROWS,))
-    teacher, weight, hidden = torch.randn(ROWS, V).double(), torch.randn(V, H).double(), torch.randn(ROWS, H).double()
+    teacher, weight, hidden = (torch.randn(*shape).to(WIDEST) for shape in ((ROWS, V), (V, H), (ROWS, H)))
     common = {"vocab_parallel": shards}
     return {
         "cross_entropy": (
             lambda x, w, **o: fusegrad.cross_entropy(x, target, **common, **o),
-            torch.randn(ROWS, V).double()[:, cut],
+            torch.randn(ROWS, V).to(WIDEST)[:, cut],
             None,
         ),
         "jsd": (
             lambda x, w, **o: fusegrad.jsd(x, teacher[:, cut], **common, **o),
-            torch.randn(ROWS, V).double()[:, cut],
+            torch.randn(ROWS, V).to(WIDEST)[:, cut],
             None,
         ),
         "linear_cross_entropy": (
@@ -285,7 +289,7 @@ def inplace(shards: VocabParallel) -> None:
     for name, (loss, x, w) in small_losses(shards).items():
         weight = None if w is None else leaf(w)
         functional, written = leaf(x), leaf(x)
-        loss(functional, weight).backward(torch.tensor(0.37).double())
+        loss(functional, weight).backward(torch.tensor(0.37, dtype=WIDEST))
         of_weight = None if weight is None else weight.grad
         hidden = written * 1
         before = hidden.detach().clone()
@@ -295,11 +299,11 @@ def inplace(shards: VocabParallel) -> None:
             written.grad = None
             if weight is not None:
                 weight.grad = None
-            out.backward(torch.tensor(0.37).double(), retain_graph=True)
+            out.backward(torch.tensor(0.37, dtype=WIDEST), retain_graph=True)
             assert_close(written.grad, functional.grad, f"{name}, in place")
             if weight is not None:
                 assert_close(weight.grad, of_weight, f"{name}, in place, weight")
-        out.backward(torch.tensor(0.37).double())
+        out.backward(torch.tensor(0.37, dtype=WIDEST))
         assert_close(written.grad, 2 * functional.grad, f"{name}, last backward in place")
         assert_raises(RuntimeError, "leaf", lambda: loss(leaf(x), weight, inplace=True))
         saved = leaf(x).exp()  # exp saves its result
@@ -343,7 +347,7 @@ def shapes(shards: VocabParallel) -> None:
     cut = slice(shards.start, shards.stop)
     for shape in ((), (3,), (2, 3), (0,)):
         target = torch.randint(0, V, shape)
-        inputs = [torch.randn(*shape, H).double(), torch.randn(V, H).double()]
+        inputs = [torch.randn(*shape, H).to(WIDEST), torch.randn(V, H).to(WIDEST)]
         check_same(
             f"linear {shape}",
             lambda x, w: fusegrad.linear_cross_entropy(x, w, target, reduction="none", vocab_parallel=shards),
@@ -387,7 +391,7 @@ def shapes(shards: VocabParallel) -> None:
 def autocast(shards: VocabParallel) -> None:
     cut = slice(shards.start, shards.stop)
     target = torch.randint(0, V, (ROWS,))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         check_same(
             "autocast",
             lambda x, w: fusegrad.linear_cross_entropy(x, w, target, vocab_parallel=shards),
@@ -422,7 +426,7 @@ def dtensors(shards: VocabParallel) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    mesh = DeviceMesh.from_group(shards.group, "cpu", mesh_dim_names=("tp",))
+    mesh = DeviceMesh.from_group(shards.group, DEVICE, mesh_dim_names=("tp",))
     x, target = torch.randn(12, H), torch.randint(0, V, (12,))
     head = torch.nn.Linear(H, V)
     plain = leaf(x)
@@ -524,7 +528,7 @@ def data_parallel(shards: VocabParallel) -> None:
         if kind == "ddp":
             step = torch.nn.parallel.DistributedDataParallel(model, process_group=shards.group)
         else:
-            mesh = DeviceMesh.from_group(shards.group, "cpu")
+            mesh = DeviceMesh.from_group(shards.group, DEVICE)
             fully_shard(model.block, mesh=mesh)
             fully_shard(model, mesh=mesh)
         step(tokens[mine], target[mine], kept / shards.world, True).backward()
@@ -604,11 +608,12 @@ def bad_input(shards: VocabParallel) -> None:
     )
     index = torch.zeros(ROWS, 2, dtype=torch.long)
     log_probs = torch.full((ROWS, 2), -1.0)
-    assert_raises(
-        ValueError,
-        "jsd: the teacher's indices must be distinct in a row",
-        lambda: fusegrad.jsd(z, (log_probs, index), vocab_parallel=shards),
-    )
+    if DEVICE == "cpu":  # not checked elsewhere
+        assert_raises(
+            ValueError,
+            "jsd: the teacher's indices must be distinct in a row",
+            lambda: fusegrad.jsd(z, (log_probs, index), vocab_parallel=shards),
+        )
     index[0, 1] = V
     assert_raises(
         IndexError,
@@ -617,21 +622,26 @@ def bad_input(shards: VocabParallel) -> None:
     )
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, processes: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+        fusegrad.set_check_targets(True)  # without it, values of targets and indices are not looked at
     dist.init_process_group(
-        "gloo",
+        "gloo" if DEVICE == "cpu" else "nccl",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=PROCESSES,
+        world_size=processes,
         timeout=timedelta(minutes=5),
+        device_id=None if DEVICE == "cpu" else torch.device("cuda", rank),
     )
     outcomes: dict[str, str] = {}
-    for world, cuts in CUTS.items():
+    for world in range(2, processes + 1):
         group = dist.new_group(list(range(world)))
         if rank >= world:
             continue
-        shards = VocabParallel(group, *cuts[rank])
+        shards = VocabParallel(group, *CUTS[world][rank])
         for name, function in CASES.items():
             if not runs(name, world):
                 continue
@@ -644,10 +654,10 @@ def main(rank: int, folder: Path) -> None:
             (folder / f"{rank}.json").write_text(json.dumps(outcomes))
             if outcomes[f"{name}/{world}"]:
                 # The others may wait for this process in a collective: its end is an error there.
-                sys.exit(1)
+                os._exit(1)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -63,12 +63,13 @@ struct FlexSums {
 
 struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_key, grad_value;
-  const FlexRow* rows;                 // [B, H, M]
+  const FlexRow* rows;                 // [B, H, row_stride]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
   float* grad_query;                   // [B, H, M, kHead], without the scale; zeros before where it is added to
   float* largest;                      // [captured buffers], zeros before: where the largest magnitudes are wanted
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
+  int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes
   float scale;
   int fixed_bits;  // fixed point: how far below 2^62 / largest a unit lies, so that no sum overflows
 };
@@ -76,7 +77,7 @@ struct FlexBackwardArguments {
 /// What the backward of sm_90a takes besides.
 struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
-  TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * M]; boxes of a tile's rows
+  TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
   TensorMap grad_query;                   // of floats; boxes of 32 columns of 64 rows, swizzled
 };
 

@@ -161,7 +161,7 @@ class FlexBackward {
     const int b = p.b, h = p.h, row = (p.tile >> 2) * Config::kRows;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
-    const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.queries + row;
+    const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.row_stride + row;
     for (int i = static_cast<int>(threadIdx.x); i < Config::kRows; i += kThreads) {
       const bool there = row + i < a_.queries;
       copy_async_pair(to + QueryTile::kBytes + GradOutTile::kBytes + i * sizeof(FlexRow), rows + (there ? i : 0),

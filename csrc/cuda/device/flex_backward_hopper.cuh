@@ -188,7 +188,7 @@ class FlexBackwardHopper {
     copy_boxes<Config::kRows, Config::kHead>(query(s), more_.query, full(s), p.row(), p.h, p.b);
     copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, full(s), p.row(), p.h, p.b);
     // Beyond the head's last row are those of the next one, of pairs that take no part.
-    copy_line(rows(s), more_.rows, full(s), (p.b * a_.heads + p.h) * a_.queries + p.row());
+    copy_line(rows(s), more_.rows, full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
   }
 
   // --- a consumer warpgroup ---

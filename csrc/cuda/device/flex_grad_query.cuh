@@ -77,8 +77,8 @@ class FlexGradQuery {
     for (int r = 0; r < 2; ++r) {
       const int q = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
       const bool there = q < a_.queries;
-      const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
-      rows_[m][r] = {there ? a_.rows[at] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
+      const long long head = b_ * a_.heads + h_, at = head * a_.queries + q;
+      rows_[m][r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
       if constexpr (Config::kMaxGradient) {
         rows_[m][r].max = there ? a_.max_scores[at] : 0.0f;
         rows_[m][r].grad_max = there ? a_.grad_max[at] : 0.0f;

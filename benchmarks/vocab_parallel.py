@@ -1,0 +1,163 @@
+"""Linear cross entropy with its vocabulary sharded over processes: fusegrad, alone and sharded, beside PyTorch's own.
+
+PyTorch's is a DTensor head under `loss_parallel`, whose logits are kept. Forward and backward to the hidden states,
+which all processes hold, and to each one's part of the weight; times and memory are the slowest and the largest
+process's. Memory is above the inputs and counts the gradients.
+
+    torchrun --nproc-per-node=2 benchmarks/vocab_parallel.py [--device cpu] [--shapes NxHxV,...] [--output FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fusegrad
+import torch
+import torch.distributed as dist
+from harness.environment import environment
+from harness.memory import cuda_peak_mib
+from harness.report import print_table, write_json
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@contextmanager
+def processes(device: str) -> Iterator[DeviceMesh]:
+    """The group of all processes, a GPU each."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh(device, (dist_size(),), mesh_dim_names=("tp",))
+    try:
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def dist_size() -> int:
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("vocab_parallel.py must be started by torchrun, one process a device")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def in_turn(mesh: DeviceMesh, loss: Loss, hidden: Tensor, weight: Tensor, reps: int) -> tuple[float, float, float]:
+    """The loss, milliseconds (median, of the slowest process in each repetition) and MiB."""
+    group = mesh.get_group()
+
+    def run() -> Tensor:
+        hidden.grad = weight.grad = None
+        out = loss(hidden, weight)
+        out.backward()
+        return out.detach()
+
+    value = float(run())
+    peak = cuda_peak_mib(run) if hidden.is_cuda else 0.0
+    found = []
+    for _ in range(reps):
+        hidden.grad = weight.grad = None
+        _wait(hidden, group)
+        started = time.perf_counter()
+        run()
+        _wait(hidden)
+        found.append(1e3 * (time.perf_counter() - started))
+    hidden.grad = weight.grad = None
+    slowest = torch.tensor([*found, peak], device=hidden.device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return value, float(slowest[:-1].median()), float(slowest[-1])
+
+
+def _wait(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    if group is not None:
+        dist.barrier(group)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def parts(mesh: DeviceMesh, vocabulary: int) -> fusegrad.VocabParallel:
+    """As DTensor shards it."""
+    size, rank = -(-vocabulary // mesh.size()), mesh.get_local_rank()
+    return fusegrad.VocabParallel(mesh.get_group(), min(rank * size, vocabulary), min((rank + 1) * size, vocabulary))
+
+
+def losses(
+    mesh: DeviceMesh, shards: fusegrad.VocabParallel, target: Tensor, dtype: torch.dtype
+) -> dict[str, tuple[Loss, bool]]:
+    """Each loss, and whether its weight is this process's part."""
+    vocabulary = shards.vocab
+    lean = {"accumulate_dtype": dtype}
+
+    def theirs(hidden: Tensor, weight: Tensor) -> Tensor:
+        whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        part = DTensor.from_local(
+            weight, mesh, [Shard(0)], run_check=False, shape=(vocabulary, hidden.shape[1]), stride=(hidden.shape[1], 1)
+        )
+        with loss_parallel():
+            logits = torch.nn.functional.linear(whole, part)
+            loss = torch.nn.functional.cross_entropy(
+                logits, DTensor.from_local(target, mesh, [Replicate()], run_check=False)
+            )
+        return loss.to_local()
+
+    def ours(hidden: Tensor, weight: Tensor, **options: object) -> Tensor:
+        return fusegrad.linear_cross_entropy(hidden, weight, target, **options)  # type: ignore[arg-type]
+
+    return {
+        "fusegrad, one process": (ours, False),
+        "PyTorch, loss_parallel": (theirs, True),
+        "fusegrad": (functools.partial(ours, vocab_parallel=shards), True),
+        "fusegrad, lean": (functools.partial(ours, vocab_parallel=shards, **lean), True),
+    }
+
+
+def measured(mesh: DeviceMesh, sizes: tuple[int, int, int], reps: int) -> dict[str, dict[str, float]]:
+    rows, width, vocabulary = sizes
+    device = mesh.device_type
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, device=device, dtype=dtype) * width**-0.5
+    target = torch.randint(0, vocabulary, (rows,), device=device)
+    shards, found = parts(mesh, vocabulary), {}
+    for name, (loss, sharded) in losses(mesh, shards, target, dtype).items():
+        part = weight[shards.start : shards.stop].clone() if sharded else weight
+        value, ms, mib = in_turn(mesh, loss, hidden, part.requires_grad_(), reps)
+        found[name] = {"loss": value, "ms": ms, "peak_mib": mib}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Linear cross entropy with a sharded vocabulary.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", default="8192x4096x128256,4096x4096x128256,8192x2304x256000", help="NxHxV, ...")
+    parser.add_argument("--reps", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
+    parser.add_argument("--commit", help="what to record, where this is not a git checkout")
+    arguments = parser.parse_args()
+    device = arguments.device
+    with processes(device) as mesh:
+        document = {"op": "vocab_parallel", "processes": mesh.size(), **environment(device, arguments.commit)}
+        document["cases"] = cases = []
+        for shape in arguments.shapes.split(","):
+            rows, width, vocabulary = (int(size) for size in shape.split("x"))
+            found = measured(mesh, (rows, width, vocabulary), arguments.reps)
+            cases.append({"sizes": {"N": rows, "H": width, "V": vocabulary}, "results": found})
+            if mesh.get_rank() != 0:
+                continue
+            print(f"N{rows} H{width} V{vocabulary}, {mesh.size()} processes")
+            table = [[name, *(f"{value:.5g}" for value in one.values())] for name, one in found.items()]
+            print_table(["", "loss", "ms", "MiB a process"], table)
+            if arguments.output is not None:
+                write_json(arguments.output / f"vocab_parallel-{mesh.size()}-{device}.json", document)
+
+
+if __name__ == "__main__":
+    main()
