@@ -183,8 +183,8 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ void begin(int r) {
     const int q = first_query() + r * 8;
     const bool there = q < a_.queries;
-    const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
-    rows_[r] = {there ? a_.rows[at] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
+    const long long head = b_ * a_.heads + h_, at = head * a_.queries + q;
+    rows_[r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
     if constexpr (Config::kMaxGradient) {
       rows_[r].max = there ? a_.max_scores[at] : 0.0f;
       rows_[r].grad_max = there ? a_.grad_max[at] : 0.0f;
