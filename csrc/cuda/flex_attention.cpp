@@ -440,14 +440,15 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     a.tiles = call.tiles(plan.tile, by_key);
     const int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
                                 : heads * tiles_in(query.size(2), plan.tile.rows);
-    if (by_key && plan.tile.family == FlexFamily::kHopper) {
-      auto more = call.hopper_backward(plan.tile, grad_out, row_values, c.grad_query ? query_sum : Tensor());
-      call.launch(plan, &a, ctas, {sum_arguments.data(), &more});
-    } else if (by_key) {
-      call.launch(plan, &a, ctas, {sum_arguments.data()});
-    } else {
-      call.launch(plan, &a, ctas, {});
+    std::vector<void*> further;
+    if (by_key) further.push_back(sum_arguments.data());
+    device::FlexBackwardHopperArguments more;
+    if (plan.tile.family == FlexFamily::kHopper) {
+      // To the sum of the queries' gradient only this kernel adds by the copy engine.
+      more = call.hopper_backward(plan.tile, grad_out, row_values, by_key && c.grad_query ? query_sum : Tensor());
+      further.push_back(&more);
     }
+    call.launch(plan, &a, ctas, further);
   }
   if (needs_grad[0]) {
     Tensor target = grad_query;

@@ -32,9 +32,11 @@ bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks 
 // Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
 int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
   const int warps = computing_warps(t), cols = t.rows / t.share, keys = t.cols * t.share / warps;
-  if (scheme == 'C') return warps * cols * 4;
-  if (scheme == 'D') return warps * (round_up(cols + keys - 1, 4) + 16 * (std::min(cols, 32) + 8)) * 4;
-  if (scheme == 'F') return 16 + round_up(table * 8, 16);
+  const bool hopper = t.family == FlexFamily::kHopper;
+  const int teams = hopper ? warps / 4 : 1, lines = hopper ? 2 : 1;
+  if (scheme == 'C') return warps * lines * cols * 4;
+  if (scheme == 'D') return warps * (lines * round_up(cols + keys - 1, 4) + 8 * 40) * 4;
+  if (scheme == 'F') return (c.fixed_point ? 1 : teams) * (16 + round_up(table * 8, 16));
   return 0;
 }
 
@@ -45,6 +47,10 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       const int sums = c.grad_query ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;
       return 1024 + 2 * (t.cols + t.stages * t.rows) * (head + value) + sums + t.stages * (8 * t.rows + 2 * 16) +
              8 * (2 + 4 * t.stages);
+    }
+    if (c.kernel == FlexKernel::kGradQuery) {
+      return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
+             4 * (t.stages + 1);
     }
     return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (6 + 4 * t.stages) + 2 * 16 +
            4 * t.stages;
@@ -75,6 +81,7 @@ FlexTileSize hopper_forward(const FlexCase& c) {
 FlexTileSize hopper_backward(const FlexCase& c) {
   return {head_cols(c, kHopperCols) == 64 ? 128 : 64, 128, 12, 1, 2, FlexFamily::kHopper};
 }
+FlexTileSize hopper_grad_query() { return {128, 128, 12, 1, 2, FlexFamily::kHopper}; }
 bool fits_hopper_backward(const FlexCase& c) {
   const int head = head_cols(c, kHopperCols);
   return head <= 128 && value_cols(c, kHopperCols) <= head;
@@ -82,9 +89,9 @@ bool fits_hopper_backward(const FlexCase& c) {
 
 // Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs.
 bool takes_hopper(const FlexCase& c, const std::string& architecture) {
-  if (architecture != "90a" || c.dtype == DType::kFloat32 || c.kernel == FlexKernel::kGradQuery) return false;
+  if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
-  if (c.kernel == FlexKernel::kBackward && !fits_hopper_backward(c)) return false;
+  if (c.kernel != FlexKernel::kForward && !fits_hopper_backward(c)) return false;
   const FlexForce forced = forced_family;
   if (forced != FlexForce::kNone) return forced != FlexForce::kPortable;
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
@@ -93,7 +100,14 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture) {
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
   if (takes_hopper(c, architecture)) {
-    return {c.kernel == FlexKernel::kForward ? hopper_forward(c) : hopper_backward(c)};
+    switch (c.kernel) {
+      case FlexKernel::kForward:
+        return {hopper_forward(c)};
+      case FlexKernel::kGradQuery:
+        return {hopper_grad_query()};
+      case FlexKernel::kBackward:
+        return {hopper_backward(c)};
+    }
   }
   const int head = std::max(head_cols(c), value_cols(c));
   const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
@@ -168,6 +182,9 @@ Names names(FlexKernel kernel, FlexFamily family) {
       }
       return {"flex_forward", "cuda/device/flex_forward.cuh", "FlexForward"};
     case FlexKernel::kGradQuery:
+      if (family == FlexFamily::kHopper) {
+        return {"flex_grad_query_hopper", "cuda/device/flex_grad_query_hopper.cuh", "FlexGradQueryHopper"};
+      }
       return {"flex_grad_query", "cuda/device/flex_grad_query.cuh", "FlexGradQuery"};
     case FlexKernel::kBackward:
       break;
@@ -216,11 +233,15 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
 }
 
 // Those of a Hopper kernel: scores are of operands in shared memory that lie alike; what is made of probabilities, in
-// registers, is of another factor whose rows are the common dimension; the gradient of the queries has that factor too.
+// registers, is of another factor whose rows are the common dimension; the gradient of the queries has that factor too,
+// from dS in registers where it is by itself.
 std::string products(const FlexCase& c, const FlexPlan& plan) {
   const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
   if (c.kernel == FlexKernel::kForward) {
     return wgmma(c.dtype, plan.tile.cols, false, false) + wgmma(c.dtype, value, true, true);
+  }
+  if (c.kernel == FlexKernel::kGradQuery) {
+    return wgmma(c.dtype, plan.tile.cols, false, false) + wgmma(c.dtype, head, true, true);
   }
   return wgmma(c.dtype, plan.tile.rows, false, false) + wgmma(c.dtype, value, true, true) +
          (head == value ? "" : wgmma(c.dtype, head, true, true)) + wgmma(c.dtype, kHopperCols, false, true);

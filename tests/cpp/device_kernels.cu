@@ -6,6 +6,7 @@
 #include "cuda/device/flex_forward.cuh"
 #include "cuda/device/flex_forward_hopper.cuh"
 #include "cuda/device/flex_grad_query.cuh"
+#include "cuda/device/flex_grad_query_hopper.cuh"
 
 namespace {
 
@@ -55,5 +56,16 @@ __global__ void __launch_bounds__(384, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(16) char shared[];
   FlexBackwardHopper<HopperBackwardConfig>(arguments, sums.of, more, score_mod, mask_mod, shared).run();
+#endif
+}
+
+__global__ void __launch_bounds__(384, 1)
+    flex_grad_query_hopper(const __grid_constant__ FlexBackwardArguments arguments,
+                           const __grid_constant__ ScoreMod::Captured score_mod,
+                           const __grid_constant__ MaskMod::Captured mask_mod,
+                           const __grid_constant__ FlexBackwardHopperArguments more) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(16) char shared[];
+  FlexGradQueryHopper<HopperConfig>(arguments, more, score_mod, mask_mod, shared_address(shared)).run();
 #endif
 }

@@ -97,6 +97,16 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                      *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      152, true},
+    {"cuda/device/flex_grad_query_hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "static __constant__ FlexBackwardArguments arguments;\n"
+     "static __constant__ FlexBackwardHopperArguments more;\n"
+     "static __constant__ ScoreMod::Captured captured;\n"
+     "FlexGradQueryHopper<HopperConfig>(arguments, more, captured, *(const MaskMod::Captured*)in,\n"
+     "                                  shared_address(shared)).run();\n"
+     "#endif",
+     168, true, 384},
     {"cuda/device/flex_gradient.cuh",
      "float p, value[2];\n"
      "const FlexQuery row{{in[0], in[1]}, in[2], in[3]};\n"

@@ -171,6 +171,7 @@ backward bfloat16 64 64 none none
 backward bfloat16 64 64 alibi causal
 backward bfloat16 64 64 D document
 backward bfloat16 64 64 F none
+backward bfloat16 64 64 C none
 backward bfloat16 128 128 none none
 backward bfloat16 128 128 none document
 backward bfloat16 128 128 alibi none
@@ -179,9 +180,16 @@ backward bfloat16 128 128 A none
 backward bfloat16 128 128 B none
 backward bfloat16 128 128 C none
 backward bfloat16 128 128 D document
+backward bfloat16 128 128 F none
 backward bfloat16 128 128 AD small
 backward float16 128 64 E none
 ordered bfloat16 128 128 D causal
+ordered bfloat16 128 128 F none
+grad_query bfloat16 64 64 none none
+grad_query bfloat16 128 128 none causal
+grad_query bfloat16 128 128 softcap document
+grad_query bfloat16 128 128 D none
+grad_query float16 128 64 A small
 """
 
 
@@ -266,7 +274,7 @@ def test_the_selection_meets_everything() -> None:
     }
     families = {(k.dtype, k.kernel, flex.plan(k.case(), k.architecture)["family"]) for k in kernels}
     assert {row[:2] for row in families if row[2] == "hopper"} == {
-        *itertools.product(["bfloat16", "float16"], ["forward", "backward"]),
+        *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query"]),
         ("bfloat16", "ordered"),
     }
     schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
@@ -296,13 +304,10 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
         return [plan(kernel)["family"] for kernel in ("forward", "backward", "grad_query")]
 
     def chosen(hopper: bool) -> list[str]:
-        # The backward's tiles are for D and E up to 128, and E no wider than D, in units of 64.
+        # The backwards' tiles are for D and E up to 128, and E no wider than D, in units of 64.
         widths = [-(-size // 64) for size in sizes]
-        return [
-            "hopper" if hopper else "portable",
-            "hopper" if hopper and max(widths) <= min(2, widths[0]) else "portable",
-            "portable",
-        ]
+        backward = "hopper" if hopper and max(widths) <= min(2, widths[0]) else "portable"
+        return ["hopper" if hopper else "portable", backward, backward]
 
     assert families() == chosen(family == "hopper")
     try:

@@ -33,10 +33,8 @@ class FlexBackwardHopper {
   static constexpr int kThreads = Config::kGroups * kWarpgroup;
   // Named barriers: each warpgroup's turn to issue products, each warpgroup by itself, and all that compute.
   static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups, kAll = kAlone + Config::kGroups;
-  struct Consumers {
-    static __device__ __forceinline__ void synchronize() { named_sync(kAll, kThreads); }
-  };
-  using Sums = FlexBufferSums<Config, Consumers>;
+  // Two sets of lines: a tile's sums are read until after the next one's pairs have begun.
+  using Sums = FlexBufferSums<Config, Config::kGroups, 2>;
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
   static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
   static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
@@ -200,7 +198,7 @@ class FlexBackwardHopper {
     zero(grad_key);
     zero(grad_value);
     sums_.begin();
-    Consumers::synchronize();
+    named_sync(kAll, kThreads);
     // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     Barrier::wait(key_full(), 0);
@@ -220,15 +218,16 @@ class FlexBackwardHopper {
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       pairs(now, i, s, d, p, ds);
-      if constexpr (Sums::kFlushes) {
-        Consumers::synchronize();
-        sums_.flush(now.b, now.h, now.row(), col_);
-        Consumers::synchronize();
-      }
       if constexpr (Config::kGradQuery) keep(ds, i);
       begin_turn();
       turn(i, p, ds, s, d, grad_key, grad_value);
       end_turn();
+      // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
+      if constexpr (Sums::kFlushes) {
+        const Place done = read_place(i);
+        sums_.flush(done.b, done.h, done.row(), col_, i & 1);
+        if constexpr (Sums::kTables) named_sync(kAlone + group_, kWarpgroup);
+      }
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
@@ -238,7 +237,7 @@ class FlexBackwardHopper {
       if (i > 0) last_grad_query(i - 1);
     }
     if (h >= 0) sums_.end_head(b, h, first_key());
-    Consumers::synchronize();
+    named_sync(kAll, kThreads);
     sums_.end();
     if constexpr (Config::kGradKey) {
       store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad_key,
@@ -441,7 +440,7 @@ class FlexBackwardHopper {
     } else {
       each_pair<false>(place, i, 0, s, d, p, ds);
     }
-    sums_.end_tile();
+    sums_.end_tile(i & 1);
   }
   template <bool kMasked>
   __device__ __forceinline__ void each_pair(const Place& place, int i, Bits<kBlocksN * 4> alive,
@@ -472,7 +471,7 @@ class FlexBackwardHopper {
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
       if constexpr (kInOrder) hold_order();
-      sums_.end_block(0, n);
+      sums_.end_block(0, n, i & 1);
       put_operand<T>(p + 2 * n, s[n]);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
     }

@@ -59,13 +59,21 @@ __device__ __forceinline__ double fixed_scale(float largest, int bits) {
   return __longlong_as_double(static_cast<long long>(1023 + bits - exponent - 1) << 52);
 }
 
-/// All threads of the CTA add up.
-struct AllThreads {
-  static __device__ __forceinline__ void synchronize() { __syncthreads(); }
-};
+/// Adds to shared or device memory where `there`, without a branch.
+__device__ __forceinline__ void add_shared_if(bool there, unsigned address, int x) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.shared.add.u32 [%0], %1;\n}" ::"r"(address),
+               "r"(x), "r"(static_cast<int>(there))
+               : "memory");
+}
+__device__ __forceinline__ void add_global_if(bool there, float* p, float x) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.global.add.f32 [%0], %1;\n}" ::"l"(p),
+               "f"(x), "r"(static_cast<int>(there))
+               : "memory");
+}
 
-/// Threads: the barrier of those that add up, the first kWarps warps.
-template <class Config, class Threads = AllThreads>
+/// kTeams: of so many parts the warps add up a tile's sums together, each for its own keys. A team's threads must meet
+/// between a tile's end_tile and its flush; with one set of lines (kLines = 1), and for class F, also after flush.
+template <class Config, int kTeams = 1, int kLines = 1>
 class FlexBufferSums {
   using D = typename Config::Derivative;
   using Captured = typename Config::ScoreMod::Captured;
@@ -74,20 +82,34 @@ class FlexBufferSums {
   static constexpr int kCols = Config::kRows / Config::kShare;  // queries of a warp's part
   static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16, kKeys = 16 * kBlocksM;
   static constexpr int kBlocksN = kCols / 8;
-  static constexpr int kPatchCols = kCols < 32 ? kCols : 32;
-  static constexpr int kPatchStride = kPatchCols + 8;
+  static constexpr int kTeamWarps = Config::kWarps / kTeams, kTeamThreads = kLanes * kTeamWarps;
+  static constexpr int kTeamKeys = Config::kCols / kTeams;
+  static constexpr int kPatchBlocks = 5, kPatchCols = 8 * kPatchBlocks;
   static constexpr int kDiagonals = kCols + kKeys - 1;    // of a warp's part
   static constexpr int kLine = (kDiagonals + 3) / 4 * 4;  // floats
+  static_assert(kLines == 1 || kBlocksM == 1);
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
 
   // Of a histogram's element: 64-bit fixed point, or 32 bits and another 32 for what they leave.
   static constexpr int kCountBytes = 8;
 
-  // Bytes of shared memory that a contribution takes.
+  // Whether any is kept from pair to pair: of more than eight queries they would not fit registers.
+  static __device__ constexpr bool held() {
+    for (int k = 0; k < kCount; ++k) {
+      if (scheme(k) >= 'D') return true;
+    }
+    return false;
+  }
+  static constexpr bool kHeld = held();
+
+  // Bytes of shared memory that a contribution takes: of class F a team's, unless sums are fixed point.
+  static __device__ constexpr int table_bytes(int k) {
+    return 16 + (Config::Schemes::kTable[k] * kCountBytes + 15) / 16 * 16;
+  }
   static __device__ constexpr int bytes(int k) {
-    if (scheme(k) == 'C') return Config::kWarps * kCols * 4;
-    if (scheme(k) == 'D') return Config::kWarps * (kLine + 16 * kPatchStride) * 4;
-    if (scheme(k) == 'F') return 16 + (Config::Schemes::kTable[k] * kCountBytes + 15) / 16 * 16;
+    if (scheme(k) == 'C') return Config::kWarps * kLines * kCols * 4;
+    if (scheme(k) == 'D') return Config::kWarps * (kLines * kLine + 8 * kPatchCols) * 4;
+    if (scheme(k) == 'F') return (Config::kFixedPoint ? 1 : kTeams) * table_bytes(k);
     return 0;
   }
   static __device__ constexpr int offset(int k) {
@@ -97,7 +119,14 @@ class FlexBufferSums {
   }
   static __device__ constexpr bool flushes() {
     for (int k = 0; k < kCount; ++k) {
-      if (scheme(k) == 'C' || scheme(k) == 'D' || (scheme(k) == 'F' && !Config::kFixedPoint)) return true;
+      if (scheme(k) == 'C' || scheme(k) == 'D' || tabled(k)) return true;
+    }
+    return false;
+  }
+  static __device__ constexpr bool tabled(int k) { return scheme(k) == 'F' && !Config::kFixedPoint; }
+  static __device__ constexpr bool tables() {
+    for (int k = 0; k < kCount; ++k) {
+      if (tabled(k)) return true;
     }
     return false;
   }
@@ -106,6 +135,8 @@ class FlexBufferSums {
   static constexpr int kSharedBytes = offset(kCount);
   /// Whether flush() does anything.
   static constexpr bool kFlushes = flushes();
+  /// Whether a team's threads must meet after flush too, however many lines there are.
+  static constexpr bool kTables = tables();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
                                             const Captured& captured, char* shared)
@@ -122,18 +153,20 @@ class FlexBufferSums {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       alone_[k] = 0.0f;
+      diagonal_[k][0] = diagonal_[k][1] = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * kBlocksM; ++i) row_[k][i] = 0.0f;
     }
   }
-  /// Before a tile. (q, kv): of the thread's first pair.
+  /// Before a tile.
   __device__ __forceinline__ void begin_tile() {
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      largest_[k] = 0.0f;
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
 #pragma unroll
       for (int i = 0; i < kBlocksN * 2; ++i) col_[k][i] = 0.0f;
-    }
+      largest_[k] = 0.0f;
+      if constexpr (tabled(k)) limit_[k] = table<k>()[1];
+    });
   }
 
   /// What the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
@@ -149,28 +182,47 @@ class FlexBufferSums {
       } else if constexpr (scheme(k) == 'C') {
         col_[k][n * 2 + e % 2] += v;
       } else if constexpr (scheme(k) == 'D') {
-        patch<k>()[(lane() / 4 + e / 2 * 8) * kPatchStride + (n * 8) % kPatchCols + lane() % 4 * 2 + e % 2] = v;
-      } else {
-        const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, takes_part);
-        if (at < 0 || v == 0.0f) return;
-        if constexpr (scheme(k) == 'F') {
-          histogram<k>(static_cast<int>(at), v);
+        // 8 keys on, 8 queries back is the same diagonal.
+        if (e < 2) {
+          four_[k][e] = v;
         } else {
-          put<k>(at, v);
+          diagonal_[k][e - 2] += v;
         }
+      } else {
+        four_[k][e] = v;
+        const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, takes_part);
+        at_[k][e] = v == 0.0f ? -1 : at;
       }
     });
   }
   /// After the pairs of 16 keys and 8 queries.
-  __device__ __forceinline__ void end_block(int m, int n) {
-    if ((n + 1) * 8 % kPatchCols != 0) return;
+  __device__ __forceinline__ void end_block(int m, int n, int parity = 0) {
+    if constexpr (kTeams == 1 && kHeld) hold_order();
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
-      if constexpr (scheme(k) == 'D') sum_diagonals<k>((n + 1) * 8 - kPatchCols + (kBlocksM - 1 - m) * 16);
+      if constexpr (scheme(k) == 'D') {
+        keep_diagonals<k>(m, n - 1, parity);
+        diagonal_[k][0] = four_[k][0];
+        diagonal_[k][1] = four_[k][1];
+        if (n + 1 == kBlocksN) {
+          keep_diagonals<k>(m, n, parity);
+          diagonal_[k][0] = diagonal_[k][1] = 0.0f;
+        }
+      } else if constexpr (scheme(k) > 'D') {
+        // Only now: the reads of indices before are one with those of the score_mod.
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (scheme(k) == 'F') {
+            histogram<k>(at_[k][e], four_[k][e]);
+          } else {
+            put_if<k>(at_[k][e] >= 0, at_[k][e], four_[k][e]);
+          }
+        }
+      }
     });
   }
-  /// After the pairs of a tile; a barrier must follow before flush.
-  __device__ __forceinline__ void end_tile() {
+  /// After the pairs of a tile.
+  __device__ __forceinline__ void end_tile(int parity = 0) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       if constexpr (scheme(k) == 'C') {
@@ -178,60 +230,61 @@ class FlexBufferSums {
 #pragma unroll
         for (int i = 0; i < (kBlocksN * 2 + 7) / 8; ++i) {
           const int j = fold_index<kBlocksN * 2>(i, lane());
-          line<k>()[warp() * kCols + j / 2 * 8 + lane() % 4 * 2 + j % 2] = col_[k][i];
+          line<k>(warp(), parity)[j / 2 * 8 + lane() % 4 * 2 + j % 2] = col_[k][i];
         }
-      } else if constexpr (scheme(k) == 'F' && !Config::kFixedPoint) {
+      } else if constexpr (tabled(k)) {
         const unsigned most = __reduce_max_sync(~0u, __float_as_uint(largest_[k]));
-        if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(shared_ + offset(k)), most);
+        if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(table<k>()), most);
       }
     });
   }
-  /// The tile's sums to their places, by all threads between two barriers. (q, kv): of the tile.
-  __device__ __forceinline__ void flush(int b, int h, int q, int kv) {
+  /// The tile's sums to their places, by a team's threads. (q, kv): of the tile.
+  __device__ __forceinline__ void flush(int b, int h, int q, int kv, int parity = 0) {
+    const int thread = static_cast<int>(threadIdx.x) % kTeamThreads, first = team() * kTeamWarps;
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       if constexpr (scheme(k) == 'C') {
-        for (int i = static_cast<int>(threadIdx.x); i < Config::kRows; i += kThreads) {
+        for (int i = thread; i < Config::kRows; i += kTeamThreads) {
           float sum = 0.0f;
           // Of kShare warps with the same keys each has its own part of the queries.
 #pragma unroll
-          for (int w = 0; w < Config::kWarps / Config::kShare; ++w) {
-            sum += line<k>()[(w * Config::kShare + i / kCols) * kCols + i % kCols];
-          }
+          for (int w = 0; w < kTeamWarps / Config::kShare; ++w)
+            sum += line<k>(first + w * Config::kShare + i / kCols, parity)[i % kCols];
           put_at<k>(b, h, q + i, 0, sum);
         }
       } else if constexpr (scheme(k) == 'D') {
-        constexpr int kAll = Config::kRows + Config::kCols - 1;
-        for (int i = static_cast<int>(threadIdx.x); i < kAll; i += kThreads) {
-          const int difference = i - (Config::kCols - 1);  // of q and kv within the tile
+        constexpr int kAll = Config::kRows + kTeamKeys - 1;
+        for (int i = thread; i < kAll; i += kTeamThreads) {
+          const int difference = i - (kTeamKeys - 1);  // of q and kv within the team's part of the tile
           float sum = 0.0f;
 #pragma unroll
-          for (int w = 0; w < Config::kWarps; ++w) {
+          for (int w = 0; w < kTeamWarps; ++w) {
             const int d = difference + w / Config::kShare * kKeys - w % Config::kShare * kCols + kKeys - 1;
+            float* line = this->line<k>(first + w, parity);
             if (d >= 0 && d < kDiagonals) {
-              sum += line<k>()[w * kLine + d];
-              line<k>()[w * kLine + d] = 0.0f;
+              sum += line[d];
+              if constexpr (kBlocksM > 1) line[d] = 0.0f;
             }
           }
           // The diagonal's representative lies in the tile, and so within the lengths if any pair of it does.
           const int down = difference < 0 ? -difference : 0;
-          put_at<k>(b, h, q + difference + down, kv + down, sum);
+          put_at<k>(b, h, q + difference + down, kv + team() * kTeamKeys + down, sum);
         }
-      } else if constexpr (scheme(k) == 'F' && !Config::kFixedPoint) {
-        auto* shared = reinterpret_cast<unsigned*>(shared_ + offset(k));
+      } else if constexpr (tabled(k)) {
+        int* counts = table<k>() + 4;
         const float unit = this->unit<k>();
-        int* counts = table<k>();
-        for (int i = static_cast<int>(threadIdx.x); i < Config::Schemes::kTable[k]; i += kThreads) {
+        for (int i = thread; i < Config::Schemes::kTable[k]; i += kTeamThreads) {
           int &high = counts[i], &low = counts[Config::Schemes::kTable[k] + i];
           const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
           high = low = 0;
           if (sum != 0.0f) put<k>(i, sum * unit);
         }
-        // Who has read the limit may not see it change.
-        Threads::synchronize();
-        if (threadIdx.x == 0) {
-          if (shared[0] != 0) shared[1] = __float_as_uint(2.0f * __uint_as_float(shared[0]));
-          shared[0] = 0;
+        if (thread == 0) {
+          // Above all but infinite contributions: a power of two whose unit and its reciprocal are numbers.
+          constexpr int kInfinite = 255 << 23, kLeast = 27 << 23, kMost = 254 << 23;
+          const int most = table<k>()[0];
+          if (most != 0 && most < kInfinite) table<k>()[1] = min(max((most & kInfinite) + (1 << 23), kLeast), kMost);
+          table<k>()[0] = 0;
         }
       }
     });
@@ -260,9 +313,11 @@ class FlexBufferSums {
       for_each_index<kCount>([&](auto index) {
         constexpr int k = decltype(index)::value;
         if constexpr (scheme(k) == 'F') {
-          const auto* counts = reinterpret_cast<const unsigned long long*>(shared_ + offset(k) + 16);
+          const auto* low = reinterpret_cast<const unsigned*>(shared_ + offset(k) + 16);
+          const auto* high = low + Config::Schemes::kTable[k];
           for (int i = static_cast<int>(threadIdx.x); i < Config::Schemes::kTable[k]; i += kThreads) {
-            if (counts[i] != 0) atomicAdd(static_cast<unsigned long long*>(sums_[k].data) + i, counts[i]);
+            const unsigned long long count = static_cast<unsigned long long>(high[i]) << 32 | low[i];
+            if (count != 0) atomicAdd(static_cast<unsigned long long*>(sums_[k].data) + i, count);
           }
         }
       });
@@ -272,34 +327,57 @@ class FlexBufferSums {
  private:
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
+  __device__ __forceinline__ int team() const { return kTeams == 1 ? 0 : warp() / kTeamWarps; }
+  // A warp's, of classes C and D.
   template <int k>
-  __device__ __forceinline__ float* line() const {
-    return reinterpret_cast<float*>(shared_ + offset(k));
+  __device__ __forceinline__ float* line(int warp, int parity) const {
+    constexpr int kFloats = scheme(k) == 'C' ? kCols : kLine;
+    return reinterpret_cast<float*>(shared_ + offset(k)) + (warp * kLines + (kLines == 1 ? 0 : parity)) * kFloats;
   }
   template <int k>
   __device__ __forceinline__ float* patch() const {
-    return line<k>() + Config::kWarps * kLine + warp() * 16 * kPatchStride;
+    return reinterpret_cast<float*>(shared_ + offset(k)) + Config::kWarps * kLines * kLine + warp() * 8 * kPatchCols;
   }
+  // Of class F: the largest contribution of this tile, and a limit for the next one, as bits of a float; two words of
+  // nothing; the counts.
   template <int k>
   __device__ __forceinline__ int* table() const {
-    return reinterpret_cast<int*>(shared_ + offset(k) + 16);
+    return reinterpret_cast<int*>(shared_ + offset(k) + team() * table_bytes(k));
   }
 
-  // The warp's patch of 16 keys and kPatchCols queries along its diagonals, the first of which is its diagonal `first`.
+  // Class D. Of 16 keys m and 8 queries a thread has sums of two elements each, of 8 keys by 8 queries in all; these
+  // are kept in the warp's patch, a ring of kPatchBlocks of them. Diagonals, 32 at a time, are summed when their last
+  // block is there: rows g of 8 columns c, on diagonal c - g.
   template <int k>
-  __device__ __forceinline__ void sum_diagonals(int first) {
+  __device__ __forceinline__ void keep_diagonals(int m, int n, int parity) {
+    const int at = lane() / 4 * kPatchCols + (n + 1) % kPatchBlocks * 8 + lane() % 4 * 2;
+    *reinterpret_cast<float2*>(patch<k>() + at) = {diagonal_[k][0], diagonal_[k][1]};
+    constexpr int kBatches = (kCols + 15 + kLanes - 1) / kLanes;
+#pragma unroll
+    for (int i = 0; i < kBatches; ++i) {
+      const int last = 4 * i + 2 < kBlocksN - 1 ? 4 * i + 2 : kBlocksN - 1;
+      if (n == last) sum_diagonals<k>(i, (kBlocksM - 1 - m) * 16, parity);
+    }
+  }
+  template <int k>
+  __device__ __forceinline__ void sum_diagonals(int batch, int first, int parity) {
     __syncwarp();
     const float* p = patch<k>();
+    const int from = 32 * batch - 15, d = from + lane();
+    float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < (kPatchCols + 15 + kLanes - 1) / kLanes; ++i) {
-      const int d = i * kLanes + lane();
-      float sum = 0.0f;
-#pragma unroll
-      for (int r = 0; r < 16; ++r) {
-        const int col = d - 15 + r;
-        if (col >= 0 && col < kPatchCols) sum += p[r * kPatchStride + col];
-      }
-      if (d < kPatchCols + 15) line<k>()[warp() * kLine + first + d] += sum;
+    for (int g = 0; g < 8; ++g) {
+      // (from + 8 + g) % kPatchCols + lane, around the ring.
+      const unsigned at = static_cast<unsigned>((from + 8 + g + kPatchCols) % kPatchCols + lane());
+      const float x = p[g * kPatchCols + min(at, at - kPatchCols)];
+      const bool there = (batch > 0 || d + g >= -8) && (from + 31 + g < kCols || d + g < kCols);
+      sum += there ? x : 0.0f;
+      // Of the portable kernels' registers none is left for eight.
+      if (kTeams == 1 && g == 3) asm volatile("" : "+f"(sum)::"memory");
+    }
+    if (d < kCols) {
+      float& to = line<k>(warp(), parity)[first + d + 15];
+      to = kBlocksM > 1 ? to + sum : sum;
     }
     __syncwarp();
   }
@@ -308,37 +386,51 @@ class FlexBufferSums {
   // of the tile before. What lies beyond goes to its place directly: all of the first tile.
   static constexpr int kFixedBits = 17;  // 2^14 pairs of a tile times 2^17 fit
   static_assert(Config::kRows * Config::kCols <= 1 << 14);
-  template <int k>
-  __device__ __forceinline__ float limit() const {
-    return __uint_as_float(reinterpret_cast<const volatile unsigned*>(shared_ + offset(k))[1]);
-  }
+  // The limit is 2^kFixedBits units, both powers of two.
   template <int k>
   __device__ __forceinline__ float unit() const {
-    return limit<k>() * (1.0f / (1 << kFixedBits));
+    return __int_as_float(limit_[k]) * (1.0f / (1 << kFixedBits));
   }
   template <int k>
-  __device__ __forceinline__ void histogram(int at, float v) {
+  __device__ __forceinline__ void histogram(long long place, float v) {
+    const int at = static_cast<int>(place);
     if constexpr (Config::kFixedPoint) {
-      auto* counts = reinterpret_cast<unsigned long long*>(shared_ + offset(k) + 16);
-      atomicAdd(counts + at, static_cast<unsigned long long>(fixed<k>(v)));
+      if (at < 0) return;
+      auto* low = reinterpret_cast<unsigned*>(shared_ + offset(k) + 16);
+      const long long x = fixed<k>(v);
+      const auto mine = static_cast<unsigned>(x);
+      const unsigned carry = atomicAdd(low + at, mine) + mine < mine ? 1 : 0;
+      const unsigned rest = static_cast<unsigned>(x >> 32) + carry;
+      if (rest != 0) atomicAdd(low + Config::Schemes::kTable[k] + at, rest);
     } else {
+      // Numbers of units: rounded by adding 1.5 * 2^23, where a float's unit is 1, since conversions are slow.
+      constexpr float kRound = 12582912.0f;
+      constexpr int kBits = 0x4b400000;
+      constexpr unsigned kScale = (254u + kFixedBits) << 23;  // bits of scale * limit, but for the bias of an exponent
+      const float limit = __int_as_float(limit_[k]);
+      const float scale = __uint_as_float(kScale - static_cast<unsigned>(limit_[k]));
+      const bool near = fabsf(v) < limit;
       largest_[k] = fmaxf(largest_[k], fabsf(v));
-      const float limit = this->limit<k>();
-      if (fabsf(v) < limit) {
-        const float scaled = v * ((1 << kFixedBits) / limit);
-        const int count = __float2int_rn(scaled);
-        atomicAdd(table<k>() + at, count);
-        const float rest = scaled - static_cast<float>(count);
-        atomicAdd(table<k>() + Config::Schemes::kTable[k] + at, __float2int_rn(rest * (1 << kFixedBits - 1)));
-      } else {
-        put<k>(at, v);
-      }
+      const float high = fmaf(v, scale, kRound), rest = fmaf(v, scale, kRound - high);
+      const float low = fmaf(rest, 1 << kFixedBits - 1, kRound);
+      const unsigned to = shared_address(table<k>() + 4) + static_cast<unsigned>(at) * 4;
+      add_shared_if(near && at >= 0, to, __float_as_int(high) - kBits);
+      add_shared_if(near && at >= 0, to + Config::Schemes::kTable[k] * 4, __float_as_int(low) - kBits);
+      put_if<k>(!near && at >= 0, at, v);
     }
   }
 
   template <int k>
   __device__ __forceinline__ long long fixed(float v) const {
     return __double2ll_rn(static_cast<double>(v) * fixed_scale(*sums_[k].largest, a_.fixed_bits));
+  }
+  template <int k>
+  __device__ __forceinline__ void put_if(bool there, long long at, float v) {
+    if constexpr (Config::kFixedPoint) {
+      if (there) put<k>(at, v);
+    } else {
+      add_global_if(there, static_cast<float*>(sums_[k].data) + at, v);
+    }
   }
   template <int k>
   __device__ __forceinline__ void put(long long at, float v) {
@@ -360,6 +452,9 @@ class FlexBufferSums {
   const Captured& captured_;
   char* shared_;
   float alone_[kCount + 1], row_[kCount + 1][2 * kBlocksM], col_[kCount + 1][kBlocksN * 2], largest_[kCount + 1];
+  int limit_[kCount + 1];                                // bits of a float
+  float diagonal_[kCount + 1][2], four_[kCount + 1][4];  // of pairs of 16 keys and 8 queries
+  long long at_[kCount + 1][4];
 };
 
 }  // namespace fusegrad::device

@@ -33,6 +33,10 @@ __device__ __forceinline__ const typename Mod::Captured& captured_of(const Captu
 template <class Mod>
 constexpr bool kHas = !kSame<Mod, NoMod>;
 
+/// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
+/// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
+__device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
+
 /// One bit each for so many pairs, at most 64.
 template <int kCount>
 struct BitsFor {

@@ -232,8 +232,4 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
     }
   }
 }
-/// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
-/// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
-__device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
-
 }  // namespace fusegrad::device
