@@ -1,5 +1,8 @@
 """The losses as modules."""
 
+import sys
+import types
+
 import fusegrad
 import pytest
 import torch
@@ -50,3 +53,9 @@ def test_linear_jsd_loss_owns_its_weight_or_takes_a_tied_one() -> None:
         none(x, y, v)
     top_k = (torch.log(torch.tensor([[0.5, 0.2]] * 8)), torch.tensor([[1, 4]] * 8))
     own(x, top_k).backward()
+
+
+def test_while_another_thread_imports_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("torch.distributed.tensor"))
+    fusegrad.cross_entropy(torch.randn(8, 5), torch.randint(0, 5, (8,)))
+    fusegrad.flex_attention(*torch.randn(3, 1, 1, 4, 8).unbind(0))

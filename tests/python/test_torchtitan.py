@@ -53,6 +53,17 @@ def test_values_and_gradients(bias: bool, count: float | Tensor | None) -> None:
     assert model.lm_head(model(tokens)).shape == (3, 7, V)
 
 
+def test_accumulation_in_the_weights_dtype() -> None:
+    model = Decoder(bias=False).bfloat16()
+    tokens, labels = batch()
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        loss_fn = LinearCrossEntropyLoss(accumulate_dtype=dtype)
+        loss_fn.set_lm_head(model.lm_head)
+        found.append(loss_fn(model(tokens), labels))
+    torch.testing.assert_close(*found)
+
+
 def test_a_sharded_head() -> None:
     """FSDP2: gathered in the head's own forward, freed after the loss, the gradient reduced."""
     from torch.distributed.fsdp import fully_shard

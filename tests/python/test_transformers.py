@@ -206,6 +206,17 @@ def test_options() -> None:
         out.logits.sum()
 
 
+@pytest.mark.parametrize("accumulate_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accumulation_in_the_weights_dtype(accumulate_dtype: torch.dtype) -> None:
+    model, inputs = make("llama").to(torch.bfloat16), batch()
+    loss, gradients = step(model, **inputs)
+    apply(model, accumulate_dtype=accumulate_dtype)
+    ours, grads = step(model, **inputs)
+    torch.testing.assert_close(ours.float(), loss.float(), rtol=2e-2, atol=2e-2)
+    for name, expected in gradients.items():
+        assert (grads[name] - expected).float().norm() <= 3e-2 * expected.float().norm(), name
+
+
 def test_classes() -> None:
     """All instances, those that exist and those to come; undone for all."""
     cls, inputs = tf.LlamaForCausalLM, batch()

@@ -151,8 +151,9 @@ def _process_group(group: Any) -> Any:
 def is_dtensor(*tensors: Any) -> bool:
     """Whether one of them is a torch.distributed.tensor.DTensor; without that module none can be, and it is slow to
     import."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+    # While another thread imports it, the module is there and has no such class yet.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
 
 
 def part_of(op: str, name: str, tensor: Any, dim: int, given: VocabParallel | None) -> VocabParallel:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 import fusegrad
 
-__all__ = ["LazyLogits", "LazyLogitsTensor", "lazy_linear", "materialize"]
+__all__ = ["LazyLogits", "LazyLogitsTensor", "check_options", "lazy_linear", "materialize"]
 
 
 def _recorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -428,6 +428,14 @@ def lazy_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **opt
         dtype = torch.get_autocast_dtype(kind)
     lazy = LazyLogits(input, weight, bias, options, dtype)
     return lazy if torch.compiler.is_compiling() else _as_tensor(lazy)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raises what :func:`fusegrad.linear_cross_entropy` does where one of these options is wrong by itself."""
+    dtype = options.get("accumulate_dtype")  # float32 or the weight's, which is not known yet
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    zero = torch.zeros(1, 1, dtype=dtype if floating else torch.float32)
+    fusegrad.linear_cross_entropy(zero, zero, torch.zeros(1, dtype=torch.int64), **options)
 
 
 def materialize(logits: Any) -> Any:

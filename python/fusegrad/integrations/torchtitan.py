@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import fusegrad
+
+from .lazy_logits import check_options
 
 __all__ = ["LinearCrossEntropyLoss"]
 
@@ -29,8 +30,7 @@ class LinearCrossEntropyLoss:
     """
 
     def __init__(self, **options: Any) -> None:
-        zero = torch.zeros(1, 1)
-        fusegrad.linear_cross_entropy(zero, zero, torch.zeros(1, dtype=torch.int64), **options)  # checks the options
+        check_options(options)
         self.options = options
         self.lm_head: nn.Module | None = None
 

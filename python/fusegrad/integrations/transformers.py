@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
-import fusegrad
-
 from . import transformers_attention
-from .lazy_logits import LazyLogits, LazyLogitsTensor, lazy_linear
+from .lazy_logits import LazyLogits, LazyLogitsTensor, check_options, lazy_linear
 
 __all__ = ["apply", "remove"]
 
@@ -227,8 +225,7 @@ def apply(
         "accumulate_dtype": accumulate_dtype,
         "workspace_mib": workspace_mib,
     }
-    zero = torch.zeros(1, 1)
-    fusegrad.linear_cross_entropy(zero, zero, torch.zeros(1, dtype=torch.int64), **options)  # checks the options
+    check_options(options)
     if getattr(model, _RECORD, None) is not None:
         raise ValueError(
             f"apply: the target must not be changed already, but got such a {_name(model)}: remove it first"
