@@ -58,7 +58,8 @@ FlexForce force_named(const std::string& name) {
   if (name.empty()) return FlexForce::kNone;
   if (name == "portable") return FlexForce::kPortable;
   if (name == "hopper") return FlexForce::kHopper;
-  throw std::invalid_argument("force_family: must be 'portable', 'hopper' or '', but got " + name);
+  if (name == "hopper_wide") return FlexForce::kHopperWide;
+  throw std::invalid_argument("force_family: must be 'portable', 'hopper', 'hopper_wide' or '', but got " + name);
 }
 
 }  // namespace
@@ -96,7 +97,8 @@ void bind(py::module_& m) {
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
   m.def(
       "force_family", [](const std::string& family) { force_flex_family(force_named(family)); }, py::arg("family"),
-      "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
+      "For tests: 'portable' or 'hopper' where there are both; 'hopper_wide': 'hopper', wide backwards too; '': the "
+      "faster one.");
   m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");

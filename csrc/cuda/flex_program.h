@@ -16,8 +16,9 @@ namespace fusegrad::cuda {
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, the copy engine, warps of their own for copies;
 /// sm_90a alone.
 enum class FlexFamily : uint8_t { kPortable, kHopper };
-/// What tests ask for, where there are both families: the faster one, or one of them.
-enum class FlexForce : uint8_t { kNone, kPortable, kHopper };
+/// What tests ask for, where there are both families: the faster one, or one of them. kHopperWide: kHopper, and the
+/// backwards for D or E above 128 whether or not they are chosen otherwise.
+enum class FlexForce : uint8_t { kNone, kPortable, kHopper, kHopperWide };
 enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 
 /// A score_mod or mask_mod; without a text there is none.
