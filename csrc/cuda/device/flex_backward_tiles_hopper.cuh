@@ -167,6 +167,7 @@ class FlexBackwardHopperTiles {
     for (int b = key_batch_; b < last_batch; ++b) {
       for (int h = first_head; h < first_head + a_.group; ++h) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
+#pragma unroll 1  // or its registers would be more than it has
         for (int i = 0; i < walk.count(); ++i) load(tile++, {b, h, walk[i]});
       }
     }

@@ -113,8 +113,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     zero(grad);
     Barrier::wait(key_full(), 0);
     int i = 0;
-    wait_stage(i);
-    if constexpr (Config::kGradValue) issue_scores(s, i);
+    issue_next_scores(s, i);
     for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
       if constexpr (Config::kGradValue) {
         wgmma_wait<0>();
@@ -123,15 +122,13 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         probabilities(now, i, s, p);
         issue_grad_value(grad, p, i);
         wgmma_commit();
-        wait_stage(i + 1);
-        issue_scores(s, i + 1);
-        wgmma_wait<1>();
-        pin<kBlocksE * 4>(grad[0]);
-      } else {
-        wait_stage(i + 1);
       }
-      release(empty(stage_of(i)));
-      if constexpr (Config::kGradQuery) grad_query(i);
+      if constexpr (Config::kGradQuery) {
+        grad_query(i, grad, s);
+      } else {
+        issue_next_scores(s, i + 1);
+        end_grad_value(grad, i);
+      }
     }
     wgmma_wait<0>();
     if constexpr (Config::kGradValue) {
@@ -142,22 +139,44 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     // Shared memory must be there until the copy engine has read it.
     if (Config::kGradQuery && speaks()) wait_sums_added();
   }
+  __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {
+    wait_stage(i);
+    if constexpr (Config::kGradValue) issue_scores(s, i);
+  }
+  // When one product more was issued.
+  __device__ __forceinline__ void end_grad_value(float (&grad)[kBlocksE][4], int i) const {
+    wgmma_wait<1>();
+    pin<kBlocksE * 4>(grad[0]);
+    release(empty(stage_of(i)));
+  }
 
-  // Of tile i, while the scores of the next one are computed. The place of a tile is there until both warpgroups have
-  // released the second one after it.
-  __device__ __forceinline__ void grad_query(int i) const {
+  // dQ of tile i. While 64 columns go to the copy engine the next ones are computed, or then the next tile's scores: not
+  // those earlier, as registers are for two of these. The place of a tile is there until both warpgroups have released
+  // the second one after it.
+  __device__ __forceinline__ void grad_query(int i, float (&grad)[kBlocksE][4], float (&s)[kBlocksN][4]) const {
+    constexpr int kParts = Config::kHead / kChunk;
+    float c[2][8][4];
     wait_gradient(i);
+    issue_grad_query(c[0], i, 0, 0);
+    end_grad_value(grad, i);
 #pragma unroll
-    for (int col = 0; col < Config::kHead; col += kChunk) {
-      float c[8][4];
-      issue_grad_query(c, i, 0, col);
+    for (int part = 0; part < kParts; ++part) {
+      if (part + 1 < kParts) {
+        issue_grad_query(c[(part + 1) % 2], i, 0, (part + 1) * kChunk);
+      } else {
+        issue_next_scores(s, i + 1);
+      }
       // All threads may write the sums' place when it has been read.
       if (speaks()) wait_sums_read();
       meet();
-      wgmma_wait<0>();
-      pin<8 * 4>(c[0]);
-      if (col + kChunk == Config::kHead) release(gradient_empty(0));
-      add_grad_query(c, i, 0, col);
+      if (Config::kGradValue || part + 1 < kParts) {
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      pin<8 * 4>(c[part % 2][0]);
+      if (part + 1 == kParts) release(gradient_empty(0));
+      add_grad_query(c[part % 2], i, 0, part * kChunk);
     }
   }
 
