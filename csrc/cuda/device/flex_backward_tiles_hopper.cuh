@@ -135,11 +135,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned gradient_full(int s) const { return barrier(1 + 2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_empty(int s) const { return barrier(1 + 2 * Config::kStages + kGradientStages + s); }
 
-  // What is made of these is not kept in registers through the loop.
-  static __device__ __forceinline__ unsigned anew(unsigned x) {
-    asm volatile("" : "+r"(x));
-    return x;
-  }
+  // Read anew, so that what is made of it is not kept in registers through the loop.
   static __device__ __forceinline__ int thread() {
     int x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
