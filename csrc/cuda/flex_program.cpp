@@ -33,7 +33,9 @@ int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHop
 bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
   return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);
 }
-int warps_with_keys(const FlexCase& c, const FlexTileSize& t) { return computing_warps(t) / (keys_shared(c, t) ? 2 : 1); }
+int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
+  return computing_warps(t) / (keys_shared(c, t) ? 2 : 1);
+}
 bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient; }
 
 // Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).

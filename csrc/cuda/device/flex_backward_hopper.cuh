@@ -20,15 +20,15 @@ namespace fusegrad::device {
 template <class Config>
 class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
-  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::sums_;
-  using Tiles::kAll, Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kConsumerWarps;
-  using Tiles::kNoMore, Tiles::kThreads, Tiles::kTurn;
   using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
   using Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty, Tiles::gradient_stage_of;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::pairs, Tiles::place_of;
+  using Tiles::kAll, Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kConsumerWarps;
+  using Tiles::kNoMore, Tiles::kThreads, Tiles::kTurn;
   using Tiles::produce, Tiles::read_place, Tiles::release, Tiles::speaks, Tiles::stage_of, Tiles::wait_gradient;
   using Tiles::wait_stage, Tiles::zero;
+  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // dQ of a warpgroup: half the queries of a tile, or half the columns.
   static constexpr bool kRowsShared = Config::kRows == 64 * Config::kGroups;
   static_assert(Tiles::kOwnKeys && (!Config::kGradQuery || Config::kRows * Config::kHead == Config::kGroups * 64 * 64));

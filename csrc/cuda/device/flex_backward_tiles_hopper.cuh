@@ -1,6 +1,6 @@
-// What the backwards of flex attention on sm_90a have in common: the places in shared memory, the producer, the pairs of
-// a tile, and the ways of dS and dQ through shared memory. Two warpgroups or more compute. Either each has 64 keys of its
-// own (flex_backward_hopper.cuh), or all have the same 64 (flex_backward_wide_hopper.cuh).
+// What the backwards of flex attention on sm_90a have in common: the places in shared memory, the producer, the pairs
+// of a tile, and the ways of dS and dQ through shared memory. Two warpgroups or more compute. Either each has 64 keys
+// of its own (flex_backward_hopper.cuh), or all have the same 64 (flex_backward_wide_hopper.cuh).
 //
 // See flex_scores.cuh and flex_backward.cuh for Config; kWarps are those that have keys of their own. Here also:
 //   kGroups                    warpgroups that compute
@@ -108,7 +108,9 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ int parity_of(int i) { return i >> 1 & 1; }
   // The same of dS.
   static __device__ __forceinline__ int gradient_stage_of(int i) { return kGradientStages == 1 ? 0 : stage_of(i); }
-  static __device__ __forceinline__ int gradient_parity_of(int i) { return kGradientStages == 1 ? i & 1 : parity_of(i); }
+  static __device__ __forceinline__ int gradient_parity_of(int i) {
+    return kGradientStages == 1 ? i & 1 : parity_of(i);
+  }
   /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or kNoMore.
   struct Place {
     int b, h, tile;
@@ -121,7 +123,9 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned grad_out(int s) const { return query(s) + kQueryBytes; }
   __device__ __forceinline__ unsigned gradient(int s) const { return query(Config::kStages) + s * kGradientBytes; }
   __device__ __forceinline__ unsigned sum(int group) const { return gradient(kGradientStages) + group * 2 * kBoxBytes; }
-  __device__ __forceinline__ unsigned rows(int s) const { return gradient(kGradientStages) + kSumBytes + s * kRowBytes; }
+  __device__ __forceinline__ unsigned rows(int s) const {
+    return gradient(kGradientStages) + kSumBytes + s * kRowBytes;
+  }
   /// Of tile i. There are twice as many as stages: a tile's is read after its stage was released, with dQ.
   __device__ __forceinline__ unsigned place(int i) const {
     return rows(Config::kStages) + i % (2 * Config::kStages) * 16;
@@ -133,7 +137,9 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned full(int s) const { return barrier(1 + s); }
   __device__ __forceinline__ unsigned empty(int s) const { return barrier(1 + Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_full(int s) const { return barrier(1 + 2 * Config::kStages + s); }
-  __device__ __forceinline__ unsigned gradient_empty(int s) const { return barrier(1 + 2 * Config::kStages + kGradientStages + s); }
+  __device__ __forceinline__ unsigned gradient_empty(int s) const {
+    return barrier(1 + 2 * Config::kStages + kGradientStages + s);
+  }
 
   // Read anew, so that what is made of it is not kept in registers through the loop.
   static __device__ __forceinline__ int thread() {
@@ -271,8 +277,8 @@ class FlexBackwardHopperTiles {
     const int s = gradient_stage_of(i);
     Barrier::wait(gradient_empty(s), gradient_parity_of(i) ^ 1);
     const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
-    const unsigned to =
-        gradient(s) + key_group() * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
+    const unsigned to = gradient(s) + key_group() * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes +
+                        (part ^ row) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
     fence_before_copy();  // products too read by the asynchronous proxy
@@ -284,8 +290,9 @@ class FlexBackwardHopperTiles {
     Barrier::wait(gradient_full(gradient_stage_of(i)), gradient_parity_of(i));
   }
 
-  // What issue_grad_query computes goes to the copy engine, which adds it up in memory, swizzled: part i of 16 bytes of row r is at i ^ r % 8. Two rows
-  // that are neighbours have the same banks then, unless they store the blocks of 8 columns n and n ^ 2.
+  // What issue_grad_query computes goes to the copy engine, which adds it up in memory, swizzled: part i of 16 bytes of
+  // row r is at i ^ r % 8. Two rows that are neighbours have the same banks then, unless they store the blocks of 8
+  // columns n and n ^ 2.
   __device__ __forceinline__ void add_grad_query(const float (&c)[8][4], int i, int row, int col) const {
     const int g = lane() / 4, t = lane() % 4;
     const bool odd = g % 2 != 0;

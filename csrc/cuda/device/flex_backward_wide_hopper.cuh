@@ -15,15 +15,15 @@ namespace fusegrad::device {
 template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
-  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::score_, Tiles::sums_;
-  using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
-  using Tiles::kThreads;
   using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
   using Tiles::alive, Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty, Tiles::lane;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::load_rows, Tiles::masked;
+  using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
+  using Tiles::kThreads;
   using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::read_place, Tiles::release, Tiles::rows, Tiles::speaks;
   using Tiles::stage_of, Tiles::wait_gradient, Tiles::wait_stage, Tiles::zero;
+  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
   static constexpr bool kKeysNeeded = Config::kGradScores;
@@ -150,9 +150,9 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     release(empty(stage_of(i)));
   }
 
-  // dQ of tile i. While 64 columns go to the copy engine the next ones are computed, or then the next tile's scores: not
-  // those earlier, as registers are for two of these. The place of a tile is there until both warpgroups have released
-  // the second one after it.
+  // dQ of tile i. While 64 columns go to the copy engine the next ones are computed, or then the next tile's scores:
+  // not those earlier, as registers are for two of these. The place of a tile is there until both warpgroups have
+  // released the second one after it.
   __device__ __forceinline__ void grad_query(int i, float (&grad)[kBlocksE][4], float (&s)[kBlocksN][4]) const {
     constexpr int kParts = Config::kHead / kChunk;
     float c[2][8][4];
