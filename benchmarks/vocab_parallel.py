@@ -20,7 +20,7 @@ from pathlib import Path
 import fusegrad
 import torch
 import torch.distributed as dist
-from harness.environment import environment
+from harness.environment import environment, in_file_names
 from harness.memory import cuda_peak_mib
 from harness.report import print_table, write_json
 from torch import Tensor
@@ -156,7 +156,10 @@ def main() -> None:
             table = [[name, *(f"{value:.5g}" for value in one.values())] for name, one in found.items()]
             print_table(["", "loss", "ms", "MiB a process"], table)
             if arguments.output is not None:
-                write_json(arguments.output / f"vocab_parallel-{mesh.size()}-{device}.json", document)
+                write_json(
+                    arguments.output / f"vocab_parallel-{mesh.size()}-{in_file_names(document['device'])}.json",
+                    document,
+                )
 
 
 if __name__ == "__main__":

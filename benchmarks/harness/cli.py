@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from harness.benchmark import Benchmark, Options, Plan, release
-from harness.environment import environment
+from harness.environment import environment, in_file_names
 from harness.goals import Verdict, judge
 from harness.launch import run_launch
 from harness.model import DTYPES, Case
@@ -130,5 +130,4 @@ def _finish(
 
 
 def _stem(benchmark: AnyBenchmark, document: dict[str, Any]) -> str:
-    device = re.sub(r"[^a-z0-9]+", "-", str(document["device"]).lower()).strip("-")
-    return f"{benchmark.op}-{device}"
+    return f"{benchmark.op}-{in_file_names(document['device'])}"

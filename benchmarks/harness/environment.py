@@ -46,6 +46,11 @@ def device_name(device: str) -> str:
     return match.group(1).strip() if match else platform.processor()
 
 
+def in_file_names(device: object) -> str:
+    """A device's name as files have it."""
+    return re.sub(r"[^a-z0-9]+", "-", str(device).lower()).strip("-")
+
+
 def _version(package: str) -> str | None:
     if package == "torch":
         return torch.__version__

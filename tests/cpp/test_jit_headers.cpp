@@ -133,6 +133,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "out[threadIdx.x + 32] = p + value[0];",
      24, true},
     {"cuda/device/flex_scores.cuh",
+     "hold_order();\n"
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
      "const TileWalk walk(tiles, 0, 1, 2, 3, (Config*)nullptr);\n"
      "for (int i = threadIdx.x; i < walk.count(); i += 32) {\n"
@@ -166,7 +167,6 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "transpose_in_fours(words);\n"
      "store_matrices_transposed(tile + threadIdx.x % 32 * 16, words);\n"
      "store_pair(tile + 4096 + threadIdx.x * 8, d[1], d[2]);\n"
-     "hold_order();\n"
      "fence_before_copy();\n"
      "named_sync(1, kWarpgroup);\n"
      "if (threadIdx.x == 0) {\n"
