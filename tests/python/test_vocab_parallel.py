@@ -40,8 +40,10 @@ def started(
         subprocess.Popen([sys.executable, str(WORKER), str(rank), str(processes), str(folder), device], env=env)
         for rank in range(processes)
     ]
+    end = time.monotonic() + 600
     try:
         while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
+            assert time.monotonic() < end, "the processes must end within 600 s, but run"
             time.sleep(0.1)
     finally:
         for process in running:

@@ -1,6 +1,6 @@
 """Random shapes, functions and masks through flex_attention for some minutes, against float64: a program, not a test.
 
-    python tests/soak_flex_attention.py --minutes 10 [--device cpu] [--workers 8] [--seed 0]
+    python tests/python/soak_flex_attention.py --minutes 10 [--device cpu] [--workers 8] [--seed 0]
 
 Each worker process draws cases by itself. Of a case all heads that share one key head are compared, where functions
 capture nothing, and all heads otherwise: outputs, lse and gradients by their relative error. A case that takes more
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from attention_reference import dense
 from fusegrad import flex_attention
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
@@ -93,7 +94,10 @@ def errors(case: Case, device: str) -> dict[str, float]:
     """Relative errors of outputs and gradients by name."""
     torch.manual_seed(case.seed)
     b, h, g, m, n, d, e = case.sizes
-    new = lambda *shape: torch.randn(*shape, device=device).to(case.dtype).requires_grad_()  # noqa: E731
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(case.dtype).requires_grad_()
+
     tensors = [new(b, h, m, d), new(b, g, n, d), new(b, g, n, e)]
     made, mask = MODS[case.mod], MASKS[case.mask]
     shapes = [] if made is None else made[0](b, h, m, n)
@@ -119,18 +123,12 @@ def errors(case: Case, device: str) -> dict[str, float]:
     )
     parts = [tensors[0][batches, heads], tensors[1][batches, keys], tensors[2][batches, keys]]
     wide = [t.detach().double().requires_grad_() for t in parts + held]
-    q, k, v = wide[0], *(t.repeat_interleave(h // g, 1) for t in wide[1:3])
     index = [torch.arange(size, device=device) for size in (b, h, m, n)]
     at = (index[0][batches, None, None, None], index[1][heads, None, None], index[2][:, None], index[3])
-    score = q @ k.mT / math.sqrt(d)
-    if made is not None:
-        score = made[1](wide[3:])(score, *at)
-    if mask is not None:
-        score = score.masked_fill(~mask(*at), -math.inf)
-    kept = (score > -math.inf).any(-1)
-    lse = torch.where(kept[..., None], score, 0).logsumexp(-1)
-    weights = torch.where(kept[..., None], (score - lse[..., None]).exp(), 0)
-    right = weights @ v
+    wide_mod = None if made is None else made[1](wide[3:])
+    allowed = None if mask is None else mask(*at)
+    right, lse, _ = dense(*wide[:3], wide_mod, allowed, evaluate=lambda function, _, score: function(score, *at))
+    kept = lse > -math.inf
     loss = (right * upstream[0][batches, heads]).sum()
     loss = loss + (torch.where(kept, lse, 0) * upstream[1][batches, heads]).sum()
     expected = torch.autograd.grad(loss, wide)
