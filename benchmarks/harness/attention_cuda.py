@@ -1,8 +1,8 @@
 """What the benchmark of flex attention measures on CUDA.
 
 Of each variant the forward and the backward alone. Beside fusegrad: PyTorch's FlashAttention-2 and cuDNN kernels by way
-of scaled_dot_product_attention, and its flex_attention, compiled. The floor is a forward's two products over the pairs
-of a causal mask, as one; a backward has five products, a variant without a mask twice the pairs.
+of scaled_dot_product_attention, its flex_attention, compiled, and FlashAttention 4. The floor is a forward's two
+products over the pairs of a causal mask, as one; a backward has five, a variant without a mask twice the pairs.
 """
 
 from __future__ import annotations
@@ -162,6 +162,7 @@ def implementations(case: Case, options: Options) -> list[Implementation | Unava
     for variant in shapes[:2]:
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             found += both(f"{name} {variant.name}", sdpa(backend, variant.mask_mod is not None), variant)
+    found += optional("fa4", "flash_attn.cute", lambda module: fa4(module, shapes))
     for variant in shapes:
         compiled = compiled_flex(variant, masks[variant.name])
         found += both(f"compile {variant.name}", compiled, variant, essential=variant.name == "plain")
@@ -174,6 +175,22 @@ def sdpa(backend: SDPBackend, is_causal: bool) -> Attention:
             return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
     return attention
+
+
+def fa4(module: Any, shapes: list[Variant]) -> list[Implementation]:
+    """FlashAttention 4, which has batch, length, head, column in this order; of score_mods it has softcap."""
+    found = []
+    for variant in shapes:
+        if variant.name not in ("plain", "causal", "softcap"):
+            continue
+        how = {"causal": variant.mask_mod is not None, "softcap": SOFTCAP if variant.name == "softcap" else 0.0}
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any] = how) -> Tensor:
+            out = module.flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), **how)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        found += both(f"fa4 {variant.name}", attention, variant)
+    return found
 
 
 def compiled_flex(variant: Variant, mask: BlockMask | None) -> Attention:

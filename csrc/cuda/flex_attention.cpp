@@ -4,6 +4,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
 #include <bit>
 #include <functional>
 
@@ -131,7 +132,10 @@ class Call {
 
   /// What the Hopper forward takes besides. After tiles().
   device::FlexForwardHopperArguments hopper_forward(const FlexTileSize& tile) const {
-    return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_};
+    const int64_t key_head = key_.element_size() * key_.size(2) * (key_.size(3) + value_.size(3));
+    const int64_t group = query_.size(1) / key_.size(1);
+    return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_,
+            section(query_.size(0) * query_.size(1), key_head / group)};
   }
   /// What the Hopper backward takes besides; `grad_query` is [B, H, M, cols] in float32, or undefined.
   device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const Tensor& grad_out,
@@ -144,9 +148,16 @@ class Call {
     row_shape.sizes = {static_cast<uint64_t>(rows.size(0))};
     row_shape.box = {static_cast<uint32_t>(tile.rows)};
     row_shape.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
-    return {map_of(query_, tile.rows), map_of(key_, tile.cols),
-            map_of(value_, tile.cols), map_of(grad_out, tile.rows),
-            encoded(rows, row_shape),  grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{}};
+    // With its gradient in float32.
+    const int64_t query_head =
+        query_.size(2) * (query_.element_size() * (query_.size(3) + value_.size(3)) + int64_t{4} * query_.size(3));
+    return {map_of(query_, tile.rows),
+            map_of(key_, tile.cols),
+            map_of(value_, tile.cols),
+            map_of(grad_out, tile.rows),
+            encoded(rows, row_shape),
+            grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{},
+            section(key_.size(0) * key_.size(1), query_head * query_.size(1) / key_.size(1))};
   }
 
   /// `more`: the kernel's further arguments. `ahead`: called where the kernel is compiled, with the architecture.
@@ -168,6 +179,14 @@ class Call {
   }
 
  private:
+  /// Of so many heads those whose tiles are begun together, so that like ones of a mask end together. What they read,
+  /// so many bytes a head, should stay in the L2 cache.
+  int section(int64_t heads, int64_t bytes) const {
+    constexpr int64_t kSectionBytes = int64_t{16} << 20;
+    return case_.blocks ? static_cast<int>(std::clamp(kSectionBytes / std::max(bytes, int64_t{1}), int64_t{1}, heads))
+                        : 1;
+  }
+
   static std::vector<int64_t> prepare(FlexMod& mod, const ScoreMod& from) {
     if (from.text.empty()) return {0};
     mod.text = from.text;

@@ -42,11 +42,11 @@ __global__ void gather_kernel(const __grid_constant__ RowJsd p) {
   static_cast<float*>(p.topk_logits)[i] = c >= 0 && c < p.cols ? device::widen(student[c]) : device::not_a_number();
 }
 
-template <class T, int kWidth>
+template <class T, int kWidth, bool kPlain>
 void launch_topk(const RowJsd& p, void* stream) {
   constexpr int kThreads = 256;
   launch("gather_kernel", gather_kernel<T>, {(p.rows * p.topk + kThreads - 1) / kThreads, kThreads}, stream, p);
-  launch_jsd<device::JsdTopK<T>, T, kWidth>(p, stream);
+  launch_jsd<device::JsdTopK<T, kWidth, kPlain>, T, kWidth>(p, stream);
 }
 
 using device::JsdKind;
@@ -143,7 +143,8 @@ void row_jsd(const RowJsd& p, DType dtype, void* stream) {
     constexpr int kWidth = 16 / sizeof(T);
     const bool aligned = same_alignments(p, sizeof(T));
     if (p.teacher_index != nullptr) {
-      aligned ? launch_topk<T, kWidth>(p, stream) : launch_topk<T, 1>(p, stream);
+      if (plain && aligned) return launch_topk<T, kWidth, true>(p, stream);
+      aligned ? launch_topk<T, kWidth, false>(p, stream) : launch_topk<T, 1, false>(p, stream);
     } else if (p.log_probs) {
       if (aligned && p.grad_teacher == nullptr && launched_by_cluster<T, true>(p, stream)) return;
       aligned ? launch_jsd<JsdOfLogProbs<T>, T, kWidth>(p, stream) : launch_jsd<JsdOfLogProbs<T>, T, 1>(p, stream);

@@ -13,7 +13,7 @@ namespace fusegrad::cuda {
 using device::RowSplit;
 
 constexpr int64_t kSliceBytes = 72 << 10;  // three CTAs with such slices fit a multiprocessor of 228 KiB
-constexpr int64_t kOtherShared = 8192;     // at most, of the kernels themselves and of marks
+constexpr int64_t kOtherShared = 8192;     // at most, of the kernels themselves
 
 struct RowShape {
   int cluster = 1;
@@ -22,8 +22,8 @@ struct RowShape {
   int shared_bytes = 0;
 };
 
-/// How many CTAs share a row of `vectors` vectors (of all inputs `vector_bytes` each), and whether they keep it in
-/// shared memory; `again`: the row is needed more than once.
+/// How many CTAs share a row of `vectors` vectors (of all inputs, with their marks, `vector_bytes` each), and whether
+/// they keep it in shared memory; `again`: the row is needed more than once.
 inline RowShape choose_shape(const Device& device, int64_t rows, int64_t vectors, int64_t vector_bytes, bool again,
                              bool bulk) {
   RowShape shape;
@@ -73,13 +73,13 @@ void launch_rows(const Rows& r, const typename Loss::Params& p, const typename L
   constexpr bool kMayBulk = kWidth > 1 && Loss::kBulk;
   constexpr bool kOnePass = requires { Loss::kOnePass; };
   const bool lines = is_aligned(r.input, r.stride, sizeof(T), device::kLineBytes);
-  const auto shape =
-      choose_shape(current_device(), r.rows, lines ? count(0) : count(device::kLineBytes),
-                   Loss::kInputs * kWidth * sizeof(T), (r.gradient && !kOnePass) || Loss::kSecondPass, kMayBulk);
-  // A bit for each column of a slice, which choose_shape left room for.
   constexpr bool kTopK = requires { Loss::kTopK; };
-  const int marks = kTopK ? shape.split.slice * kWidth / 32 * 4 + 4 : 0;
-  const Grid grid{r.rows * shape.cluster, device::kRowThreads, shape.cluster, shape.shared_bytes + marks};
+  constexpr int kMark = kTopK ? 1 : 0;  // bytes beside each vector
+  const auto shape = choose_shape(current_device(), r.rows, lines ? count(0) : count(device::kLineBytes),
+                                  Loss::kInputs * kWidth * sizeof(T) + kMark,
+                                  (r.gradient && !kOnePass) || Loss::kSecondPass, kMayBulk);
+  const int shared_bytes = shape.split.stash ? shape.shared_bytes : kMark * shape.split.slice;
+  const Grid grid{r.rows * shape.cluster, device::kRowThreads, shape.cluster, shared_bytes};
   if constexpr (kMayBulk) {
     const auto kernel = device::row_by_cluster<Loss, T, kWidth, true>;
     if (shape.bulk) return launch("row_by_cluster", kernel, grid, stream, p, constants, shape.split);

@@ -171,7 +171,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
                         dtype);
     FUSEGRAD_CHECK_VALUE(target.sym_sizes() == rows_ref, op, "a target of class indices must have shape ", rows_ref,
                          ", but got ", target.sym_sizes());
-    rows.target = target.reshape({-1}).contiguous();
+    rows.target = (target.dim() == 1 ? target : target.reshape({-1})).contiguous();
   }
   if (options.weight.has_value()) {
     const auto& weight = *options.weight;

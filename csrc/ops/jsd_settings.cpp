@@ -102,7 +102,7 @@ JsdRows make_jsd_rows(const char* op, const Tensor& student, const JsdTensors& t
     FUSEGRAD_CHECK_VALUE(labels.sym_sizes() == rows_ref, op, "labels must have shape ", rows_ref, ", but got ",
                          labels.sym_sizes());
     check_same_device(op, "labels", labels, student);
-    rows.labels = labels.reshape({-1}).contiguous();
+    rows.labels = (labels.dim() == 1 ? labels : labels.reshape({-1})).contiguous();
   }
   rows.token_weight = make_token_weight(op, student, tensors.token_weight, rows_ref, acc);
   rows.normalizer = make_normalizer(op, student, tensors.normalizer, acc);

@@ -43,6 +43,11 @@ const void* pointer_at(const std::optional<Tensor>& tensor, int64_t index) {
   return tensor.has_value() ? pointer_at(*tensor, index) : nullptr;
 }
 
+void* pointer_at(const Tensor& matrix, int64_t i, int64_t j) {
+  if (!matrix.defined() || matrix.numel() == 0) return nullptr;
+  return static_cast<char*>(matrix.data_ptr()) + (i * matrix.stride(0) + j * matrix.stride(1)) * matrix.element_size();
+}
+
 void put_upstream(const Tensor& gradient, const void*& pointer, int64_t& stride) {
   if (!gradient.defined()) return;
   pointer = gradient.const_data_ptr();
@@ -97,9 +102,7 @@ RowJob::RowJob(const Tensor& target, const std::optional<Tensor>& weight, const 
       dense_(dense_target(target, weight.has_value(), options.label_smoothing)),
       stat_rows_(dense_, options.aux) {}
 
-void* RowJob::stat(int64_t row, int64_t first) const {
-  return row < 0 ? nullptr : pointer_at(out_.stats.select(0, row), first);
-}
+void* RowJob::stat(int64_t row, int64_t first) const { return row < 0 ? nullptr : pointer_at(out_.stats, row, first); }
 
 RowTargets RowJob::targets(int64_t first_row, int64_t first_column) const {
   RowTargets t;

@@ -28,6 +28,14 @@ DType to_dtype(at::ScalarType dtype);
 /// take it as "not wanted".
 void* pointer_at(const at::Tensor& tensor, int64_t index);
 const void* pointer_at(const std::optional<at::Tensor>& tensor, int64_t index);
+/// Where element [i, j] of a matrix is, or null as above.
+void* pointer_at(const at::Tensor& matrix, int64_t i, int64_t j);
+
+/// [first, first + count) of a dimension: the tensor itself where that is all of it. A view takes a microsecond to
+/// make.
+inline at::Tensor part(const at::Tensor& tensor, int64_t dim, int64_t first, int64_t count) {
+  return count == tensor.size(dim) ? tensor : tensor.narrow(dim, first, count);
+}
 
 /// An upstream gradient for each row, or one for all, as the kernels take it; left alone where there is none.
 void put_upstream(const at::Tensor& gradient, const void*& pointer, int64_t& stride);

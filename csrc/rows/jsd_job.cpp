@@ -85,7 +85,7 @@ void JsdJob::run(const Tensor& student, const Tensor& teacher, int64_t first, co
     p.grad_teacher_stride = grad_teacher.stride(0);
   }
   p.loss = pointer_at(row_loss_, first);
-  const auto stat = [&](int64_t row) { return pointer_at(out_.stats.select(0, row), first); };
+  const auto stat = [&](int64_t row) { return pointer_at(out_.stats, row, first); };
   const bool soft = (s.aux & kJSDAuxSoftLoss) != 0, hard = (s.aux & kJSDAuxHardLoss) != 0;
   if (out_.stats.defined() && soft) p.soft = stat(0);
   if (out_.stats.defined() && hard) p.hard = stat(soft ? 1 : 0);

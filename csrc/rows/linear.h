@@ -20,10 +20,10 @@ struct Head {
 
   // out = input @ weight[columns].T + bias[columns]
   void logits(const at::Tensor& out, const at::Tensor& input, int64_t column) const {
-    const auto w = weight.narrow(0, column, out.size(1)).t();
+    const auto w = part(weight, 0, column, out.size(1)).t();
     auto result = out;
     if (bias.defined()) {
-      at::addmm_out(result, bias.narrow(0, column, out.size(1)), input, w);
+      at::addmm_out(result, part(bias, 0, column, out.size(1)), input, w);
     } else {
       at::mm_out(result, input, w);
     }
@@ -62,11 +62,11 @@ struct Sum {
   }
   bool wanted() const { return accumulator.defined(); }
   void add_product(const at::Tensor& a, const at::Tensor& b) {
-    multiply(accumulator.narrow(0, 0, used), a, b, started);
+    multiply(part(accumulator, 0, 0, used), a, b, started);
     started = true;
   }
   void add(const at::Tensor& values) {
-    const auto rows = accumulator.narrow(0, 0, used);
+    const auto rows = part(accumulator, 0, 0, used);
     started ? rows.add_(values) : rows.copy_(values);
     started = true;
   }
@@ -86,7 +86,7 @@ struct Sum {
 
 inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorOptions& options) {
   const int64_t stride = logits_row_elements(columns, static_cast<int64_t>(options.dtype().itemsize()));
-  return empty_result({rows, stride}, options).narrow(1, 0, columns);
+  return part(empty_result({rows, stride}, options), 1, 0, columns);
 }
 
 /// The gradients of a head's input, weight and bias, from those of chunks of its logits. With `inplace` the input's are
@@ -111,7 +111,7 @@ class ChunkGradients {
     if (needs_grad_[1]) weight_.add_product(z.t(), x);
     if (needs_grad_[2]) bias_.add(z.sum(0, /*keepdim=*/false, acc_type(z.scalar_type())));
     if (!needs_grad_[0]) return;
-    const auto block = input_.narrow(0, first, x.size(0));
+    const auto block = part(input_, 0, first, x.size(0));
     if (block.scalar_type() == z.scalar_type()) {
       multiply(block, z, head.weight, /*add=*/false);
     } else {

@@ -30,19 +30,19 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Tensor
     const auto buffer = logits_buffer(rows, std::min(columns, vocab), x.options());
     for (int64_t column = 0; column < vocab; column += columns) {
       const int64_t width = std::min(columns, vocab - column);
-      const auto z = buffer.narrow(1, 0, width);
+      const auto z = part(buffer, 1, 0, width);
       head.logits(z, x, column);
       job.gradient(grad_loss, grad_lse, z, column, z);
-      if (needs_grad[0]) input_sum.add_product(z, head.weight.narrow(0, column, width));
+      if (needs_grad[0]) input_sum.add_product(z, part(head.weight, 0, column, width));
       if (needs_grad[1]) {
-        const auto block = gradients.weight.narrow(0, column, width);
+        const auto block = part(gradients.weight, 0, column, width);
         if (block.scalar_type() == x.scalar_type() || (block.is_cuda() && block.scalar_type() == at::kFloat)) {
           multiply(block, z.t(), x, /*add=*/false);
         } else {
           block.copy_(at::mm(z.t(), x));
         }
       }
-      if (needs_grad[2]) gradients.bias.narrow(0, column, width).copy_(z.sum(0, /*keepdim=*/false, acc));
+      if (needs_grad[2]) part(gradients.bias, 0, column, width).copy_(z.sum(0, /*keepdim=*/false, acc));
     }
   }
   if (needs_grad[0]) gradients.input = input_sum.finish();
@@ -90,8 +90,8 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
     const auto buffer = logits_buffer(std::min(plan.rows, rows), vocab, input.options().dtype(dtype));
     for (int64_t first = 0; first < rows; first += plan.rows) {
       const int64_t count = std::min(plan.rows, rows - first);
-      const auto z = buffer.narrow(0, 0, count);
-      const auto x = input.narrow(0, first, count).to(dtype);
+      const auto z = part(buffer, 0, 0, count);
+      const auto x = part(input, 0, first, count).to(dtype);
       head.logits(z, x, 0);
       job.forward(z, first, over_rows);
       if (over_rows) chunks.add(head, x, z, first);

@@ -13,7 +13,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 OptionalTensor first_rows(const OptionalTensor& tensor, int64_t count) {
-  return tensor.has_value() ? OptionalTensor(tensor->narrow(0, 0, count)) : std::nullopt;
+  return tensor.has_value() ? OptionalTensor(part(*tensor, 0, 0, count)) : std::nullopt;
 }
 
 /// Tensors and options of a call that forward and backward have alike.
@@ -57,16 +57,16 @@ class TeacherChunks {
   TeacherChunks(const Call& call, int64_t rows) : input_(call.teacher.input) {
     if (!call.teacher.weight.has_value()) return;
     const auto product = product_type(input_);
-    head_.emplace(call.teacher.weight->narrow(0, 0, call.vocab), first_rows(call.teacher.bias, call.vocab), product);
+    head_.emplace(part(*call.teacher.weight, 0, 0, call.vocab), first_rows(call.teacher.bias, call.vocab), product);
     logits_ = logits_buffer(rows, call.vocab, input_.options().dtype(call.dtype()));
     if (product != call.dtype()) own_ = logits_buffer(rows, call.vocab, input_.options().dtype(product));
   }
 
   Tensor rows(int64_t first, int64_t count) const {
-    const auto x = input_.narrow(0, first, count);
+    const auto x = part(input_, 0, first, count);
     if (!head_.has_value()) return x;
-    const auto z = logits_.narrow(0, 0, count);
-    const auto own = own_.defined() ? own_.narrow(0, 0, count) : z;
+    const auto z = part(logits_, 0, 0, count);
+    const auto own = own_.defined() ? part(own_, 0, 0, count) : z;
     head_->logits(own, x.to(own.scalar_type()), 0);
     if (own_.defined()) z.copy_(own);
     return z;
@@ -83,14 +83,14 @@ LinearGradients run(JsdJob& job, const Call& call, std::array<bool, 3> needs_gra
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
   ChunkGradients gradients(call.input, call.weight, call.bias, call.vocab, plan, needs_grad, inplace);
   if (call.vocab != 0 && call.rows() != 0) {
-    const Head head(call.weight.narrow(0, 0, call.vocab), first_rows(call.bias, call.vocab), call.dtype());
+    const Head head(part(call.weight, 0, 0, call.vocab), first_rows(call.bias, call.vocab), call.dtype());
     const int64_t chunk = std::min(plan.rows, call.rows());
     const TeacherChunks teacher(call, chunk);
     const auto buffer = logits_buffer(chunk, call.vocab, call.input.options().dtype(call.dtype()));
     for (int64_t first = 0; first < call.rows(); first += chunk) {
       const int64_t count = std::min(chunk, call.rows() - first);
-      const auto z = buffer.narrow(0, 0, count);
-      const auto x = call.input.narrow(0, first, count).to(call.dtype());
+      const auto z = part(buffer, 0, 0, count);
+      const auto x = part(call.input, 0, first, count).to(call.dtype());
       head.logits(z, x, 0);
       job.run(z, teacher.rows(first, count), first, any_gradient ? z : Tensor(), Tensor());
       if (any_gradient) gradients.add(head, x, z, first);

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
+from .distributed.shards import is_dtensor
 from .score_mod import ScoreMod, trace_mask_mod, trace_score_mod
 
 __all__ = ["flex_attention"]
@@ -124,6 +125,11 @@ def flex_attention(
         )
     if kernel_options is not None and not isinstance(kernel_options, Mapping):
         raise TypeError(f"flex_attention: kernel_options must be a dict, but got {type(kernel_options).__name__}")
+    if is_dtensor(query, key, value):
+        raise TypeError(
+            "flex_attention: query, key and value must be plain tensors, but got a DTensor: sequences sharded over "
+            "processes (context parallelism) are not supported; of sharded batches or heads pass to_local()"
+        )
     if not torch.compiler.is_compiling() and any(map(_functorch.is_functorch_wrapped_tensor, (query, key, value))):
         score_mod = block_mask = None  # the op refuses transforms, under which tracing would fail with another error
     mask_mod, kv_blocks, q_blocks, block_size = _mask_arguments(block_mask, query, key)

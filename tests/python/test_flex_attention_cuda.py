@@ -446,6 +446,24 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert torch.equal(ours, flex_attention(q, k, v, lambda s, b, h, i, j: s + part[j * 64 + i]))
 
 
+def test_tiles_in_the_order_of_sections_of_heads() -> None:
+    """Heads so long that few of them are worked on together, and no multiple of that number."""
+    heads, blocks, size = 5, 64, 256
+    tensors = inputs(1, heads, blocks * size, blocks * size, 64)
+    mask = create_block_mask(
+        lambda b, h, q, kv: (q // size == kv // size) & (q >= kv), 1, 1, blocks * size, blocks * size, device=DEVICE
+    )
+    out = flex_attention(*tensors, block_mask=mask)
+    grads = torch.autograd.grad(out, tensors, out.detach())
+    q, k, v = (t.detach().double().view(heads, blocks, size, 64).requires_grad_() for t in tensors)
+    later = torch.ones(size, size, dtype=torch.bool).triu(1)
+    truth = (q @ k.mT / 8).masked_fill(later, -torch.inf).softmax(-1) @ v
+    expected = torch.autograd.grad(truth, (q, k, v), out.detach().double().view_as(truth))
+    assert relative(out.view_as(truth), truth) <= 5e-3
+    for grad, t in zip(grads, expected, strict=True):
+        assert relative(grad.view_as(t), t) <= 1e-2
+
+
 def test_no_memory_in_the_backward_is_an_error_and_no_more() -> None:
     step, _ = a_step()
     before = step(deterministic=True)

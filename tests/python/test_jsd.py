@@ -87,6 +87,62 @@ def test_long_rows(device: str, beta: float, log_probs: bool, dtype: torch.dtype
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "dtype, rows, vocab",
+    [(torch.bfloat16, 300, 8200), (torch.bfloat16, 3, 33001), (torch.float16, 5, 20008), (torch.float32, 5, 8201)],
+    ids=str,
+)
+@pytest.mark.parametrize("hard", [{}, {"hard_weight": 0.3, "soft_weight": 0.7}], ids=["soft", "hard"])
+def test_long_rows_of_a_top_k_teacher(
+    device: str, beta: float, dtype: torch.dtype, rows: int, vocab: int, hard: dict[str, float]
+) -> None:
+    """Its columns lie anywhere: neighbours, in a row's first and last vectors, the label among them or not."""
+    student = (2 * torch.randn(rows, vocab, device=device)).to(dtype)
+    inner = torch.stack([9 + torch.randperm(vocab // 2 - 9, device=device)[:8] for _ in range(rows)])
+    edges = torch.tensor([0, 1, 6, 7, 8, vocab // 2, vocab // 2 + 1, vocab - 9, vocab - 2, vocab - 1], device=device)
+    indices = torch.cat([inner, edges.expand(rows, -1)], -1)
+    log_probs = (student.float() + torch.randn(rows, vocab, device=device)).log_softmax(-1).gather(-1, indices)
+    labels = torch.where(torch.rand(rows, device=device) < 0.5, indices[:, 3], torch.full_like(indices[:, 0], 77))
+    labels[1::5] = -100
+    options = {"labels": labels, "beta": beta, "reduction": "none", **hard}
+    upstream = torch.rand(rows, device=device)
+    loss, (grad,) = gradients(lambda s: fusegrad.jsd(s, (log_probs, indices), **options), [student], upstream)
+    truth, (right,) = gradients(
+        lambda s: reference.jsd(s, (log_probs.double(), indices), **options)[0], [student.double()], upstream.double()
+    )
+    # The bucket has nearly all of both: the divergence is a small difference of the parts that float32 holds.
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=2e-8)
+    # Row by row and for the bucket's columns alone, whose gradients are far smaller than those of the K.
+    rounding = max(torch.finfo(dtype).eps / 2, 1e-4)  # float32 loses digits where the bucket's p is near q
+    of_rest = torch.ones_like(right).scatter_(-1, indices, 0).scatter_(-1, labels.clamp(min=0)[:, None], 0)
+    for mask in (torch.ones_like(right), of_rest):
+        error, norm = ((grad.double() - right) * mask).norm(dim=-1), (right * mask).norm(dim=-1)
+        subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * vocab**0.5
+        assert (error <= 2.5 * rounding * norm + 2 * subnormal).all()  # rounded twice at most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("log_probs", [False, True])
+def test_probabilities_far_apart_are_as_good_as_eagers(device: str, beta: float, log_probs: bool) -> None:
+    """Where p is 2^30 times q, log(p / m) is a small number, not the difference of two logarithms of 30."""
+    inputs = list(6 * torch.randn(2, 100, 500, device=device))
+    if log_probs:
+        inputs = [x.log_softmax(-1) for x in inputs]
+    (_, ours), (_, eager), (_, truth) = (
+        gradients(lambda s, t, f=function: f(s, t, beta=beta, log_probs=log_probs), given)
+        for function, given in (
+            (fusegrad.jsd, inputs),
+            (lambda *x, **o: reference.jsd(*x, **o)[0], inputs),
+            (lambda *x, **o: reference.jsd(*x, **o)[0], [x.double() for x in inputs]),
+        )
+    )
+    for name, *of in zip(("student", "teacher"), ours, eager, truth, strict=True):
+        assert_as_good_as_eager(*of, f"gradient of the {name}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_long_rows_far_apart(device: str, beta: float, dtype: torch.dtype) -> None:
     """Where most of one row's mass is, the other's probabilities are 0 in float32."""

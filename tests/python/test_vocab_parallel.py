@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,8 @@ def started(
         for rank in range(processes)
     ]
     try:
-        for process in running:
-            process.wait(timeout=600)
+        while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
+            time.sleep(0.1)
     finally:
         for process in running:
             process.kill()

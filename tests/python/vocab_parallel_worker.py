@@ -34,7 +34,7 @@ CASES: dict[str, Callable[..., None]] = {}
 
 
 def runs(name: str, world: int) -> bool:
-    return world == 2 or name not in ("compiled", "autocast", "inplace", "data_parallel")
+    return world == 2 or name not in ("compiled", "autocast", "inplace", "data_parallel", "attention")
 
 
 def case(function: Callable[..., None]) -> Callable[..., None]:
@@ -490,6 +490,26 @@ def dtensors(shards: VocabParallel) -> None:
             "linear_cross_entropy: linear_weight must be Shard(0)",
             lambda w=wrong: fusegrad.linear_cross_entropy(x, w, target),
         )
+
+
+@case
+def attention(shards: VocabParallel) -> None:
+    """Context parallelism is refused, whichever tensor is sharded."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh.from_group(shards.group, DEVICE)
+    plain = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    sharded = [distribute_tensor(t, mesh, [Shard(2)]) for t in plain]
+    bias = distribute_tensor(torch.randn(8), mesh, [Shard(0)])
+    refused = "flex_attention: query, key and value must be plain tensors, but got a DTensor"
+    assert_raises(TypeError, refused, lambda: fusegrad.flex_attention(*sharded))
+    assert_raises(TypeError, refused, lambda: fusegrad.flex_attention(plain[0], sharded[1], plain[2]))
+    assert_raises(
+        fusegrad.TraceError,
+        "a captured tensor of the subclass DTensor",
+        lambda: fusegrad.flex_attention(*plain, lambda s, b, h, q, kv: s + bias[kv]),
+    )
 
 
 class TinyModel(torch.nn.Module):

@@ -45,7 +45,8 @@ struct alignas(64) TensorMap {
 /// What the forward of sm_90a takes besides.
 struct FlexForwardHopperArguments {
   TensorMap query, key, value;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
-  int* next;  // with a block mask, 0 before: how many tiles of queries were begun beyond the first of each CTA
+  int* next;    // with a block mask, 0 before: how many tiles of queries were begun beyond the first of each CTA
+  int section;  // heads whose tiles of queries are begun in the order of their place in the head, the last ones first
 };
 
 /// What the backward needs of a row of scores.
@@ -79,6 +80,7 @@ struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
   TensorMap grad_query;                   // of floats; boxes of 32 columns of 64 rows, swizzled
+  int section;                            // heads of keys whose tiles are begun in the order of their place in the head
 };
 
 }  // namespace fusegrad::device

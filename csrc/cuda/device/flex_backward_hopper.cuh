@@ -90,8 +90,12 @@ class FlexBackwardHopper {
     }
     __syncthreads();
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols, key_heads = a_.heads / a_.group;
-    const int head = static_cast<int>(blockIdx.x) / col_tiles;
-    col_tile_ = static_cast<int>(blockIdx.x) % col_tiles;
+    // The first keys first: under a causal mask they have the most queries, and what is begun last should not take
+    // long.
+    const int id = static_cast<int>(blockIdx.x), first = id / (more_.section * col_tiles) * more_.section;
+    const int heads = min(more_.section, a_.key_batches * key_heads - first), place = id - first * col_tiles;
+    const int head = first + place % heads;
+    col_tile_ = place / heads;
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
     col_ = col_tile_ * Config::kCols;

@@ -115,9 +115,11 @@ class FlexForwardHopper {
         tell({0, 0, Work::kNoMore, 0}, works);
         return;
       }
-      // The last queries first: under a causal mask they have the most keys. Without a block mask all work takes the
-      // same time; with one, who is done first goes on first.
-      const int row_tile = row_tiles - 1 - id % row_tiles, head = id / row_tiles;
+      // The last queries first: under a causal mask they have the most keys, and what is begun last should not take
+      // long. Without a block mask all work takes the same time; with one, who is done first goes on first.
+      const int first = id / (more_.section * row_tiles) * more_.section, place = id - first * row_tiles;
+      const int heads = min(more_.section, a_.batches * a_.heads - first);
+      const int row_tile = row_tiles - 1 - place / heads, head = first + place % heads;
       id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
       const int b = head / a_.heads, h = head % a_.heads, row = row_tile * Config::kRows;
       const TileWalk walk(a_.tiles, b, h, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
@@ -325,46 +327,52 @@ class FlexForwardHopper {
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
 
-  // As FlexForward::softmax, without branches: the two rows' steps are one block of instructions. The output is
-  // rescaled later, when the product in flight is done with it.
+  // As FlexForward::softmax, without branches. In this order: maxima of the second row beside the first row's
+  // exponentials, which take eight cycles each. The output is rescaled later, when the product in flight is done with
+  // it.
   __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2]) {
     const float factor = unit() * kLog2E;
     float max[2] = {max_[0], max_[1]}, origin[2], sum[2] = {};
+    const auto take_max = [&](int n, int r) {
+      max[r] = score_mod::maximum(max[r], score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
+    };
+    const auto exponentials = [&](int n, int r) {
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) {
+        s[n][e] = power_of_two(s[n][e] * factor - origin[r]);
+        sum[r] += s[n][e];
+      }
+    };
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) take_max(n, 0);
+    origin[0] = follow(s, max[0], 0, factor, rescale);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
+      exponentials(n, 0);
+      take_max(n, 1);
     }
+    origin[1] = follow(s, max[1], 1, factor, rescale);
 #pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], __shfl_xor_sync(~0u, max[r], bit));
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if constexpr (Config::kMaxScores) {
-        ties_[r] = max[r] != max_[r] ? 0.0f : ties_[r];
-#pragma unroll
-        for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max[r]) + (s[n][2 * r + 1] == max[r]);
-      }
-      // Not less or equal: NaN and the first score (infinity) go on.
-      max[r] = (max[r] - max_[r]) * factor <= kSlack ? max_[r] : max[r];
-      // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
-      const float from = max[r] == -FUSEGRAD_INFINITY ? 0.0f : max[r];
-      rescale[r] = power_of_two((max_[r] - from) * factor);
-      origin[r] = from * factor;
-      max_[r] = max[r];
-    }
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        s[n][e] = power_of_two(s[n][e] * factor - origin[e / 2]);
-        sum[e / 2] += s[n][e];
-      }
-    }
+    for (int n = 0; n < kBlocksN; ++n) exponentials(n, 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] = sum_[r] * rescale[r] + sum[r];
+  }
+  // What a row's exponentials are relative to, given a lane's maximum.
+  __device__ __forceinline__ float follow(const float (&s)[kBlocksN][4], float max, int r, float factor,
+                                          float (&rescale)[2]) {
+    max = row_max(max);
+    if constexpr (Config::kMaxScores) {
+      ties_[r] = max != max_[r] ? 0.0f : ties_[r];
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max) + (s[n][2 * r + 1] == max);
+    }
+    // Not less or equal: NaN and the first score (infinity) go on.
+    max = (max - max_[r]) * factor <= kSlack ? max_[r] : max;
+    // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+    const float from = max == -FUSEGRAD_INFINITY ? 0.0f : max;
+    rescale[r] = power_of_two((max_[r] - from) * factor);
+    max_[r] = max;
+    return from * factor;
   }
   __device__ __forceinline__ void multiply(float (&out)[kBlocksE][4], const float (&rescale)[2]) const {
     if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;

@@ -16,6 +16,14 @@ namespace fusegrad::device {
 /// Bounds of d: 2^d is finite, and a ratio that is multiplied by a probability of 0 is finite, too.
 constexpr float kLowestD = -200.f, kLargestD = 100.f;
 
+/// A pair of probabilities q and p in their mixture m.
+struct InMixture {
+  float student, teacher;  // log2(q / m), log2(p / m)
+};
+/// From a finite d, and log2 of m over the larger of the two. Relative to that neither logarithm is a difference of
+/// large ones: where d is 30, float32 keeps it to 1e-6, and log2(p / m) is about 1.
+__device__ inline InMixture in_mixture(float d, float m) { return {-m - fmaxf(d, 0.f), fminf(d, 0.f) - m}; }
+
 /// The options as the kernels use them, computed once on the host. A temperature is a transform, too.
 struct JsdConstants {
   LogitConstants student, teacher;
@@ -241,10 +249,24 @@ struct Jsd {
     const float difference = fmaf(teacher.x - n.teacher.at, constants.relative, -(student.x - n.student.at));
     return fmaxf(fmaf(difference, student.k, n.offset), kLowestD);
   }
+  /// Low precision sees neither how d is rounded nor the difference between logarithms.
+  static constexpr bool kExact = sizeof(T) == 4;
   /// log2(q / m).
   __device__ float student_ratio(float power_of_d) const {
     const float m_over_q = fmaf(constants.beta, power_of_d, 1.f - constants.beta);
-    return sizeof(T) == 4 ? -log2f(m_over_q) : -log2_fast(m_over_q);  // low precision does not see the difference
+    return kExact ? -log2f(m_over_q) : -log2_fast(m_over_q);
+  }
+  /// log2(m / q) or log2(m / p), whose divisor is the larger one, from the smaller one over it.
+  __device__ float mixture_over_larger(float d, float smaller) const {
+    const float beta = constants.beta, rest = 1.f - beta;
+    return log2f(d > 0.f ? fmaf(rest, smaller, beta) : fmaf(beta, smaller, rest));
+  }
+  /// The teacher's only where it has a gradient.
+  __device__ InMixture ratios(float d) const {
+    d = fminf(d, kLargestD);
+    if constexpr (kExact && !kPlain) return in_mixture(d, mixture_over_larger(d, exp2_fast(-fabsf(d))));
+    const float student = student_ratio(exp2_fast(d));
+    return {student, d + student};
   }
 
   /// The divergences' parts of one vector. With kCache the student's ratios replace the teacher's logits.
@@ -254,7 +276,18 @@ struct Jsd {
     unpack(packs[0], xq);
     unpack(packs[1], xp);
     const auto counts = [&](int i) { return kWhole || inside(first + i); };
-    if (constants.mixed) {
+    if (kExact && constants.mixed) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto zq = logit(constants.student, xq[i]), zp = logit(constants.teacher, xp[i]);
+        const float d = fminf(log2_ratio(n, zq, zp), -kLowestD), power = exp2_fast(-fabsf(d));
+        const float larger = exp2_fast(d > 0.f ? teacher_log2(n, zp) : student_log2(n, zq)), smaller = larger * power;
+        const InMixture by = in_mixture(d, mixture_over_larger(d, power));
+        if (!counts(i)) continue;
+        student = fmaf(d > 0.f ? smaller : larger, by.student, student);
+        teacher = fmaf(d > 0.f ? larger : smaller, by.teacher, teacher);
+      }
+    } else if (constants.mixed) {
       float largest = 0.f;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
@@ -302,7 +335,7 @@ struct Jsd {
   }
   /// The sum of y - x is 0, but not that of the rounded ones, which the divergence of x from y feels. Low precision
   /// does not see it.
-  static constexpr bool kRest = sizeof(T) == 4;
+  static constexpr bool kRest = kExact;
   template <int kWidth, class Counts>
   __device__ void add_far(const Normal& n, const Pack<T, kWidth> (&packs)[kInputs], const Counts& counts,
                           float& student, float& teacher, float (&ratios)[kWidth]) const {
@@ -412,9 +445,10 @@ struct Jsd {
     const float q = exp2_fast(student_log2(g.normal, zq));
     ByLogit by{q * g.of_q, 0.f};
     if (constants.mixed) {
-      const float d = fminf(log2_ratio(g.normal, zq, zp), kLargestD), ratio = student_ratio(exp2_fast(d));
-      by.student = q * fmaf(ratio, g.of_ratio, g.of_q);
-      if (!kPlain) by.teacher = exp2_fast(teacher_log2(g.normal, zp)) * fmaf(d + ratio, g.teacher_ratio, g.teacher_p);
+      const InMixture ratio = ratios(log2_ratio(g.normal, zq, zp));
+      by.student = q * fmaf(ratio.student, g.of_ratio, g.of_q);
+      if (!kPlain)
+        by.teacher = exp2_fast(teacher_log2(g.normal, zp)) * fmaf(ratio.teacher, g.teacher_ratio, g.teacher_p);
     } else if (constants.beta == 0.f) {
       const float p = exp2_fast(teacher_log2(g.normal, zp));
       by.student = fmaf(q - p, g.of_difference, by.student);
@@ -489,9 +523,9 @@ struct JsdOfLogProbs : Jsd<T, false> {
     const float q = exp2_fast(xq * kLog2E), p = exp2_fast(xp * kLog2E);
     Element e;
     if (constants.mixed) {
-      const float near = fminf(d, kLargestD), ratio = Base::student_ratio(exp2_fast(near));
-      e.student = q * ratio;
-      e.teacher = p * (near + ratio);
+      const InMixture ratio = Base::ratios(d);
+      e.student = q * ratio.student;
+      e.teacher = p * ratio.teacher;
       e.by_student = e.student * g.of_ratio;
       e.by_teacher = e.teacher * g.teacher_ratio;
     } else if (constants.beta == 0.f) {

@@ -7,18 +7,27 @@
 
 namespace fusegrad::device {
 
-/// A bit for each column of a part of a row, in shared memory.
+/// The K columns in a part of a row, in shared memory: a byte for each vector of kWidth columns, in it a bit for each.
+template <int kWidth>
 struct Marks {
+  static_assert(kWidth <= 8);
   uint32_t* words = nullptr;
-  int first = 0;  // the column of bit 0
+  int first = 0;  // column of the first vector's first bit
 
-  __device__ void set(int c) const { atomicOr(&words[(c - first) / 32], 1u << ((c - first) % 32)); }
-  __device__ bool get(int c) const { return (words[(c - first) / 32] >> ((c - first) % 32)) & 1u; }
+  __device__ void set(int c) const {
+    const int bit = (c - first) / kWidth * 8 + (c - first) % kWidth;
+    atomicOr(&words[bit / 32], 1u << (bit % 32));
+  }
+  /// Of the vector that column c lies in.
+  __device__ uint32_t of(int c) const { return reinterpret_cast<const unsigned char*>(words)[(c - first) / kWidth]; }
+  __device__ bool get(int c) const { return of(c) >> ((c - first) % kWidth) & 1u; }
 };
 
+template <bool kPlain>
 struct TopKSums {
-  PowerSum rest, label;    // the bucket's columns, and all of the hard part
-  float student_at = 0.f;  // the label's logit, from the one part that has it
+  PowerSum rest;                                        // of the bucket's columns
+  std::conditional_t<kPlain, NoParts, PowerSum> label;  // of all columns, for the hard part
+  float student_at = 0.f;                               // the label's logit, from the one part that has it
 
   template <class Over>
   __device__ void merge(const Over& over) {
@@ -30,32 +39,34 @@ struct TopKSums {
 
 /// What follows from the sums, the same in every thread. Base 2.
 struct TopKParts {
-  float m2 = 0.f, log2_sum = 0.f;  // of all columns
-  float soft = 0.f, mean = 0.f;    // the divergence, and what is taken off the ratios in the gradients
-  float log2_mass = 0.f;           // of the teacher's probabilities, where they are renormalized
-  float p_rest = 0.f, p_sum = 1.f;
+  float m2 = 0.f, log2_sum = 0.f;              // of all columns
+  float soft = 0.f, mean = 0.f;                // the divergence, and what is taken off the ratios in the gradients
+  float log2_mass = 0.f;                       // of the teacher's probabilities, where they are renormalized
+  float log2_q_rest = 0.f, log2_p_rest = 0.f;  // of the bucket
+  float p_sum = 1.f;
 
   template <class Over>
   __device__ void merge(const Over&) {}
 };
 
-template <class T>
+/// kWidth: columns of a vector of the rows. kPlain: see Jsd.
+template <class T, int kVector, bool kPlain>
 struct JsdTopK {
   using Params = RowJsd;
   using Constants = JsdConstants;
-  using Sums = TopKSums;
+  using Sums = TopKSums<kPlain>;
   using Parts = TopKParts;
   static constexpr int kInputs = 1;
-  static constexpr bool kBulk = false;
+  static constexpr bool kBulk = kPlain;
   static constexpr bool kSecondPass = false;
   static constexpr bool kTopK = true;
-  static constexpr int kUnroll = 1;
+  static constexpr int kUnroll = kPlain ? 4 : 1;
 
   const Params& p;
   const Constants& constants;
   int64_t row;
   JsdRow info;
-  Marks marks;
+  Marks<kVector> marks;
 
   __device__ JsdTopK(const Params& p, const Constants& constants, int64_t row)
       : p(p), constants(constants), row(row), info(p, row) {}
@@ -70,7 +81,7 @@ struct JsdTopK {
   __device__ float constant() const { return info.in_range ? 0.f : not_a_number(); }
   __device__ bool inside(int c) const { return c >= 0 && c < static_cast<int>(p.cols); }
 
-  /// Marks the K among columns [begin, end), which `words` (zeros) has bits for. By threads [0, threads).
+  /// Marks the K among columns [begin, end), which `words` (zeros) has bytes for. By threads [0, threads).
   __device__ void mark(uint32_t* words, int begin, int end, int thread, int threads) {
     marks = {words, begin};
     for (int64_t k = thread; k < p.topk; k += threads) {
@@ -84,18 +95,35 @@ struct JsdTopK {
     return static_cast<const float*>(p.teacher)[row * p.teacher_stride + k] * kLog2E - parts.log2_mass;
   }
   __device__ static Logit logit(const LogitConstants& constants, float x) {
-    return constants.cap != 0.f ? Logit::capped<T>(constants, x) : Logit::plain(constants, x);
+    return !kPlain && constants.cap != 0.f ? Logit::capped<T>(constants, x) : Logit::plain(constants, x);
   }
 
   template <bool kWhole, int kCount, int kWidth, class Column>
   __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[kInputs][kCount], const Column& column) const {
+    if constexpr (kPlain) {
+      Pack<T, kWidth> rest[kCount];
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      add_vector<kWhole>(sums.rest, constants.student, packs[0][j], column(j), [&](int c) { return !marks.get(c); });
-      if (constants.hard != 0.f || p.hard != nullptr) {
-        add_vector<kWhole>(sums.label, constants.label, packs[0][j], column(j), [](int) { return true; });
+      for (int j = 0; j < kCount; ++j) rest[j] = without_top(packs[0][j], marks.of(column(j)));
+      sums.rest.add(rest, constants.student.k);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        add_vector<kWhole>(sums.rest, constants.student, packs[0][j], column(j), [&](int c) { return !marks.get(c); });
+        if (constants.hard != 0.f || p.hard != nullptr) {
+          add_vector<kWhole>(sums.label, constants.label, packs[0][j], column(j), [](int) { return true; });
+        }
       }
     }
+  }
+  template <int kWidth>
+  __device__ static Pack<T, kWidth> without_top(Pack<T, kWidth> pack, uint32_t marked) {
+    if (marked != 0) {  // rare
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if (marked >> i & 1u) pack.set(i, lowest_pad<T>());
+      }
+    }
+    return pack;
   }
   template <bool kWhole, int kWidth, class Counts>
   __device__ void add_vector(PowerSum& sum, const LogitConstants& transform, const Pack<T, kWidth>& pack, int first,
@@ -123,33 +151,44 @@ struct JsdTopK {
   }
   __device__ void add_early(Sums& sums, Early at) const { sums.student_at = widen(at); }
 
-  /// By `lanes` lanes of a warp for each row; all lanes of the warp must take part.
-  __device__ Parts top_parts(const Sums& sums, int lane, int lanes) const {
-    Parts parts;
-    const OverLanes over{lanes};
-    PowerSum all;
+  /// Over the K: the student's exponentials, and the teacher's probabilities.
+  struct Top {
+    PowerSum student;
     float mass = 0.f;
+  };
+  /// By `lanes` lanes of a warp for each row; all lanes of the warp must take part.
+  __device__ Top read_top(int lane, int lanes) const {
+    Top top;
     for (int64_t k = lane; k < p.topk; k += lanes) {
       const auto z = logit(constants.student, top_logit(k));
       const float y = z.x * z.k;
-      all.rebase(fmaxf(all.m2, y));
-      all.sum += exp2f(y - all.reference());
-      mass += exp2f(log2_p(parts, k));
+      top.student.rebase(fmaxf(top.student.m2, y));
+      top.student.sum += exp2f(y - top.student.reference());
+      top.mass += exp2f(log2_p(Parts{}, k));
     }
-    all.merge(over);
-    mass = over.sum(mass);
-    const float larger = fmaxf(all.m2, sums.rest.m2);
-    PowerSum rest = sums.rest;
+    top.student.merge(OverLanes{lanes});
+    top.mass = OverLanes{lanes}.sum(top.mass);
+    return top;
+  }
+  /// By the same lanes.
+  __device__ Parts top_parts(const Sums& sums, const Top& top, int lane, int lanes) const {
+    Parts parts;
+    const OverLanes over{lanes};
+    const float mass = top.mass, larger = fmaxf(top.student.m2, sums.rest.m2);
+    PowerSum all = top.student, rest = sums.rest;
     all.rebase(larger);
     rest.rebase(larger);
     parts.m2 = all.reference();
-    parts.log2_sum = log2f(all.sum + rest.sum);
+    const float sum = all.sum + rest.sum;
+    parts.log2_sum = log2f(sum);
+    parts.log2_q_rest = log2_rest(all.sum / sum, (sums.rest.m2 - parts.m2) + log2f(sums.rest.sum) - parts.log2_sum);
+    // Where the K are all columns, what is missing to 1 belongs to none.
+    const float p_rest = p.renormalize || p.topk == p.cols || mass > 1.f ? 0.f : 1.f - mass;
+    parts.log2_p_rest = p_rest == 0.f ? minus_infinity() : log2_rest(mass, log2f(p_rest));
     if (p.renormalize) {
       parts.log2_mass = log2f(mass);
     } else {
-      // Where the K are all columns, what is missing to 1 belongs to none.
-      parts.p_rest = p.topk == p.cols || mass > 1.f ? 0.f : 1.f - mass;
-      parts.p_sum = mass + parts.p_rest;
+      parts.p_sum = mass + p_rest;
     }
     const auto add = [&](float log2_q, float log2_p) {
       const auto b = bucket(log2_q, log2_p);
@@ -157,7 +196,7 @@ struct JsdTopK {
       parts.mean += b.of_q;
     };
     for (int64_t k = lane; k < p.topk; k += lanes) add(log2_q(parts, top_logit(k)), log2_p(parts, k));
-    if (lane == 0) add(rest_log2_q(parts, sums), log2f(parts.p_rest));
+    if (lane == 0) add(parts.log2_q_rest, parts.log2_p_rest);
     parts.soft = over.sum(parts.soft);
     parts.mean = over.sum(parts.mean);
     return parts;
@@ -166,9 +205,9 @@ struct JsdTopK {
     const auto z = logit(constants.student, x);
     return fmaf(z.x, z.k, -parts.m2) - parts.log2_sum;
   }
-  __device__ float rest_log2_q(const Parts& parts, const Sums& sums) const {
-    return (sums.rest.m2 - parts.m2) + log2f(sums.rest.sum) - parts.log2_sum;
-  }
+  /// log2 of a bucket's probability from that of all others, where these are few: the divergence between teachers and
+  /// students of which the bucket has nearly all is a small difference. Else it is `far`.
+  __device__ static float log2_rest(float others, float far) { return others < 0.5f ? log1pf(-others) * kLog2E : far; }
 
   /// One bucket's part of the divergence, and q times its ratio.
   struct Bucket {
@@ -177,11 +216,13 @@ struct JsdTopK {
   __device__ Bucket bucket(float log2_q, float log2_p) const {
     Bucket b{0.f, 0.f, exp2f(log2_q), exp2f(log2_p)};
     if (constants.mixed) {
-      // As in jsd.cuh: ratios from the difference of the logarithms.
-      const float d = fminf(fmaxf(log2_p - log2_q, kLowestD), kLargestD);
-      const float ratio = -log2f(fmaf(constants.beta, exp2f(d), 1.f - constants.beta));
-      b.of_q = b.q * ratio;
-      b.soft = (1.f - constants.beta) * b.of_q + constants.beta * b.p * (d + ratio);
+      const float d = fminf(fmaxf(log2_p - log2_q, kLowestD), -kLowestD);
+      // The smaller's share, and how much less than the larger it is: near 1 nothing must round.
+      const float share = d > 0.f ? 1.f - constants.beta : constants.beta;
+      const float less = expm1f(-fabsf(d) * static_cast<float>(kInverseLog2E));
+      const InMixture by = in_mixture(d, log1pf(share * less) * kLog2E);
+      b.of_q = b.q * by.student;
+      b.soft = (1.f - constants.beta) * b.of_q + constants.beta * b.p * by.teacher;
     } else if (constants.beta == 0.f) {
       if (b.p > 0.f) b.soft = b.p * (log2_p - log2_q);
     } else {
@@ -198,23 +239,29 @@ struct JsdTopK {
 
   struct Gradient {
     Parts parts;
-    float rest, rest_m2, rest_log2;  // of a column in the bucket: rest * 2^(y - rest_m2 - rest_log2)
-    float soft;
-    float label, label_m2, label_log2;
+    float rest, rest_m2;  // of a column in the bucket: rest * 2^(y - rest_m2)
+    float soft, label;
+    float label_m2, label_log2;  // of the hard part's softmax
   };
   __device__ Gradient finish(const Sums& sums, const Parts& parts) const {
     const float upstream = info.upstream(p, row);
     Gradient g{parts};
     g.soft = upstream * constants.soft * constants.student.scale;
-    // A weight of 0 must not meet an infinite divergence; an empty bucket has no columns.
-    if (g.soft != 0.f && sums.rest.sum > 0.f) {
-      g.rest = g.soft * bucket_gradient(parts, bucket(rest_log2_q(parts, sums), log2f(parts.p_rest)));
-      g.rest_m2 = sums.rest.m2;
-      g.rest_log2 = log2f(sums.rest.sum);
-    }
     g.label = upstream * constants.hard * constants.label.scale;
-    g.label_m2 = sums.label.m2;
-    g.label_log2 = log2f(sums.label.sum);
+    g.rest_m2 = sums.rest.reference();
+    if constexpr (kPlain) {
+      g.label_m2 = parts.m2;
+      g.label_log2 = parts.log2_sum;
+    } else {
+      g.label_m2 = sums.label.m2;
+      g.label_log2 = log2f(sums.label.sum);
+    }
+    if (sums.rest.sum == 0.f) return g;  // an empty bucket has no columns
+    const auto b = bucket(parts.log2_q_rest, parts.log2_p_rest);
+    // A weight of 0 must not meet an infinite divergence.
+    if (g.soft != 0.f) g.rest = g.soft * bucket_gradient(parts, b);
+    if (kPlain && g.label != 0.f) g.rest = fmaf(g.label, b.q, g.rest);  // the same softmax
+    g.rest /= sums.rest.sum;
     return g;
   }
   __device__ float label_part(const Gradient& g, float x) const {
@@ -224,7 +271,8 @@ struct JsdTopK {
   }
   __device__ float rest_value(const Gradient& g, float x) const {
     const auto z = logit(constants.student, x);
-    return fmaf(g.rest * z.slope, exp2_fast(fmaf(z.x, z.k, -g.rest_m2) - g.rest_log2), label_part(g, x));
+    const float power = exp2_fast(fmaf(z.x, z.k, -g.rest_m2));
+    return kPlain ? g.rest * power : fmaf(g.rest * z.slope, power, label_part(g, x));
   }
   template <bool kCached, int kWidth>
   __device__ void gradient(const Gradient& g, Pack<T, kWidth> (&packs)[kInputs], int) const {
@@ -259,7 +307,11 @@ struct JsdTopK {
     float hard = 0.f;
     if (info.index >= 0) {
       const auto z = logit(constants.label, sums.student_at);
-      hard = (log2f(sums.label.sum) - fmaf(z.x, z.k, -sums.label.m2)) * ln2;
+      if constexpr (kPlain) {
+        hard = (parts.log2_sum - fmaf(z.x, z.k, -parts.m2)) * ln2;
+      } else {
+        hard = (log2f(sums.label.sum) - fmaf(z.x, z.k, -sums.label.m2)) * ln2;
+      }
     }
     write_losses(p, constants, info, row, parts.soft * ln2, hard);
   }

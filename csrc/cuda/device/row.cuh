@@ -69,13 +69,6 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     return;
   }
 
-  if constexpr (kTopK) {
-    auto* marks = reinterpret_cast<uint32_t*>(shared_bytes + (split.stash ? kInputs * split.slice * sizeof(P) : 0));
-    for (int i = thread; i <= split.slice * kWidth / 32; i += kThreads) marks[i] = 0;
-    __syncthreads();
-    loss.mark(marks, vectors.column(begin), vectors.column(end), thread, kThreads);
-    __syncthreads();
-  }
   if (thread == 0) {
 #if __CUDA_ARCH__ >= 900
     merge_sums.init();
@@ -99,7 +92,13 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
 #if __CUDA_ARCH__ >= 900
   if (size > 1) cluster_arrive();
 #endif
-  if constexpr (kBulk) __syncthreads();
+  if constexpr (kTopK) {  // while the copies come
+    auto* marks = reinterpret_cast<uint32_t*>(shared_bytes + (split.stash ? kInputs * split.slice * sizeof(P) : 0));
+    for (int i = thread; i < split.slice / 4; i += kThreads) marks[i] = 0;
+    __syncthreads();
+    loss.mark(marks, vectors.column(begin), vectors.column(end), thread, kThreads);
+  }
+  if constexpr (kBulk || kTopK) __syncthreads();
 
   // Phase 1
   Sums sums;
@@ -114,6 +113,13 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
   }
   typename Loss::Early early{};
   if (thread < 32) early = loss.read_early(vectors.column(begin), vectors.column(end));
+  [[maybe_unused]] const auto top = [&] {
+    if constexpr (kTopK) {
+      return thread < 32 ? loss.read_top(thread, 32) : typename Loss::Top{};
+    } else {
+      return NoParts{};
+    }
+  }();
   using Gradient = typename Loss::Gradient;
   Gradient early_gradient;
   if constexpr (kOnePass) early_gradient = loss.finish(Sums{}, Parts{});
@@ -211,7 +217,15 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
     }
     merge_parts.merge(parts, [](Parts&) {});
   }
-  if constexpr (kTopK) parts = loss.top_parts(sums, thread % 32, 32);
+  if constexpr (kTopK) {
+    __shared__ SharedSlots<Parts, 1> top_parts;
+    if (thread < 32) {
+      parts = loss.top_parts(sums, top, thread, 32);
+      if (thread == 0) *top_parts.get() = parts;
+    }
+    __syncthreads();
+    parts = *top_parts.get();
+  }
   if (rank == 0 && thread == kThreads - 1) loss.write(sums, parts);
 
   // Phase 3

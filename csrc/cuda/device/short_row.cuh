@@ -10,6 +10,12 @@ namespace fusegrad::device {
 
 constexpr int kShortRowThreads = 256;
 constexpr int kShortRowVectors = 4;  // a thread holds
+/// On a multiprocessor: what registers allow.
+template <class Loss>
+constexpr int kShortRowCtas = Loss::kUnroll >= 4 && Loss::kInputs == 1 ? 4 : 2;
+template <class Loss>
+  requires requires { Loss::kTopK; }
+constexpr int kShortRowCtas<Loss> = 3;
 
 /// A row by a group of `group` threads (a power of 2, at most kShortRowThreads), which hold its vectors between the
 /// phases. The gradient may overwrite the logits: each thread has read its own vectors before it writes them, and the
@@ -32,12 +38,11 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
   const RowVectors<T, kWidth> vectors(loss.input(0), p.cols, kUnitBytes);
   constexpr bool kTopK = requires { Loss::kTopK; };
   if constexpr (kTopK) {
-    constexpr int kMarks = kShortRowThreads * kHeld * 8 / 32;
+    constexpr int kMarks = kShortRowThreads * kHeld / 4;  // a byte for each vector
     __shared__ uint32_t marks[kMarks];
     for (int i = threadIdx.x; i < kMarks; i += kShortRowThreads) marks[i] = 0;
     __syncthreads();
-    const int words = (group * kHeld * kWidth + 31) / 32;
-    loss.mark(marks + threadIdx.x / group * words, vectors.column(0), vectors.cols, thread, group);
+    loss.mark(marks + threadIdx.x / group * (group * kHeld / 4), vectors.column(0), vectors.cols, thread, group);
     __syncthreads();
   }
 
@@ -82,16 +87,19 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
     }
     merge_threads(parts, warp_parts.get(), group);
   }
-  if constexpr (kTopK) parts = loss.top_parts(sums, thread & (min(group, 32) - 1), min(group, 32));
+  if constexpr (kTopK) {
+    const int lanes = min(group, 32), lane = thread & (lanes - 1);
+    parts = loss.top_parts(sums, loss.read_top(lane, lanes), lane, lanes);
+  }
   if (exists && thread == 0) loss.write(sums, parts);
 
   // Phase 3
-  if (!loss.has_output() || !exists) return;
+  if (!loss.has_output() || (!kTopK && !exists)) return;  // a top-k teacher's loss has a barrier below
   const auto g = loss.finish(sums, parts);
 #pragma unroll 1
   for (int j = 0; j < kHeld; ++j) {
     const int v = thread + j * group;
-    if (v >= vectors.count) break;
+    if ((kTopK && !exists) || v >= vectors.count) break;
     P one[kInputs];
     for (int k = 0; k < kInputs; ++k) {
       one[k] = loss.constant_gradient() ? filled<T, kWidth>(static_cast<T>(loss.constant())) : chosen(packs[k], j);
@@ -102,8 +110,11 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
     }
     // By the thread that wrote the target's vector.
     if (loss.constant_gradient()) continue;
-    if constexpr (kTopK) loss.write_top(g, vectors.column(v), vectors.column(v + 1), 0, 1);
     loss.write_target(g, sums, vectors.column(v), vectors.column(v + 1));
+  }
+  if constexpr (kTopK) {
+    __syncthreads();  // the K columns' vectors have been written
+    if (exists && !loss.constant_gradient()) loss.write_top(g, 0, vectors.cols, thread, group);
   }
 }
 
