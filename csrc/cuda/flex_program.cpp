@@ -374,7 +374,10 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   const bool hopper = plan.tile.family == FlexFamily::kHopper;
   const bool backward = c.kernel == FlexKernel::kBackward;
   std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
-  if (hopper) source += "#define FUSEGRAD_PREDICATED_READS\n";
+  if (hopper) {
+    source +=
+        c.kernel == FlexKernel::kForward ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
+  }
   source += "#include \"" + std::string(name.header) + "\"\n\n";
   const auto render = [&](const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
     score_mod::RenderOptions options;

@@ -33,7 +33,7 @@ struct FlexPairGradient {
                                                       float score, float lse, int b, int h, int q, int kv,
                                                       bool takes_part, float& changed) {
     changed = score * scale;
-    if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, takes_part);
+    if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part);
     float p;
     if constexpr (kSame<typename Config::Element, float>) {
       p = expf(changed - lse);
@@ -56,8 +56,16 @@ struct FlexPairGradient {
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf is as one that is masked.
-      return Config::Derivative::apply(captured_of<typename Config::Derivative>(captured), score * scale, d, b, h, q,
-                                       kv, takes_part && changed != -FUSEGRAD_INFINITY, value);
+      using Derivative = typename Config::Derivative;
+      const bool counts = takes_part && changed != -FUSEGRAD_INFINITY;
+      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts,
+                            value);
+      if constexpr (kAllRead) {
+        d = counts ? d : 0.0f;
+#pragma unroll
+        for (int k = 0; k < Derivative::kContributions; ++k) value[k] = counts ? value[k] : 0.0f;
+      }
+      return d;
     } else {
       return takes_part ? d : 0.0f;
     }
