@@ -222,17 +222,17 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
         }
         words[i] = pack(T{}, x0, x1);
       }
-      if (vectors) {
-        transpose_in_fours(words);
-        const int col = (n + lane % 4) * 8;
-        if (at < rows && col < cols) {
-          *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      } else if (at < rows) {
+      transpose_in_fours(words);
+      const int col = (n + lane % 4) * 8;
+      if (vectors && at < rows && col < cols) {
+        *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
+      } else if (!vectors && at < rows) {
+        // Unrolled this would be half of a kernel's code.
+#pragma unroll 1
+        for (int i = col; i < min(col + 8, cols); ++i) {
+          row[i * to.col_stride] = T{static_cast<unsigned short>(words[0])};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int col = (n + i / 2) * 8 + lane % 4 * 2 + i % 2;
-          if (col < cols) row[col * to.col_stride] = T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)};
+          for (int w = 0; w < 4; ++w) words[w] = __funnelshift_r(words[w], w < 3 ? words[w + 1] : 0, 16);
         }
       }
     }
