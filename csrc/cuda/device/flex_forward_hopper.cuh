@@ -130,6 +130,7 @@ class FlexForwardHopper {
       copy_tile<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row, h, b);
       const int key_head = h / a_.group, key_batch = a_.key_batches == 1 ? 0 : b;
       int next = Config::kBlocks ? walk[0] : 0;
+#pragma unroll 1  // or its code would be a third of the kernel's
       for (int i = 0; i < walk.count(); ++i) {
         const int now = next, stage = stages.stage, col = (now >> 2) * Config::kCols;
         next = !Config::kBlocks ? now + 4 : i + 1 < walk.count() ? walk[i + 1] : 0;

@@ -119,6 +119,7 @@ class FlexGradQueryHopper {
     copy_boxes<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row_, h_, b_);
     copy_boxes<Config::kRows, Config::kValue>(grad_out(), more_.grad_out, query_full(), row_, h_, b_);
     const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_;
+#pragma unroll 1  // or its code would be a quarter of the kernel's
     for (int i = 0; i < walk.count(); ++i) {
       const int now = walk[i], col = (now >> 2) * Config::kCols;
       Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
