@@ -219,12 +219,13 @@ class FlexForwardHopper {
       release(key_empty(keys.stage));
       keys.next();
       if (tiles == 1) release(query_empty());
-      apply_mods(s, now);
-      softmax(s, rescale);
-      for (int i = 1; i < tiles; ++i) {
+      for (int i = 1;; ++i) {
+        apply_mods(s, now);
+        softmax(s, rescale);
         // The output's wait comes after that for the keys: the compiler moves it up to where its block of instructions
         // begins, and exponentials would come after it.
         pin<kBlocksN * 4>(s[0]);
+        if (i >= tiles) break;
         now = wait_keys(keys, i);
         take_output(out, values, i > 1, rescale);
         pack(p, s);
@@ -241,8 +242,6 @@ class FlexForwardHopper {
         release(key_empty(keys.stage));
         keys.next();
         if (i + 1 == tiles) release(query_empty());
-        apply_mods(s, now);
-        softmax(s, rescale);
       }
       take_output(out, values, tiles > 1, rescale);
       pack(p, s);
@@ -270,9 +269,7 @@ class FlexForwardHopper {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
   // By each warp.
-  __device__ __forceinline__ void release(unsigned barrier) const {
-    if (lane() == 0) Barrier::arrive(barrier);
-  }
+  __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
 
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int stage) const {
     const auto query = descriptor(query_ + group_ * 64 * kChunkBytes, 16);
@@ -301,27 +298,27 @@ class FlexForwardHopper {
     // Queries that there are not may get any result: it is not stored.
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys;
     const int q = first_query(), kv = col + lane() % 4 * 2;
-    if (masked) {
-      change<true>(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv), q, kv);
-    } else if constexpr (!Config::kUnscaled) {
-      change<false>(s, 0, q, kv);
-    }
+    // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
+    if constexpr (!Config::kUnscaled) change(s, q, kv);
+    if (masked) mask(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv));
   }
-  // Masked or not is code of its own: what most tiles run tests no bits.
-  template <bool kMasked>
-  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive, int q, int kv) const {
+  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv) const {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-        float x = s[n][e];
-        if constexpr (!Config::kUnscaled) x *= a_.scale;
+        s[n][e] *= a_.scale;
         if constexpr (kHas<ScoreMod>) {
-          x = ScoreMod::apply(score_, x, b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, takes);
+          s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, true);
         }
-        s[n][e] = takes ? x : -FUSEGRAD_INFINITY;
       }
+    }
+  }
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = (alive >> (n * 4 + e) & 1) != 0 ? s[n][e] : -FUSEGRAD_INFINITY;
     }
   }
 
@@ -407,8 +404,11 @@ class FlexForwardHopper {
       }
     }
     const int q = first_query();
-    store_rows<false, T>(a_.out, b_, h_, q, a_.queries, a_.value_size, out, factor);
-    if constexpr (Config::kOutLow) store_rows<true, T>(a_.out_low, b_, h_, q, a_.queries, a_.value_size, out, factor);
+#pragma unroll 1  // the same code for both
+    for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
+      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b_, h_, q, a_.queries, a_.value_size, out, factor,
+                                     low != 0);
+    }
   }
 
   const FlexForwardArguments& a_;
