@@ -96,13 +96,24 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if (h >= 0) sums_.end_head(b, h, first_key());
     named_sync(kAll, kThreads);
     sums_.end();
-    if constexpr (Config::kGradKey) {
-      store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad_key,
-                           {a_.scale, a_.scale});
-    }
-    if constexpr (Config::kGradValue) {
-      store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad_value,
-                           {1.0f, 1.0f});
+    if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
+#pragma unroll 1  // the same code for both
+      for (int value = 0; value < 2; ++value) {
+        const float factor = value != 0 ? 1.0f : a_.scale;
+        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch_, key_head_, first_key(), a_.keys,
+                             value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
+#pragma unroll
+        for (int i = 0; i < kBlocksD * 4; ++i) grad_key[i / 4][i % 4] = grad_value[i / 4][i % 4];
+      }
+    } else {
+      if constexpr (Config::kGradKey) {
+        store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad_key,
+                             {a_.scale, a_.scale});
+      }
+      if constexpr (Config::kGradValue) {
+        store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad_value,
+                             {1.0f, 1.0f});
+      }
     }
     // Shared memory must be there until the copy engine has read it.
     if (Config::kGradQuery && speaks()) wait_sums_added();
