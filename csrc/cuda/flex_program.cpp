@@ -64,8 +64,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
              4 * (t.stages + 1);
     }
-    return 1024 + 2 * (t.rows * head + t.stages * t.cols * (head + value)) + 8 * (6 + 4 * t.stages) + 2 * 16 +
-           4 * t.stages;
+    return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
+           (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 + 4 * t.stages;
   }
   const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
   switch (c.kernel) {
@@ -79,14 +79,19 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   return 0;
 }
 
+// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
+bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
+
 FlexTileSize hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const auto tile = [](int groups, int cols) {
-    return FlexTileSize{64 * groups, cols, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
-  };
-  if (head <= 64) return tile(has_mods(c) ? 2 : 3, 128);
-  if (head <= 128) return tile(2, 128);
-  return tile(2, c.blocks ? 64 : 80);
+  const int groups = head <= 64 && masks_alone(c) && !c.max_scores ? 3 : 2;
+  FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
+  if (head > 128) t.cols = c.blocks ? 64 : 80;
+  if (groups == 3 && c.blocks) t.parts = groups;
+  // A second tile of queries is 2 to 3% slower for three warpgroups without a mask.
+  t.query_stages = groups == 3 && !c.blocks ? 1 : 2;
+  if (shared_bytes(c, t) > flex_shared_limit(90)) t.query_stages = 1;
+  return t;
 }
 
 // Whether 64 keys' gradients fit the registers of one warpgroup.
@@ -189,7 +194,7 @@ const char* element_name(DType dtype) {
   return dtype == DType::kFloat32 ? "float" : dtype == DType::kFloat16 ? "Float16" : "BFloat16";
 }
 bool mixed(const FlexCase& c, const FlexTileSize& t) {
-  return c.blocks && (c.block_size[0] % t.rows != 0 || c.block_size[1] % t.cols != 0);
+  return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
 }
 
 struct Names {
@@ -301,11 +306,14 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   if (plan.tile.family == FlexFamily::kHopper) number("kGroups", computing_warps(plan.tile) / 4);
   number("kShare", plan.tile.share);
   number("kStages", plan.tile.stages);
+  number("kQueryStages", plan.tile.query_stages);
+  number("kParts", plan.tile.parts);
   choice("kBlocks", c.blocks);
   choice("kMixed", mixed(c, plan.tile));
   choice("kSplit", c.dtype == DType::kFloat32 && c.split);
   if (c.kernel == FlexKernel::kForward) {
     choice("kUnscaled", c.unscaled);
+    choice("kMaskAlone", masks_alone(c));
     choice("kMaxScores", c.max_scores);
     choice("kOutLow", c.out_low);
   } else {
@@ -348,7 +356,9 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
   add(static_cast<int>(c.dtype));
   add(head_cols(c, multiple_of(plan.tile)));
   add(value_cols(c, multiple_of(plan.tile)));
-  for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages}) add(v);
+  for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages,
+                      plan.tile.query_stages, plan.tile.parts})
+    add(v);
   int flags = 0;
   for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low,
                        c.grad_query, c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars,
