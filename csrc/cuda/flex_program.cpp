@@ -12,7 +12,7 @@ namespace fusegrad::cuda {
 namespace {
 
 std::atomic<char> forced_scheme{0};
-std::atomic<FlexForce> forced_family{FlexForce::kNone};
+std::atomic<std::optional<FlexFamily>> forced_family{};
 
 int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
@@ -27,11 +27,18 @@ int value_cols(const FlexCase& c, int multiple = kPortableCols) {
 int multiple_of(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? kHopperCols : kPortableCols; }
 /// The other warpgroup of the Hopper kernels copies.
 int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
+/// Backward: both computing warpgroups have the same 64 keys, and one of them the captured buffers' sums.
+bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);
+}
+int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
+  return computing_warps(t) / (keys_shared(c, t) ? 2 : 1);
+}
 bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient; }
 
 // Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
 int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
-  const int warps = computing_warps(t), cols = t.rows / t.share, keys = t.cols * t.share / warps;
+  const int warps = warps_with_keys(c, t), cols = t.rows / t.share, keys = t.cols * t.share / warps;
   const bool hopper = t.family == FlexFamily::kHopper;
   const int teams = hopper ? warps / 4 : 1, lines = hopper ? 2 : 1;
   if (scheme == 'C') return warps * lines * cols * 4;
@@ -44,9 +51,12 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (t.family == FlexFamily::kHopper) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
     if (c.kernel == FlexKernel::kBackward) {
-      const int sums = c.grad_query ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;
+      // dS of so many tiles; dQ of 64 queries and 64 columns for each warpgroup that computes it.
+      const bool shared = keys_shared(c, t);
+      const int gradients = shared ? 1 : t.stages, groups = shared ? 1 : computing_warps(t) / 4;
+      const int sums = c.grad_query ? 2 * gradients * t.rows * t.cols + groups * 4 * 64 * 64 : 0;
       return 1024 + 2 * (t.cols + t.stages * t.rows) * (head + value) + sums + t.stages * (8 * t.rows + 2 * 16) +
-             8 * (2 + 4 * t.stages);
+             8 * (2 + 2 * t.stages + 2 * gradients);
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
@@ -77,23 +87,27 @@ FlexTileSize hopper_forward(const FlexCase& c) {
   return tile(2, c.blocks ? 64 : 80);
 }
 
-// 64 keys of each of two warpgroups, whose gradients stay in registers; scores of as many queries as then fit.
-FlexTileSize hopper_backward(const FlexCase& c) {
-  return {head_cols(c, kHopperCols) == 64 ? 128 : 64, 128, 12, 1, 2, FlexFamily::kHopper};
-}
-FlexTileSize hopper_grad_query() { return {128, 128, 12, 1, 2, FlexFamily::kHopper}; }
+// Whether 64 keys' gradients fit the registers of one warpgroup.
 bool fits_hopper_backward(const FlexCase& c) {
   const int head = head_cols(c, kHopperCols);
   return head <= 128 && value_cols(c, kHopperCols) <= head;
+}
+// 64 keys of each of two warpgroups, whose gradients stay in registers, and scores of as many queries as then fit; else
+// 64 keys of both.
+FlexTileSize hopper_backward(const FlexCase& c) {
+  if (!fits_hopper_backward(c)) return {64, 64, 12, 1, 2, FlexFamily::kHopper};
+  return {head_cols(c, kHopperCols) == 64 ? 128 : 64, 128, 12, 1, 2, FlexFamily::kHopper};
+}
+std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
+  if (fits_hopper_backward(c)) return {{128, 128, 12, 1, 2, FlexFamily::kHopper}};
+  return {{128, 64, 12, 1, 2, FlexFamily::kHopper}, {128, 64, 12, 1, 1, FlexFamily::kHopper}};
 }
 
 // Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs.
 bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
-  if (c.kernel != FlexKernel::kForward && !fits_hopper_backward(c)) return false;
-  const FlexForce forced = forced_family;
-  if (forced != FlexForce::kNone) return forced != FlexForce::kPortable;
+  if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
 }
 
@@ -104,7 +118,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
       case FlexKernel::kForward:
         return {hopper_forward(c)};
       case FlexKernel::kGradQuery:
-        return {hopper_grad_query()};
+        return hopper_grad_query(c);
       case FlexKernel::kBackward:
         return {hopper_backward(c)};
     }
@@ -174,8 +188,9 @@ bool mixed(const FlexCase& c, const FlexTileSize& t) {
 struct Names {
   const char *program, *header, *type;
 };
-Names names(FlexKernel kernel, FlexFamily family) {
-  switch (kernel) {
+Names names(const FlexCase& c, const FlexTileSize& tile) {
+  const FlexFamily family = tile.family;
+  switch (c.kernel) {
     case FlexKernel::kForward:
       if (family == FlexFamily::kHopper) {
         return {"flex_forward_hopper", "cuda/device/flex_forward_hopper.cuh", "FlexForwardHopper"};
@@ -188,6 +203,9 @@ Names names(FlexKernel kernel, FlexFamily family) {
       return {"flex_grad_query", "cuda/device/flex_grad_query.cuh", "FlexGradQuery"};
     case FlexKernel::kBackward:
       break;
+  }
+  if (keys_shared(c, tile)) {
+    return {"flex_backward_wide_hopper", "cuda/device/flex_backward_wide_hopper.cuh", "FlexBackwardWideHopper"};
   }
   if (family == FlexFamily::kHopper) {
     return {"flex_backward_hopper", "cuda/device/flex_backward_hopper.cuh", "FlexBackwardHopper"};
@@ -272,7 +290,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   number("kValue", value_cols(c, multiple_of(plan.tile)));
   number("kRows", plan.tile.rows);
   number("kCols", plan.tile.cols);
-  number("kWarps", computing_warps(plan.tile));
+  number("kWarps", warps_with_keys(c, plan.tile));
   if (plan.tile.family == FlexFamily::kHopper) number("kGroups", computing_warps(plan.tile) / 4);
   number("kShare", plan.tile.share);
   number("kStages", plan.tile.stages);
@@ -318,7 +336,7 @@ FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
 }
 
 std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
-  std::string id = names(c.kernel, plan.tile.family).program;
+  std::string id = names(c, plan.tile).program;
   const auto add = [&](auto value) { (id += ' ') += std::to_string(value); };
   add(static_cast<int>(c.dtype));
   add(head_cols(c, multiple_of(plan.tile)));
@@ -345,11 +363,14 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
 }
 
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture) {
-  const Names name = names(c.kernel, plan.tile.family);
+  const Names name = names(c, plan.tile);
   const bool hopper = plan.tile.family == FlexFamily::kHopper;
   const bool backward = c.kernel == FlexKernel::kBackward;
   std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
-  if (hopper) source += "#define FUSEGRAD_PREDICATED_READS\n";
+  if (hopper) {
+    source +=
+        c.kernel == FlexKernel::kForward ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
+  }
   source += "#include \"" + std::string(name.header) + "\"\n\n";
   const auto render = [&](const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
     score_mod::RenderOptions options;
@@ -386,7 +407,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   return {{name.program, source, architecture, {}, text}, name.program, plan.shared_bytes, false};
 }
 
-void force_flex_family(FlexForce family) { forced_family = family; }
+void force_flex_family(std::optional<FlexFamily> family) { forced_family = family; }
 void force_flex_scheme(char scheme) { forced_scheme = scheme; }
 
 }  // namespace fusegrad::cuda

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,8 +17,6 @@ namespace fusegrad::cuda {
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, the copy engine, warps of their own for copies;
 /// sm_90a alone.
 enum class FlexFamily : uint8_t { kPortable, kHopper };
-/// What tests ask for, where there are both families: the faster one, or one of them.
-enum class FlexForce : uint8_t { kNone, kPortable, kHopper };
 enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 
 /// A score_mod or mask_mod; without a text there is none.
@@ -76,7 +75,7 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan);
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);
 
 /// For tests.
-void force_flex_family(FlexForce family);
+void force_flex_family(std::optional<FlexFamily> family);
 /// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
 void force_flex_scheme(char scheme);
 

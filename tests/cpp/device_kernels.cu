@@ -3,6 +3,7 @@
 
 #include "cuda/device/flex_backward.cuh"
 #include "cuda/device/flex_backward_hopper.cuh"
+#include "cuda/device/flex_backward_wide_hopper.cuh"
 #include "cuda/device/flex_forward.cuh"
 #include "cuda/device/flex_forward_hopper.cuh"
 #include "cuda/device/flex_grad_query.cuh"
@@ -56,6 +57,17 @@ __global__ void __launch_bounds__(384, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(16) char shared[];
   FlexBackwardHopper<HopperBackwardConfig>(arguments, sums.of, more, score_mod, mask_mod, shared).run();
+#endif
+}
+
+__global__ void __launch_bounds__(384, 1)
+    flex_backward_wide_hopper(const __grid_constant__ FlexBackwardArguments arguments,
+                              const __grid_constant__ ScoreMod::Captured score_mod,
+                              const __grid_constant__ MaskMod::Captured mask_mod, const __grid_constant__ Sums sums,
+                              const __grid_constant__ FlexBackwardHopperArguments more) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(16) char shared[];
+  FlexBackwardWideHopper<HopperWideConfig>(arguments, sums.of, more, score_mod, mask_mod, shared).run();
 #endif
 }
 

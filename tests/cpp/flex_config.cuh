@@ -54,6 +54,9 @@ struct HopperConfig : Config {
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128;
 };
+struct HopperWideConfig : HopperConfig {
+  static constexpr int kRows = 64, kWarps = 4;
+};
 // In place of the products that a program renders.
 template <int kCols, bool kRegisterA, bool kTransposed>
 struct fusegrad::device::Wgmma<BFloat16, kCols, kRegisterA, kTransposed> {

@@ -65,6 +65,24 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384},
+    {"cuda/device/flex_backward_tiles_hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "static_assert(FlexBackwardHopperTiles<HopperBackwardConfig>::kSharedBytes <= 227 << 10);\n"
+     "static_assert(FlexBackwardHopperTiles<HopperWideConfig>::kSharedBytes <\n"
+     "              FlexBackwardHopperTiles<HopperBackwardConfig>::kSharedBytes);\n"
+     "#endif\n"
+     "out[threadIdx.x] = in[threadIdx.x];",
+     16, true},
+    {"cuda/device/flex_backward_wide_hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "static __constant__ FlexBackwardArguments arguments;\n"
+     "static __constant__ FlexBackwardHopperArguments more;\n"
+     "static __constant__ ScoreMod::Captured captured;\n"
+     "FlexBackwardWideHopper<HopperWideConfig>(arguments, (const FlexSums*)out, more, captured,\n"
+     "                                         *(const MaskMod::Captured*)in, shared).run();\n"
+     "#endif",
+     168, true, 384},
     {"cuda/device/flex_buffers.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"

@@ -190,6 +190,18 @@ grad_query bfloat16 128 128 none causal
 grad_query bfloat16 128 128 softcap document
 grad_query bfloat16 128 128 D none
 grad_query float16 128 64 A small
+backward bfloat16 256 256 none none
+backward bfloat16 256 256 none causal
+backward bfloat16 256 256 none document
+backward bfloat16 256 256 alibi none
+backward bfloat16 256 256 softcap causal
+backward bfloat16 256 256 A none
+backward bfloat16 256 256 D document
+backward bfloat16 192 128 F none
+backward float16 64 256 C small
+ordered bfloat16 256 256 D causal
+grad_query bfloat16 256 256 none causal
+grad_query float16 256 256 D document
 """
 
 
@@ -303,19 +315,14 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
     def families() -> list[str]:
         return [plan(kernel)["family"] for kernel in ("forward", "backward", "grad_query")]
 
-    def chosen(hopper: bool) -> list[str]:
-        # The backwards' tiles are for D and E up to 128, and E no wider than D, in units of 64.
-        widths = [-(-size // 64) for size in sizes]
-        backward = "hopper" if hopper and max(widths) <= min(2, widths[0]) else "portable"
-        return ["hopper" if hopper else "portable", backward, backward]
-
-    assert families() == chosen(family == "hopper")
+    assert families() == [family] * 3
     try:
         flex.force_family("portable")
         assert families() == ["portable"] * 3
         # Forced, it is where there are kernels at all.
         flex.force_family("hopper")
-        assert families() == chosen(architecture == "90a" and dtype != "float32" and min(sizes) > 0)
+        available = architecture == "90a" and dtype != "float32" and min(sizes) > 0
+        assert families() == ["hopper" if available else "portable"] * 3
     finally:
         flex.force_family("")
 

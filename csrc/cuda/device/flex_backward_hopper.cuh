@@ -10,97 +10,34 @@
 //   turn    issues dQ(i - 1) = dS(i - 1) K, dV += P dO, dK += dS Q; the scores and dP of tile i + 1. While they run, dQ
 //           goes to the copy engine. It is a step late: dS of the other warpgroup's keys has been there for long
 //
-// See flex_scores.cuh and flex_backward.cuh for Config; kWarps are those that compute. Here also:
-//   kGroups                    warpgroups that compute
-//   kStages                    tiles of queries, and of dS, in shared memory
+// See flex_backward_tiles_hopper.cuh for Config; of dS there are kStages tiles too.
 #pragma once
 
-#include "cuda/device/flex_buffers.cuh"
-#include "cuda/device/flex_gradient.cuh"
-#include "cuda/device/hopper.cuh"
+#include "cuda/device/flex_backward_tiles_hopper.cuh"
 
 namespace fusegrad::device {
 
 template <class Config>
-class FlexBackwardHopper {
-  using T = typename Config::Element;
-  using ScoreMod = typename Config::ScoreMod;
-  using MaskMod = typename Config::MaskMod;
-  using ScoreProduct = Wgmma<T, Config::kRows, false, false>;
-  using KeyProduct = Wgmma<T, Config::kHead, true, true>;
-  using ValueProduct = Wgmma<T, Config::kValue, true, true>;
-  using QueryProduct = Wgmma<T, kChunk, false, true>;
-  static constexpr int kThreads = Config::kGroups * kWarpgroup;
-  // Named barriers: each warpgroup's turn to issue products, each warpgroup by itself, and all that compute.
-  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups, kAll = kAlone + Config::kGroups;
-  // Two sets of lines: a tile's sums are read until after the next one's pairs have begun.
-  using Sums = FlexBufferSums<Config, Config::kGroups, 2>;
-  static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
-  static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
-  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
-  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
-  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
-  static constexpr int kGradOutBytes = Config::kRows * Config::kValue * 2;
-  static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
-  static constexpr int kStageBytes = kQueryBytes + kGradOutBytes;
-  // dS lies as [query][key], in chunks of 64 keys.
-  static constexpr int kGradientBytes = Config::kGradQuery ? Config::kRows * Config::kCols * 2 : 0;
-  // dQ of a warpgroup is 64 queries by 64 columns: half the queries of a tile, or half the columns. Two boxes.
+class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
+  using Tiles = FlexBackwardHopperTiles<Config>;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::sums_;
+  using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
+  using Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty, Tiles::gradient_stage_of;
+  using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::pairs, Tiles::place_of;
+  using Tiles::kAll, Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kConsumerWarps;
+  using Tiles::kNoMore, Tiles::kThreads, Tiles::kTurn;
+  using Tiles::produce, Tiles::read_place, Tiles::release, Tiles::speaks, Tiles::stage_of, Tiles::wait_gradient;
+  using Tiles::wait_stage, Tiles::zero;
+  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  // dQ of a warpgroup: half the queries of a tile, or half the columns.
   static constexpr bool kRowsShared = Config::kRows == 64 * Config::kGroups;
-  static constexpr int kBoxCols = kChunkBytes / static_cast<int>(sizeof(float)), kBoxBytes = 64 * kChunkBytes;
-  static constexpr int kSumBytes = Config::kGradQuery ? Config::kGroups * 2 * kBoxBytes : 0;
-  static constexpr int kAlignment = 1024;
-  static constexpr int kConsumerWarps = kThreads / kLanes;
-  static constexpr int kBarriers = 2 + 4 * Config::kStages;  // an even number, one more than there are
-  static constexpr int kNoMore = -1;                         // in place of a tile
-  // Of the pairs that a mask_mod is asked for at once.
-  static constexpr int kTogether = 8;
-  // Whether pairs are computed eight queries after eight, as numbers of many at a time would not fit registers.
-  static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
-  static_assert(Config::kWarps == kConsumerWarps && Config::kCols == 64 * Config::kGroups && Config::kShare == 1);
-  static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 64 == 0);
-  static_assert(!Config::kGradQuery || Config::kRows * Config::kHead == Config::kGroups * 64 * 64);
+  static_assert(Tiles::kOwnKeys && (!Config::kGradQuery || Config::kRows * Config::kHead == Config::kGroups * 64 * 64));
 
  public:
-  static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes +
-                                      Config::kStages * (kStageBytes + kGradientBytes + kRowBytes + 2 * 16) +
-                                      kSumBytes + 8 * kBarriers + Sums::kSharedBytes;
-
-  __device__ __forceinline__ FlexBackwardHopper(const FlexBackwardArguments& a, const FlexSums* sums,
-                                                const FlexBackwardHopperArguments& more,
-                                                const typename ScoreMod::Captured& score,
-                                                const typename MaskMod::Captured& mask, char* shared)
-      : a_(a),
-        more_(more),
-        score_(score),
-        mask_(mask),
-        key_((shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment),
-        sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
+  using Tiles::kSharedBytes, Tiles::Tiles;
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) {
-      Barrier::init(key_full(), 1);
-      for (int s = 0; s < Config::kStages; ++s) {
-        Barrier::init(full(s), 1);
-        Barrier::init(empty(s), kConsumerWarps);
-        Barrier::init(gradient_full(s), kConsumerWarps);
-        Barrier::init(gradient_empty(s), kConsumerWarps);
-      }
-      Barrier::fence_inits();
-    }
-    __syncthreads();
-    const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols, key_heads = a_.heads / a_.group;
-    // The first keys first: under a causal mask they have the most queries, and what is begun last should not take
-    // long.
-    const int id = static_cast<int>(blockIdx.x), first = id / (more_.section * col_tiles) * more_.section;
-    const int heads = min(more_.section, a_.key_batches * key_heads - first), place = id - first * col_tiles;
-    const int head = first + place % heads;
-    col_tile_ = place / heads;
-    key_batch_ = head / key_heads;
-    key_head_ = head % key_heads;
-    col_ = col_tile_ * Config::kCols;
-    // The same in all threads of a warp, and known to be.
-    group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+    begin(kConsumerWarps, kConsumerWarps, kConsumerWarps);
     if (group_ == Config::kGroups) {
       give_registers<24>();
       if (threadIdx.x == kThreads) produce();
@@ -111,90 +48,6 @@ class FlexBackwardHopper {
   }
 
  private:
-  // Tiles of queries are counted: the stage of tile i and how its barriers' parity goes. One number instead of several:
-  // registers are scarce.
-  static_assert(Config::kStages == 2);
-  static __device__ __forceinline__ int stage_of(int i) { return i & 1; }
-  static __device__ __forceinline__ int parity_of(int i) { return i >> 1 & 1; }
-  /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or kNoMore.
-  struct Place {
-    int b, h, tile;
-    __device__ __forceinline__ int row() const { return (tile >> 2) * Config::kRows; }
-  };
-
-  // Where all lies in shared memory, in this order.
-  __device__ __forceinline__ unsigned value() const { return key_ + kKeyBytes; }
-  __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kStageBytes; }
-  __device__ __forceinline__ unsigned grad_out(int s) const { return query(s) + kQueryBytes; }
-  __device__ __forceinline__ unsigned gradient(int s) const { return query(Config::kStages) + s * kGradientBytes; }
-  __device__ __forceinline__ unsigned sum(int group) const { return gradient(Config::kStages) + group * 2 * kBoxBytes; }
-  __device__ __forceinline__ unsigned rows(int s) const {
-    return gradient(Config::kStages) + kSumBytes + s * kRowBytes;
-  }
-  /// Of tile i. There are twice as many as stages: a tile's is read after its stage was released, with dQ.
-  __device__ __forceinline__ unsigned place(int i) const {
-    return rows(Config::kStages) + i % (2 * Config::kStages) * 16;
-  }
-  __device__ __forceinline__ unsigned barrier(int i) const {
-    return rows(Config::kStages) + 2 * Config::kStages * 16 + i * 8;
-  }
-  __device__ __forceinline__ unsigned key_full() const { return barrier(0); }
-  __device__ __forceinline__ unsigned full(int s) const { return barrier(1 + s); }
-  __device__ __forceinline__ unsigned empty(int s) const { return barrier(1 + Config::kStages + s); }
-  __device__ __forceinline__ unsigned gradient_full(int s) const { return barrier(1 + 2 * Config::kStages + s); }
-  __device__ __forceinline__ unsigned gradient_empty(int s) const { return barrier(1 + 3 * Config::kStages + s); }
-
-  // What is made of these is not kept in registers through the loop.
-  static __device__ __forceinline__ unsigned anew(unsigned x) {
-    asm volatile("" : "+r"(x));
-    return x;
-  }
-  static __device__ __forceinline__ int thread() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-  }
-  static __device__ __forceinline__ int lane() { return thread() % kLanes; }
-  static __device__ __forceinline__ int warp() { return thread() / kLanes; }
-  __device__ __forceinline__ int first_key() const { return col_ + warp() * 16 + lane() / 4; }
-  /// The thread that gives a warpgroup's sums to the copy engine, and waits for it.
-  __device__ __forceinline__ bool speaks() const { return thread() % kWarpgroup == 0; }
-
-  // --- the producer: one thread, which alone reads lists ---
-
-  __device__ __forceinline__ void produce() const {
-    Barrier::expect(key_full(), kKeyBytes + (Config::kGradScores ? kValueBytes : 0));
-    copy_boxes<Config::kCols, Config::kHead>(key_, more_.key, key_full(), col_, key_head_, key_batch_);
-    if constexpr (Config::kGradScores)
-      copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, key_full(), col_, key_head_, key_batch_);
-    int tile = 0;
-    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    const int first_head = key_head_ * a_.group;
-    const int last_batch = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
-    for (int b = key_batch_; b < last_batch; ++b) {
-      for (int h = first_head; h < first_head + a_.group; ++h) {
-        const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
-        for (int i = 0; i < walk.count(); ++i) load(tile++, {b, h, walk[i]});
-      }
-    }
-    load(tile, {0, 0, kNoMore});
-  }
-  __device__ __forceinline__ void load(int i, const Place& p) const {
-    const int s = stage_of(i);
-    Barrier::wait(empty(s), parity_of(i) ^ 1);
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(place(i)), "r"(p.b), "r"(p.h), "r"(p.tile)
-                 : "memory");
-    if (p.tile == kNoMore) {
-      Barrier::arrive(full(s));
-      return;
-    }
-    Barrier::expect(full(s), kStageBytes + kRowBytes);
-    copy_boxes<Config::kRows, Config::kHead>(query(s), more_.query, full(s), p.row(), p.h, p.b);
-    copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, full(s), p.row(), p.h, p.b);
-    // Beyond the head's last row are those of the next one, of pairs that take no part.
-    copy_line(rows(s), more_.rows, full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
-  }
-
   // --- a consumer warpgroup ---
 
   __device__ __forceinline__ void consume() {
@@ -262,14 +115,14 @@ class FlexBackwardHopper {
                                        float (&s)[kBlocksN][4], float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
                                        float (&grad_value)[kBlocksE][4]) const {
     float c[8][4];
-    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1);
+    if constexpr (Config::kGradQuery) issue_own_grad_query(c, i - 1);
     issue_grad_value(grad_value, p, i);
     issue_grad_key(grad_key, ds, i);
     wgmma_commit();
     if constexpr (Config::kGradQuery) {
       wgmma_wait<1>();
       pin<8 * 4>(c[0]);
-      if (i > 0) add_grad_query(c, i - 1);
+      if (i > 0) add_own_grad_query(c, i - 1);
     }
     wait_stage(i + 1);
     issue_scores(s, i + 1);
@@ -285,33 +138,12 @@ class FlexBackwardHopper {
     float c[8][4];
     if (speaks()) wait_sums_read();
     named_sync(kAlone + group_, kWarpgroup);
-    issue_grad_query(c, i);
+    issue_own_grad_query(c, i);
     wgmma_wait<0>();
     pin<8 * 4>(c[0]);
-    add_grad_query(c, i);
+    add_own_grad_query(c, i);
   }
 
-  /// Until the producer has brought tile i.
-  __device__ __forceinline__ void wait_stage(int i) const { Barrier::wait(full(stage_of(i)), parity_of(i)); }
-  __device__ __forceinline__ Place read_place(int i) const {
-    Place p;
-    int unused;
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(p.b), "=r"(p.h), "=r"(p.tile), "=r"(unused)
-                 : "r"(place(i))
-                 : "memory");
-    return p;
-  }
-  /// The same in all threads of a warp, and known to be.
-  __device__ __forceinline__ Place place_of(int i) const {
-    const Place p = read_place(i);
-    return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
-  }
-  // By each warp, when all its lanes are done with what the barrier guards.
-  __device__ __forceinline__ void release(unsigned barrier) const {
-    __syncwarp();
-    if (lane() == 0) Barrier::arrive(barrier);
-  }
   // All threads of the warpgroup come here after `speaks` has: whoever has the turn may write the sums.
   __device__ __forceinline__ void begin_turn() const {
     if (Config::kGradQuery && speaks()) wait_sums_read();
@@ -320,179 +152,17 @@ class FlexBackwardHopper {
   __device__ __forceinline__ void end_turn() const {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
-  template <int kBlocks>
-  static __device__ __forceinline__ void zero(float (&x)[kBlocks][4]) {
-#pragma unroll
-    for (int i = 0; i < kBlocks * 4; ++i) x[i / 4][i % 4] = 0.0f;
-  }
 
-  // --- products ---
-
-  // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
-  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int i) const {
-    issue_rows<Config::kHead>(s, key_, query(stage_of(i)));
+  __device__ __forceinline__ void issue_own_grad_query(float (&c)[8][4], int i) const {
+    wait_gradient(i);
+    issue_grad_query(c, i, first_row(), first_col());
   }
-  __device__ __forceinline__ void issue_grad_probabilities(float (&d)[kBlocksN][4], int i) const {
-    if constexpr (Config::kGradScores) issue_rows<Config::kValue>(d, value(), grad_out(stage_of(i)));
+  __device__ __forceinline__ void add_own_grad_query(const float (&c)[8][4], int i) const {
+    release(gradient_empty(gradient_stage_of(i)));
+    add_grad_query(c, i, first_row(), first_col());
   }
-  /// The warpgroup's 64 rows of `a` by all rows of `b`.
-  template <int kCommon>
-  __device__ __forceinline__ void issue_rows(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
-    const auto row = descriptor(anew(a + group_ * kGroupBytes), 16), col = descriptor(b, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kCommon / 16; ++k) {
-      ScoreProduct::run(c[0], advanced(row, step_bytes<Config::kCols>(k)), advanced(col, step_bytes<Config::kRows>(k)),
-                        k != 0);
-    }
-    wgmma_commit();
-  }
-  // These two are committed together.
-  __device__ __forceinline__ void issue_grad_value(float (&c)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
-                                                   int i) const {
-    if constexpr (Config::kGradValue) issue_operand<ValueProduct>(c[0], p, grad_out(stage_of(i)));
-  }
-  __device__ __forceinline__ void issue_grad_key(float (&c)[kBlocksD][4], const unsigned (&ds)[kBlocksN * 2],
-                                                 int i) const {
-    if constexpr (Config::kGradKey) issue_operand<KeyProduct>(c[0], ds, query(stage_of(i)));
-  }
-  template <class Product>
-  __device__ __forceinline__ void issue_operand(float* c, const unsigned (&a)[kBlocksN * 2], unsigned b) const {
-    const auto from = descriptor(b, Config::kRows * kChunkBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kRows / 16; ++k) Product::run(c, a + 4 * k, advanced(from, k * 16 * kChunkBytes), true);
-  }
-  /// Of the tile before the first one (i = -1) the barrier's phase counts as over.
-  __device__ __forceinline__ void issue_grad_query(float (&c)[8][4], int i) const {
-    const int s = stage_of(i);
-    Barrier::wait(gradient_full(s), parity_of(i));
-    const auto row = descriptor(gradient(s) + (kRowsShared ? group_ * kGroupBytes : 0), 16);
-    const auto col = descriptor(key_ + (kRowsShared ? 0 : group_ * Config::kCols * kChunkBytes), 16);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kCols / 16; ++k) {
-      QueryProduct::run(c[0], advanced(row, step_bytes<Config::kRows>(k)), advanced(col, k * 16 * kChunkBytes), k != 0);
-    }
-    wgmma_commit();
-  }
-
-  // --- dS and dQ through shared memory ---
-
-  // The warp's 16 keys of dS, transposed: a row is a query. Matrix i of a store is keys 8 * (i % 2) on and queries
-  // 8 * (i / 2) on; a lane has the address of row lane % 8 of matrix lane / 8.
-  __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], int i) const {
-    const int s = stage_of(i);
-    Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
-    const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
-    const unsigned to =
-        gradient(s) + group_ * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
-#pragma unroll
-    for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
-    fence_before_copy();  // products too read by the asynchronous proxy
-    release(gradient_full(s));
-  }
-
-  // dQ to the copy engine, which adds it up in memory, swizzled: part i of 16 bytes of row r is at i ^ r % 8. Two rows
-  // that are neighbours have the same banks then, unless they store the blocks of 8 columns n and n ^ 2.
-  __device__ __forceinline__ void add_grad_query(const float (&c)[8][4], int i) const {
-    release(gradient_empty(stage_of(i)));
-    const int g = lane() / 4, t = lane() % 4;
-    const bool odd = g % 2 != 0;
-    const unsigned to =
-        sum(group_) + (warp() % 4 * 16 + g) * kChunkBytes + ((t / 2 ^ g) * 16 ^ (odd ? 64 : 0)) + t % 2 * 8;
-#pragma unroll
-    for (int n = 0; n < 8; n += n % 4 == 1 ? 3 : 1) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const unsigned at = to + n / 4 * kBoxBytes + r * 8 * kChunkBytes;
-        const float x[2] = {c[n][2 * r], c[n][2 * r + 1]}, y[2] = {c[n + 2][2 * r], c[n + 2][2 * r + 1]};
-        store_pair(at ^ n % 4 * 32, odd ? y[0] : x[0], odd ? y[1] : x[1]);
-        store_pair(at ^ (n + 2) % 4 * 32, odd ? x[0] : y[0], odd ? x[1] : y[1]);
-      }
-    }
-    fence_before_copy();
-    named_sync(kAlone + group_, kWarpgroup);
-    if (!speaks()) return;
-    const Place place = read_place(i);
-#pragma unroll
-    for (int box = 0; box < 2; ++box) {
-      const int col = (kRowsShared ? 0 : group_ * kChunk) + box * kBoxCols;
-      if (col < a_.head_size) {
-        add_box(more_.grad_query, sum(group_) + box * kBoxBytes, col, place.row() + (kRowsShared ? group_ * 64 : 0),
-                place.h, place.b);
-      }
-    }
-    commit_sums();
-  }
-
-  // --- pairs ---
-
-  // P and dS of the warp's keys, as operands.
-  __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
-                                        unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
-    const bool masked =
-        (place.tile & 3) != kTileFull || place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
-    sums_.begin_tile();
-    // The code of a score_mod is there once, so that it is compiled quickly.
-    if (kHas<ScoreMod> || masked) {
-      const int q = place.row() + lane() % 4 * 2;
-      const auto alive = !masked ? ~Bits<kBlocksN * 4>(0)
-                                 : masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.tile & 3, place.b,
-                                                                                   place.h, q, first_key());
-      each_pair<true>(place, i, alive, s, d, p, ds);
-    } else {
-      each_pair<false>(place, i, 0, s, d, p, ds);
-    }
-    sums_.end_tile(i & 1);
-  }
-  template <bool kMasked>
-  __device__ __forceinline__ void each_pair(const Place& place, int i, Bits<kBlocksN * 4> alive,
-                                            float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
-                                            unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
-    const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
-    const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kInOrder) hold_order();
-      FlexRow of_row[2];
-      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
-        FlexQuery of{of_row[e % 2], 0.0f, 0.0f};
-        if constexpr (Config::kMaxGradient) {
-          const bool there = at_q < a_.queries;
-          const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
-          of.max = there ? a_.max_scores[at] : 0.0f;
-          of.grad_max = there ? a_.grad_max[at] : 0.0f;
-        }
-        float value[Config::Derivative::kContributions + 1];
-        const float score = s[n][e], grad = Config::kGradScores ? d[n][e] : 0.0f;
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
-                                                  value);
-        sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
-      }
-      if constexpr (kInOrder) hold_order();
-      sums_.end_block(0, n, i & 1);
-      put_operand<T>(p + 2 * n, s[n]);
-      if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
-    }
-  }
-  static __device__ __forceinline__ void load_rows(FlexRow (&rows)[2], unsigned address) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(rows[0].lse), "=f"(rows[0].delta), "=f"(rows[1].lse), "=f"(rows[1].delta)
-                 : "r"(address));
-  }
-
-  const FlexBackwardArguments& a_;
-  const FlexBackwardHopperArguments& more_;
-  const typename ScoreMod::Captured& score_;
-  const typename MaskMod::Captured& mask_;
-  const unsigned key_;
-  Sums sums_;
-  int col_tile_, col_, key_batch_, key_head_, group_;
+  __device__ __forceinline__ int first_row() const { return kRowsShared ? group_ * 64 : 0; }
+  __device__ __forceinline__ int first_col() const { return kRowsShared ? 0 : group_ * 64; }
 };
 
 }  // namespace fusegrad::device

@@ -190,8 +190,9 @@ class FlexBufferSums {
         }
       } else {
         four_[k][e] = v;
-        const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, takes_part);
-        at_[k][e] = v == 0.0f ? -1 : at;
+        const bool reads = kAllRead || takes_part;
+        const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, reads);
+        at_[k][e] = v == 0.0f ? -1 : at;  // of pairs that take no part too
       }
     });
   }

@@ -3,8 +3,8 @@
 // of keys in order; a producer warp brings them by the copy engine. The warpgroups take turns in issuing products, so
 // that one's pairs are computed while the other's products run. See flex_scores.cuh and flex_backward_hopper.cuh for
 // Config; also:
-//   kStages                    tiles of values in shared memory; of keys there is one more, as they are needed for
-//   longer
+//   kStages                    tiles of values in shared memory, at least 1; of keys there is one more, as they are
+//   needed for longer
 #pragma once
 
 #include "cuda/device/flex_gradient.cuh"
@@ -238,7 +238,7 @@ class FlexGradQueryHopper {
   /// The warpgroup's 64 rows of `a` by all rows of `b`.
   template <int kCommon>
   __device__ __forceinline__ void issue_rows(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
-    const auto row = descriptor(a + group_ * 64 * kChunkBytes, 16), col = descriptor(b, 16);
+    const auto row = descriptor(anew(a + group_ * 64 * kChunkBytes), 16), col = descriptor(anew(b), 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kCommon / 16; ++k) {

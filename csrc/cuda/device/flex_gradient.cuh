@@ -28,27 +28,44 @@ template <class Config>
 struct FlexPairGradient {
   using ScoreMod = typename Config::ScoreMod;
 
+  /// The probability of a pair, 0 where it does not take part; `changed` is the score that the score_mod makes of it.
+  static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
+                                                      float score, float lse, int b, int h, int q, int kv,
+                                                      bool takes_part, float& changed) {
+    changed = score * scale;
+    if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part);
+    float p;
+    if constexpr (kSame<typename Config::Element, float>) {
+      p = expf(changed - lse);
+    } else if constexpr (kHas<ScoreMod>) {
+      p = power_of_two(changed * kLog2E - lse);
+    } else {
+      p = power_of_two(score * (scale * kLog2E) - lse);
+    }
+    return takes_part ? p : 0.0f;
+  }
+
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions; returns the
   /// gradient by scale * query * key. All of them are 0 where the pair does not take part.
   static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value) {
-    float changed = score * scale;
-    if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, takes_part);
-    if constexpr (kSame<typename Config::Element, float>) {
-      p = expf(changed - row.row.lse);
-    } else if constexpr (kHas<ScoreMod>) {
-      p = power_of_two(changed * kLog2E - row.row.lse);
-    } else {
-      p = power_of_two(score * (scale * kLog2E) - row.row.lse);
-    }
-    p = takes_part ? p : 0.0f;
+    float changed;
+    p = probability(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
     float d = p * (grad - row.row.delta);
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf is as one that is masked.
-      return Config::Derivative::apply(captured_of<typename Config::Derivative>(captured), score * scale, d, b, h, q,
-                                       kv, takes_part && changed != -FUSEGRAD_INFINITY, value);
+      using Derivative = typename Config::Derivative;
+      const bool counts = takes_part && changed != -FUSEGRAD_INFINITY;
+      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts,
+                            value);
+      if constexpr (kAllRead) {
+        d = counts ? d : 0.0f;
+#pragma unroll
+        for (int k = 0; k < Derivative::kContributions; ++k) value[k] = counts ? value[k] : 0.0f;
+      }
+      return d;
     } else {
       return takes_part ? d : 0.0f;
     }

@@ -37,6 +37,14 @@ constexpr bool kHas = !kSame<Mod, NoMod>;
 /// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
 __device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
 
+/// Whether pairs that take no part read captured tensors too, where their indices are inside: reads then have no
+/// condition of their own, and a thread's equal ones are one.
+#ifdef FUSEGRAD_SHARED_READS
+constexpr bool kAllRead = true;
+#else
+constexpr bool kAllRead = false;
+#endif
+
 /// One bit each for so many pairs, at most 64.
 template <int kCount>
 struct BitsFor {

@@ -140,6 +140,12 @@ __device__ __forceinline__ constexpr int step_bytes(int k) {
   return k / 4 * kRows * kChunkBytes + k % 4 * 32;
 }
 
+/// x, so that what is made of it is not kept in registers through a loop.
+__device__ __forceinline__ unsigned anew(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 /// d += a * b of a warpgroup, 64 rows by kCols columns, 16 of the common dimension. Its specialisations are generated
 /// with the kernel (csrc/cuda/flex_program.cpp), since the instruction names each register:
 ///   static void run(float* d, a, unsigned long long b, bool accumulate)

@@ -183,7 +183,16 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
 //
 // FUSEGRAD_PREDICATED_READS: by a predicate, with no branch, so that what is around them stays one block of
 // instructions. It takes registers, which not all kernels have.
-#if defined(__CUDACC__) && defined(FUSEGRAD_PREDICATED_READS)
+// FUSEGRAD_SHARED_READS: without a predicate either, which would make each a read of its own; what is not there is read
+// from elsewhere.
+#if defined(__CUDACC__) && defined(FUSEGRAD_SHARED_READS)
+static __device__ unsigned long long nowhere;
+template <class Bits>
+__device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {
+  const Bits x = __ldg(there ? p : reinterpret_cast<const Bits*>(&nowhere));
+  return there ? x : bits;
+}
+#elif defined(__CUDACC__) && defined(FUSEGRAD_PREDICATED_READS)
 #define FUSEGRAD_LOAD_IF(Bits, type, constraint)                                                     \
   __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {                    \
     asm("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.nc." type " %0, [%1];\n}" \

@@ -1,0 +1,218 @@
+// The backward of flex attention on sm_90a for D or E above 128, where the gradients of 64 keys take all the registers
+// of a warpgroup each: those of the same 64 keys, of a key head, are of two warpgroups.
+//   keys      scores S^T, dP^T, dS; dS to shared memory; dK += dS Q; the captured buffers' sums
+//   values    scores S^T again, P; dV += P dO; dQ = dS K, by 64 columns, which the copy engine adds up in memory
+// Three products each of a tile, so the scores are computed twice: in exchange they wait for each other only at dS, and
+// those of the next tile are in flight while the pairs are computed.
+//
+// See flex_backward_tiles_hopper.cuh for Config.
+#pragma once
+
+#include "cuda/device/flex_backward_tiles_hopper.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
+  using Tiles = FlexBackwardHopperTiles<Config>;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::score_, Tiles::sums_;
+  using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
+  using Tiles::alive, Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty, Tiles::lane;
+  using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::load_rows, Tiles::masked;
+  using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
+  using Tiles::kThreads;
+  using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::read_place, Tiles::release, Tiles::rows, Tiles::speaks;
+  using Tiles::stage_of, Tiles::wait_gradient, Tiles::wait_stage, Tiles::zero;
+  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
+  // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
+  static constexpr bool kKeysNeeded = Config::kGradScores;
+  static constexpr bool kValuesNeeded = Config::kGradValue || Config::kGradQuery || !kKeysNeeded;
+  static constexpr int kWarps = kWarpgroup / kLanes;
+  static_assert(!Tiles::kOwnKeys && Config::kGroups == 2 && Config::kRows == 64);
+
+ public:
+  using Tiles::kSharedBytes, Tiles::Tiles;
+
+  __device__ __forceinline__ void run() {
+    begin((kKeysNeeded + kValuesNeeded) * kWarps, kWarps, kWarps);
+    if (group_ == kProducer) {
+      give_registers<24>();
+      if (threadIdx.x == kThreads) produce();
+      return;
+    }
+    take_registers<240>();
+    if (group_ == kKeys) {
+      if constexpr (kKeysNeeded) consume_for_keys();
+    } else {
+      if constexpr (kValuesNeeded) consume_for_values();
+    }
+  }
+
+ private:
+  // In both loops no product is under a condition, which would make the compiler wait for it: those of a tile that
+  // there is not are made of whatever lies in shared memory, and not used.
+
+  // --- the warpgroup of the keys' gradient ---
+
+  __device__ __forceinline__ void consume_for_keys() {
+    float grad[kBlocksD][4], s[kBlocksN][4], d[kBlocksN][4];
+    zero(grad);
+    sums_.begin();
+    meet();
+    Barrier::wait(key_full(), 0);
+    int i = 0, b = 0, h = -1;
+    wait_stage(i);
+    issue_scores(s, i);
+    issue_grad_probabilities(d, i);
+    for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      pin<kBlocksN * 4>(d[0]);
+      if (now.b != b || now.h != h) {
+        if (h >= 0) sums_.end_head(b, h, first_key());
+        sums_.begin_head();
+        b = now.b;
+        h = now.h;
+      }
+      unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
+      pairs(now, i, s, d, p, ds);
+      if constexpr (Config::kGradQuery) keep(ds, i);
+      issue_grad_key(grad, ds, i);
+      wgmma_commit();
+      wait_stage(i + 1);
+      issue_scores(s, i + 1);
+      issue_grad_probabilities(d, i + 1);
+      // The tile's sums, while products run.
+      if constexpr (Sums::kFlushes) {
+        meet();
+        const Place done = read_place(i);
+        sums_.flush(done.b, done.h, done.row(), col_, i & 1);
+        if constexpr (Sums::kTables) meet();
+      }
+      wgmma_wait<2>();
+      pin<kBlocksD * 4>(grad[0]);
+      release(empty(stage_of(i)));
+    }
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(s[0]);
+    pin<kBlocksN * 4>(d[0]);
+    if (h >= 0) sums_.end_head(b, h, first_key());
+    meet();
+    sums_.end();
+    if constexpr (Config::kGradKey) {
+      store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad,
+                           {a_.scale, a_.scale});
+    }
+  }
+
+  // --- the warpgroup of the values' gradient, and the queries' ---
+
+  __device__ __forceinline__ void consume_for_values() {
+    float grad[kBlocksE][4], s[kBlocksN][4];
+    zero(grad);
+    Barrier::wait(key_full(), 0);
+    int i = 0;
+    issue_next_scores(s, i);
+    for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
+      if constexpr (Config::kGradValue) {
+        wgmma_wait<0>();
+        pin<kBlocksN * 4>(s[0]);
+        unsigned p[kBlocksN * 2];
+        probabilities(now, i, s, p);
+        issue_grad_value(grad, p, i);
+        wgmma_commit();
+      }
+      if constexpr (Config::kGradQuery) {
+        grad_query(i, grad, s);
+      } else {
+        issue_next_scores(s, i + 1);
+        end_grad_value(grad, i);
+      }
+    }
+    wgmma_wait<0>();
+    if constexpr (Config::kGradValue) {
+      pin<kBlocksN * 4>(s[0]);
+      store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad,
+                           {1.0f, 1.0f});
+    }
+    // Shared memory must be there until the copy engine has read it.
+    if (Config::kGradQuery && speaks()) wait_sums_added();
+  }
+  __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {
+    wait_stage(i);
+    if constexpr (Config::kGradValue) issue_scores(s, i);
+  }
+  // When one product more was issued.
+  __device__ __forceinline__ void end_grad_value(float (&grad)[kBlocksE][4], int i) const {
+    wgmma_wait<1>();
+    pin<kBlocksE * 4>(grad[0]);
+    release(empty(stage_of(i)));
+  }
+
+  // dQ of tile i. While 64 columns go to the copy engine the next ones are computed, or then the next tile's scores:
+  // not those earlier, as registers are for two of these. The place of a tile is there until both warpgroups have
+  // released the second one after it.
+  __device__ __forceinline__ void grad_query(int i, float (&grad)[kBlocksE][4], float (&s)[kBlocksN][4]) const {
+    constexpr int kParts = Config::kHead / kChunk;
+    float c[2][8][4];
+    wait_gradient(i);
+    issue_grad_query(c[0], i, 0, 0);
+    end_grad_value(grad, i);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part + 1 < kParts) {
+        issue_grad_query(c[(part + 1) % 2], i, 0, (part + 1) * kChunk);
+      } else {
+        issue_next_scores(s, i + 1);
+      }
+      // All threads may write the sums' place when it has been read.
+      if (speaks()) wait_sums_read();
+      meet();
+      if (Config::kGradValue || part + 1 < kParts) {
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      pin<8 * 4>(c[part % 2][0]);
+      if (part + 1 == kParts) release(gradient_empty(0));
+      add_grad_query(c[part % 2], i, 0, part * kChunk);
+    }
+  }
+
+  // P of the warp's keys, as an operand.
+  __device__ __forceinline__ void probabilities(const Place& place, int i, float (&s)[kBlocksN][4],
+                                                unsigned (&p)[kBlocksN * 2]) const {
+    const bool masked = this->masked(place);
+    // The code of a score_mod is there once, so that it is compiled quickly.
+    if (kHas<typename Config::ScoreMod> || masked) {
+      each_probability<true>(place, i, alive(place, masked), s, p);
+    } else {
+      each_probability<false>(place, i, 0, s, p);
+    }
+  }
+  template <bool kMasked>
+  __device__ __forceinline__ void each_probability(const Place& place, int i, Bits<kBlocksN * 4> alive,
+                                                   float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2]) const {
+    const int q = place.row() + lane() % 4 * 2, kv = first_key();
+    const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      if constexpr (kInOrder) hold_order();
+      FlexRow of_row[2];
+      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float changed;
+        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+        s[n][e] = FlexPairGradient<Config>::probability(score_, a_.scale, s[n][e], of_row[e % 2].lse, place.b, place.h,
+                                                        q + n * 8 + e % 2, kv + e / 2 * 8, takes, changed);
+      }
+      put_operand<T>(p + 2 * n, s[n]);
+    }
+  }
+
+  __device__ __forceinline__ void meet() const { named_sync(kAlone + group_, kWarpgroup); }
+};
+
+}  // namespace fusegrad::device
