@@ -24,7 +24,14 @@ from harness.training import Found, Method, TrainingBenchmark
 LETTERS = ("B", "S", "L", "H", "V")
 # Of the leanest peer in an earlier run on an H200.
 LEANEST_GIB = {TRAIN: 34.81, CHECKPOINTS: 20.63}
-OURS = ("fusegrad", "fusegrad inplace", "fusegrad lean", "fusegrad lean inplace")
+OURS = (
+    "fusegrad",
+    "fusegrad inplace",
+    "fusegrad lean",
+    "fusegrad lean inplace",
+    "fusegrad with attention",
+    "fusegrad lean inplace with attention",
+)
 
 
 def implementations(case: Case, options: Options) -> Found:
@@ -71,7 +78,7 @@ def plans(device: str, quick: bool) -> list[Plan]:
     chunks = tuple(f"liger chunk_mem={n}" for n in (4, 16))
     more = ("liger float32 chunk_mem=16", "liger sm90", "quack chunk=2048", "quack chunk=8192", "cce")
     others = ("transformers", "eager", "compile", *chunks, *more)
-    heads = r"^(transformers|compile|liger( chunk_mem=(4|16))?|cce|fusegrad( lean)?( inplace)?)$"
+    heads = r"^(transformers|compile|liger( chunk_mem=(4|16))?|cce|fusegrad( lean)?( inplace)?( with attention)?)$"
     few = ("transformers", "compile", *chunks, "cce")
     return [
         Plan(case(TRAIN, 4, 4096, 16, 2048, 128256), goals(TRAIN, others)),

@@ -17,6 +17,8 @@ from harness.training import Method, Training
 TRAIN, CHECKPOINTS = "train_step", "train_step with checkpoints"
 DISTILLATION, RELATIVE_BIAS = "distillation step", "relative bias step"
 HEAD_SIZE = 64
+# What the models have, transformers' default: PyTorch's scaled_dot_product_attention.
+ATTENTION = "sdpa"
 
 
 def llama(case: Case, hidden: int) -> Any:
@@ -36,7 +38,7 @@ def llama(case: Case, hidden: int) -> Any:
     )
     with torch.device(case.device):
         model = LlamaForCausalLM(config)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(ATTENTION)
     return model.to(case.torch_dtype)
 
 
@@ -77,15 +79,26 @@ def compiled() -> Callable[[Training], Tensor]:
     return loss
 
 
-def with_apply(name: str, essential: bool = True, loss: Callable[[Training], Tensor] = plain, **options: Any) -> Method:
+def with_apply(
+    name: str,
+    essential: bool = True,
+    loss: Callable[[Training], Tensor] = plain,
+    attention: str = ATTENTION,
+    **options: Any,
+) -> Method:
+    """`options` are those of `apply`, `attention` is transformers' attn_implementation."""
     from fusegrad.integrations.transformers import apply, remove
 
     @contextlib.contextmanager
     def within(training: Training) -> Iterator[None]:
         apply(training.model, **options)
+        before = training.model.config._attn_implementation
+        if attention != ATTENTION:
+            training.model.set_attn_implementation(attention)
         try:
             yield
         finally:
+            training.model.set_attn_implementation(before)
             remove(training.model)
 
     return Method(name, loss, ours=True, essential=essential, within=within)

@@ -44,6 +44,8 @@ def our_losses(case: Case) -> list[Method]:
         with_apply("fusegrad lean", **lean),
         with_apply("fusegrad lean inplace", inplace=True, **lean),
         with_apply("fusegrad lean 256 MiB", essential=False, **{**lean, "workspace_mib": 256}),
+        with_apply("fusegrad with attention", attention="fusegrad"),
+        with_apply("fusegrad lean inplace with attention", attention="fusegrad", inplace=True, **lean),
         with_apply("fusegrad compile model", essential=False, loss=compiled()),
     ]
 

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 
 #include "cuda/flex_program.h"
@@ -54,12 +55,11 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   return c;
 }
 
-FlexForce force_named(const std::string& name) {
-  if (name.empty()) return FlexForce::kNone;
-  if (name == "portable") return FlexForce::kPortable;
-  if (name == "hopper") return FlexForce::kHopper;
-  if (name == "hopper_wide") return FlexForce::kHopperWide;
-  throw std::invalid_argument("force_family: must be 'portable', 'hopper', 'hopper_wide' or '', but got " + name);
+std::optional<FlexFamily> family_named(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  if (name == "portable") return FlexFamily::kPortable;
+  if (name == "hopper") return FlexFamily::kHopper;
+  throw std::invalid_argument("force_family: must be 'portable', 'hopper' or '', but got " + name);
 }
 
 }  // namespace
@@ -96,9 +96,8 @@ void bind(py::module_& m) {
       },
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
   m.def(
-      "force_family", [](const std::string& family) { force_flex_family(force_named(family)); }, py::arg("family"),
-      "For tests: 'portable' or 'hopper' where there are both; 'hopper_wide': 'hopper', wide backwards too; '': the "
-      "faster one.");
+      "force_family", [](const std::string& family) { force_flex_family(family_named(family)); }, py::arg("family"),
+      "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
   m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");

@@ -160,36 +160,51 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-__device__ float at(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row, int col) {
-  return static_cast<float>(
-      static_cast<const T*>(t.data)[b * t.batch_stride + h * t.head_stride + row * t.row_stride + col * t.col_stride]);
+__device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row) {
+  return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
 }
 
-// A warp a row.
-template <class T>
+// kLanes lanes a row. kWidth: values that a lane reads at once, from rows whose values lie side by side, or 1.
+template <class T, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
-  if (row >= static_cast<int64_t>(p.batches) * p.heads * p.queries) return;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  using Values = device::Pack<T, kWidth>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const bool there = row < static_cast<int64_t>(p.batches) * p.heads * p.queries;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t q = row % p.queries, h = row / p.queries % p.heads, b = row / p.queries / p.heads;
   float sum = 0.0f;
-  if (p.grad_out.data != nullptr) {
+  if (there && p.grad_out.data != nullptr) {
+    const auto values = [&](const device::FlexTensor& t, int col) {
+      return Values::load(row_of<T>(t, b, h, q) + (kWidth == 1 ? col * t.col_stride : col));
+    };
     // The low part by itself: added to out in float32 it would not be lost, but to their product it is nearer.
     float low = 0.0f;
-    for (int col = lane; col < p.value_size; col += kWarp) {
-      const float g = at<T>(p.grad_out, b, h, q, col);
-      sum = fmaf(g, at<T>(p.out, b, h, q, col), sum);
-      if (p.out_low.data != nullptr) low = fmaf(g, at<T>(p.out_low, b, h, q, col), low);
+    for (int col = lane * kWidth; col < p.value_size; col += kLanes * kWidth) {
+      const Values g = values(p.grad_out, col), o = values(p.out, col);
+      Values l{};
+      if (p.out_low.data != nullptr) l = values(p.out_low, col);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        sum = fmaf(static_cast<float>(g.get(i)), static_cast<float>(o.get(i)), sum);
+        low = fmaf(static_cast<float>(g.get(i)), static_cast<float>(l.get(i)), low);
+      }
     }
     sum += low;
-    for (int bit = kWarp / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
   }
-  if (lane != 0) return;
+  for (int bit = kLanes / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  if (!there || lane != 0) return;
   constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : 1.4426950408889634f;
   const float lse = p.lse[row];
   const bool none = lse == -__int_as_float(0x7f800000);
   if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
   out[row / p.queries * p.row_stride + q] = {none ? -lse : lse * kUnit, none ? 0.0f : sum};
+}
+
+// Whether every row begins at a multiple of 16 bytes and is `size` values side by side that fill whole vectors.
+bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element) {
+  const auto whole = [&](int64_t values) { return values * element % 16 == 0; };
+  return t.data == nullptr || (t.col_stride == 1 && whole(size) && whole(t.row_stride) && whole(t.head_stride) &&
+                               whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -233,10 +248,17 @@ void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& list
 
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream) {
   const int64_t count = static_cast<int64_t>(rows.batches) * rows.heads * rows.queries;
-  constexpr int kRows = kThreads / kWarp;
   with_type(dtype, [&](auto tag) {
-    launch("flex_rows", rows_kernel<typename decltype(tag)::type>, {(count + kRows - 1) / kRows, kThreads}, stream,
-           rows, out);
+    using T = typename decltype(tag)::type;
+    const auto run = [&](auto kernel, int lanes) {
+      const int64_t each = kThreads / lanes;
+      launch("flex_rows", kernel, {(count + each - 1) / each, kThreads}, stream, rows, out);
+    };
+    bool vectors = true;
+    for (const auto& t : {rows.grad_out, rows.out, rows.out_low}) {
+      vectors = vectors && has_vector_rows(t, rows.value_size, sizeof(T));
+    }
+    vectors ? run(rows_kernel<T, 16 / sizeof(T), 8>, 8) : run(rows_kernel<T, 1, kWarp>, kWarp);
   });
 }
 

@@ -12,9 +12,7 @@ namespace fusegrad::cuda {
 namespace {
 
 std::atomic<char> forced_scheme{0};
-std::atomic<FlexForce> forced_family{FlexForce::kNone};
-// Whether the Hopper backwards for D or E above 128 have run on a GPU, and are chosen.
-constexpr bool kWideBackwardHasRun = false;
+std::atomic<std::optional<FlexFamily>> forced_family{};
 
 int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
@@ -114,12 +112,7 @@ std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
 bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
-  const FlexForce forced = forced_family;
-  if (c.kernel != FlexKernel::kForward && !fits_hopper_backward(c)) {
-    if (std::max(c.head_size, c.value_size) > 256) return false;
-    if (!kWideBackwardHasRun && forced != FlexForce::kHopperWide) return false;
-  }
-  if (forced != FlexForce::kNone) return forced != FlexForce::kPortable;
+  if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
 }
 
@@ -424,7 +417,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   return {{name.program, source, architecture, {}, text}, name.program, plan.shared_bytes, false};
 }
 
-void force_flex_family(FlexForce family) { forced_family = family; }
+void force_flex_family(std::optional<FlexFamily> family) { forced_family = family; }
 void force_flex_scheme(char scheme) { forced_scheme = scheme; }
 
 }  // namespace fusegrad::cuda

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,9 +17,6 @@ namespace fusegrad::cuda {
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, the copy engine, warps of their own for copies;
 /// sm_90a alone.
 enum class FlexFamily : uint8_t { kPortable, kHopper };
-/// What tests ask for, where there are both families: the faster one, or one of them. kHopperWide: kHopper, and the
-/// backwards for D or E above 128 whether or not they are chosen otherwise.
-enum class FlexForce : uint8_t { kNone, kPortable, kHopper, kHopperWide };
 enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 
 /// A score_mod or mask_mod; without a text there is none.
@@ -80,7 +78,7 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan);
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);
 
 /// For tests.
-void force_flex_family(FlexForce family);
+void force_flex_family(std::optional<FlexFamily> family);
 /// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
 void force_flex_scheme(char scheme);
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,30 +82,14 @@ def mask_mod(name: str) -> ScoreMod | None:
     return trace_mask_mod(lambda b, h, q, kv: q >= kv)
 
 
-FORCING = threading.Lock()  # what is forced, is for all threads
-
-
-@contextmanager
-def forced(family: str) -> Iterator[None]:
-    with FORCING:
-        flex.force_family(family)
-        try:
-            yield
-        finally:
-            flex.force_family("")
-
-
 class Kernel(NamedTuple):
-    kernel: str  # "ordered" is the backward in fixed point; "wide" before it: of force_family's "hopper_wide"
+    kernel: str  # "ordered" is the backward in fixed point
     dtype: str
     head_size: int
     value_size: int
     score_mod: str
     mask: str  # "small": tiles lie in several blocks
     architecture: str
-
-    def kind(self) -> str:
-        return self.kernel.removeprefix("wide_")
 
     def case(self) -> object:
         score, mask = score_mod(self.score_mod), mask_mod(self.mask)
@@ -118,27 +100,21 @@ class Kernel(NamedTuple):
             return ("", []) if mod is None else (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers])
 
         return flex.Case(
-            "backward" if self.kind() == "ordered" else self.kind(),
+            "backward" if self.kernel == "ordered" else self.kernel,
             self.dtype,
             self.head_size,
             self.value_size,
             text_of(score),
             text_of(mask),
             blocks,
-            [] if self.kind() == "forward" else [b.requires_grad for b in buffers],
+            [] if self.kernel == "forward" else [b.requires_grad for b in buffers],
             [b.numel() for b in buffers],
-            deterministic=self.kind() in ("ordered", "grad_query"),
+            deterministic=self.kernel in ("ordered", "grad_query"),
         )
-
-    def plan(self) -> dict:
-        with forced("" if self.kind() == self.kernel else "hopper_wide"):
-            return flex.plan(self.case(), self.architecture)
 
     def takes(self) -> tuple[int, int]:
         """Registers of a thread, bytes that they spill."""
-        with forced("" if self.kind() == self.kernel else "hopper_wide"):
-            program = flex.program(self.case(), self.architecture)
-        (found,) = _C.jit.resources(program).values()
+        (found,) = _C.jit.resources(flex.program(self.case(), self.architecture)).values()
         return found["registers"], found["spill_store_bytes"]
 
 
@@ -215,18 +191,18 @@ grad_query bfloat16 128 128 none causal
 grad_query bfloat16 128 128 softcap document
 grad_query bfloat16 128 128 D none
 grad_query float16 128 64 A small
-wide_backward bfloat16 256 256 none none
-wide_backward bfloat16 256 256 none causal
-wide_backward bfloat16 256 256 none document
-wide_backward bfloat16 256 256 alibi none
-wide_backward bfloat16 256 256 softcap causal
-wide_backward bfloat16 256 256 A none
-wide_backward bfloat16 256 256 D document
-wide_backward bfloat16 192 128 F none
-wide_backward float16 64 256 C small
-wide_ordered bfloat16 256 256 D causal
-wide_grad_query bfloat16 256 256 none causal
-wide_grad_query float16 256 256 D document
+backward bfloat16 256 256 none none
+backward bfloat16 256 256 none causal
+backward bfloat16 256 256 none document
+backward bfloat16 256 256 alibi none
+backward bfloat16 256 256 softcap causal
+backward bfloat16 256 256 A none
+backward bfloat16 256 256 D document
+backward bfloat16 192 128 F none
+backward float16 64 256 C small
+ordered bfloat16 256 256 D causal
+grad_query bfloat16 256 256 none causal
+grad_query float16 256 256 D document
 """
 
 
@@ -309,14 +285,12 @@ def test_the_selection_meets_everything() -> None:
     assert {(k.kernel, k.head_size) for k in kernels} >= {
         (kernel, size) for kernel in ("forward", "backward") for size in (64, 128, 256)
     }
-    families = {(k.dtype, k.kernel, k.plan()["family"]) for k in kernels}
+    families = {(k.dtype, k.kernel, flex.plan(k.case(), k.architecture)["family"]) for k in kernels}
     assert {row[:2] for row in families if row[2] == "hopper"} == {
         *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query"]),
         ("bfloat16", "ordered"),
-        *itertools.product(["bfloat16", "float16"], ["wide_backward", "wide_grad_query"]),
-        ("bfloat16", "wide_ordered"),
     }
-    schemes = {k.plan()["schemes"] for k in kernels if k.kernel == "backward"}
+    schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")
 
 
@@ -342,21 +316,13 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
     def families() -> list[str]:
         return [plan(kernel)["family"] for kernel in ("forward", "backward", "grad_query")]
 
-    def chosen(hopper: bool) -> list[str]:
-        # The backwards' tiles are for D and E up to 128, and E no wider than D, in units of 64.
-        widths = [-(-size // 64) for size in sizes]
-        backward = "hopper" if hopper and max(widths) <= min(2, widths[0]) else "portable"
-        return ["hopper" if hopper else "portable", backward, backward]
-
-    assert families() == chosen(family == "hopper")
+    assert families() == [family] * 3
     try:
         flex.force_family("portable")
         assert families() == ["portable"] * 3
         # Forced, it is where there are kernels at all.
         flex.force_family("hopper")
         available = architecture == "90a" and dtype != "float32" and min(sizes) > 0
-        assert families() == chosen(available)
-        flex.force_family("hopper_wide")
         assert families() == ["hopper" if available else "portable"] * 3
     finally:
         flex.force_family("")

@@ -15,9 +15,10 @@ from harness import llama
 from harness.cli import main
 
 HEADS = {"fusegrad", "fusegrad inplace", "fusegrad lean", "fusegrad lean inplace"}
+ATTENTION = {"fusegrad with attention", "fusegrad lean inplace with attention"}
 EXPECTED = {
-    llama.TRAIN: HEADS | {"transformers", "eager"},
-    llama.CHECKPOINTS: HEADS | {"transformers", "eager"},
+    llama.TRAIN: HEADS | ATTENTION | {"transformers", "eager"},
+    llama.CHECKPOINTS: HEADS | ATTENTION | {"transformers", "eager"},
     llama.DISTILLATION: HEADS | {"eager"},
     llama.RELATIVE_BIAS: {"fusegrad", "fusegrad attention", "eager"},
 }
