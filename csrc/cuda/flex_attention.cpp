@@ -280,16 +280,20 @@ FlexCase backward_case(FlexCase c, const FlexScores& scores, const std::vector<b
   c.fixed_point = deterministic && c.wants_buffers();
   return c;
 }
-/// Those kernels. Each of two computes the scores; it is worth the while where sums must come in one order.
-std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic) {
+/// Those kernels. Each of two computes the scores; it is worth the while where sums must come in one order, and where
+/// one kernel could not keep all gradients. `apart`: the gradient of the queries is of one for itself.
+std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool apart) {
   std::vector<FlexCase> kernels;
-  if (deterministic && (needs_grad[0] || c.wants_buffers())) {
-    c.kernel = FlexKernel::kGradQuery;
-    c.grad_query = needs_grad[0];
-    kernels.push_back(c);
+  // In fixed point the contributions' largest must be known before they are added up.
+  if (c.fixed_point || (apart && needs_grad[0])) {
+    FlexCase query = c;
+    query.kernel = FlexKernel::kGradQuery;
+    query.grad_query = needs_grad[0];
+    if (!c.fixed_point) query.wants_grad.assign(c.wants_grad.size(), false);
+    kernels.push_back(std::move(query));
   }
   c.kernel = FlexKernel::kBackward;
-  c.grad_query = needs_grad[0] && !deterministic;
+  c.grad_query = needs_grad[0] && !apart;
   c.grad_key = needs_grad[1];
   c.grad_value = needs_grad[2];
   if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
@@ -389,9 +393,9 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       std::vector<bool> needs_grad;
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
-      const bool ordered = (aux & kFlexOrdered) != 0;
-      for (const FlexCase& next :
-           backward_kernels(backward_case(c, scores, needs_grad, ordered), needs_grad, ordered)) {
+      const FlexCase backward = backward_case(c, scores, needs_grad, (aux & kFlexOrdered) != 0);
+      const bool apart = (aux & kFlexOrdered) != 0 || has_grad_query_apart(backward, architecture);
+      for (const FlexCase& next : backward_kernels(backward, needs_grad, apart)) {
         jit::compile_ahead(flex_program(next, Call::plan_of(next), architecture).program);
       }
     };
@@ -442,7 +446,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const int64_t heads = query.size(0) * query.size(1), padded = (query.size(3) + 15) / 16 * 16;
   const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), padded};
   Tensor query_sum;
-  if (needs_grad[0]) query_sum = deterministic ? at::empty(shape, floats) : at::zeros(shape, floats);
+  const bool apart = deterministic || has_grad_query_apart(c, jit::current_architecture());
+  if (needs_grad[0]) query_sum = apart ? at::empty(shape, floats) : at::zeros(shape, floats);
   const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query);
 
   device::FlexBackwardArguments a{};
@@ -459,7 +464,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.fixed_bits = sums.fixed_bits();
 
   auto sum_arguments = sums.arguments();
-  for (const FlexCase& kernel : backward_kernels(c, needs_grad, deterministic)) {
+  for (const FlexCase& kernel : backward_kernels(c, needs_grad, apart)) {
     c = kernel;
     const bool by_key = c.kernel == FlexKernel::kBackward;
     const FlexPlan plan = call.plan();

@@ -31,6 +31,8 @@ int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHop
 bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
   return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);
 }
+/// Which leave the queries' gradient to a kernel of its own.
+bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
 int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
   return computing_warps(t) / (keys_shared(c, t) ? 2 : 1);
 }
@@ -51,12 +53,11 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (t.family == FlexFamily::kHopper) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
     if (c.kernel == FlexKernel::kBackward) {
-      // dS of so many tiles; dQ of 64 queries and 64 columns for each warpgroup that computes it.
-      const bool shared = keys_shared(c, t);
-      const int gradients = shared ? 1 : t.stages, groups = shared ? 1 : computing_warps(t) / 4;
-      const int sums = c.grad_query ? 2 * gradients * t.rows * t.cols + groups * 4 * 64 * 64 : 0;
+      // dS; dQ of 64 queries and 64 columns for each warpgroup that computes it.
+      const int groups = computing_warps(t) / 4;
+      const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + groups * 4 * 64 * 64 : 0;
       return 1024 + 2 * (t.cols + t.stages * t.rows) * (head + value) + sums + t.stages * (8 * t.rows + 2 * 16) +
-             8 * (2 + 2 * t.stages + 2 * gradients);
+             8 * (2 + 4 * t.stages);
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
@@ -310,7 +311,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
     choice("kMaxScores", c.max_scores);
     choice("kOutLow", c.out_low);
   } else {
-    choice("kGradQuery", c.grad_query);
+    choice("kGradQuery", adds_grad_query(c, plan.tile));
     choice("kGradKey", c.grad_key);
     choice("kGradValue", c.grad_value);
     choice("kGradScores", c.grad_query || c.grad_key || !plan.schemes.empty());
@@ -341,6 +342,11 @@ FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
                               " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
                               " of ", element_bytes(c.dtype), " bytes");
+}
+
+bool has_grad_query_apart(FlexCase c, const std::string& architecture) {
+  c.kernel = FlexKernel::kBackward;
+  return takes_hopper(c, architecture) && !fits_hopper_backward(c);
 }
 
 std::string flex_id(const FlexCase& c, const FlexPlan& plan) {

@@ -73,6 +73,10 @@ int flex_shared_limit(int capability);
 /// `architecture`: as jit::current_architecture has it. Throws where no tile fits the GPU's shared memory.
 FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
 
+/// Whether a backward's gradient of the queries comes from a kernel of its own (kGradQuery) where sums may come in any
+/// order too: two kernels of the Hopper family for D or E above 128 are faster than one.
+bool has_grad_query_apart(FlexCase c, const std::string& architecture);
+
 /// What determines the program.
 std::string flex_id(const FlexCase& c, const FlexPlan& plan);
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);

@@ -58,6 +58,7 @@ struct HopperBackwardConfig : HopperConfig {
 };
 struct HopperWideConfig : HopperConfig {
   static constexpr int kRows = 64, kWarps = 4;
+  static constexpr bool kGradQuery = false;
 };
 // In place of the products that a program renders.
 template <int kCols, bool kRegisterA, bool kTransposed>

@@ -22,7 +22,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::sums_;
   using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
-  using Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty, Tiles::gradient_stage_of;
+  using Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::pairs, Tiles::place_of;
   using Tiles::kAll, Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kConsumerWarps;
   using Tiles::kNoMore, Tiles::kThreads, Tiles::kTurn;
@@ -169,7 +169,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     issue_grad_query(c, i, first_row(), first_col());
   }
   __device__ __forceinline__ void add_own_grad_query(const float (&c)[8][4], int i) const {
-    release(gradient_empty(gradient_stage_of(i)));
+    release(gradient_empty(stage_of(i)));
     add_grad_query(c, i, first_row(), first_col());
   }
   __device__ __forceinline__ int first_row() const { return kRowsShared ? group_ * 64 : 0; }
