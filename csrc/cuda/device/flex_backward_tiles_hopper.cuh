@@ -352,6 +352,7 @@ class FlexBackwardHopperTiles {
                                             unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if constexpr (kInOrder) hold_order();
@@ -369,7 +370,7 @@ class FlexBackwardHopperTiles {
         }
         float value[Config::Derivative::kContributions + 1];
         const float score = s[n][e], grad = Config::kGradScores ? d[n][e] : 0.0f;
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+        const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
                                                   value);
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);

@@ -160,6 +160,7 @@ class FlexGradQueryHopper {
       issue_scores(s, keys);
       Barrier::wait(value_full(values.stage), values.parity);
       issue_grad_probabilities(d, values);
+      touch(now);
       while (now != kNoMore) {
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
@@ -202,6 +203,7 @@ class FlexGradQueryHopper {
     issue_scores(s, keys);
     // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
     end_turn();
+    touch(next);
     wgmma_wait<1>();
     pin<kBlocksD * 4>(sum[0]);
     release(key_empty(last.stage));
@@ -217,6 +219,11 @@ class FlexGradQueryHopper {
     int now;
     asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
     return __shfl_sync(~0u, now, 0);
+  }
+  /// What the warpgroup will read of captured tensors.
+  __device__ __forceinline__ void touch(int tile) const {
+    touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, row_ + group_ * 64, (tile >> 2) * Config::kCols,
+                                                        static_cast<int>(threadIdx.x) % kWarpgroup);
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
@@ -274,13 +281,14 @@ class FlexGradQueryHopper {
   template <bool kMasked>
   __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int q, int kv, float (&s)[kBlocksN][4],
                                             float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if constexpr (kInOrder) hold_order();
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float value[Derivative::kContributions + 1];
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+        const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_,
                                                   q + e / 2 * 8, kv + n * 8 + e % 2, takes, s[n][e], value);
 #pragma unroll

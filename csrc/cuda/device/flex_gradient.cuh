@@ -32,17 +32,18 @@ struct FlexPairGradient {
   static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
                                                       float score, float lse, int b, int h, int q, int kv,
                                                       bool takes_part, float& changed) {
+    const float p = raw_probability(captured, scale, score, lse, b, h, q, kv, takes_part, changed);
+    return takes_part ? p : 0.0f;
+  }
+  /// Meaningless where the pair does not take part.
+  static __device__ __forceinline__ float raw_probability(const typename ScoreMod::Captured& captured, float scale,
+                                                          float score, float lse, int b, int h, int q, int kv,
+                                                          bool takes_part, float& changed) {
     changed = score * scale;
     if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part);
-    float p;
-    if constexpr (kSame<typename Config::Element, float>) {
-      p = expf(changed - lse);
-    } else if constexpr (kHas<ScoreMod>) {
-      p = power_of_two(changed * kLog2E - lse);
-    } else {
-      p = power_of_two(score * (scale * kLog2E) - lse);
-    }
-    return takes_part ? p : 0.0f;
+    if constexpr (kSame<typename Config::Element, float>) return expf(changed - lse);
+    if constexpr (kHas<ScoreMod>) return power_of_two(changed * kLog2E - lse);
+    return power_of_two(score * (scale * kLog2E) - lse);
   }
 
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions; returns the
@@ -51,8 +52,10 @@ struct FlexPairGradient {
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value) {
     float changed;
-    p = probability(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
+    // What p is of pairs that take no part reaches nothing: their gradients are replaced too.
+    p = raw_probability(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
     float d = p * (grad - row.row.delta);
+    p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf is as one that is masked.

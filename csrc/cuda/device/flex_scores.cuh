@@ -33,6 +33,25 @@ __device__ __forceinline__ const typename Mod::Captured& captured_of(const Captu
 template <class Mod>
 constexpr bool kHas = !kSame<Mod, NoMod>;
 
+/// By `kThreads` threads, of which this is number `thread`: what a score_mod reads for a tile at places of keys or of
+/// diagonals comes to the first-level cache. Read where it is needed, eight keys after eight, each line would be waited
+/// for. Nothing waits here.
+template <class Mod, int kRows, int kCols, int kThreads>
+__device__ __forceinline__ void touch_tile(const typename Mod::Captured& captured, int b, int h, int q, int kv,
+                                           int thread) {
+  if constexpr (kHas<Mod>) {
+    if constexpr (Mod::kTouchesKeys) {
+      static_assert(kRows <= kCols + 1, "the diagonals of the first and the last row are all of them");
+#pragma unroll
+      for (int i = 0; i < kCols * (Mod::kTouchesDiagonals ? 2 : 1); i += kThreads) {
+        const int at = i + thread;
+        if (kCols * 2 % kThreads != 0 && at >= kCols * 2) break;
+        Mod::touch(captured, b, h, q + at / kCols * (kRows - 1), kv + at % kCols, true);
+      }
+    }
+  }
+}
+
 /// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
 /// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
 __device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
@@ -58,6 +77,30 @@ struct BitsFor<kCount> {
 };
 template <int kCount>
 using Bits = typename BitsFor<kCount>::Type;
+/// Bits that are tested by one instruction each: of a shift, which compilers make of a constant mask, it would be three,
+/// of 64 bits four.
+template <class Bits>
+class Tested {
+ public:
+  __device__ __forceinline__ explicit Tested(Bits bits) {
+    if constexpr (sizeof(Bits) == 4) {
+      word_[0] = bits;
+    } else {
+      asm("mov.b64 {%0, %1}, %2;" : "=r"(word_[0]), "=r"(word_[1]) : "l"(bits));
+    }
+  }
+  __device__ __forceinline__ bool operator[](int i) const {
+    int set;
+    asm("{\n.reg .pred set;\n.reg .b32 masked;\nand.b32 masked, %1, %2;\nsetp.ne.b32 set, masked, 0;\n"
+        "selp.b32 %0, 1, 0, set;\n}"
+        : "=r"(set)
+        : "r"(word_[i / 32]), "r"(1u << i % 32));
+    return set != 0;
+  }
+
+ private:
+  unsigned word_[sizeof(Bits) / 4];
+};
 
 /// The tiles of one row of tiles, in order.
 class TileWalk {

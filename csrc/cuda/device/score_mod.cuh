@@ -267,4 +267,13 @@ __device__ __forceinline__ bool read_if(const Bool* p, bool there) {
   return load_if(&p->byte, there, static_cast<unsigned char>(0)) != 0;
 }
 
+/// Brings an element to the first-level cache where it is `there`; nothing waits for it.
+__device__ __forceinline__ void touch_if([[maybe_unused]] const void* p, [[maybe_unused]] bool there) {
+#ifdef __CUDACC__
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %1, 0;\n@there prefetch.global.L1 [%0];\n}"
+               :
+               : "l"(p), "r"(static_cast<int>(there)));
+#endif
+}
+
 }  // namespace fusegrad::device::score_mod
