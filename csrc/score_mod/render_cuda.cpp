@@ -224,11 +224,11 @@ class Renderer {
       if ((on & set_of(kVarQ)) != 0 && !diagonal) continue;
       diagonals = diagonals || (on & set_of(kVarQ)) != 0;
       for (const NodeId index : graph_[id].operands) roots.push_back(index);
-      touches += "  touch_if(" + element(id) + ");\n  ";
+      touches += "  touch_if(" + element(id) + ", nowhere);\n  ";
     }
     text_ += "  static constexpr bool kTouchesKeys = " + std::string(touches.empty() ? "false" : "true") +
              ", kTouchesDiagonals = " + (diagonals ? "true" : "false") + ";\n";
-    begin("void touch", "int b, int h, int q_idx, int kv_idx, bool valid");
+    begin("void touch", "int b, int h, int q_idx, int kv_idx, bool valid, [[maybe_unused]] unsigned nowhere");
     end_with_result(roots, touches);
   }
 

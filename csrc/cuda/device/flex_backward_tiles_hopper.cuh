@@ -45,7 +45,7 @@ class FlexBackwardHopperTiles {
   static constexpr int kSumBytes = Config::kGradQuery ? (kOwnKeys ? Config::kGroups : 1) * 2 * kBoxBytes : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // An even number, one more than there are.
+  // An even number, one more than there are: the last one is what touches write.
   static constexpr int kBarriers = 2 + 2 * Config::kStages + 2 * kGradientStages;
   static constexpr int kNoMore = -1;  // in place of a tile
   // Of the pairs that a mask_mod is asked for at once.
@@ -208,6 +208,14 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ Place place_of(int i) const {
     const Place p = read_place(i);
     return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
+  }
+  /// What the warpgroup will read of diagonals for tile i, which is there: what it reads of keys it has.
+  __device__ __forceinline__ void touch(int i) const {
+    if constexpr (kTouchesDiagonals<ScoreMod>) {
+      const Place p = place_of(i);
+      touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), col_ + key_group() * 64,
+                                                          thread() % kWarpgroup, barrier(kBarriers - 1));
+    }
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
