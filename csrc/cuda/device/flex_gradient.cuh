@@ -52,10 +52,12 @@ struct FlexPairGradient {
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value) {
     float changed;
-    // What p is of pairs that take no part reaches nothing: their gradients are replaced too.
+    // What p is of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable
+    // kernels spill more where it is replaced last.
     p = raw_probability(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
+    if constexpr (!kAllRead) p = takes_part ? p : 0.0f;
     float d = p * (grad - row.row.delta);
-    p = takes_part ? p : 0.0f;
+    if constexpr (kAllRead) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf is as one that is masked.
