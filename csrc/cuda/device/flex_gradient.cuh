@@ -28,22 +28,23 @@ template <class Config>
 struct FlexPairGradient {
   using ScoreMod = typename Config::ScoreMod;
 
-  /// The probability of a pair, 0 where it does not take part; `changed` is the score that the score_mod makes of it.
+  /// The probability of a pair, 0 where it does not take part (kRaw: anything); `changed` is the score that the
+  /// score_mod makes of it.
+  template <bool kRaw = false>
   static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
                                                       float score, float lse, int b, int h, int q, int kv,
                                                       bool takes_part, float& changed) {
-    const float p = raw_probability(captured, scale, score, lse, b, h, q, kv, takes_part, changed);
-    return takes_part ? p : 0.0f;
-  }
-  /// Meaningless where the pair does not take part.
-  static __device__ __forceinline__ float raw_probability(const typename ScoreMod::Captured& captured, float scale,
-                                                          float score, float lse, int b, int h, int q, int kv,
-                                                          bool takes_part, float& changed) {
     changed = score * scale;
     if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part);
-    if constexpr (kSame<typename Config::Element, float>) return expf(changed - lse);
-    if constexpr (kHas<ScoreMod>) return power_of_two(changed * kLog2E - lse);
-    return power_of_two(score * (scale * kLog2E) - lse);
+    float p;
+    if constexpr (kSame<typename Config::Element, float>) {
+      p = expf(changed - lse);
+    } else if constexpr (kHas<ScoreMod>) {
+      p = power_of_two(changed * kLog2E - lse);
+    } else {
+      p = power_of_two(score * (scale * kLog2E) - lse);
+    }
+    return kRaw || takes_part ? p : 0.0f;
   }
 
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions; returns the
@@ -54,8 +55,7 @@ struct FlexPairGradient {
     float changed;
     // What p is of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable
     // kernels spill more where it is replaced last.
-    p = raw_probability(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
-    if constexpr (!kAllRead) p = takes_part ? p : 0.0f;
+    p = probability<kAllRead>(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
     float d = p * (grad - row.row.delta);
     if constexpr (kAllRead) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
