@@ -61,7 +61,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
-             4 * (t.stages + 1);
+             4 * (t.stages + 2);
     }
     return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
            (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 + 4 * t.stages;

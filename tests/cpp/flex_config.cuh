@@ -1,6 +1,7 @@
 // What a kernel of flex attention is compiled for, at its smallest, with what a program renders of a score_mod and a
 // mask_mod. For NVRTC too.
 #include "cuda/device/hopper.cuh"
+#include "cuda/device/score_mod.cuh"
 using namespace fusegrad::device;
 struct ScoreMod {
   struct Captured {
@@ -8,6 +9,10 @@ struct ScoreMod {
   };
   static __device__ float apply(const Captured& c, float score, int b, int h, int q, int kv, bool valid) {
     return valid ? score * c.scale[h] : 0.0f;
+  }
+  static constexpr bool kTouchesKeys = true, kTouchesDiagonals = true;
+  static __device__ void touch(const Captured& c, int b, int h, int q, int kv, bool valid, unsigned nowhere) {
+    score_mod::touch_if(c.scale + h, valid, nowhere);
   }
 };
 struct MaskMod {

@@ -27,7 +27,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::kAll, Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kConsumerWarps;
   using Tiles::kNoMore, Tiles::kThreads, Tiles::kTurn;
   using Tiles::produce, Tiles::read_place, Tiles::release, Tiles::speaks, Tiles::stage_of, Tiles::wait_gradient;
-  using Tiles::wait_stage, Tiles::zero;
+  using Tiles::touch, Tiles::wait_stage, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // dQ of a warpgroup: half the queries of a tile, or half the columns.
   static constexpr bool kRowsShared = Config::kRows == 64 * Config::kGroups;
@@ -79,6 +79,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       begin_turn();
       turn(i, p, ds, s, d, grad_key, grad_value);
       end_turn();
+      touch(i + 1);
       // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
       if constexpr (Sums::kFlushes) {
         const Place done = read_place(i);
@@ -90,6 +91,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+    if constexpr (kTouchesDiagonals<typename Config::ScoreMod>) wait_touches();
     if constexpr (Config::kGradQuery) {
       if (i > 0) last_grad_query(i - 1);
     }

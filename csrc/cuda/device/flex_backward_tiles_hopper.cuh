@@ -44,7 +44,7 @@ class FlexBackwardHopperTiles {
   static constexpr int kSumBytes = Config::kGradQuery ? Config::kGroups * 2 * kBoxBytes : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // An even number, one more than there are.
+  // An even number, one more than there are: the last one is what touches write.
   static constexpr int kBarriers = 2 + 4 * Config::kStages;
   static constexpr int kNoMore = -1;  // in place of a tile
   // Of the pairs that a mask_mod is asked for at once.
@@ -201,6 +201,14 @@ class FlexBackwardHopperTiles {
     const Place p = read_place(i);
     return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
   }
+  /// What the warpgroup will read of diagonals for tile i, which is there: what it reads of keys it has.
+  __device__ __forceinline__ void touch(int i) const {
+    if constexpr (kTouchesDiagonals<ScoreMod>) {
+      const Place p = place_of(i);
+      touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), col_ + key_group() * 64,
+                                                          thread() % kWarpgroup, barrier(kBarriers - 1));
+    }
+  }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
@@ -344,6 +352,7 @@ class FlexBackwardHopperTiles {
                                             unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if constexpr (kInOrder) hold_order();
@@ -361,7 +370,7 @@ class FlexBackwardHopperTiles {
         }
         float value[Config::Derivative::kContributions + 1];
         const float score = s[n][e], grad = Config::kGradScores ? d[n][e] : 0.0f;
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+        const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
                                                   value);
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
