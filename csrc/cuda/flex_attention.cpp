@@ -80,7 +80,7 @@ class Call {
     for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) {
       case_.small_lengths &= as_int(n) <= kSmallLength;
     }
-    if (case_.blocks) map_blocks();
+    if (case_.blocks) take_blocks();
   }
 
   FlexCase& kernel_case() { return case_; }
@@ -111,21 +111,27 @@ class Call {
   /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
   device::FlexTiles tiles(const FlexTileSize& tile, bool by_key) {
     if (!case_.blocks) return {};
-    device::FlexTiles t = map_;
+    device::FlexTiles t = tiles_;
     const int row_tiles = as_int(tiles_in(query_.size(2), tile.rows));
     const int col_tiles = as_int(tiles_in(key_.size(2), tile.cols));
     t.rows = by_key ? col_tiles : row_tiles;
     t.cols = by_key ? row_tiles : col_tiles;
     const auto options = query_.options().dtype(at::kInt);
-    const int64_t lists = int64_t{t.batches} * t.heads * t.rows;
-    const Tensor count = at::empty({lists + 1}, options);
+    const int64_t rows = int64_t{t.batches} * t.heads * t.rows;
+    const Tensor count = at::empty({rows + 1}, options);
     const Tensor list = at::empty({t.batches, t.heads, t.rows, t.cols}, options);
     t.count = count.mutable_data_ptr<int>();
     t.list = list.mutable_data_ptr<int>();
-    next_ = count.mutable_data_ptr<int>() + lists;
-    flex_tile_lists(
-        t, {static_cast<int>(query_.size(2)), static_cast<int>(key_.size(2)), tile.rows, tile.cols, by_key, next_},
-        count.mutable_data_ptr<int>(), list.mutable_data_ptr<int>(), stream_);
+    next_ = count.mutable_data_ptr<int>() + rows;
+    const FlexTileLists lists{
+        as_int(query_.size(2)), as_int(key_.size(2)), tile.rows, tile.cols, by_key, tile.parts, next_};
+    int* counts = count.mutable_data_ptr<int>();
+    if (takes_direct_lists(map_, lists, t.block_size_q, t.block_size_kv)) {
+      flex_direct_lists(t, lists, map_, counts, list.mutable_data_ptr<int>(), stream_);
+    } else {
+      t.blocks = states_of_blocks();
+      flex_tile_lists(t, lists, counts, list.mutable_data_ptr<int>(), stream_);
+    }
     kept_.insert(kept_.end(), {count, list});
     return t;
   }
@@ -228,31 +234,30 @@ class Call {
         jit::Driver::get().tensor_map(t.const_data_ptr(), shape, "flex_attention's Hopper kernels"));
   }
 
-  // The state of every block of the mask.
-  void map_blocks() {
+  // The block mask, its lists as kernels read them.
+  void take_blocks() {
     for (const Tensor& t : scores_.kv_blocks) lists_.push_back(t.to(at::kInt).contiguous());
-    FlexBlockMap map{};
-    map.partial = {lists_[0].const_data_ptr<int>(), lists_[1].const_data_ptr<int>()};
-    if (lists_.size() > 2) map.full = {lists_[2].const_data_ptr<int>(), lists_[3].const_data_ptr<int>()};
-    map.batches = as_int(lists_[0].size(0));
-    map.heads = as_int(lists_[0].size(1));
-    map.rows = as_int(tiles_in(query_.size(2), scores_.block_size[0]));
-    map.cols = as_int(tiles_in(key_.size(2), scores_.block_size[1]));
-    map.list_cols_partial = as_int(lists_[1].size(3));
-    map.list_cols_full = lists_.size() > 2 ? as_int(lists_[3].size(3)) : 0;
-    map.distinguish = !case_.mask_mod.text.empty();
-    const Tensor blocks =
-        at::zeros({map.batches, map.heads, map.rows, std::max(map.cols, 1)}, query_.options().dtype(at::kByte));
-    flex_block_map(map, blocks.mutable_data_ptr<uint8_t>(), stream_);
-    kept_.push_back(blocks);
-    map_ = {};
-    map_.batches = map.batches;
-    map_.heads = map.heads;
-    map_.blocks = blocks.const_data_ptr<uint8_t>();
-    map_.block_rows = map.rows;
-    map_.block_cols = map.cols;
-    map_.block_size_q = scores_.block_size[0];
-    map_.block_size_kv = scores_.block_size[1];
+    map_.partial = {lists_[0].const_data_ptr<int>(), lists_[1].const_data_ptr<int>()};
+    if (lists_.size() > 2) map_.full = {lists_[2].const_data_ptr<int>(), lists_[3].const_data_ptr<int>()};
+    map_.batches = tiles_.batches = as_int(lists_[0].size(0));
+    map_.heads = tiles_.heads = as_int(lists_[0].size(1));
+    map_.rows = tiles_.block_rows = as_int(tiles_in(query_.size(2), scores_.block_size[0]));
+    map_.cols = tiles_.block_cols = as_int(tiles_in(key_.size(2), scores_.block_size[1]));
+    map_.list_cols_partial = as_int(lists_[1].size(3));
+    map_.list_cols_full = lists_.size() > 2 ? as_int(lists_[3].size(3)) : 0;
+    map_.distinguish = !case_.mask_mod.text.empty();
+    tiles_.block_size_q = scores_.block_size[0];
+    tiles_.block_size_kv = scores_.block_size[1];
+  }
+
+  // The state of every block of the mask, made once a call.
+  const uint8_t* states_of_blocks() {
+    if (!states_.defined()) {
+      states_ =
+          at::zeros({map_.batches, map_.heads, map_.rows, std::max(map_.cols, 1)}, query_.options().dtype(at::kByte));
+      flex_block_map(map_, states_.mutable_data_ptr<uint8_t>(), stream_);
+    }
+    return states_.const_data_ptr<uint8_t>();
   }
 
   const Tensor query_, key_, value_;
@@ -261,7 +266,9 @@ class Call {
   FlexCase case_;
   std::vector<int64_t> score_words_, mask_words_;
   std::vector<Tensor> lists_, kept_;
-  device::FlexTiles map_{};
+  FlexBlockMap map_{};
+  device::FlexTiles tiles_{};  // but for what depends on a kernel's tiles
+  Tensor states_;
   int* next_ = nullptr;
 };
 
@@ -273,16 +280,20 @@ FlexCase backward_case(FlexCase c, const FlexScores& scores, const std::vector<b
   c.fixed_point = deterministic && c.wants_buffers();
   return c;
 }
-/// Those kernels. Each of two computes the scores; it is worth the while where sums must come in one order.
-std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic) {
+/// Those kernels. Each of two computes the scores; it is worth the while where sums must come in one order, and where
+/// one kernel could not keep all gradients. `apart`: the gradient of the queries is of one for itself.
+std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool apart) {
   std::vector<FlexCase> kernels;
-  if (deterministic && (needs_grad[0] || c.wants_buffers())) {
-    c.kernel = FlexKernel::kGradQuery;
-    c.grad_query = needs_grad[0];
-    kernels.push_back(c);
+  // In fixed point the contributions' largest must be known before they are added up.
+  if (c.fixed_point || (apart && needs_grad[0])) {
+    FlexCase query = c;
+    query.kernel = FlexKernel::kGradQuery;
+    query.grad_query = needs_grad[0];
+    if (!c.fixed_point) query.wants_grad.assign(c.wants_grad.size(), false);
+    kernels.push_back(std::move(query));
   }
   c.kernel = FlexKernel::kBackward;
-  c.grad_query = needs_grad[0] && !deterministic;
+  c.grad_query = needs_grad[0] && !apart;
   c.grad_key = needs_grad[1];
   c.grad_value = needs_grad[2];
   if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
@@ -382,9 +393,9 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       std::vector<bool> needs_grad;
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
-      const bool ordered = (aux & kFlexOrdered) != 0;
-      for (const FlexCase& next :
-           backward_kernels(backward_case(c, scores, needs_grad, ordered), needs_grad, ordered)) {
+      const FlexCase backward = backward_case(c, scores, needs_grad, (aux & kFlexOrdered) != 0);
+      const bool apart = (aux & kFlexOrdered) != 0 || has_grad_query_apart(backward, architecture);
+      for (const FlexCase& next : backward_kernels(backward, needs_grad, apart)) {
         jit::compile_ahead(flex_program(next, Call::plan_of(next), architecture).program);
       }
     };
@@ -435,7 +446,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const int64_t heads = query.size(0) * query.size(1), padded = (query.size(3) + 15) / 16 * 16;
   const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), padded};
   Tensor query_sum;
-  if (needs_grad[0]) query_sum = deterministic ? at::empty(shape, floats) : at::zeros(shape, floats);
+  const bool apart = deterministic || has_grad_query_apart(c, jit::current_architecture());
+  if (needs_grad[0]) query_sum = apart ? at::empty(shape, floats) : at::zeros(shape, floats);
   const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query);
 
   device::FlexBackwardArguments a{};
@@ -452,7 +464,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.fixed_bits = sums.fixed_bits();
 
   auto sum_arguments = sums.arguments();
-  for (const FlexCase& kernel : backward_kernels(c, needs_grad, deterministic)) {
+  for (const FlexCase& kernel : backward_kernels(c, needs_grad, apart)) {
     c = kernel;
     const bool by_key = c.kernel == FlexKernel::kBackward;
     const FlexPlan plan = call.plan();

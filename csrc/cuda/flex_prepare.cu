@@ -11,11 +11,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
+constexpr int kDirectBytes = 16 << 10;  // of shared memory
 
-// A CTA a row of blocks. A block in both lists is full.
-__global__ void __launch_bounds__(kThreads)
-    block_map_kernel(const __grid_constant__ FlexBlockMap p, unsigned char* blocks) {
-  const int64_t row = blockIdx.x;
+// The states of a row of blocks, of those that its lists name, by all threads of a CTA. A block in both lists is full.
+// Returns whether a list is wrong, to those threads that found it.
+__device__ bool mark_blocks(const FlexBlockMap& p, int64_t row, unsigned char* states) {
   bool bad = false;
   const auto mark = [&](const FlexBlockList& list, int list_cols, device::FlexBlock state) {
     const int count = list.count[row];
@@ -24,21 +24,30 @@ __global__ void __launch_bounds__(kThreads)
       const int col = list.index[row * list_cols + i];
       const bool there = col >= 0 && col < p.cols;
       bad |= !there;
-      if (there) blocks[row * p.cols + col] = state;
+      if (there) states[col] = state;
     }
     __syncthreads();
   };
   mark(p.partial, p.list_cols_partial, p.distinguish ? device::kBlockPartial : device::kBlockFull);
   if (p.full.count != nullptr) mark(p.full, p.list_cols_full, device::kBlockFull);
-  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0) blocks[row * p.cols] = device::kBlockBad;
+  return bad;
 }
 
-// The state of a tile: FlexTileKind, or -1 where no pair takes part, or -2 where a list is wrong. By keys, queries with
-// a wrong list take part in every tile: their lse is NaN, and so become the gradients that they have a part in.
+// A CTA a row of blocks.
+__global__ void __launch_bounds__(kThreads)
+    block_map_kernel(const __grid_constant__ FlexBlockMap p, unsigned char* blocks) {
+  unsigned char* states = blocks + static_cast<int64_t>(blockIdx.x) * p.cols;
+  if (__syncthreads_or(mark_blocks(p, blockIdx.x, states)) != 0 && threadIdx.x == 0) states[0] = device::kBlockBad;
+}
+
+// The state of `rows` queries of a tile: FlexTileKind, or -1 where no pair takes part, or -2 where a list is wrong. By
+// keys, queries with a wrong list take part in every tile: their lse is NaN, and so become the gradients that they have
+// a part in.
 __device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
-                          int kv) {
+                          int rows, int kv) {
+  if (q >= p.queries) return -1;
   const int first_row = static_cast<int>(q / t.block_size_q);
-  const int last_row = static_cast<int>((min(q + p.tile_q, p.queries) - 1) / t.block_size_q);
+  const int last_row = static_cast<int>((min(q + rows, p.queries) - 1) / t.block_size_q);
   const int first_col = static_cast<int>(kv / t.block_size_kv);
   const int last_col = static_cast<int>((min(kv + p.tile_kv, p.keys) - 1) / t.block_size_kv);
   bool some = false, all = true, partial = false, bad = false;
@@ -60,24 +69,39 @@ __device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, co
   return one ? device::kTilePartial : device::kTileMixed;
 }
 
-// A CTA a list, which it writes in order.
-__global__ void __launch_bounds__(kThreads)
-    tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
-                      int* list) {
-  __shared__ int warps[kThreads / kWarp + 1];
+__device__ int kind_of(unsigned char block) {
+  return block == device::kBlockFull      ? device::kTileFull
+         : block == device::kBlockPartial ? device::kTilePartial
+                                          : device::kTileNone;
+}
+
+// The parts' kinds in one number, or as tile_state.
+__device__ int tile_kinds(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
+                          int kv) {
+  if (p.parts == 1) return tile_state(t, p, blocks, q, p.tile_q, kv);
+  const int rows = p.tile_q / p.parts;
+  bool some = false;
+  int kinds = 0;
+  for (int i = 0; i < p.parts; ++i) {
+    const int state = tile_state(t, p, blocks, q + i * rows, rows, kv);
+    if (state == -2) return -2;
+    some |= state >= 0;
+    kinds |= (state < 0 ? device::kTileNone : state) << 2 * i;
+  }
+  return some ? kinds : -1;
+}
+
+// A list, in order, by all threads of a CTA. `state_of(col)`: of a tile, as tile_kinds.
+template <class StateOf>
+__device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, bool bad, int* count, int* list,
+                           const StateOf& state_of) {
+  __shared__ int warps[kThreads / kWarp];
   const int64_t id = blockIdx.x;
-  const int row = static_cast<int>(id % t.rows);
-  const unsigned char* blocks = t.blocks + id / t.rows * t.block_rows * t.block_cols;
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int found = 0;
-  bool bad = false;
   for (int begin = 0; begin < t.cols; begin += kThreads) {
     const int col = begin + static_cast<int>(threadIdx.x);
-    int state = -1;
-    if (col < t.cols) {
-      state = p.by_key ? tile_state(t, p, blocks, col * p.tile_q, row * p.tile_kv)
-                       : tile_state(t, p, blocks, row * p.tile_q, col * p.tile_kv);
-    }
+    const int state = col < t.cols ? state_of(col) : -1;
     bad |= state == -2;
     const unsigned takes = __ballot_sync(~0u, state >= 0);
     if (lane == 0) warps[warp] = __popc(takes);
@@ -87,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
       if (w < warp) before += warps[w];
       found += warps[w];
     }
-    if (state >= 0) list[id * t.cols + before + __popc(takes & ((1u << lane) - 1))] = 4 * col + state;
+    if (state >= 0) list[id * t.cols + before + __popc(takes & ((1u << lane) - 1))] = (col << 2 * p.parts) + state;
     __syncthreads();
   }
   bad = __syncthreads_or(bad) != 0;
@@ -95,6 +119,44 @@ __global__ void __launch_bounds__(kThreads)
     count[id] = bad ? -1 : found;
     if (id == 0 && p.zero != nullptr) *p.zero = 0;
   }
+}
+
+// A CTA a list.
+__global__ void __launch_bounds__(kThreads)
+    tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
+                      int* list) {
+  const int row = static_cast<int>(blockIdx.x % t.rows);
+  const unsigned char* blocks = t.blocks + static_cast<int64_t>(blockIdx.x / t.rows) * t.block_rows * t.block_cols;
+  write_list(t, p, false, count, list, [&](int col) {
+    return p.by_key ? tile_kinds(t, p, blocks, col * p.tile_q, row * p.tile_kv)
+                    : tile_kinds(t, p, blocks, row * p.tile_q, col * p.tile_kv);
+  });
+}
+
+// As above, where parts of tiles lie in a block each: from the block mask's own lists.
+__global__ void __launch_bounds__(kThreads)
+    direct_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
+                        const __grid_constant__ FlexBlockMap map, int* count, int* list) {
+  __shared__ unsigned char states[kDirectBytes];  // [parts, map.cols]
+  for (int i = static_cast<int>(threadIdx.x); i < p.parts * map.cols; i += kThreads) states[i] = device::kBlockNone;
+  __syncthreads();
+  bool bad = false;
+  for (int i = 0; i < p.parts; ++i) {
+    const int q = static_cast<int>(blockIdx.x % t.rows) * p.tile_q + i * (p.tile_q / p.parts);
+    if (q >= p.queries) break;
+    const int64_t row = static_cast<int64_t>(blockIdx.x / t.rows) * map.rows + q / t.block_size_q;
+    bad |= mark_blocks(map, row, states + i * map.cols);
+  }
+  write_list(t, p, bad, count, list, [&](int col) {
+    const unsigned char* block = states + col * p.tile_kv / static_cast<int>(t.block_size_kv);
+    bool some = false;
+    int kinds = 0;
+    for (int i = 0; i < p.parts; ++i, block += map.cols) {
+      some |= *block != device::kBlockNone;
+      kinds |= kind_of(*block) << 2 * i;
+    }
+    return some ? kinds : -1;
+  });
 }
 
 template <class T>
@@ -170,6 +232,18 @@ void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists,
   const int64_t rows = static_cast<int64_t>(tiles.batches) * tiles.heads * tiles.rows;
   if (rows == 0) return;
   launch("flex_tile_lists", tile_lists_kernel, {rows, kThreads}, stream, tiles, lists, count, list);
+}
+
+bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int64_t block_size_q,
+                        int64_t block_size_kv) {
+  return !lists.by_key && block_size_q % (lists.tile_q / lists.parts) == 0 && block_size_kv % lists.tile_kv == 0 &&
+         block_size_kv <= INT32_MAX && int64_t{lists.parts} * map.cols <= kDirectBytes;
+}
+void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, const FlexBlockMap& map, int* count,
+                       int* list, void* stream) {
+  const int64_t rows = static_cast<int64_t>(tiles.batches) * tiles.heads * tiles.rows;
+  if (rows == 0) return;
+  launch("flex_direct_lists", direct_lists_kernel, {rows, kThreads}, stream, tiles, lists, map, count, list);
 }
 
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream) {

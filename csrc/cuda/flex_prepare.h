@@ -26,9 +26,16 @@ void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream
 struct FlexTileLists {
   int queries, keys, tile_q, tile_kv;
   bool by_key;
+  int parts = 1;        // of a tile's queries, each with a kind of its own; not by key
   int* zero = nullptr;  // a number that becomes 0, where a kernel wants one
 };
 void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream);
+
+/// The same lists without the states of blocks, in one kernel instead of three: where it takes them.
+bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int64_t block_size_q,
+                        int64_t block_size_kv);
+void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, const FlexBlockMap& map, int* count,
+                       int* list, void* stream);
 
 /// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
 /// null).

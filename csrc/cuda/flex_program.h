@@ -55,6 +55,9 @@ struct FlexCase {
 struct FlexTileSize {
   int rows = 0, cols = 0, warps = 0, share = 1, stages = 1;
   FlexFamily family = FlexFamily::kPortable;
+  // Of the Hopper forward:
+  int query_stages = 1;
+  int parts = 1;  // of a tile's rows, whose kinds (device::FlexTileKind) are their own
 };
 
 struct FlexPlan {
@@ -69,6 +72,10 @@ int flex_shared_limit(int capability);
 
 /// `architecture`: as jit::current_architecture has it. Throws where no tile fits the GPU's shared memory.
 FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
+
+/// Whether a backward's gradient of the queries comes from a kernel of its own (kGradQuery) where sums may come in any
+/// order too: two kernels of the Hopper family for D or E above 128 are faster than one.
+bool has_grad_query_apart(FlexCase c, const std::string& architecture);
 
 /// What determines the program.
 std::string flex_id(const FlexCase& c, const FlexPlan& plan);

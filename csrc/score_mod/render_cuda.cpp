@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "score_mod/index_analysis.h"
 #include "score_mod/scatter_plan.h"
 
 namespace fusegrad::score_mod {
@@ -62,6 +63,7 @@ class Renderer {
     if (graph_.kind() == Kind::kScoreMod) {
       begin("float apply", "float score, " + indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
+      touch();
     } else if (graph_.kind() == Kind::kMaskMod) {
       begin("bool apply", indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
@@ -184,7 +186,8 @@ class Renderer {
     return text;
   }
 
-  void load(NodeId id) {
+  // Where an element is, and whether it is there.
+  std::string element(NodeId id) const {
     const Node& node = graph_[id];
     const auto buffer = static_cast<int>(node.payload);
     std::vector<std::string> index;
@@ -197,8 +200,36 @@ class Renderer {
                 number(static_cast<int64_t>(k)) + ")";
     }
     if (!offset.empty()) offset = std::string(" + ") + (options_.small_buffers ? "int(" : "int64(") + offset + ")";
-    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = read_if(c.data" + number(buffer) + offset +
-             ", valid" + in_range + ");\n";
+    return "c.data" + number(buffer) + offset + ", valid" + in_range;
+  }
+  void load(NodeId id) {
+    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = read_if(" + element(id) + ");\n";
+  }
+
+  // Reads whose places depend on the key or on its distance from the query, and on no score.
+  void touch() {
+    const auto dependence = dependences(graph_);
+    std::vector<NodeId> roots;
+    std::string touches;
+    bool diagonals = false;
+    for (const NodeId id : reachable(graph_)) {
+      if (graph_[id].op != Op::kLoad) continue;
+      VariableSet on = 0;
+      bool diagonal = true;
+      for (const NodeId index : graph_[id].operands) {
+        on |= dependence[index].on();
+        diagonal = diagonal && dependence[index].diagonal();
+      }
+      if ((on & set_of(kVarLane)) != 0 || (on & set_of(kVarKv)) == 0) continue;
+      if ((on & set_of(kVarQ)) != 0 && !diagonal) continue;
+      diagonals = diagonals || (on & set_of(kVarQ)) != 0;
+      for (const NodeId index : graph_[id].operands) roots.push_back(index);
+      touches += "  touch_if(" + element(id) + ", nowhere);\n  ";
+    }
+    text_ += "  static constexpr bool kTouchesKeys = " + std::string(touches.empty() ? "false" : "true") +
+             ", kTouchesDiagonals = " + (diagonals ? "true" : "false") + ";\n";
+    begin("void touch", "int b, int h, int q_idx, int kv_idx, bool valid, [[maybe_unused]] unsigned nowhere");
+    end_with_result(roots, touches);
   }
 
   void derivative(const std::string& indices) {

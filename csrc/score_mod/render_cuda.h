@@ -25,6 +25,11 @@ struct RenderOptions {
 ///     struct Captured {...};   // as pack_captured fills it
 ///     // of a score_mod; where `valid` is false nothing is read and the result is meaningless
 ///     static __device__ float apply(const Captured&, float score, int b, int h, int q_idx, int kv_idx, bool valid);
+///     // brings to the first-level cache what apply reads at places that depend on the key, or on its distance from
+///     // the query: all of a tile are those of its first query, and where there are diagonals of its last one too
+///     static constexpr bool kTouchesKeys, kTouchesDiagonals;
+///     static __device__ void touch(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid,
+///                                  unsigned nowhere);  // 4 bytes of shared memory
 ///     // of a mask_mod
 ///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
 ///     // of a derivative: returns d score, contribution k goes into value[k]; all 0 where not valid

@@ -1,6 +1,7 @@
 // What a kernel of flex attention is compiled for, at its smallest, with what a program renders of a score_mod and a
 // mask_mod. For NVRTC too.
 #include "cuda/device/hopper.cuh"
+#include "cuda/device/score_mod.cuh"
 using namespace fusegrad::device;
 struct ScoreMod {
   struct Captured {
@@ -8,6 +9,10 @@ struct ScoreMod {
   };
   static __device__ float apply(const Captured& c, float score, int b, int h, int q, int kv, bool valid) {
     return valid ? score * c.scale[h] : 0.0f;
+  }
+  static constexpr bool kTouchesKeys = true, kTouchesDiagonals = true;
+  static __device__ void touch(const Captured& c, int b, int h, int q, int kv, bool valid, unsigned nowhere) {
+    score_mod::touch_if(c.scale + h, valid, nowhere);
   }
 };
 struct MaskMod {
@@ -50,12 +55,15 @@ struct Config {
 // At its smallest for sm_90a.
 struct HopperConfig : Config {
   static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 8, kGroups = 2, kStages = 2;
+  static constexpr int kQueryStages = 2, kParts = 1;
+  static constexpr bool kMaskAlone = false;
 };
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128;
 };
 struct HopperWideConfig : HopperConfig {
   static constexpr int kRows = 64, kWarps = 4;
+  static constexpr bool kGradQuery = false;
 };
 // In place of the products that a program renders.
 template <int kCols, bool kRegisterA, bool kTransposed>

@@ -1,6 +1,8 @@
 // The rendered CUDA source of every example and of every primitive compiles with NVRTC, without a GPU.
 #include <gtest/gtest.h>
 
+#include <tuple>
+
 #include "jit/compile.h"
 #include "score_mod/derivative.h"
 #include "score_mod/render_cuda.h"
@@ -16,7 +18,7 @@ class Source {
  public:
   explicit Source(const std::string& macros = "") : text_(macros + "#include \"cuda/device/score_mod.cuh\"\n") {}
 
-  void add(const Graph& graph, const std::vector<DType>& dtypes) {
+  void add(const Graph& graph, const std::vector<DType>& dtypes, bool touch = false) {
     RenderOptions options;
     options.name = "Mod" + std::to_string(count_);
     options.dtypes = dtypes;
@@ -35,6 +37,7 @@ class Source {
       body = "  out[0] = " + options.name + "::apply(c, " + arguments + ");\n";
     } else {
       body = "  out[0] = " + options.name + "::apply(c, score[0], " + arguments + ");\n";
+      if (touch) body += "  " + options.name + "::touch(c, " + arguments + ", __float_as_uint(score[1]));\n";
     }
     text_ += "extern \"C\" __global__ void kernel" + std::to_string(count_++) + "(const " + options.name +
              "::Captured c, const float* score, float* out) {\n" + body + "}\n";
@@ -104,6 +107,33 @@ TEST(RenderCuda, EveryStorageCompiles) {
     }
     source.check();
   }
+}
+
+// What is read for many pairs of a tile, and where is known before their scores.
+TEST(RenderCuda, Touches) {
+  Source source;
+  const auto touches = [&](const std::string& body) {
+    const Graph graph = parse("score_mod 1\nbuffer @0 f 1\nbuffer @1 f 2\nbuffer @2 i64 1\n" + body);
+    const std::vector<DType> dtypes{DType::kFloat32, DType::kFloat32, DType::kInt64};
+    source.add(graph, dtypes, true);
+    RenderOptions options;
+    options.dtypes = dtypes;
+    const std::string text = render_cuda(graph, options);
+    const auto flag = [&](const std::string& name) { return text.find(name + " = true") != std::string::npos; };
+    size_t reads = 0;
+    for (size_t at = 0; (at = text.find("touch_if(", at)) != std::string::npos; ++at) ++reads;
+    return std::tuple(flag("kTouchesKeys"), flag("kTouchesDiagonals"), reads);
+  };
+  const std::tuple none(false, false, size_t{0});
+  EXPECT_EQ(touches("%0 = load @0 kv_idx\nreturn %0\n"), std::tuple(true, false, size_t{1}));
+  EXPECT_EQ(touches("%0 = sub q_idx kv_idx\n%1 = load @1 h %0\nreturn %1\n"), std::tuple(true, true, size_t{1}));
+  // The place of a place is read there, and touched too.
+  EXPECT_EQ(touches("%0 = load @2 kv_idx\n%1 = load @0 %0\nreturn %1\n"), std::tuple(true, false, size_t{2}));
+  EXPECT_EQ(touches("%0 = load @0 q_idx\nreturn %0\n"), none);
+  EXPECT_EQ(touches("%0 = load @0 h\nreturn %0\n"), none);
+  EXPECT_EQ(touches("%0 = load @1 q_idx kv_idx\nreturn %0\n"), none);
+  EXPECT_EQ(touches("%0 = to_int score\n%1 = add kv_idx %0\n%2 = load @0 %1\nreturn %2\n"), none);
+  source.check();
 }
 
 TEST(RenderCuda, Literals) {

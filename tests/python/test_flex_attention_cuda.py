@@ -464,6 +464,33 @@ def test_tiles_in_the_order_of_sections_of_heads() -> None:
         assert relative(grad.view_as(t), t) <= 1e-2
 
 
+@pytest.mark.parametrize("block", [64, 128, 192, 256, (128, 64)], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_tiles_of_queries_in_several_blocks(d: int, block: int | tuple[int, int]) -> None:
+    """Kinds of tiles that differ between their queries; lists from the block mask's own, and from its blocks."""
+
+    def window(b, h, q, kv):
+        return (q >= kv) & (q - kv < 200 + 100 * h)
+
+    q, k, v = (t.detach() for t in inputs(2, 2, 700, 900, d))
+    mask = create_block_mask(window, 1, 2, 700, 900, device=DEVICE, BLOCK_SIZE=block)
+    out, aux = flex_attention(q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True))
+    at = torch.arange(700)[:, None], torch.arange(900)
+    truth = dense(q.double(), k.double(), v.double(), mask=window(0, torch.arange(2)[:, None, None], *at))
+    assert relative(out, truth.out) <= 5e-3
+    torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_values_in_blocks_that_are_not_attended_may_be_infinite(d: int) -> None:
+    q, k, v = (t.detach() for t in inputs(1, 2, 1000, 1000, d))
+    mask = create_block_mask(causal, 1, 1, 1000, 1000, device=DEVICE)
+    infinite = v.clone()
+    infinite[:, :, 896:] = torch.inf
+    expected, out = (flex_attention(q, k, x, block_mask=mask)[:, :, :896] for x in (v, infinite))
+    assert torch.equal(out, expected)
+
+
 def test_no_memory_in_the_backward_is_an_error_and_no_more() -> None:
     step, _ = a_step()
     before = step(deterministic=True)

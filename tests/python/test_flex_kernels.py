@@ -154,6 +154,7 @@ grad_query float32 256 256 none none
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
 forward bfloat16 64 64 none none
+forward bfloat16 64 64 none causal
 forward bfloat16 64 64 softcap causal
 forward bfloat16 64 128 D document
 forward bfloat16 128 128 none none

@@ -11,7 +11,8 @@ struct FlexTensor {
 };
 
 /// The tiles of scores that take part: of each row of tiles (query tiles in the forward, key tiles in the backward)
-/// how many, and which: 4 * column + FlexTileKind, ascending. `count` is null: all of them, fully. A negative count
+/// how many, and which: 4 * column + FlexTileKind, ascending; where parts of a tile's rows have kinds of their own,
+/// column * 4^parts + the sum of kind_i * 4^i. `count` is null: all of them, fully. A negative count
 /// says that the block mask lists a block that there is not: the result is NaN.
 struct FlexTiles {
   const int* count;  // [batches, heads, rows]
@@ -26,6 +27,7 @@ enum FlexTileKind : int {
   kTileFull,     // every pair takes part
   kTilePartial,  // those that the mask_mod allows
   kTileMixed,    // as the block of the pair says
+  kTileNone,     // of a part: no pair does
 };
 enum FlexBlock : unsigned char { kBlockNone, kBlockPartial, kBlockFull, kBlockBad };
 

@@ -22,12 +22,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::sums_;
   using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
-  using Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty, Tiles::gradient_stage_of;
+  using Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::pairs, Tiles::place_of;
   using Tiles::kAll, Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kConsumerWarps;
   using Tiles::kNoMore, Tiles::kThreads, Tiles::kTurn;
   using Tiles::produce, Tiles::read_place, Tiles::release, Tiles::speaks, Tiles::stage_of, Tiles::wait_gradient;
-  using Tiles::wait_stage, Tiles::zero;
+  using Tiles::touch, Tiles::wait_stage, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // dQ of a warpgroup: half the queries of a tile, or half the columns.
   static constexpr bool kRowsShared = Config::kRows == 64 * Config::kGroups;
@@ -79,6 +79,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       begin_turn();
       turn(i, p, ds, s, d, grad_key, grad_value);
       end_turn();
+      touch(i + 1);
       // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
       if constexpr (Sums::kFlushes) {
         const Place done = read_place(i);
@@ -90,19 +91,31 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+    if constexpr (kTouchesDiagonals<typename Config::ScoreMod>) wait_touches();
     if constexpr (Config::kGradQuery) {
       if (i > 0) last_grad_query(i - 1);
     }
     if (h >= 0) sums_.end_head(b, h, first_key());
     named_sync(kAll, kThreads);
     sums_.end();
-    if constexpr (Config::kGradKey) {
-      store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad_key,
-                           {a_.scale, a_.scale});
-    }
-    if constexpr (Config::kGradValue) {
-      store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad_value,
-                           {1.0f, 1.0f});
+    if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
+#pragma unroll 1  // the same code for both
+      for (int value = 0; value < 2; ++value) {
+        const float factor = value != 0 ? 1.0f : a_.scale;
+        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch_, key_head_, first_key(), a_.keys,
+                             value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
+#pragma unroll
+        for (int i = 0; i < kBlocksD * 4; ++i) grad_key[i / 4][i % 4] = grad_value[i / 4][i % 4];
+      }
+    } else {
+      if constexpr (Config::kGradKey) {
+        store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad_key,
+                             {a_.scale, a_.scale});
+      }
+      if constexpr (Config::kGradValue) {
+        store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad_value,
+                             {1.0f, 1.0f});
+      }
     }
     // Shared memory must be there until the copy engine has read it.
     if (Config::kGradQuery && speaks()) wait_sums_added();
@@ -158,7 +171,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     issue_grad_query(c, i, first_row(), first_col());
   }
   __device__ __forceinline__ void add_own_grad_query(const float (&c)[8][4], int i) const {
-    release(gradient_empty(gradient_stage_of(i)));
+    release(gradient_empty(stage_of(i)));
     add_grad_query(c, i, first_row(), first_col());
   }
   __device__ __forceinline__ int first_row() const { return kRowsShared ? group_ * 64 : 0; }

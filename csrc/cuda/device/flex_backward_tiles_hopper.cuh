@@ -37,16 +37,15 @@ class FlexBackwardHopperTiles {
   static constexpr int kGradOutBytes = Config::kRows * Config::kValue * 2;
   static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
   static constexpr int kStageBytes = kQueryBytes + kGradOutBytes;
-  // dS lies as [query][key], in chunks of 64 keys; of so many tiles.
-  static constexpr int kGradientStages = kOwnKeys ? Config::kStages : 1;
+  // dS lies as [query][key], in chunks of 64 keys.
   static constexpr int kGradientBytes = Config::kGradQuery ? Config::kRows * Config::kCols * 2 : 0;
-  // dQ goes to memory by 64 queries and 64 columns, in two boxes; a place of each warpgroup that computes it.
+  // dQ goes to memory by 64 queries and 64 columns, in two boxes; a place of each warpgroup.
   static constexpr int kBoxCols = kChunkBytes / static_cast<int>(sizeof(float)), kBoxBytes = 64 * kChunkBytes;
-  static constexpr int kSumBytes = Config::kGradQuery ? (kOwnKeys ? Config::kGroups : 1) * 2 * kBoxBytes : 0;
+  static constexpr int kSumBytes = Config::kGradQuery ? Config::kGroups * 2 * kBoxBytes : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // An even number, one more than there are.
-  static constexpr int kBarriers = 2 + 2 * Config::kStages + 2 * kGradientStages;
+  // An even number, one more than there are: the last one is what touches write.
+  static constexpr int kBarriers = 2 + 4 * Config::kStages;
   static constexpr int kNoMore = -1;  // in place of a tile
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
@@ -58,7 +57,7 @@ class FlexBackwardHopperTiles {
  public:
   static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes +
                                       Config::kStages * (kStageBytes + kRowBytes + 2 * 16) +
-                                      kGradientStages * kGradientBytes + kSumBytes + 8 * kBarriers + Sums::kSharedBytes;
+                                      Config::kStages * kGradientBytes + kSumBytes + 8 * kBarriers + Sums::kSharedBytes;
 
   __device__ __forceinline__ FlexBackwardHopperTiles(const FlexBackwardArguments& a, const FlexSums* sums,
                                                      const FlexBackwardHopperArguments& more,
@@ -79,8 +78,6 @@ class FlexBackwardHopperTiles {
       for (int s = 0; s < Config::kStages; ++s) {
         Barrier::init(full(s), 1);
         Barrier::init(empty(s), releasing);
-      }
-      for (int s = 0; s < kGradientStages; ++s) {
         Barrier::init(gradient_full(s), writing);
         Barrier::init(gradient_empty(s), reading);
       }
@@ -106,11 +103,6 @@ class FlexBackwardHopperTiles {
   static_assert(Config::kStages == 2);
   static __device__ __forceinline__ int stage_of(int i) { return i & 1; }
   static __device__ __forceinline__ int parity_of(int i) { return i >> 1 & 1; }
-  // The same of dS.
-  static __device__ __forceinline__ int gradient_stage_of(int i) { return kGradientStages == 1 ? 0 : stage_of(i); }
-  static __device__ __forceinline__ int gradient_parity_of(int i) {
-    return kGradientStages == 1 ? i & 1 : parity_of(i);
-  }
   /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or kNoMore.
   struct Place {
     int b, h, tile;
@@ -122,9 +114,9 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kStageBytes; }
   __device__ __forceinline__ unsigned grad_out(int s) const { return query(s) + kQueryBytes; }
   __device__ __forceinline__ unsigned gradient(int s) const { return query(Config::kStages) + s * kGradientBytes; }
-  __device__ __forceinline__ unsigned sum(int group) const { return gradient(kGradientStages) + group * 2 * kBoxBytes; }
+  __device__ __forceinline__ unsigned sum(int group) const { return gradient(Config::kStages) + group * 2 * kBoxBytes; }
   __device__ __forceinline__ unsigned rows(int s) const {
-    return gradient(kGradientStages) + kSumBytes + s * kRowBytes;
+    return gradient(Config::kStages) + kSumBytes + s * kRowBytes;
   }
   /// Of tile i. There are twice as many as stages: a tile's is read after its stage was released, with dQ.
   __device__ __forceinline__ unsigned place(int i) const {
@@ -138,7 +130,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned empty(int s) const { return barrier(1 + Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_full(int s) const { return barrier(1 + 2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_empty(int s) const {
-    return barrier(1 + 2 * Config::kStages + kGradientStages + s);
+    return barrier(1 + 2 * Config::kStages + Config::kStages + s);
   }
 
   // Read anew, so that what is made of it is not kept in registers through the loop.
@@ -209,6 +201,14 @@ class FlexBackwardHopperTiles {
     const Place p = read_place(i);
     return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
   }
+  /// What the warpgroup will read of diagonals for tile i, which is there: what it reads of keys it has.
+  __device__ __forceinline__ void touch(int i) const {
+    if constexpr (kTouchesDiagonals<ScoreMod>) {
+      const Place p = place_of(i);
+      touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), col_ + key_group() * 64,
+                                                          thread() % kWarpgroup, barrier(kBarriers - 1));
+    }
+  }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
@@ -259,7 +259,7 @@ class FlexBackwardHopperTiles {
   }
   /// 64 queries from `row` on by 64 columns from `col` on. After wait_gradient().
   __device__ __forceinline__ void issue_grad_query(float (&c)[8][4], int i, int row, int col) const {
-    const auto a = descriptor(gradient(gradient_stage_of(i)) + row * kChunkBytes, 16);
+    const auto a = descriptor(gradient(stage_of(i)) + row * kChunkBytes, 16);
     const auto b = descriptor(key_ + col / kChunk * Config::kCols * kChunkBytes, 16);
     wgmma_fence();
 #pragma unroll
@@ -274,8 +274,8 @@ class FlexBackwardHopperTiles {
   // The warp's 16 keys of dS, transposed: a row is a query. Matrix i of a store is keys 8 * (i % 2) on and queries
   // 8 * (i / 2) on; a lane has the address of row lane % 8 of matrix lane / 8.
   __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], int i) const {
-    const int s = gradient_stage_of(i);
-    Barrier::wait(gradient_empty(s), gradient_parity_of(i) ^ 1);
+    const int s = stage_of(i);
+    Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
     const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
     const unsigned to = gradient(s) + key_group() * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes +
                         (part ^ row) * 16;
@@ -287,7 +287,7 @@ class FlexBackwardHopperTiles {
 
   /// Until dS of tile i is there. Of the tile before the first one (i = -1) the barrier's phase counts as over.
   __device__ __forceinline__ void wait_gradient(int i) const {
-    Barrier::wait(gradient_full(gradient_stage_of(i)), gradient_parity_of(i));
+    Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
   }
 
   // What issue_grad_query computes goes to the copy engine, which adds it up in memory, swizzled: part i of 16 bytes of
@@ -352,6 +352,7 @@ class FlexBackwardHopperTiles {
                                             unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if constexpr (kInOrder) hold_order();
@@ -369,7 +370,7 @@ class FlexBackwardHopperTiles {
         }
         float value[Config::Derivative::kContributions + 1];
         const float score = s[n][e], grad = Config::kGradScores ? d[n][e] : 0.0f;
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+        const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
                                                   value);
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);

@@ -1,9 +1,10 @@
 // The backward of flex attention on sm_90a for D or E above 128, where the gradients of 64 keys take all the registers
 // of a warpgroup each: those of the same 64 keys, of a key head, are of two warpgroups.
-//   keys      scores S^T, dP^T, dS; dS to shared memory; dK += dS Q; the captured buffers' sums
-//   values    scores S^T again, P; dV += P dO; dQ = dS K, by 64 columns, which the copy engine adds up in memory
-// Three products each of a tile, so the scores are computed twice: in exchange they wait for each other only at dS, and
-// those of the next tile are in flight while the pairs are computed.
+//   keys      scores S^T, dP^T, dS; dK += dS Q; the captured buffers' sums
+//   values    scores S^T again, P; dV += P dO
+// The scores are computed twice: in exchange the two never wait for each other. The queries' gradient has a kernel of
+// its own (flex_grad_query_hopper.cuh), whether or not sums must come in one order: added up here, it takes as much of
+// the second-level cache as all that is read.
 //
 // See flex_backward_tiles_hopper.cuh for Config.
 #pragma once
@@ -16,20 +17,20 @@ template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::score_, Tiles::sums_;
-  using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
-  using Tiles::alive, Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty, Tiles::lane;
-  using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::load_rows, Tiles::masked;
+  using Tiles::alive, Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::lane;
+  using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
+  using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::key_full, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
   using Tiles::kThreads;
-  using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::read_place, Tiles::release, Tiles::rows, Tiles::speaks;
-  using Tiles::stage_of, Tiles::wait_gradient, Tiles::wait_stage, Tiles::zero;
+  using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::read_place, Tiles::release, Tiles::rows;
+  using Tiles::stage_of, Tiles::wait_stage, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
   static constexpr bool kKeysNeeded = Config::kGradScores;
-  static constexpr bool kValuesNeeded = Config::kGradValue || Config::kGradQuery || !kKeysNeeded;
+  static constexpr bool kValuesNeeded = Config::kGradValue || !kKeysNeeded;
   static constexpr int kWarps = kWarpgroup / kLanes;
-  static_assert(!Tiles::kOwnKeys && Config::kGroups == 2 && Config::kRows == 64);
+  static_assert(!Tiles::kOwnKeys && Config::kGroups == 2 && Config::kRows == 64 && !Config::kGradQuery);
 
  public:
   using Tiles::kSharedBytes, Tiles::Tiles;
@@ -77,7 +78,6 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       pairs(now, i, s, d, p, ds);
-      if constexpr (Config::kGradQuery) keep(ds, i);
       issue_grad_key(grad, ds, i);
       wgmma_commit();
       wait_stage(i + 1);
@@ -106,7 +106,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     }
   }
 
-  // --- the warpgroup of the values' gradient, and the queries' ---
+  // --- the warpgroup of the values' gradient ---
 
   __device__ __forceinline__ void consume_for_values() {
     float grad[kBlocksE][4], s[kBlocksN][4];
@@ -123,12 +123,10 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         issue_grad_value(grad, p, i);
         wgmma_commit();
       }
-      if constexpr (Config::kGradQuery) {
-        grad_query(i, grad, s);
-      } else {
-        issue_next_scores(s, i + 1);
-        end_grad_value(grad, i);
-      }
+      issue_next_scores(s, i + 1);
+      wgmma_wait<1>();
+      pin<kBlocksE * 4>(grad[0]);
+      release(empty(stage_of(i)));
     }
     wgmma_wait<0>();
     if constexpr (Config::kGradValue) {
@@ -136,48 +134,10 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad,
                            {1.0f, 1.0f});
     }
-    // Shared memory must be there until the copy engine has read it.
-    if (Config::kGradQuery && speaks()) wait_sums_added();
   }
   __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {
     wait_stage(i);
     if constexpr (Config::kGradValue) issue_scores(s, i);
-  }
-  // When one product more was issued.
-  __device__ __forceinline__ void end_grad_value(float (&grad)[kBlocksE][4], int i) const {
-    wgmma_wait<1>();
-    pin<kBlocksE * 4>(grad[0]);
-    release(empty(stage_of(i)));
-  }
-
-  // dQ of tile i. While 64 columns go to the copy engine the next ones are computed, or then the next tile's scores:
-  // not those earlier, as registers are for two of these. The place of a tile is there until both warpgroups have
-  // released the second one after it.
-  __device__ __forceinline__ void grad_query(int i, float (&grad)[kBlocksE][4], float (&s)[kBlocksN][4]) const {
-    constexpr int kParts = Config::kHead / kChunk;
-    float c[2][8][4];
-    wait_gradient(i);
-    issue_grad_query(c[0], i, 0, 0);
-    end_grad_value(grad, i);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part + 1 < kParts) {
-        issue_grad_query(c[(part + 1) % 2], i, 0, (part + 1) * kChunk);
-      } else {
-        issue_next_scores(s, i + 1);
-      }
-      // All threads may write the sums' place when it has been read.
-      if (speaks()) wait_sums_read();
-      meet();
-      if (Config::kGradValue || part + 1 < kParts) {
-        wgmma_wait<1>();
-      } else {
-        wgmma_wait<0>();
-      }
-      pin<8 * 4>(c[part % 2][0]);
-      if (part + 1 == kParts) release(gradient_empty(0));
-      add_grad_query(c[part % 2], i, 0, part * kChunk);
-    }
   }
 
   // P of the warp's keys, as an operand.

@@ -5,6 +5,9 @@
 // the last output is written. See flex_scores.cuh for Config and flex_forward.cuh; here also:
 //   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
+//   kQueryStages               1 or 2 tiles of queries: with 2, a warpgroup that is ahead stays ahead between queries
+//   kParts                     1, or with a block mask kGroups: each warpgroup's queries have a kind of tile of their
+//   own kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
 #pragma once
 
 #include "cuda/device/flex_scores.cuh"
@@ -23,19 +26,25 @@ class FlexForwardHopper {
   static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
   static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
   static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
+  // Where parts of a tile have kinds of their own: zeros in place of the values of a tile that a part has none of, as
+  // what is not attended to may be infinite.
+  static constexpr int kZeroBytes = Config::kParts > 1 ? kValueBytes : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
-  static constexpr int kBarriers = 6 + 4 * Config::kStages;
+  static constexpr int kKindBits = 2 * Config::kParts;
+  static constexpr int kBarriers = 4 + 2 * Config::kQueryStages + 4 * Config::kStages;
   // Of the pairs that a mask_mod is asked for at once.
-  static constexpr int kTogether = Config::kCols % 32 == 0 ? 16 : 8;
+  static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   // Named barriers: each warpgroup's turn to issue products.
   static constexpr int kTurn = 1;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
   static_assert(Config::kCols % 16 == 0);
+  static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
 
  public:
-  static constexpr int kSharedBytes = kAlignment + kQueryBytes + Config::kStages * (kKeyBytes + kValueBytes) +
-                                      8 * kBarriers + 2 * 16 + 4 * Config::kStages;
+  static constexpr int kSharedBytes = kAlignment + Config::kQueryStages * kQueryBytes +
+                                      Config::kStages * (kKeyBytes + kValueBytes) + kZeroBytes + 8 * kBarriers +
+                                      2 * 16 + 4 * Config::kStages;
 
   __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
                                                const typename ScoreMod::Captured& score,
@@ -45,14 +54,17 @@ class FlexForwardHopper {
         score_(score),
         mask_(mask),
         query_((shared + kAlignment - 1) / kAlignment * kAlignment),
-        key_(query_ + kQueryBytes),
+        key_(query_ + Config::kQueryStages * kQueryBytes),
         value_(key_ + Config::kStages * kKeyBytes),
-        barriers_(value_ + Config::kStages * kValueBytes) {}
+        zeros_(value_ + Config::kStages * kValueBytes),
+        barriers_(zeros_ + kZeroBytes) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      Barrier::init(query_full(), 1);
-      Barrier::init(query_empty(), kConsumerWarps);
+      for (int s = 0; s < Config::kQueryStages; ++s) {
+        Barrier::init(query_full(s), 1);
+        Barrier::init(query_empty(s), kConsumerWarps);
+      }
       for (int s = 0; s < 2; ++s) {
         Barrier::init(work_full(s), 1);
         Barrier::init(work_empty(s), kConsumerWarps);
@@ -64,6 +76,16 @@ class FlexForwardHopper {
         Barrier::init(value_empty(s), kConsumerWarps);
       }
       Barrier::fence_inits();
+    }
+    if constexpr (kZeroBytes > 0) {
+      constexpr int kStep = (Config::kGroups + 1) * kWarpgroup * 16;
+      static_assert(kZeroBytes % kStep == 0);
+#pragma unroll
+      for (int i = 0; i < kZeroBytes; i += kStep) {
+        const int at = i + static_cast<int>(threadIdx.x) * 16;
+        asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(zeros_ + at), "r"(0) : "memory");
+      }
+      fence_before_copy();
     }
     __syncthreads();
     // The same in all threads of a warp, and known to be.
@@ -79,12 +101,19 @@ class FlexForwardHopper {
 
  private:
   using Stages = Ring<Config::kStages>;
+  /// As Ring, in one register.
+  struct QueryStages {
+    int i = 0;
+    __device__ __forceinline__ int stage() const { return i % Config::kQueryStages; }
+    __device__ __forceinline__ int parity() const { return i / Config::kQueryStages & 1; }
+    __device__ __forceinline__ void next() { ++i; }
+  };
 
-  __device__ __forceinline__ unsigned query_full() const { return barriers_; }
-  __device__ __forceinline__ unsigned query_empty() const { return barriers_ + 8; }
-  __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * (2 + s); }
-  __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (4 + s); }
-  __device__ __forceinline__ unsigned key_full(int s) const { return barriers_ + 8 * (6 + s); }
+  __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * s; }
+  __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (2 + s); }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barriers_ + 8 * (4 + s); }
+  __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
+  __device__ __forceinline__ unsigned key_full(int s) const { return query_full(2 * Config::kQueryStages + s); }
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
@@ -107,42 +136,59 @@ class FlexForwardHopper {
 
   __device__ __forceinline__ void produce() const {
     Stages stages;
-    Ring<1> query;
+    QueryStages queries;
     Ring<2> works;
-    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows, all = a_.batches * a_.heads * row_tiles;
-    for (int id = static_cast<int>(blockIdx.x);;) {
-      if (id >= all) {
-        tell({0, 0, Work::kNoMore, 0}, works);
-        return;
-      }
-      // The last queries first: under a causal mask they have the most keys, and what is begun last should not take
-      // long. Without a block mask all work takes the same time; with one, who is done first goes on first.
-      const int first = id / (more_.section * row_tiles) * more_.section, place = id - first * row_tiles;
-      const int heads = min(more_.section, a_.batches * a_.heads - first);
-      const int row_tile = row_tiles - 1 - place / heads, head = first + place % heads;
+    int first = 0, next_first = 0;
+    Work next, w = work_at(static_cast<int>(blockIdx.x), first);
+    for (int id = static_cast<int>(blockIdx.x); w.row != Work::kNoMore; w = next, first = next_first) {
+      // Without a block mask all work takes the same time; with one, who is done first goes on first.
       id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
-      const int b = head / a_.heads, h = head % a_.heads, row = row_tile * Config::kRows;
-      const TileWalk walk(a_.tiles, b, h, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
-      tell({b, h, row, walk.count()}, works);
-      if (walk.count() <= 0) continue;
-      Barrier::wait(query_empty(), query.parity ^ 1);
-      query.next();
-      copy_tile<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row, h, b);
-      const int key_head = h / a_.group, key_batch = a_.key_batches == 1 ? 0 : b;
-      int next = Config::kBlocks ? walk[0] : 0;
-      for (int i = 0; i < walk.count(); ++i) {
-        const int now = next, stage = stages.stage, col = (now >> 2) * Config::kCols;
-        next = !Config::kBlocks ? now + 4 : i + 1 < walk.count() ? walk[i + 1] : 0;
+      tell(w, works);
+      if (w.tiles <= 0) {
+        next = work_at(id, next_first);
+        continue;
+      }
+      Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
+      copy_tile<Config::kRows, Config::kHead>(query_ + queries.stage() * kQueryBytes, more_.query,
+                                              query_full(queries.stage()), w.row, w.h, w.b);
+      queries.next();
+      const int key_head = w.h / a_.group, key_batch = a_.key_batches == 1 ? 0 : w.b;
+      const TileWalk walk = walk_of(w);
+#pragma unroll 1  // or its code would be a third of the kernel's
+      for (int i = 0, now = first; i < w.tiles; ++i) {
+        const int stage = stages.stage, col = (now >> kKindBits) * Config::kCols;
         Barrier::wait(key_empty(stage), stages.parity ^ 1);
         if constexpr (Config::kBlocks) asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
         copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
                                                 key_batch);
+        now = !Config::kBlocks ? now + (1 << kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
         Barrier::wait(value_empty(stage), stages.parity ^ 1);
         copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage), col,
                                                  key_head, key_batch);
         stages.next();
+        // Now, so that what it reads comes while tiles do.
+        if (i == 0) next = work_at(id, next_first);
       }
     }
+    tell(w, works);
+  }
+  __device__ __forceinline__ TileWalk walk_of(const Work& w) const {
+    return TileWalk(a_.tiles, w.b, w.h, w.row / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
+                    (Config*)nullptr);
+  }
+  // `first`: its first tile, where it has one.
+  __device__ __forceinline__ Work work_at(int id, int& first) const {
+    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    if (id >= a_.batches * a_.heads * row_tiles) return {0, 0, Work::kNoMore, 0};
+    // The last queries first: under a causal mask they have the most keys, and what is begun last should not take long.
+    const int section = id / (more_.section * row_tiles) * more_.section, place = id - section * row_tiles;
+    const int heads = min(more_.section, a_.batches * a_.heads - section);
+    const int head = section + place % heads, b = head / a_.heads;
+    Work w{b, head - b * a_.heads, (row_tiles - 1 - place / heads) * Config::kRows, 0};
+    const TileWalk walk = walk_of(w);
+    w.tiles = walk.count();
+    first = walk[0];
+    return w;
   }
   __device__ __forceinline__ void tell(const Work& w, Ring<2>& works) const {
     Barrier::wait(work_empty(works.stage), works.parity ^ 1);
@@ -157,7 +203,7 @@ class FlexForwardHopper {
 
   __device__ __forceinline__ void consume() {
     Stages keys, values;
-    Ring<1> query;
+    QueryStages queries;
     Ring<2> works;
     // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
@@ -177,23 +223,30 @@ class FlexForwardHopper {
       release(work_empty(works.stage));
       works.next();
       if (row_ == Work::kNoMore) break;
-      compute(tiles, keys, values, query);
+      compute(tiles, keys, values, queries);
     }
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
   }
 
-  /// Until the stage's keys are there; which tile they are.
-  __device__ __forceinline__ int wait_keys(const Stages& keys, int i) const {
+  __device__ __forceinline__ void wait_keys(const Stages& keys) const {
     Barrier::wait(key_full(keys.stage), keys.parity);
-    if constexpr (!Config::kBlocks) return 4 * i;
+  }
+  /// Which tile the stage's keys are, as in its list. After wait_keys.
+  __device__ __forceinline__ int number(const Stages& keys, int i) const {
+    if constexpr (!Config::kBlocks) return i << kKindBits;
     int now;
     asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
     now = __shfl_sync(~0u, now, 0);
     __syncwarp();  // all lanes have read it before the stage is released
     return now;
   }
+  /// The kind of the warpgroup's part of a tile.
+  __device__ __forceinline__ int kind_of(int tile) const {
+    return (Config::kParts > 1 ? tile >> 2 * group_ : tile) & 3;
+  }
+  __device__ __forceinline__ bool has_none(int tile) const { return Config::kParts > 1 && kind_of(tile) == kTileNone; }
 
-  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, Ring<1>& query) {
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries) {
     float out[kBlocksE][4], s[kBlocksN][4];
     unsigned p[kBlocksN * 2];
 #pragma unroll
@@ -208,46 +261,47 @@ class FlexForwardHopper {
     }
     if (tiles > 0) {
       float rescale[2];
-      Barrier::wait(query_full(), query.parity);
-      query.next();
+      Barrier::wait(query_full(queries.stage()), queries.parity());
       // Nothing to overlap the first tile's scores with.
-      int now = wait_keys(keys, 0);
-      issue_scores(s, keys.stage);
+      wait_keys(keys);
+      issue_scores(s, queries.stage(), keys.stage);
+      int now = number(keys, 0);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       release(key_empty(keys.stage));
       keys.next();
-      if (tiles == 1) release(query_empty());
-      apply_mods(s, now);
-      softmax(s, rescale);
-      for (int i = 1; i < tiles; ++i) {
+      if (tiles == 1) release(query_empty(queries.stage()));
+      for (int i = 1;; ++i) {
+        apply_mods(s, now);
+        softmax(s, rescale);
         // The output's wait comes after that for the keys: the compiler moves it up to where its block of instructions
         // begins, and exponentials would come after it.
         pin<kBlocksN * 4>(s[0]);
-        now = wait_keys(keys, i);
+        if (i >= tiles) break;
+        wait_keys(keys);
         take_output(out, values, i > 1, rescale);
         pack(p, s);
         begin_turn();
         pin<kBlocksN * 4>(s[0]);
-        issue_scores(s, keys.stage);
+        issue_scores(s, queries.stage(), keys.stage);
         // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
         end_turn();
         Barrier::wait(value_full(values.stage), values.parity);
         pin<kBlocksE * 4>(out[0]);
-        issue_out(out, p, values.stage);
+        issue_out(out, p, values.stage, now);
+        now = number(keys, i);
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
         release(key_empty(keys.stage));
         keys.next();
-        if (i + 1 == tiles) release(query_empty());
-        apply_mods(s, now);
-        softmax(s, rescale);
+        if (i + 1 == tiles) release(query_empty(queries.stage()));
       }
       take_output(out, values, tiles > 1, rescale);
       pack(p, s);
       Barrier::wait(value_full(values.stage), values.parity);
-      issue_out(out, p, values.stage);
+      issue_out(out, p, values.stage, now);
       take_output(out, values, true, {1.0f, 1.0f});
+      queries.next();
     }
     finish(out, tiles < 0);
   }
@@ -269,12 +323,12 @@ class FlexForwardHopper {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
   // By each warp.
-  __device__ __forceinline__ void release(unsigned barrier) const {
-    if (lane() == 0) Barrier::arrive(barrier);
-  }
+  __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
 
-  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int stage) const {
-    const auto query = descriptor(query_ + group_ * 64 * kChunkBytes, 16);
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, int stage) const {
+    // The same in all threads of a warp, and known to be: descriptors are made of it.
+    query_stage = Config::kQueryStages == 1 ? 0 : __shfl_sync(~0u, query_stage, 0);
+    const auto query = descriptor(query_ + query_stage * kQueryBytes + group_ * 64 * kChunkBytes, 16);
     const auto key = descriptor(key_ + stage * kKeyBytes, 16);
     wgmma_fence();
 #pragma unroll
@@ -284,9 +338,10 @@ class FlexForwardHopper {
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
-                                            int stage) const {
-    const auto value = descriptor(value_ + stage * kValueBytes, Config::kCols * kChunkBytes);
+  __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2], int stage,
+                                            int tile) const {
+    const unsigned at = has_none(tile) ? zeros_ : value_ + stage * kValueBytes;
+    const auto value = descriptor(at, Config::kCols * kChunkBytes);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kCols / 16; ++k) {
@@ -296,31 +351,52 @@ class FlexForwardHopper {
   }
 
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) const {
-    const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
+    const int kind = kind_of(tile), col = (tile >> kKindBits) * Config::kCols;
     // Queries that there are not may get any result: it is not stored.
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys;
     const int q = first_query(), kv = col + lane() % 4 * 2;
-    if (masked) {
-      change<true>(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv), q, kv);
-    } else if constexpr (!Config::kUnscaled) {
-      change<false>(s, 0, q, kv);
+    // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
+    if constexpr (!Config::kUnscaled) change(s, q, kv);
+    if (!masked) return;
+    if constexpr (Config::kMaskAlone) {
+      mask_scores(s, tile, q, kv);
+    } else {
+      mask(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv));
     }
   }
-  // Masked or not is code of its own: what most tiles run tests no bits.
-  template <bool kMasked>
-  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive, int q, int kv) const {
+  // Where nothing else is done to pairs, element by element: by way of bits a tile's mask takes as long as its softmax.
+  __device__ __forceinline__ void mask_scores(float (&s)[kBlocksN][4], int tile, int q, int kv) const {
+    int keys[2];  // of a row, below which a pair may take part
+#pragma unroll
+    for (int r = 0; r < 2; ++r) keys[r] = has_none(tile) || q + 8 * r >= a_.queries ? 0 : a_.keys;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-        float x = s[n][e];
-        if constexpr (!Config::kUnscaled) x *= a_.scale;
-        if constexpr (kHas<ScoreMod>) {
-          x = ScoreMod::apply(score_, x, b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, takes);
-        }
-        s[n][e] = takes ? x : -FUSEGRAD_INFINITY;
+        const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
+        const bool takes = takes_part<Config>(a_.tiles, mask_, kind_of(tile), b_, h_, at_q, at_kv, at_kv < keys[e / 2]);
+        s[n][e] = takes ? s[n][e] : -FUSEGRAD_INFINITY;
       }
+      if (n % 2 == 1) hold_order();
+    }
+  }
+  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[n][e] *= a_.scale;
+        if constexpr (kHas<ScoreMod>) {
+          s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, true);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = (alive >> (n * 4 + e) & 1) != 0 ? s[n][e] : -FUSEGRAD_INFINITY;
     }
   }
 
@@ -406,15 +482,18 @@ class FlexForwardHopper {
       }
     }
     const int q = first_query();
-    store_rows<false, T>(a_.out, b_, h_, q, a_.queries, a_.value_size, out, factor);
-    if constexpr (Config::kOutLow) store_rows<true, T>(a_.out_low, b_, h_, q, a_.queries, a_.value_size, out, factor);
+#pragma unroll 1  // the same code for both
+    for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
+      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b_, h_, q, a_.queries, a_.value_size, out, factor,
+                                     low != 0);
+    }
   }
 
   const FlexForwardArguments& a_;
   const FlexForwardHopperArguments& more_;
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
-  const unsigned query_, key_, value_, barriers_;
+  const unsigned query_, key_, value_, zeros_, barriers_;
   int b_, h_, row_, group_;
   float max_[2], sum_[2], ties_[2];
 };

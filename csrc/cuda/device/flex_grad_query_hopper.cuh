@@ -34,14 +34,18 @@ class FlexGradQueryHopper {
   static constexpr int kTurn = 1;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
-  // Whether pairs are computed eight keys after eight, as numbers of many at a time would not fit registers.
+  // Whether reads are asked for a tile ahead.
+  static constexpr bool kTouches = kTouchesKeys<ScoreMod> && Config::kHead <= 128;
+  // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
+  // registers; and how many. What they wait for, they wait for together.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
+  static constexpr int kBlocksHeld = !kTouches ? 1 : Config::kHead == 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
 
  public:
   static constexpr int kSharedBytes = kAlignment + kQueryBytes + kGradOutBytes + kKeyStages * kKeyBytes +
-                                      kValueStages * kValueBytes + 8 * kBarriers + 4 * kKeyStages;
+                                      kValueStages * kValueBytes + 8 * kBarriers + 4 * (kKeyStages + 1);
 
   __device__ __forceinline__ FlexGradQueryHopper(const FlexBackwardArguments& a,
                                                  const FlexBackwardHopperArguments& more,
@@ -101,7 +105,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(kKeyStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * kKeyStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return value_full(kValueStages + s); }
-  /// A tile's number and kind, of each stage of keys.
+  /// A tile's number and kind, of each stage of keys; behind them what touches write.
   __device__ __forceinline__ unsigned tile(int s) const { return barriers_ + 8 * kBarriers + 4 * s; }
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
@@ -119,6 +123,7 @@ class FlexGradQueryHopper {
     copy_boxes<Config::kRows, Config::kHead>(query_, more_.query, query_full(), row_, h_, b_);
     copy_boxes<Config::kRows, Config::kValue>(grad_out(), more_.grad_out, query_full(), row_, h_, b_);
     const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_;
+#pragma unroll 1  // or its code would be a quarter of the kernel's
     for (int i = 0; i < walk.count(); ++i) {
       const int now = walk[i], col = (now >> 2) * Config::kCols;
       Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
@@ -160,6 +165,7 @@ class FlexGradQueryHopper {
       issue_scores(s, keys);
       Barrier::wait(value_full(values.stage), values.parity);
       issue_grad_probabilities(d, values);
+      touch(now);
       while (now != kNoMore) {
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
@@ -178,6 +184,7 @@ class FlexGradQueryHopper {
       pin<kBlocksN * 4>(d[0]);
       if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
     }
+    if constexpr (kTouches) wait_touches();
     finish(sum, tiles < 0);
   }
   __device__ __forceinline__ void begin(int r) {
@@ -202,6 +209,7 @@ class FlexGradQueryHopper {
     issue_scores(s, keys);
     // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
     end_turn();
+    touch(next);
     wgmma_wait<1>();
     pin<kBlocksD * 4>(sum[0]);
     release(key_empty(last.stage));
@@ -217,6 +225,13 @@ class FlexGradQueryHopper {
     int now;
     asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
     return __shfl_sync(~0u, now, 0);
+  }
+  /// What the warpgroup will read of captured tensors.
+  __device__ __forceinline__ void touch(int tile) const {
+    if constexpr (!kTouches) return;
+    touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, row_ + group_ * 64, (tile >> 2) * Config::kCols,
+                                                        static_cast<int>(threadIdx.x) % kWarpgroup,
+                                                        this->tile(kKeyStages));
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
@@ -274,13 +289,14 @@ class FlexGradQueryHopper {
   template <bool kMasked>
   __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int q, int kv, float (&s)[kBlocksN][4],
                                             float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kInOrder) hold_order();
+      if (kInOrder && n % kBlocksHeld == 0) hold_order();
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float value[Derivative::kContributions + 1];
-        const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+        const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_,
                                                   q + e / 2 * 8, kv + n * 8 + e % 2, takes, s[n][e], value);
 #pragma unroll

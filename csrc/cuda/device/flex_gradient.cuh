@@ -28,7 +28,9 @@ template <class Config>
 struct FlexPairGradient {
   using ScoreMod = typename Config::ScoreMod;
 
-  /// The probability of a pair, 0 where it does not take part; `changed` is the score that the score_mod makes of it.
+  /// The probability of a pair, 0 where it does not take part (kRaw: anything); `changed` is the score that the
+  /// score_mod makes of it.
+  template <bool kRaw = false>
   static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
                                                       float score, float lse, int b, int h, int q, int kv,
                                                       bool takes_part, float& changed) {
@@ -42,7 +44,7 @@ struct FlexPairGradient {
     } else {
       p = power_of_two(score * (scale * kLog2E) - lse);
     }
-    return takes_part ? p : 0.0f;
+    return kRaw || takes_part ? p : 0.0f;
   }
 
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions; returns the
@@ -51,8 +53,11 @@ struct FlexPairGradient {
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value) {
     float changed;
-    p = probability(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
+    // What p is of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable
+    // kernels spill more where it is replaced last.
+    p = probability<kAllRead>(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
     float d = p * (grad - row.row.delta);
+    if constexpr (kAllRead) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf is as one that is masked.

@@ -33,6 +33,41 @@ __device__ __forceinline__ const typename Mod::Captured& captured_of(const Captu
 template <class Mod>
 constexpr bool kHas = !kSame<Mod, NoMod>;
 
+/// What of a score_mod's reads can be asked for before its pairs are computed (csrc/score_mod/render_cuda.h).
+template <class Mod>
+constexpr bool kTouchesKeys = [] {
+  if constexpr (kHas<Mod>) return Mod::kTouchesKeys;
+  return false;
+}();
+template <class Mod>
+constexpr bool kTouchesDiagonals = [] {
+  if constexpr (kHas<Mod>) return Mod::kTouchesDiagonals;
+  return false;
+}();
+/// By `kThreads` threads, of which this is number `thread`: what a score_mod reads at places of keys or of diagonals
+/// for kQueries queries from q on and kKeys keys from kv on comes to the first-level cache. Read where it is needed, a
+/// few pairs after a few, each line would be waited for. Nothing waits here. Of places of keys alone all are meant
+/// where there are as many keys as queries, or more.
+template <class Mod, int kQueries, int kKeys, int kThreads>
+__device__ __forceinline__ void touch_tile(const typename Mod::Captured& captured, int b, int h, int q, int kv,
+                                           int thread, unsigned nowhere) {
+  if constexpr (kTouchesKeys<Mod>) {
+    // The diagonals of the first and the last one of the shorter side are all of them.
+    constexpr bool kAlongKeys = kQueries <= kKeys;
+    constexpr int kLong = kAlongKeys ? kKeys : kQueries, kShort = kAlongKeys ? kQueries : kKeys;
+    constexpr int kPlaces = kLong * (kTouchesDiagonals<Mod> ? 2 : 1);
+#pragma unroll
+    for (int i = 0; i < kPlaces; i += kThreads) {
+      const int at = i + thread;
+      if (kPlaces % kThreads != 0 && at >= kPlaces) break;
+      const int along = at % kLong, across = at / kLong * (kShort - 1);
+      Mod::touch(captured, b, h, q + (kAlongKeys ? across : along), kv + (kAlongKeys ? along : across), true, nowhere);
+    }
+  }
+}
+/// Shared memory must be there until all is written.
+__device__ __forceinline__ void wait_touches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 /// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
 /// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
 __device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
@@ -58,6 +93,30 @@ struct BitsFor<kCount> {
 };
 template <int kCount>
 using Bits = typename BitsFor<kCount>::Type;
+/// Bits that are tested by one instruction each: of a shift, which compilers make of a constant mask, it would be
+/// three, of 64 bits four.
+template <class Bits>
+class Tested {
+ public:
+  __device__ __forceinline__ explicit Tested(Bits bits) {
+    if constexpr (sizeof(Bits) == 4) {
+      word_[0] = bits;
+    } else {
+      asm("mov.b64 {%0, %1}, %2;" : "=r"(word_[0]), "=r"(word_[1]) : "l"(bits));
+    }
+  }
+  __device__ __forceinline__ bool operator[](int i) const {
+    int set;
+    asm("{\n.reg .pred set;\n.reg .b32 masked;\nand.b32 masked, %1, %2;\nsetp.ne.b32 set, masked, 0;\n"
+        "selp.b32 %0, 1, 0, set;\n}"
+        : "=r"(set)
+        : "r"(word_[i / 32]), "r"(1u << i % 32));
+    return set != 0;
+  }
+
+ private:
+  unsigned word_[sizeof(Bits) / 4];
+};
 
 /// The tiles of one row of tiles, in order.
 class TileWalk {

@@ -31,6 +31,13 @@ struct Barrier {
   static __device__ __forceinline__ void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
   }
+  /// By a predicate: after a branch ptxas would take a warp's threads for diverged.
+  static __device__ __forceinline__ void arrive_if(bool arrives, unsigned barrier) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+        "r"(static_cast<int>(arrives))
+        : "memory");
+  }
   /// Until the phase of this parity is over.
   static __device__ __forceinline__ void wait(unsigned barrier, int parity) {
     asm volatile(
@@ -196,11 +203,11 @@ __device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) {
 }
 
 /// A warp's 16 rows of accumulators to rows of a [batch, head, row, column] tensor of `rows` rows and `cols` columns.
-/// `first`, `factor`: the thread's first row, and what its rows first and first + 8 are multiplied by. kLow: what
-/// rounding takes from them.
+/// `first`, `factor`: the thread's first row, and what its rows first and first + 8 are multiplied by. `low`: what
+/// rounding takes from them, where kLow.
 template <bool kLow, class T, int kBlocks>
 __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, int first, int rows, int cols,
-                                           const float (&x)[kBlocks][4], const float (&factor)[2]) {
+                                           const float (&x)[kBlocks][4], const float (&factor)[2], bool low = kLow) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   T* head = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride;
   const bool vectors = to.col_stride == 1 && cols % 8 == 0 &&
@@ -217,22 +224,22 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
       for (int i = 0; i < 4; ++i) {
         float x0 = x[n + i][2 * r] * factor[r], x1 = x[n + i][2 * r + 1] * factor[r];
         if constexpr (kLow) {
-          x0 -= rounded<T>(x0);
-          x1 -= rounded<T>(x1);
+          x0 = low ? x0 - rounded<T>(x0) : x0;
+          x1 = low ? x1 - rounded<T>(x1) : x1;
         }
         words[i] = pack(T{}, x0, x1);
       }
-      if (vectors) {
-        transpose_in_fours(words);
-        const int col = (n + lane % 4) * 8;
-        if (at < rows && col < cols) {
-          *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      } else if (at < rows) {
+      transpose_in_fours(words);
+      const int col = (n + lane % 4) * 8;
+      if (vectors && at < rows && col < cols) {
+        *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
+      } else if (!vectors && at < rows) {
+        // Unrolled this would be half of a kernel's code.
+#pragma unroll 1
+        for (int i = col; i < min(col + 8, cols); ++i) {
+          row[i * to.col_stride] = T{static_cast<unsigned short>(words[0])};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int col = (n + i / 2) * 8 + lane % 4 * 2 + i % 2;
-          if (col < cols) row[col * to.col_stride] = T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)};
+          for (int w = 0; w < 4; ++w) words[w] = __funnelshift_r(words[w], w < 3 ? words[w + 1] : 0, 16);
         }
       }
     }
