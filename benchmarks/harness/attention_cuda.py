@@ -209,6 +209,9 @@ def fa4(module: Any, shapes: list[Variant]) -> list[Implementation]:
 
 def compiled_flex(variant: Variant, mask: BlockMask | None) -> Attention:
     # PyTorch's backward has no scheme for captured gradients: the table is one that gets none.
+    # All variants, each with and without gradients, are compilations of one function, which beyond the limit runs
+    # uncompiled.
+    torch._dynamo.config.recompile_limit = 64
     compiled = torch.compile(flex_attention, dynamic=False)
     how = {"score_mod": variant.score_mod, "block_mask": mask, "enable_gqa": variant.group > 1}
     return lambda query, key, value: compiled(query, key, value, **how)

@@ -137,9 +137,10 @@ def errors(case: Case, device: str) -> dict[str, float]:
     captured = {f"gradient {i}" for i in range(3, len(mine))}
     pairs |= {f"gradient {i}": pair for i, pair in enumerate(zip(mine, expected, strict=True))}
     # A captured tensor's gradient may cancel: its error counts beside what rows of dS add up to. They are sums of e
-    # products, of probabilities that were rounded for the product with the values.
+    # products, of probabilities that were rounded for the product with the values: attention in eager mode is wrong by
+    # up to 0.7% of this in bfloat16.
     return {
-        name: relative(x.detach().double(), y.detach(), 0.1 * math.sqrt(b * h * m * e) if name in captured else 0.0)
+        name: relative(x.detach().double(), y.detach(), 0.4 * math.sqrt(b * h * m * e) if name in captured else 0.0)
         for name, (x, y) in pairs.items()
     }
 
