@@ -154,7 +154,7 @@ class Call {
     row_shape.sizes = {static_cast<uint64_t>(rows.size(0))};
     row_shape.box = {static_cast<uint32_t>(tile.rows)};
     row_shape.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
-    // With its gradient in float32.
+    // With its gradient in float32. Of the query heads that share keys all CTAs are at about the same one.
     const int64_t query_head =
         query_.size(2) * (query_.element_size() * (query_.size(3) + value_.size(3)) + int64_t{4} * query_.size(3));
     return {map_of(query_, tile.rows),
@@ -163,7 +163,7 @@ class Call {
             map_of(grad_out, tile.rows),
             encoded(rows, row_shape),
             grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{},
-            section(key_.size(0) * key_.size(1), query_head * query_.size(1) / key_.size(1))};
+            section(key_.size(0) * key_.size(1), query_head)};
   }
 
   /// `more`: the kernel's further arguments. `ahead`: called where the kernel is compiled, with the architecture.
