@@ -6,8 +6,8 @@
 //   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
 //   kQueryStages               1 or 2 tiles of queries: with 2, a warpgroup that is ahead stays ahead between queries
-//   kParts                     1, or with a block mask kGroups: each warpgroup's queries have a kind of tile of their
-//   own kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
+//   kParts                     1, or kGroups: each warpgroup's queries have kinds of tiles of their own
+//   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
 #pragma once
 
 #include "cuda/device/flex_scores.cuh"
