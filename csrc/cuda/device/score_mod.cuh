@@ -268,7 +268,9 @@ __device__ __forceinline__ bool read_if(const Bool* p, bool there) {
 }
 
 /// Brings an element to the first-level cache where it is `there`; nothing waits for it. It is copied to shared memory,
-/// 4 bytes that nobody reads: prefetch.global.L1 makes no difference on an H200. wait_touches() before the CTA ends.
+/// 4 bytes that nobody reads: prefetch.global.L1 makes no difference on an H200. A narrower element comes with its
+/// whole word, which may reach beyond its tensor but not beyond what memory is handed out in. wait_touches() before the
+/// CTA ends.
 __device__ __forceinline__ void touch_if([[maybe_unused]] const void* p, [[maybe_unused]] bool there,
                                          [[maybe_unused]] unsigned nowhere) {
 #ifdef __CUDACC__
