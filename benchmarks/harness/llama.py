@@ -83,22 +83,22 @@ def with_apply(
     name: str,
     essential: bool = True,
     loss: Callable[[Training], Tensor] = plain,
-    attention: str = ATTENTION,
+    attention: str = "",
     **options: Any,
 ) -> Method:
-    """`options` are those of `apply`, `attention` is transformers' attn_implementation."""
+    """`options` are those of `apply`, `attention` is transformers' attn_implementation, '' for the model's."""
     from fusegrad.integrations.transformers import apply, remove
 
     @contextlib.contextmanager
     def within(training: Training) -> Iterator[None]:
         apply(training.model, **options)
-        before = training.model.config._attn_implementation
-        if attention != ATTENTION:
+        if attention:
             training.model.set_attn_implementation(attention)
         try:
             yield
         finally:
-            training.model.set_attn_implementation(before)
+            if attention:
+                training.model.set_attn_implementation(ATTENTION)
             remove(training.model)
 
     return Method(name, loss, ours=True, essential=essential, within=within)

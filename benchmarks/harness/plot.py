@@ -29,8 +29,10 @@ def plot_document(document: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     lines = math.ceil(len(cases) / COLUMNS)
-    tallest = max(len(_bars(case)) for case in cases) * BAR_INCHES + 1.3
-    figure, axes = pyplot.subplots(lines, COLUMNS, figsize=(8 * COLUMNS, tallest * lines), squeeze=False)
+    bars = [len(_bars(case)) for case in cases]
+    heights = [max(bars[i * COLUMNS : (i + 1) * COLUMNS]) * BAR_INCHES + 1.3 for i in range(lines)]
+    size = 8 * COLUMNS, sum(heights)
+    figure, axes = pyplot.subplots(lines, COLUMNS, figsize=size, height_ratios=heights, squeeze=False)
     for axis, case in zip(axes.flat, cases, strict=False):
         _panel(axis, case, "" if case["op"] == document["op"] else f"{case['op']}, ")
     for axis in axes.flat[len(cases) :]:

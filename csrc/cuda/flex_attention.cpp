@@ -281,8 +281,10 @@ FlexCase backward_case(FlexCase c, const FlexScores& scores, const std::vector<b
   return c;
 }
 /// Those kernels. Each of two computes the scores; it is worth the while where sums must come in one order, and where
-/// one kernel could not keep all gradients. `apart`: the gradient of the queries is of one for itself.
-std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool apart) {
+/// one kernel could not keep all gradients.
+std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
+                                       const std::string& architecture) {
+  const bool apart = deterministic || has_grad_query_apart(c, architecture);
   std::vector<FlexCase> kernels;
   // In fixed point the contributions' largest must be known before they are added up.
   if (c.fixed_point || (apart && needs_grad[0])) {
@@ -393,9 +395,9 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       std::vector<bool> needs_grad;
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
-      const FlexCase backward = backward_case(c, scores, needs_grad, (aux & kFlexOrdered) != 0);
-      const bool apart = (aux & kFlexOrdered) != 0 || has_grad_query_apart(backward, architecture);
-      for (const FlexCase& next : backward_kernels(backward, needs_grad, apart)) {
+      const bool ordered = (aux & kFlexOrdered) != 0;
+      const FlexCase backward = backward_case(c, scores, needs_grad, ordered);
+      for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
         jit::compile_ahead(flex_program(next, Call::plan_of(next), architecture).program);
       }
     };
@@ -445,9 +447,13 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
 
   const int64_t heads = query.size(0) * query.size(1), padded = (query.size(3) + 15) / 16 * 16;
   const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), padded};
+  const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
   Tensor query_sum;
-  const bool apart = deterministic || has_grad_query_apart(c, jit::current_architecture());
-  if (needs_grad[0]) query_sum = apart ? at::empty(shape, floats) : at::zeros(shape, floats);
+  if (needs_grad[0]) {
+    // A kernel of its own writes it, the other one adds to it.
+    const bool written = kernels.front().kernel == FlexKernel::kGradQuery;
+    query_sum = written ? at::empty(shape, floats) : at::zeros(shape, floats);
+  }
   const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query);
 
   device::FlexBackwardArguments a{};
@@ -464,7 +470,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.fixed_bits = sums.fixed_bits();
 
   auto sum_arguments = sums.arguments();
-  for (const FlexCase& kernel : backward_kernels(c, needs_grad, apart)) {
+  for (const FlexCase& kernel : kernels) {
     c = kernel;
     const bool by_key = c.kernel == FlexKernel::kBackward;
     const FlexPlan plan = call.plan();
