@@ -76,6 +76,13 @@ void bind(py::module_& m) {
            py::arg("mask_mod_small") = std::array<bool, 2>{true, true});
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
+      "backward_kernels",
+      [](const FlexCase& c, bool deterministic, const std::string& architecture) {
+        return backward_kernels(c, std::vector<bool>(3, c.grad_key), deterministic, architecture);
+      },
+      py::arg("case"), py::arg("deterministic"), py::arg("architecture"),
+      "The cases of the kernels that a backward runs, of one of kernel 'backward'.");
+  m.def(
       "plan",
       [](const FlexCase& c, const std::string& architecture) {
         const FlexPlan plan = plan_flex(c, architecture);

@@ -280,27 +280,6 @@ FlexCase backward_case(FlexCase c, const FlexScores& scores, const std::vector<b
   c.fixed_point = deterministic && c.wants_buffers();
   return c;
 }
-/// Those kernels. Each of two computes the scores; it is worth the while where sums must come in one order, and where
-/// one kernel could not keep all gradients.
-std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
-                                       const std::string& architecture) {
-  const bool apart = deterministic || has_grad_query_apart(c, architecture);
-  std::vector<FlexCase> kernels;
-  // In fixed point the contributions' largest must be known before they are added up.
-  if (c.fixed_point || (apart && needs_grad[0])) {
-    FlexCase query = c;
-    query.kernel = FlexKernel::kGradQuery;
-    query.grad_query = needs_grad[0];
-    if (!c.fixed_point) query.wants_grad.assign(c.wants_grad.size(), false);
-    kernels.push_back(std::move(query));
-  }
-  c.kernel = FlexKernel::kBackward;
-  c.grad_query = needs_grad[0] && !apart;
-  c.grad_key = needs_grad[1];
-  c.grad_value = needs_grad[2];
-  if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
-  return kernels;
-}
 
 /// The sums of the contributions to captured buffers.
 class BufferSums {

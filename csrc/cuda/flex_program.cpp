@@ -344,9 +344,25 @@ FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
                               " of ", element_bytes(c.dtype), " bytes");
 }
 
-bool has_grad_query_apart(FlexCase c, const std::string& architecture) {
+std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
+                                       const std::string& architecture) {
   c.kernel = FlexKernel::kBackward;
-  return takes_hopper(c, architecture) && !fits_hopper_backward(c);
+  const bool apart = deterministic || (takes_hopper(c, architecture) && !fits_hopper_backward(c));
+  std::vector<FlexCase> kernels;
+  // In fixed point the contributions' largest must be known before they are added up.
+  if (c.fixed_point || (apart && needs_grad[0])) {
+    FlexCase query = c;
+    query.kernel = FlexKernel::kGradQuery;
+    query.grad_query = needs_grad[0];
+    query.grad_key = query.grad_value = false;
+    if (!c.fixed_point) query.wants_grad.assign(c.wants_grad.size(), false);
+    kernels.push_back(std::move(query));
+  }
+  c.grad_query = needs_grad[0] && !apart;
+  c.grad_key = needs_grad[1];
+  c.grad_value = needs_grad[2];
+  if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
+  return kernels;
 }
 
 std::string flex_id(const FlexCase& c, const FlexPlan& plan) {

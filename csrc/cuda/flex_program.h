@@ -73,9 +73,11 @@ int flex_shared_limit(int capability);
 /// `architecture`: as jit::current_architecture has it. Throws where no tile fits the GPU's shared memory.
 FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
 
-/// Whether a backward's gradient of the queries comes from a kernel of its own (kGradQuery) where sums may come in any
-/// order too: two kernels of the Hopper family for D or E above 128 are faster than one.
-bool has_grad_query_apart(FlexCase c, const std::string& architecture);
+/// The kernels of a backward, in their order, of what they have in common. `needs_grad`: of query, key and value first.
+/// The gradient of the queries is of a kernel of its own (kGradQuery) where sums must come in one order, and for D or E
+/// above 128 in the Hopper family, where two kernels are faster than one though each computes the scores.
+std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
+                                       const std::string& architecture);
 
 /// What determines the program.
 std::string flex_id(const FlexCase& c, const FlexPlan& plan);

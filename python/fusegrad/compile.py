@@ -102,10 +102,9 @@ def compile_flex(
     training = requires_grad or any(wants)
     ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     target = flex.current_architecture() if architecture is None else architecture
-    kernels = ["forward", *(["backward"] if training else []), *(["grad_query"] if training and ordered else [])]
 
-    def compile_one(kernel: str) -> None:
-        case = flex.Case(
+    def case_of(kernel: str) -> Any:
+        return flex.Case(
             kernel,
             str(dtype).removeprefix("torch."),
             head_size,
@@ -122,7 +121,9 @@ def compile_flex(
             score_mod_small=score_small,
             mask_mod_small=mask_small,
         )
-        _C.jit.compile(flex.program(case, target))
 
-    with ThreadPoolExecutor(len(kernels)) as threads:
-        list(threads.map(compile_one, kernels))
+    cases = [case_of("forward")]
+    if training:
+        cases += flex.backward_kernels(case_of("backward"), ordered, target)
+    with ThreadPoolExecutor(len(cases)) as threads:
+        list(threads.map(lambda case: _C.jit.compile(flex.program(case, target)), cases))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 import torch
@@ -82,6 +83,22 @@ def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
     assert stats(lambda: call(2**30, small))["compilations"] == 0
     assert stats(lambda: call(2**40, small))["compilations"] == 1
     assert stats(lambda: call(1, large))["compilations"] == 1
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "head_size, deterministic, kernels",
+    [
+        (64, False, ["backward_hopper"]),
+        (64, True, ["backward_hopper", "grad_query_hopper"]),
+        # Wider heads' gradient of the query has a kernel of its own in any order.
+        (256, False, ["backward_wide_hopper", "grad_query_hopper"]),
+    ],
+)
+def test_all_kernels_of_a_backward(folder, head_size: int, deterministic: bool, kernels: list[str]) -> None:
+    compile_flex(None, head_size=head_size, architecture="90a", deterministic=deterministic)
+    found = sorted(re.search(rb"\.text\.flex_(\w+)", path.read_bytes())[1].decode() for path in folder.glob("*.cubin"))
+    assert found == sorted([*kernels, "forward_hopper"])
 
 
 @needs_nvrtc
