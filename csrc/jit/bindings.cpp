@@ -68,6 +68,7 @@ py::dict reported(const Program& program) {
     row["spill_store_bytes"] = of.spill_store_bytes;
     row["spill_load_bytes"] = of.spill_load_bytes;
     row["shared_bytes"] = of.shared_bytes;
+    row["products_wait"] = of.products_wait;
     result[function.c_str()] = row;
   }
   return result;
@@ -83,7 +84,7 @@ void bind(py::module_& m) {
   m.def("compile", &compiled, py::arg("program"), "The cubin: from memory, from the disk, or by NVRTC. Needs no GPU.");
   m.def("resources", &reported, py::arg("program"),
         "Compiles past the caches: {function: {registers, stack_bytes, spill_store_bytes, spill_load_bytes, "
-        "shared_bytes}} as ptxas reports it.");
+        "shared_bytes, products_wait}} as ptxas reports it.");
   m.def(
       "nvrtc",
       [] {
