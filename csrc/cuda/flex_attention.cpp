@@ -138,10 +138,20 @@ class Call {
 
   /// What the Hopper forward takes besides. After tiles().
   device::FlexForwardHopperArguments hopper_forward(const FlexTileSize& tile) const {
-    const int64_t key_head = key_.element_size() * key_.size(2) * (key_.size(3) + value_.size(3));
-    const int64_t group = query_.size(1) / key_.size(1);
+    const int64_t group = query_.size(1) / key_.size(1), heads = query_.size(0) * query_.size(1);
+    const int64_t key_head = key_.element_size() * key_.size(2) * (key_.size(3) + value_.size(3)) / group;
+    // With few rows of tiles a CTA all of them in one order, if the L2 cache holds what they read: else the last
+    // section's, begun late, would take too long. And no section much smaller than others.
+    constexpr int64_t kCachedBytes = int64_t{48} << 20, kFewRows = 8, kFewHeads = 4;
+    const int64_t rows = heads * tiles_in(query_.size(2), tile.rows);
+    int64_t together = heads;
+    if (heads * key_head > kCachedBytes ||
+        rows > kFewRows * at::cuda::getCurrentDeviceProperties()->multiProcessorCount) {
+      together = std::min(heads, std::max<int64_t>(section(heads, key_head), kFewHeads));
+      together = tiles_in(heads, tiles_in(heads, together));
+    }
     return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_,
-            section(query_.size(0) * query_.size(1), key_head / group)};
+            static_cast<int>(case_.blocks ? together : 1)};
   }
   /// What the Hopper backward takes besides; `grad_query` is [B, H, M, cols] in float32, or undefined.
   device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const Tensor& grad_out,
@@ -179,6 +189,8 @@ class Call {
     how.block[0] = static_cast<unsigned>(32 * plan.tile.warps);
     how.shared_bytes = plan.shared_bytes;
     how.stream = stream_;
+    // Its first steps go on beside the kernel that makes its lists of tiles.
+    how.programmatic = case_.blocks && case_.kernel == FlexKernel::kForward && plan.tile.family == FlexFamily::kHopper;
     std::vector<void*> all{arguments, score_words_.data(), mask_words_.data()};
     all.insert(all.end(), more.begin(), more.end());
     kernel.launch(how, all.data());

@@ -13,6 +13,14 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kDirectBytes = 16 << 10;  // of shared memory
 
+// The kernel that is launched next may begin, if it was launched so that it may: it waits for this one's end before it
+// reads anything.
+__device__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // The states of a row of blocks, of those that its lists name, by all threads of a CTA. A block in both lists is full.
 // Returns whether a list is wrong, to those threads that found it.
 __device__ bool mark_blocks(const FlexBlockMap& p, int64_t row, unsigned char* states) {
@@ -125,6 +133,7 @@ __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, b
 __global__ void __launch_bounds__(kThreads)
     tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
                       int* list) {
+  let_next_begin();
   const int row = static_cast<int>(blockIdx.x % t.rows);
   const unsigned char* blocks = t.blocks + static_cast<int64_t>(blockIdx.x / t.rows) * t.block_rows * t.block_cols;
   write_list(t, p, false, count, list, [&](int col) {
@@ -138,6 +147,7 @@ __global__ void __launch_bounds__(kThreads)
     direct_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
                         const __grid_constant__ FlexBlockMap map, int* count, int* list) {
   __shared__ unsigned char states[kDirectBytes];  // [parts, map.cols]
+  let_next_begin();
   for (int i = static_cast<int>(threadIdx.x); i < p.parts * map.cols; i += kThreads) states[i] = device::kBlockNone;
   __syncthreads();
   bool bad = false;
