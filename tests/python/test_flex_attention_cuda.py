@@ -463,9 +463,7 @@ def test_any_of_the_gradients_alone(dtype: torch.dtype, size: int, deterministic
     truth = torch.autograd.grad(expected, exact, upstream.double())
     for wanted in ([0], [3], [0, 3], [0, 1], [0, 2], [1, 2], [0, 2, 3], [1, 3]):
         given = [t.detach().clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-        out = flex_attention(
-            *given[:3], lambda s, b, h, q, kv, t=given[3]: s + t[kv], deterministic=deterministic
-        )
+        out = flex_attention(*given[:3], lambda s, b, h, q, kv, t=given[3]: s + t[kv], deterministic=deterministic)
         out.backward(upstream)
         for i, t in enumerate(given):
             assert (t.grad is not None) == (i in wanted)

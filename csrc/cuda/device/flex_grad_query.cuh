@@ -157,13 +157,14 @@ class FlexGradQuery {
     constexpr int kValues = sizeof(Unit) / sizeof(T);
     T* head = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
     const int first = row_ + first_row(), rows = min(16 * kBlocksM, a_.queries - first);
-    const int units = a_.head_size / kValues;  // of a row
 #pragma unroll 1
-    for (int i = lane(); i < rows * units; i += kLanes) {
-      const int row = i / units, col = i % units * kValues;
-      Unit x;
-      load_shared(x, own_rows() + row * QueryTile::kStride + col * sizeof(T));
-      *reinterpret_cast<Unit*>(head + (first + row) * to.row_stride + col * to.col_stride) = x;
+    for (int r = 0; r < rows; ++r) {
+#pragma unroll 1
+      for (int col = lane() * kValues; col < a_.head_size; col += kLanes * kValues) {
+        Unit x;
+        load_shared(x, own_rows() + r * QueryTile::kStride + col * sizeof(T));
+        *reinterpret_cast<Unit*>(head + (first + r) * to.row_stride + col * to.col_stride) = x;
+      }
     }
   }
   static __device__ __forceinline__ void load_shared(uint4& x, unsigned from) {
@@ -185,8 +186,8 @@ class FlexGradQuery {
       put_rounded(bad ? __int_as_float(0x7fffffff) : a_.scale);
       __syncwarp();
       const FlexTensor& to = a_.grad_query;
-      const bool vectors = to.col_stride == 1 && a_.head_size * sizeof(T) % 16 == 0 &&
-                           (to.row_stride | to.head_stride | to.batch_stride) * sizeof(T) % 16 == 0 &&
+      const bool vectors = sizeof(T) == 2 && to.col_stride == 1 && a_.head_size % 8 == 0 &&
+                           (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
                            reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
       vectors ? copy_rows<uint4>(to) : copy_rows<T>(to);
     }
