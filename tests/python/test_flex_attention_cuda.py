@@ -302,10 +302,10 @@ def compare(
         # All of them: which are asked for is part of what the backward is compiled for.
         wanted = [*given, *(t for t in buffers if t.requires_grad)]
         found = []
-        for of, by in ((got, upstream), (aux.lse, lse_upstream)):
+        for of, by in ((got, upstream), (aux.lse.masked_fill(~some.to(device), 0.0), lse_upstream)):
             grads = gradients(of, by.to(device), wanted)
             found += [of, grads[1][..., :m].transpose(-1, -2), *grads[3:]]
-        return [t.detach().double().cpu().nan_to_num(nan=torch.nan, neginf=0.0) for t in found]
+        return [t.detach().double().cpu() for t in found]
 
     def errors(got: list[Tensor]) -> list[float]:
         return [((x - t).norm() / size).item() for x, t, size in zip(got, truth, sizes, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ EXAMPLES = int(os.environ.get("FUSEGRAD_SCORE_MOD_EXAMPLES", "300"))
 KINDS = {"bool": torch.bool, "i64": torch.int64, "f": torch.float64}
 # Larger values amplify rounding; values that lie so close to a jump may fall on either side of it.
 LARGEST, MARGIN = 1e5, 1e-9
+LARGEST_BUFFER = 10**6
 
 
 # --- the same primitives in PyTorch ---------------------------------------------------------------------------
@@ -321,6 +323,7 @@ def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torc
             rank = choose.choice([0, 1, 1, 2, 2, 3, 4])
             shape: list[int] = []
             indices = [index(shape) for _ in range(rank)]
+            assume(math.prod(shape) <= LARGEST_BUFFER)
             kind = choose.choice(["f", "f", "f", "i64", "bool"])
             if kind == "f":
                 buffer = random(tuple(shape)).requires_grad_()
