@@ -624,10 +624,10 @@ def test_a_query_that_is_not_finite_reaches_only_keys_that_it_attends_to(d: int)
     with torch.no_grad():
         q[0, 1, 0, 3] = torch.nan
     found = torch.autograd.grad(flex_attention(q, k, v, None, mask), (q, k, v), upstream)
-    for given, want in zip(found, expected, strict=True):
-        assert given[0, 1, :40].isnan().any()
-        assert relative(given[0, 0], want[0, 0]) <= 1e-3
-        assert relative(given[0, 1, 40:], want[0, 1, 40:]) <= 1e-3
+    for ours, want in zip(found, expected, strict=True):
+        assert ours[0, 1, :40].isnan().any()
+        assert relative(ours[0, 0], want[0, 0]) <= 1e-3
+        assert relative(ours[0, 1, 40:], want[0, 1, 40:]) <= 1e-3
 
 
 @pytest.mark.parametrize("d", [64, 128])
