@@ -153,9 +153,9 @@ class Call {
     return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_,
             static_cast<int>(case_.blocks ? together : 1)};
   }
-  /// What the Hopper backward takes besides; `grad_query` is [B, H, M, cols] in float32, or undefined.
+  /// What the Hopper backward takes besides; `query_sum` is [B, H, M, cols] in float32, or undefined.
   device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const Tensor& grad_out,
-                                                      const Tensor& rows, const Tensor& grad_query) const {
+                                                      const Tensor& rows, const Tensor& query_sum) const {
     TORCH_CHECK_VALUE(rows.size(0) <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ",
                       rows.size(0));
     jit::TensorMapShape row_shape;
@@ -172,7 +172,7 @@ class Call {
             map_of(value_, tile.cols),
             map_of(grad_out, tile.rows),
             encoded(rows, row_shape),
-            grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{},
+            query_sum.defined() ? map_of(query_sum, 64) : device::TensorMap{},
             section(key_.size(0) * key_.size(1), query_head)};
   }
 
@@ -426,37 +426,36 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const auto floats = query.options().dtype(at::kFloat);
   const int64_t row_stride = (query.size(2) + 1) / 2 * 2;
   const Tensor row_values = at::empty({query.size(0) * query.size(1) * row_stride, 2}, floats);
+  const int64_t heads = query.size(0) * query.size(1), sum_cols = (query.size(3) + 15) / 16 * 16;
+  const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
+  const bool apart = kernels.front().kernel == FlexKernel::kGradQuery;
+  // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
+  Tensor query_sum, query_apart;
+  if (needs_grad[0] && !apart) query_sum = at::empty({query.size(0), query.size(1), query.size(2), sum_cols}, floats);
+  if (needs_grad[0] && apart) query_apart = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
   flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
              data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
-             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride)},
+             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride),
+             query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr, static_cast<int>(sum_cols)},
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
-
-  const int64_t heads = query.size(0) * query.size(1), padded = (query.size(3) + 15) / 16 * 16;
-  const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), padded};
-  const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
-  Tensor query_sum;
-  if (needs_grad[0]) {
-    // A kernel of its own writes it, the other one adds to it.
-    const bool written = kernels.front().kernel == FlexKernel::kGradQuery;
-    query_sum = written ? at::empty(shape, floats) : at::zeros(shape, floats);
-  }
   const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query);
 
   device::FlexBackwardArguments a{};
   call.fill(a);
   a.grad_out = view(grad_out);
+  a.grad_query = view(query_apart);
   a.grad_key = view(grad_key);
   a.grad_value = view(grad_value);
   a.rows = row_data;
   a.row_stride = static_cast<int>(row_stride);
   a.max_scores = data_of(max_scores);
   a.grad_max = data_of(grad_max);
-  a.grad_query = needs_grad[0] ? query_sum.mutable_data_ptr<float>() : nullptr;
+  a.query_sum = query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr;
   a.largest = sums.largest();
   a.fixed_bits = sums.fixed_bits();
 
@@ -478,9 +477,12 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     }
     call.launch(plan, &a, ctas, further);
   }
-  if (needs_grad[0]) {
-    Tensor target = grad_query;
-    at::mul_out(target, query_sum.narrow(3, 0, query.size(3)), at::scalar_tensor(scores.scale, at::kDouble));
+  if (query_sum.defined()) {
+    flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size,
+                          static_cast<int>(sum_cols), a.scale},
+                         c.dtype, call.stream());
+  } else if (needs_grad[0] && inplace) {
+    grad_query.copy_(query_apart);
   }
   sums.finish(grads.buffers, call.stream());
 }
