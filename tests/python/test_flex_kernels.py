@@ -119,6 +119,7 @@ class Kernel(NamedTuple):
     def takes(self) -> tuple[int, int]:
         """Registers of a thread, bytes that they spill."""
         (found,) = _C.jit.resources(flex.program(self.case(), self.architecture)).values()
+        assert not found["products_wait"], self
         return found["registers"], found["spill_store_bytes"]
 
 
