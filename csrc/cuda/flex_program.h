@@ -55,7 +55,7 @@ struct FlexCase {
 struct FlexTileSize {
   int rows = 0, cols = 0, warps = 0, share = 1, stages = 1;
   FlexFamily family = FlexFamily::kPortable;
-  // Of the Hopper forward:
+  // Of the Hopper kernels: tiles of queries in shared memory (forward and backward), and (forward)
   int query_stages = 1;
   int parts = 1;  // of a tile's rows, whose kinds (device::FlexTileKind) are their own
 };
