@@ -138,14 +138,24 @@ class Call {
 
   /// What the Hopper forward takes besides. After tiles().
   device::FlexForwardHopperArguments hopper_forward(const FlexTileSize& tile) const {
-    const int64_t key_head = key_.element_size() * key_.size(2) * (key_.size(3) + value_.size(3));
-    const int64_t group = query_.size(1) / key_.size(1);
+    const int64_t group = query_.size(1) / key_.size(1), heads = query_.size(0) * query_.size(1);
+    const int64_t key_head = key_.element_size() * key_.size(2) * (key_.size(3) + value_.size(3)) / group;
+    // With few rows of tiles a CTA all of them in one order, if the L2 cache holds what they read: else the last
+    // section's, begun late, would take too long. And no section much smaller than others.
+    constexpr int64_t kCachedBytes = int64_t{48} << 20, kFewRows = 8, kFewHeads = 4;
+    const int64_t rows = heads * tiles_in(query_.size(2), tile.rows);
+    int64_t together = heads;
+    if (heads * key_head > kCachedBytes ||
+        rows > kFewRows * at::cuda::getCurrentDeviceProperties()->multiProcessorCount) {
+      together = std::min(heads, std::max<int64_t>(section(heads, key_head), kFewHeads));
+      together = tiles_in(heads, tiles_in(heads, together));
+    }
     return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_,
-            section(query_.size(0) * query_.size(1), key_head / group)};
+            static_cast<int>(case_.blocks ? together : 1)};
   }
-  /// What the Hopper backward takes besides; `grad_query` is [B, H, M, cols] in float32, or undefined.
+  /// What the Hopper backward takes besides; `query_sum` is [B, H, M, cols] in float32, or undefined.
   device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const Tensor& grad_out,
-                                                      const Tensor& rows, const Tensor& grad_query) const {
+                                                      const Tensor& rows, const Tensor& query_sum) const {
     TORCH_CHECK_VALUE(rows.size(0) <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ",
                       rows.size(0));
     jit::TensorMapShape row_shape;
@@ -162,7 +172,7 @@ class Call {
             map_of(value_, tile.cols),
             map_of(grad_out, tile.rows),
             encoded(rows, row_shape),
-            grad_query.defined() ? map_of(grad_query, 64) : device::TensorMap{},
+            query_sum.defined() ? map_of(query_sum, 64) : device::TensorMap{},
             section(key_.size(0) * key_.size(1), query_head),
             0,
             as_int(key_.size(0) * key_.size(1))};
@@ -181,6 +191,8 @@ class Call {
     how.block[0] = static_cast<unsigned>(32 * plan.tile.warps);
     how.shared_bytes = plan.shared_bytes;
     how.stream = stream_;
+    // Its first steps go on beside the kernel that makes its lists of tiles.
+    how.programmatic = case_.blocks && case_.kernel == FlexKernel::kForward && plan.tile.family == FlexFamily::kHopper;
     std::vector<void*> all{arguments, score_words_.data(), mask_words_.data()};
     all.insert(all.end(), more.begin(), more.end());
     kernel.launch(how, all.data());
@@ -428,37 +440,36 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const auto floats = query.options().dtype(at::kFloat);
   const int64_t row_stride = (query.size(2) + 1) / 2 * 2;
   const Tensor row_values = at::empty({query.size(0) * query.size(1) * row_stride, 2}, floats);
+  const int64_t heads = query.size(0) * query.size(1), sum_cols = (query.size(3) + 15) / 16 * 16;
+  const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
+  const bool apart = kernels.front().kernel == FlexKernel::kGradQuery;
+  // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
+  Tensor query_sum, query_apart;
+  if (needs_grad[0] && !apart) query_sum = at::empty({query.size(0), query.size(1), query.size(2), sum_cols}, floats);
+  if (needs_grad[0] && apart) query_apart = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
   flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
              data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
-             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride)},
+             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride),
+             query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr, static_cast<int>(sum_cols)},
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
-
-  const int64_t heads = query.size(0) * query.size(1), padded = (query.size(3) + 15) / 16 * 16;
-  const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), padded};
-  const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
-  Tensor query_sum;
-  if (needs_grad[0]) {
-    // A kernel of its own writes it, the other one adds to it.
-    const bool written = kernels.front().kernel == FlexKernel::kGradQuery;
-    query_sum = written ? at::empty(shape, floats) : at::zeros(shape, floats);
-  }
   const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query, grads.buffers);
 
   device::FlexBackwardArguments a{};
   call.fill(a);
   a.grad_out = view(grad_out);
+  a.grad_query = view(query_apart);
   a.grad_key = view(grad_key);
   a.grad_value = view(grad_value);
   a.rows = row_data;
   a.row_stride = static_cast<int>(row_stride);
   a.max_scores = data_of(max_scores);
   a.grad_max = data_of(grad_max);
-  a.grad_query = needs_grad[0] ? query_sum.mutable_data_ptr<float>() : nullptr;
+  a.query_sum = query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr;
   a.largest = sums.largest();
   a.fixed_bits = sums.fixed_bits();
 
@@ -488,9 +499,12 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     for (; more.first_head < key.size(0) * key.size(1); more.first_head += more.heads)
       call.launch(plan, &a, ctas / launches, further);
   }
-  if (needs_grad[0]) {
-    Tensor target = grad_query;
-    at::mul_out(target, query_sum.narrow(3, 0, query.size(3)), at::scalar_tensor(scores.scale, at::kDouble));
+  if (query_sum.defined()) {
+    flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size,
+                          static_cast<int>(sum_cols), a.scale},
+                         c.dtype, call.stream());
+  } else if (needs_grad[0] && inplace) {
+    grad_query.copy_(query_apart);
   }
   sums.finish(grads.buffers, call.stream());
 }

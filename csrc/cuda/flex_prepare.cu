@@ -13,6 +13,14 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kDirectBytes = 16 << 10;  // of shared memory
 
+// The kernel that is launched next may begin, if it was launched so that it may: it waits for this one's end before it
+// reads anything.
+__device__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // The states of a row of blocks, of those that its lists name, by all threads of a CTA. A block in both lists is full.
 // Returns whether a list is wrong, to those threads that found it.
 __device__ bool mark_blocks(const FlexBlockMap& p, int64_t row, unsigned char* states) {
@@ -125,6 +133,7 @@ __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, b
 __global__ void __launch_bounds__(kThreads)
     tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
                       int* list) {
+  let_next_begin();
   const int row = static_cast<int>(blockIdx.x % t.rows);
   const unsigned char* blocks = t.blocks + static_cast<int64_t>(blockIdx.x / t.rows) * t.block_rows * t.block_cols;
   write_list(t, p, false, count, list, [&](int col) {
@@ -138,6 +147,7 @@ __global__ void __launch_bounds__(kThreads)
     direct_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
                         const __grid_constant__ FlexBlockMap map, int* count, int* list) {
   __shared__ unsigned char states[kDirectBytes];  // [parts, map.cols]
+  let_next_begin();
   for (int i = static_cast<int>(threadIdx.x); i < p.parts * map.cols; i += kThreads) states[i] = device::kBlockNone;
   __syncthreads();
   bool bad = false;
@@ -164,14 +174,36 @@ __device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, in
   return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
 }
 
+// The row that kLanes lanes have. All rows of a CTA are of one head: a division a thread would cost as much as the
+// rows.
+template <int kLanes>
+struct RowPlace {
+  int q, h, b;
+  int64_t head;  // b * heads + h
+  __device__ RowPlace(int heads, int queries) {
+    constexpr unsigned kRows = kThreads / kLanes;
+    const unsigned tiles = (static_cast<unsigned>(queries) + kRows - 1) / kRows;
+    head = blockIdx.x / tiles;
+    q = static_cast<int>(blockIdx.x % tiles * kRows + threadIdx.x / kLanes);
+    b = static_cast<int>(head) / heads;
+    h = static_cast<int>(head) % heads;
+  }
+};
+
 // kLanes lanes a row. kWidth: values that a lane reads at once, from rows whose values lie side by side, or 1.
 template <class T, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
   using Values = device::Pack<T, kWidth>;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
-  const bool there = row < static_cast<int64_t>(p.batches) * p.heads * p.queries;
+  const RowPlace<kLanes> place(p.heads, p.queries);
+  const auto [q, h, b, head] = place;
+  const bool there = q < p.queries;
+  const int64_t row = head * p.queries + q;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int64_t q = row % p.queries, h = row / p.queries % p.heads, b = row / p.queries / p.heads;
+  if (there && p.query_sum != nullptr) {
+    for (int col = lane * 4; col < p.sum_cols; col += kLanes * 4) {
+      *reinterpret_cast<float4*>(p.query_sum + row * p.sum_cols + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
   float sum = 0.0f;
   if (there && p.grad_out.data != nullptr) {
     const auto values = [&](const device::FlexTensor& t, int col) {
@@ -197,7 +229,33 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const float lse = p.lse[row];
   const bool none = lse == -__int_as_float(0x7f800000);
   if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
-  out[row / p.queries * p.row_stride + q] = {none ? -lse : lse * kUnit, none ? 0.0f : sum};
+  out[head * p.row_stride + q] = {none ? -lse : lse * kUnit, none ? 0.0f : sum};
+}
+
+template <class T, int kWidth, int kLanes>
+__global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_constant__ FlexQuerySum p) {
+  const RowPlace<kLanes> place(p.heads, p.queries);
+  if (place.q >= p.queries) return;
+  const float* from = p.sum + (place.head * p.queries + place.q) * p.sum_cols;
+  T* to = static_cast<T*>(p.grad_query.data) + place.b * p.grad_query.batch_stride +
+          place.h * p.grad_query.head_stride + place.q * p.grad_query.row_stride;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  for (int col = lane * kWidth; col < p.head_size; col += kLanes * kWidth) {
+    float x[kWidth];
+    if constexpr (kWidth == 1) {
+      x[0] = from[col] * p.scale;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + col + i);
+        x[i] = four.x * p.scale;
+        x[i + 1] = four.y * p.scale;
+        x[i + 2] = four.z * p.scale;
+        x[i + 3] = four.w * p.scale;
+      }
+    }
+    device::packed<T>(x).store(to + (kWidth == 1 ? col * p.grad_query.col_stride : col));
+  }
 }
 
 // Whether every row begins at a multiple of 16 bytes and is `size` values side by side that fill whole vectors.
@@ -205,6 +263,13 @@ bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element)
   const auto whole = [&](int64_t values) { return values * element % 16 == 0; };
   return t.data == nullptr || (t.col_stride == 1 && whole(size) && whole(t.row_stride) && whole(t.head_stride) &&
                                whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
+}
+
+// As RowPlace has them.
+template <class Rows>
+int64_t row_ctas(const Rows& p, int lanes) {
+  const int64_t each = kThreads / lanes;
+  return int64_t{p.batches} * p.heads * ((p.queries + each - 1) / each);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -248,18 +313,27 @@ void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& list
 }
 
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream) {
-  const int64_t count = static_cast<int64_t>(rows.batches) * rows.heads * rows.queries;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run = [&](auto kernel, int lanes) {
-      const int64_t each = kThreads / lanes;
-      launch("flex_rows", kernel, {(count + each - 1) / each, kThreads}, stream, rows, out);
+      launch("flex_rows", kernel, {row_ctas(rows, lanes), kThreads}, stream, rows, out);
     };
     bool vectors = true;
     for (const auto& t : {rows.grad_out, rows.out, rows.out_low}) {
       vectors = vectors && has_vector_rows(t, rows.value_size, sizeof(T));
     }
     vectors ? run(rows_kernel<T, 16 / sizeof(T), 8>, 8) : run(rows_kernel<T, 1, kWarp>, kWarp);
+  });
+}
+
+void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream) {
+  with_type(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run = [&](auto kernel, int lanes) {
+      launch("flex_scale_query_sum", kernel, {row_ctas(p, lanes), kThreads}, stream, p);
+    };
+    has_vector_rows(p.grad_query, p.head_size, sizeof(T)) ? run(query_sum_kernel<T, 16 / sizeof(T), 8>, 8)
+                                                          : run(query_sum_kernel<T, 1, kWarp>, kWarp);
   });
 }
 

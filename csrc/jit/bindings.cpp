@@ -68,6 +68,7 @@ py::dict reported(const Program& program) {
     row["spill_store_bytes"] = of.spill_store_bytes;
     row["spill_load_bytes"] = of.spill_load_bytes;
     row["shared_bytes"] = of.shared_bytes;
+    row["products_wait"] = of.products_wait;
     result[function.c_str()] = row;
   }
   return result;
@@ -78,12 +79,11 @@ py::dict reported(const Program& program) {
 void bind(py::module_& m) {
   py::class_<Program>(m, "Program", "A kernel's source for an architecture such as '90a'; see csrc/jit/program.h.")
       .def(py::init(&program), py::arg("source"), py::arg("architecture"), py::arg("name") = "kernel",
-           py::arg("flags") = std::vector<std::string>{}, py::arg("score_mod") = "")
-      .def_readonly("source", &Program::source);
+           py::arg("flags") = std::vector<std::string>{}, py::arg("score_mod") = "");
   m.def("compile", &compiled, py::arg("program"), "The cubin: from memory, from the disk, or by NVRTC. Needs no GPU.");
   m.def("resources", &reported, py::arg("program"),
         "Compiles past the caches: {function: {registers, stack_bytes, spill_store_bytes, spill_load_bytes, "
-        "shared_bytes}} as ptxas reports it.");
+        "shared_bytes, products_wait}} as ptxas reports it.");
   m.def(
       "nvrtc",
       [] {

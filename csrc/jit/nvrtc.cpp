@@ -159,7 +159,11 @@ std::map<std::string, Resources> resources(const std::string& log) {
   std::string entry, function;
   for (std::string line; std::getline(lines, line);) {
     constexpr std::string_view kEntry = "Compiling entry function '", kFunction = "Function properties for ";
-    if (const size_t at = line.find(kEntry); at != std::string::npos) {
+    if (line.find("wgmma.mma_async instructions are serialized") != std::string::npos) {
+      constexpr std::string_view kIn = "in the function '";
+      const size_t begin = line.find(kIn) + kIn.size();
+      result[line.substr(begin, line.find('\'', begin) - begin)].products_wait = true;
+    } else if (const size_t at = line.find(kEntry); at != std::string::npos) {
       const size_t begin = at + kEntry.size();
       entry = function = line.substr(begin, line.find('\'', begin) - begin);
     } else if (const size_t before = line.find(kFunction); before != std::string::npos) {

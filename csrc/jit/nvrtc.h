@@ -63,7 +63,8 @@ class Nvrtc {
 struct Resources {
   int registers = 0;  // a thread; 0 of a function that is no kernel
   int stack_bytes = 0, spill_store_bytes = 0, spill_load_bytes = 0;
-  int shared_bytes = 0;  // static
+  int shared_bytes = 0;        // static
+  bool products_wait = false;  // each wgmma for the one before: the compiler found reads or writes of their registers
 };
 
 /// Of each function that ptxas's report in `log` names.

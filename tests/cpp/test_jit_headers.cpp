@@ -292,6 +292,30 @@ TEST_F(Jit, ResourcesAreThoseOfTheReport) {
   EXPECT_EQ(found.at("sharing").spill_store_bytes, 0);
 }
 
+// A product is read while it and the next one are in flight.
+TEST_F(Jit, ProductsThatWaitForEachOtherAreReported) {
+  const auto product = [](const std::string& sum) {
+    return "asm volatile(\"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, "
+           "0;\""
+           " : \"+f\"(" +
+           sum + "[0]), \"+f\"(" + sum + "[1]), \"+f\"(" + sum + "[2]), \"+f\"(" + sum + "[3]) : \"l\"(d));\n";
+  };
+  const auto kernel = [&](const std::string& name, const std::string& between) {
+    return "extern \"C\" __global__ void " + name +
+           "(float* out, unsigned long long d) {\n  float x[4] = {}, y[4] = {};\n"
+           "  asm volatile(\"wgmma.fence.sync.aligned;\" ::: \"memory\");\n" +
+           product("x") + between + product("y") +
+           "  asm volatile(\"wgmma.commit_group.sync.aligned;\\nwgmma.wait_group.sync.aligned 0;\""
+           " : \"+f\"(x[1]), \"+f\"(y[1]) :: \"memory\");\n  out[threadIdx.x] = x[1] + y[1];\n}\n";
+  };
+  const Program program{
+      "products", kernel("waiting", "  out[1000 + threadIdx.x] = x[0];\n") + kernel("flying", ""), "90a", {}, ""};
+  const Compiled compiled = compile_uncached(program);
+  const auto found = resources(compiled.log);
+  EXPECT_TRUE(found.at("waiting").products_wait) << compiled.log;
+  EXPECT_FALSE(found.at("flying").products_wait) << compiled.log;
+}
+
 TEST_F(Jit, SelfContainedSourceHasEachHeaderOnce) {
   const std::string text =
       self_contained("#include \"cuda/device/bulk.cuh\"\n#include <cstdint>\n#include <other>\nint x;");

@@ -9,8 +9,12 @@ FUSEGRAD_FLEX_KERNELS=write  writes the table anew
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import os
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -262,6 +266,84 @@ def test_registers_and_spills() -> None:
             takes = f"{registers} registers and {spilled} bytes"
             more.append(f"{' '.join(map(str, kernel))}: {takes}, at most {most_registers} and {most_spilled}")
     assert not more, "\n" + "\n".join(more)
+
+
+def disassembler() -> str | None:
+    """nvdisasm of the CUDA toolkit, or of Triton, which PyTorch with CUDA comes with."""
+    spec = importlib.util.find_spec("triton")
+    folders = [Path(f) / "backends/nvidia/bin" for f in (spec and spec.submodule_search_locations) or []]
+    return shutil.which("nvdisasm", path=os.pathsep.join(map(str, [os.environ.get("PATH", ""), *folders])))
+
+
+def written_too_early(assembly: str) -> list[str]:
+    """What writes a register that a product (wgmma) may still read: before the wait for the product's group.
+
+    ptxas does not keep such registers by itself where the next operand is computed before the wait.
+    """
+    places: dict[str, int] = {}
+    found: list[tuple[str, set[int], set[int]]] = []  # the text, operands, registers that it writes
+    for line in assembly.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            places[label[1]] = len(found)
+        elif text := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;", line):
+            operand = re.match(r"HGMMA\S+ R\d+, R(\d+), gdesc", text[1])
+            into = re.match(r"(\S+)\s+(?:U?P\w+,\s*)?R(\d+)(?:\.\w+)?,", text[1])
+            stores = text[1].startswith(("ST", "RED", "HGMMA", "ATOM"))
+            count = 4 if into and ".128" in into[1] else 2 if into and re.search(r"\.64|WIDE", into[1]) else 1
+            found.append(
+                (
+                    text[1],
+                    set(range(int(operand[1]), int(operand[1]) + 4)) if operand else set(),
+                    set(range(int(into[2]), int(into[2]) + count)) if into and not stores else set(),
+                )
+            )
+    # The code as it lies there, and each loop twice.
+    walks = [range(len(found))]
+    for i, (text, _, _) in enumerate(found):
+        target = re.search(r"BRA.*\((\.L_\w+)\)", text)
+        if target and places.get(target[1], i) < i:
+            body = range(places[target[1]], i + 1)
+            walks += [body, body] if any(found[k][1] for k in body) else []
+    early = set()
+    groups: list[set[int]] = []
+    group: set[int] = set()
+    for n, walk in enumerate(walks):
+        if n == 0 or walk != walks[n - 1]:
+            groups, group = [], set()
+        for i in walk:
+            text, operands, writes = found[i]
+            group |= operands
+            if text.startswith("HGMMA") and "gsb0" in text:
+                groups.append(group)
+                group = set()
+            elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)", text):
+                groups = groups[len(groups) - int(wait[1]) :] if int(wait[1]) else []
+            elif any(writes & g for g in [*groups, group]):
+                early.add(text)
+    return sorted(early)
+
+
+@pytest.mark.skipif(disassembler() is None, reason="needs nvdisasm")
+@pytest.mark.parametrize(
+    "row",
+    [
+        "forward bfloat16 64 64 none causal",
+        "forward bfloat16 128 128 none none",
+        "forward bfloat16 128 128 D none",
+        "forward bfloat16 256 256 softcap causal",
+        "backward bfloat16 128 128 none none",
+        "grad_query bfloat16 256 256 none causal",
+    ],
+)
+def test_operands_keep_their_registers_until_products_have_read_them(row: str, tmp_path: Path) -> None:
+    (fields,) = rows(f"\n{row}\n")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(_C.jit.compile(flex.program(Kernel(*fields, "90a").case(), "90a")))
+    assembly = subprocess.run(
+        [str(disassembler()), "-c", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+    assert "HGMMA" in assembly
+    assert written_too_early(assembly) == []
 
 
 def test_the_table_is_of_the_selection() -> None:

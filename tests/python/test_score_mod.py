@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ EXAMPLES = int(os.environ.get("FUSEGRAD_SCORE_MOD_EXAMPLES", "300"))
 KINDS = {"bool": torch.bool, "i64": torch.int64, "f": torch.float64}
 # Larger values amplify rounding; values that lie so close to a jump may fall on either side of it.
 LARGEST, MARGIN = 1e5, 1e-9
+LARGEST_BUFFER = 10**6
 
 
 # --- the same primitives in PyTorch ---------------------------------------------------------------------------
@@ -114,6 +116,8 @@ REFERENCE: dict[str, Callable] = {
 }
 JUMPS_AT_INTEGERS = {"floor", "ceil", "trunc", "to_int"}
 JUMPS_AT_EQUALITY = {"eq", "ne", "lt", "le", "gt", "ge", "min", "max"}
+JUMPS_AT_ZERO = {"sign", "abs", "relu", "to_bool"}
+JUMPS = JUMPS_AT_INTEGERS | JUMPS_AT_EQUALITY | JUMPS_AT_ZERO | {"round", "clamp", "mod", "floor_div"}
 RULES = ["numeric", "float", "compare", "bitwise", "integer", "where", "to_float", "to_int", "to_bool"]
 TABLE = {name: (arity, RULES[rule]) for name, arity, rule in language.primitives()}
 
@@ -152,7 +156,7 @@ def uncertain(name: str, x: list[Tensor]) -> bool:
         return near(x[0] - x[1])
     if name == "clamp":
         return near(x[0] - x[1]) or near(x[0] - x[2]) or near(x[1] - x[2])
-    if name in ("sign", "abs", "relu", "to_bool"):
+    if name in JUMPS_AT_ZERO:
         return near(x[0])
     if name in ("mod", "floor_div"):
         quotient = x[0] / x[1]
@@ -207,8 +211,9 @@ INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
 
 
 @st.composite
-def programs(draw: st.DrawFn, kind: str = "score_mod") -> Program:
-    """Hypothesis chooses (and shrinks) how many steps; a seed chooses evenly what each does."""
+def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torch.float64) -> Program:
+    """Hypothesis chooses (and shrinks) how many steps; a seed chooses evenly what each does. The scores are numbers of
+    the dtype."""
     sizes = draw(st.sampled_from([(1, 1, 1, 1), (2, 2, 5, 7), (1, 2, 9, 4), (1, 1, 3, 300), (1, 1, 70, 5)]))
     generator = torch.Generator().manual_seed(seed := draw(st.integers(0, 2**32)))
     choose = Random(seed)
@@ -219,7 +224,7 @@ def programs(draw: st.DrawFn, kind: str = "score_mod") -> Program:
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         return torch.where(torch.rand(shape, generator=generator) < 0.3, grid, noise)
 
-    p = Program(sizes, random(sizes).requires_grad_())
+    p = Program(sizes, random(sizes).to(dtype).double().requires_grad_())
     if kind == "score_mod":
         p.values.append(("score", p.score))
     axes = [
@@ -318,6 +323,7 @@ def programs(draw: st.DrawFn, kind: str = "score_mod") -> Program:
             rank = choose.choice([0, 1, 1, 2, 2, 3, 4])
             shape: list[int] = []
             indices = [index(shape) for _ in range(rank)]
+            assume(math.prod(shape) <= LARGEST_BUFFER)
             kind = choose.choice(["f", "f", "f", "i64", "bool"])
             if kind == "f":
                 buffer = random(tuple(shape)).requires_grad_()

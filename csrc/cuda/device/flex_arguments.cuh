@@ -68,11 +68,11 @@ struct FlexSums {
 };
 
 struct FlexBackwardArguments {
-  FlexTensor query, key, value, grad_out, grad_key, grad_value;
+  FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;                 // [B, H, row_stride]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
-  float* grad_query;                   // [B, H, M, kHead], without the scale; zeros before where it is added to
-  float* largest;                      // [captured buffers], zeros before: where the largest magnitudes are wanted
+  float* query_sum;  // [B, H, M, kHead], zeros before: what grad_query is made of where CTAs add it up, less the scale
+  float* largest;    // [captured buffers], zeros before: where the largest magnitudes are wanted
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes

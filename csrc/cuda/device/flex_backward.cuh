@@ -353,7 +353,7 @@ class FlexBackward {
     for (int j = 0; j < kBlocksQ; ++j) {
       const int q = row + group + j * 16 + lane() / 4;
       float* to =
-          a_.grad_query + (static_cast<long long>(b * a_.heads + h) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
+          a_.query_sum + (static_cast<long long>(b * a_.heads + h) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kMineQ; ++i) {
         const int block = i * kPartsQ + part;

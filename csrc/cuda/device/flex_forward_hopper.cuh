@@ -35,6 +35,12 @@ class FlexForwardHopper {
   static constexpr int kBarriers = 4 + 2 * Config::kQueryStages + 4 * Config::kStages;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
+  // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
+  // would get the next longest too, and early enough for what it reads then to come.
+  static constexpr int kAskBefore = 4;
+  // How many tiles later than keys values are brought: 1 is the order of their products, so that keys do not wait until
+  // there is room for values. It helps where tiles are so large that there is one of queries.
+  static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
   // Named barriers: each warpgroup's turn to issue products.
   static constexpr int kTurn = 1;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
@@ -88,6 +94,7 @@ class FlexForwardHopper {
       fence_before_copy();
     }
     __syncthreads();
+    if constexpr (Config::kBlocks) wait_for_kernel_before();
     // The same in all threads of a warp, and known to be.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
@@ -102,12 +109,14 @@ class FlexForwardHopper {
  private:
   using Stages = Ring<Config::kStages>;
   /// As Ring, in one register.
-  struct QueryStages {
-    int i = 0;
-    __device__ __forceinline__ int stage() const { return i % Config::kQueryStages; }
-    __device__ __forceinline__ int parity() const { return i / Config::kQueryStages & 1; }
+  template <int kCount>
+  struct Counted {
+    unsigned i = 0;
+    __device__ __forceinline__ int stage() const { return static_cast<int>(i % kCount); }
+    __device__ __forceinline__ int parity() const { return static_cast<int>(i / kCount & 1); }
     __device__ __forceinline__ void next() { ++i; }
   };
+  using QueryStages = Counted<Config::kQueryStages>;
 
   __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * s; }
   __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (2 + s); }
@@ -123,54 +132,74 @@ class FlexForwardHopper {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   /// The thread's first query.
   __device__ __forceinline__ int first_query() const {
-    return row_ + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
+    return (row_ & ~Work::kSkips) + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
   }
 
   /// kRows queries of a head from `row` on, and how many tiles of keys they have: negative if the block mask is bad.
   struct Work {
     int b, h, row, tiles;
     static constexpr int kNoMore = -1;  // as row
+    // Beside a row, which is a multiple of 64: bit 2 * i says that the last of several tiles has no pair of part i.
+    static constexpr int kSkips = Config::kParts > 1 ? 0x15 : 0;
   };
 
   // --- the producer: one thread, which alone divides indices and reads lists ---
 
   __device__ __forceinline__ void produce() const {
-    Stages stages;
+    Counted<Config::kStages> tiles;
     QueryStages queries;
-    Ring<2> works;
+    Counted<2> works;
     int first = 0, next_first = 0;
     Work next, w = work_at(static_cast<int>(blockIdx.x), first);
     for (int id = static_cast<int>(blockIdx.x); w.row != Work::kNoMore; w = next, first = next_first) {
-      // Without a block mask all work takes the same time; with one, who is done first goes on first.
-      id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
       tell(w, works);
       if (w.tiles <= 0) {
+        id = next_id(id);
         next = work_at(id, next_first);
         continue;
       }
-      Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
-      copy_tile<Config::kRows, Config::kHead>(query_ + queries.stage() * kQueryBytes, more_.query,
-                                              query_full(queries.stage()), w.row, w.h, w.b);
-      queries.next();
       const int key_head = w.h / a_.group, key_batch = a_.key_batches == 1 ? 0 : w.b;
       const TileWalk walk = walk_of(w);
+      const int ask = max(w.tiles - kAskBefore, 0);
+      int col = 0;
 #pragma unroll 1  // or its code would be a third of the kernel's
-      for (int i = 0, now = first; i < w.tiles; ++i) {
-        const int stage = stages.stage, col = (now >> kKindBits) * Config::kCols;
-        Barrier::wait(key_empty(stage), stages.parity ^ 1);
-        if constexpr (Config::kBlocks) asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
-        copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
-                                                key_batch);
-        now = !Config::kBlocks ? now + (1 << kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
-        Barrier::wait(value_empty(stage), stages.parity ^ 1);
-        copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage), col,
-                                                 key_head, key_batch);
-        stages.next();
-        // Now, so that what it reads comes while tiles do.
-        if (i == 0) next = work_at(id, next_first);
+      for (int i = 0, now = first; i < w.tiles + kLag; ++i) {
+        if (i == ask) id = next_id(id);
+        int value_col = col;
+        if (i < w.tiles) {
+          const int stage = tiles.stage();
+          col = (now >> kKindBits) * Config::kCols;
+          Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
+          if constexpr (Config::kBlocks)
+            asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
+          copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
+                                                  key_batch);
+          now = !Config::kBlocks ? now + (1 << kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
+        }
+        if (i == 0) {
+          Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
+          copy_tile<Config::kRows, Config::kHead>(query_ + queries.stage() * kQueryBytes, more_.query,
+                                                  query_full(queries.stage()), w.row & ~Work::kSkips, w.h, w.b);
+          queries.next();
+        }
+        if (kLag == 0) value_col = col;
+        if (i >= kLag) {
+          const Counted<Config::kStages> brought{tiles.i - kLag};
+          const int stage = brought.stage();
+          Barrier::wait(value_empty(stage), brought.parity() ^ 1);
+          copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage),
+                                                   value_col, key_head, key_batch);
+        }
+        if (i < w.tiles) tiles.next();
+        // What it reads comes while tiles do.
+        if (i == ask) next = work_at(id, next_first);
       }
     }
     tell(w, works);
+  }
+  // Without a block mask all work takes the same time; with one, who is done first goes on first.
+  __device__ __forceinline__ int next_id(int id) const {
+    return static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
   }
   __device__ __forceinline__ TileWalk walk_of(const Work& w) const {
     return TileWalk(a_.tiles, w.b, w.h, w.row / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
@@ -188,14 +217,21 @@ class FlexForwardHopper {
     const TileWalk walk = walk_of(w);
     w.tiles = walk.count();
     first = walk[0];
+    if constexpr (Config::kParts > 1) {
+      static_assert(kTileNone == 3 && Config::kParts <= 3);
+      if (w.tiles > 1) {
+        const int last = walk[w.tiles - 1];
+        w.row |= last & last >> 1 & Work::kSkips;
+      }
+    }
     return w;
   }
-  __device__ __forceinline__ void tell(const Work& w, Ring<2>& works) const {
-    Barrier::wait(work_empty(works.stage), works.parity ^ 1);
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(work(works.stage)), "r"(w.b), "r"(w.h), "r"(w.row),
+  __device__ __forceinline__ void tell(const Work& w, Counted<2>& works) const {
+    Barrier::wait(work_empty(works.stage()), works.parity() ^ 1);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(work(works.stage())), "r"(w.b), "r"(w.h), "r"(w.row),
                  "r"(w.tiles)
                  : "memory");
-    Barrier::arrive(work_full(works.stage));
+    Barrier::arrive(work_full(works.stage()));
     works.next();
   }
 
@@ -204,15 +240,15 @@ class FlexForwardHopper {
   __device__ __forceinline__ void consume() {
     Stages keys, values;
     QueryStages queries;
-    Ring<2> works;
+    Counted<2> works;
     // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     while (true) {
       int tiles;
-      Barrier::wait(work_full(works.stage), works.parity);
+      Barrier::wait(work_full(works.stage()), works.parity());
       asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(b_), "=r"(h_), "=r"(row_), "=r"(tiles)
-                   : "r"(work(works.stage))
+                   : "r"(work(works.stage()))
                    : "memory");
       // The same in all threads of a warp, and known to be.
       b_ = __shfl_sync(~0u, b_, 0);
@@ -220,9 +256,10 @@ class FlexForwardHopper {
       row_ = __shfl_sync(~0u, row_, 0);
       tiles = __shfl_sync(~0u, tiles, 0);
       __syncwarp();
-      release(work_empty(works.stage));
+      release(work_empty(works.stage()));
       works.next();
       if (row_ == Work::kNoMore) break;
+      if constexpr (Config::kParts > 1) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
       compute(tiles, keys, values, queries);
     }
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
@@ -244,6 +281,8 @@ class FlexForwardHopper {
   __device__ __forceinline__ int kind_of(int tile) const {
     return (Config::kParts > 1 ? tile >> 2 * group_ : tile) & 3;
   }
+  /// Whether the last tile has no pair of the warpgroup's, but is not the only one.
+  __device__ __forceinline__ bool skips_last() const { return Config::kParts > 1 && (row_ & 1) != 0; }
   __device__ __forceinline__ bool has_none(int tile) const { return Config::kParts > 1 && kind_of(tile) == kTileNone; }
 
   __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries) {
@@ -260,6 +299,7 @@ class FlexForwardHopper {
       sum_[r] = ties_[r] = 0.0f;
     }
     if (tiles > 0) {
+      if (skips_last()) --tiles;
       float rescale[2];
       Barrier::wait(query_full(queries.stage()), queries.parity());
       // Nothing to overlap the first tile's scores with.
@@ -300,7 +340,19 @@ class FlexForwardHopper {
       pack(p, s);
       Barrier::wait(value_full(values.stage), values.parity);
       issue_out(out, p, values.stage, now);
+      if (skips_last()) {
+        wait_keys(keys);
+        begin_turn();
+        end_turn();
+        release(key_empty(keys.stage));
+        keys.next();
+      }
       take_output(out, values, true, {1.0f, 1.0f});
+      if (skips_last()) {
+        Barrier::wait(value_full(values.stage), values.parity);
+        release(value_empty(values.stage));
+        values.next();
+      }
       queries.next();
     }
     finish(out, tiles < 0);
@@ -402,36 +454,39 @@ class FlexForwardHopper {
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
+  static constexpr bool kMaximumLater = Config::kMaskAlone && !Config::kMaxScores;
 
-  // As FlexForward::softmax, without branches. In this order: maxima of the second row beside the first row's
-  // exponentials, which take eight cycles each. The output is rescaled later, when the product in flight is done with
-  // it.
+  // As FlexForward::softmax. In this order: maxima of the second row beside the first row's exponentials, which take
+  // eight cycles each. The output is rescaled later, when the product in flight is done with it.
   __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2]) {
     const float factor = unit() * kLog2E;
-    float max[2] = {max_[0], max_[1]}, origin[2], sum[2] = {};
-    const auto take_max = [&](int n, int r) {
-      max[r] = score_mod::maximum(max[r], score_mod::maximum(s[n][2 * r], s[n][2 * r + 1]));
-    };
-    const auto exponentials = [&](int n, int r) {
+    float max[2] = {max_[0], max_[1]}, sum[2] = {};
 #pragma unroll
-      for (int e = 2 * r; e < 2 * r + 2; ++e) {
-        s[n][e] = power_of_two(s[n][e] * factor - origin[r]);
-        sum[r] += s[n][e];
+    for (int n = 0; n < kBlocksN; ++n) max[0] = score_mod::maximum(max[0], larger(s[n], 0));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float origin = max_[r] * factor;
+      rescale[r] = 1.0f;
+      // Where there are registers for it, the lanes of a row ask each other for its maximum only if a score of the
+      // warp's is so much larger. Not less or equal: NaN too, and a row that had no score yet.
+      if (!kMaximumLater || __any_sync(~0u, !((max[r] - max_[r]) * factor <= kSlack))) {
+        origin = follow(s, max[r], r, factor, rescale);
       }
-    };
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) take_max(n, 0);
-    origin[0] = follow(s, max[0], 0, factor, rescale);
+      for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-      exponentials(n, 0);
-      take_max(n, 1);
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          s[n][e] = power_of_two(s[n][e] * factor - origin);
+          sum[r] += s[n][e];
+        }
+        if (r == 0) max[1] = score_mod::maximum(max[1], larger(s[n], 1));
+      }
     }
-    origin[1] = follow(s, max[1], 1, factor, rescale);
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) exponentials(n, 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] = sum_[r] * rescale[r] + sum[r];
+  }
+  __device__ __forceinline__ static float larger(const float (&x)[4], int r) {
+    return score_mod::maximum(x[2 * r], x[2 * r + 1]);
   }
   // What a row's exponentials are relative to, given a lane's maximum.
   __device__ __forceinline__ float follow(const float (&s)[kBlocksN][4], float max, int r, float factor,
@@ -458,6 +513,7 @@ class FlexForwardHopper {
       for (int e = 0; e < 4; ++e) out[n][e] *= rescale[e / 2];
     }
   }
+  // Once the product in flight no longer reads p: computed before, ptxas would put it into the same registers.
   __device__ __forceinline__ void pack(unsigned (&p)[kBlocksN * 2], const float (&s)[kBlocksN][4]) const {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);

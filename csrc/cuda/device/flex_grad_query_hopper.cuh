@@ -311,20 +311,8 @@ class FlexGradQueryHopper {
 
   __device__ __forceinline__ void finish(const float (&sum)[kBlocksD][4], bool bad) const {
     if constexpr (Config::kGradQuery) {
-      const float nan = __int_as_float(0x7fffffff);
-      const int cols = (a_.head_size + 15) / 16 * 16;  // of grad_query
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int q = first_query() + r * 8;
-        if (q >= a_.queries) continue;
-        float* to = a_.grad_query + (static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q) * cols;
-#pragma unroll
-        for (int n = 0; n < kBlocksD; ++n) {
-          const int col = n * 8 + lane() % 4 * 2;
-          const float2 pair = {bad ? nan : sum[n][2 * r], bad ? nan : sum[n][2 * r + 1]};
-          if (col < cols) *reinterpret_cast<float2*>(to + col) = pair;
-        }
-      }
+      const float factor = bad ? __int_as_float(0x7fffffff) : a_.scale;
+      store_rows<false, T>(a_.grad_query, b_, h_, first_query(), a_.queries, a_.head_size, sum, {factor, factor});
     }
     // Magnitudes are ordered as their bits are, NaN above all.
 #pragma unroll

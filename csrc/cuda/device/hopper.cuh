@@ -79,6 +79,9 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
+/// Of a kernel that may begin before the one before it ends: until that has ended, and what it wrote is there.
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // --- copies -------------------------------------------------------------------------------------------------
 
 /// A box of a [batch, head, row, column] tensor, counted at `barrier`. Beyond the tensor there are zeros.
