@@ -78,7 +78,16 @@ void bind(py::module_& m) {
   m.def(
       "backward_kernels",
       [](const FlexCase& c, bool deterministic, const std::string& architecture) {
-        return backward_kernels(c, std::vector<bool>(3, c.grad_key), deterministic, architecture);
+        const std::vector<bool> needs_grad(3, c.grad_key);
+        auto kernels = backward_kernels(c, needs_grad, deterministic, architecture);
+        // Whether they will be in one order without fixed point, lengths decide.
+        if (c.fixed_point && ordered_launches(c, 1, 1, 1, 1, architecture) != 0) {
+          FlexCase floats = c;
+          floats.fixed_point = false;
+          for (auto& kernel : backward_kernels(floats, needs_grad, deterministic, architecture))
+            kernels.push_back(std::move(kernel));
+        }
+        return kernels;
       },
       py::arg("case"), py::arg("deterministic"), py::arg("architecture"),
       "The cases of the kernels that a backward runs, of one of kernel 'backward'.");

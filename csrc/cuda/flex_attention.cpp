@@ -173,7 +173,9 @@ class Call {
             map_of(grad_out, tile.rows),
             encoded(rows, row_shape),
             query_sum.defined() ? map_of(query_sum, 64) : device::TensorMap{},
-            section(key_.size(0) * key_.size(1), query_head)};
+            section(key_.size(0) * key_.size(1), query_head),
+            0,
+            as_int(key_.size(0) * key_.size(1))};
   }
 
   /// `more`: the kernel's further arguments. `ahead`: called where the kernel is compiled, with the architecture.
@@ -284,32 +286,44 @@ class Call {
   int* next_ = nullptr;
 };
 
+int64_t launches_in_order(const FlexCase& c, const Tensor& key) {
+  return ordered_launches(c, key.size(0), key.size(1), key.size(2),
+                          at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
+}
+
 /// What the kernels of a backward have in common, made of what a forward's has.
-FlexCase backward_case(FlexCase c, const FlexScores& scores, const std::vector<bool>& needs_grad, bool deterministic) {
+FlexCase backward_case(FlexCase c, const FlexScores& scores, const Tensor& key, const std::vector<bool>& needs_grad,
+                       bool deterministic) {
   c.max_scores = c.out_low = c.unscaled = false;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
-  c.fixed_point = deterministic && c.wants_buffers();
+  c.fixed_point = deterministic && c.wants_buffers() && launches_in_order(c, key) == 0;
   return c;
 }
 
 /// The sums of the contributions to captured buffers.
 class BufferSums {
  public:
+  /// In `grads` themselves where these are dense float32 and sums are float.
   BufferSums(const FlexScores& scores, const std::vector<bool>& wants, bool fixed_point, int64_t pairs,
-             const Tensor& like)
+             const Tensor& like, const std::vector<Tensor>& grads)
       : derivative_(scores.score_mod.text.empty() ? nullptr
                                                   : score_mod::cached_derivative(scores.score_mod.text, wants)),
         fixed_point_(fixed_point) {
     const auto floats = like.options().dtype(at::kFloat);
     const auto& buffers = scores.score_mod.buffers;
     for (size_t i = 0; i < buffers.size(); ++i) {
-      sums_.push_back(wants[i] ? at::zeros({buffers[i].numel()}, fixed_point ? floats.dtype(at::kLong) : floats)
-                               : Tensor());
+      const bool there = wants[i] && !fixed_point && grads[i].scalar_type() == at::kFloat && grads[i].is_contiguous();
+      sums_.push_back(!wants[i] ? Tensor()
+                      : there   ? grads[i].view({grads[i].numel()}).zero_()
+                                : at::zeros({buffers[i].numel()}, fixed_point ? floats.dtype(at::kLong) : floats));
     }
     if (fixed_point) largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
+    // So that no sum overflows.
     const auto count = static_cast<uint64_t>(contributions()) * static_cast<uint64_t>(pairs);
-    fixed_bits_ = 62 - std::bit_width(count);
+    fixed_bits_ = std::min(62 - static_cast<int>(std::bit_width(count)), device::kFlexFixedBits);
+    TORCH_CHECK_VALUE(!fixed_point || 2 * fixed_bits_ >= device::kFlexFixedBits,
+                      "flex_attention: with deterministic=True B * H * M * N must be below 2^45, but got ", pairs);
   }
 
   size_t contributions() const { return derivative_ == nullptr ? 0 : derivative_->contributions().size(); }
@@ -337,7 +351,7 @@ class BufferSums {
                             floats.mutable_data_ptr<float>(), stream);
         sum = floats;
       }
-      grads[i].copy_(sum.view(grads[i].sizes()));
+      if (!sum.is_alias_of(grads[i])) grads[i].copy_(sum.view(grads[i].sizes()));
     }
   }
 
@@ -387,7 +401,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
       const bool ordered = (aux & kFlexOrdered) != 0;
-      const FlexCase backward = backward_case(c, scores, needs_grad, ordered);
+      const FlexCase backward = backward_case(c, scores, key, needs_grad, ordered);
       for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
         jit::compile_ahead(flex_program(next, Call::plan_of(next), architecture).program);
       }
@@ -419,7 +433,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   Call call(query, key, value, scores);
   FlexCase& c = call.kernel_case();
-  c = backward_case(c, scores, needs_grad, deterministic);
+  c = backward_case(c, scores, key, needs_grad, deterministic);
   c.max_gradient = upstream.max_scores.defined();
 
   const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));
@@ -443,7 +457,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
-  const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query);
+  const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query, grads.buffers);
 
   device::FlexBackwardArguments a{};
   call.fill(a);
@@ -459,6 +473,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.largest = sums.largest();
   a.fixed_bits = sums.fixed_bits();
 
+  const bool in_order = deterministic && c.wants_buffers() && !c.fixed_point;
+  const int64_t launches = in_order ? launches_in_order(c, key) : 1;
   auto sum_arguments = sums.arguments();
   for (const FlexCase& kernel : kernels) {
     c = kernel;
@@ -475,7 +491,13 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
       more = call.hopper_backward(plan.tile, grad_out, row_values, by_key && c.grad_query ? query_sum : Tensor());
       further.push_back(&more);
     }
-    call.launch(plan, &a, ctas, further);
+    if (!by_key || launches == 1) {
+      call.launch(plan, &a, ctas, further);
+      continue;
+    }
+    more.heads /= static_cast<int>(launches);
+    for (; more.first_head < key.size(0) * key.size(1); more.first_head += more.heads)
+      call.launch(plan, &a, ctas / launches, further);
   }
   if (query_sum.defined()) {
     flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size,

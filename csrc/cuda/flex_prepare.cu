@@ -275,10 +275,11 @@ int64_t row_ctas(const Rows& p, int lanes) {
 __global__ void __launch_bounds__(kThreads)
     fixed_to_float_kernel(const int64_t* sums, const float* largest, int bits, int64_t elements, float* out) {
   const float most = *largest;
-  const int exponent = static_cast<int>(__float_as_uint(most) >> 23 & 255) - 127;
-  // As device::fixed_scale has it, the other way round.
-  const double unit = __longlong_as_double(static_cast<long long>(1023 - bits + exponent + 1) << 52);
-  const bool finite = exponent < 128;
+  const int exponent = static_cast<int>(__float_as_uint(most) >> 23 & 255);
+  // As device::FlexBufferSums::limit_above has it.
+  const int limit = min(max(exponent + 1, 27), 254) - 127;
+  const double unit = __longlong_as_double(static_cast<long long>(1023 + limit - bits) << 52);
+  const bool finite = exponent < 255;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements;
        i += int64_t{kThreads} * gridDim.x) {
     out[i] = finite ? static_cast<float>(static_cast<double>(sums[i]) * unit) : __int_as_float(0x7fffffff);

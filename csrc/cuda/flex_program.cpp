@@ -3,8 +3,10 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <functional>
 
 #include "score_mod/cache.h"
+#include "score_mod/index_analysis.h"
 #include "score_mod/render_cuda.h"
 #include "score_mod/scatter_plan.h"
 
@@ -45,7 +47,7 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
   const int teams = hopper ? warps / 4 : 1, lines = hopper ? 2 : 1;
   if (scheme == 'C') return warps * lines * cols * 4;
   if (scheme == 'D') return warps * (lines * round_up(cols + keys - 1, 4) + 8 * 40) * 4;
-  if (scheme == 'F') return (c.fixed_point ? 1 : teams) * (16 + round_up(table * 8, 16));
+  if (scheme == 'F') return teams * (16 + round_up(table * 8, 16));
   return 0;
 }
 
@@ -105,8 +107,14 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
   return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
 }
+// What a score_mod reads for each pair by itself is asked for a tile ahead, and should stay in the first-level cache.
+bool reads_pairs(const FlexCase& c) {
+  if (c.score_mod.text.empty()) return false;
+  const auto reads = score_mod::reads(*score_mod::cached_graph(c.score_mod.text));
+  return std::find(reads.begin(), reads.end(), score_mod::Reads::kPair) != reads.end();
+}
 std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
-  if (fits_hopper_backward(c)) return {{128, 128, 12, 1, 2, FlexFamily::kHopper}};
+  if (fits_hopper_backward(c)) return {{128, reads_pairs(c) ? 64 : 128, 12, 1, 2, FlexFamily::kHopper}};
   return {{128, 64, 12, 1, 2, FlexFamily::kHopper}, {128, 64, 12, 1, 1, FlexFamily::kHopper}};
 }
 
@@ -373,6 +381,20 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
   c.grad_value = needs_grad[2];
   if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
   return kernels;
+}
+
+int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
+                         const std::string& architecture) {
+  if (c.score_mod.text.empty() || !takes_hopper(c, architecture)) return 0;
+  const auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  const auto all = [&](auto member) { return std::all_of(steps.begin(), steps.end(), std::mem_fn(member)); };
+  if (!all(&score_mod::ScatterStep::once_a_batch)) return 0;
+  if (batches == 1 || all(&score_mod::ScatterStep::exclusive)) return 1;
+  // Fixed point takes one and a half times as long at least: so much may wait for the last CTAs of a launch.
+  const int cols = hopper_backward(c).front().cols;
+  const int64_t ctas = heads * ((keys + cols - 1) / cols);
+  const int64_t waves = (ctas + processors - 1) / processors;
+  return 2 * waves * processors <= 3 * ctas ? batches : 0;
 }
 
 std::string flex_id(const FlexCase& c, const FlexPlan& plan) {

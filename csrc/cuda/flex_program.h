@@ -79,6 +79,12 @@ FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
 
+/// In how many launches, one batch after the other or all at once, the backward's sums of the buffers' gradients come
+/// in one order without fixed point: where each place gets one contribution a launch, and a launch fills the GPU's
+/// `processors`; else 0. Of key and value so many `batches`, `heads` and `keys`.
+int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
+                         const std::string& architecture);
+
 /// What determines the program.
 std::string flex_id(const FlexCase& c, const FlexPlan& plan);
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);

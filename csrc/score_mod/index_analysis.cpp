@@ -239,6 +239,31 @@ std::vector<Dependence> dependences(const Graph& graph) {
   return result;
 }
 
+std::vector<Reads> reads(const Graph& graph) {
+  const auto dependence = dependences(graph);
+  std::vector<Reads> result(graph.nodes().size(), Reads::kRow);
+  std::vector<bool> late(graph.nodes().size(), false);
+  for (size_t id = 0; id < result.size(); ++id) {
+    const Node& node = graph.nodes()[id];
+    for (const NodeId operand : node.operands) late[id] = late[id] || late[operand];
+    if (node.op != Op::kLoad) continue;
+    VariableSet on = 0;
+    bool diagonal = true;
+    for (const NodeId index : node.operands) {
+      on |= dependence[index].on();
+      diagonal = diagonal && dependence[index].diagonal();
+    }
+    const bool keys = (on & set_of(kVarKv)) != 0, rows = (on & set_of(kVarQ)) != 0;
+    result[id] = late[id] || (on & set_of(kVarLane)) != 0 ? Reads::kLater
+                 : !keys                                  ? Reads::kRow
+                 : !rows                                  ? Reads::kKey
+                 : diagonal                               ? Reads::kDiagonal
+                                                          : Reads::kPair;
+    late[id] = late[id] || result[id] == Reads::kPair;
+  }
+  return result;
+}
+
 VariableSet determined(const Graph& graph, std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals) {
   VariableSet known = 0;

@@ -60,6 +60,17 @@ struct Dependence {
 
 std::vector<Dependence> dependences(const Graph& graph);
 
+/// What of a load's place is known before any score is.
+enum class Reads : uint8_t {
+  kLater,  ///< it needs a score, or what is read for each pair by itself
+  kRow,    ///< the key plays no part
+  kKey,    ///< of keys alone
+  kDiagonal,
+  kPair,  ///< of each pair its own
+};
+/// Of every node; of one that is no load it means nothing.
+std::vector<Reads> reads(const Graph& graph);
+
 /// The variables that a tuple of indices determines: v is in the set if no two tuples are equal that differ in v.
 VariableSet determined(const Graph& graph, std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals);

@@ -1,5 +1,6 @@
 #include "score_mod/render_cuda.h"
 
+#include <algorithm>
 #include <bit>
 #include <charconv>
 #include <cmath>
@@ -14,6 +15,11 @@ std::string storage_name(DType dtype) {
   constexpr std::string_view kNames[] = {"double", "float", "BFloat16",    "Float16",       "long long",
                                          "int",    "short", "signed char", "unsigned char", "Bool"};
   return std::string(kNames[static_cast<int>(dtype)]);
+}
+
+int storage_bytes(DType dtype) {
+  constexpr int kBytes[] = {8, 4, 2, 2, 8, 4, 2, 1, 1, 1};
+  return kBytes[static_cast<int>(dtype)];
 }
 
 std::string number(int64_t i) { return std::to_string(i); }
@@ -206,30 +212,30 @@ class Renderer {
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = read_if(" + element(id) + ");\n";
   }
 
-  // Reads whose places depend on the key or on its distance from the query, and on no score.
+  // Reads at places of keys or diagonals; and of each pair its own.
   void touch() {
-    const auto dependence = dependences(graph_);
-    std::vector<NodeId> roots;
-    std::string touches;
+    const auto kinds = reads(graph_);
+    std::vector<NodeId> roots, pair_roots;
+    std::string touches, pair_touches;
     bool diagonals = false;
+    int pair_bytes = 0;
     for (const NodeId id : reachable(graph_)) {
-      if (graph_[id].op != Op::kLoad) continue;
-      VariableSet on = 0;
-      bool diagonal = true;
-      for (const NodeId index : graph_[id].operands) {
-        on |= dependence[index].on();
-        diagonal = diagonal && dependence[index].diagonal();
-      }
-      if ((on & set_of(kVarLane)) != 0 || (on & set_of(kVarKv)) == 0) continue;
-      if ((on & set_of(kVarQ)) != 0 && !diagonal) continue;
-      diagonals = diagonals || (on & set_of(kVarQ)) != 0;
-      for (const NodeId index : graph_[id].operands) roots.push_back(index);
-      touches += "  touch_if(" + element(id) + ", nowhere);\n  ";
+      if (graph_[id].op != Op::kLoad || kinds[id] < Reads::kKey) continue;
+      const bool pair = kinds[id] == Reads::kPair;
+      diagonals = diagonals || kinds[id] == Reads::kDiagonal;
+      for (const NodeId index : graph_[id].operands) (pair ? pair_roots : roots).push_back(index);
+      (pair ? pair_touches : touches) += "  touch_if(" + element(id) + ", nowhere);\n  ";
+      if (pair)
+        pair_bytes = std::max(pair_bytes, storage_bytes(options_.dtypes[static_cast<size_t>(graph_[id].payload)]));
     }
     text_ += "  static constexpr bool kTouchesKeys = " + std::string(touches.empty() ? "false" : "true") +
              ", kTouchesDiagonals = " + (diagonals ? "true" : "false") + ";\n";
-    begin("void touch", "int b, int h, int q_idx, int kv_idx, bool valid, [[maybe_unused]] unsigned nowhere");
+    text_ += "  static constexpr int kPairBytes = " + number(pair_bytes) + ";\n";
+    const std::string parameters = "int b, int h, int q_idx, int kv_idx, bool valid, [[maybe_unused]] unsigned nowhere";
+    begin("void touch", parameters);
     end_with_result(roots, touches);
+    begin("void touch_pair", parameters);
+    end_with_result(pair_roots, pair_touches);
   }
 
   void derivative(const std::string& indices) {

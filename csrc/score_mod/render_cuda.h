@@ -30,6 +30,10 @@ struct RenderOptions {
 ///     static constexpr bool kTouchesKeys, kTouchesDiagonals;
 ///     static __device__ void touch(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid,
 ///                                  unsigned nowhere);  // 4 bytes of shared memory
+///     // the same of what apply reads of each pair by itself; its widest element, 0: nothing
+///     static constexpr int kPairBytes;
+///     static __device__ void touch_pair(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid,
+///                                       unsigned nowhere);
 ///     // of a mask_mod
 ///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
 ///     // of a derivative: returns d score, contribution k goes into value[k]; all 0 where not valid

@@ -33,26 +33,25 @@ ScatterStep classify(const Graph& graph, const Contribution& c, std::span<const 
   const std::string depends = "the index depends on " + names_of(on);
   if ((on & set_of(kVarLane)) == 0) {
     const VariableSet pair = on & kPairSet;
-    if (pair == 0) return {ScatterClass::kInvariant, false, depends + ": one sum for the whole loop"};
-    if (pair == set_of(kVarKv)) return {ScatterClass::kKv, false, depends + ": one sum a column"};
-    if (pair == set_of(kVarQ)) return {ScatterClass::kQ, false, depends + ": one sum a row"};
+    if (pair == 0) return {ScatterClass::kInvariant, depends + ": one sum for the whole loop"};
+    if (pair == set_of(kVarKv)) return {ScatterClass::kKv, depends + ": one sum a column"};
+    if (pair == set_of(kVarQ)) return {ScatterClass::kQ, depends + ": one sum a row"};
     if (diagonal) {
-      return {ScatterClass::kDiagonal, false,
+      return {ScatterClass::kDiagonal,
               depends + ", q_idx and kv_idx through their difference only: one sum a diagonal"};
     }
     if ((determines & kPairSet) == kPairSet) {
-      return {ScatterClass::kInjective, false, depends + ", and no two pairs of a head have the same: nothing to sum"};
+      return {ScatterClass::kInjective, depends + ", and no two pairs of a head have the same: nothing to sum"};
     }
   }
   if (elements >= 0 && elements <= kSmallTableElements) {
-    return {ScatterClass::kSmallTable, false,
+    return {ScatterClass::kSmallTable,
             depends + " in no special way, but the buffer has " + std::to_string(elements) + " elements: a histogram"};
   }
-  return {ScatterClass::kGeneral, false,
-          depends + " in no special way: an atomic addition a pair" +
-              (elements < 0 ? " (class F, a histogram, where the buffer has at most " +
-                                  std::to_string(kSmallTableElements) + " elements)"
-                            : "")};
+  return {ScatterClass::kGeneral, depends + " in no special way: an atomic addition a pair" +
+                                      (elements < 0 ? " (class F, a histogram, where the buffer has at most " +
+                                                          std::to_string(kSmallTableElements) + " elements)"
+                                                    : "")};
 }
 
 }  // namespace
@@ -71,6 +70,8 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     const bool only_read = std::count_if(all.begin(), all.end(), same_buffer) == 1;
     constexpr VariableSet kHead = set_of(kVarB) | set_of(kVarH);
     step.exclusive = only_read && (determines & kHead) == kHead;
+    step.once_a_batch =
+        only_read && step.scheme == ScatterClass::kInjective && (determines & set_of(kVarH)) == set_of(kVarH);
     if (step.exclusive) {
       step.reason += "; exclusive: no other b or h and no other read writes there";
     } else if (!only_read) {

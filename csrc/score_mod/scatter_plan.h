@@ -27,10 +27,13 @@ inline constexpr int64_t kSmallTableElements = 4096;
 /// The scheme of one contribution of the derivative, in their order.
 struct ScatterStep {
   ScatterClass scheme;
+  std::string reason;
   /// No other (b, h) writes to the places of this one, nor does another contribution: what is summed over the loop may
   /// be stored instead of added.
-  bool exclusive;
-  std::string reason;
+  bool exclusive = false;
+  /// Within a batch no other pair or h writes to a place of this one, nor does another contribution: added batch after
+  /// batch, the sums are in one order.
+  bool once_a_batch = false;
 };
 
 /// `elements`: how many elements each buffer has, where known; without it a class-F candidate is G.

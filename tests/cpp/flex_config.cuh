@@ -11,7 +11,11 @@ struct ScoreMod {
     return valid ? score * c.scale[h] : 0.0f;
   }
   static constexpr bool kTouchesKeys = true, kTouchesDiagonals = true;
+  static constexpr int kPairBytes = 4;
   static __device__ void touch(const Captured& c, int b, int h, int q, int kv, bool valid, unsigned nowhere) {
+    score_mod::touch_if(c.scale + h, valid, nowhere);
+  }
+  static __device__ void touch_pair(const Captured& c, int b, int h, int q, int kv, bool valid, unsigned nowhere) {
     score_mod::touch_if(c.scale + h, valid, nowhere);
   }
 };

@@ -122,16 +122,23 @@ TEST(RenderCuda, Touches) {
     const auto flag = [&](const std::string& name) { return text.find(name + " = true") != std::string::npos; };
     size_t reads = 0;
     for (size_t at = 0; (at = text.find("touch_if(", at)) != std::string::npos; ++at) ++reads;
-    return std::tuple(flag("kTouchesKeys"), flag("kTouchesDiagonals"), reads);
+    const size_t bytes = text.find("kPairBytes = ") + std::string("kPairBytes = ").size();
+    return std::tuple(flag("kTouchesKeys"), flag("kTouchesDiagonals"), text[bytes] - '0', reads);
   };
-  const std::tuple none(false, false, size_t{0});
-  EXPECT_EQ(touches("%0 = load @0 kv_idx\nreturn %0\n"), std::tuple(true, false, size_t{1}));
-  EXPECT_EQ(touches("%0 = sub q_idx kv_idx\n%1 = load @1 h %0\nreturn %1\n"), std::tuple(true, true, size_t{1}));
+  const std::tuple none(false, false, 0, size_t{0});
+  EXPECT_EQ(touches("%0 = load @0 kv_idx\nreturn %0\n"), std::tuple(true, false, 0, size_t{1}));
+  EXPECT_EQ(touches("%0 = sub q_idx kv_idx\n%1 = load @1 h %0\nreturn %1\n"), std::tuple(true, true, 0, size_t{1}));
   // The place of a place is read there, and touched too.
-  EXPECT_EQ(touches("%0 = load @2 kv_idx\n%1 = load @0 %0\nreturn %1\n"), std::tuple(true, false, size_t{2}));
+  EXPECT_EQ(touches("%0 = load @2 kv_idx\n%1 = load @0 %0\nreturn %1\n"), std::tuple(true, false, 0, size_t{2}));
   EXPECT_EQ(touches("%0 = load @0 q_idx\nreturn %0\n"), none);
   EXPECT_EQ(touches("%0 = load @0 h\nreturn %0\n"), none);
-  EXPECT_EQ(touches("%0 = load @1 q_idx kv_idx\nreturn %0\n"), none);
+  EXPECT_EQ(touches("%0 = load @1 q_idx kv_idx\nreturn %0\n"), std::tuple(false, false, 4, size_t{1}));
+  EXPECT_EQ(touches("%0 = add q_idx kv_idx\n%1 = load @2 %0\n%2 = to_float %1\nreturn %2\n"),
+            std::tuple(false, false, 8, size_t{1}));
+  // Where one is, another one of the pair says.
+  EXPECT_EQ(touches("%0 = add q_idx kv_idx\n%1 = load @2 %0\n%2 = load @0 %1\nreturn %2\n"),
+            std::tuple(false, false, 8, size_t{1}));
+  EXPECT_EQ(touches("%0 = load @2 q_idx\n%1 = load @1 %0 kv_idx\nreturn %1\n"), std::tuple(false, false, 4, size_t{1}));
   EXPECT_EQ(touches("%0 = to_int score\n%1 = add kv_idx %0\n%2 = load @0 %1\nreturn %2\n"), none);
   source.check();
 }

@@ -25,6 +25,23 @@ TEST(ScatterPlan, ClassesOfTheExamples) {
   }
 }
 
+TEST(ScatterPlan, OnceABatch) {
+  const auto once = [](const std::string& buffer, const std::string& body) {
+    const Graph derivative = differentiate(parse("score_mod 1\nbuffer @0 f " + buffer + "\n" + body), {true});
+    const auto steps = plan_scatter(derivative);
+    return std::pair(steps.at(0).once_a_batch, steps.at(0).exclusive);
+  };
+  EXPECT_EQ(once("3", "%0 = load @0 h q_idx kv_idx\n%1 = add score %0\nreturn %1"), std::pair(true, false));
+  EXPECT_EQ(once("4", "%0 = load @0 b h q_idx kv_idx\n%1 = add score %0\nreturn %1"), std::pair(true, true));
+  EXPECT_EQ(once("2", "%0 = load @0 q_idx kv_idx\n%1 = add score %0\nreturn %1"), std::pair(false, false));
+  EXPECT_EQ(once("2", "%0 = load @0 h kv_idx\n%1 = add score %0\nreturn %1"), std::pair(false, false));
+  // Two reads of one buffer.
+  EXPECT_EQ(once("3",
+                 "%0 = load @0 h q_idx kv_idx\n%1 = load @0 h kv_idx q_idx\n%2 = mul %0 %1\n%3 = add score %2\n"
+                 "return %3"),
+            std::pair(false, false));
+}
+
 TEST(ScatterPlan, SmallTablesGetAHistogram) {
   const Graph derivative =
       differentiate(parse("score_mod 1\nbuffer @0 i64 2\nbuffer @1 f 1\n"

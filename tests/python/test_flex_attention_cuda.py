@@ -165,6 +165,31 @@ def test_deterministic_gradients_are_the_same_bits(which: int, dtype: torch.dtyp
         assert relative(plain, ordered) <= limit
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
+@pytest.mark.parametrize("heads", [2, 64], ids=["few CTAs a batch", "many CTAs a batch"])
+@pytest.mark.parametrize("own", [False, True], ids=["batches share", "each batch its own"])
+def test_deterministic_elements_of_one_pair(own: bool, heads: int, masked: bool) -> None:
+    """Hopper's backward goes batch by batch there, if a batch is enough for the GPU; else in fixed point."""
+    batches, n = 5, 300
+    bias = (0.3 * torch.randn(batches if own else 1, 2 * heads, n, n)).requires_grad_()
+    wanted = [*inputs(batches, 2 * heads, n, n, 64, hkv=heads), bias]
+    upstream = torch.randn_like(wanted[0])
+    mask = create_block_mask(causal, None, None, n, n, device=DEVICE) if masked else None
+
+    def score_mod(s, b, h, q, kv):
+        return s + bias[b if own else 0, h, q, kv]
+
+    def backward(deterministic: bool) -> tuple[Tensor, ...]:
+        out = flex_attention(*wanted[:3], score_mod, mask, enable_gqa=True, deterministic=deterministic)
+        return torch.autograd.grad(out, wanted, upstream)
+
+    runs = [backward(True) for _ in range(4)]
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+    for ordered, plain in zip(runs[0], backward(False), strict=True):
+        assert relative(plain, ordered) <= (2e-4 if ordered.dtype == torch.float32 else 5e-3)
+
+
 def test_a_number_on_the_cpu() -> None:
     """PyTorch lets a 0-d tensor stay on the CPU; its gradient goes back there."""
     q, k, v = inputs(1, 2, 40, 40, 16, torch.float32)

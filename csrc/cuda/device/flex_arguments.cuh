@@ -57,6 +57,9 @@ struct FlexRow {
   float delta;  // sum of grad_out * out, less grad_lse
 };
 
+/// Fixed point has at most so many bits below the power of two above the largest contribution.
+constexpr int kFlexFixedBits = 34;
+
 /// The sums of the contributions to the captured buffers' gradients.
 struct FlexSums {
   void* data;            // of the buffer's elements: float, or long long where they are fixed point
@@ -74,7 +77,7 @@ struct FlexBackwardArguments {
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes
   float scale;
-  int fixed_bits;  // fixed point: how far below 2^62 / largest a unit lies, so that no sum overflows
+  int fixed_bits;  // fixed point: a unit is 2^-fixed_bits of the power of two above the largest contribution
 };
 
 /// What the backward of sm_90a takes besides.
@@ -83,6 +86,7 @@ struct FlexBackwardHopperArguments {
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
   TensorMap grad_query;                   // of floats; boxes of 32 columns of 64 rows, swizzled
   int section;                            // heads of keys whose tiles are begun in the order of their place in the head
+  int first_head, heads;                  // heads of keys of the launch
 };
 
 }  // namespace fusegrad::device

@@ -113,7 +113,6 @@ class FlexBackward {
     if (h >= 0) sums_.end_head(b, h, first_key());
     wait_copies<0>();
     __syncthreads();
-    sums_.end();
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       if constexpr (Config::kGradKey) store<kMineD, kBlocksD>(grad_key_[m], m, a_.grad_key, a_.head_size, a_.scale);

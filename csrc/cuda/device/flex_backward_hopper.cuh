@@ -113,7 +113,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
-    if constexpr (kTouchesDiagonals<typename Config::ScoreMod>) wait_touches();
+    if constexpr (Tiles::kTouches) wait_touches();
     if constexpr (Config::kGradQuery) {
       if (i > 0) last_grad_query(i - 1);
       // Of kNoMore, the place of tile i.
@@ -121,8 +121,6 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       named_arrive(kSumFull + group_, kWithWarp);
     }
     if (h >= 0) sums_.end_head(b, h, first_key());
-    named_sync(kAll, kThreads);
-    sums_.end();
     if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
 #pragma unroll 1  // the same code for both
       for (int value = 0; value < 2; ++value) {

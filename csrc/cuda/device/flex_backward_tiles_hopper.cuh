@@ -94,8 +94,8 @@ class FlexBackwardHopperTiles {
     // The first keys first: under a causal mask they have the most queries, and what is begun last should not take
     // long.
     const int id = static_cast<int>(blockIdx.x), first = id / (more_.section * col_tiles) * more_.section;
-    const int heads = min(more_.section, a_.key_batches * key_heads - first), place = id - first * col_tiles;
-    const int head = first + place % heads;
+    const int heads = min(more_.section, more_.heads - first), place = id - first * col_tiles;
+    const int head = more_.first_head + first + place % heads;
     col_tile_ = place / heads;
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
@@ -216,13 +216,21 @@ class FlexBackwardHopperTiles {
     }
     return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
   }
-  /// What the warpgroup will read of diagonals for tile i, which is there: what it reads of keys it has.
+  /// What the warpgroup will read for tile i, which is there: of diagonals, and for each pair by itself where it stays
+  /// in the first-level cache, of which dQ leaves 28 KiB; what it reads of keys it has.
+  static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 &&
+                                        (!Config::kGradQuery ||
+                                         Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
+  static constexpr bool kTouches = kTouchesDiagonals<ScoreMod> || kTouchesPairs;
   __device__ __forceinline__ void touch(int i) const {
-    if constexpr (kTouchesDiagonals<ScoreMod>) {
-      const Place p = place_of(i);
-      touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), col_ + key_group() * 64,
-                                                          thread() % kWarpgroup, barrier(kBarriers) + thread() * 4);
-    }
+    if constexpr (!kTouches) return;
+    const Place p = place_of(i);
+    const int kv = col_ + key_group() * 64, thread = this->thread() % kWarpgroup;
+    const unsigned nowhere = barrier(kBarriers) + this->thread() * 4;
+    if constexpr (kTouchesDiagonals<ScoreMod>)
+      touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
+    if constexpr (kTouchesPairs)
+      touch_pairs<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
@@ -288,8 +296,7 @@ class FlexBackwardHopperTiles {
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const bool masked = this->masked(place);
     sums_.begin_tile();
-    // The code of a score_mod is there once, so that it is compiled quickly.
-    if (kHas<ScoreMod> || masked) {
+    if (!kUnmaskedToo<Config> || masked) {
       each_pair<true>(place, i, alive(place, masked), s, d, p, ds);
     } else {
       each_pair<false>(place, i, 0, s, d, p, ds);

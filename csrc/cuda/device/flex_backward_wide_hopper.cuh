@@ -101,8 +101,6 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     pin<kBlocksN * 4>(d[0]);
     if (h >= 0) sums_.end_head(b, h, first_key());
-    meet();
-    sums_.end();
     if constexpr (Config::kGradKey) {
       store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad,
                            {a_.scale, a_.scale});

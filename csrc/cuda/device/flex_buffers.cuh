@@ -52,13 +52,6 @@ __device__ __forceinline__ int fold_index(int i, int lane) {
   return i + (lane & 16 ? kCount / 2 : 0) + (lane & 8 ? kCount / 4 : 0) + (lane & 4 ? kCount / 8 : 0);
 }
 
-/// The factor of fixed point, a power of two in double since it may be beyond float's range: 2^bits / largest and a
-/// little less.
-__device__ __forceinline__ double fixed_scale(float largest, int bits) {
-  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23 & 255) - 127;
-  return __longlong_as_double(static_cast<long long>(1023 + bits - exponent - 1) << 52);
-}
-
 /// Adds to shared or device memory where `there`, without a branch.
 __device__ __forceinline__ void add_shared_if(bool there, unsigned address, int x) {
   asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.shared.add.u32 [%0], %1;\n}" ::"r"(address),
@@ -68,6 +61,11 @@ __device__ __forceinline__ void add_shared_if(bool there, unsigned address, int 
 __device__ __forceinline__ void add_global_if(bool there, float* p, float x) {
   asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.global.add.f32 [%0], %1;\n}" ::"l"(p),
                "f"(x), "r"(static_cast<int>(there))
+               : "memory");
+}
+__device__ __forceinline__ void add_global_if(bool there, unsigned long long* p, unsigned long long x) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.global.add.u64 [%0], %1;\n}" ::"l"(p),
+               "l"(x), "r"(static_cast<int>(there))
                : "memory");
 }
 
@@ -90,7 +88,7 @@ class FlexBufferSums {
   static_assert(kLines == 1 || kBlocksM == 1);
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
 
-  // Of a histogram's element: 64-bit fixed point, or 32 bits and another 32 for what they leave.
+  // Of a histogram's element: 32 bits and another 32 for what they leave.
   static constexpr int kCountBytes = 8;
 
   // Whether any is kept from pair to pair: of more than eight queries they would not fit registers.
@@ -102,14 +100,14 @@ class FlexBufferSums {
   }
   static constexpr bool kHeld = held();
 
-  // Bytes of shared memory that a contribution takes: of class F a team's, unless sums are fixed point.
+  // Bytes of shared memory that a contribution takes, of class F a team's.
   static __device__ constexpr int table_bytes(int k) {
     return 16 + (Config::Schemes::kTable[k] * kCountBytes + 15) / 16 * 16;
   }
   static __device__ constexpr int bytes(int k) {
     if (scheme(k) == 'C') return Config::kWarps * kLines * kCols * 4;
     if (scheme(k) == 'D') return Config::kWarps * (kLines * kLine + 8 * kPatchCols) * 4;
-    if (scheme(k) == 'F') return (Config::kFixedPoint ? 1 : kTeams) * table_bytes(k);
+    if (scheme(k) == 'F') return kTeams * table_bytes(k);
     return 0;
   }
   static __device__ constexpr int offset(int k) {
@@ -119,14 +117,13 @@ class FlexBufferSums {
   }
   static __device__ constexpr bool flushes() {
     for (int k = 0; k < kCount; ++k) {
-      if (scheme(k) == 'C' || scheme(k) == 'D' || tabled(k)) return true;
+      if (scheme(k) == 'C' || scheme(k) == 'D' || scheme(k) == 'F') return true;
     }
     return false;
   }
-  static __device__ constexpr bool tabled(int k) { return scheme(k) == 'F' && !Config::kFixedPoint; }
   static __device__ constexpr bool tables() {
     for (int k = 0; k < kCount; ++k) {
-      if (tabled(k)) return true;
+      if (scheme(k) == 'F') return true;
     }
     return false;
   }
@@ -146,6 +143,10 @@ class FlexBufferSums {
   __device__ __forceinline__ void begin() {
     for (int i = static_cast<int>(threadIdx.x); i < kSharedBytes / 4; i += kThreads)
       reinterpret_cast<int*>(shared_)[i] = 0;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (Config::kFixedPoint && keeps_limit(k)) limit_[k] = limit_above(__float_as_int(*sums_[k].largest));
+    }
     begin_head();
   }
   /// Before the tiles of a query head.
@@ -165,7 +166,7 @@ class FlexBufferSums {
 #pragma unroll
       for (int i = 0; i < kBlocksN * 2; ++i) col_[k][i] = 0.0f;
       largest_[k] = 0.0f;
-      if constexpr (tabled(k)) limit_[k] = table<k>()[1];
+      if constexpr (scheme(k) == 'F' && !Config::kFixedPoint) limit_[k] = table<k>()[1];
     });
   }
 
@@ -233,7 +234,7 @@ class FlexBufferSums {
           const int j = fold_index<kBlocksN * 2>(i, lane());
           line<k>(warp(), parity)[j / 2 * 8 + lane() % 4 * 2 + j % 2] = col_[k][i];
         }
-      } else if constexpr (tabled(k)) {
+      } else if constexpr (scheme(k) == 'F' && !Config::kFixedPoint) {
         const unsigned most = __reduce_max_sync(~0u, __float_as_uint(largest_[k]));
         if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(table<k>()), most);
       }
@@ -271,20 +272,21 @@ class FlexBufferSums {
           const int down = difference < 0 ? -difference : 0;
           put_at<k>(b, h, q + difference + down, kv + team() * kTeamKeys + down, sum);
         }
-      } else if constexpr (tabled(k)) {
+      } else if constexpr (scheme(k) == 'F') {
         int* counts = table<k>() + 4;
-        const float unit = this->unit<k>();
         for (int i = thread; i < Config::Schemes::kTable[k]; i += kTeamThreads) {
           int &high = counts[i], &low = counts[Config::Schemes::kTable[k] + i];
-          const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
+          if constexpr (Config::kFixedPoint) {
+            if ((high | low) != 0) put_fixed<k>(i, joined(high, low));
+          } else {
+            const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
+            if (sum != 0.0f) put<k>(i, sum * unit<k>());
+          }
           high = low = 0;
-          if (sum != 0.0f) put<k>(i, sum * unit);
         }
-        if (thread == 0) {
-          // Above all but infinite contributions: a power of two whose unit and its reciprocal are numbers.
-          constexpr int kInfinite = 255 << 23, kLeast = 27 << 23, kMost = 254 << 23;
+        if (!Config::kFixedPoint && thread == 0) {
           const int most = table<k>()[0];
-          if (most != 0 && most < kInfinite) table<k>()[1] = min(max((most & kInfinite) + (1 << 23), kLeast), kMost);
+          if (most != 0 && most < kInfinite) table<k>()[1] = limit_above(most);
           table<k>()[0] = 0;
         }
       }
@@ -307,22 +309,6 @@ class FlexBufferSums {
         }
       }
     });
-  }
-  /// After everything; by all threads after a barrier.
-  __device__ __forceinline__ void end() {
-    if constexpr (Config::kFixedPoint) {
-      for_each_index<kCount>([&](auto index) {
-        constexpr int k = decltype(index)::value;
-        if constexpr (scheme(k) == 'F') {
-          const auto* low = reinterpret_cast<const unsigned*>(shared_ + offset(k) + 16);
-          const auto* high = low + Config::Schemes::kTable[k];
-          for (int i = static_cast<int>(threadIdx.x); i < Config::Schemes::kTable[k]; i += kThreads) {
-            const unsigned long long count = static_cast<unsigned long long>(high[i]) << 32 | low[i];
-            if (count != 0) atomicAdd(static_cast<unsigned long long*>(sums_[k].data) + i, count);
-          }
-        }
-      });
-    }
   }
 
  private:
@@ -383,63 +369,91 @@ class FlexBufferSums {
     __syncwarp();
   }
 
-  // Class F in float: a histogram in shared memory of 32-bit fixed point, whose unit goes by the largest contribution
-  // of the tile before. What lies beyond goes to its place directly: all of the first tile.
-  static constexpr int kFixedBits = 17;  // 2^14 pairs of a tile times 2^17 fit
+  // Contributions as integers: of 2^kFixedBits units and of what those leave. Class F sums both in shared memory, by 32
+  // bits each. In float the unit goes by the largest contribution of the tile before, and what lies beyond goes to its
+  // place directly: all of the first tile. In fixed point it goes by the largest one of all.
+  static constexpr int kFixedBits = kFlexFixedBits / 2;  // 2^14 pairs of a tile times 2^17 fit
   static_assert(Config::kRows * Config::kCols <= 1 << 14);
-  // The limit is 2^kFixedBits units, both powers of two.
+  static constexpr int kInfinite = 255 << 23;
+  // Above a contribution, unless that is infinite: a power of two whose unit and its reciprocal are numbers.
+  static __device__ __forceinline__ int limit_above(int bits) {
+    constexpr int kLeast = 27 << 23, kMost = 254 << 23;
+    return min(max((bits & kInfinite) + (1 << 23), kLeast), kMost);
+  }
+  // Of what is needed once a tile the portable kernels have no register, nor have those with several contributions.
+  static __device__ constexpr bool keeps_limit(int k) { return scheme(k) > 'D' || (kLines == 2 && kCount == 1); }
+  template <int k>
+  __device__ __forceinline__ int limit() const {
+    return keeps_limit(k) ? limit_[k] : limit_above(__float_as_int(*sums_[k].largest));
+  }
+  // The limit is 2^kFixedBits units, both powers of two; units in a contribution of 1.
   template <int k>
   __device__ __forceinline__ float unit() const {
-    return __int_as_float(limit_[k]) * (1.0f / (1 << kFixedBits));
+    return __int_as_float(limit<k>()) * (1.0f / (1 << kFixedBits));
+  }
+  template <int k>
+  __device__ __forceinline__ float scale() const {
+    constexpr unsigned kScale = (254u + kFixedBits) << 23;  // bits of scale * limit, but for the bias of an exponent
+    return __uint_as_float(kScale - static_cast<unsigned>(limit<k>()));
+  }
+  // What is left of units counts by 2^-rest_bits() of one.
+  __device__ __forceinline__ int rest_bits() const {
+    return Config::kFixedPoint ? a_.fixed_bits - kFixedBits : kFixedBits - 1;
+  }
+  __device__ __forceinline__ float rest_scale() const { return __int_as_float((127 + rest_bits()) << 23); }
+  // Rounded by adding 1.5 * 2^23, where a float's unit is 1, since conversions are slow.
+  template <int k>
+  __device__ __forceinline__ void split(float v, int& units, int& rest) const {
+    constexpr float kRound = 12582912.0f;
+    constexpr int kBits = 0x4b400000;
+    const float high = fmaf(v, scale<k>(), kRound), left = fmaf(v, scale<k>(), kRound - high);
+    units = __float_as_int(high) - kBits;
+    rest = __float_as_int(fmaf(left, rest_scale(), kRound)) - kBits;
+  }
+  __device__ __forceinline__ long long joined(int units, int rest) const {
+    return static_cast<long long>(units) * (1 << rest_bits()) + rest;
   }
   template <int k>
   __device__ __forceinline__ void histogram(long long place, float v) {
     const int at = static_cast<int>(place);
-    if constexpr (Config::kFixedPoint) {
-      if (at < 0) return;
-      auto* low = reinterpret_cast<unsigned*>(shared_ + offset(k) + 16);
-      const long long x = fixed<k>(v);
-      const auto mine = static_cast<unsigned>(x);
-      const unsigned carry = atomicAdd(low + at, mine) + mine < mine ? 1 : 0;
-      const unsigned rest = static_cast<unsigned>(x >> 32) + carry;
-      if (rest != 0) atomicAdd(low + Config::Schemes::kTable[k] + at, rest);
-    } else {
-      // Numbers of units: rounded by adding 1.5 * 2^23, where a float's unit is 1, since conversions are slow.
-      constexpr float kRound = 12582912.0f;
-      constexpr int kBits = 0x4b400000;
-      constexpr unsigned kScale = (254u + kFixedBits) << 23;  // bits of scale * limit, but for the bias of an exponent
-      const float limit = __int_as_float(limit_[k]);
-      const float scale = __uint_as_float(kScale - static_cast<unsigned>(limit_[k]));
-      const bool near = fabsf(v) < limit;
+    bool near = true;
+    if constexpr (!Config::kFixedPoint) {
+      near = fabsf(v) < __int_as_float(limit_[k]);
       largest_[k] = fmaxf(largest_[k], fabsf(v));
-      const float high = fmaf(v, scale, kRound), rest = fmaf(v, scale, kRound - high);
-      const float low = fmaf(rest, 1 << kFixedBits - 1, kRound);
-      const unsigned to = shared_address(table<k>() + 4) + static_cast<unsigned>(at) * 4;
-      add_shared_if(near && at >= 0, to, __float_as_int(high) - kBits);
-      add_shared_if(near && at >= 0, to + Config::Schemes::kTable[k] * 4, __float_as_int(low) - kBits);
-      put_if<k>(!near && at >= 0, at, v);
     }
+    int units, rest;
+    split<k>(v, units, rest);
+    const unsigned to = shared_address(table<k>() + 4) + static_cast<unsigned>(at) * 4;
+    add_shared_if(near && at >= 0, to, units);
+    add_shared_if(near && at >= 0, to + Config::Schemes::kTable[k] * 4, rest);
+    if constexpr (!Config::kFixedPoint) put_if<k>(!near && at >= 0, at, v);
   }
 
-  template <int k>
-  __device__ __forceinline__ long long fixed(float v) const {
-    return __double2ll_rn(static_cast<double>(v) * fixed_scale(*sums_[k].largest, a_.fixed_bits));
-  }
+  // A contribution.
   template <int k>
   __device__ __forceinline__ void put_if(bool there, long long at, float v) {
     if constexpr (Config::kFixedPoint) {
-      if (there) put<k>(at, v);
+      int units, rest;
+      split<k>(v, units, rest);
+      add_global_if(there, static_cast<unsigned long long*>(sums_[k].data) + at,
+                    static_cast<unsigned long long>(joined(units, rest)));
     } else {
       add_global_if(there, static_cast<float*>(sums_[k].data) + at, v);
     }
   }
+  // A sum of them, which may be beyond the limit.
   template <int k>
   __device__ __forceinline__ void put(long long at, float v) {
     if constexpr (Config::kFixedPoint) {
-      atomicAdd(static_cast<unsigned long long*>(sums_[k].data) + at, static_cast<unsigned long long>(fixed<k>(v)));
+      // One after the other: their product may be beyond a float.
+      put_fixed<k>(at, __float2ll_rn(v * scale<k>() * rest_scale()));
     } else {
       atomicAdd(static_cast<float*>(sums_[k].data) + at, v);
     }
+  }
+  template <int k>
+  __device__ __forceinline__ void put_fixed(long long at, long long x) {
+    atomicAdd(static_cast<unsigned long long*>(sums_[k].data) + at, static_cast<unsigned long long>(x));
   }
   template <int k>
   __device__ __forceinline__ void put_at(int b, int h, int q, int kv, float sum) {

@@ -39,7 +39,8 @@ class FlexGradQueryHopper {
   // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
   // registers; and how many. What they wait for, they wait for together.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
-  static constexpr int kBlocksHeld = !kTouches ? 1 : Config::kHead == 64 ? 4 : 2;
+  static constexpr bool kPairs = kPairBytes<ScoreMod> > 0 && Config::kHead <= 128;
+  static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches ? 1 : Config::kHead == 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
 
@@ -185,7 +186,7 @@ class FlexGradQueryHopper {
       pin<kBlocksN * 4>(d[0]);
       if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
     }
-    if constexpr (kTouches) wait_touches();
+    if constexpr (kTouches || kPairs) wait_touches();
     finish(sum, tiles < 0);
   }
   __device__ __forceinline__ void begin(int r) {
@@ -229,10 +230,11 @@ class FlexGradQueryHopper {
   }
   /// What the warpgroup will read of captured tensors.
   __device__ __forceinline__ void touch(int tile) const {
-    if constexpr (!kTouches) return;
-    touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, row_ + group_ * 64, (tile >> 2) * Config::kCols,
-                                                        static_cast<int>(threadIdx.x) % kWarpgroup,
-                                                        this->tile(kKeyStages) + static_cast<int>(threadIdx.x) * 4);
+    const int q = row_ + group_ * 64, kv = (tile >> 2) * Config::kCols;
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    const unsigned nowhere = this->tile(kKeyStages) + static_cast<int>(threadIdx.x) * 4;
+    if constexpr (kTouches) touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
+    if constexpr (kPairs) touch_pairs<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
@@ -278,8 +280,7 @@ class FlexGradQueryHopper {
                                         unsigned (&ds)[kBlocksN * 2]) {
     const int kind = tile & 3, col = (tile >> 2) * Config::kCols, q = first_query(), kv = col + lane() % 4 * 2;
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
-    // The code of a score_mod is there once, so that it is compiled quickly.
-    if (kHas<ScoreMod> || masked) {
+    if (!kUnmaskedToo<Config> || masked) {
       const auto alive = !masked ? ~Bits<kBlocksN * 4>(0)
                                  : masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv);
       each_pair<true>(alive, q, kv, s, d, ds);

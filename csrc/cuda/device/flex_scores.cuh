@@ -65,8 +65,33 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
     }
   }
 }
+/// Bytes of the widest element that a score_mod reads for each pair by itself, at a place that can be asked for; or 0.
+template <class Mod>
+constexpr int kPairBytes = [] {
+  if constexpr (kHas<Mod>) return Mod::kPairBytes;
+  return 0;
+}();
+/// As touch_tile, of such reads, which are taken for 32 bytes of keys side by side.
+template <class Mod, int kQueries, int kKeys, int kThreads>
+__device__ __forceinline__ void touch_pairs(const typename Mod::Captured& captured, int b, int h, int q, int kv,
+                                            int thread, unsigned nowhere) {
+  if constexpr (kPairBytes<Mod> > 0) {
+    constexpr int kTogether = 32 / kPairBytes<Mod>, kAcross = kKeys / kTogether;
+    static_assert(kQueries * kAcross % kThreads == 0);
+#pragma unroll
+    for (int i = thread; i < kQueries * kAcross; i += kThreads)
+      Mod::touch_pair(captured, b, h, q + i / kAcross, kv + i % kAcross * kTogether, true, nowhere);
+  }
+}
 /// Shared memory must be there until all is written.
 __device__ __forceinline__ void wait_touches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// Whether a kernel has a score_mod's pairs twice, with and without a mask, though that is twice as long to compile.
+template <class Config>
+constexpr bool kUnmaskedToo = [] {
+  if constexpr (!kHas<typename Config::ScoreMod>) return true;
+  return Config::kFixedPoint && Config::kHead == 64 && Config::Derivative::kContributions == 1;
+}();
 
 /// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
 /// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
