@@ -425,8 +425,15 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const Tensor max_scores = saved.max_scores.contiguous();
 
   const int64_t heads = query.size(0) * query.size(1), padded = (query.size(3) + 15) / 16 * 16;
-  const std::array<int64_t, 4> shape{query.size(0), query.size(1), query.size(2), padded};
   const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
+  std::vector<FlexPlan> plans;
+  for (const FlexCase& kernel : kernels) plans.push_back(Call::plan_of(kernel));
+  // Only the portable kernel that adds it up has it in blocks.
+  const bool in_blocks = !kernels.empty() && kernels.back().kernel == FlexKernel::kBackward &&
+                         kernels.back().grad_query && plans.back().tile.family == FlexFamily::kPortable;
+  const int64_t sum_rows =
+      in_blocks ? tiles_in(query.size(2), device::kQuerySumRows) * device::kQuerySumRows : query.size(2);
+  const std::array<int64_t, 4> shape{query.size(0), query.size(1), sum_rows, padded};
   Tensor query_sum;
   if (needs_grad[0]) {
     // A kernel of its own writes it, the other one adds to it.
@@ -449,10 +456,10 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.fixed_bits = sums.fixed_bits();
 
   auto sum_arguments = sums.arguments();
-  for (const FlexCase& kernel : kernels) {
-    c = kernel;
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    c = kernels[i];
     const bool by_key = c.kernel == FlexKernel::kBackward;
-    const FlexPlan plan = call.plan();
+    const FlexPlan& plan = plans[i];
     a.tiles = call.tiles(plan.tile, by_key);
     const int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
                                 : heads * tiles_in(query.size(2), plan.tile.rows);
@@ -466,7 +473,11 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     }
     call.launch(plan, &a, ctas, further);
   }
-  if (needs_grad[0]) {
+  if (in_blocks) {
+    flex_query_sums({query_sum.const_data_ptr<float>(), view(grad_query), a.batches, a.heads, a.queries, c.head_size,
+                     static_cast<int>(sum_rows), static_cast<int>(padded), a.scale},
+                    c.dtype, call.stream());
+  } else if (needs_grad[0]) {
     Tensor target = grad_query;
     at::mul_out(target, query_sum.narrow(3, 0, query.size(3)), at::scalar_tensor(scores.scale, at::kDouble));
   }

@@ -207,6 +207,38 @@ bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element)
                                whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
 }
 
+// A CTA kSumRows queries of a head; a thread 8 columns of a query at a time.
+constexpr int kSumRows = 32;
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) query_sums_kernel(const __grid_constant__ FlexQuerySums p) {
+  const int tiles = (p.queries + kSumRows - 1) / kSumRows, parts = p.cols / 8;
+  const int first = static_cast<int>(blockIdx.x % tiles) * kSumRows;
+  const int64_t head = blockIdx.x / tiles;
+  const float* sums = p.sums + (head * p.rows + first) * p.cols;
+  T* out = static_cast<T*>(p.out.data) + head / p.heads * p.out.batch_stride + head % p.heads * p.out.head_stride +
+           first * p.out.row_stride;
+  for (int i = static_cast<int>(threadIdx.x); i < kSumRows * parts; i += kThreads) {
+    const int row = i / parts, part = i % parts;
+    if (first + row >= p.queries || part * 8 >= p.head_size) continue;
+    const auto* from = reinterpret_cast<const float4*>(sums + (row / 8 * parts + part) * 64 + row % 8 * 8);
+    const float4 low = from[0], high = from[1];
+    const float x[8] = {low.x * p.scale,  low.y * p.scale,  low.z * p.scale,  low.w * p.scale,
+                        high.x * p.scale, high.y * p.scale, high.z * p.scale, high.w * p.scale};
+    T* to = out + row * p.out.row_stride + (kWidth == 1 ? part * 8 * p.out.col_stride : part * 8);
+#pragma unroll
+    for (int j = 0; j < 8; j += kWidth) {
+      if constexpr (kWidth == 1) {
+        if (part * 8 + j < p.head_size) to[j * p.out.col_stride] = static_cast<T>(x[j]);
+      } else {
+        float some[kWidth];
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) some[k] = x[j + k];
+        device::packed<T, kWidth>(some).store(to + j);
+      }
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     fixed_to_float_kernel(const int64_t* sums, const float* largest, int bits, int64_t elements, float* out) {
   const float most = *largest;
@@ -259,6 +291,18 @@ void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* st
       vectors = vectors && has_vector_rows(t, rows.value_size, sizeof(T));
     }
     vectors ? run(rows_kernel<T, 16 / sizeof(T), 8>, 8) : run(rows_kernel<T, 1, kWarp>, kWarp);
+  });
+}
+
+void flex_query_sums(const FlexQuerySums& p, DType dtype, void* stream) {
+  const int64_t tiles = (p.queries + kSumRows - 1) / kSumRows;
+  with_type(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run = [&](auto kernel) {
+      launch("flex_query_sums", kernel, {static_cast<int64_t>(p.batches) * p.heads * tiles, kThreads}, stream, p);
+    };
+    const bool vectors = p.head_size % 8 == 0 && has_vector_rows(p.out, p.head_size, sizeof(T));
+    vectors ? run(query_sums_kernel<T, 16 / sizeof(T)>) : run(query_sums_kernel<T, 1>);
   });
 }
 

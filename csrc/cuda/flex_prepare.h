@@ -47,6 +47,16 @@ struct FlexRows {
 };
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
 
+/// out[b, h, m, d] = scale * sums, which lie as the portable backward adds them up (FlexBackwardArguments::grad_query).
+struct FlexQuerySums {
+  const float* sums;
+  device::FlexTensor out;
+  int batches, heads, queries, head_size;
+  int rows, cols;  // of the sums
+  float scale;
+};
+void flex_query_sums(const FlexQuerySums& sums, DType dtype, void* stream);
+
 /// out[i] = sums[i] as a float: fixed point made for `largest` (device::FlexSums).
 void flex_fixed_to_float(const int64_t* sums, const float* largest, int fixed_bits, int64_t elements, float* out,
                          void* stream);
