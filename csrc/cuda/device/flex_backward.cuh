@@ -54,6 +54,8 @@ class FlexBackward {
   static constexpr bool kDelayed = Config::kGradientStages == 2;
   static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
   static_assert(Config::kRows <= kThreads);
+  // Where registers are left: operands are loaded a step ahead, and of P and dS a warp keeps its own part.
+  static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
   // Tiles of like work together; where nothing is captured, whose reads and sums are better of one head at a time.
   static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
 
@@ -73,7 +75,6 @@ class FlexBackward {
         stage_(value_ + ValueTile::kBytes),
         gradient_(stage_ + Config::kStages * kStageBytes),
         probability_(gradient_ + Config::kGradientStages * ScoreTile::kBytes),
-        later_(__shfl_sync(~0u, static_cast<int>(warp() >= Config::kWarps / 2), 0) != 0),
         sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
 
   __device__ __forceinline__ void run() {
@@ -99,6 +100,7 @@ class FlexBackward {
     }
     sums_.begin();
 
+    if constexpr (kDelayed) later_ = __shfl_sync(~0u, static_cast<int>(warp() >= Config::kWarps / 2), 0) != 0;
     Place place = first();
     if (place.b < last_batch_) load_stage(place, 0);
     commit_copies();
@@ -108,6 +110,7 @@ class FlexBackward {
       const Place next = after(place);
       wait_copies<0>();
       __syncthreads();
+      if constexpr (Config::kStages == 2 && !kAhead) load_next(next, 1 - stage);
       const bool first = h < 0;
       if (kDelayed && !first && !later_) finish(last, 1 - stage);
       if (b != place.b || h != place.h) {
@@ -213,20 +216,27 @@ class FlexBackward {
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
     scores(query, grad_out, place, p, ds);
     // Here, not before the scores: other warps compute what these wait for.
-    if constexpr (Config::kStages == 2) load_next(next, 1 - stage);
+    if constexpr (Config::kStages == 2 && kAhead) load_next(next, 1 - stage);
     if constexpr (Config::kShare > 1 && Config::kGradValue) keep(probability_, p);
     if constexpr (Config::kGradScores) keep(gradient, ds);
-    if constexpr (Config::kGradValue) accumulate_own<kMineE, kBlocksE>(grad_value_, p, grad_out, GradOutTile::kStride);
-    if constexpr (Config::kGradKey) accumulate_own<kMineD, kBlocksD>(grad_key_, ds, query, QueryTile::kStride);
+    if constexpr (Config::kShare == 1 || kAhead) {
+      if constexpr (Config::kGradValue)
+        accumulate_own<kMineE, kBlocksE>(grad_value_, p, grad_out, GradOutTile::kStride);
+      if constexpr (Config::kGradKey) accumulate_own<kMineD, kBlocksD>(grad_key_, ds, query, QueryTile::kStride);
+    }
     if constexpr (Config::kShare > 1) {
       asm volatile("bar.sync %0, %1;" ::"r"(1 + warp() / Config::kShare), "n"(Config::kShare * kLanes) : "memory");
+      // Of the others' queries, or of all at once.
+      constexpr int kQueries = kAhead ? kPart : Config::kRows;
 #pragma unroll 1
-      for (int i = 1; i < Config::kShare; ++i) {
-        const int other = (part() + i) % Config::kShare;
-        if constexpr (Config::kGradValue)
-          accumulate_other<kMineE, kBlocksE>(grad_value_, probability_, other, grad_out, GradOutTile::kStride);
-        if constexpr (Config::kGradKey)
-          accumulate_other<kMineD, kBlocksD>(grad_key_, gradient, other, query, QueryTile::kStride);
+      for (int i = kAhead ? 1 : 0; i < (kAhead ? Config::kShare : 1); ++i) {
+        const int from = kAhead ? (part() + i) % Config::kShare * kPart : 0;
+        if constexpr (Config::kGradValue) {
+          accumulate_kept<kMineE, kBlocksE, kQueries>(grad_value_, probability_, from, grad_out, GradOutTile::kStride);
+        }
+        if constexpr (Config::kGradKey) {
+          accumulate_kept<kMineD, kBlocksD, kQueries>(grad_key_, gradient, from, query, QueryTile::kStride);
+        }
       }
     }
   }
@@ -244,7 +254,7 @@ class FlexBackward {
 
   template <int kCommon>
   __device__ __forceinline__ void multiply_tiles(Scores& c, unsigned a, int a_stride, unsigned b, int b_stride) const {
-    multiply_loaded<T, Config::kSplit, kCommon / Product::kDepth, kUnrolledSteps<T>, true>(
+    multiply_loaded<T, Config::kSplit, kCommon / Product::kDepth, kUnrolledSteps<T>, true, kAhead>(
         c, [&](auto& words, int k, int m) { load_a(words, a, a_stride, key_group() + m * 16, k, lane()); },
         [&](auto& words, int k, int i) { load_b(words, b, b_stride, part() * kPart + i * 16, k, lane()); },
         [](int) { return true; });
@@ -320,13 +330,13 @@ class FlexBackward {
     }
   }
 
-  // c += (P or dS) * (grad_out or query), for the warp's blocks of columns, over its own queries from registers, and
-  // over those of a warp that shares its keys.
+  // c += (P or dS) * (grad_out or query), for the warp's blocks of columns: over its own queries, from registers, or
+  // over kQueries of them from shared memory.
   template <int kMine, int kBlocks>
   __device__ __forceinline__ void accumulate_own(float (&c)[kBlocksM][kMine][2][4],
                                                  const unsigned (&words)[kBlocksM][kOperands], unsigned b,
                                                  int b_stride) const {
-    accumulate<kMine, kBlocks>(
+    accumulate<kMine, kBlocks, kPart>(
         c,
         [&](auto& to, int k, int m) {
 #pragma unroll
@@ -334,19 +344,18 @@ class FlexBackward {
         },
         b + part() * kPart * b_stride, b_stride);
   }
-  template <int kMine, int kBlocks>
-  __device__ __forceinline__ void accumulate_other(float (&c)[kBlocksM][kMine][2][4], unsigned tile, int other,
-                                                   unsigned b, int b_stride) const {
-    const unsigned from = tile + other * kPart * static_cast<int>(sizeof(T));
-    accumulate<kMine, kBlocks>(
-        c, [&](auto& to, int k, int m) { load_transposed_order(to, from, m, k); }, b + other * kPart * b_stride,
-        b_stride);
+  template <int kMine, int kBlocks, int kQueries>
+  __device__ __forceinline__ void accumulate_kept(float (&c)[kBlocksM][kMine][2][4], unsigned tile, int from,
+                                                  unsigned b, int b_stride) const {
+    tile += from * static_cast<int>(sizeof(T));
+    accumulate<kMine, kBlocks, kQueries>(
+        c, [&](auto& to, int k, int m) { load_transposed_order(to, tile, m, k); }, b + from * b_stride, b_stride);
   }
-  template <int kMine, int kBlocks, class Row>
+  template <int kMine, int kBlocks, int kQueries, class Row>
   __device__ __forceinline__ void accumulate(float (&c)[kBlocksM][kMine][2][4], const Row& row, unsigned b,
                                              int b_stride) const {
     const auto block = [&](int i) { return i * Config::kShare + part(); };
-    multiply_loaded<T, Config::kSplit, kPart / Product::kDepth, kPart, false>(
+    multiply_loaded<T, Config::kSplit, kQueries / Product::kDepth, kQueries, false, kAhead>(
         c, row,
         [&](auto& words, int k, int i) {
           Product::load_b_transposed(words, b, b_stride, k * Product::kDepth, block(i) * 16, lane());
@@ -373,7 +382,7 @@ class FlexBackward {
     float c[kBlocksQ][kMineQ][2][4];
 #pragma unroll
     for (int j = 0; j < kBlocksQ; ++j) zero(c[j]);
-    multiply_loaded<T, Config::kSplit, Config::kCols / Product::kDepth, kUnrolledSteps<T>, false>(
+    multiply_loaded<T, Config::kSplit, Config::kCols / Product::kDepth, kUnrolledSteps<T>, false, kAhead>(
         c,
         [&](auto& words, int k, int j) {
           Product::load_a_transposed(words, gradient, ScoreTile::kStride, k * Product::kDepth, group + j * 16, lane());
@@ -448,7 +457,7 @@ class FlexBackward {
   const typename MaskMod::Captured& mask_;
   char* const shared_;
   const unsigned key_, value_, stage_, gradient_, probability_;
-  const bool later_;
+  bool later_ = false;
   Sums sums_;
   int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;
   float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];

@@ -310,14 +310,14 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4],
 }
 
 /// c += a * b over kSteps steps, for blocks of 16 rows and of 16 columns: row(words, step, block) and
-/// col(words, step, block) load operands, there(block) says which columns the warp has. Of 16-bit elements a step's
-/// operands are loaded before the products of the step before it.
-template <class T, bool kSplit, int kSteps, int kUnroll, bool kSwapped, int kBlocksM, int kBlocksN, class Row,
-          class Col, class There>
+/// col(words, step, block) load operands, there(block) says which columns the warp has. kAhead, of 16-bit elements: a
+/// step's operands are loaded before the products of the step before it.
+template <class T, bool kSplit, int kSteps, int kUnroll, bool kSwapped, bool kAhead, int kBlocksM, int kBlocksN,
+          class Row, class Col, class There>
 __device__ __forceinline__ void multiply_loaded(float (&c)[kBlocksM][kBlocksN][2][4], const Row& row, const Col& col,
                                                 const There& there) {
   using Product = Mma<T, kSplit>;
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kAhead) {
     unsigned rows[2][kBlocksM][4], cols[2][kBlocksN][4];
     const auto load = [&](int k) {
 #pragma unroll
