@@ -243,10 +243,10 @@ class FlexBackward {
   // After all warps' part of a tile: what they compute of it together.
   __device__ __forceinline__ void finish(const Place& place, int stage) {
     const int row = (place.tile >> 2) * Config::kRows;
+    sums_.flush(place.b, place.h, row, col_);
     if constexpr (Config::kGradQuery) {
       add_grad_query(place.b, place.h, row, gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes);
     }
-    sums_.flush(place.b, place.h, row, col_);
   }
 
   // Of the warp's keys and its part of the queries; two blocks of 8 queries make one of 16.
@@ -441,13 +441,18 @@ class FlexBackward {
     for (int i = static_cast<int>(threadIdx.x); i < Config::kCols * From::kVectors; i += kThreads) {
       const int row = i / From::kVectors, col = i % From::kVectors * kVector;
       if (col_ + row >= a_.keys || col >= cols) continue;
-      const char* from = shared_ + (tile - key_) + row * From::kStride + col * sizeof(T);
+      uint4 x;
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                   : "r"(tile + row * From::kStride + col * static_cast<int>(sizeof(T))));
       T* at = out + row * to.row_stride + col * to.col_stride;
       if (vectors) {
-        *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(from);
+        *reinterpret_cast<uint4*>(at) = x;
       } else {
-#pragma unroll 1
-        for (int e = 0; e < kVector && col + e < cols; ++e) at[e * to.col_stride] = reinterpret_cast<const T*>(from)[e];
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          if (col + e < cols) at[e * to.col_stride] = reinterpret_cast<const T*>(&x)[e];
+        }
       }
     }
   }
