@@ -141,12 +141,17 @@ class FlexBackward {
       sums_.end_head(b, h, first_key());
     }
     sums_.end();
-    // The tiles of keys and values are read no more.
-    if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
-    if constexpr (Config::kGradValue) keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, 1.0f);
-    __syncthreads();
-    if constexpr (Config::kGradKey) store<KeyTile>(key_, a_.grad_key, a_.head_size);
-    if constexpr (Config::kGradValue) store<ValueTile>(value_, a_.grad_value, a_.value_size);
+    if constexpr (sizeof(T) == 4) {
+      if constexpr (Config::kGradKey) store_lanes<kMineD, kBlocksD>(grad_key_, a_.grad_key, a_.head_size, a_.scale);
+      if constexpr (Config::kGradValue) store_lanes<kMineE, kBlocksE>(grad_value_, a_.grad_value, a_.value_size, 1.0f);
+    } else {
+      // The tiles of keys and values are read no more.
+      if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
+      if constexpr (Config::kGradValue) keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, 1.0f);
+      __syncthreads();
+      if constexpr (Config::kGradKey) store<KeyTile>(key_, a_.grad_key, a_.head_size);
+      if constexpr (Config::kGradValue) store<ValueTile>(value_, a_.grad_value, a_.value_size);
+    }
   }
 
  private:
@@ -243,10 +248,12 @@ class FlexBackward {
   // After all warps' part of a tile: what they compute of it together.
   __device__ __forceinline__ void finish(const Place& place, int stage) {
     const int row = (place.tile >> 2) * Config::kRows;
-    sums_.flush(place.b, place.h, row, col_);
+    // In the order that spills less.
+    if constexpr (Config::kShare == 1) sums_.flush(place.b, place.h, row, col_);
     if constexpr (Config::kGradQuery) {
       add_grad_query(place.b, place.h, row, gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes);
     }
+    if constexpr (Config::kShare > 1) sums_.flush(place.b, place.h, row, col_);
   }
 
   // Of the warp's keys and its part of the queries; two blocks of 8 queries make one of 16.
@@ -405,6 +412,27 @@ class FlexBackward {
           float* at = to + j * 16 * Config::kHead + (block(i) * 2 + n) * 64;
           add_pair(at, c[j][i][n][0], c[j][i][n][1]);
           add_pair(at + 8 * Config::kHead, c[j][i][n][2], c[j][i][n][3]);
+        }
+      }
+    }
+  }
+
+  // Floats from where they are: four lanes have a sector of 32 bytes.
+  template <int kMine, int kBlocks>
+  __device__ __forceinline__ void store_lanes(const float (&c)[kBlocksM][kMine][2][4], const FlexTensor& to, int cols,
+                                              float factor) const {
+    T* out = static_cast<T*>(to.data) + key_batch_ * to.batch_stride + key_head_ * to.head_stride;
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        const int block = i * Config::kShare + part();
+        if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const int kv = first_key() + m * 16 + e / 2 % 2 * 8, col = block * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
+          if (kv < a_.keys && col < cols)
+            fusegrad::device::store(out + kv * to.row_stride + col * to.col_stride, c[m][i][e / 4][e % 4] * factor);
         }
       }
     }
