@@ -106,8 +106,9 @@ def main() -> int:
     check_contents(wheel)
     python = make_environment(folder)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    # Without an index: what the wheel requires must be there.
-    subprocess.run([*pip, "install", "--quiet", "--no-index", str(wheel)], check=True)
+    # Without an index: what the wheel requires must be there, and no PYTHONPATH may show pip a fusegrad elsewhere.
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([*pip, "install", "--quiet", "--no-index", str(wheel)], check=True, env=plain)
     environment = {"PATH": str(python.parent), "HOME": str(folder)}
     compilers = [name for name in ("cc", "c++", "gcc", "g++", "nvcc") if shutil.which(name, path=environment["PATH"])]
     if compilers:

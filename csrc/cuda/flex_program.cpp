@@ -56,12 +56,12 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       // dS; dQ of 64 queries and 64 columns for each warpgroup that computes it.
       const int groups = computing_warps(t) / 4;
       const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + groups * 4 * 64 * 64 : 0;
-      return 1024 + 2 * (t.cols + t.stages * t.rows) * (head + value) + sums + t.stages * (8 * t.rows + 2 * 16) +
-             8 * (2 + 4 * t.stages);
+      return 1024 + 2 * t.cols * (head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) + sums +
+             t.stages * 8 * t.rows + 8 * 16 + 8 * (2 + 2 * t.query_stages + 4 * t.stages) + 4 * 128 * groups;
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
-             4 * (t.stages + 2);
+             4 * (t.stages + 1 + 2 * t.rows);
     }
     return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
            (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 + 4 * t.stages;
@@ -101,9 +101,10 @@ bool fits_hopper_backward(const FlexCase& c) {
 }
 // 64 keys of each of two warpgroups, whose gradients stay in registers, and scores of as many queries as then fit; else
 // 64 keys of both.
-FlexTileSize hopper_backward(const FlexCase& c) {
-  if (!fits_hopper_backward(c)) return {64, 64, 12, 1, 2, FlexFamily::kHopper};
-  return {head_cols(c, kHopperCols) == 64 ? 128 : 64, 128, 12, 1, 2, FlexFamily::kHopper};
+std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
+  if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
+  const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
+  return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
 }
 std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
   if (fits_hopper_backward(c)) return {{128, 128, 12, 1, 2, FlexFamily::kHopper}};
@@ -157,7 +158,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
       case FlexKernel::kGradQuery:
         return hopper_grad_query(c);
       case FlexKernel::kBackward:
-        return {hopper_backward(c)};
+        return hopper_backward(c);
     }
   }
   const int head = std::max(head_cols(c), value_cols(c));
@@ -184,11 +185,12 @@ bool allows(char scheme, char wanted) {
   return scheme == wanted || (scheme == 'A' && (wanted == 'B' || wanted == 'C' || wanted == 'D'));
 }
 
-// The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair.
-void choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
+// The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
+bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
   const auto& contributions = derivative->contributions();
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
+  bool all_fit = true;
   for (size_t k = 0; k < steps.size(); ++k) {
     char scheme = static_cast<char>(steps[k].scheme);
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
@@ -197,6 +199,7 @@ void choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
     int table = scheme == 'F' ? static_cast<int>(elements) : 0;
     int bytes = scheme_bytes(c, plan.tile, scheme, table);
     if (bytes > left) {
+      all_fit = false;
       scheme = 'G';
       table = bytes = 0;
     }
@@ -205,6 +208,7 @@ void choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
     plan.tables.push_back(table);
     plan.shared_bytes += bytes;
   }
+  return all_fit;
 }
 
 std::string flag(bool value) { return value ? "true" : "false"; }
@@ -358,10 +362,16 @@ int flex_shared_limit(int capability) {
 
 FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
   const int limit = flex_shared_limit(std::stoi(architecture));
-  for (const FlexTileSize& tile : candidates(c, architecture)) {
-    FlexPlan plan{tile, {}, {}, shared_bytes(c, tile)};
+  const std::vector<FlexTileSize> tiles = candidates(c, architecture);
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    FlexPlan plan{tiles[i], {}, {}, shared_bytes(c, tiles[i])};
     if (plan.shared_bytes > limit) continue;
-    if (has_derivative(c)) choose_schemes(c, c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0, plan);
+    if (has_derivative(c)) {
+      const int left = c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0;
+      // Sums in shared memory are worth more than a stage.
+      const bool another = i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
+      if (!choose_schemes(c, left, plan) && another) continue;
+    }
     return plan;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention: head sizes must be such that tiles fit the GPU's ", limit,

@@ -481,6 +481,23 @@ def test_tiles_of_queries_in_several_blocks(d: int, block: int | tuple[int, int]
     torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_query_that_is_not_finite_reaches_only_keys_that_it_attends_to(d: int) -> None:
+    """Neither other keys of its tile, nor those of the head before, whose last tile reads beyond its rows."""
+    documents = torch.arange(100) // 40
+    mask = create_block_mask(lambda b, h, q, kv: documents[q] == documents[kv], None, None, 100, 100, device=DEVICE)
+    q, k, v = inputs(1, 2, 100, 100, d)
+    upstream = torch.randn_like(q)
+    expected = torch.autograd.grad(flex_attention(q, k, v, None, mask), (q, k, v), upstream)
+    with torch.no_grad():
+        q[0, 1, 0, 3] = torch.nan
+    found = torch.autograd.grad(flex_attention(q, k, v, None, mask), (q, k, v), upstream)
+    for given, want in zip(found, expected, strict=True):
+        assert given[0, 1, :40].isnan().any()
+        assert relative(given[0, 0], want[0, 0]) <= 1e-3
+        assert relative(given[0, 1, 40:], want[0, 1, 40:]) <= 1e-3
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_values_in_blocks_that_are_not_attended_may_be_infinite(d: int) -> None:
     q, k, v = (t.detach() for t in inputs(1, 2, 1000, 1000, d))

@@ -2,15 +2,16 @@
 // and goes over the tiles of queries of all query heads that share it; a producer warp brings them by the copy engine.
 // As in flex_backward.cuh scores and their gradients are transposed (keys are rows): from registers they are operands
 // of the gradients of values and keys. That of the queries has dS of all keys from shared memory, and the copy engine
-// adds it up in float32 in memory.
+// adds it up in float32 in memory, a warp for each warpgroup giving it the sums.
 //
 // A warpgroup's step, for the tile i of queries; the warpgroups take turns in issuing products, so that one's pairs are
 // computed while the other's products run:
 //   pairs   waits for the scores and for dP; probabilities P and dS, as operands; dS to shared memory too
 //   turn    issues dQ(i - 1) = dS(i - 1) K, dV += P dO, dK += dS Q; the scores and dP of tile i + 1. While they run, dQ
 //           goes to the copy engine. It is a step late: dS of the other warpgroup's keys has been there for long
+// Without a score_mod P is computed while dP is still being multiplied.
 //
-// See flex_backward_tiles_hopper.cuh for Config; of dS there are kStages tiles too.
+// See flex_backward_tiles_hopper.cuh for Config.
 #pragma once
 
 #include "cuda/device/flex_backward_tiles_hopper.cuh"
@@ -20,27 +21,38 @@ namespace fusegrad::device {
 template <class Config>
 class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
-  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::sums_;
-  using Tiles::add_grad_query, Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_query;
-  using Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::gradient_empty;
-  using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::keep, Tiles::key_full, Tiles::pairs, Tiles::place_of;
-  using Tiles::kAll, Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kConsumerWarps;
-  using Tiles::kNoMore, Tiles::kThreads, Tiles::kTurn;
-  using Tiles::produce, Tiles::read_place, Tiles::release, Tiles::speaks, Tiles::stage_of, Tiles::wait_gradient;
-  using Tiles::touch, Tiles::wait_stage, Tiles::zero;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_, Tiles::key_batch_, Tiles::key_head_, Tiles::more_;
+  using Tiles::alive, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full, Tiles::key_full;
+  using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
+  using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
+  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kBoxBytes, Tiles::kBoxCols, Tiles::kNoMore;
+  using Tiles::kInOrder, Tiles::kThreads, Tiles::lane, Tiles::load_rows, Tiles::sum, Tiles::sums_, Tiles::warp;
+  using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
+  using Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  using QueryProduct = Wgmma<T, kChunk, false, true>;
   // dQ of a warpgroup: half the queries of a tile, or half the columns.
   static constexpr bool kRowsShared = Config::kRows == 64 * Config::kGroups;
+  // Whether P needs nothing of dP's.
+  static constexpr bool kApart = !kInOrder && Config::kGradScores;
+  // Of the barriers between a warpgroup and the warp that has its dQ added up.
+  static constexpr int kWithWarp = kWarpgroup + kLanes;
   static_assert(Tiles::kOwnKeys && (!Config::kGradQuery || Config::kRows * Config::kHead == Config::kGroups * 64 * 64));
 
  public:
   using Tiles::kSharedBytes, Tiles::Tiles;
 
   __device__ __forceinline__ void run() {
-    begin(kConsumerWarps, kConsumerWarps, kConsumerWarps);
+    begin(kConsumerWarps);
     if (group_ == Config::kGroups) {
       give_registers<24>();
-      if (threadIdx.x == kThreads) produce();
+      const int warp = __shfl_sync(~0u, this->warp() - kConsumerWarps, 0);
+      if (warp == 0) {
+        if (lane() == 0) produce();
+      } else if (Config::kGradQuery && warp <= Config::kGroups) {
+        add_grad_query(warp - 1);
+      }
     } else {
       take_registers<240>();
       consume();
@@ -60,13 +72,17 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     Barrier::wait(key_full(), 0);
     int i = 0, b = 0, h = -1;
-    wait_stage(i);
+    wait_query(i);
     issue_scores(s, i);
+    wait_grad_out(i);
     issue_grad_probabilities(d, i);
+    if constexpr (kApart) wait_scores(s);
     for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
-      wgmma_wait<0>();
-      pin<kBlocksN * 4>(s[0]);
-      if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
+      if constexpr (!kApart) {
+        wgmma_wait<0>();
+        pin<kBlocksN * 4>(s[0]);
+        if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
+      }
       if (now.b != b || now.h != h) {
         if (h >= 0) sums_.end_head(b, h, first_key());
         sums_.begin_head();
@@ -74,18 +90,24 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         h = now.h;
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
-      pairs(now, i, s, d, p, ds);
+      if constexpr (kApart) {
+        pairs_apart(now, i, s, d, p, ds);
+      } else {
+        pairs(now, i, s, d, p, ds);
+      }
       if constexpr (Config::kGradQuery) keep(ds, i);
-      begin_turn();
+      named_sync(kTurn + group_, 2 * kWarpgroup);
       turn(i, p, ds, s, d, grad_key, grad_value);
-      end_turn();
+      named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
       touch(i + 1);
       // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
       if constexpr (Sums::kFlushes) {
-        const Place done = read_place(i);
+        const Place done = place_of(i);
         sums_.flush(done.b, done.h, done.row(), col_, i & 1);
         if constexpr (Sums::kTables) named_sync(kAlone + group_, kWarpgroup);
       }
+      // Here, and not where the loop begins, or the compiler would wait for each product.
+      if constexpr (kApart) wait_scores(s);
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
@@ -94,6 +116,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (kTouchesDiagonals<typename Config::ScoreMod>) wait_touches();
     if constexpr (Config::kGradQuery) {
       if (i > 0) last_grad_query(i - 1);
+      // Of kNoMore, the place of tile i.
+      named_sync(kSumEmpty + group_, kWithWarp);
+      named_arrive(kSumFull + group_, kWithWarp);
     }
     if (h >= 0) sums_.end_head(b, h, first_key());
     named_sync(kAll, kThreads);
@@ -117,8 +142,53 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                              {1.0f, 1.0f});
       }
     }
-    // Shared memory must be there until the copy engine has read it.
-    if (Config::kGradQuery && speaks()) wait_sums_added();
+  }
+
+  /// Until the scores are there; dP is still being multiplied.
+  static __device__ __forceinline__ void wait_scores(float (&s)[kBlocksN][4]) {
+    wgmma_wait<1>();
+    pin<kBlocksN * 4>(s[0]);
+  }
+  // As pairs(), with its own wait for dP. What a mask leaves out is replaced in loops of their own: beside the
+  // exponentials it would not fit registers.
+  __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
+                                              float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
+                                              unsigned (&ds)[kBlocksN * 2]) const {
+    const bool masked = this->masked(place);
+    const Bits<kBlocksN * 4> alive = this->alive(place, masked);
+    const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      FlexRow of_row[2];
+      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float changed;
+        s[n][e] = FlexPairGradient<Config>::template probability<true>(this->score_, a_.scale, s[n][e],
+                                                                       of_row[e % 2].lse, 0, 0, 0, 0, true, changed);
+      }
+    }
+    if (masked) zero_others(s, alive);
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);
+    pin<kBlocksN * 4>(s[0]);
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(d[0]);
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      FlexRow of_row[2];
+      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
+    }
+    if (masked) zero_others(d, alive);
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
+  }
+  static __device__ __forceinline__ void zero_others(float (&x)[kBlocksN][4], Bits<kBlocksN * 4> alive) {
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+#pragma unroll
+    for (int k = 0; k < kBlocksN * 4; ++k) x[k / 4][k % 4] = takes_part[k] ? x[k / 4][k % 4] : 0.0f;
   }
 
   /// The products of tile i, and the first ones of the next tile. None of them is under a condition, which would make
@@ -128,54 +198,114 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                                        float (&s)[kBlocksN][4], float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
                                        float (&grad_value)[kBlocksE][4]) const {
     float c[8][4];
-    if constexpr (Config::kGradQuery) issue_own_grad_query(c, i - 1);
+    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1);
     issue_grad_value(grad_value, p, i);
+    wgmma_commit();
     issue_grad_key(grad_key, ds, i);
     wgmma_commit();
+    wgmma_wait<1>();
+    pin<kBlocksE * 4>(grad_value[0]);
+    if constexpr (Config::kGradQuery) pin<8 * 4>(c[0]);
+    release(grad_out_empty(stage_of(i)));
     if constexpr (Config::kGradQuery) {
-      wgmma_wait<1>();
-      pin<8 * 4>(c[0]);
-      if (i > 0) add_own_grad_query(c, i - 1);
+      if (i > 0) give_grad_query(c, i - 1);
     }
-    wait_stage(i + 1);
+    wait_query(i + 1);
     issue_scores(s, i + 1);
     wgmma_wait<1>();
     pin<kBlocksD * 4>(grad_key[0]);
-    pin<kBlocksE * 4>(grad_value[0]);
-    release(empty(stage_of(i)));
+    release(query_empty(query_stage_of(i)));
+    wait_grad_out(i + 1);
     // The operands' registers are free only now.
     issue_grad_probabilities(d, i + 1);
   }
 
+  // --- dS and dQ through shared memory ---
+
+  // The warp's 16 keys of dS, transposed: a row is a query. Matrix i of a store is keys 8 * (i % 2) on and queries
+  // 8 * (i / 2) on; a lane has the address of row lane % 8 of matrix lane / 8.
+  __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], int i) const {
+    const int s = stage_of(i);
+    Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
+    const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
+    const unsigned to =
+        gradient(s) + group_ * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
+    fence_before_copy();  // products too read by the asynchronous proxy
+    release(gradient_full(s));
+  }
+  /// The warpgroup's 64 queries and 64 columns of tile i, when dS of it is there. Of the tile before the first one
+  /// (i = -1) the barrier's phase counts as over.
+  __device__ __forceinline__ void issue_grad_query(float (&c)[8][4], int i) const {
+    Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
+    const auto a = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
+    const auto b = descriptor(key_ + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kCols / 16; ++k) {
+      QueryProduct::run(c[0], advanced(a, step_bytes<Config::kRows>(k)), advanced(b, k * 16 * kChunkBytes), k != 0);
+    }
+    wgmma_commit();
+  }
+  static __device__ __forceinline__ int first_row(int group) { return kRowsShared ? group * 64 : 0; }
+  static __device__ __forceinline__ int first_col(int group) { return kRowsShared ? 0 : group * 64; }
+
+  // To the warp that has it added up, swizzled: part i of 16 bytes of row r is at i ^ r % 8. Two rows that are
+  // neighbours have the same banks then, unless they store the blocks of 8 columns n and n ^ 2.
+  __device__ __forceinline__ void give_grad_query(const float (&c)[8][4], int i) const {
+    release(gradient_empty(stage_of(i)));
+    named_sync(kSumEmpty + group_, kWithWarp);
+    const int g = lane() / 4, t = lane() % 4;
+    const bool odd = g % 2 != 0;
+    const unsigned to =
+        sum(group_) + (warp() % 4 * 16 + g) * kChunkBytes + ((t / 2 ^ g) * 16 ^ (odd ? 64 : 0)) + t % 2 * 8;
+#pragma unroll
+    for (int n = 0; n < 8; n += n % 4 == 1 ? 3 : 1) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const unsigned at = to + n / 4 * kBoxBytes + r * 8 * kChunkBytes;
+        const float x[2] = {c[n][2 * r], c[n][2 * r + 1]}, y[2] = {c[n + 2][2 * r], c[n + 2][2 * r + 1]};
+        store_pair(at ^ n % 4 * 32, odd ? y[0] : x[0], odd ? y[1] : x[1]);
+        store_pair(at ^ (n + 2) % 4 * 32, odd ? x[0] : y[0], odd ? x[1] : y[1]);
+      }
+    }
+    fence_before_copy();
+    named_arrive(kSumFull + group_, kWithWarp);
+  }
   __device__ __forceinline__ void last_grad_query(int i) const {
     float c[8][4];
-    if (speaks()) wait_sums_read();
-    named_sync(kAlone + group_, kWarpgroup);
-    issue_own_grad_query(c, i);
+    issue_grad_query(c, i);
     wgmma_wait<0>();
     pin<8 * 4>(c[0]);
-    add_own_grad_query(c, i);
+    give_grad_query(c, i);
   }
 
-  // All threads of the warpgroup come here after `speaks` has: whoever has the turn may write the sums.
-  __device__ __forceinline__ void begin_turn() const {
-    if (Config::kGradQuery && speaks()) wait_sums_read();
-    named_sync(kTurn + group_, 2 * kWarpgroup);
+  /// A warp: a warpgroup's dQ of each tile, to the copy engine. Issuing that, and waiting for it, would take the
+  /// warpgroup as long as a product.
+  __device__ __forceinline__ void add_grad_query(int group) const {
+    named_arrive(kSumEmpty + group, kWithWarp);
+    for (int i = 0;; ++i) {
+      named_sync(kSumFull + group, kWithWarp);
+      const Place place = place_of(i);
+      if (place.tile == kNoMore) break;
+      if (lane() == 0) {
+#pragma unroll
+        for (int box = 0; box < 2; ++box) {
+          const int col = first_col(group) + box * kBoxCols;
+          if (col < a_.head_size) {
+            add_box(more_.grad_query, sum(group) + box * kBoxBytes, col, place.row() + first_row(group), place.h,
+                    place.b);
+          }
+        }
+        commit_sums();
+        wait_sums_read();
+      }
+      __syncwarp();
+      named_arrive(kSumEmpty + group, kWithWarp);
+    }
+    if (lane() == 0) wait_sums_added();
   }
-  __device__ __forceinline__ void end_turn() const {
-    named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
-  }
-
-  __device__ __forceinline__ void issue_own_grad_query(float (&c)[8][4], int i) const {
-    wait_gradient(i);
-    issue_grad_query(c, i, first_row(), first_col());
-  }
-  __device__ __forceinline__ void add_own_grad_query(const float (&c)[8][4], int i) const {
-    release(gradient_empty(stage_of(i)));
-    add_grad_query(c, i, first_row(), first_col());
-  }
-  __device__ __forceinline__ int first_row() const { return kRowsShared ? group_ * 64 : 0; }
-  __device__ __forceinline__ int first_col() const { return kRowsShared ? 0 : group_ * 64; }
 };
 
 }  // namespace fusegrad::device

@@ -1,10 +1,10 @@
-// What the backwards of flex attention on sm_90a have in common: the places in shared memory, the producer, the pairs
-// of a tile, and the ways of dS and dQ through shared memory. Two warpgroups or more compute. Either each has 64 keys
-// of its own (flex_backward_hopper.cuh), or all have the same 64 (flex_backward_wide_hopper.cuh).
+// What the backwards of flex attention on sm_90a have in common: the places in shared memory, the producer, products
+// and the pairs of a tile. Two warpgroups or more compute. Either each has 64 keys of its own
+// (flex_backward_hopper.cuh), or all have the same 64 (flex_backward_wide_hopper.cuh).
 //
 // See flex_scores.cuh and flex_backward.cuh for Config; kWarps are those that have keys of their own. Here also:
 //   kGroups                    warpgroups that compute
-//   kStages                    tiles of queries in shared memory
+//   kQueryStages, kStages      tiles of queries, and of grad_out and dS, in shared memory
 #pragma once
 
 #include "cuda/device/flex_buffers.cuh"
@@ -22,11 +22,12 @@ class FlexBackwardHopperTiles {
   using ScoreProduct = Wgmma<T, Config::kRows, false, false>;
   using KeyProduct = Wgmma<T, Config::kHead, true, true>;
   using ValueProduct = Wgmma<T, Config::kValue, true, true>;
-  using QueryProduct = Wgmma<T, kChunk, false, true>;
   static constexpr bool kOwnKeys = Config::kCols == 64 * Config::kGroups;
   static constexpr int kThreads = Config::kGroups * kWarpgroup;
-  // Named barriers: each warpgroup's turn to issue products, each warpgroup by itself, and all that compute.
+  // Named barriers: each warpgroup's turn to issue products, each warpgroup by itself, all that compute; and of each
+  // warpgroup, between it and the warp that has dQ added up: that there is dQ, and that its place is free.
   static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups, kAll = kAlone + Config::kGroups;
+  static constexpr int kSumFull = kAll + 1, kSumEmpty = kSumFull + Config::kGroups;
   // Two sets of lines: a tile's sums are read until after the next one's pairs have begun.
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
@@ -36,7 +37,6 @@ class FlexBackwardHopperTiles {
   static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
   static constexpr int kGradOutBytes = Config::kRows * Config::kValue * 2;
   static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
-  static constexpr int kStageBytes = kQueryBytes + kGradOutBytes;
   // dS lies as [query][key], in chunks of 64 keys.
   static constexpr int kGradientBytes = Config::kGradQuery ? Config::kRows * Config::kCols * 2 : 0;
   // dQ goes to memory by 64 queries and 64 columns, in two boxes; a place of each warpgroup.
@@ -44,8 +44,10 @@ class FlexBackwardHopperTiles {
   static constexpr int kSumBytes = Config::kGradQuery ? Config::kGroups * 2 * kBoxBytes : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // An even number, one more than there are: the last one is what touches write.
-  static constexpr int kBarriers = 2 + 4 * Config::kStages;
+  // An even number, one more than there are. Behind them is what touches write, 4 bytes of each thread.
+  static constexpr int kBarriers = 2 + 2 * Config::kQueryStages + 4 * Config::kStages;
+  // A tile's place is read until after its stages were released, with dQ.
+  static constexpr int kPlaces = 8;
   static constexpr int kNoMore = -1;  // in place of a tile
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
@@ -55,9 +57,9 @@ class FlexBackwardHopperTiles {
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 64 == 0);
 
  public:
-  static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes +
-                                      Config::kStages * (kStageBytes + kRowBytes + 2 * 16) +
-                                      Config::kStages * kGradientBytes + kSumBytes + 8 * kBarriers + Sums::kSharedBytes;
+  static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes + Config::kQueryStages * kQueryBytes +
+                                      Config::kStages * (kGradOutBytes + kRowBytes + kGradientBytes) + kSumBytes +
+                                      kPlaces * 16 + 8 * kBarriers + 4 * kThreads + Sums::kSharedBytes;
 
   __device__ __forceinline__ FlexBackwardHopperTiles(const FlexBackwardArguments& a, const FlexSums* sums,
                                                      const FlexBackwardHopperArguments& more,
@@ -71,15 +73,19 @@ class FlexBackwardHopperTiles {
         sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
 
  protected:
-  /// Before all else. Of a tile: how many warps release its stage, write its dS, and read that.
-  __device__ __forceinline__ void begin(int releasing, int writing, int reading) {
+  /// Before all else; `releasing` warps release a tile's stages.
+  __device__ __forceinline__ void begin(int releasing) {
     if (threadIdx.x == 0) {
       Barrier::init(key_full(), 1);
+      for (int s = 0; s < Config::kQueryStages; ++s) {
+        Barrier::init(query_full(s), 1);
+        Barrier::init(query_empty(s), releasing);
+      }
       for (int s = 0; s < Config::kStages; ++s) {
-        Barrier::init(full(s), 1);
-        Barrier::init(empty(s), releasing);
-        Barrier::init(gradient_full(s), writing);
-        Barrier::init(gradient_empty(s), reading);
+        Barrier::init(grad_out_full(s), 1);
+        Barrier::init(grad_out_empty(s), releasing);
+        Barrier::init(gradient_full(s), kConsumerWarps);
+        Barrier::init(gradient_empty(s), kConsumerWarps);
       }
       Barrier::fence_inits();
     }
@@ -98,11 +104,17 @@ class FlexBackwardHopperTiles {
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   }
 
-  // Tiles of queries are counted: the stage of tile i and how its barriers' parity goes. One number instead of several:
-  // registers are scarce.
+  // Tiles of queries are counted: the stages of tile i and how their barriers' parity goes. One number instead of
+  // several: registers are scarce.
   static_assert(Config::kStages == 2);
   static __device__ __forceinline__ int stage_of(int i) { return i & 1; }
   static __device__ __forceinline__ int parity_of(int i) { return i >> 1 & 1; }
+  static __device__ __forceinline__ int query_stage_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) % Config::kQueryStages);
+  }
+  static __device__ __forceinline__ int query_parity_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
+  }
   /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or kNoMore.
   struct Place {
     int b, h, tile;
@@ -111,27 +123,23 @@ class FlexBackwardHopperTiles {
 
   // Where all lies in shared memory, in this order.
   __device__ __forceinline__ unsigned value() const { return key_ + kKeyBytes; }
-  __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kStageBytes; }
-  __device__ __forceinline__ unsigned grad_out(int s) const { return query(s) + kQueryBytes; }
-  __device__ __forceinline__ unsigned gradient(int s) const { return query(Config::kStages) + s * kGradientBytes; }
+  __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kQueryBytes; }
+  __device__ __forceinline__ unsigned grad_out(int s) const { return query(Config::kQueryStages) + s * kGradOutBytes; }
+  __device__ __forceinline__ unsigned gradient(int s) const { return grad_out(Config::kStages) + s * kGradientBytes; }
   __device__ __forceinline__ unsigned sum(int group) const { return gradient(Config::kStages) + group * 2 * kBoxBytes; }
   __device__ __forceinline__ unsigned rows(int s) const {
     return gradient(Config::kStages) + kSumBytes + s * kRowBytes;
   }
-  /// Of tile i. There are twice as many as stages: a tile's is read after its stage was released, with dQ.
-  __device__ __forceinline__ unsigned place(int i) const {
-    return rows(Config::kStages) + i % (2 * Config::kStages) * 16;
-  }
-  __device__ __forceinline__ unsigned barrier(int i) const {
-    return rows(Config::kStages) + 2 * Config::kStages * 16 + i * 8;
-  }
+  /// Of tile i.
+  __device__ __forceinline__ unsigned place(int i) const { return rows(Config::kStages) + i % kPlaces * 16; }
+  __device__ __forceinline__ unsigned barrier(int i) const { return rows(Config::kStages) + kPlaces * 16 + i * 8; }
   __device__ __forceinline__ unsigned key_full() const { return barrier(0); }
-  __device__ __forceinline__ unsigned full(int s) const { return barrier(1 + s); }
-  __device__ __forceinline__ unsigned empty(int s) const { return barrier(1 + Config::kStages + s); }
-  __device__ __forceinline__ unsigned gradient_full(int s) const { return barrier(1 + 2 * Config::kStages + s); }
-  __device__ __forceinline__ unsigned gradient_empty(int s) const {
-    return barrier(1 + 2 * Config::kStages + Config::kStages + s);
-  }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barrier(1 + s); }
+  __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
+  __device__ __forceinline__ unsigned grad_out_full(int s) const { return query_empty(Config::kQueryStages + s); }
+  __device__ __forceinline__ unsigned grad_out_empty(int s) const { return grad_out_full(Config::kStages + s); }
+  __device__ __forceinline__ unsigned gradient_full(int s) const { return grad_out_empty(Config::kStages + s); }
+  __device__ __forceinline__ unsigned gradient_empty(int s) const { return gradient_full(Config::kStages + s); }
 
   // Read anew, so that what is made of it is not kept in registers through the loop.
   static __device__ __forceinline__ int thread() {
@@ -144,8 +152,6 @@ class FlexBackwardHopperTiles {
   /// Of the warpgroups with keys of their own; else 0.
   __device__ __forceinline__ int key_group() const { return kOwnKeys ? group_ : 0; }
   __device__ __forceinline__ int first_key() const { return col_ + (kOwnKeys ? warp() : warp() % 4) * 16 + lane() / 4; }
-  /// The thread that gives a warpgroup's sums to the copy engine, and waits for it.
-  __device__ __forceinline__ bool speaks() const { return thread() % kWarpgroup == 0; }
 
   // --- the producer: one thread, which alone reads lists ---
 
@@ -168,37 +174,46 @@ class FlexBackwardHopperTiles {
     load(tile, {0, 0, kNoMore});
   }
   __device__ __forceinline__ void load(int i, const Place& p) const {
-    const int s = stage_of(i);
-    Barrier::wait(empty(s), parity_of(i) ^ 1);
+    const int s = stage_of(i), query_stage = query_stage_of(i);
+    Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(place(i)), "r"(p.b), "r"(p.h), "r"(p.tile)
                  : "memory");
     if (p.tile == kNoMore) {
-      Barrier::arrive(full(s));
+      Barrier::arrive(query_full(query_stage));
+      Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
+      Barrier::arrive(grad_out_full(s));
       return;
     }
-    Barrier::expect(full(s), kStageBytes + kRowBytes);
-    copy_boxes<Config::kRows, Config::kHead>(query(s), more_.query, full(s), p.row(), p.h, p.b);
-    copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, full(s), p.row(), p.h, p.b);
+    Barrier::expect(query_full(query_stage), kQueryBytes);
+    copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
+                                             p.b);
+    Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
+    Barrier::expect(grad_out_full(s), kGradOutBytes + kRowBytes);
+    copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
     // Beyond the head's last row are those of the next one, of pairs that take no part.
-    copy_line(rows(s), more_.rows, full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
+    copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
   }
 
   // --- what consumers wait for ---
 
-  /// Until the producer has brought tile i.
-  __device__ __forceinline__ void wait_stage(int i) const { Barrier::wait(full(stage_of(i)), parity_of(i)); }
-  __device__ __forceinline__ Place read_place(int i) const {
-    Place p;
-    int unused;
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(p.b), "=r"(p.h), "=r"(p.tile), "=r"(unused)
-                 : "r"(place(i))
-                 : "memory");
-    return p;
+  /// Until the producer has brought the queries of tile i, and its place.
+  __device__ __forceinline__ void wait_query(int i) const {
+    Barrier::wait(query_full(query_stage_of(i)), query_parity_of(i));
   }
-  /// The same in all threads of a warp, and known to be.
+  /// With them come the row values.
+  __device__ __forceinline__ void wait_grad_out(int i) const {
+    Barrier::wait(grad_out_full(stage_of(i)), parity_of(i));
+  }
+  /// The same in all threads of a warp, and known to be. Read by the lane that releases stages.
   __device__ __forceinline__ Place place_of(int i) const {
-    const Place p = read_place(i);
+    Place p{0, 0, 0};
+    if (lane() == 0) {
+      int unused;
+      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(p.b), "=r"(p.h), "=r"(p.tile), "=r"(unused)
+                   : "r"(place(i))
+                   : "memory");
+    }
     return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
   }
   /// What the warpgroup will read of diagonals for tile i, which is there: what it reads of keys it has.
@@ -206,7 +221,7 @@ class FlexBackwardHopperTiles {
     if constexpr (kTouchesDiagonals<ScoreMod>) {
       const Place p = place_of(i);
       touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), col_ + key_group() * 64,
-                                                          thread() % kWarpgroup, barrier(kBarriers - 1));
+                                                          thread() % kWarpgroup, barrier(kBarriers) + thread() * 4);
     }
   }
   // By each warp, when all its lanes are done with what the barrier guards.
@@ -224,7 +239,7 @@ class FlexBackwardHopperTiles {
 
   // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int i) const {
-    issue_rows<Config::kHead>(s, key_, query(stage_of(i)));
+    issue_rows<Config::kHead>(s, key_, query(query_stage_of(i)));
   }
   __device__ __forceinline__ void issue_grad_probabilities(float (&d)[kBlocksN][4], int i) const {
     if constexpr (Config::kGradScores) issue_rows<Config::kValue>(d, value(), grad_out(stage_of(i)));
@@ -248,7 +263,7 @@ class FlexBackwardHopperTiles {
   }
   __device__ __forceinline__ void issue_grad_key(float (&c)[kBlocksD][4], const unsigned (&ds)[kBlocksN * 2],
                                                  int i) const {
-    if constexpr (Config::kGradKey) issue_operand<KeyProduct>(c[0], ds, query(stage_of(i)));
+    if constexpr (Config::kGradKey) issue_operand<KeyProduct>(c[0], ds, query(query_stage_of(i)));
   }
   template <class Product>
   __device__ __forceinline__ void issue_operand(float* c, const unsigned (&a)[kBlocksN * 2], unsigned b) const {
@@ -257,71 +272,6 @@ class FlexBackwardHopperTiles {
 #pragma unroll
     for (int k = 0; k < Config::kRows / 16; ++k) Product::run(c, a + 4 * k, advanced(from, k * 16 * kChunkBytes), true);
   }
-  /// 64 queries from `row` on by 64 columns from `col` on. After wait_gradient().
-  __device__ __forceinline__ void issue_grad_query(float (&c)[8][4], int i, int row, int col) const {
-    const auto a = descriptor(gradient(stage_of(i)) + row * kChunkBytes, 16);
-    const auto b = descriptor(key_ + col / kChunk * Config::kCols * kChunkBytes, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kCols / 16; ++k) {
-      QueryProduct::run(c[0], advanced(a, step_bytes<Config::kRows>(k)), advanced(b, k * 16 * kChunkBytes), k != 0);
-    }
-    wgmma_commit();
-  }
-
-  // --- dS and dQ through shared memory ---
-
-  // The warp's 16 keys of dS, transposed: a row is a query. Matrix i of a store is keys 8 * (i % 2) on and queries
-  // 8 * (i / 2) on; a lane has the address of row lane % 8 of matrix lane / 8.
-  __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], int i) const {
-    const int s = stage_of(i);
-    Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
-    const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
-    const unsigned to = gradient(s) + key_group() * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes +
-                        (part ^ row) * 16;
-#pragma unroll
-    for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
-    fence_before_copy();  // products too read by the asynchronous proxy
-    release(gradient_full(s));
-  }
-
-  /// Until dS of tile i is there. Of the tile before the first one (i = -1) the barrier's phase counts as over.
-  __device__ __forceinline__ void wait_gradient(int i) const {
-    Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
-  }
-
-  // What issue_grad_query computes goes to the copy engine, which adds it up in memory, swizzled: part i of 16 bytes of
-  // row r is at i ^ r % 8. Two rows that are neighbours have the same banks then, unless they store the blocks of 8
-  // columns n and n ^ 2.
-  __device__ __forceinline__ void add_grad_query(const float (&c)[8][4], int i, int row, int col) const {
-    const int g = lane() / 4, t = lane() % 4;
-    const bool odd = g % 2 != 0;
-    const unsigned to =
-        sum(key_group()) + (warp() % 4 * 16 + g) * kChunkBytes + ((t / 2 ^ g) * 16 ^ (odd ? 64 : 0)) + t % 2 * 8;
-#pragma unroll
-    for (int n = 0; n < 8; n += n % 4 == 1 ? 3 : 1) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const unsigned at = to + n / 4 * kBoxBytes + r * 8 * kChunkBytes;
-        const float x[2] = {c[n][2 * r], c[n][2 * r + 1]}, y[2] = {c[n + 2][2 * r], c[n + 2][2 * r + 1]};
-        store_pair(at ^ n % 4 * 32, odd ? y[0] : x[0], odd ? y[1] : x[1]);
-        store_pair(at ^ (n + 2) % 4 * 32, odd ? x[0] : y[0], odd ? x[1] : y[1]);
-      }
-    }
-    fence_before_copy();
-    named_sync(kAlone + group_, kWarpgroup);
-    if (!speaks()) return;
-    const Place place = read_place(i);
-#pragma unroll
-    for (int box = 0; box < 2; ++box) {
-      if (col + box * kBoxCols < a_.head_size) {
-        add_box(more_.grad_query, sum(key_group()) + box * kBoxBytes, col + box * kBoxCols, place.row() + row, place.h,
-                place.b);
-      }
-    }
-    commit_sums();
-  }
-
   // --- pairs ---
 
   /// Whether some pairs of a tile may not take part.

@@ -17,13 +17,13 @@ template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::score_, Tiles::sums_;
-  using Tiles::alive, Tiles::begin, Tiles::empty, Tiles::first_key, Tiles::lane;
+  using Tiles::alive, Tiles::begin, Tiles::grad_out_empty, Tiles::query_empty, Tiles::first_key, Tiles::lane;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::key_full, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
   using Tiles::kThreads;
-  using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::read_place, Tiles::release, Tiles::rows;
-  using Tiles::stage_of, Tiles::wait_stage, Tiles::zero;
+  using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
+  using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
@@ -36,7 +36,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::kSharedBytes, Tiles::Tiles;
 
   __device__ __forceinline__ void run() {
-    begin((kKeysNeeded + kValuesNeeded) * kWarps, kWarps, kWarps);
+    begin((kKeysNeeded + kValuesNeeded) * kWarps);
     if (group_ == kProducer) {
       give_registers<24>();
       if (threadIdx.x == kThreads) produce();
@@ -63,8 +63,9 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     meet();
     Barrier::wait(key_full(), 0);
     int i = 0, b = 0, h = -1;
-    wait_stage(i);
+    wait_query(i);
     issue_scores(s, i);
+    wait_grad_out(i);
     issue_grad_probabilities(d, i);
     for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
       wgmma_wait<0>();
@@ -80,19 +81,21 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       pairs(now, i, s, d, p, ds);
       issue_grad_key(grad, ds, i);
       wgmma_commit();
-      wait_stage(i + 1);
+      wait_query(i + 1);
       issue_scores(s, i + 1);
+      wait_grad_out(i + 1);
       issue_grad_probabilities(d, i + 1);
       // The tile's sums, while products run.
       if constexpr (Sums::kFlushes) {
         meet();
-        const Place done = read_place(i);
+        const Place done = place_of(i);
         sums_.flush(done.b, done.h, done.row(), col_, i & 1);
         if constexpr (Sums::kTables) meet();
       }
       wgmma_wait<2>();
       pin<kBlocksD * 4>(grad[0]);
-      release(empty(stage_of(i)));
+      release(grad_out_empty(stage_of(i)));
+      release(query_empty(query_stage_of(i)));
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
@@ -116,6 +119,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     issue_next_scores(s, i);
     for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
       if constexpr (Config::kGradValue) {
+        wait_grad_out(i);
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
         unsigned p[kBlocksN * 2];
@@ -126,7 +130,8 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       issue_next_scores(s, i + 1);
       wgmma_wait<1>();
       pin<kBlocksE * 4>(grad[0]);
-      release(empty(stage_of(i)));
+      release(grad_out_empty(stage_of(i)));
+      release(query_empty(query_stage_of(i)));
     }
     wgmma_wait<0>();
     if constexpr (Config::kGradValue) {
@@ -136,7 +141,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     }
   }
   __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {
-    wait_stage(i);
+    wait_query(i);
     if constexpr (Config::kGradValue) issue_scores(s, i);
   }
 

@@ -45,7 +45,8 @@ class FlexGradQueryHopper {
 
  public:
   static constexpr int kSharedBytes = kAlignment + kQueryBytes + kGradOutBytes + kKeyStages * kKeyBytes +
-                                      kValueStages * kValueBytes + 8 * kBarriers + 4 * (kKeyStages + 1);
+                                      kValueStages * kValueBytes + 8 * kBarriers +
+                                      4 * (kKeyStages + kConsumerWarps * kLanes);
 
   __device__ __forceinline__ FlexGradQueryHopper(const FlexBackwardArguments& a,
                                                  const FlexBackwardHopperArguments& more,
@@ -105,7 +106,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(kKeyStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * kKeyStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return value_full(kValueStages + s); }
-  /// A tile's number and kind, of each stage of keys; behind them what touches write.
+  /// A tile's number and kind, of each stage of keys; behind them what touches write, 4 bytes of each thread.
   __device__ __forceinline__ unsigned tile(int s) const { return barriers_ + 8 * kBarriers + 4 * s; }
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
@@ -231,7 +232,7 @@ class FlexGradQueryHopper {
     if constexpr (!kTouches) return;
     touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, row_ + group_ * 64, (tile >> 2) * Config::kCols,
                                                         static_cast<int>(threadIdx.x) % kWarpgroup,
-                                                        this->tile(kKeyStages));
+                                                        this->tile(kKeyStages) + static_cast<int>(threadIdx.x) * 4);
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
