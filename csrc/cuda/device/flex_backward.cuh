@@ -469,17 +469,30 @@ class FlexBackward {
     for (int i = static_cast<int>(threadIdx.x); i < Config::kCols * From::kVectors; i += kThreads) {
       const int row = i / From::kVectors, col = i % From::kVectors * kVector;
       if (col_ + row >= a_.keys || col >= cols) continue;
-      uint4 x;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                   : "r"(tile + row * From::kStride + col * static_cast<int>(sizeof(T))));
+      const unsigned from = tile + row * From::kStride + col * static_cast<int>(sizeof(T));
       T* at = out + row * to.row_stride + col * to.col_stride;
       if (vectors) {
+        uint4 x;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(from));
         *reinterpret_cast<uint4*>(at) = x;
       } else {
+        const auto put = [&](int e) {
+          unsigned short x;
+          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from + e * 2));
+          at[e * to.col_stride] = T{x};
+        };
+        // As it is, the loop over tiles spills least.
+        if constexpr (Config::kGradQuery) {
+#pragma unroll 1
+          for (int e = 0; e < kVector && col + e < cols; ++e) put(e);
+        } else {
 #pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          if (col + e < cols) at[e * to.col_stride] = reinterpret_cast<const T*>(&x)[e];
+          for (int e = 0; e < kVector; ++e) {
+            if (col + e >= cols) break;
+            put(e);
+          }
         }
       }
     }
