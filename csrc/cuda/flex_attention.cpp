@@ -442,19 +442,29 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const Tensor row_values = at::empty({query.size(0) * query.size(1) * row_stride, 2}, floats);
   const int64_t heads = query.size(0) * query.size(1), sum_cols = (query.size(3) + 15) / 16 * 16;
   const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
+  std::vector<FlexPlan> plans;
+  for (const FlexCase& kernel : kernels) plans.push_back(Call::plan_of(kernel));
   const bool apart = kernels.front().kernel == FlexKernel::kGradQuery;
+  // The portable kernel adds in blocks, the other one into rows, whose zeros come with the row values.
+  const bool in_blocks = plans.back().tile.family == FlexFamily::kPortable;
+  const int64_t sum_rows =
+      in_blocks ? tiles_in(query.size(2), device::kQuerySumRows) * device::kQuerySumRows : query.size(2);
   // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
   Tensor query_sum, query_apart;
-  if (needs_grad[0] && !apart) query_sum = at::empty({query.size(0), query.size(1), query.size(2), sum_cols}, floats);
+  if (needs_grad[0] && !apart) {
+    const std::array<int64_t, 4> shape{query.size(0), query.size(1), sum_rows, sum_cols};
+    query_sum = in_blocks ? at::zeros(shape, floats) : at::empty(shape, floats);
+  }
   if (needs_grad[0] && apart) query_apart = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
-  flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
-             data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
-             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride),
-             query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr, static_cast<int>(sum_cols)},
-            row_data, c.dtype, call.stream());
+  flex_rows(
+      {upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
+       data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
+       static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride),
+       query_sum.defined() && !in_blocks ? query_sum.mutable_data_ptr<float>() : nullptr, static_cast<int>(sum_cols)},
+      row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
   const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query, grads.buffers);
@@ -476,10 +486,10 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const bool in_order = deterministic && c.wants_buffers() && !c.fixed_point;
   const int64_t launches = in_order ? launches_in_order(c, key) : 1;
   auto sum_arguments = sums.arguments();
-  for (const FlexCase& kernel : kernels) {
-    c = kernel;
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    c = kernels[i];
     const bool by_key = c.kernel == FlexKernel::kBackward;
-    const FlexPlan plan = call.plan();
+    const FlexPlan& plan = plans[i];
     a.tiles = call.tiles(plan.tile, by_key);
     const int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
                                 : heads * tiles_in(query.size(2), plan.tile.rows);
@@ -501,7 +511,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   if (query_sum.defined()) {
     flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size,
-                          static_cast<int>(sum_cols), a.scale},
+                          static_cast<int>(sum_rows), static_cast<int>(sum_cols), in_blocks, a.scale},
                          c.dtype, call.stream());
   } else if (needs_grad[0] && inplace) {
     grad_query.copy_(query_apart);

@@ -236,18 +236,22 @@ template <class T, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_constant__ FlexQuerySum p) {
   const RowPlace<kLanes> place(p.heads, p.queries);
   if (place.q >= p.queries) return;
-  const float* from = p.sum + (place.head * p.queries + place.q) * p.sum_cols;
+  // Where column 0 lies, and from there the columns of a block of 8, and of all.
+  const int64_t row =
+      p.in_blocks ? int64_t{place.q / 8 * 8} * p.sum_cols + place.q % 8 * 8 : int64_t{place.q} * p.sum_cols;
+  const int block = p.in_blocks ? 64 : 8;
+  const float* from = p.sum + place.head * p.sum_rows * p.sum_cols + row;
   T* to = static_cast<T*>(p.grad_query.data) + place.b * p.grad_query.batch_stride +
           place.h * p.grad_query.head_stride + place.q * p.grad_query.row_stride;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   for (int col = lane * kWidth; col < p.head_size; col += kLanes * kWidth) {
     float x[kWidth];
     if constexpr (kWidth == 1) {
-      x[0] = from[col] * p.scale;
+      x[0] = from[col / 8 * block + col % 8] * p.scale;
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from + col + i);
+        const float4 four = *reinterpret_cast<const float4*>(from + col / 8 * block + col % 8 + i);
         x[i] = four.x * p.scale;
         x[i + 1] = four.y * p.scale;
         x[i + 2] = four.z * p.scale;

@@ -52,9 +52,11 @@ void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* st
 /// grad_query[b, h, m, d] = sum[b, h, m, d] * scale, rounded once.
 struct FlexQuerySum {
   device::FlexTensor grad_query;
-  const float* sum;  // [batches, heads, queries, sum_cols]
+  const float* sum;  // [batches, heads, sum_rows, sum_cols], or in blocks as FlexBackwardArguments::query_sum
   int batches, heads, queries, head_size;
+  int sum_rows;  // not below queries
   int sum_cols;  // a multiple of 16, not below head_size
+  bool in_blocks;
   float scale;
 };
 void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream);

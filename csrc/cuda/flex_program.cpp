@@ -75,7 +75,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     case FlexKernel::kGradQuery:
       return (t.rows + 2 * t.cols) * both;
     case FlexKernel::kBackward:
-      return t.cols * both + t.stages * t.rows * (both + 8) + (t.share > 1 ? 2 : 1) * t.cols * row_bytes(c, t.rows);
+      return t.cols * both + t.stages * t.rows * (both + 8) +
+             (t.gradient_stages + (t.share > 1 ? 1 : 0)) * t.cols * row_bytes(c, t.rows);
   }
   return 0;
 }
@@ -126,6 +127,36 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
 }
 
+std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
+  if (c.dtype == DType::kFloat32) {
+    if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
+    if (head <= 128) return {{32, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+    return {{64, 32, 8, 4, 1}, {32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
+  }
+  if (head > 128) return {{64, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+  // The gradients of captured buffers need the shared memory, and their sums a barrier after each tile anyway.
+  const bool delayed = c.grad_query && !c.wants_buffers();
+  std::vector<FlexTileSize> found;
+  const auto add = [&](FlexTileSize t) {
+    if (t.stages == 2 && delayed) {
+      t.gradient_stages = 2;
+      found.push_back(t);
+      t.gradient_stages = 1;
+    }
+    found.push_back(t);
+  };
+  if (head <= 64) {
+    add({128, 128, 8, 2, 2});
+    add({64, 128, 8, 2, 1});
+  } else {
+    add({64, 128, 8, 2, 2});
+    add({64, 128, 8, 2, 1});
+    add({32, 64, 4, 1, 2});
+    add({32, 64, 4, 1, 1});
+  }
+  return found;
+}
+
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
   if (takes_hopper(c, architecture)) {
@@ -151,14 +182,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
       if (head <= 128) return {{128, 32, 4}, {64, 32, 4}};
       return {{64, 32, 4}, {32, 32, 2}};
     case FlexKernel::kBackward:
-      if (wide) {
-        if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
-        if (head <= 128) return {{32, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
-        return {{64, 32, 8, 4, 1}, {32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
-      }
-      if (head <= 64) return {{128, 128, 8, 2, 2}, {64, 128, 8, 2, 1}};
-      if (head <= 128) return {{64, 128, 8, 2, 2}, {64, 128, 8, 2, 1}, {32, 64, 4, 1, 2}, {32, 64, 4, 1, 1}};
-      return {{64, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+      return portable_backward(c, head);
   }
   return {};
 }
@@ -312,6 +336,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   if (plan.tile.family == FlexFamily::kHopper) number("kGroups", computing_warps(plan.tile) / 4);
   number("kShare", plan.tile.share);
   number("kStages", plan.tile.stages);
+  number("kGradientStages", plan.tile.gradient_stages);
   number("kQueryStages", plan.tile.query_stages);
   number("kParts", plan.tile.parts);
   choice("kBlocks", c.blocks);
@@ -404,7 +429,7 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
   add(head_cols(c, multiple_of(plan.tile)));
   add(value_cols(c, multiple_of(plan.tile)));
   for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages,
-                      plan.tile.query_stages, plan.tile.parts})
+                      plan.tile.gradient_stages, plan.tile.query_stages, plan.tile.parts})
     add(v);
   int flags = 0;
   for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low,

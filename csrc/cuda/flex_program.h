@@ -57,7 +57,8 @@ struct FlexTileSize {
   FlexFamily family = FlexFamily::kPortable;
   // Of the Hopper kernels: tiles of queries in shared memory (forward and backward), and (forward)
   int query_stages = 1;
-  int parts = 1;  // of a tile's rows, whose kinds (device::FlexTileKind) are their own
+  int parts = 1;            // of a tile's rows, whose kinds (device::FlexTileKind) are their own
+  int gradient_stages = 1;  // of the portable backward: tiles of dS in shared memory
 };
 
 struct FlexPlan {

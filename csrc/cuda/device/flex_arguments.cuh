@@ -67,12 +67,18 @@ struct FlexSums {
   const float* largest;  // fixed point: the largest magnitude of a contribution
 };
 
+/// Where the sums of the queries' gradient lie in blocks, a head's rows are a multiple of it: of any kernel's tiles.
+constexpr int kQuerySumRows = 128;
+
 struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;                 // [B, H, row_stride]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
-  float* query_sum;  // [B, H, M, kHead], zeros before: what grad_query is made of where CTAs add it up, less the scale
-  float* largest;    // [captured buffers], zeros before: where the largest magnitudes are wanted
+  // What grad_query is made of where CTAs add it up, less the scale; zeros before. [B, H, M, kHead]; the portable
+  // kernel adds in blocks of 8 queries and 8 columns, [B, H, rows / 8, kHead / 8, 8, 8], rows a multiple of
+  // kQuerySumRows.
+  float* query_sum;
+  float* largest;  // [captured buffers], zeros before: where the largest magnitudes are wanted
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes

@@ -8,6 +8,9 @@
 //                              in registers, so that it has more keys, and reads shared memory less; but then
 //                              probabilities go through shared memory too
 //   kStages                    tiles of queries in shared memory
+//   kGradientStages            tiles of dS: with 2, the queries' gradient is that of the tile before, for half of the
+//                              warps before a tile's scores and for the others after its products: so exponentials of
+//                              some meet products of others, and a tile takes one barrier of all warps
 //   kGradQuery, kGradKey, kGradValue   which of them are wanted
 //   kGradScores                whether anything but the values' gradient is
 //   kMaxGradient               whether max_scores has a gradient
@@ -47,7 +50,14 @@ class FlexBackward {
 
   static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
   static constexpr int kStageBytes = QueryTile::kBytes + GradOutTile::kBytes + kRowBytes;
-  static constexpr int kScoreTiles = Config::kShare > 1 ? 2 : 1;
+  static constexpr int kScoreTiles = Config::kGradientStages + (Config::kShare > 1 ? 1 : 0);
+  static constexpr bool kDelayed = Config::kGradientStages == 2;
+  static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
+  static_assert(Config::kRows <= kThreads);
+  // Where registers are left: operands are loaded a step ahead, and of P and dS a warp keeps its own part.
+  static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
+  // Tiles of like work together; where nothing is captured, whose reads and sums are better of one head at a time.
+  static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
 
  public:
   static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + Config::kStages * kStageBytes +
@@ -64,14 +74,19 @@ class FlexBackward {
         value_(key_ + KeyTile::kBytes),
         stage_(value_ + ValueTile::kBytes),
         gradient_(stage_ + Config::kStages * kStageBytes),
-        probability_(gradient_ + ScoreTile::kBytes),
+        probability_(gradient_ + Config::kGradientStages * ScoreTile::kBytes),
         sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
 
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
     const int key_heads = a_.heads / a_.group;
+    int head = static_cast<int>(blockIdx.x / col_tiles);
     col_tile_ = static_cast<int>(blockIdx.x % col_tiles);
-    const int head = static_cast<int>(blockIdx.x / col_tiles);
+    if constexpr (kLikeTogether) {
+      const Work work(a_.key_batches * key_heads, col_tiles);
+      head = work.head;
+      col_tile_ = work.tile;
+    }
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
     col_ = col_tile_ * Config::kCols;
@@ -85,38 +100,56 @@ class FlexBackward {
     }
     sums_.begin();
 
+    if constexpr (kDelayed) later_ = __shfl_sync(~0u, static_cast<int>(warp() >= Config::kWarps / 2), 0) != 0;
     Place place = first();
     if (place.b < last_batch_) load_stage(place, 0);
     commit_copies();
-    int b = -1, h = -1;
-    for (int i = 0; place.b < last_batch_; ++i) {
+    int b = -1, h = -1, stage = 0;
+    Place last = place;
+    while (place.b < last_batch_) {
       const Place next = after(place);
-      const int stage = i % Config::kStages;
       wait_copies<0>();
       __syncthreads();
-      if (Config::kStages == 2 && next.b < last_batch_) load_stage(next, 1 - stage);
-      commit_copies();
+      if constexpr (Config::kStages == 2 && !kAhead) load_next(next, 1 - stage);
+      const bool first = h < 0;
+      if (kDelayed && !first && !later_) finish(last, 1 - stage);
       if (b != place.b || h != place.h) {
-        if (h >= 0) sums_.end_head(b, h, first_key());
+        if (!first) sums_.end_head(b, h, first_key());
         sums_.begin_head();
         b = place.b;
         h = place.h;
       }
-      step(place, stage);
-      if (Config::kStages == 1) {
-        __syncthreads();
-        if (next.b < last_batch_) load_stage(next, 0);
-        commit_copies();
+      step(place, next, stage);
+      if constexpr (kDelayed) {
+        if (!first && later_) finish(last, 1 - stage);
+      } else {
+        if constexpr (Config::kStages == 1 || Config::kGradQuery || Sums::kFlushes) __syncthreads();
+        if constexpr (Config::kStages == 1) load_next(next, 0);
+        finish(place, 0);
       }
+      last = place;
       place = next;
+      if (Config::kStages == 2) stage = 1 - stage;
     }
-    if (h >= 0) sums_.end_head(b, h, first_key());
     wait_copies<0>();
     __syncthreads();
-#pragma unroll
-    for (int m = 0; m < kBlocksM; ++m) {
-      if constexpr (Config::kGradKey) store<kMineD, kBlocksD>(grad_key_[m], m, a_.grad_key, a_.head_size, a_.scale);
-      if constexpr (Config::kGradValue) store<kMineE, kBlocksE>(grad_value_[m], m, a_.grad_value, a_.value_size, 1.0f);
+    if (h >= 0) {
+      if constexpr (kDelayed) {
+        finish(last, 1 - stage);
+        __syncthreads();
+      }
+      sums_.end_head(b, h, first_key());
+    }
+    if constexpr (sizeof(T) == 4) {
+      if constexpr (Config::kGradKey) store_lanes<kMineD, kBlocksD>(grad_key_, a_.grad_key, a_.head_size, a_.scale);
+      if constexpr (Config::kGradValue) store_lanes<kMineE, kBlocksE>(grad_value_, a_.grad_value, a_.value_size, 1.0f);
+    } else {
+      // The tiles of keys and values are read no more.
+      if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
+      if constexpr (Config::kGradValue) keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, 1.0f);
+      __syncthreads();
+      if constexpr (Config::kGradKey) store<KeyTile>(key_, a_.grad_key, a_.head_size);
+      if constexpr (Config::kGradValue) store<ValueTile>(value_, a_.grad_value, a_.value_size);
     }
   }
 
@@ -160,12 +193,16 @@ class FlexBackward {
     const int b = p.b, h = p.h, row = (p.tile >> 2) * Config::kRows;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
-    const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.row_stride + row;
-    for (int i = static_cast<int>(threadIdx.x); i < Config::kRows; i += kThreads) {
+    if (const int i = static_cast<int>(threadIdx.x); i < Config::kRows) {
+      const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.row_stride + row;
       const bool there = row + i < a_.queries;
       copy_async_pair(to + QueryTile::kBytes + GradOutTile::kBytes + i * sizeof(FlexRow), rows + (there ? i : 0),
                       there);
     }
+  }
+  __device__ __forceinline__ void load_next(const Place& next, int stage) const {
+    if (next.b < last_batch_) load_stage(next, stage);
+    commit_copies();
   }
 
   template <int kCount>
@@ -177,37 +214,66 @@ class FlexBackward {
     }
   }
 
-  __device__ __forceinline__ void step(const Place& place, int stage) {
+  __device__ __forceinline__ void step(const Place& place, const Place& next, int stage) {
     const unsigned query = stage_ + stage * kStageBytes, grad_out = query + QueryTile::kBytes;
+    const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes;
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
     scores(query, grad_out, place, p, ds);
-    if constexpr (Config::kShare == 1) {
-      if constexpr (Config::kGradValue) {
-        accumulate<kMineE, kBlocksE>(grad_value_, p, probability_, grad_out, GradOutTile::kStride);
+    // Here, not before the scores: other warps compute what these wait for.
+    if constexpr (Config::kStages == 2 && kAhead) load_next(next, 1 - stage);
+    if constexpr (Config::kShare > 1 && Config::kGradValue) keep(probability_, p);
+    if constexpr (Config::kGradScores) keep(gradient, ds);
+    if constexpr (Config::kShare == 1 || kAhead) {
+      if constexpr (Config::kGradValue)
+        accumulate_own<kMineE, kBlocksE>(grad_value_, p, grad_out, GradOutTile::kStride);
+      if constexpr (Config::kGradKey) accumulate_own<kMineD, kBlocksD>(grad_key_, ds, query, QueryTile::kStride);
+    }
+    if constexpr (Config::kShare > 1) {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + warp() / Config::kShare), "n"(Config::kShare * kLanes) : "memory");
+      // Of the others' queries, or of all at once.
+      constexpr int kQueries = kAhead ? kPart : Config::kRows;
+#pragma unroll 1
+      for (int i = kAhead ? 1 : 0; i < (kAhead ? Config::kShare : 1); ++i) {
+        const int from = kAhead ? (part() + i) % Config::kShare * kPart : 0;
+        if constexpr (Config::kGradValue) {
+          accumulate_kept<kMineE, kBlocksE, kQueries>(grad_value_, probability_, from, grad_out, GradOutTile::kStride);
+        }
+        if constexpr (Config::kGradKey) {
+          accumulate_kept<kMineD, kBlocksD, kQueries>(grad_key_, gradient, from, query, QueryTile::kStride);
+        }
       }
-    } else {
-      keep(probability_, p);
     }
-    if constexpr (Config::kGradScores) keep(gradient_, ds);
-    __syncthreads();
-    if constexpr (Config::kShare > 1 && Config::kGradValue) {
-      accumulate<kMineE, kBlocksE>(grad_value_, p, probability_, grad_out, GradOutTile::kStride);
+  }
+  // After all warps' part of a tile: what they compute of it together.
+  __device__ __forceinline__ void finish(const Place& place, int stage) {
+    const int row = (place.tile >> 2) * Config::kRows;
+    // In the order that spills less.
+    if constexpr (Config::kShare == 1) sums_.flush(place.b, place.h, row, col_);
+    if constexpr (Config::kGradQuery) {
+      add_grad_query(place.b, place.h, row, gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes);
     }
-    if constexpr (Config::kGradKey) accumulate<kMineD, kBlocksD>(grad_key_, ds, gradient_, query, QueryTile::kStride);
-    if constexpr (Config::kGradQuery) add_grad_query(place.b, place.h, (place.tile >> 2) * Config::kRows);
-    sums_.flush(place.b, place.h, (place.tile >> 2) * Config::kRows, col_);
+    if constexpr (Config::kShare > 1) sums_.flush(place.b, place.h, row, col_);
+  }
+
+  // Of the warp's keys and its part of the queries; two blocks of 8 queries make one of 16.
+  using Scores = float[kBlocksM][kBlocksN / 2][2][4];
+
+  template <int kCommon>
+  __device__ __forceinline__ void multiply_tiles(Scores& c, unsigned a, int a_stride, unsigned b, int b_stride) const {
+    multiply_loaded<T, Config::kSplit, kCommon / Product::kDepth, kUnrolledSteps<T>, true, kAhead>(
+        c, [&](auto& words, int k, int m) { load_a(words, a, a_stride, key_group() + m * 16, k, lane()); },
+        [&](auto& words, int k, int i) { load_b(words, b, b_stride, part() * kPart + i * 16, k, lane()); },
+        [](int) { return true; });
   }
 
   // P and dS of the warp's keys and its part of the queries, as operands.
   __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const Place& place,
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
-    float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
+    Scores s = {}, d = {};
     // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
-    multiply_rows<T, Config::kSplit, Config::kHead, true>(s, key_, KeyTile::kStride, key_group(), query,
-                                                          QueryTile::kStride, part() * kPart, lane());
+    multiply_tiles<Config::kHead>(s, key_, KeyTile::kStride, query, QueryTile::kStride);
     if constexpr (Config::kGradScores) {
-      multiply_rows<T, Config::kSplit, Config::kValue, true>(d, value_, ValueTile::kStride, key_group(), grad_out,
-                                                             GradOutTile::kStride, part() * kPart, lane());
+      multiply_tiles<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
     }
     const int row = (place.tile >> 2) * Config::kRows;
     const bool masked =
@@ -225,8 +291,7 @@ class FlexBackward {
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void pairs(const Place& place, bool masked, const FlexRow* rows,
-                                        float (&s)[kBlocksM][kBlocksN][4], float (&d)[kBlocksM][kBlocksN][4],
+  __device__ __forceinline__ void pairs(const Place& place, bool masked, const FlexRow* rows, Scores& s, Scores& d,
                                         unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     const int b = place.b, h = place.h, q = (place.tile >> 2) * Config::kRows + part() * kPart + lane() % 4 * 2;
 #pragma unroll
@@ -247,15 +312,15 @@ class FlexBackward {
             of.grad_max = there ? a_.grad_max[at] : 0.0f;
           }
           float value[Config::Derivative::kContributions + 1];
-          const float score = s[m][n][e];
+          float &x = s[m][n / 2][n % 2][e], &dx = d[m][n / 2][n % 2][e];
+          const float score = x;
           const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-          d[m][n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, d[m][n][e], of, b, h, at_q, at_kv,
-                                                       takes, s[m][n][e], value);
+          dx = FlexPairGradient<Config>::apply(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes, x, value);
           sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
         }
         sums_.end_block(m, n);
-        put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n]);
-        if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n]);
+        put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n / 2][n % 2]);
+        if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n / 2][n % 2]);
       }
     }
   }
@@ -271,41 +336,37 @@ class FlexBackward {
     }
   }
 
-  // c += (P or dS) * (grad_out or query), for the warp's blocks of columns: the first factor from registers, or of all
-  // queries from shared memory where warps share keys.
+  // c += (P or dS) * (grad_out or query), for the warp's blocks of columns: over its own queries, from registers, or
+  // over kQueries of them from shared memory.
   template <int kMine, int kBlocks>
-  __device__ __forceinline__ void accumulate(float (&c)[kBlocksM][kMine][2][4],
-                                             const unsigned (&words)[kBlocksM][kOperands], unsigned tile, unsigned b,
+  __device__ __forceinline__ void accumulate_own(float (&c)[kBlocksM][kMine][2][4],
+                                                 const unsigned (&words)[kBlocksM][kOperands], unsigned b,
+                                                 int b_stride) const {
+    accumulate<kMine, kBlocks, kPart>(
+        c,
+        [&](auto& to, int k, int m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) to[i] = words[m][k * 4 + i];
+        },
+        b + part() * kPart * b_stride, b_stride);
+  }
+  template <int kMine, int kBlocks, int kQueries>
+  __device__ __forceinline__ void accumulate_kept(float (&c)[kBlocksM][kMine][2][4], unsigned tile, int from,
+                                                  unsigned b, int b_stride) const {
+    tile += from * static_cast<int>(sizeof(T));
+    accumulate<kMine, kBlocks, kQueries>(
+        c, [&](auto& to, int k, int m) { load_transposed_order(to, tile, m, k); }, b + from * b_stride, b_stride);
+  }
+  template <int kMine, int kBlocks, int kQueries, class Row>
+  __device__ __forceinline__ void accumulate(float (&c)[kBlocksM][kMine][2][4], const Row& row, unsigned b,
                                              int b_stride) const {
-#pragma unroll
-    for (int k = 0; k < Config::kRows / Product::kDepth; ++k) {
-      typename Product::Factor row[kBlocksM];
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) {
-        unsigned fragment[4];
-        if constexpr (Config::kShare == 1) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) fragment[i] = words[m][k * 4 + i];
-        } else {
-          load_transposed_order(fragment, tile, m, k);
-        }
-        row[m] = Product::factor(fragment);
-      }
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        const int block = i * Config::kShare + part();
-        if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
-        unsigned col[4];
-        keep_order<Config::kSplit>();
-        Product::load_b_transposed(col, b, b_stride, k * Product::kDepth, block * 16, lane());
-        const auto cols = Product::factor(col);
-#pragma unroll
-        for (int m = 0; m < kBlocksM; ++m) {
-          Product::template step<0>(c[m][i][0], row[m], cols);
-          Product::template step<1>(c[m][i][1], row[m], cols);
-        }
-      }
-    }
+    const auto block = [&](int i) { return i * Config::kShare + part(); };
+    multiply_loaded<T, Config::kSplit, kQueries / Product::kDepth, kQueries, false, kAhead>(
+        c, row,
+        [&](auto& words, int k, int i) {
+          Product::load_b_transposed(words, b, b_stride, k * Product::kDepth, block(i) * 16, lane());
+        },
+        [&](int i) { return kBlocks % Config::kShare == 0 || block(i) < kBlocks; });
   }
   // Operand A as it lies, with floats in the order of operands that are read transposed.
   __device__ __forceinline__ void load_transposed_order(unsigned (&a)[4], unsigned tile, int m, int step) const {
@@ -320,66 +381,118 @@ class FlexBackward {
     }
   }
 
-  __device__ __forceinline__ void add_grad_query(int b, int h, int row) const {
+  __device__ __forceinline__ void add_grad_query(int b, int h, int row, unsigned gradient) const {
     const int part = warp() / kGroupsQ, group = warp() % kGroupsQ * 16 * kBlocksQ;
+    const auto block = [&](int i) { return i * kPartsQ + part; };
+    const auto there = [&](int i) { return kBlocksD % kPartsQ == 0 || block(i) < kBlocksD; };
     float c[kBlocksQ][kMineQ][2][4];
 #pragma unroll
     for (int j = 0; j < kBlocksQ; ++j) zero(c[j]);
-#pragma unroll kUnrolledSteps < T>
-    for (int k = 0; k < Config::kCols / Product::kDepth; ++k) {
-      typename Product::Factor a[kBlocksQ];
-#pragma unroll
-      for (int j = 0; j < kBlocksQ; ++j) {
-        unsigned row[4];
-        Product::load_a_transposed(row, gradient_, ScoreTile::kStride, k * Product::kDepth, group + j * 16, lane());
-        a[j] = Product::factor(row);
-      }
-#pragma unroll
-      for (int i = 0; i < kMineQ; ++i) {
-        const int block = i * kPartsQ + part;
-        if (kBlocksD % kPartsQ != 0 && block >= kBlocksD) break;
-        unsigned col[4];
-        keep_order<Config::kSplit>();
-        Product::load_b_transposed(col, key_, KeyTile::kStride, k * Product::kDepth, block * 16, lane());
-        const auto cols = Product::factor(col);
-#pragma unroll
-        for (int j = 0; j < kBlocksQ; ++j) {
-          Product::template step<0>(c[j][i][0], a[j], cols);
-          Product::template step<1>(c[j][i][1], a[j], cols);
-        }
-      }
-    }
+    multiply_loaded<T, Config::kSplit, Config::kCols / Product::kDepth, kUnrolledSteps<T>, false, kAhead>(
+        c,
+        [&](auto& words, int k, int j) {
+          Product::load_a_transposed(words, gradient, ScoreTile::kStride, k * Product::kDepth, group + j * 16, lane());
+        },
+        [&](auto& words, int k, int i) {
+          Product::load_b_transposed(words, key_, KeyTile::kStride, k * Product::kDepth, block(i) * 16, lane());
+        },
+        there);
+    // A warp adds whole lines of 128 bytes; rows beyond the queries are there.
+    const int rows = (a_.queries + kQuerySumRows - 1) / kQuerySumRows * kQuerySumRows;
+    const long long head = static_cast<long long>(b * a_.heads + h) * rows;
+    float* to = a_.query_sum + (head + row + group) * Config::kHead + lane() * 2;
 #pragma unroll
     for (int j = 0; j < kBlocksQ; ++j) {
-      const int q = row + group + j * 16 + lane() / 4;
-      float* to =
-          a_.query_sum + (static_cast<long long>(b * a_.heads + h) * a_.queries + q) * Config::kHead + lane() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kMineQ; ++i) {
-        const int block = i * kPartsQ + part;
-        if (kBlocksD % kPartsQ != 0 && block >= kBlocksD) break;
+        if (!there(i)) break;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          if (q < a_.queries) add_pair(to + block * 16 + n * 8, c[j][i][n][0], c[j][i][n][1]);
-          if (q + 8 < a_.queries) add_pair(to + 8 * Config::kHead + block * 16 + n * 8, c[j][i][n][2], c[j][i][n][3]);
+          float* at = to + j * 16 * Config::kHead + (block(i) * 2 + n) * 64;
+          add_pair(at, c[j][i][n][0], c[j][i][n][1]);
+          add_pair(at + 8 * Config::kHead, c[j][i][n][2], c[j][i][n][3]);
         }
       }
     }
   }
 
+  // Floats from where they are: four lanes have a sector of 32 bytes.
   template <int kMine, int kBlocks>
-  __device__ __forceinline__ void store(const float (&c)[kMine][2][4], int m, const FlexTensor& to, int cols,
-                                        float factor) const {
+  __device__ __forceinline__ void store_lanes(const float (&c)[kBlocksM][kMine][2][4], const FlexTensor& to, int cols,
+                                              float factor) const {
     T* out = static_cast<T*>(to.data) + key_batch_ * to.batch_stride + key_head_ * to.head_stride;
 #pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const int block = i * Config::kShare + part();
-      if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
+    for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int kv = first_key() + m * 16 + e / 2 % 2 * 8, col = block * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
-        if (kv < a_.keys && col < cols)
-          fusegrad::device::store(out + kv * to.row_stride + col * to.col_stride, c[i][e / 4][e % 4] * factor);
+      for (int i = 0; i < kMine; ++i) {
+        const int block = i * Config::kShare + part();
+        if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const int kv = first_key() + m * 16 + e / 2 % 2 * 8, col = block * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
+          if (kv < a_.keys && col < cols)
+            fusegrad::device::store(out + kv * to.row_stride + col * to.col_stride, c[m][i][e / 4][e % 4] * factor);
+        }
+      }
+    }
+  }
+
+  // The warp's part of a gradient to shared memory, in which it lies as the keys do.
+  template <class Into, int kMine, int kBlocks>
+  __device__ __forceinline__ void keep_gradient(float (&c)[kBlocksM][kMine][2][4], unsigned tile, float factor) const {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        const int block = i * Config::kShare + part();
+        if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          unsigned words[kOperandWords<T>];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) c[m][i][n][e] *= factor;
+          put_operand<T>(words, c[m][i][n]);
+          store_operand<T>(tile, Into::kStride, key_group() + m * 16, block * 2 + n, words, lane());
+        }
+      }
+    }
+  }
+  template <class From>
+  __device__ __forceinline__ void store(unsigned tile, const FlexTensor& to, int cols) const {
+    constexpr int kVector = 16 / sizeof(T);
+    T* out =
+        static_cast<T*>(to.data) + key_batch_ * to.batch_stride + key_head_ * to.head_stride + col_ * to.row_stride;
+    const bool vectors = to.col_stride == 1 && cols % kVector == 0 && to.row_stride % kVector == 0 &&
+                         reinterpret_cast<unsigned long long>(out) % 16 == 0;
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < Config::kCols * From::kVectors; i += kThreads) {
+      const int row = i / From::kVectors, col = i % From::kVectors * kVector;
+      if (col_ + row >= a_.keys || col >= cols) continue;
+      const unsigned from = tile + row * From::kStride + col * static_cast<int>(sizeof(T));
+      T* at = out + row * to.row_stride + col * to.col_stride;
+      if (vectors) {
+        uint4 x;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                     : "r"(from));
+        *reinterpret_cast<uint4*>(at) = x;
+      } else {
+        const auto put = [&](int e) {
+          unsigned short x;
+          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from + e * 2));
+          at[e * to.col_stride] = T{x};
+        };
+        // As it is, the loop over tiles spills least.
+        if constexpr (Config::kGradQuery) {
+#pragma unroll 1
+          for (int e = 0; e < kVector && col + e < cols; ++e) put(e);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) {
+            if (col + e >= cols) break;
+            put(e);
+          }
+        }
       }
     }
   }
@@ -389,6 +502,7 @@ class FlexBackward {
   const typename MaskMod::Captured& mask_;
   char* const shared_;
   const unsigned key_, value_, stage_, gradient_, probability_;
+  bool later_ = false;
   Sums sums_;
   int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;
   float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];

@@ -309,6 +309,67 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4],
   }
 }
 
+/// c += a * b over kSteps steps, for blocks of 16 rows and of 16 columns: row(words, step, block) and
+/// col(words, step, block) load operands, there(block) says which columns the warp has. kAhead, of 16-bit elements: a
+/// step's operands are loaded before the products of the step before it.
+template <class T, bool kSplit, int kSteps, int kUnroll, bool kSwapped, bool kAhead, int kBlocksM, int kBlocksN,
+          class Row, class Col, class There>
+__device__ __forceinline__ void multiply_loaded(float (&c)[kBlocksM][kBlocksN][2][4], const Row& row, const Col& col,
+                                                const There& there) {
+  using Product = Mma<T, kSplit>;
+  if constexpr (kAhead) {
+    unsigned rows[2][kBlocksM][4], cols[2][kBlocksN][4];
+    const auto load = [&](int k) {
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) row(rows[k % 2][m], k, m);
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+        if (!there(n)) break;
+        col(cols[k % 2][n], k, n);
+      }
+    };
+    load(0);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (k + 1 < kSteps) load(k + 1);
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+        if (!there(n)) break;
+        const auto factor = Product::factor(cols[k % 2][n]);
+#pragma unroll
+        for (int m = 0; m < kBlocksM; ++m) {
+          Product::template step<0, kSwapped>(c[m][n][0], Product::factor(rows[k % 2][m]), factor);
+          Product::template step<1, kSwapped>(c[m][n][1], Product::factor(rows[k % 2][m]), factor);
+        }
+      }
+    }
+  } else {
+#pragma unroll kUnroll
+    for (int k = 0; k < kSteps; ++k) {
+      typename Product::Factor rows[kBlocksM];
+#pragma unroll
+      for (int m = 0; m < kBlocksM; ++m) {
+        unsigned words[4];
+        row(words, k, m);
+        rows[m] = Product::factor(words);
+      }
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+        if (!there(n)) break;
+        unsigned words[4];
+        keep_order<kSplit>();
+        col(words, k, n);
+        const auto factor = Product::factor(words);
+#pragma unroll
+        for (int m = 0; m < kBlocksM; ++m) {
+          Product::template step<0, kSwapped>(c[m][n][0], rows[m], factor);
+          Product::template step<1, kSwapped>(c[m][n][1], rows[m], factor);
+        }
+      }
+    }
+  }
+}
+
 /// c += p * b, where p is made of accumulators, and b lies as [common dimension][column].
 template <class T, bool kSplit, int kBlocksM, int kBlocksN, int kBlocksK>
 __device__ __forceinline__ void multiply_accumulators(float (&c)[kBlocksM][kBlocksN][4],
