@@ -648,9 +648,9 @@ def test_a_query_that_is_not_finite_leaves_other_heads_alone(d: int) -> None:
     with torch.no_grad():
         q[0, 1, 0, 3] = torch.nan
     found = torch.autograd.grad(flex_attention(q, k, v, None, mask), (q, k, v), upstream)
-    for given, want in zip(found, expected, strict=True):
-        assert given[0, 1].isnan().any()
-        assert relative(given[0, 0], want[0, 0]) <= 1e-3
+    for grad, want in zip(found, expected, strict=True):
+        assert grad[0, 1].isnan().any()
+        assert relative(grad[0, 0], want[0, 0]) <= 1e-3
 
 
 @pytest.mark.parametrize("d", [64, 128])
