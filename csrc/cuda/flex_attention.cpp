@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <tuple>
+#include <utility>
 
 #include "attention/outputs.h"
 #include "cuda/flex_prepare.h"
@@ -286,19 +288,21 @@ class Call {
   int* next_ = nullptr;
 };
 
-int64_t launches_in_order(const FlexCase& c, const Tensor& key) {
-  return ordered_launches(c, key.size(0), key.size(1), key.size(2),
-                          at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
-}
-
-/// What the kernels of a backward have in common, made of what a forward's has.
-FlexCase backward_case(FlexCase c, const FlexScores& scores, const Tensor& key, const std::vector<bool>& needs_grad,
-                       bool deterministic) {
+/// What the kernels of a backward have in common, made of what a forward's has; and in how many launches the kernel by
+/// keys runs, so that sums come in one order.
+std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores, const Tensor& key,
+                                           const std::vector<bool>& needs_grad, bool deterministic) {
   c.max_scores = c.out_low = c.unscaled = false;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
-  c.fixed_point = deterministic && c.wants_buffers() && launches_in_order(c, key) == 0;
-  return c;
+  int64_t launches = 1;
+  if (deterministic && c.wants_buffers()) {
+    launches =
+        ordered_launches(c, key.size(0), key.size(1), key.size(2),
+                         at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
+  }
+  c.fixed_point = launches == 0;
+  return {std::move(c), std::max<int64_t>(launches, 1)};
 }
 
 /// The sums of the contributions to captured buffers.
@@ -401,7 +405,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
       const bool ordered = (aux & kFlexOrdered) != 0;
-      const FlexCase backward = backward_case(c, scores, key, needs_grad, ordered);
+      const FlexCase backward = backward_case(c, scores, key, needs_grad, ordered).first;
       for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
         jit::compile_ahead(flex_program(next, Call::plan_of(next), architecture).program);
       }
@@ -433,7 +437,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   Call call(query, key, value, scores);
   FlexCase& c = call.kernel_case();
-  c = backward_case(c, scores, key, needs_grad, deterministic);
+  int64_t launches = 1;
+  std::tie(c, launches) = backward_case(c, scores, key, needs_grad, deterministic);
   c.max_gradient = upstream.max_scores.defined();
 
   const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));
@@ -483,8 +488,6 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.largest = sums.largest();
   a.fixed_bits = sums.fixed_bits();
 
-  const bool in_order = deterministic && c.wants_buffers() && !c.fixed_point;
-  const int64_t launches = in_order ? launches_in_order(c, key) : 1;
   auto sum_arguments = sums.arguments();
   for (size_t i = 0; i < kernels.size(); ++i) {
     c = kernels[i];

@@ -55,10 +55,9 @@ struct FlexCase {
 struct FlexTileSize {
   int rows = 0, cols = 0, warps = 0, share = 1, stages = 1;
   FlexFamily family = FlexFamily::kPortable;
-  // Of the Hopper kernels: tiles of queries in shared memory (forward and backward), and (forward)
-  int query_stages = 1;
-  int parts = 1;            // of a tile's rows, whose kinds (device::FlexTileKind) are their own
-  int gradient_stages = 1;  // of the portable backward: tiles of dS in shared memory
+  int query_stages = 1;     // Hopper, forward and backward: tiles of queries in shared memory
+  int parts = 1;            // Hopper, forward: of a tile's rows, whose kinds (device::FlexTileKind) are their own
+  int gradient_stages = 1;  // portable backward: tiles of dS in shared memory
 };
 
 struct FlexPlan {
