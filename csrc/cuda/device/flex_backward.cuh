@@ -140,17 +140,12 @@ class FlexBackward {
       }
       sums_.end_head(b, h, first_key());
     }
-    if constexpr (sizeof(T) == 4) {
-      if constexpr (Config::kGradKey) store_lanes<kMineD, kBlocksD>(grad_key_, a_.grad_key, a_.head_size, a_.scale);
-      if constexpr (Config::kGradValue) store_lanes<kMineE, kBlocksE>(grad_value_, a_.grad_value, a_.value_size, 1.0f);
-    } else {
-      // The tiles of keys and values are read no more.
-      if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
-      if constexpr (Config::kGradValue) keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, 1.0f);
-      __syncthreads();
-      if constexpr (Config::kGradKey) store<KeyTile>(key_, a_.grad_key, a_.head_size);
-      if constexpr (Config::kGradValue) store<ValueTile>(value_, a_.grad_value, a_.value_size);
-    }
+    // The tiles of keys and values are read no more.
+    if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
+    if constexpr (Config::kGradValue) keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, 1.0f);
+    __syncthreads();
+    if constexpr (Config::kGradKey) store<KeyTile>(a_.grad_key, a_.head_size, key_);
+    if constexpr (Config::kGradValue) store<ValueTile>(a_.grad_value, a_.value_size, value_);
   }
 
  private:
@@ -416,27 +411,6 @@ class FlexBackward {
     }
   }
 
-  // Floats from where they are: four lanes have a sector of 32 bytes.
-  template <int kMine, int kBlocks>
-  __device__ __forceinline__ void store_lanes(const float (&c)[kBlocksM][kMine][2][4], const FlexTensor& to, int cols,
-                                              float factor) const {
-    T* out = static_cast<T*>(to.data) + key_batch_ * to.batch_stride + key_head_ * to.head_stride;
-#pragma unroll
-    for (int m = 0; m < kBlocksM; ++m) {
-#pragma unroll
-      for (int i = 0; i < kMine; ++i) {
-        const int block = i * Config::kShare + part();
-        if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const int kv = first_key() + m * 16 + e / 2 % 2 * 8, col = block * 16 + e / 4 * 8 + lane() % 4 * 2 + e % 2;
-          if (kv < a_.keys && col < cols)
-            fusegrad::device::store(out + kv * to.row_stride + col * to.col_stride, c[m][i][e / 4][e % 4] * factor);
-        }
-      }
-    }
-  }
-
   // The warp's part of a gradient to shared memory, in which it lies as the keys do.
   template <class Into, int kMine, int kBlocks>
   __device__ __forceinline__ void keep_gradient(float (&c)[kBlocksM][kMine][2][4], unsigned tile, float factor) const {
@@ -458,43 +432,8 @@ class FlexBackward {
     }
   }
   template <class From>
-  __device__ __forceinline__ void store(unsigned tile, const FlexTensor& to, int cols) const {
-    constexpr int kVector = 16 / sizeof(T);
-    T* out =
-        static_cast<T*>(to.data) + key_batch_ * to.batch_stride + key_head_ * to.head_stride + col_ * to.row_stride;
-    const bool vectors = to.col_stride == 1 && cols % kVector == 0 && to.row_stride % kVector == 0 &&
-                         reinterpret_cast<unsigned long long>(out) % 16 == 0;
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < Config::kCols * From::kVectors; i += kThreads) {
-      const int row = i / From::kVectors, col = i % From::kVectors * kVector;
-      if (col_ + row >= a_.keys || col >= cols) continue;
-      const unsigned from = tile + row * From::kStride + col * static_cast<int>(sizeof(T));
-      T* at = out + row * to.row_stride + col * to.col_stride;
-      if (vectors) {
-        uint4 x;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                     : "r"(from));
-        *reinterpret_cast<uint4*>(at) = x;
-      } else {
-        const auto put = [&](int e) {
-          unsigned short x;
-          asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from + e * 2));
-          at[e * to.col_stride] = T{x};
-        };
-        // As it is, the loop over tiles spills least.
-        if constexpr (Config::kGradQuery) {
-#pragma unroll 1
-          for (int e = 0; e < kVector && col + e < cols; ++e) put(e);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) {
-            if (col + e >= cols) break;
-            put(e);
-          }
-        }
-      }
-    }
+  __device__ __forceinline__ void store(const FlexTensor& to, int cols, unsigned from) const {
+    store_tile<From, Config::kCols, kThreads>(to, key_batch_, key_head_, col_, a_.keys, cols, from);
   }
 
   const FlexBackwardArguments& a_;

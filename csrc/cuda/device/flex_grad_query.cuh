@@ -134,63 +134,25 @@ class FlexGradQuery {
 
   // The gradient goes by way of the warp's queries in shared memory, which nobody else reads. Stored from registers, in
   // any strides, it made ptxas give the loop up to 40 registers more.
-  __device__ __forceinline__ unsigned own_rows() const { return query_ + first_row() * QueryTile::kStride; }
-  __device__ __forceinline__ void put_rounded(float factor) const {
+  __device__ __forceinline__ void store_sum(float factor) {
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocksM; ++i) {
-      const unsigned row = own_rows() + (i * 8 + lane() / 4) * QueryTile::kStride + lane() % 4 * 2 * sizeof(T);
+    for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
       for (int n = 0; n < kBlocksD; ++n) {
-        const float x = sum_[i / 2][n][i % 2 * 2] * factor, y = sum_[i / 2][n][i % 2 * 2 + 1] * factor;
-        const unsigned at = row + n * 8 * sizeof(T);
-        if constexpr (sizeof(T) == 4) {
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
-        } else {
-          asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack(T{}, x, y)) : "memory");
-        }
+        unsigned words[kOperandWords<T>];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum_[m][n][e] *= factor;
+        put_operand<T>(words, sum_[m][n]);
+        store_operand<T>(query_, QueryTile::kStride, first_row() + m * 16, n, words, lane());
       }
     }
-  }
-  // Unit: T, or 16 bytes of values that lie side by side.
-  template <class Unit>
-  __device__ __forceinline__ void copy_rows(const FlexTensor& to) const {
-    constexpr int kValues = sizeof(Unit) / sizeof(T);
-    T* head = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
-    const int first = row_ + first_row(), rows = min(16 * kBlocksM, a_.queries - first);
-#pragma unroll 1
-    for (int r = 0; r < rows; ++r) {
-#pragma unroll 1
-      for (int col = lane() * kValues; col < a_.head_size; col += kLanes * kValues) {
-        Unit x;
-        load_shared(x, own_rows() + r * QueryTile::kStride + col * sizeof(T));
-        *reinterpret_cast<Unit*>(head + (first + r) * to.row_stride + col * to.col_stride) = x;
-      }
-    }
-  }
-  static __device__ __forceinline__ void load_shared(uint4& x, unsigned from) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(from)
-                 : "memory");
-  }
-  static __device__ __forceinline__ void load_shared(T& x, unsigned from) {
-    if constexpr (sizeof(T) == 4) {
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
-    } else {
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x.bits) : "r"(from) : "memory");
-    }
+    __syncwarp();
+    store_tile<QueryTile, 16 * kBlocksM, kLanes>(a_.grad_query, b_, h_, row_ + first_row(), a_.queries, a_.head_size,
+                                                 query_ + first_row() * QueryTile::kStride);
   }
 
   __device__ __forceinline__ void finish(bool bad) {
-    if constexpr (Config::kGradQuery) {
-      put_rounded(bad ? __int_as_float(0x7fffffff) : a_.scale);
-      __syncwarp();
-      const FlexTensor& to = a_.grad_query;
-      const bool vectors = sizeof(T) == 2 && to.col_stride == 1 && a_.head_size % 8 == 0 &&
-                           (to.row_stride | to.head_stride | to.batch_stride) % 8 == 0 &&
-                           reinterpret_cast<unsigned long long>(to.data) % 16 == 0;
-      vectors ? copy_rows<uint4>(to) : copy_rows<T>(to);
-    }
+    if constexpr (Config::kGradQuery) store_sum(bad ? __int_as_float(0x7fffffff) : a_.scale);
     // Magnitudes are ordered as their bits are, NaN above all.
 #pragma unroll
     for (int k = 0; k < Derivative::kContributions; ++k) {

@@ -249,4 +249,30 @@ __device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, i
                                 (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
 }
 
+/// What a warp or a CTA of kThreads threads has in shared memory, kRows rows as in a tile, to a head's rows from `row` on
+/// of a tensor of any strides, which has `rows` rows and `cols` columns.
+template <class From, int kRows, int kThreads>
+__device__ __forceinline__ void store_tile(const FlexTensor& to, int b, int h, int row, int rows, int cols,
+                                           unsigned from) {
+  using T = typename From::Element;
+  constexpr int kVector = 16 / sizeof(T);
+  T* out = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride + row * to.row_stride;
+  const bool vectors = to.col_stride == 1 && cols % kVector == 0 && to.row_stride % kVector == 0 &&
+                       reinterpret_cast<unsigned long long>(out) % 16 == 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % kThreads; i < kRows * From::kVectors; i += kThreads) {
+    const int r = i / From::kVectors, col = i % From::kVectors * kVector;
+    if (row + r >= rows || col >= cols) continue;
+    const unsigned at = from + r * From::kStride + col * static_cast<int>(sizeof(T));
+    T* there = out + r * to.row_stride + col * to.col_stride;
+    if (vectors) {
+      *reinterpret_cast<uint4*>(there) = load_shared<uint4>(at);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < kVector && col + e < cols; ++e)
+        there[e * to.col_stride] = load_shared<T>(at + e * static_cast<int>(sizeof(T)));
+    }
+  }
+}
+
 }  // namespace fusegrad::device

@@ -93,6 +93,22 @@ __device__ __forceinline__ unsigned load_word(unsigned address) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
   return word;
 }
+/// An element, or 16 bytes.
+template <class X>
+__device__ __forceinline__ X load_shared(unsigned address) {
+  X x;
+  if constexpr (sizeof(X) == 16) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (sizeof(X) == 4) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  } else {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x.bits) : "r"(address) : "memory");
+  }
+  return x;
+}
 
 /// Two numbers in the order of memory.
 __device__ __forceinline__ unsigned pack(BFloat16, float first, float second) {
