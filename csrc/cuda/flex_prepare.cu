@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kDirectBytes = 16 << 10;  // of shared memory
+constexpr int kDirectBytes = 16 << 10;        // of shared memory
+constexpr int64_t kDirectEntries = 64 << 10;  // of a block mask's lists that each CTA reads
 
 // The kernel that is launched next may begin, if it was launched so that it may: it waits for this one's end before it
 // reads anything.
@@ -169,6 +170,42 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+// The same by keys: of each row of blocks the state of the one that the tile of keys lies in. A row whose list is wrong
+// takes part fully, see tile_state.
+__global__ void __launch_bounds__(kThreads)
+    direct_lists_by_key_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
+                               const __grid_constant__ FlexBlockMap map, int* count, int* list) {
+  __shared__ unsigned char states[kDirectBytes];  // [map.rows]
+  __shared__ bool wrong[kDirectBytes];
+  const int64_t first = static_cast<int64_t>(blockIdx.x / t.rows) * map.rows;
+  const int col = static_cast<int>(blockIdx.x % t.rows) * p.tile_kv / static_cast<int>(t.block_size_kv);
+  for (int r = static_cast<int>(threadIdx.x); r < map.rows; r += kThreads) {
+    states[r] = device::kBlockNone;
+    wrong[r] = false;
+  }
+  __syncthreads();
+  const auto look = [&](const FlexBlockList& from, int list_cols, device::FlexBlock state) {
+    for (int r = static_cast<int>(threadIdx.x); r < map.rows; r += kThreads) {
+      const int entries = from.count[first + r];
+      if (entries < 0 || entries > list_cols) wrong[r] = true;
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < map.rows * list_cols; i += kThreads) {
+      const int r = i / list_cols;
+      if (i - r * list_cols >= from.count[first + r]) continue;
+      const int block = from.index[first * list_cols + i];
+      if (block < 0 || block >= map.cols) wrong[r] = true;
+      if (block == col) states[r] = state;
+    }
+    __syncthreads();
+  };
+  look(map.partial, map.list_cols_partial, map.distinguish ? device::kBlockPartial : device::kBlockFull);
+  if (map.full.count != nullptr) look(map.full, map.list_cols_full, device::kBlockFull);
+  write_list(t, p, false, count, list, [&](int row) {
+    const int r = row * p.tile_q / static_cast<int>(t.block_size_q);
+    return wrong[r] ? device::kTileFull : states[r] != device::kBlockNone ? kind_of(states[r]) : -1;
+  });
+}
+
 template <class T>
 __device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, int64_t row) {
   return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
@@ -306,14 +343,18 @@ void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists,
 
 bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int64_t block_size_q,
                         int64_t block_size_kv) {
-  return !lists.by_key && block_size_q % (lists.tile_q / lists.parts) == 0 && block_size_kv % lists.tile_kv == 0 &&
-         block_size_kv <= INT32_MAX && int64_t{lists.parts} * map.cols <= kDirectBytes;
+  if (block_size_q % (lists.tile_q / lists.parts) != 0 || block_size_kv % lists.tile_kv != 0) return false;
+  if (std::max(block_size_q, block_size_kv) > INT32_MAX) return false;
+  if (!lists.by_key) return int64_t{lists.parts} * map.cols <= kDirectBytes;
+  const int64_t entries = int64_t{map.rows} * std::max(map.list_cols_partial, map.list_cols_full);
+  return map.rows <= kDirectBytes && entries <= kDirectEntries;
 }
 void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, const FlexBlockMap& map, int* count,
                        int* list, void* stream) {
   const int64_t rows = static_cast<int64_t>(tiles.batches) * tiles.heads * tiles.rows;
   if (rows == 0) return;
-  launch("flex_direct_lists", direct_lists_kernel, {rows, kThreads}, stream, tiles, lists, map, count, list);
+  launch("flex_direct_lists", lists.by_key ? direct_lists_by_key_kernel : direct_lists_kernel, {rows, kThreads}, stream,
+         tiles, lists, map, count, list);
 }
 
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream) {

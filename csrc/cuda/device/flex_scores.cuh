@@ -249,8 +249,8 @@ __device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, i
                                 (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
 }
 
-/// What a warp or a CTA of kThreads threads has in shared memory, kRows rows as in a tile, to a head's rows from `row` on
-/// of a tensor of any strides, which has `rows` rows and `cols` columns.
+/// What a warp or a CTA of kThreads threads has in shared memory, kRows rows as in a tile, to a head's rows from `row`
+/// on of a tensor of any strides, which has `rows` rows and `cols` columns.
 template <class From, int kRows, int kThreads>
 __device__ __forceinline__ void store_tile(const FlexTensor& to, int b, int h, int row, int rows, int cols,
                                            unsigned from) {
