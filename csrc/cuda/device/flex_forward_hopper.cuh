@@ -270,12 +270,7 @@ class FlexForwardHopper {
   }
   /// Which tile the stage's keys are, as in its list. After wait_keys.
   __device__ __forceinline__ int number(const Stages& keys, int i) const {
-    if constexpr (!Config::kBlocks) return i << kKindBits;
-    int now;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
-    now = __shfl_sync(~0u, now, 0);
-    __syncwarp();  // all lanes have read it before the stage is released
-    return now;
+    return Config::kBlocks ? load_by_first_lane(tile(keys.stage)) : i << kKindBits;
   }
   /// The kind of the warpgroup's part of a tile.
   __device__ __forceinline__ int kind_of(int tile) const {
