@@ -1,7 +1,6 @@
 // The forward of flex attention on sm_90a. A CTA for each multiprocessor computes kRows queries of a head at a time: a
-// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While a
-// warpgroup's tensor cores work at the scores of a tile and the output of the one before, the other's warps are at
-// their exponentials: they take turns in issuing products (ping-pong). The producer goes on to the next queries while
+// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While one's products
+// run the others' warps are at their exponentials. The producer goes on to the next queries while
 // the last output is written. See flex_scores.cuh for Config and flex_forward.cuh; here also:
 //   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
@@ -41,8 +40,6 @@ class FlexForwardHopper {
   // How many tiles later than keys values are brought: 1 is the order of their products, so that keys do not wait until
   // there is room for values. It helps where tiles are so large that there is one of queries.
   static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
-  // Named barriers: each warpgroup's turn to issue products.
-  static constexpr int kTurn = 1;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
   static_assert(Config::kCols % 16 == 0);
   static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
@@ -241,8 +238,6 @@ class FlexForwardHopper {
     Stages keys, values;
     QueryStages queries;
     Counted<2> works;
-    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
-    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     while (true) {
       int tiles;
       Barrier::wait(work_full(works.stage()), works.parity());
@@ -262,7 +257,6 @@ class FlexForwardHopper {
       if constexpr (Config::kParts > 1) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
       compute(tiles, keys, values, queries);
     }
-    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
   }
 
   __device__ __forceinline__ void wait_keys(const Stages& keys) const {
@@ -270,7 +264,7 @@ class FlexForwardHopper {
   }
   /// Which tile the stage's keys are, as in its list. After wait_keys.
   __device__ __forceinline__ int number(const Stages& keys, int i) const {
-    return Config::kBlocks ? load_by_first_lane(tile(keys.stage)) : i << kKindBits;
+    return Config::kBlocks ? load_by_first(lane(), tile(keys.stage)) : i << kKindBits;
   }
   /// The kind of the warpgroup's part of a tile.
   __device__ __forceinline__ int kind_of(int tile) const {
@@ -308,19 +302,12 @@ class FlexForwardHopper {
       if (tiles == 1) release(query_empty(queries.stage()));
       for (int i = 1;; ++i) {
         apply_mods(s, now);
-        softmax(s, rescale);
-        // The output's wait comes after that for the keys: the compiler moves it up to where its block of instructions
-        // begins, and exponentials would come after it.
-        pin<kBlocksN * 4>(s[0]);
+        softmax(s, rescale, [&] { wait_output(out, values, i > 1); });
+        multiply(out, rescale);
+        pack(p, s);
         if (i >= tiles) break;
         wait_keys(keys);
-        take_output(out, values, i > 1, rescale);
-        pack(p, s);
-        begin_turn();
-        pin<kBlocksN * 4>(s[0]);
         issue_scores(s, queries.stage(), keys.stage);
-        // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
-        end_turn();
         Barrier::wait(value_full(values.stage), values.parity);
         pin<kBlocksE * 4>(out[0]);
         issue_out(out, p, values.stage, now);
@@ -331,18 +318,14 @@ class FlexForwardHopper {
         keys.next();
         if (i + 1 == tiles) release(query_empty(queries.stage()));
       }
-      take_output(out, values, tiles > 1, rescale);
-      pack(p, s);
       Barrier::wait(value_full(values.stage), values.parity);
       issue_out(out, p, values.stage, now);
       if (skips_last()) {
         wait_keys(keys);
-        begin_turn();
-        end_turn();
         release(key_empty(keys.stage));
         keys.next();
       }
-      take_output(out, values, true, {1.0f, 1.0f});
+      wait_output(out, values, true);
       if (skips_last()) {
         Barrier::wait(value_full(values.stage), values.parity);
         release(value_empty(values.stage));
@@ -353,22 +336,16 @@ class FlexForwardHopper {
     finish(out, tiles < 0);
   }
 
-  // Waits for the product in flight, where one is, and rescales what it made.
-  __device__ __forceinline__ void take_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight,
-                                              const float (&rescale)[2]) const {
+  // For the product in flight, where one is.
+  __device__ __forceinline__ void wait_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight) const {
     wgmma_wait<0>();
     pin<kBlocksE * 4>(out[0]);
     if (in_flight) {
       release(value_empty(values.stage));
       values.next();
     }
-    multiply(out, rescale);
   }
 
-  __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 2 * kWarpgroup); }
-  __device__ __forceinline__ void end_turn() const {
-    named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
-  }
   // By each warp.
   __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
 
@@ -449,36 +426,44 @@ class FlexForwardHopper {
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
-  static constexpr bool kMaximumLater = Config::kMaskAlone && !Config::kMaxScores;
 
-  // As FlexForward::softmax. In this order: maxima of the second row beside the first row's exponentials, which take
-  // eight cycles each. The output is rescaled later, when the product in flight is done with it.
-  __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2]) {
+  // As FlexForward::softmax. `wait`: for the product in flight, once there are maxima. By then it is done, or nearly so,
+  // and operands of the next one are packed while exponentials are computed, which take eight cycles each.
+  template <class Wait>
+  __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2], const Wait& wait) {
     const float factor = unit() * kLog2E;
-    float max[2] = {max_[0], max_[1]}, sum[2] = {};
+    float max[2] = {max_[0], max_[1]}, sum[2] = {}, origin[2];
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) max[0] = score_mod::maximum(max[0], larger(s[n], 0));
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
+    }
+    // Not less or equal: NaN too, and a row that had no score yet.
+    bool follows = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float origin = max_[r] * factor;
+      origin[r] = max_[r] * factor;
       rescale[r] = 1.0f;
-      // Where there are registers for it, the lanes of a row ask each other for its maximum only if a score of the
-      // warp's is so much larger. Not less or equal: NaN too, and a row that had no score yet.
-      if (!kMaximumLater || __any_sync(~0u, !((max[r] - max_[r]) * factor <= kSlack))) {
-        origin = follow(s, max[r], r, factor, rescale);
-      }
+      follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
+    }
+    // The lanes of a row ask each other for its maximum only if a score of the warp's is so much larger.
+    if (Config::kMaxScores || __any_sync(~0u, follows)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
+    }
+    wait();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[n][e] = power_of_two(s[n][e] * factor - origin);
+          s[n][e] = power_of_two(s[n][e] * factor - origin[r]);
           sum[r] += s[n][e];
         }
-        if (r == 0) max[1] = score_mod::maximum(max[1], larger(s[n], 1));
       }
+      sum_[r] = sum_[r] * rescale[r] + sum[r];
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sum_[r] = sum_[r] * rescale[r] + sum[r];
   }
   __device__ __forceinline__ static float larger(const float (&x)[4], int r) {
     return score_mod::maximum(x[2 * r], x[2 * r + 1]);

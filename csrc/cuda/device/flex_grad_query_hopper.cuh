@@ -224,7 +224,7 @@ class FlexGradQueryHopper {
   /// Until the stage's keys are there; which tile they are.
   __device__ __forceinline__ int wait_keys(const Keys& keys) const {
     Barrier::wait(key_full(keys.stage), keys.parity);
-    return load_by_first_lane(tile(keys.stage));
+    return load_by_first(lane(), tile(keys.stage));
   }
   /// What the warpgroup will read of captured tensors.
   __device__ __forceinline__ void touch(int tile) const {
