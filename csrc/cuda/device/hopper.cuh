@@ -52,8 +52,8 @@ struct Barrier {
   }
 };
 
-/// A word of a stage, the same in all threads of a warp, and known to be: read by the lane that releases the stage. By a
-/// predicate, as arrive_if.
+/// A word of a stage, the same in all threads of a warp, and known to be: read by the lane that releases the stage. By
+/// a predicate, as arrive_if.
 __device__ __forceinline__ int load_by_first(int lane, unsigned address) {
   int word = 0;
   asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %2, 0;\n@p ld.shared.s32 %0, [%1];\n}"
