@@ -639,6 +639,26 @@ def test_tiles_of_queries_in_several_blocks(d: int, block: int | tuple[int, int]
     torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("modified", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("grows", [True, False], ids=["grow", "fall"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scores_that_grow_or_fall_with_the_keys(d: int, grows: bool, masked: bool, modified: bool) -> None:
+    """A row's maximum is another one tile after tile, or stays the first; more rows of tiles than multiprocessors."""
+    b, h, m, n = 5, 12, 700, 900
+    q, k, v = (t.detach() for t in inputs(b, h, m, n, d))
+    place = torch.arange(n) if grows else torch.arange(n).flip(0)
+    k *= (place / 60).to(k.dtype)[:, None]
+    slope = 0.3 if grows else -0.3
+    mod = (lambda s, b, h, q, kv: s + slope * (kv - 400)) if modified else None
+    mask = create_block_mask(causal, None, None, m, n, device=DEVICE) if masked else None
+    out, aux = flex_attention(q, k, v, mod, mask, return_aux=AuxRequest(lse=True))
+    alive = torch.ones(m, n, dtype=torch.bool).tril() if masked else None
+    truth = dense(q.double(), k.double(), v.double(), mod, alive)
+    assert relative(out, truth.out) <= 5e-3
+    torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_query_that_is_not_finite_leaves_other_heads_alone(d: int) -> None:
     """The last tile of the head before reads what is known of its first queries, too."""

@@ -1,8 +1,8 @@
 // The forward of flex attention on sm_90a. A CTA for each multiprocessor computes kRows queries of a head at a time: a
-// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While a
-// warpgroup's tensor cores work at the scores of a tile and the output of the one before, the other's warps are at
-// their exponentials: they take turns in issuing products (ping-pong). The producer goes on to the next queries while
-// the last output is written. See flex_scores.cuh for Config and flex_forward.cuh; here also:
+// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While one's
+// products run, the scores of a tile and the output of the one before, the others' warps are at their exponentials. The
+// producer goes on to the next queries while the last output is written. See flex_scores.cuh for Config and
+// flex_forward.cuh; here also:
 //   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
 //   kQueryStages               1 or 2 tiles of queries: with 2, a warpgroup that is ahead stays ahead between queries
@@ -41,7 +41,10 @@ class FlexForwardHopper {
   // How many tiles later than keys values are brought: 1 is the order of their products, so that keys do not wait until
   // there is room for values. It helps where tiles are so large that there is one of queries.
   static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
-  // Named barriers: each warpgroup's turn to issue products.
+  // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
+  // and whether warpgroups take turns in issuing products.
+  static constexpr bool kSeamless = Config::kGroups == 3;
+  // Named barriers: each warpgroup's turn.
   static constexpr int kTurn = 1;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
   static_assert(Config::kCols % 16 == 0);
@@ -241,28 +244,104 @@ class FlexForwardHopper {
     Stages keys, values;
     QueryStages queries;
     Counted<2> works;
-    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
-    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    if constexpr (kSeamless) {
+      seamless(keys, values, queries, works);
+      return;
+    }
     while (true) {
-      int tiles;
-      Barrier::wait(work_full(works.stage()), works.parity());
-      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b_), "=r"(h_), "=r"(row_), "=r"(tiles)
-                   : "r"(work(works.stage()))
-                   : "memory");
-      // The same in all threads of a warp, and known to be.
-      b_ = __shfl_sync(~0u, b_, 0);
-      h_ = __shfl_sync(~0u, h_, 0);
-      row_ = __shfl_sync(~0u, row_, 0);
-      tiles = __shfl_sync(~0u, tiles, 0);
-      __syncwarp();
-      release(work_empty(works.stage()));
-      works.next();
+      const int tiles = take(works);
       if (row_ == Work::kNoMore) break;
-      if constexpr (Config::kParts > 1) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
       compute(tiles, keys, values, queries);
     }
+  }
+  /// The next work; how many tiles it has.
+  __device__ __forceinline__ int take(Counted<2>& works) {
+    int tiles;
+    Barrier::wait(work_full(works.stage()), works.parity());
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b_), "=r"(h_), "=r"(row_), "=r"(tiles)
+                 : "r"(work(works.stage()))
+                 : "memory");
+    // The same in all threads of a warp, and known to be.
+    b_ = __shfl_sync(~0u, b_, 0);
+    h_ = __shfl_sync(~0u, h_, 0);
+    row_ = __shfl_sync(~0u, row_, 0);
+    tiles = __shfl_sync(~0u, tiles, 0);
+    __syncwarp();
+    release(work_empty(works.stage()));
+    works.next();
+    return tiles;
+  }
+
+  /// One work after the other.
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries) {
+    float out[kBlocksE][4], s[kBlocksN][4];
+    clear(out);
+    if (tiles > 0) {
+      Barrier::wait(query_full(queries.stage()), queries.parity());
+      // Nothing to overlap the first tile's scores with.
+      wait_keys(keys);
+      issue_scores(s, queries.stage(), keys.stage);
+      const int now = number(keys, 0);
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      attend(tiles, now, out, s, keys, values, queries);
+      wait_output(out, values, true);
+    }
+    finish(out, tiles < 0, b_, h_, first_query());
+  }
+
+  /// All work.
+  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Counted<2>& works) {
+    float out[kBlocksE][4], s[kBlocksN][4];
+    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    int tiles = begin(s, keys, queries, works);
+    while (row_ != Work::kNoMore) {
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      const int b = b_, h = h_, first = first_query();
+      const bool some = tiles > 0, bad = tiles < 0, skips = skips_last();
+      clear(out);
+      if (tiles > 0) {
+        if (skips) --tiles;
+        attend(tiles, number(keys, 0), out, s, keys, values, queries);
+        if (skips) {
+          wait_keys(keys);
+          begin_turn();
+          end_turn();
+          release(key_empty(keys.stage));
+          keys.next();
+        }
+      }
+      tiles = begin(s, keys, queries, works);
+      wgmma_wait<1>();
+      pin<kBlocksE * 4>(out[0]);
+      if (some) release_values(values);
+      if (skips) {
+        Barrier::wait(value_full(values.stage), values.parity);
+        release_values(values);
+      }
+      finish(out, bad, b, h, first);
+    }
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(s[0]);
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+  }
+  /// Takes the next work, and issues its first scores; where it has no tiles they are made of whatever lies in shared
+  /// memory, and not used: under a condition the compiler would wait for products.
+  __device__ __forceinline__ int begin(float (&s)[kBlocksN][4], const Stages& keys, const QueryStages& queries,
+                                       Counted<2>& works) {
+    const int tiles = take(works);
+    if (tiles > 0) {
+      Barrier::wait(query_full(queries.stage()), queries.parity());
+      wait_keys(keys);
+    }
+    issue_scores(s, queries.stage(), keys.stage);
+    if constexpr (Config::kParts > 1) {
+      if (row_ != Work::kNoMore) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
+    }
+    return tiles;
   }
 
   __device__ __forceinline__ void wait_keys(const Stages& keys) const {
@@ -270,12 +349,7 @@ class FlexForwardHopper {
   }
   /// Which tile the stage's keys are, as in its list. After wait_keys.
   __device__ __forceinline__ int number(const Stages& keys, int i) const {
-    if constexpr (!Config::kBlocks) return i << kKindBits;
-    int now;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
-    now = __shfl_sync(~0u, now, 0);
-    __syncwarp();  // all lanes have read it before the stage is released
-    return now;
+    return Config::kBlocks ? load_by_first(lane(), tile(keys.stage)) : i << kKindBits;
   }
   /// The kind of the warpgroup's part of a tile.
   __device__ __forceinline__ int kind_of(int tile) const {
@@ -285,9 +359,7 @@ class FlexForwardHopper {
   __device__ __forceinline__ bool skips_last() const { return Config::kParts > 1 && (row_ & 1) != 0; }
   __device__ __forceinline__ bool has_none(int tile) const { return Config::kParts > 1 && kind_of(tile) == kTileNone; }
 
-  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries) {
-    float out[kBlocksE][4], s[kBlocksN][4];
-    unsigned p[kBlocksN * 2];
+  __device__ __forceinline__ void clear(float (&out)[kBlocksE][4]) {
 #pragma unroll
     for (int n = 0; n < kBlocksE; ++n) {
 #pragma unroll
@@ -298,76 +370,49 @@ class FlexForwardHopper {
       max_[r] = -FUSEGRAD_INFINITY;
       sum_[r] = ties_[r] = 0.0f;
     }
-    if (tiles > 0) {
-      if (skips_last()) --tiles;
-      float rescale[2];
-      Barrier::wait(query_full(queries.stage()), queries.parity());
-      // Nothing to overlap the first tile's scores with.
+  }
+  /// All tiles, `now` the first one, whose scores are there; the output's last product is still in flight then.
+  __device__ __forceinline__ void attend(int tiles, int now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
+                                         Stages& keys, Stages& values, QueryStages& queries) {
+    unsigned p[kBlocksN * 2];
+    float rescale[2];
+    release(key_empty(keys.stage));
+    keys.next();
+    if (tiles == 1) release(query_empty(queries.stage()));
+    for (int i = 1;; ++i) {
+      apply_mods(s, now);
+      softmax(s, rescale, [&] { wait_output(out, values, i > 1); });
+      multiply(out, rescale);
+      pack(p, s);
+      if (i >= tiles) break;
       wait_keys(keys);
+      if constexpr (kSeamless) begin_turn();
       issue_scores(s, queries.stage(), keys.stage);
-      int now = number(keys, 0);
-      wgmma_wait<0>();
+      // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
+      if constexpr (kSeamless) end_turn();
+      Barrier::wait(value_full(values.stage), values.parity);
+      pin<kBlocksE * 4>(out[0]);
+      issue_out(out, p, values.stage, now);
+      now = number(keys, i);
+      wgmma_wait<1>();
       pin<kBlocksN * 4>(s[0]);
       release(key_empty(keys.stage));
       keys.next();
-      if (tiles == 1) release(query_empty(queries.stage()));
-      for (int i = 1;; ++i) {
-        apply_mods(s, now);
-        softmax(s, rescale);
-        // The output's wait comes after that for the keys: the compiler moves it up to where its block of instructions
-        // begins, and exponentials would come after it.
-        pin<kBlocksN * 4>(s[0]);
-        if (i >= tiles) break;
-        wait_keys(keys);
-        take_output(out, values, i > 1, rescale);
-        pack(p, s);
-        begin_turn();
-        pin<kBlocksN * 4>(s[0]);
-        issue_scores(s, queries.stage(), keys.stage);
-        // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
-        end_turn();
-        Barrier::wait(value_full(values.stage), values.parity);
-        pin<kBlocksE * 4>(out[0]);
-        issue_out(out, p, values.stage, now);
-        now = number(keys, i);
-        wgmma_wait<1>();
-        pin<kBlocksN * 4>(s[0]);
-        release(key_empty(keys.stage));
-        keys.next();
-        if (i + 1 == tiles) release(query_empty(queries.stage()));
-      }
-      take_output(out, values, tiles > 1, rescale);
-      pack(p, s);
-      Barrier::wait(value_full(values.stage), values.parity);
-      issue_out(out, p, values.stage, now);
-      if (skips_last()) {
-        wait_keys(keys);
-        begin_turn();
-        end_turn();
-        release(key_empty(keys.stage));
-        keys.next();
-      }
-      take_output(out, values, true, {1.0f, 1.0f});
-      if (skips_last()) {
-        Barrier::wait(value_full(values.stage), values.parity);
-        release(value_empty(values.stage));
-        values.next();
-      }
-      queries.next();
+      if (i + 1 == tiles) release(query_empty(queries.stage()));
     }
-    finish(out, tiles < 0);
+    Barrier::wait(value_full(values.stage), values.parity);
+    issue_out(out, p, values.stage, now);
+    queries.next();
   }
-
-  // Waits for the product in flight, where one is, and rescales what it made.
-  __device__ __forceinline__ void take_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight,
-                                              const float (&rescale)[2]) const {
+  __device__ __forceinline__ void release_values(Stages& values) const {
+    release(value_empty(values.stage));
+    values.next();
+  }
+  // For the product in flight, where one is.
+  __device__ __forceinline__ void wait_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight) const {
     wgmma_wait<0>();
     pin<kBlocksE * 4>(out[0]);
-    if (in_flight) {
-      release(value_empty(values.stage));
-      values.next();
-    }
-    multiply(out, rescale);
+    if (in_flight) release_values(values);
   }
 
   __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 2 * kWarpgroup); }
@@ -454,36 +499,44 @@ class FlexForwardHopper {
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
-  static constexpr bool kMaximumLater = Config::kMaskAlone && !Config::kMaxScores;
 
-  // As FlexForward::softmax. In this order: maxima of the second row beside the first row's exponentials, which take
-  // eight cycles each. The output is rescaled later, when the product in flight is done with it.
-  __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2]) {
+  // As FlexForward::softmax. `wait`: for the product in flight, once there are maxima. By then it is done, or nearly
+  // so, and operands of the next one are packed while exponentials are computed, which take eight cycles each.
+  template <class Wait>
+  __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2], const Wait& wait) {
     const float factor = unit() * kLog2E;
-    float max[2] = {max_[0], max_[1]}, sum[2] = {};
+    float max[2] = {max_[0], max_[1]}, sum[2] = {}, origin[2];
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) max[0] = score_mod::maximum(max[0], larger(s[n], 0));
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
+    }
+    // Not less or equal: NaN too, and a row that had no score yet.
+    bool follows = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float origin = max_[r] * factor;
+      origin[r] = max_[r] * factor;
       rescale[r] = 1.0f;
-      // Where there are registers for it, the lanes of a row ask each other for its maximum only if a score of the
-      // warp's is so much larger. Not less or equal: NaN too, and a row that had no score yet.
-      if (!kMaximumLater || __any_sync(~0u, !((max[r] - max_[r]) * factor <= kSlack))) {
-        origin = follow(s, max[r], r, factor, rescale);
-      }
+      follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
+    }
+    // The lanes of a row ask each other for its maximum only if a score of the warp's is so much larger.
+    if (Config::kMaxScores || __any_sync(~0u, follows)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
+    }
+    wait();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[n][e] = power_of_two(s[n][e] * factor - origin);
+          s[n][e] = power_of_two(s[n][e] * factor - origin[r]);
           sum[r] += s[n][e];
         }
-        if (r == 0) max[1] = score_mod::maximum(max[1], larger(s[n], 1));
       }
+      sum_[r] = sum_[r] * rescale[r] + sum[r];
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sum_[r] = sum_[r] * rescale[r] + sum[r];
   }
   __device__ __forceinline__ static float larger(const float (&x)[4], int r) {
     return score_mod::maximum(x[2 * r], x[2 * r + 1]);
@@ -519,17 +572,17 @@ class FlexForwardHopper {
     for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);
   }
 
-  __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad) const {
+  __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad, int b, int h, int first) const {
     const float nan = __int_as_float(0x7fffffff);
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int q = first_query() + 8 * r;
+      const int q = first + 8 * r;
       const bool none = max_[r] == -FUSEGRAD_INFINITY;
       const float sum = row_sum(sum_[r]), ties = Config::kMaxScores ? row_sum(ties_[r]) : 0.0f;
       factor[r] = bad ? nan : none ? 0.0f : 1.0f / sum;
       if (lane() % 4 != 0 || q >= a_.queries) continue;
-      const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
+      const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
       const float max = max_[r] * unit();
       a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : max + logf(sum);
       if constexpr (Config::kMaxScores) {
@@ -537,11 +590,10 @@ class FlexForwardHopper {
         a_.max_ties[at] = ties;
       }
     }
-    const int q = first_query();
 #pragma unroll 1  // the same code for both
     for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
-      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b_, h_, q, a_.queries, a_.value_size, out, factor,
-                                     low != 0);
+      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b, h, first, a_.queries, a_.value_size, out,
+                                     factor, low != 0);
     }
   }
 

@@ -221,12 +221,10 @@ class FlexGradQueryHopper {
     return next;
   }
 
-  /// Until the stage's keys are there; which tile they are, the same in all threads of a warp, and known to be.
+  /// Until the stage's keys are there; which tile they are.
   __device__ __forceinline__ int wait_keys(const Keys& keys) const {
     Barrier::wait(key_full(keys.stage), keys.parity);
-    int now;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(now) : "r"(tile(keys.stage)) : "memory");
-    return __shfl_sync(~0u, now, 0);
+    return load_by_first(lane(), tile(keys.stage));
   }
   /// What the warpgroup will read of captured tensors.
   __device__ __forceinline__ void touch(int tile) const {

@@ -52,6 +52,17 @@ struct Barrier {
   }
 };
 
+/// A word of a stage, the same in all threads of a warp, and known to be: read by the lane that releases the stage. By
+/// a predicate, as arrive_if.
+__device__ __forceinline__ int load_by_first(int lane, unsigned address) {
+  int word = 0;
+  asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %2, 0;\n@p ld.shared.s32 %0, [%1];\n}"
+               : "+r"(word)
+               : "r"(address), "r"(lane)
+               : "memory");
+  return __shfl_sync(~0u, word, 0);
+}
+
 /// Where a ring of stages is, and how often it went round: its barriers' parity.
 template <int kCount>
 struct Ring {
