@@ -216,6 +216,12 @@ __device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) {
   }
 }
 
+__device__ __forceinline__ void store_if(bool there, void* to, const unsigned (&words)[4]) {
+  asm volatile(
+      "{\n.reg .pred there;\nsetp.ne.b32 there, %5, 0;\n@there st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(static_cast<int>(there))
+      : "memory");
+}
 /// A warp's 16 rows of accumulators to rows of a [batch, head, row, column] tensor of `rows` rows and `cols` columns.
 /// `first`, `factor`: the thread's first row, and what its rows first and first + 8 are multiplied by. `low`: what
 /// rounding takes from them, where kLow.
@@ -231,32 +237,40 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
   for (int r = 0; r < 2; ++r) {
     const int at = first + 8 * r;
     T* row = head + at * to.row_stride;
+    unsigned words[kBlocks / 4][4];
 #pragma unroll
-    for (int n = 0; n < kBlocks; n += 4) {
-      unsigned words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float x0 = x[n + i][2 * r] * factor[r], x1 = x[n + i][2 * r + 1] * factor[r];
-        if constexpr (kLow) {
-          x0 = low ? x0 - rounded<T>(x0) : x0;
-          x1 = low ? x1 - rounded<T>(x1) : x1;
-        }
-        words[i] = pack(T{}, x0, x1);
+    for (int n = 0; n < kBlocks; ++n) {
+      float x0 = x[n][2 * r] * factor[r], x1 = x[n][2 * r + 1] * factor[r];
+      if constexpr (kLow) {
+        x0 = low ? x0 - rounded<T>(x0) : x0;
+        x1 = low ? x1 - rounded<T>(x1) : x1;
       }
-      transpose_in_fours(words);
-      const int col = (n + lane % 4) * 8;
-      if (vectors && at < rows && col < cols) {
-        *reinterpret_cast<uint4*>(row + col) = make_uint4(words[0], words[1], words[2], words[3]);
-      } else if (!vectors && at < rows) {
+      words[n / 4][n % 4] = pack(T{}, x0, x1);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlocks / 4; ++i) transpose_in_fours(words[i]);
+    const int first_col = lane % 4 * 8;
+    if (vectors) {
+      // By a predicate: branches would keep the shuffles of one block waiting for those of the one before.
+#pragma unroll
+      for (int i = 0; i < kBlocks / 4; ++i) {
+        const int col = first_col + i * 32;
+        store_if(at < rows && col < cols, row + col, words[i]);
+      }
+    } else if (at < rows) {
+#pragma unroll
+      for (int i = 0; i < kBlocks / 4; ++i) {
+        const int col = first_col + i * 32;
         // Unrolled this would be half of a kernel's code.
 #pragma unroll 1
-        for (int i = col; i < min(col + 8, cols); ++i) {
-          row[i * to.col_stride] = T{static_cast<unsigned short>(words[0])};
+        for (int c = col; c < min(col + 8, cols); ++c) {
+          row[c * to.col_stride] = T{static_cast<unsigned short>(words[i][0])};
 #pragma unroll
-          for (int w = 0; w < 4; ++w) words[w] = __funnelshift_r(words[w], w < 3 ? words[w + 1] : 0, 16);
+          for (int w = 0; w < 4; ++w) words[i][w] = __funnelshift_r(words[i][w], w < 3 ? words[i][w + 1] : 0, 16);
         }
       }
     }
   }
 }
+
 }  // namespace fusegrad::device
