@@ -211,17 +211,16 @@ __device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, in
   return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
 }
 
-// The row that kLanes lanes have. All rows of a CTA are of one head: a division a thread would cost as much as the
-// rows.
+// Of a CTA that has kThreads / kLanes rows. All are of one head: a division a thread would cost as much as the rows.
 template <int kLanes>
 struct RowPlace {
-  int q, h, b;
-  int64_t head;  // b * heads + h
+  int first, h, b;  // `first`: its first row
+  int64_t head;     // b * heads + h
+  static constexpr int kRows = kThreads / kLanes;
   __device__ RowPlace(int heads, int queries) {
-    constexpr unsigned kRows = kThreads / kLanes;
-    const unsigned tiles = (static_cast<unsigned>(queries) + kRows - 1) / kRows;
+    const unsigned tiles = static_cast<unsigned>((queries + kRows - 1) / kRows);
     head = blockIdx.x / tiles;
-    q = static_cast<int>(blockIdx.x % tiles * kRows + threadIdx.x / kLanes);
+    first = static_cast<int>(blockIdx.x % tiles) * kRows;
     b = static_cast<int>(head) / heads;
     h = static_cast<int>(head) % heads;
   }
@@ -232,14 +231,17 @@ template <class T, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
   using Values = device::Pack<T, kWidth>;
   const RowPlace<kLanes> place(p.heads, p.queries);
-  const auto [q, h, b, head] = place;
+  const auto [first, h, b, head] = place;
+  const int q = first + static_cast<int>(threadIdx.x) / kLanes;
   const bool there = q < p.queries;
   const int64_t row = head * p.queries + q;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  if (there && p.query_sum != nullptr) {
-    for (int col = lane * 4; col < p.sum_cols; col += kLanes * 4) {
-      *reinterpret_cast<float4*>(p.query_sum + row * p.sum_cols + col) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+  if (p.query_sum != nullptr) {
+    // Of the CTA's rows, the last one's of a head with those beyond.
+    const int end = first + place.kRows < p.queries ? first + place.kRows : p.sum_rows;
+    float4* sums = reinterpret_cast<float4*>(p.query_sum + (head * p.sum_rows + first) * p.sum_cols);
+    for (int i = static_cast<int>(threadIdx.x); i < (end - first) * p.sum_cols / 4; i += kThreads)
+      sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   float sum = 0.0f;
   if (there && p.grad_out.data != nullptr) {
@@ -269,33 +271,42 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   out[head * p.row_stride + q] = {none ? -lse : lse * kUnit, none ? 0.0f : sum};
 }
 
-template <class T, int kWidth, int kLanes>
+// Four lanes a row: a warp has four blocks of 8 rows and 8 columns at a time, a lane one row of one of them.
+constexpr int kSumLanes = 4;
+template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_constant__ FlexQuerySum p) {
-  const RowPlace<kLanes> place(p.heads, p.queries);
-  if (place.q >= p.queries) return;
-  // Where column 0 lies, and from there the columns of a block of 8, and of all.
-  const int64_t row =
-      p.in_blocks ? int64_t{place.q / 8 * 8} * p.sum_cols + place.q % 8 * 8 : int64_t{place.q} * p.sum_cols;
-  const int block = p.in_blocks ? 64 : 8;
-  const float* from = p.sum + place.head * p.sum_rows * p.sum_cols + row;
+  const RowPlace<kSumLanes> place(p.heads, p.queries);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, row = lane % 8;
+  const int eight = place.first + static_cast<int>(threadIdx.x) / kWarp * 8;
+  if (eight + row >= p.queries) return;
+  const float* from = p.sum + (place.head * p.sum_rows + eight) * p.sum_cols;
   T* to = static_cast<T*>(p.grad_query.data) + place.b * p.grad_query.batch_stride +
-          place.h * p.grad_query.head_stride + place.q * p.grad_query.row_stride;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  for (int col = lane * kWidth; col < p.head_size; col += kLanes * kWidth) {
-    float x[kWidth];
-    if constexpr (kWidth == 1) {
-      x[0] = from[col / 8 * block + col % 8] * p.scale;
-    } else {
+          place.h * p.grad_query.head_stride + (eight + row) * p.grad_query.row_stride;
+  for (int col = lane / 8 * 8; col < p.head_size; col += kWarp) {
+    float x[8];
 #pragma unroll
-      for (int i = 0; i < kWidth; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from + col / 8 * block + col % 8 + i);
-        x[i] = four.x * p.scale;
-        x[i + 1] = four.y * p.scale;
-        x[i + 2] = four.z * p.scale;
-        x[i + 3] = four.w * p.scale;
+    for (int i = 0; i < 8; i += 4) {
+      const float* at = from + col * 8;
+      float4 four;
+      if (p.transposed) {
+        at += i * 8 + row;
+        four = make_float4(at[0], at[8], at[16], at[24]);
+      } else {
+        four = *reinterpret_cast<const float4*>(at + row * 8 + i);
       }
+      x[i] = four.x * p.scale;
+      x[i + 1] = four.y * p.scale;
+      x[i + 2] = four.z * p.scale;
+      x[i + 3] = four.w * p.scale;
     }
-    device::packed<T>(x).store(to + (kWidth == 1 ? col * p.grad_query.col_stride : col));
+#pragma unroll
+    for (int i = 0; i < 8; i += kWidth) {
+      if (col + i >= p.head_size) break;
+      float part[kWidth];
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) part[k] = x[i + k];
+      device::packed<T>(part).store(to + (kWidth == 1 ? (col + i) * p.grad_query.col_stride : col + i));
+    }
   }
 }
 
@@ -374,11 +385,11 @@ void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* st
 void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream) {
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto run = [&](auto kernel, int lanes) {
-      launch("flex_scale_query_sum", kernel, {row_ctas(p, lanes), kThreads}, stream, p);
+    const auto run = [&](auto kernel) {
+      launch("flex_scale_query_sum", kernel, {row_ctas(p, kSumLanes), kThreads}, stream, p);
     };
-    has_vector_rows(p.grad_query, p.head_size, sizeof(T)) ? run(query_sum_kernel<T, 16 / sizeof(T), 8>, 8)
-                                                          : run(query_sum_kernel<T, 1, kWarp>, kWarp);
+    has_vector_rows(p.grad_query, p.head_size, sizeof(T)) ? run(query_sum_kernel<T, 16 / sizeof(T)>)
+                                                          : run(query_sum_kernel<T, 1>);
   });
 }
 

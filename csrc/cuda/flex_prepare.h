@@ -38,25 +38,24 @@ void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& list
                        int* list, void* stream);
 
 /// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
-/// null). With `query_sum`, [batches, heads, queries, sum_cols], that becomes zeros; sum_cols is a multiple of 4.
+/// null). With `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, that becomes zeros.
 struct FlexRows {
   device::FlexTensor grad_out, out, out_low;
   const float *lse, *grad_lse;
   int batches, heads, queries, value_size;
   int row_stride;  // of what is made: [batches, heads, row_stride]
   float* query_sum;
-  int sum_cols;
+  int sum_rows, sum_cols;  // not below queries; a multiple of 4
 };
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
 
 /// grad_query[b, h, m, d] = sum[b, h, m, d] * scale, rounded once.
 struct FlexQuerySum {
   device::FlexTensor grad_query;
-  const float* sum;  // [batches, heads, sum_rows, sum_cols], or in blocks as FlexBackwardArguments::query_sum
+  const float* sum;  // in blocks as FlexBackwardArguments::query_sum
   int batches, heads, queries, head_size;
-  int sum_rows;  // not below queries
-  int sum_cols;  // a multiple of 16, not below head_size
-  bool in_blocks;
+  int sum_rows, sum_cols;
+  bool transposed;  // in a block columns come before rows
   float scale;
 };
 void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream);

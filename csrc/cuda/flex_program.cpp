@@ -55,11 +55,10 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (t.family == FlexFamily::kHopper) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
     if (c.kernel == FlexKernel::kBackward) {
-      // dS; dQ of 64 queries and 64 columns for each warpgroup that computes it.
-      const int groups = computing_warps(t) / 4;
-      const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + groups * 4 * 64 * 64 : 0;
+      const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;  // dS and dQ
+      const int nowhere = c.score_mod.text.empty() ? 0 : 4 * 32 * computing_warps(t);
       return 1024 + 2 * t.cols * (head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) + sums +
-             t.stages * 8 * t.rows + 8 * 16 + 8 * (2 + 2 * t.query_stages + 4 * t.stages) + 4 * 128 * groups;
+             t.stages * 8 * t.rows + 9 * 16 + 8 * (2 + 2 * t.query_stages + 4 * t.stages) + nowhere;
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
@@ -106,6 +105,10 @@ bool fits_hopper_backward(const FlexCase& c) {
 std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
   const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
+  // What products read of keys and values is less for each query then; there are registers for it where pairs need few.
+  if (rows == 64 && c.fits_80 && !c.blocks && c.score_mod.text.empty() && !c.max_gradient) {
+    return {{80, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
+  }
   return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
 }
 // What a score_mod reads for each pair by itself is asked for a tile ahead, and should stay in the first-level cache.
@@ -284,17 +287,17 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
   text += ", unsigned long long b, bool accumulate) {\n    asm volatile(\"{\\n.reg .pred p;\\nsetp.ne.b32 p, " +
           operand(register_a ? 5 : 2) + ", 0;\\nwgmma.mma_async.sync.aligned.m64n" + n + "k16.f32." + type + "." +
           type + " {" + registers + "}, ";
-  text += register_a ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " +
-                           operand(4) + ", p, 1, 1, "
-                     : operand(0) + ", " + operand(1) + ", p, 1, 1, 0, ";
-  text += std::string(transposed ? "1" : "0") + ";\\n}\" : " + outputs + " : ";
+  text += register_a ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " + operand(4)
+                     : operand(0) + ", " + operand(1);
+  text += ", p, 1, 1, ";
+  text += std::string(transposed ? "1" : "0") + (register_a ? "" : ", 0") + ";\\n}\" : " + outputs + " : ";
   text += register_a ? "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b)" : "\"l\"(a), \"l\"(b)";
   return text + ", \"r\"(static_cast<int>(accumulate)));\n  }\n};\n}  // namespace fusegrad::device\n";
 }
 
 // Those of a Hopper kernel: scores are of operands in shared memory that lie alike; what is made of probabilities, in
-// registers, is of another factor whose rows are the common dimension; the gradient of the queries has that factor too,
-// from dS in registers where it is by itself.
+// registers, is of another factor whose rows are the common dimension; the gradient of the queries too, from dS in
+// registers, where it is by itself, else transposed, of keys and dS in shared memory.
 std::string products(const FlexCase& c, const FlexPlan& plan) {
   const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
   if (c.kernel == FlexKernel::kForward) {
@@ -304,7 +307,8 @@ std::string products(const FlexCase& c, const FlexPlan& plan) {
     return wgmma(c.dtype, plan.tile.cols, false, false) + wgmma(c.dtype, head, true, true);
   }
   return wgmma(c.dtype, plan.tile.rows, false, false) + wgmma(c.dtype, value, true, true) +
-         (head == value ? "" : wgmma(c.dtype, head, true, true)) + wgmma(c.dtype, kHopperCols, false, true);
+         (head == value ? "" : wgmma(c.dtype, head, true, true)) +
+         wgmma(c.dtype, head == kHopperCols ? plan.tile.rows / 2 : plan.tile.rows, false, true);
 }
 
 std::string config(const FlexCase& c, const FlexPlan& plan) {
@@ -342,9 +346,9 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   choice("kBlocks", c.blocks);
   choice("kMixed", mixed(c, plan.tile));
   choice("kSplit", c.dtype == DType::kFloat32 && c.split);
+  choice("kMaskAlone", masks_alone(c));
   if (c.kernel == FlexKernel::kForward) {
     choice("kUnscaled", c.unscaled);
-    choice("kMaskAlone", masks_alone(c));
     choice("kMaxScores", c.max_scores);
     choice("kOutLow", c.out_low);
   } else {

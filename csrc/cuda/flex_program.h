@@ -47,6 +47,7 @@ struct FlexCase {
   std::vector<int64_t> elements;  ///< of each of them
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;  ///< the buffers' gradients are summed in 64-bit fixed point
+  bool fits_80 = true;       ///< Hopper: as many tiles of 80 queries as there are take less time than those of 64
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };

@@ -67,18 +67,15 @@ struct FlexSums {
   const float* largest;  // fixed point: the largest magnitude of a contribution
 };
 
-/// Where the sums of the queries' gradient lie in blocks, a head's rows are a multiple of it: of any kernel's tiles.
-constexpr int kQuerySumRows = 128;
-
 struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;                 // [B, H, row_stride]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
-  // What grad_query is made of where CTAs add it up, less the scale; zeros before. [B, H, M, kHead]; the portable
-  // kernel adds in blocks of 8 queries and 8 columns, [B, H, rows / 8, kHead / 8, 8, 8], rows a multiple of
-  // kQuerySumRows.
+  // What grad_query is made of where CTAs add it up, less the scale; zeros before. In blocks of 8 queries and 8
+  // columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in those of sm_90a columns come before queries.
   float* query_sum;
-  float* largest;  // [captured buffers], zeros before: where the largest magnitudes are wanted
+  int sum_rows, sum_cols;  // M rounded up to whole tiles, D to a multiple of 16
+  float* largest;          // [captured buffers], zeros before: where the largest magnitudes are wanted
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes
@@ -90,7 +87,7 @@ struct FlexBackwardArguments {
 struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
-  TensorMap grad_query;                   // of floats; boxes of 32 columns of 64 rows, swizzled
+  int* next;                              // as FlexForwardHopperArguments has it
   int section;                            // heads of keys whose tiles are begun in the order of their place in the head
   int first_head, heads;                  // heads of keys of the launch
 };

@@ -393,8 +393,7 @@ class FlexBackward {
         },
         there);
     // A warp adds whole lines of 128 bytes; rows beyond the queries are there.
-    const int rows = (a_.queries + kQuerySumRows - 1) / kQuerySumRows * kQuerySumRows;
-    const long long head = static_cast<long long>(b * a_.heads + h) * rows;
+    const long long head = static_cast<long long>(b * a_.heads + h) * a_.sum_rows;
     float* to = a_.query_sum + (head + row + group) * Config::kHead + lane() * 2;
 #pragma unroll
     for (int j = 0; j < kBlocksQ; ++j) {

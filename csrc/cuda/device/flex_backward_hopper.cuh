@@ -1,14 +1,17 @@
 // The backward of flex attention on sm_90a. A CTA owns kCols keys of a key head, 64 for each warpgroup that computes,
 // and goes over the tiles of queries of all query heads that share it; a producer warp brings them by the copy engine.
-// As in flex_backward.cuh scores and their gradients are transposed (keys are rows): from registers they are operands
-// of the gradients of values and keys. That of the queries has dS of all keys from shared memory, and the copy engine
-// adds it up in float32 in memory, a warp for each warpgroup giving it the sums.
+// A CTA stays for other keys, which come while the gradients of the former are stored. As in flex_backward.cuh
+// scores and their gradients are transposed (keys are rows): from registers they are operands of the gradients of
+// values and keys. That of the queries has dS of all keys from shared memory, and the copy engine adds it up in float32
+// in memory, a warp for each warpgroup giving it the sums.
 //
 // A warpgroup's step, for the tile i of queries; the warpgroups take turns in issuing products, so that one's pairs are
 // computed while the other's products run:
 //   pairs   waits for the scores and for dP; probabilities P and dS, as operands; dS to shared memory too
-//   turn    issues dQ(i - 1) = dS(i - 1) K, dV += P dO, dK += dS Q; the scores and dP of tile i + 1. While they run, dQ
-//           goes to the copy engine. It is a step late: dS of the other warpgroup's keys has been there for long
+//   turn    issues dV += P dO, dQ(i - 1) = dS(i - 1) K, dK += dS Q; dQ goes to shared memory; the scores and dP of tile
+//           i + 1. dQ is a step late: dS of the other warpgroup's keys has been there for long
+// The turns are what limits a step, so what can be done before or after is not in them: the fence that lets the copy
+// engine and products read dS and dQ is behind the turn.
 // Without a score_mod P is computed while dP is still being multiplied.
 //
 // See flex_backward_tiles_hopper.cuh for Config.
@@ -21,24 +24,29 @@ namespace fusegrad::device {
 template <class Config>
 class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
-  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_, Tiles::key_batch_, Tiles::key_head_, Tiles::more_;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_, Tiles::key_batch_, Tiles::key_head_, Tiles::mask_;
   using Tiles::alive, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
-  using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full, Tiles::key_full;
+  using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
-  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kBoxBytes, Tiles::kBoxCols, Tiles::kNoMore;
+  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kNoMore, Tiles::key_empty, Tiles::key_full;
   using Tiles::kInOrder, Tiles::kThreads, Tiles::lane, Tiles::load_rows, Tiles::sum, Tiles::sums_, Tiles::warp;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
-  using Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query, Tiles::zero;
+  using Tiles::take_keys, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
-  using QueryProduct = Wgmma<T, kChunk, false, true>;
-  // dQ of a warpgroup: half the queries of a tile, or half the columns.
-  static constexpr bool kRowsShared = Config::kRows == 64 * Config::kGroups;
+  // dQ of a warpgroup, transposed: 64 columns of the head, of its part of the queries where those are all columns.
+  static constexpr bool kRowsShared = Config::kHead == 64;
+  static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1), kBlocksQ = kSumRows / 8;
+  static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float)), kEightRows = 8 * kBlockBytes;
+  using QueryProduct = Wgmma<T, kSumRows, false, true>;
   // Whether P needs nothing of dP's.
   static constexpr bool kApart = !kInOrder && Config::kGradScores;
+  // Whether pairs are masked element by element: by way of bits it takes longer. Without a block mask only the last
+  // tiles are masked.
+  static constexpr bool kByElement = Config::kMaskAlone && Config::kBlocks;
   // Of the barriers between a warpgroup and the warp that has its dQ added up.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
-  static_assert(Tiles::kOwnKeys && (!Config::kGradQuery || Config::kRows * Config::kHead == Config::kGroups * 64 * 64));
+  static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
 
  public:
   using Tiles::kSharedBytes, Tiles::Tiles;
@@ -64,20 +72,44 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   __device__ __forceinline__ void consume() {
     float grad_key[kBlocksD][4], grad_value[kBlocksE][4], s[kBlocksN][4], d[kBlocksN][4];
-    zero(grad_key);
-    zero(grad_value);
     sums_.begin();
     named_sync(kAll, kThreads);
     // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
-    Barrier::wait(key_full(), 0);
-    int i = 0, b = 0, h = -1;
+    int i = 0;
+    for (int keys = 0;; ++keys, ++i) {
+      Barrier::wait(key_full(), keys & 1);
+      take_keys();
+      const bool more = add_tiles(i, s, d, grad_key, grad_value);
+      take_keys();  // anew, rather than kept in registers
+      release(key_empty());
+      store_gradients(grad_key, grad_value);
+      if constexpr (Config::kGradQuery) {
+        // Of no tile, the place of tile i.
+        named_sync(kSumEmpty + group_, kWithWarp);
+        named_arrive(kSumFull + group_, kWithWarp);
+      }
+      if (!more) break;
+    }
+    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+    if constexpr (Tiles::kTouches) wait_touches();
+  }
+
+  // All tiles of the keys; the first one is tile i, and i becomes what is in place of one. Returns whether other keys
+  // follow.
+  __device__ __forceinline__ bool add_tiles(int& i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                            float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4]) {
+    zero(grad_key);
+    zero(grad_value);
+    const int first = i;
+    int b = 0, h = -1;
     wait_query(i);
     issue_scores(s, i);
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
     if constexpr (kApart) wait_scores(s);
-    for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
+    Place now = place_of(i);
+    for (; now.tile >= 0; now = place_of(++i)) {
       if constexpr (!kApart) {
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
@@ -95,10 +127,21 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       } else {
         pairs(now, i, s, d, p, ds);
       }
-      if constexpr (Config::kGradQuery) keep(ds, i);
+      if constexpr (Config::kGradQuery) {
+        keep(ds, i);
+        if (i != first) named_sync(kSumEmpty + group_, kWithWarp);
+      }
       named_sync(kTurn + group_, 2 * kWarpgroup);
-      turn(i, p, ds, s, d, grad_key, grad_value);
+      turn(i, i == first, p, ds, s, d, grad_key, grad_value);
       named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
+      if constexpr (Config::kGradQuery) {
+        fence_before_copy();  // products too read by the asynchronous proxy
+        release(gradient_full(stage_of(i)));
+        if (i != first) {
+          named_arrive(kSumFull + group_, kWithWarp);
+          release(gradient_empty(stage_of(i - 1)));
+        }
+      }
       touch(i + 1);
       // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
       if constexpr (Sums::kFlushes) {
@@ -112,15 +155,21 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
-    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
-    if constexpr (Tiles::kTouches) wait_touches();
     if constexpr (Config::kGradQuery) {
-      if (i > 0) last_grad_query(i - 1);
-      // Of kNoMore, the place of tile i.
-      named_sync(kSumEmpty + group_, kWithWarp);
-      named_arrive(kSumFull + group_, kWithWarp);
+      if (i > first) last_grad_query(i - 1);
+      // What is in place of a tile has stages too.
+      Barrier::wait(gradient_empty(stage_of(i)), parity_of(i) ^ 1);
+      release(gradient_full(stage_of(i)));
+      release(gradient_empty(stage_of(i)));
     }
+    release(grad_out_empty(stage_of(i)));
+    release(query_empty(query_stage_of(i)));
     if (h >= 0) sums_.end_head(b, h, first_key());
+    return now.tile != kNoMore;
+  }
+
+  __device__ __forceinline__ void store_gradients(float (&grad_key)[kBlocksD][4],
+                                                  float (&grad_value)[kBlocksE][4]) const {
     if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
 #pragma unroll 1  // the same code for both
       for (int value = 0; value < 2; ++value) {
@@ -153,7 +202,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                                               float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                               unsigned (&ds)[kBlocksN * 2]) const {
     const bool masked = this->masked(place);
-    const Bits<kBlocksN * 4> alive = this->alive(place, masked);
+    const Bits<kBlocksN * 4> alive = kByElement ? 0 : this->alive(place, masked);
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
@@ -166,9 +215,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                                                                        of_row[e % 2].lse, 0, 0, 0, 0, true, changed);
       }
     }
-    if (masked) zero_others(s, alive);
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);
+    if (masked) zero_others(s, place, alive);
     pin<kBlocksN * 4>(s[0]);
     wgmma_wait<0>();
     pin<kBlocksN * 4>(d[0]);
@@ -178,43 +225,56 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
+      put_operand<T>(p + 2 * n, s[n]);
     }
-    if (masked) zero_others(d, alive);
+    if (masked) zero_others(d, place, alive);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
   }
-  static __device__ __forceinline__ void zero_others(float (&x)[kBlocksN][4], Bits<kBlocksN * 4> alive) {
-    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+  __device__ __forceinline__ void zero_others(float (&x)[kBlocksN][4], const Place& place,
+                                              Bits<kBlocksN * 4> alive) const {
+    const Tested<Bits<kBlocksN * 4>> of_alive(alive);
+    const int q = place.row() + lane() % 4 * 2, kv = first_key();
 #pragma unroll
-    for (int k = 0; k < kBlocksN * 4; ++k) x[k / 4][k % 4] = takes_part[k] ? x[k / 4][k % 4] : 0.0f;
+    for (int k = 0; k < kBlocksN * 4; ++k) {
+      bool takes = true;
+      if constexpr (kByElement) {
+        const int at_q = q + k / 4 * 8 + k % 2, at_kv = kv + k / 2 % 2 * 8;
+        takes = takes_part<Config>(a_.tiles, mask_, place.tile & 3, place.b, place.h, at_q, at_kv,
+                                   at_q < a_.queries && at_kv < a_.keys);
+      } else {
+        takes = of_alive[k];
+      }
+      x[k / 4][k % 4] = takes ? x[k / 4][k % 4] : 0.0f;
+    }
   }
 
   /// The products of tile i, and the first ones of the next tile. None of them is under a condition, which would make
   /// the compiler wait for them: of a tile that there is not they are made of whatever lies in shared memory, and not
   /// used.
-  __device__ __forceinline__ void turn(int i, const unsigned (&p)[kBlocksN * 2], const unsigned (&ds)[kBlocksN * 2],
-                                       float (&s)[kBlocksN][4], float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
+  __device__ __forceinline__ void turn(int i, bool first, const unsigned (&p)[kBlocksN * 2],
+                                       const unsigned (&ds)[kBlocksN * 2], float (&s)[kBlocksN][4],
+                                       float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
                                        float (&grad_value)[kBlocksE][4]) const {
-    float c[8][4];
-    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1);
+    float c[kBlocksQ][4];
     issue_grad_value(grad_value, p, i);
-    wgmma_commit();
+    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1);
     issue_grad_key(grad_key, ds, i);
     wgmma_commit();
     wgmma_wait<1>();
     pin<kBlocksE * 4>(grad_value[0]);
-    if constexpr (Config::kGradQuery) pin<8 * 4>(c[0]);
-    release(grad_out_empty(stage_of(i)));
     if constexpr (Config::kGradQuery) {
-      if (i > 0) give_grad_query(c, i - 1);
+      pin<kBlocksQ * 4>(c[0]);
+      if (!first) store_grad_query(c);
     }
     wait_query(i + 1);
-    issue_scores(s, i + 1);
-    wgmma_wait<1>();
+    wgmma_wait<0>();
     pin<kBlocksD * 4>(grad_key[0]);
+    issue_scores(s, i + 1);
+    release(grad_out_empty(stage_of(i)));
     release(query_empty(query_stage_of(i)));
+    // Here, and not before the turn: it keeps the compiler from having dP's registers before dQ's are free.
     wait_grad_out(i + 1);
-    // The operands' registers are free only now.
     issue_grad_probabilities(d, i + 1);
   }
 
@@ -230,79 +290,70 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         gradient(s) + group_ * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
-    fence_before_copy();  // products too read by the asynchronous proxy
-    release(gradient_full(s));
   }
-  /// The warpgroup's 64 queries and 64 columns of tile i, when dS of it is there. Of the tile before the first one
-  /// (i = -1) the barrier's phase counts as over.
-  __device__ __forceinline__ void issue_grad_query(float (&c)[8][4], int i) const {
+  /// The warpgroup's columns and queries of tile i, when dS of it is there. Of the tile before the first one (i = -1)
+  /// the barrier's phase counts as over.
+  __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i) const {
     Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
-    const auto a = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
-    const auto b = descriptor(key_ + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
+    const auto a = descriptor(key_ + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
+    const auto b = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kCols / 16; ++k) {
-      QueryProduct::run(c[0], advanced(a, step_bytes<Config::kRows>(k)), advanced(b, k * 16 * kChunkBytes), k != 0);
+      QueryProduct::run(c[0], advanced(a, k * 16 * kChunkBytes), advanced(b, step_bytes<Config::kRows>(k)), k != 0);
     }
     wgmma_commit();
   }
-  static __device__ __forceinline__ int first_row(int group) { return kRowsShared ? group * 64 : 0; }
+  static __device__ __forceinline__ int first_row(int group) { return kRowsShared ? group * kSumRows : 0; }
   static __device__ __forceinline__ int first_col(int group) { return kRowsShared ? 0 : group * 64; }
 
-  // To the warp that has it added up, swizzled: part i of 16 bytes of row r is at i ^ r % 8. Two rows that are
-  // neighbours have the same banks then, unless they store the blocks of 8 columns n and n ^ 2.
-  __device__ __forceinline__ void give_grad_query(const float (&c)[8][4], int i) const {
+  // To the warp that has it added up, in blocks as they lie in memory: of eight queries after eight those of 64
+  // columns, of which a warp has two, side by side.
+  __device__ __forceinline__ void give_grad_query(const float (&c)[kBlocksQ][4], int i) const {
     release(gradient_empty(stage_of(i)));
     named_sync(kSumEmpty + group_, kWithWarp);
-    const int g = lane() / 4, t = lane() % 4;
-    const bool odd = g % 2 != 0;
-    const unsigned to =
-        sum(group_) + (warp() % 4 * 16 + g) * kChunkBytes + ((t / 2 ^ g) * 16 ^ (odd ? 64 : 0)) + t % 2 * 8;
-#pragma unroll
-    for (int n = 0; n < 8; n += n % 4 == 1 ? 3 : 1) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const unsigned at = to + n / 4 * kBoxBytes + r * 8 * kChunkBytes;
-        const float x[2] = {c[n][2 * r], c[n][2 * r + 1]}, y[2] = {c[n + 2][2 * r], c[n + 2][2 * r + 1]};
-        store_pair(at ^ n % 4 * 32, odd ? y[0] : x[0], odd ? y[1] : x[1]);
-        store_pair(at ^ (n + 2) % 4 * 32, odd ? x[0] : y[0], odd ? x[1] : y[1]);
-      }
-    }
+    store_grad_query(c);
     fence_before_copy();
     named_arrive(kSumFull + group_, kWithWarp);
   }
+  __device__ __forceinline__ void store_grad_query(const float (&c)[kBlocksQ][4]) const {
+    const unsigned to = sum(group_) + warp() % 4 * 2 * kBlockBytes + lane() * 8;
+#pragma unroll
+    for (int n = 0; n < kBlocksQ; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) store_pair(to + n * kEightRows + r * kBlockBytes, c[n][2 * r], c[n][2 * r + 1]);
+    }
+  }
   __device__ __forceinline__ void last_grad_query(int i) const {
-    float c[8][4];
+    float c[kBlocksQ][4];
     issue_grad_query(c, i);
     wgmma_wait<0>();
-    pin<8 * 4>(c[0]);
+    pin<kBlocksQ * 4>(c[0]);
     give_grad_query(c, i);
   }
 
   /// A warp: a warpgroup's dQ of each tile, to the copy engine. Issuing that, and waiting for it, would take the
   /// warpgroup as long as a product.
   __device__ __forceinline__ void add_grad_query(int group) const {
+    const int cols = min(a_.sum_cols - first_col(group), 64);
+    const bool adds = lane() < kBlocksQ;  // eight queries
     named_arrive(kSumEmpty + group, kWithWarp);
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
       const Place place = place_of(i);
       if (place.tile == kNoMore) break;
-      if (lane() == 0) {
-#pragma unroll
-        for (int box = 0; box < 2; ++box) {
-          const int col = first_col(group) + box * kBoxCols;
-          if (col < a_.head_size) {
-            add_box(more_.grad_query, sum(group) + box * kBoxBytes, col, place.row() + first_row(group), place.h,
-                    place.b);
-          }
-        }
+      if (adds && place.tile >= 0) {
+        const int row = place.row() + first_row(group) + lane() * 8;
+        const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
+        add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
+                   cols / 8 * kBlockBytes);
         commit_sums();
         wait_sums_read();
       }
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
     }
-    if (lane() == 0) wait_sums_added();
+    if (adds) wait_sums_added();
   }
 };
 

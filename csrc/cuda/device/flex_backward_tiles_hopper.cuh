@@ -39,27 +39,28 @@ class FlexBackwardHopperTiles {
   static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
   // dS lies as [query][key], in chunks of 64 keys.
   static constexpr int kGradientBytes = Config::kGradQuery ? Config::kRows * Config::kCols * 2 : 0;
-  // dQ goes to memory by 64 queries and 64 columns, in two boxes; a place of each warpgroup.
-  static constexpr int kBoxCols = kChunkBytes / static_cast<int>(sizeof(float)), kBoxBytes = 64 * kChunkBytes;
-  static constexpr int kSumBytes = Config::kGradQuery ? Config::kGroups * 2 * kBoxBytes : 0;
+  // dQ on its way to memory.
+  static constexpr int kSumBytes = Config::kGradQuery ? Config::kRows * Config::kHead * 4 : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // An even number, one more than there are. Behind them is what touches write, 4 bytes of each thread.
+  // An even number. Behind them is what touches write, 4 bytes of each thread.
   static constexpr int kBarriers = 2 + 2 * Config::kQueryStages + 4 * Config::kStages;
+  static constexpr int kNowhereBytes = kHas<ScoreMod> ? 4 * kThreads : 0;
   // A tile's place is read until after its stages were released, with dQ.
   static constexpr int kPlaces = 8;
-  static constexpr int kNoMore = -1;  // in place of a tile
+  // In place of a tile, behind the last one of keys: others of other keys follow, or none.
+  static constexpr int kOtherKeys = -2, kNoMore = -1;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
   // Whether pairs are computed eight queries after eight, as numbers of many at a time would not fit registers.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
-  static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 64 == 0);
+  static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 16 == 0);
 
  public:
   static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes + Config::kQueryStages * kQueryBytes +
                                       Config::kStages * (kGradOutBytes + kRowBytes + kGradientBytes) + kSumBytes +
-                                      kPlaces * 16 + 8 * kBarriers + 4 * kThreads + Sums::kSharedBytes;
+                                      (kPlaces + 1) * 16 + 8 * kBarriers + kNowhereBytes + Sums::kSharedBytes;
 
   __device__ __forceinline__ FlexBackwardHopperTiles(const FlexBackwardArguments& a, const FlexSums* sums,
                                                      const FlexBackwardHopperArguments& more,
@@ -77,6 +78,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ void begin(int releasing) {
     if (threadIdx.x == 0) {
       Barrier::init(key_full(), 1);
+      Barrier::init(key_empty(), kConsumerWarps);
       for (int s = 0; s < Config::kQueryStages; ++s) {
         Barrier::init(query_full(s), 1);
         Barrier::init(query_empty(s), releasing);
@@ -90,18 +92,20 @@ class FlexBackwardHopperTiles {
       Barrier::fence_inits();
     }
     __syncthreads();
-    const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols, key_heads = a_.heads / a_.group;
-    // The first keys first: under a causal mask they have the most queries, and what is begun last should not take
-    // long.
-    const int id = static_cast<int>(blockIdx.x), first = id / (more_.section * col_tiles) * more_.section;
+    // The same in all threads of a warp, and known to be.
+    group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  }
+  __device__ __forceinline__ int col_tiles() const { return (a_.keys + Config::kCols - 1) / Config::kCols; }
+  // The keys of number `id`. A head's first keys come first: under a causal mask they have the most queries, and what
+  // is begun last should not take long.
+  __device__ __forceinline__ void take(int id) {
+    const int col_tiles = this->col_tiles(), key_heads = a_.heads / a_.group;
+    const int first = id / (more_.section * col_tiles) * more_.section;
     const int heads = min(more_.section, more_.heads - first), place = id - first * col_tiles;
     const int head = more_.first_head + first + place % heads;
     col_tile_ = place / heads;
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
-    col_ = col_tile_ * Config::kCols;
-    // The same in all threads of a warp, and known to be.
-    group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   }
 
   // Tiles of queries are counted: the stages of tile i and how their barriers' parity goes. One number instead of
@@ -115,7 +119,8 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ int query_parity_of(int i) {
     return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
   }
-  /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or kNoMore.
+  /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or less than
+  /// 0.
   struct Place {
     int b, h, tile;
     __device__ __forceinline__ int row() const { return (tile >> 2) * Config::kRows; }
@@ -126,15 +131,20 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kQueryBytes; }
   __device__ __forceinline__ unsigned grad_out(int s) const { return query(Config::kQueryStages) + s * kGradOutBytes; }
   __device__ __forceinline__ unsigned gradient(int s) const { return grad_out(Config::kStages) + s * kGradientBytes; }
-  __device__ __forceinline__ unsigned sum(int group) const { return gradient(Config::kStages) + group * 2 * kBoxBytes; }
+  __device__ __forceinline__ unsigned sum(int group) const {
+    return gradient(Config::kStages) + group * (kSumBytes / Config::kGroups);
+  }
   __device__ __forceinline__ unsigned rows(int s) const {
     return gradient(Config::kStages) + kSumBytes + s * kRowBytes;
   }
   /// Of tile i.
   __device__ __forceinline__ unsigned place(int i) const { return rows(Config::kStages) + i % kPlaces * 16; }
-  __device__ __forceinline__ unsigned barrier(int i) const { return rows(Config::kStages) + kPlaces * 16 + i * 8; }
+  /// Of the keys that are there.
+  __device__ __forceinline__ unsigned taken() const { return rows(Config::kStages) + kPlaces * 16; }
+  __device__ __forceinline__ unsigned barrier(int i) const { return taken() + 16 + i * 8; }
   __device__ __forceinline__ unsigned key_full() const { return barrier(0); }
-  __device__ __forceinline__ unsigned query_full(int s) const { return barrier(1 + s); }
+  __device__ __forceinline__ unsigned key_empty() const { return barrier(1); }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barrier(2 + s); }
   __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
   __device__ __forceinline__ unsigned grad_out_full(int s) const { return query_empty(Config::kQueryStages + s); }
   __device__ __forceinline__ unsigned grad_out_empty(int s) const { return grad_out_full(Config::kStages + s); }
@@ -155,35 +165,72 @@ class FlexBackwardHopperTiles {
 
   // --- the producer: one thread, which alone reads lists ---
 
-  __device__ __forceinline__ void produce() const {
-    Barrier::expect(key_full(), kKeyBytes + (Config::kGradScores ? kValueBytes : 0));
-    copy_boxes<Config::kCols, Config::kHead>(key_, more_.key, key_full(), col_, key_head_, key_batch_);
-    if constexpr (Config::kGradScores)
-      copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, key_full(), col_, key_head_, key_batch_);
-    int tile = 0;
-    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    const int first_head = key_head_ * a_.group;
-    const int last_batch = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
-    for (int b = key_batch_; b < last_batch; ++b) {
-      for (int h = first_head; h < first_head + a_.group; ++h) {
+  /// Of the CTA's keys all tiles of queries, and of other keys that are nobody's yet.
+  __device__ __forceinline__ void produce() {
+    const int all = more_.heads * col_tiles(), row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    int id = static_cast<int>(blockIdx.x), i = 0;
+    for (int keys = 0; id < all; ++keys) {
+      take(id);
+      const auto load_keys = [&] {
+        Barrier::wait(key_empty(), keys & 1 ^ 1);
+        const int col = col_tile_ * Config::kCols;
+        store(taken(), col, key_batch_, key_head_);
+        Barrier::expect(key_full(), kKeyBytes + (Config::kGradScores ? kValueBytes : 0));
+        copy_boxes<Config::kCols, Config::kHead>(key_, more_.key, key_full(), col, key_head_, key_batch_);
+        if constexpr (Config::kGradScores)
+          copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, key_full(), col, key_head_, key_batch_);
+      };
+      // Behind the first queries, for which there is room before.
+      bool there = false;
+      int h = key_head_ * a_.group, b = key_batch_;
+#pragma unroll 1
+      for (int left = (a_.key_batches == 1 ? a_.batches : 1) * a_.group; left > 0; --left) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
-        for (int i = 0; i < walk.count(); ++i) load(tile++, {b, h, walk[i]});
+        for (int tile = 0; tile < walk.count() || !there; ++tile) {
+          if (tile < walk.count()) load(i++, {b, h, walk[tile]});
+          if (!there) load_keys();
+          there = true;
+        }
+        if (++h % a_.group == 0) {
+          h -= a_.group;
+          ++b;
+        }
       }
+      id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+      end_keys(i++, id < all ? kOtherKeys : kNoMore);
     }
-    load(tile, {0, 0, kNoMore});
+  }
+  static __device__ __forceinline__ void store(unsigned to, int x, int y, int z) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(to), "r"(x), "r"(y), "r"(z) : "memory");
+  }
+  /// Three numbers, the same in all threads of a warp, and known to be. Read by the lane that releases stages.
+  static __device__ __forceinline__ void read(unsigned from, int& x, int& y, int& z) {
+    x = y = z = 0;
+    if (lane() == 0) {
+      int unused;
+      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x), "=r"(y), "=r"(z), "=r"(unused)
+                   : "r"(from)
+                   : "memory");
+    }
+    x = __shfl_sync(~0u, x, 0);
+    y = __shfl_sync(~0u, y, 0);
+    z = __shfl_sync(~0u, z, 0);
+  }
+  // In place of a tile.
+  __device__ __forceinline__ void end_keys(int i, int kind) const {
+    const int s = stage_of(i), query_stage = query_stage_of(i);
+    Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
+    store(place(i), 0, 0, kind);
+    Barrier::arrive(query_full(query_stage));
+    Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
+    Barrier::arrive(grad_out_full(s));
   }
   __device__ __forceinline__ void load(int i, const Place& p) const {
     const int s = stage_of(i), query_stage = query_stage_of(i);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(place(i)), "r"(p.b), "r"(p.h), "r"(p.tile)
-                 : "memory");
-    if (p.tile == kNoMore) {
-      Barrier::arrive(query_full(query_stage));
-      Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
-      Barrier::arrive(grad_out_full(s));
-      return;
-    }
+    store(place(i), p.b, p.h, p.tile);
     Barrier::expect(query_full(query_stage), kQueryBytes);
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
                                              p.b);
@@ -204,18 +251,13 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ void wait_grad_out(int i) const {
     Barrier::wait(grad_out_full(stage_of(i)), parity_of(i));
   }
-  /// The same in all threads of a warp, and known to be. Read by the lane that releases stages.
   __device__ __forceinline__ Place place_of(int i) const {
-    Place p{0, 0, 0};
-    if (lane() == 0) {
-      int unused;
-      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(p.b), "=r"(p.h), "=r"(p.tile), "=r"(unused)
-                   : "r"(place(i))
-                   : "memory");
-    }
-    return {__shfl_sync(~0u, p.b, 0), __shfl_sync(~0u, p.h, 0), __shfl_sync(~0u, p.tile, 0)};
+    Place p;
+    read(place(i), p.b, p.h, p.tile);
+    return p;
   }
+  /// Which keys are there, after key_full and before key_empty.
+  __device__ __forceinline__ void take_keys() { read(taken(), col_, key_batch_, key_head_); }
   /// What the warpgroup will read for tile i, which is there: of diagonals, and for each pair by itself where it stays
   /// in the first-level cache, of which dQ leaves 28 KiB; what it reads of keys it has.
   static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 &&

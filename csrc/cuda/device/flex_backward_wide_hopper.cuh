@@ -21,7 +21,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::key_full, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
-  using Tiles::kThreads;
+  using Tiles::kThreads, Tiles::take_keys;
   using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
   using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
@@ -62,6 +62,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     sums_.begin();
     meet();
     Barrier::wait(key_full(), 0);
+    take_keys();
     int i = 0, b = 0, h = -1;
     wait_query(i);
     issue_scores(s, i);
@@ -113,6 +114,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     float grad[kBlocksE][4], s[kBlocksN][4];
     zero(grad);
     Barrier::wait(key_full(), 0);
+    take_keys();
     int i = 0;
     issue_next_scores(s, i);
     for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {

@@ -127,18 +127,18 @@ __device__ __forceinline__ void copy_line(unsigned to, const TensorMap& from, un
       : "memory");
 }
 
-/// Adds a box of floats to a [batch, head, row, column] tensor, but for what lies beyond it. Like commit and waits by
-/// one thread, after fence_before_copy() by all that wrote the box, and a barrier.
-__device__ __forceinline__ void add_box(const TensorMap& to, unsigned from, int col, int row, int head, int batch) {
+/// Adds floats to others in memory; bytes and addresses are multiples of 16. Like commit and waits by one thread, after
+/// fence_before_copy() by all that wrote them, and a barrier.
+__device__ __forceinline__ void add_floats(float* to, unsigned from, int bytes) {
   asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&to),
-      "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+      "r"(from), "r"(bytes)
       : "memory");
 }
 __device__ __forceinline__ void commit_sums() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Until the thread's boxes have been read, and may be written again.
+/// Until what the thread adds has been read, and may be written again.
 __device__ __forceinline__ void wait_sums_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-/// Until they have been added.
+/// Until it has been added.
 __device__ __forceinline__ void wait_sums_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- products -----------------------------------------------------------------------------------------------
@@ -170,7 +170,8 @@ __device__ __forceinline__ unsigned anew(unsigned x) {
 /// d += a * b of a warpgroup, 64 rows by kCols columns, 16 of the common dimension. Its specialisations are generated
 /// with the kernel (csrc/cuda/flex_program.cpp), since the instruction names each register:
 ///   static void run(float* d, a, unsigned long long b, bool accumulate)
-/// with a: four words of operand A, or its descriptor. kTransposed: b lies as [common dimension][column].
+/// with a: four words of operand A, or its descriptor. kTransposed: b lies as [common dimension][column], or, where
+/// both have descriptors, a as [common dimension][row].
 template <class T, int kCols, bool kRegisterA, bool kTransposed>
 struct Wgmma;
 
