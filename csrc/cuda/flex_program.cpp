@@ -193,6 +193,11 @@ bool allows(char scheme, char wanted) {
   return scheme == wanted || (scheme == 'A' && (wanted == 'B' || wanted == 'C' || wanted == 'D'));
 }
 
+char scheme_of(score_mod::ScatterClass planned) {
+  const char scheme = static_cast<char>(planned), forced = forced_scheme;
+  return forced != 0 && allows(scheme, forced) ? forced : scheme;
+}
+
 // The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
 bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
@@ -200,9 +205,8 @@ bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
   bool all_fit = true;
   for (size_t k = 0; k < steps.size(); ++k) {
-    char scheme = static_cast<char>(steps[k].scheme);
+    char scheme = scheme_of(steps[k].scheme);
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
-    if (const char forced = forced_scheme; forced != 0 && allows(scheme, forced)) scheme = forced;
     if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
     int table = scheme == 'F' ? static_cast<int>(elements) : 0;
     int bytes = scheme_bytes(c, plan.tile, scheme, table);
@@ -354,6 +358,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
     choice("kGradScores", c.grad_query || c.grad_key || !plan.schemes.empty());
     choice("kMaxGradient", c.max_gradient);
     choice("kFixedPoint", c.fixed_point);
+    choice("kPartialSums", c.partial_sums);
   }
   return text + "};\n";
 }
@@ -410,8 +415,11 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
 
 int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
                          const std::string& architecture) {
-  if (c.score_mod.text.empty() || !takes_hopper(c, architecture)) return 0;
-  const auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  if (c.score_mod.text.empty()) return 0;
+  auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  std::erase_if(steps, [](const auto& step) { return scheme_of(step.scheme) <= 'B'; });
+  if (steps.empty()) return 1;
+  if (!takes_hopper(c, architecture)) return 0;
   const auto all = [&](auto member) { return std::all_of(steps.begin(), steps.end(), std::mem_fn(member)); };
   if (!all(&score_mod::ScatterStep::once_a_batch)) return 0;
   if (batches == 1 || all(&score_mod::ScatterStep::exclusive)) return 1;
@@ -432,9 +440,10 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
                       plan.tile.gradient_stages, plan.tile.query_stages, plan.tile.parts})
     add(v);
   int flags = 0;
-  for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low,
-                       c.grad_query, c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars,
-                       c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
+  for (const bool v :
+       {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low, c.grad_query,
+        c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.partial_sums, c.score_mod.small_scalars,
+        c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
     flags = flags * 2 + (v ? 1 : 0);
   }
   add(flags);

@@ -55,7 +55,7 @@ struct Config {
   static constexpr bool kBlocks = true, kMixed = true, kSplit = false;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
-  static constexpr bool kMaxGradient = true, kFixedPoint = false;
+  static constexpr bool kMaxGradient = true, kFixedPoint = false, kPartialSums = true;
 };
 // At its smallest for sm_90a.
 struct HopperConfig : Config {

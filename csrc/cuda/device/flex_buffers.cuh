@@ -7,6 +7,7 @@
 //   Schemes::kScheme[]         the class of each contribution
 //   Schemes::kTable[]          the elements of a buffer of class F
 //   kFixedPoint                sums are 64-bit integers, the same in every order
+//   kPartialSums               those of classes A and B, of a head each, are stored, as a CTA has its keys to itself
 #pragma once
 
 #include "cuda/device/flex_scores.cuh"
@@ -292,7 +293,7 @@ class FlexBufferSums {
       }
     });
   }
-  /// After the tiles of a query head. (q, kv): any query of it, and the thread's first key.
+  /// After the tiles of a query head. kv: the thread's first key.
   __device__ __forceinline__ void end_head(int b, int h, int kv) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -300,12 +301,12 @@ class FlexBufferSums {
         float sum = alone_[k];
 #pragma unroll
         for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        if (lane() == 0) put_at<k>(b, h, 0, 0, sum);
+        if (lane() == 0) put_of_head<k>(b, h, kv, sum);
       } else if constexpr (scheme(k) == 'B') {
 #pragma unroll
         for (int r = 0; r < 2 * kBlocksM; ++r) {
           const float sum = row_sum(row_[k][r]);
-          if (lane() % 4 == 0 && kv + 8 * r < a_.keys) put_at<k>(b, h, 0, kv + 8 * r, sum);
+          if (lane() % 4 == 0 && kv + 8 * r < a_.keys) put_of_head<k>(b, h, kv + 8 * r, sum);
         }
       }
     });
@@ -460,6 +461,21 @@ class FlexBufferSums {
     if (sum == 0.0f) return;
     const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, q, kv, true);
     if (at >= 0) put<k>(at, sum);
+  }
+  // That of a head's queries, which the thread puts for this key alone.
+  template <int k>
+  __device__ __forceinline__ void put_of_head(int b, int h, int kv, float sum) {
+    if constexpr (Config::kPartialSums) {
+      if (sum == 0.0f) return;
+      const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, 0, kv, true);
+      if (at < 0) return;
+      const int keys = (a_.keys + Config::kCols - 1) / Config::kCols * Config::kCols;
+      const long long part = static_cast<long long>(b * a_.heads + h) * Config::kShare + warp() % Config::kShare;
+      static_cast<float*>(sums_[k].data)[part * keys + kv] = sum;
+      sums_[k].elements[part * keys + kv] = at;
+    } else {
+      put_at<k>(b, h, 0, kv, sum);
+    }
   }
 
   const FlexBackwardArguments& a_;

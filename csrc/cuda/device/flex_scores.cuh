@@ -90,7 +90,8 @@ __device__ __forceinline__ void wait_touches() { asm volatile("cp.async.wait_all
 template <class Config>
 constexpr bool kUnmaskedToo = [] {
   if constexpr (!kHas<typename Config::ScoreMod>) return true;
-  return Config::kFixedPoint && Config::kHead == 64 && Config::Derivative::kContributions == 1;
+  return (Config::kFixedPoint || Config::kPartialSums) && Config::kHead == 64 &&
+         Config::Derivative::kContributions == 1;
 }();
 
 /// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
