@@ -46,7 +46,7 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
   const bool hopper = t.family == FlexFamily::kHopper;
   const int teams = hopper ? warps / 4 : 1, lines = hopper ? 2 : 1;
   if (scheme == 'C') return warps * lines * cols * 4;
-  if (scheme == 'D') return warps * (lines * round_up(cols + keys - 1, 4) + 8 * 40) * 4;
+  if (scheme == 'D') return warps * 4 * ((cols + keys + 4) / 16 * 16 + 10) * 4;
   if (scheme == 'F') return teams * (16 + round_up(table * 8, 16));
   return 0;
 }

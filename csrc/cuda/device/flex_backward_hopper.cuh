@@ -104,7 +104,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if constexpr (Sums::kFlushes) {
         const Place done = place_of(i);
         sums_.flush(done.b, done.h, done.row(), col_, i & 1);
-        if constexpr (Sums::kTables) named_sync(kAlone + group_, kWarpgroup);
+        if constexpr (Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
       }
       // Here, and not where the loop begins, or the compiler would wait for each product.
       if constexpr (kApart) wait_scores(s);

@@ -333,7 +333,7 @@ class FlexBackwardHopperTiles {
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
       if constexpr (kInOrder) hold_order();
-      sums_.end_block(0, n, i & 1);
+      sums_.end_block(0, n);
       put_operand<T>(p + 2 * n, s[n]);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
     }

@@ -184,13 +184,12 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
 // FUSEGRAD_PREDICATED_READS: by a predicate, with no branch, so that what is around them stays one block of
 // instructions. It takes registers, which not all kernels have.
 // FUSEGRAD_SHARED_READS: without a predicate either, which would make each a read of its own; what is not there is read
-// from elsewhere.
+// from elsewhere, zeros or what is NaN in all types.
 #if defined(__CUDACC__) && defined(FUSEGRAD_SHARED_READS)
-static __device__ unsigned long long nowhere;
+static __device__ unsigned long long all_zeros = 0, all_ones = ~0ull;
 template <class Bits>
 __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {
-  const Bits x = __ldg(there ? p : reinterpret_cast<const Bits*>(&nowhere));
-  return there ? x : bits;
+  return __ldg(there ? p : reinterpret_cast<const Bits*>(bits == 0 ? &all_zeros : &all_ones));
 }
 #elif defined(__CUDACC__) && defined(FUSEGRAD_PREDICATED_READS)
 #define FUSEGRAD_LOAD_IF(Bits, type, constraint)                                                     \
