@@ -59,11 +59,12 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       const int groups = computing_warps(t) / 4;
       const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + groups * 4 * 64 * 64 : 0;
       return 1024 + 2 * t.cols * (head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) + sums +
-             t.stages * 8 * t.rows + 8 * 16 + 8 * (2 + 2 * t.query_stages + 4 * t.stages) + 4 * 128 * groups;
+             t.stages * 8 * t.rows + 8 * 16 + 8 * (2 + 2 * t.query_stages + 4 * t.stages) +
+             4 * (keys_shared(c, t) ? 256 : 512);
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
-             4 * (t.stages + 1 + 2 * t.rows);
+             4 * (t.stages + 1 + 2 * t.rows + (head == 64 && value == 64 ? 1024 : 224));
     }
     return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
            (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 + 4 * t.stages;
@@ -470,6 +471,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
         c.kernel == FlexKernel::kForward ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
   }
   source += "#include \"" + std::string(name.header) + "\"\n\n";
+  const auto score = c.score_mod.text.empty() ? nullptr : score_mod::cached_graph(c.score_mod.text);
   const auto render = [&](const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
     score_mod::RenderOptions options;
     options.name = type;
@@ -477,9 +479,10 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
     if (c.small_lengths) options.lengths = {kSmallLength, kSmallLength, kSmallLength, kSmallLength};
     options.small_scalars = mod.small_scalars;
     options.small_buffers = mod.small_buffers;
+    if (graph.kind() == score_mod::Kind::kDerivative) options.score_mod = score.get();
     source += score_mod::render_cuda(graph, options) + "\n";
   };
-  if (!c.score_mod.text.empty()) render(c.score_mod, *score_mod::cached_graph(c.score_mod.text), "ScoreMod");
+  if (!c.score_mod.text.empty()) render(c.score_mod, *score, "ScoreMod");
   if (!c.mask_mod.text.empty()) render(c.mask_mod, *score_mod::cached_graph(c.mask_mod.text), "MaskMod");
   if (has_derivative(c))
     render(c.score_mod, *score_mod::cached_derivative(c.score_mod.text, c.wants_grad), "Derivative");

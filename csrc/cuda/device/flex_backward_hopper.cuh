@@ -27,10 +27,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kBoxBytes, Tiles::kBoxCols, Tiles::kNoMore;
-  using Tiles::kInOrder, Tiles::kThreads, Tiles::lane, Tiles::load_rows, Tiles::sum, Tiles::sums_, Tiles::warp;
+  using Tiles::kInOrder, Tiles::kLines, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows, Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
-  using Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query, Tiles::zero;
-  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query, Tiles::warp, Tiles::zero;
+  using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   using QueryProduct = Wgmma<T, kChunk, false, true>;
   // dQ of a warpgroup: half the queries of a tile, or half the columns.
   static constexpr bool kRowsShared = Config::kRows == 64 * Config::kGroups;
@@ -77,6 +77,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
     if constexpr (kApart) wait_scores(s);
+    if constexpr (kLines) {
+      Lines lines;
+      load(lines, i);
+      lines.store(this->lines(), thread() % kWarpgroup);
+      named_sync(kAlone + group_, kWarpgroup);
+    }
     for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
       if constexpr (!kApart) {
         wgmma_wait<0>();
@@ -100,12 +106,15 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       turn(i, p, ds, s, d, grad_key, grad_value);
       named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
       touch(i + 1);
+      Lines lines;
+      if constexpr (kLines) load(lines, i + 1);
       // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
       if constexpr (Sums::kFlushes) {
         const Place done = place_of(i);
         sums_.flush(done.b, done.h, done.row(), col_, i & 1);
-        if constexpr (Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
       }
+      if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
+      if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
       // Here, and not where the loop begins, or the compiler would wait for each product.
       if constexpr (kApart) wait_scores(s);
     }

@@ -266,6 +266,15 @@ __device__ __forceinline__ bool read_if(const Bool* p, bool there) {
   return load_if(&p->byte, there, static_cast<unsigned char>(0)) != 0;
 }
 
+/// Each read from where it is.
+struct ReadThere {
+  template <int, class T>
+  __device__ __forceinline__ float read(const T* p, bool there) const {
+    return read_if(p, there);
+  }
+  __device__ __forceinline__ ReadThere at(int, int) const { return {}; }
+};
+
 /// Brings an element to the first-level cache where it is `there`; nothing waits for it. It is copied to shared memory,
 /// 4 bytes that nobody reads: prefetch.global.L1 makes no difference on an H200. A narrower element comes with its
 /// whole word, which may reach beyond its tensor but not beyond what memory is handed out in. wait_touches() before the
