@@ -227,6 +227,8 @@ class FlexBackwardHopperTiles {
   static constexpr bool kLines = kOwnKeys && kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::kAll &&
                                  Config::kGroups * Lines::kWords <= kWords;
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
+  // Of eight queries, that are computed together where registers are left.
+  static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
   __device__ __forceinline__ void touch(int i) const {
     if constexpr (!kTouches) return;
     const Place p = place_of(i);
@@ -331,7 +333,7 @@ class FlexBackwardHopperTiles {
     const auto reads = this->reads();
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kInOrder) hold_order();
+      if (kInOrder && n % kBlocksHeld == 0) hold_order();
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -351,7 +353,7 @@ class FlexBackwardHopperTiles {
                                                   value, reads.at(n * 8 + e % 2, e / 2 * 8));
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
-      if constexpr (kInOrder) hold_order();
+      if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();
       sums_.end_block(0, n);
       put_operand<T>(p + 2 * n, s[n]);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
