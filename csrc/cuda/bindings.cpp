@@ -50,7 +50,12 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
     c.grad_query = needs_grad && (c.kernel == FlexKernel::kGradQuery) == deterministic;
     c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;
     c.max_gradient = max_scores;
-    c.fixed_point = deterministic && std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end();
+    if (deterministic && c.wants_buffers()) {
+      // As for all lengths and architectures.
+      c.partial_sums = ordered_launches(c, 2, 1, 1, 2, "80") != 0;
+      c.fixed_point = !c.partial_sums;
+      if (c.partial_sums && c.kernel == FlexKernel::kGradQuery) c.wants_grad.assign(wants_grad.size(), false);
+    }
   }
   return c;
 }
@@ -84,6 +89,7 @@ void bind(py::module_& m) {
         if (c.fixed_point && ordered_launches(c, 1, 1, 1, 1, architecture) != 0) {
           FlexCase floats = c;
           floats.fixed_point = false;
+          floats.partial_sums = true;
           for (auto& kernel : backward_kernels(floats, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));
         }

@@ -304,54 +304,74 @@ std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores,
                          at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
   }
   c.fixed_point = launches == 0;
+  c.partial_sums = deterministic && c.wants_buffers() && !c.fixed_point;
   return {std::move(c), std::max<int64_t>(launches, 1)};
 }
 
 /// The sums of the contributions to captured buffers.
 class BufferSums {
  public:
-  /// In `grads` themselves where these are dense float32 and sums are float.
-  BufferSums(const FlexScores& scores, const std::vector<bool>& wants, bool fixed_point, int64_t pairs,
-             const Tensor& like, const std::vector<Tensor>& grads)
+  /// Of what the backward by keys adds up, whose case and plan they are. In `grads` themselves where these are dense
+  /// float32 and sums are float.
+  BufferSums(const FlexScores& scores, const FlexCase& c, const FlexPlan& plan, const Tensor& query, const Tensor& key,
+             const std::vector<Tensor>& grads)
       : derivative_(scores.score_mod.text.empty() ? nullptr
-                                                  : score_mod::cached_derivative(scores.score_mod.text, wants)),
-        fixed_point_(fixed_point) {
-    const auto floats = like.options().dtype(at::kFloat);
+                                                  : score_mod::cached_derivative(scores.score_mod.text, c.wants_grad)) {
+    const auto floats = query.options().dtype(at::kFloat), integers = floats.dtype(at::kLong);
     const auto& buffers = scores.score_mod.buffers;
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      const bool there = wants[i] && !fixed_point && grads[i].scalar_type() == at::kFloat && grads[i].is_contiguous();
-      sums_.push_back(!wants[i] ? Tensor()
-                      : there   ? grads[i].view({grads[i].numel()}).zero_()
-                                : at::zeros({buffers[i].numel()}, fixed_point ? floats.dtype(at::kLong) : floats));
+    const int64_t heads = query.size(0) * query.size(1), pairs = heads * query.size(2) * key.size(2);
+    const int64_t partial = heads * plan.tile.share * tiles_in(key.size(2), plan.tile.cols) * plan.tile.cols;
+    std::vector<bool> fixed(buffers.size(), c.fixed_point);
+    for (size_t k = 0; k < contributions(); ++k) {
+      partial_.emplace_back();
+      if (!c.partial_sums || plan.schemes[k] > 'B') continue;
+      partial_[k] = {at::zeros({partial}, floats), at::empty({partial}, integers)};
+      fixed[buffer_of(k)] = true;
     }
-    if (fixed_point) largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      const bool there =
+          c.wants_grad[i] && !fixed[i] && grads[i].scalar_type() == at::kFloat && grads[i].is_contiguous();
+      sums_.push_back(!c.wants_grad[i] ? Tensor()
+                      : there          ? grads[i].view({grads[i].numel()}).zero_()
+                                       : at::zeros({buffers[i].numel()}, fixed[i] ? integers : floats));
+    }
+    if (std::find(fixed.begin(), fixed.end(), true) != fixed.end())
+      largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
     // So that no sum overflows.
-    const auto count = static_cast<uint64_t>(contributions()) * static_cast<uint64_t>(pairs);
-    fixed_bits_ = std::min(62 - static_cast<int>(std::bit_width(count)), device::kFlexFixedBits);
-    TORCH_CHECK_VALUE(!fixed_point || 2 * fixed_bits_ >= device::kFlexFixedBits,
+    const int64_t each = c.fixed_point ? pairs : partial;
+    const auto count = static_cast<uint64_t>(contributions()) * static_cast<uint64_t>(each);
+    fixed_bits_ = 62 - static_cast<int>(std::bit_width(count));
+    if (c.fixed_point) fixed_bits_ = std::min(fixed_bits_, device::kFlexFixedBits);
+    TORCH_CHECK_VALUE(!c.fixed_point || 2 * fixed_bits_ >= device::kFlexFixedBits,
                       "flex_attention: with deterministic=True B * H * M * N must be below 2^45, but got ", pairs);
   }
 
   size_t contributions() const { return derivative_ == nullptr ? 0 : derivative_->contributions().size(); }
-  float* largest() const { return fixed_point_ ? largest_.mutable_data_ptr<float>() : nullptr; }
+  float* largest() const { return largest_.defined() ? largest_.mutable_data_ptr<float>() : nullptr; }
   int fixed_bits() const { return fixed_bits_; }
 
   /// As the kernel takes them.
   std::vector<device::FlexSums> arguments() const {
     std::vector<device::FlexSums> result(contributions() + 1);
     for (size_t k = 0; k < contributions(); ++k) {
-      const int buffer = derivative_->contributions()[k].buffer;
-      const Tensor& sum = sums_[static_cast<size_t>(buffer)];
-      result[k] = {sum.mutable_data_ptr(), sum.numel(), fixed_point_ ? largest() + buffer : nullptr};
+      const auto& [sums, elements] = partial_[k];
+      if (sums.defined()) {
+        result[k] = {sums.mutable_data_ptr(), nullptr,
+                     reinterpret_cast<long long*>(elements.mutable_data_ptr<int64_t>())};
+      } else {
+        result[k] = {sums_[buffer_of(k)].mutable_data_ptr(), largest_.defined() ? largest() + buffer_of(k) : nullptr,
+                     nullptr};
+      }
     }
     return result;
   }
 
   void finish(const std::vector<Tensor>& grads, CUstream stream) const {
+    add_partial_sums(stream);
     for (size_t i = 0; i < sums_.size(); ++i) {
       Tensor sum = sums_[i];
       if (!sum.defined()) continue;
-      if (fixed_point_) {
+      if (sum.scalar_type() == at::kLong) {
         const Tensor floats = at::empty(sum.sizes(), sum.options().dtype(at::kFloat));
         flex_fixed_to_float(sum.const_data_ptr<int64_t>(), largest() + i, fixed_bits_, sum.numel(),
                             floats.mutable_data_ptr<float>(), stream);
@@ -362,9 +382,31 @@ class BufferSums {
   }
 
  private:
+  struct Partial {
+    Tensor sums, elements;
+  };
+
+  size_t buffer_of(size_t k) const { return static_cast<size_t>(derivative_->contributions()[k].buffer); }
+
+  void add_partial_sums(CUstream stream) const {
+    for (const bool add : {false, true}) {
+      for (size_t k = 0; k < partial_.size(); ++k) {
+        const auto& [sums, elements] = partial_[k];
+        if (!sums.defined()) continue;
+        float* largest = this->largest() + buffer_of(k);
+        if (add) {
+          flex_add_partial_sums(sums.const_data_ptr<float>(), elements.const_data_ptr<int64_t>(), sums.numel(), largest,
+                                fixed_bits_, sums_[buffer_of(k)].mutable_data_ptr<int64_t>(), stream);
+        } else {
+          flex_largest(sums.const_data_ptr<float>(), sums.numel(), largest, stream);
+        }
+      }
+    }
+  }
+
   const std::shared_ptr<const score_mod::Graph> derivative_;
-  const bool fixed_point_;
   int fixed_bits_;
+  std::vector<Partial> partial_;  // of each contribution
   std::vector<Tensor> sums_;
   Tensor largest_;
 };
@@ -469,7 +511,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
-  const BufferSums sums(scores, c.wants_grad, c.fixed_point, heads * query.size(2) * key.size(2), query, grads.buffers);
+  const BufferSums sums(scores, c, plans.back(), query, key, grads.buffers);
 
   device::FlexBackwardArguments a{};
   call.fill(a);

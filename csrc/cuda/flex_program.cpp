@@ -46,7 +46,7 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
   const bool hopper = t.family == FlexFamily::kHopper;
   const int teams = hopper ? warps / 4 : 1, lines = hopper ? 2 : 1;
   if (scheme == 'C') return warps * lines * cols * 4;
-  if (scheme == 'D') return warps * (lines * round_up(cols + keys - 1, 4) + 8 * 40) * 4;
+  if (scheme == 'D') return warps * 4 * ((cols + keys + 4) / 16 * 16 + 10) * 4;
   if (scheme == 'F') return teams * (16 + round_up(table * 8, 16));
   return 0;
 }
@@ -56,13 +56,13 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
     if (c.kernel == FlexKernel::kBackward) {
       const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;  // dS and dQ
-      const int nowhere = c.score_mod.text.empty() ? 0 : 4 * 32 * computing_warps(t);
+      const int nowhere = c.score_mod.text.empty() ? 0 : 4 * (keys_shared(c, t) ? 256 : 512);
       return 1024 + 2 * t.cols * (head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) + sums +
              t.stages * 8 * t.rows + 9 * 16 + 8 * (2 + 2 * t.query_stages + 4 * t.stages) + nowhere;
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
-             4 * (t.stages + 1 + 2 * t.rows);
+             4 * (t.stages + 1 + 2 * t.rows + (head == 64 && value == 64 ? 1024 : 224));
     }
     return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
            (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 + 4 * t.stages;
@@ -196,6 +196,11 @@ bool allows(char scheme, char wanted) {
   return scheme == wanted || (scheme == 'A' && (wanted == 'B' || wanted == 'C' || wanted == 'D'));
 }
 
+char scheme_of(score_mod::ScatterClass planned) {
+  const char scheme = static_cast<char>(planned), forced = forced_scheme;
+  return forced != 0 && allows(scheme, forced) ? forced : scheme;
+}
+
 // The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
 bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
@@ -203,9 +208,8 @@ bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
   bool all_fit = true;
   for (size_t k = 0; k < steps.size(); ++k) {
-    char scheme = static_cast<char>(steps[k].scheme);
+    char scheme = scheme_of(steps[k].scheme);
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
-    if (const char forced = forced_scheme; forced != 0 && allows(scheme, forced)) scheme = forced;
     if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
     int table = scheme == 'F' ? static_cast<int>(elements) : 0;
     int bytes = scheme_bytes(c, plan.tile, scheme, table);
@@ -358,6 +362,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
     choice("kGradScores", c.grad_query || c.grad_key || !plan.schemes.empty());
     choice("kMaxGradient", c.max_gradient);
     choice("kFixedPoint", c.fixed_point);
+    choice("kPartialSums", c.partial_sums);
   }
   return text + "};\n";
 }
@@ -414,8 +419,11 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
 
 int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
                          const std::string& architecture) {
-  if (c.score_mod.text.empty() || !takes_hopper(c, architecture)) return 0;
-  const auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  if (c.score_mod.text.empty()) return 0;
+  auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  std::erase_if(steps, [](const auto& step) { return scheme_of(step.scheme) <= 'B'; });
+  if (steps.empty()) return 1;
+  if (!takes_hopper(c, architecture)) return 0;
   const auto all = [&](auto member) { return std::all_of(steps.begin(), steps.end(), std::mem_fn(member)); };
   if (!all(&score_mod::ScatterStep::once_a_batch)) return 0;
   if (batches == 1 || all(&score_mod::ScatterStep::exclusive)) return 1;
@@ -436,9 +444,10 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
                       plan.tile.gradient_stages, plan.tile.query_stages, plan.tile.parts})
     add(v);
   int flags = 0;
-  for (const bool v : {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low,
-                       c.grad_query, c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.score_mod.small_scalars,
-                       c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
+  for (const bool v :
+       {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low, c.grad_query,
+        c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.partial_sums, c.score_mod.small_scalars,
+        c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
     flags = flags * 2 + (v ? 1 : 0);
   }
   add(flags);
@@ -465,6 +474,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
         c.kernel == FlexKernel::kForward ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
   }
   source += "#include \"" + std::string(name.header) + "\"\n\n";
+  const auto score = c.score_mod.text.empty() ? nullptr : score_mod::cached_graph(c.score_mod.text);
   const auto render = [&](const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
     score_mod::RenderOptions options;
     options.name = type;
@@ -472,9 +482,10 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
     if (c.small_lengths) options.lengths = {kSmallLength, kSmallLength, kSmallLength, kSmallLength};
     options.small_scalars = mod.small_scalars;
     options.small_buffers = mod.small_buffers;
+    if (graph.kind() == score_mod::Kind::kDerivative) options.score_mod = score.get();
     source += score_mod::render_cuda(graph, options) + "\n";
   };
-  if (!c.score_mod.text.empty()) render(c.score_mod, *score_mod::cached_graph(c.score_mod.text), "ScoreMod");
+  if (!c.score_mod.text.empty()) render(c.score_mod, *score, "ScoreMod");
   if (!c.mask_mod.text.empty()) render(c.mask_mod, *score_mod::cached_graph(c.mask_mod.text), "MaskMod");
   if (has_derivative(c))
     render(c.score_mod, *score_mod::cached_derivative(c.score_mod.text, c.wants_grad), "Derivative");

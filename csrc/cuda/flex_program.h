@@ -46,8 +46,9 @@ struct FlexCase {
   std::vector<bool> wants_grad;   ///< of each buffer of the score_mod
   std::vector<int64_t> elements;  ///< of each of them
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
-  bool fixed_point = false;  ///< the buffers' gradients are summed in 64-bit fixed point
-  bool fits_80 = true;       ///< Hopper: as many tiles of 80 queries as there are take less time than those of 64
+  bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
+  bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
+  bool fits_80 = true;        ///< Hopper: as many tiles of 80 queries as there are take less time than those of 64
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
@@ -82,7 +83,7 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
 
 /// In how many launches, one batch after the other or all at once, the backward's sums of the buffers' gradients come
 /// in one order without fixed point: where each place gets one contribution a launch, and a launch fills the GPU's
-/// `processors`; else 0. Of key and value so many `batches`, `heads` and `keys`.
+/// `processors`, or gets partial sums; else 0. Of key and value so many `batches`, `heads` and `keys`.
 int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
                          const std::string& architecture);
 

@@ -60,6 +60,7 @@ class Renderer {
     intervals_ = intervals(graph, options.lengths, buffers, scalars);
     wide_ = needs_int64(graph, intervals_);
     for (const NodeId id : reachable(graph)) name(id);
+    number_lines();
   }
 
   std::string render() {
@@ -67,8 +68,9 @@ class Renderer {
     captured();
     const std::string indices = "int b, int h, int q_idx, int kv_idx, bool valid";
     if (graph_.kind() == Kind::kScoreMod) {
-      begin("float apply", "float score, " + indices);
+      begin_apply("float score, " + indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
+      lines(indices);
       touch();
     } else if (graph_.kind() == Kind::kMaskMod) {
       begin("bool apply", indices);
@@ -130,8 +132,17 @@ class Renderer {
              ") {\n    using namespace fusegrad::device::score_mod;\n";
   }
 
+  void begin_apply(const std::string& parameters) {
+    text_ += "  template <class Reads = fusegrad::device::score_mod::ReadThere>\n";
+    begin("float apply", parameters + ", [[maybe_unused]] const Reads& reads = Reads()");
+  }
+
   // The statements that `roots` need, and the end of the function.
   void end_with_result(const std::vector<NodeId>& roots, const std::string& last) {
+    statements(roots);
+    text_ += "  " + last + "  }\n";
+  }
+  void statements(const std::vector<NodeId>& roots) {
     std::vector<bool> needed(graph_.nodes().size(), false);
     for (const NodeId root : roots) needed[root] = true;
     for (auto id = static_cast<NodeId>(needed.size()) - 1; id >= 0; --id) {
@@ -141,7 +152,6 @@ class Renderer {
     for (NodeId id = 0; id < static_cast<NodeId>(needed.size()); ++id) {
       if (needed[id]) statement(id);
     }
-    text_ += "  " + last + "  }\n";
   }
 
   void statement(NodeId id) {
@@ -209,7 +219,66 @@ class Renderer {
     return "c.data" + number(buffer) + offset + ", valid" + in_range;
   }
   void load(NodeId id) {
-    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = read_if(" + element(id) + ");\n";
+    const std::string read = line_of_[id] < 0 ? "read_if" : "reads.template read<" + number(line_of_[id]) + ">";
+    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + read + "(" + element(id) + ");\n";
+  }
+
+  // The loads that are lines, of a score_mod.
+  static std::vector<NodeId> line_loads(const Graph& graph) {
+    const auto kinds = reads(graph);
+    std::vector<bool> loads(graph.nodes().size(), false);  // below a node
+    std::vector<NodeId> result;
+    for (const NodeId id : reachable(graph)) {
+      const Node& node = graph[id];
+      bool direct = true;
+      for (const NodeId operand : node.operands) direct = direct && !loads[operand];
+      loads[id] = !direct || node.op == Op::kLoad;
+      const bool line = kinds[id] == Reads::kKey || kinds[id] == Reads::kDiagonal;
+      if (node.op == Op::kLoad && direct && line && node.type == Type::kFloat) result.push_back(id);
+    }
+    return result;
+  }
+  // A derivative's are found in one graph with its score_mod's.
+  void number_lines() {
+    line_of_.assign(graph_.nodes().size(), -1);
+    if (graph_.kind() == Kind::kScoreMod) {
+      line_loads_ = line_loads(graph_);
+      for (size_t i = 0; i < line_loads_.size(); ++i) line_of_[line_loads_[i]] = static_cast<int>(i);
+    } else if (graph_.kind() == Kind::kDerivative && options_.score_mod != nullptr) {
+      const Graph score_mod = canonical(*options_.score_mod);
+      Graph both = with_declarations_of(graph_, Kind::kDerivative);
+      const auto copied = [&](const Graph& from) {
+        std::vector<NodeId> ids(from.nodes().size(), -1);
+        for (const NodeId id : reachable(from)) {
+          std::vector<NodeId> operands;
+          for (const NodeId operand : from[id].operands) operands.push_back(ids[operand]);
+          ids[id] = both.copy(from, id, std::move(operands));
+        }
+        return ids;
+      };
+      const std::vector<NodeId> theirs = copied(score_mod), ours = copied(graph_), loads = line_loads(score_mod);
+      for (const NodeId id : reachable(graph_)) {
+        for (size_t i = 0; i < loads.size(); ++i) {
+          if (ours[id] == theirs[loads[i]]) line_of_[id] = static_cast<int>(i);
+        }
+      }
+    }
+  }
+  void lines(const std::string& indices) {
+    std::string kinds;
+    const auto all = reads(graph_);
+    for (const NodeId id : line_loads_) kinds += all[id] == Reads::kDiagonal ? "true, " : "false, ";
+    text_ += "  static constexpr int kLines = " + number(static_cast<int64_t>(line_loads_.size())) + ";\n";
+    text_ += "  static constexpr bool kLineOfDiagonals[] = {" + kinds + "false};\n";
+    text_ += "  template <int k>\n";
+    begin("float line", indices);
+    for (size_t i = 0; i < line_loads_.size(); ++i) {
+      text_ += "    if constexpr (k == " + number(static_cast<int64_t>(i)) + ") {\n";
+      const NodeId id = line_loads_[i];
+      statements(graph_[id].operands);
+      text_ += "    return read_if(" + element(id) + ");\n    }\n";
+    }
+    text_ += "    return 0.0f;\n  }\n";
   }
 
   // Reads at places of keys or diagonals; and of each pair its own.
@@ -217,19 +286,21 @@ class Renderer {
     const auto kinds = reads(graph_);
     std::vector<NodeId> roots, pair_roots;
     std::string touches, pair_touches;
-    bool diagonals = false;
+    bool diagonals = false, besides = false;
     int pair_bytes = 0;
     for (const NodeId id : reachable(graph_)) {
       if (graph_[id].op != Op::kLoad || kinds[id] < Reads::kKey) continue;
       const bool pair = kinds[id] == Reads::kPair;
       diagonals = diagonals || kinds[id] == Reads::kDiagonal;
+      besides = besides || (!pair && line_of_[id] < 0);
       for (const NodeId index : graph_[id].operands) (pair ? pair_roots : roots).push_back(index);
       (pair ? pair_touches : touches) += "  touch_if(" + element(id) + ", nowhere);\n  ";
       if (pair)
         pair_bytes = std::max(pair_bytes, storage_bytes(options_.dtypes[static_cast<size_t>(graph_[id].payload)]));
     }
     text_ += "  static constexpr bool kTouchesKeys = " + std::string(touches.empty() ? "false" : "true") +
-             ", kTouchesDiagonals = " + (diagonals ? "true" : "false") + ";\n";
+             ", kTouchesDiagonals = " + (diagonals ? "true" : "false") +
+             ", kTouchesBesides = " + (besides ? "true" : "false") + ";\n";
     text_ += "  static constexpr int kPairBytes = " + number(pair_bytes) + ";\n";
     const std::string parameters = "int b, int h, int q_idx, int kv_idx, bool valid, [[maybe_unused]] unsigned nowhere";
     begin("void touch", parameters);
@@ -257,7 +328,7 @@ class Renderer {
     text_ += "  static constexpr int kBuffer[] = {" + (none ? "-1" : buffers) + "};\n";
     text_ += "  static constexpr char kClass[] = {" + (none ? "0" : classes) + "};\n";
     text_ += "  static constexpr bool kExclusive[] = {" + (none ? "false" : exclusive) + "};\n";
-    begin("float apply", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
+    begin_apply("float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) place(k, indices);
     text_ += "  template <int k>\n";
@@ -289,6 +360,8 @@ class Renderer {
   std::vector<Interval> intervals_;
   std::vector<bool> wide_;
   std::vector<std::string> names_;
+  std::vector<NodeId> line_loads_;  // of a score_mod
+  std::vector<int> line_of_;        // of each node, or -1
   std::string text_;
 };
 

@@ -12,11 +12,12 @@ namespace fusegrad::score_mod {
 
 /// How the text is specialised.
 struct RenderOptions {
-  std::string name = "ScoreMod";  ///< of the struct; an identifier that the caller chose, not the user
-  std::vector<DType> dtypes;      ///< of each buffer
-  Lengths lengths;                ///< what stays below 2^31 under these is computed in 32 bits
-  bool small_scalars = false;     ///< whether all integer scalars are between -2^30 and 2^30
-  bool small_buffers = false;     ///< whether all places in buffers are below 2^31 elements: 32 bits are enough
+  std::string name = "ScoreMod";     ///< of the struct; an identifier that the caller chose, not the user
+  std::vector<DType> dtypes;         ///< of each buffer
+  Lengths lengths;                   ///< what stays below 2^31 under these is computed in 32 bits
+  bool small_scalars = false;        ///< whether all integer scalars are between -2^30 and 2^30
+  bool small_buffers = false;        ///< whether all places in buffers are below 2^31 elements: 32 bits are enough
+  const Graph* score_mod = nullptr;  ///< of a derivative: whose lines it reads too
 };
 
 /// A struct that needs csrc/cuda/device/score_mod.cuh before it and nothing else:
@@ -24,7 +25,17 @@ struct RenderOptions {
 ///   struct <name> {
 ///     struct Captured {...};   // as pack_captured fills it
 ///     // of a score_mod; where `valid` is false nothing is read and the result is meaningless
-///     static __device__ float apply(const Captured&, float score, int b, int h, int q_idx, int kv_idx, bool valid);
+///     template <class Reads = ReadThere>
+///     static __device__ float apply(const Captured&, float score, int b, int h, int q_idx, int kv_idx, bool valid,
+///                                   const Reads& reads = Reads());
+///     // its reads whose places depend on the key alone, or on its distance from the query alone (and on b and h), by
+///     // no other reads: how many there are, which kind each is, and an element. Each goes through
+///     // reads.read<k>(pointer, there), so that it can be made for all keys or diagonals of a tile before
+///     static constexpr int kLines;
+///     static constexpr bool kLineOfDiagonals[];
+///     template <int k>
+///     static __device__ float line(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
+///     static constexpr bool kTouchesBesides;  // whether touch() has other reads
 ///     // brings to the first-level cache what apply reads at places that depend on the key, or on its distance from
 ///     // the query: all of a tile are those of its first query, and where there are diagonals of its last one too
 ///     static constexpr bool kTouchesKeys, kTouchesDiagonals;
@@ -37,8 +48,9 @@ struct RenderOptions {
 ///     // of a mask_mod
 ///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
 ///     // of a derivative: returns d score, contribution k goes into value[k]; all 0 where not valid
+///     template <class Reads = ReadThere>
 ///     static __device__ float apply(const Captured&, float score, float grad, int b, int h, int q_idx, int kv_idx,
-///                                   bool valid, float* value);
+///                                   bool valid, float* value, const Reads& reads = Reads());
 ///     // the place of contribution k in its buffer's dense row-major gradient; -1: nowhere
 ///     static __device__ long long offset_<k>(const Captured&, float score, int b, int h, int q_idx, int kv_idx,
 ///                                            bool valid);

@@ -7,10 +7,18 @@ struct ScoreMod {
   struct Captured {
     const float* scale;
   };
-  static __device__ float apply(const Captured& c, float score, int b, int h, int q, int kv, bool valid) {
+  template <class Reads = score_mod::ReadThere>
+  static __device__ float apply(const Captured& c, float score, int b, int h, int q, int kv, bool valid,
+                                const Reads& = Reads()) {
     return valid ? score * c.scale[h] : 0.0f;
   }
-  static constexpr bool kTouchesKeys = true, kTouchesDiagonals = true;
+  static constexpr int kLines = 0;
+  static constexpr bool kLineOfDiagonals[] = {false};
+  template <int>
+  static __device__ float line(const Captured&, int b, int h, int q, int kv, bool valid) {
+    return 0.0f;
+  }
+  static constexpr bool kTouchesKeys = true, kTouchesDiagonals = true, kTouchesBesides = true;
   static constexpr int kPairBytes = 4;
   static __device__ void touch(const Captured& c, int b, int h, int q, int kv, bool valid, unsigned nowhere) {
     score_mod::touch_if(c.scale + h, valid, nowhere);
@@ -31,8 +39,9 @@ struct ScaleGradient {
   using Captured = ScoreMod::Captured;
   static constexpr int kContributions = 1;
   static constexpr const int* kBuffer = kScaleBuffer;
+  template <class Reads = score_mod::ReadThere>
   static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
-                                float* value) {
+                                float* value, const Reads& = Reads()) {
     value[0] = valid ? grad * score : 0.0f;
     return valid ? grad * c.scale[h] : 0.0f;
   }
@@ -55,7 +64,7 @@ struct Config {
   static constexpr bool kBlocks = true, kMixed = true, kSplit = false;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
-  static constexpr bool kMaxGradient = true, kFixedPoint = false;
+  static constexpr bool kMaxGradient = true, kFixedPoint = false, kPartialSums = true;
 };
 // At its smallest for sm_90a.
 struct HopperConfig : Config {

@@ -95,7 +95,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "sums.end_tile();\n"
      "sums.flush(0, 1, 2, 3);\n"
      "sums.end_head(0, 1, 3);",
-     16, true},
+     24, true},
     {"cuda/device/flex_forward.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexForward<Config>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"

@@ -1,6 +1,7 @@
 // The rendered CUDA source of every example and of every primitive compiles with NVRTC, without a GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "jit/compile.h"
@@ -140,6 +141,43 @@ TEST(RenderCuda, Touches) {
             std::tuple(false, false, 8, size_t{1}));
   EXPECT_EQ(touches("%0 = load @2 q_idx\n%1 = load @1 %0 kv_idx\nreturn %1\n"), std::tuple(false, false, 4, size_t{1}));
   EXPECT_EQ(touches("%0 = to_int score\n%1 = add kv_idx %0\n%2 = load @0 %1\nreturn %2\n"), none);
+  source.check();
+}
+
+// What of them are lines, and that a derivative has the same.
+TEST(RenderCuda, Lines) {
+  Source source;
+  const auto lines = [&](const std::string& body) {
+    const Graph graph = parse("score_mod 1\nbuffer @0 f 1\nbuffer @1 f 2\nbuffer @2 i64 1\n" + body);
+    RenderOptions options;
+    options.dtypes = {DType::kFloat32, DType::kFloat32, DType::kInt64};
+    source.add(graph, options.dtypes, true);
+    const std::string text = render_cuda(graph, options);
+    const Graph derivative = differentiate(graph, {true, true, false});
+    options.score_mod = &graph;
+    const std::string of_derivative = render_cuda(derivative, options);
+    source.add(derivative, options.dtypes);
+    const auto after = [&](const std::string& name) {
+      const size_t from = text.find(name) + name.size();
+      return text.substr(from, text.find_first_of(";}", from) - from);
+    };
+    std::string read;
+    for (size_t at = 0; (at = of_derivative.find("reads.template read<", at)) != std::string::npos;) {
+      at = of_derivative.find('<', at) + 1;
+      read += of_derivative[at];
+    }
+    std::sort(read.begin(), read.end());
+    return std::tuple(after("kLineOfDiagonals[] = {"), after("kTouchesBesides = "), read);
+  };
+  using Lines = std::tuple<std::string, std::string, std::string>;
+  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("false, false", "false", "0"));
+  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = sub q_idx kv_idx\n%2 = load @1 h %1\n%3 = mul score %0\n"
+                  "%4 = mul %3 %2\nreturn %4\n"),
+            Lines("false, true, false", "false", "01"));
+  // Other reads say where, or of each pair its own.
+  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("false", "true", ""));
+  EXPECT_EQ(lines("%0 = load @1 q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("false", "false", ""));
+  EXPECT_EQ(lines("%0 = load @0 q_idx\n%1 = mul score %0\nreturn %1\n"), Lines("false", "false", ""));
   source.check();
 }
 

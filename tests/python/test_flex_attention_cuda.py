@@ -190,6 +190,69 @@ def test_deterministic_elements_of_one_pair(own: bool, heads: int, masked: bool)
         assert relative(plain, ordered) <= (2e-4 if ordered.dtype == torch.float32 else 5e-3)
 
 
+def of_places(w: Tensor) -> Callable:
+    places = torch.arange(300) * 7 % w.numel()
+    return lambda s, b, h, q, kv: s * w[places[kv]]
+
+
+# Reads of classes A and B where the sums of many heads and keys are of one element.
+MEETING: dict[str, tuple[list[tuple[int, ...]], Callable]] = {
+    "one number": ([(3,)], lambda w: lambda s, b, h, q, kv: s * w[1]),
+    "a head": ([(6,)], lambda w: lambda s, b, h, q, kv: s * w[h]),
+    "some keys": ([(40,)], lambda w: lambda s, b, h, q, kv: s + w[kv // 7]),
+    "scattered keys": ([(40,)], of_places),
+    "each its own": ([(2, 6, 300)], lambda w: lambda s, b, h, q, kv: s + w[b, h, kv]),
+    "two classes of one": ([(300,)], lambda w: lambda s, b, h, q, kv: s * w[h] + w[kv] * w[kv // 3]),
+    "two tensors": ([(6,), (300,)], lambda w, x: lambda s, b, h, q, kv: s * w[h] + x[kv]),
+}
+
+
+@pytest.mark.parametrize(
+    "dtype, size",
+    [(torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256), (torch.float32, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MEETING)
+def test_deterministic_sums_that_meet(name: str, dtype: torch.dtype, size: int) -> None:
+    """Stored head by head there, and added up later. Head 1 has no keys, the first and the last keys no queries."""
+    shapes, function = MEETING[name]
+    held = [(1 + 0.3 * torch.randn(s)).requires_grad_() for s in shapes]
+    q, k, v = inputs(2, 6, 300, 270, size, dtype, hkv=2)
+    upstream = torch.randn_like(q)
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (kv >= 64) & (kv < 200) & (h != 1)
+
+    mask = create_block_mask(mask_mod, None, 6, 300, 270, device=DEVICE)
+    for keys in (slice(None), slice(1)):
+        given = [q, k[keys], v[keys], *held]
+
+        def backward() -> tuple[Tensor, ...]:
+            out = flex_attention(*given[:3], function(*held), mask, enable_gqa=True, deterministic=True)  # noqa: B023
+            return torch.autograd.grad(out, given, upstream)  # noqa: B023
+
+        runs = [backward() for _ in range(3)]
+        for run in runs[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+        wide = [t.detach().double().requires_grad_() for t in given]
+        h, i, j = (torch.arange(n).reshape(s) for n, s in ((6, (6, 1, 1)), (300, (300, 1)), (270, (270,))))
+        out = dense(*wide[:3], function(*wide[3:]), mask_mod(None, h, i, j)).out
+        for ours, truth in zip(runs[0], torch.autograd.grad(out, wide, upstream.double()), strict=True):
+            assert relative(ours, truth) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_deterministic_sums_that_are_not_finite(value: float, dtype: torch.dtype, size: int) -> None:
+    q, k, v = inputs(1, 2, 100, 100, size, dtype)
+    factor, bias = torch.ones(2, requires_grad=True), torch.zeros(100, requires_grad=True)
+    upstream = torch.randn_like(q)
+    upstream[0, 1, 3] = value
+    out = flex_attention(q, k, v, lambda s, b, h, q, kv: s * factor[h] + bias[kv], deterministic=True)
+    of_factor, of_bias = torch.autograd.grad(out, [factor, bias], upstream)
+    assert of_factor[1].isnan() and of_bias.isnan().any()
+
+
 def test_a_number_on_the_cpu() -> None:
     """PyTorch lets a 0-d tensor stay on the CPU; its gradient goes back there."""
     q, k, v = inputs(1, 2, 40, 40, 16, torch.float32)

@@ -87,7 +87,7 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 
 class Kernel(NamedTuple):
-    kernel: str  # "ordered" is the backward in fixed point
+    kernel: str  # "ordered" is the backward whose sums are the same in every order
     dtype: str
     head_size: int
     value_size: int
@@ -155,6 +155,7 @@ grad_query bfloat16 128 128 D causal
 grad_query float16 256 256 softcap none
 grad_query float32 64 64 A document
 grad_query float32 256 256 none none
+ordered float32 128 128 B none
 """
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
@@ -189,6 +190,8 @@ backward bfloat16 128 128 D document
 backward bfloat16 128 128 F none
 backward bfloat16 128 128 AD small
 backward float16 128 64 E none
+ordered bfloat16 64 64 B none
+ordered bfloat16 128 128 A none
 ordered bfloat16 128 128 D causal
 ordered bfloat16 128 128 F none
 grad_query bfloat16 64 64 none none
@@ -205,6 +208,7 @@ backward bfloat16 256 256 A none
 backward bfloat16 256 256 D document
 backward bfloat16 192 128 F none
 backward float16 64 256 C small
+ordered bfloat16 256 256 B none
 ordered bfloat16 256 256 D causal
 grad_query bfloat16 256 256 none causal
 grad_query float16 256 256 D document

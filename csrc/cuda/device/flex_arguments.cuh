@@ -60,11 +60,13 @@ struct FlexRow {
 /// Fixed point has at most so many bits below the power of two above the largest contribution.
 constexpr int kFlexFixedBits = 34;
 
-/// The sums of the contributions to the captured buffers' gradients.
+/// The sums of a contribution to a captured buffer's gradient.
 struct FlexSums {
   void* data;            // of the buffer's elements: float, or long long where they are fixed point
-  long long elements;    // of the buffer
   const float* largest;  // fixed point: the largest magnitude of a contribution
+  // Partial sums: `data` has floats, zeros before, of each head of queries, part of the queries (kShare) and key, keys
+  // rounded up to whole tiles; here is the element of each that is not 0.
+  long long* elements;
 };
 
 struct FlexBackwardArguments {

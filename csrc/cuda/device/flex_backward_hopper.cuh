@@ -30,10 +30,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kNoMore, Tiles::key_empty, Tiles::key_full;
-  using Tiles::kInOrder, Tiles::kThreads, Tiles::lane, Tiles::load_rows, Tiles::sum, Tiles::sums_, Tiles::warp;
+  using Tiles::kInOrder, Tiles::kLines, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows, Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
-  using Tiles::take_keys, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query, Tiles::zero;
-  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  using Tiles::sums_, Tiles::take_keys, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
+  using Tiles::warp, Tiles::zero;
+  using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // dQ of a warpgroup, transposed: 64 columns of the head, of its part of the queries where those are all columns.
   static constexpr bool kRowsShared = Config::kHead == 64;
   static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1), kBlocksQ = kSumRows / 8;
@@ -108,6 +109,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
     if constexpr (kApart) wait_scores(s);
+    if constexpr (kLines) {
+      Lines lines;
+      load(lines, i);
+      lines.store(this->lines(), thread() % kWarpgroup);
+      named_sync(kAlone + group_, kWarpgroup);
+    }
     Place now = place_of(i);
     for (; now.tile >= 0; now = place_of(++i)) {
       if constexpr (!kApart) {
@@ -143,12 +150,15 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         }
       }
       touch(i + 1);
+      Lines lines;
+      if constexpr (kLines) load(lines, i + 1);
       // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
       if constexpr (Sums::kFlushes) {
         const Place done = place_of(i);
         sums_.flush(done.b, done.h, done.row(), col_, i & 1);
-        if constexpr (Sums::kTables) named_sync(kAlone + group_, kWarpgroup);
       }
+      if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
+      if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
       // Here, and not where the loop begins, or the compiler would wait for each product.
       if constexpr (kApart) wait_scores(s);
     }

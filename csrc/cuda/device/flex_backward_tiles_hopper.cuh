@@ -43,9 +43,9 @@ class FlexBackwardHopperTiles {
   static constexpr int kSumBytes = Config::kGradQuery ? Config::kRows * Config::kHead * 4 : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // An even number. Behind them is what touches write, 4 bytes of each thread.
+  // An even number. Behind them is what touches write, 4 bytes of each thread, or lines.
   static constexpr int kBarriers = 2 + 2 * Config::kQueryStages + 4 * Config::kStages;
-  static constexpr int kNowhereBytes = kHas<ScoreMod> ? 4 * kThreads : 0;
+  static constexpr int kWords = !kHas<ScoreMod> ? 0 : kOwnKeys ? 512 : kThreads;  // of those
   // A tile's place is read until after its stages were released, with dQ.
   static constexpr int kPlaces = 8;
   // In place of a tile, behind the last one of keys: others of other keys follow, or none.
@@ -60,7 +60,7 @@ class FlexBackwardHopperTiles {
  public:
   static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes + Config::kQueryStages * kQueryBytes +
                                       Config::kStages * (kGradOutBytes + kRowBytes + kGradientBytes) + kSumBytes +
-                                      (kPlaces + 1) * 16 + 8 * kBarriers + kNowhereBytes + Sums::kSharedBytes;
+                                      (kPlaces + 1) * 16 + 8 * kBarriers + 4 * kWords + Sums::kSharedBytes;
 
   __device__ __forceinline__ FlexBackwardHopperTiles(const FlexBackwardArguments& a, const FlexSums* sums,
                                                      const FlexBackwardHopperArguments& more,
@@ -263,16 +263,35 @@ class FlexBackwardHopperTiles {
   static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 &&
                                         (!Config::kGradQuery ||
                                          Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
-  static constexpr bool kTouches = kTouchesDiagonals<ScoreMod> || kTouchesPairs;
+  // Of reads by keys alone a thread has two a tile. With diagonals all are of lines, each warpgroup's its own.
+  using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
+  static constexpr bool kLines = kOwnKeys && kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::kAll &&
+                                 Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
+  // Of eight queries, that are computed together where registers are left.
+  static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
   __device__ __forceinline__ void touch(int i) const {
     if constexpr (!kTouches) return;
     const Place p = place_of(i);
     const int kv = col_ + key_group() * 64, thread = this->thread() % kWarpgroup;
     const unsigned nowhere = barrier(kBarriers) + this->thread() * 4;
-    if constexpr (kTouchesDiagonals<ScoreMod>)
+    if constexpr (kTouchesDiagonals<ScoreMod> && !kLines)
       touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
     if constexpr (kTouchesPairs)
       touch_pairs<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
+  }
+  __device__ __forceinline__ unsigned lines() const { return barrier(kBarriers) + key_group() * Lines::kWords * 4; }
+  __device__ __forceinline__ void load(Lines& lines, int i) const {
+    const Place p = place_of(i);
+    lines.load(score_, p.b, p.h, p.row(), col_ + key_group() * 64, thread() % kWarpgroup);
+  }
+  /// Of the thread's first pair.
+  __device__ __forceinline__ auto reads() const {
+    if constexpr (kLines) {
+      return typename Lines::Reads(lines(), lane() % 4 * 2, warp() % 4 * 16 + lane() / 4);
+    } else {
+      return score_mod::ReadThere();
+    }
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
@@ -352,9 +371,10 @@ class FlexBackwardHopperTiles {
     const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+    const auto reads = this->reads();
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kInOrder) hold_order();
+      if (kInOrder && n % kBlocksHeld == 0) hold_order();
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -371,11 +391,11 @@ class FlexBackwardHopperTiles {
         const float score = s[n][e], grad = Config::kGradScores ? d[n][e] : 0.0f;
         const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
-                                                  value);
+                                                  value, reads.at(n * 8 + e % 2, e / 2 * 8));
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
-      if constexpr (kInOrder) hold_order();
-      sums_.end_block(0, n, i & 1);
+      if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();
+      sums_.end_block(0, n);
       put_operand<T>(p + 2 * n, s[n]);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
     }

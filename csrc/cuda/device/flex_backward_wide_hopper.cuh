@@ -91,7 +91,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         meet();
         const Place done = place_of(i);
         sums_.flush(done.b, done.h, done.row(), col_, i & 1);
-        if constexpr (Sums::kTables) meet();
+        if constexpr (Sums::kOnce) meet();
       }
       wgmma_wait<2>();
       pin<kBlocksD * 4>(grad[0]);

@@ -7,6 +7,7 @@
 //   Schemes::kScheme[]         the class of each contribution
 //   Schemes::kTable[]          the elements of a buffer of class F
 //   kFixedPoint                sums are 64-bit integers, the same in every order
+//   kPartialSums               those of classes A and B, of a head each, are stored, as a CTA has its keys to itself
 #pragma once
 
 #include "cuda/device/flex_scores.cuh"
@@ -70,7 +71,7 @@ __device__ __forceinline__ void add_global_if(bool there, unsigned long long* p,
 }
 
 /// kTeams: of so many parts the warps add up a tile's sums together, each for its own keys. A team's threads must meet
-/// between a tile's end_tile and its flush; with one set of lines (kLines = 1), and for class F, also after flush.
+/// between a tile's end_tile and its flush; with one set of lines (kLines = 1), and where kOnce, also after flush.
 template <class Config, int kTeams = 1, int kLines = 1>
 class FlexBufferSums {
   using D = typename Config::Derivative;
@@ -82,9 +83,10 @@ class FlexBufferSums {
   static constexpr int kBlocksN = kCols / 8;
   static constexpr int kTeamWarps = Config::kWarps / kTeams, kTeamThreads = kLanes * kTeamWarps;
   static constexpr int kTeamKeys = Config::kCols / kTeams;
-  static constexpr int kPatchBlocks = 5, kPatchCols = 8 * kPatchBlocks;
-  static constexpr int kDiagonals = kCols + kKeys - 1;    // of a warp's part
-  static constexpr int kLine = (kDiagonals + 3) / 4 * 4;  // floats
+  static constexpr int kDiagonals = kCols + kKeys - 1;  // of a warp's part
+  // Lines of floats, each of two of eight rows of keys: 10 or 26 more than a multiple of 32, so that what a warp stores
+  // together lies in 32 banks.
+  static constexpr int kLine = (kDiagonals + 5) / 16 * 16 + 10;
   static_assert(kLines == 1 || kBlocksM == 1);
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
 
@@ -106,7 +108,7 @@ class FlexBufferSums {
   }
   static __device__ constexpr int bytes(int k) {
     if (scheme(k) == 'C') return Config::kWarps * kLines * kCols * 4;
-    if (scheme(k) == 'D') return Config::kWarps * (kLines * kLine + 8 * kPatchCols) * 4;
+    if (scheme(k) == 'D') return Config::kWarps * 4 * kLine * 4;
     if (scheme(k) == 'F') return kTeams * table_bytes(k);
     return 0;
   }
@@ -121,9 +123,9 @@ class FlexBufferSums {
     }
     return false;
   }
-  static __device__ constexpr bool tables() {
+  static __device__ constexpr bool once() {
     for (int k = 0; k < kCount; ++k) {
-      if (scheme(k) == 'F') return true;
+      if (scheme(k) == 'D' || scheme(k) == 'F') return true;
     }
     return false;
   }
@@ -132,8 +134,8 @@ class FlexBufferSums {
   static constexpr int kSharedBytes = offset(kCount);
   /// Whether flush() does anything.
   static constexpr bool kFlushes = flushes();
-  /// Whether a team's threads must meet after flush too, however many lines there are.
-  static constexpr bool kTables = tables();
+  /// Whether there is one place for a tile's sums and the next one's, of classes D and F.
+  static constexpr bool kOnce = once();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
                                             const Captured& captured, char* shared)
@@ -154,7 +156,7 @@ class FlexBufferSums {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
       alone_[k] = 0.0f;
-      diagonal_[k][0] = diagonal_[k][1] = 0.0f;
+      diagonal_[k][0] = diagonal_[k][1] = above_[k] = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2 * kBlocksM; ++i) row_[k][i] = 0.0f;
     }
@@ -198,17 +200,21 @@ class FlexBufferSums {
     });
   }
   /// After the pairs of 16 keys and 8 queries.
-  __device__ __forceinline__ void end_block(int m, int n, int parity = 0) {
+  __device__ __forceinline__ void end_block(int m, int n) {
     if constexpr (kTeams == 1 && kHeld) hold_order();
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       if constexpr (scheme(k) == 'D') {
-        keep_diagonals<k>(m, n - 1, parity);
+        keep_diagonals<k>(m, n - 1);
         diagonal_[k][0] = four_[k][0];
         diagonal_[k][1] = four_[k][1];
         if (n + 1 == kBlocksN) {
-          keep_diagonals<k>(m, n, parity);
+          keep_diagonals<k>(m, n);
           diagonal_[k][0] = diagonal_[k][1] = 0.0f;
+          keep_diagonals<k>(m, n + 1);
+          if (lane() % 8 == 4) keep<k>(m, n + 1);
+          above_[k] = 0.0f;
+          if constexpr (kBlocksM > 1) __syncwarp();
         }
       } else if constexpr (scheme(k) > 'D') {
         // Only now: the reads of indices before are one with those of the score_mod.
@@ -262,10 +268,12 @@ class FlexBufferSums {
 #pragma unroll
           for (int w = 0; w < kTeamWarps; ++w) {
             const int d = difference + w / Config::kShare * kKeys - w % Config::kShare * kCols + kKeys - 1;
-            float* line = this->line<k>(first + w, parity);
-            if (d >= 0 && d < kDiagonals) {
-              sum += line[d];
-              if constexpr (kBlocksM > 1) line[d] = 0.0f;
+            if (d < 0 || d >= kDiagonals) continue;
+            float* of_warp = lines<k>(first + w) + d;
+#pragma unroll
+            for (int g = 0; g < 4; ++g) {
+              sum += of_warp[g * kLine];
+              if constexpr (kBlocksM > 1) of_warp[g * kLine] = 0.0f;
             }
           }
           // The diagonal's representative lies in the tile, and so within the lengths if any pair of it does.
@@ -292,7 +300,7 @@ class FlexBufferSums {
       }
     });
   }
-  /// After the tiles of a query head. (q, kv): any query of it, and the thread's first key.
+  /// After the tiles of a query head. kv: the thread's first key.
   __device__ __forceinline__ void end_head(int b, int h, int kv) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -300,12 +308,12 @@ class FlexBufferSums {
         float sum = alone_[k];
 #pragma unroll
         for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-        if (lane() == 0) put_at<k>(b, h, 0, 0, sum);
+        if (lane() == 0) put_of_head<k>(b, h, kv, sum);
       } else if constexpr (scheme(k) == 'B') {
 #pragma unroll
         for (int r = 0; r < 2 * kBlocksM; ++r) {
           const float sum = row_sum(row_[k][r]);
-          if (lane() % 4 == 0 && kv + 8 * r < a_.keys) put_at<k>(b, h, 0, kv + 8 * r, sum);
+          if (lane() % 4 == 0 && kv + 8 * r < a_.keys) put_of_head<k>(b, h, kv + 8 * r, sum);
         }
       }
     });
@@ -315,15 +323,14 @@ class FlexBufferSums {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
   __device__ __forceinline__ int team() const { return kTeams == 1 ? 0 : warp() / kTeamWarps; }
-  // A warp's, of classes C and D.
+  // A warp's, of class C, and its four of class D.
   template <int k>
   __device__ __forceinline__ float* line(int warp, int parity) const {
-    constexpr int kFloats = scheme(k) == 'C' ? kCols : kLine;
-    return reinterpret_cast<float*>(shared_ + offset(k)) + (warp * kLines + (kLines == 1 ? 0 : parity)) * kFloats;
+    return reinterpret_cast<float*>(shared_ + offset(k)) + (warp * kLines + (kLines == 1 ? 0 : parity)) * kCols;
   }
   template <int k>
-  __device__ __forceinline__ float* patch() const {
-    return reinterpret_cast<float*>(shared_ + offset(k)) + Config::kWarps * kLines * kLine + warp() * 8 * kPatchCols;
+  __device__ __forceinline__ float* lines(int warp) const {
+    return reinterpret_cast<float*>(shared_ + offset(k)) + warp * 4 * kLine;
   }
   // Of class F: the largest contribution of this tile, and a limit for the next one, as bits of a float; two words of
   // nothing; the counts.
@@ -332,41 +339,27 @@ class FlexBufferSums {
     return reinterpret_cast<int*>(shared_ + offset(k) + team() * table_bytes(k));
   }
 
-  // Class D. Of 16 keys m and 8 queries a thread has sums of two elements each, of 8 keys by 8 queries in all; these
-  // are kept in the warp's patch, a ring of kPatchBlocks of them. Diagonals, 32 at a time, are summed when their last
-  // block is there: rows g of 8 columns c, on diagonal c - g.
+  // Class D. Of 16 keys m and 8 queries a thread has sums of two elements each, of 8 keys by 8 queries in all: of row g
+  // columns 2 * t and 2 * t + 1, on diagonals 8 * n + 2 * t - g and the next one. Of rows 2 * i and 2 * i + 1 a
+  // thread's second diagonal is another one's first: by a shuffle both rows together have each of theirs once, in a
+  // line.
   template <int k>
-  __device__ __forceinline__ void keep_diagonals(int m, int n, int parity) {
-    const int at = lane() / 4 * kPatchCols + (n + 1) % kPatchBlocks * 8 + lane() % 4 * 2;
-    *reinterpret_cast<float2*>(patch<k>() + at) = {diagonal_[k][0], diagonal_[k][1]};
-    constexpr int kBatches = (kCols + 15 + kLanes - 1) / kLanes;
-#pragma unroll
-    for (int i = 0; i < kBatches; ++i) {
-      const int last = 4 * i + 2 < kBlocksN - 1 ? 4 * i + 2 : kBlocksN - 1;
-      if (n == last) sum_diagonals<k>(i, (kBlocksM - 1 - m) * 16, parity);
-    }
+  __device__ __forceinline__ void keep_diagonals(int m, int n) {
+    const int t = lane() % 4;
+    const bool odd = lane() % 8 >= 4;
+    const float sent = !odd && t == 3 ? above_[k] : diagonal_[k][1];
+    const float received = __shfl_sync(~0u, sent, odd ? lane() - (t == 0 ? 1 : 5) : lane() + 4);
+    // A block later: what is received takes a while.
+    if (n >= 0) keep<k>(m, n - 1);
+    above_[k] = diagonal_[k][1];
+    kept_[k][0] = diagonal_[k][0];
+    kept_[k][1] = received;
   }
   template <int k>
-  __device__ __forceinline__ void sum_diagonals(int batch, int first, int parity) {
-    __syncwarp();
-    const float* p = patch<k>();
-    const int from = 32 * batch - 15, d = from + lane();
-    float sum = 0.0f;
-#pragma unroll
-    for (int g = 0; g < 8; ++g) {
-      // (from + 8 + g) % kPatchCols + lane, around the ring.
-      const unsigned at = static_cast<unsigned>((from + 8 + g + kPatchCols) % kPatchCols + lane());
-      const float x = p[g * kPatchCols + min(at, at - kPatchCols)];
-      const bool there = (batch > 0 || d + g >= -8) && (from + 31 + g < kCols || d + g < kCols);
-      sum += there ? x : 0.0f;
-      // Of the portable kernels' registers none is left for eight.
-      if (kTeams == 1 && g == 3) asm volatile("" : "+f"(sum)::"memory");
-    }
-    if (d < kCols) {
-      float& to = line<k>(warp(), parity)[first + d + 15];
-      to = kBlocksM > 1 ? to + sum : sum;
-    }
-    __syncwarp();
+  __device__ __forceinline__ void keep(int m, int n) {
+    const int at = lane() / 8 * kLine + lane() % 4 * 2 - lane() / 4 + 15 + (kBlocksM - 1 - m) * 16 + n * 8;
+    float& to = lines<k>(warp())[at];
+    to = kBlocksM > 1 ? to + (kept_[k][0] + kept_[k][1]) : kept_[k][0] + kept_[k][1];
   }
 
   // Contributions as integers: of 2^kFixedBits units and of what those leave. Class F sums both in shared memory, by 32
@@ -461,6 +454,21 @@ class FlexBufferSums {
     const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, q, kv, true);
     if (at >= 0) put<k>(at, sum);
   }
+  // That of a head's queries, which the thread puts for this key alone.
+  template <int k>
+  __device__ __forceinline__ void put_of_head(int b, int h, int kv, float sum) {
+    if constexpr (Config::kPartialSums) {
+      if (sum == 0.0f) return;
+      const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, 0, kv, true);
+      if (at < 0) return;
+      const int keys = (a_.keys + Config::kCols - 1) / Config::kCols * Config::kCols;
+      const long long part = static_cast<long long>(b * a_.heads + h) * Config::kShare + warp() % Config::kShare;
+      static_cast<float*>(sums_[k].data)[part * keys + kv] = sum;
+      sums_[k].elements[part * keys + kv] = at;
+    } else {
+      put_at<k>(b, h, 0, kv, sum);
+    }
+  }
 
   const FlexBackwardArguments& a_;
   const FlexSums* sums_;
@@ -469,6 +477,7 @@ class FlexBufferSums {
   float alone_[kCount + 1], row_[kCount + 1][2 * kBlocksM], col_[kCount + 1][kBlocksN * 2], largest_[kCount + 1];
   int limit_[kCount + 1];                                // bits of a float
   float diagonal_[kCount + 1][2], four_[kCount + 1][4];  // of pairs of 16 keys and 8 queries
+  float above_[kCount + 1], kept_[kCount + 1][2];
   long long at_[kCount + 1][4];
 };
 

@@ -30,24 +30,28 @@ class FlexGradQueryHopper {
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   static constexpr int kBarriers = 1 + 2 * (kKeyStages + kValueStages);
   static constexpr int kNoMore = -1;  // in place of a tile
-  // Named barriers: each warpgroup's turn to issue products.
-  static constexpr int kTurn = 1;
+  // Named barriers: each warpgroup's turn to issue products, and each by itself.
+  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
-  // Whether reads are asked for a tile ahead.
-  static constexpr bool kTouches = kTouchesKeys<ScoreMod> && Config::kHead <= 128;
+  static constexpr bool kPairs = kPairBytes<ScoreMod> > 0 && Config::kHead <= 128;
+  // Whether reads by keys and diagonals are of lines in shared memory, each warpgroup's its own, where the tiles leave
+  // room for them; else whether they are asked for a tile ahead.
+  using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
+  static constexpr int kWords = 2 * Config::kRows + (Config::kHead == 64 && Config::kValue == 64 ? 1024 : 224);
+  static constexpr bool kSmall = Config::kHead <= 128;
+  static constexpr bool kLines = kSmall && !kPairs && Lines::kAll && Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
   // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
   // registers; and how many. What they wait for, they wait for together.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
-  static constexpr bool kPairs = kPairBytes<ScoreMod> > 0 && Config::kHead <= 128;
-  static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches ? 1 : Config::kHead == 64 ? 4 : 2;
+  static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead == 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
 
  public:
   static constexpr int kSharedBytes = kAlignment + kQueryBytes + kGradOutBytes + kKeyStages * kKeyBytes +
-                                      kValueStages * kValueBytes + 8 * kBarriers +
-                                      4 * (kKeyStages + kConsumerWarps * kLanes);
+                                      kValueStages * kValueBytes + 8 * kBarriers + 4 * (kKeyStages + kWords);
 
   __device__ __forceinline__ FlexGradQueryHopper(const FlexBackwardArguments& a,
                                                  const FlexBackwardHopperArguments& more,
@@ -107,7 +111,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(kKeyStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * kKeyStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return value_full(kValueStages + s); }
-  /// A tile's number and kind, of each stage of keys; behind them what touches write, 4 bytes of each thread.
+  /// A tile's number and kind, of each stage of keys; behind them what touches write, 4 bytes of each thread, or lines.
   __device__ __forceinline__ unsigned tile(int s) const { return barriers_ + 8 * kBarriers + 4 * s; }
 
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
@@ -168,6 +172,11 @@ class FlexGradQueryHopper {
       Barrier::wait(value_full(values.stage), values.parity);
       issue_grad_probabilities(d, values);
       touch(now);
+      if constexpr (kLines) {
+        Lines lines;
+        load(lines, now);
+        lines.store(this->lines(), thread());
+      }
       while (now != kNoMore) {
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
@@ -175,6 +184,7 @@ class FlexGradQueryHopper {
         release(value_empty(values.stage));
         values.next();
         unsigned ds[kBlocksN * 2];
+        if constexpr (kLines) named_sync(kAlone + group_, kWarpgroup);
         pairs(now, s, d, ds);
         const Keys last = keys;
         keys.next();
@@ -212,12 +222,16 @@ class FlexGradQueryHopper {
     // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
     end_turn();
     touch(next);
+    Lines lines;
+    if constexpr (kLines) load(lines, next);
     wgmma_wait<1>();
     pin<kBlocksD * 4>(sum[0]);
     release(key_empty(last.stage));
     // The operands' registers are free only now.
     Barrier::wait(value_full(values.stage), values.parity);
     issue_grad_probabilities(d, values);
+    // All threads are done with the last tile's, as the turn has begun.
+    if constexpr (kLines) lines.store(this->lines(), thread());
     return next;
   }
 
@@ -233,6 +247,11 @@ class FlexGradQueryHopper {
     const unsigned nowhere = this->tile(kKeyStages) + static_cast<int>(threadIdx.x) * 4;
     if constexpr (kTouches) touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
     if constexpr (kPairs) touch_pairs<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
+  }
+  static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
+  __device__ __forceinline__ unsigned lines() const { return tile(kKeyStages) + group_ * Lines::kWords * 4; }
+  __device__ __forceinline__ void load(Lines& lines, int tile) const {
+    lines.load(score_, b_, h_, row_ + group_ * 64, (tile >> 2) * Config::kCols, thread());
   }
   // By each warp, when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
@@ -290,6 +309,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int q, int kv, float (&s)[kBlocksN][4],
                                             float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+    const auto reads = this->reads();
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
@@ -298,12 +318,22 @@ class FlexGradQueryHopper {
         float value[Derivative::kContributions + 1];
         const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_,
-                                                  q + e / 2 * 8, kv + n * 8 + e % 2, takes, s[n][e], value);
+                                                  q + e / 2 * 8, kv + n * 8 + e % 2, takes, s[n][e], value,
+                                                  reads.at(e / 2 * 8, n * 8 + e % 2));
 #pragma unroll
         for (int k = 0; k < Derivative::kContributions; ++k)
           largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
       }
       if constexpr (Config::kGradQuery) put_operand<T>(ds + 2 * n, d[n]);
+    }
+  }
+
+  /// Of the thread's first pair.
+  __device__ __forceinline__ auto reads() const {
+    if constexpr (kLines) {
+      return typename Lines::Reads(lines(), thread() / kLanes * 16 + lane() / 4, lane() % 4 * 2);
+    } else {
+      return score_mod::ReadThere();
     }
   }
 

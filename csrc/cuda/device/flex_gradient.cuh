@@ -30,12 +30,13 @@ struct FlexPairGradient {
 
   /// The probability of a pair, 0 where it does not take part (kRaw: anything); `changed` is the score that the
   /// score_mod makes of it.
-  template <bool kRaw = false>
+  template <bool kRaw = false, class Reads = score_mod::ReadThere>
   static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
                                                       float score, float lse, int b, int h, int q, int kv,
-                                                      bool takes_part, float& changed) {
+                                                      bool takes_part, float& changed, const Reads& reads = Reads()) {
     changed = score * scale;
-    if constexpr (kHas<ScoreMod>) changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part);
+    if constexpr (kHas<ScoreMod>)
+      changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part, reads);
     float p;
     if constexpr (kSame<typename Config::Element, float>) {
       p = expf(changed - lse);
@@ -49,13 +50,14 @@ struct FlexPairGradient {
 
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions; returns the
   /// gradient by scale * query * key. All of them are 0 where the pair does not take part.
+  template <class Reads = score_mod::ReadThere>
   static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
-                                                bool takes_part, float& p, float* value) {
+                                                bool takes_part, float& p, float* value, const Reads& reads = Reads()) {
     float changed;
     // What p is of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable
     // kernels spill more where it is replaced last.
-    p = probability<kAllRead>(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed);
+    p = probability<kAllRead>(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed, reads);
     float d = p * (grad - row.row.delta);
     if constexpr (kAllRead) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
@@ -63,8 +65,8 @@ struct FlexPairGradient {
       // A score that the score_mod made -inf is as one that is masked.
       using Derivative = typename Config::Derivative;
       const bool counts = takes_part && changed != -FUSEGRAD_INFINITY;
-      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts,
-                            value);
+      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts, value,
+                            reads);
       if constexpr (kAllRead) {
         d = counts ? d : 0.0f;
 #pragma unroll

@@ -65,6 +65,94 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
     }
   }
 }
+/// What a score_mod reads at places of keys or of diagonals that no other read says (csrc/score_mod/render_cuda.h), for
+/// kQueries queries and kKeys keys: a line of each such read in shared memory. Of a line an element is one instruction,
+/// where a read of the tensor takes eight to ten.
+template <class Mod, int kQueries, int kKeys, int kThreads>
+class TileLines {
+  static __device__ constexpr int places(int k) { return Mod::kLineOfDiagonals[k] ? kQueries + kKeys : kKeys; }
+  static __device__ constexpr int offset(int k) {
+    int sum = 0;
+    for (int i = 0; i < k; ++i) sum += places(i);
+    return sum;
+  }
+  static __device__ constexpr int count() {
+    if constexpr (kHas<Mod>) return Mod::kLines;
+    return 0;
+  }
+  static __device__ constexpr int words() {
+    if constexpr (kHas<Mod>) return offset(Mod::kLines);
+    return 0;
+  }
+  static __device__ constexpr bool all() {
+    if constexpr (kHas<Mod>) return Mod::kLines > 0 && !Mod::kTouchesBesides;
+    return false;
+  }
+  static constexpr int kEach = (kQueries + kKeys + kThreads - 1) / kThreads;
+
+ public:
+  static constexpr int kWords = words();
+  /// Whether there are lines of all reads by keys or diagonals.
+  static constexpr bool kAll = all();
+
+  /// By kThreads threads, their part of the lines from (q, kv) on.
+  __device__ __forceinline__ void load(const typename Mod::Captured& captured, int b, int h, int q, int kv,
+                                       int thread) {
+    for_each_line([&](auto line, int i, int) {
+      constexpr int k = decltype(line)::value;
+      const int at = i * kThreads + thread;
+      constexpr bool kOfDiagonals = Mod::kLineOfDiagonals[k];
+      ahead_[k][i] = Mod::template line<k>(captured, b, h, kOfDiagonals ? q + at : q,
+                                           kOfDiagonals ? kv + kKeys - 1 : kv + at, true);
+    });
+  }
+  __device__ __forceinline__ void store(unsigned lines, int thread) const {
+    for_each_line([&](auto line, int i, int places) {
+      constexpr int k = decltype(line)::value;
+      const int at = i * kThreads + thread;
+      if (places % kThreads == 0 || at < places)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(lines + (offset(k) + at) * 4), "f"(ahead_[k][i]) : "memory");
+    });
+  }
+
+  /// Of a pair: so many queries and keys from the first ones.
+  struct Reads {
+    unsigned of_key, of_diagonal;
+    __device__ __forceinline__ Reads(unsigned lines, int q, int kv)
+        : of_key(lines + kv * 4), of_diagonal(lines + (q - kv + kKeys - 1) * 4) {
+      // Or they would be computed anew for each pair.
+      asm volatile("" : "+r"(of_key), "+r"(of_diagonal));
+    }
+    /// So many queries and keys on.
+    __device__ __forceinline__ Reads at(int q, int kv) const {
+      Reads result = *this;
+      result.of_key += kv * 4;
+      result.of_diagonal += (q - kv) * 4;
+      return result;
+    }
+    template <int k, class T>
+    __device__ __forceinline__ float read(const T*, bool) const {
+      const unsigned from = Mod::kLineOfDiagonals[k] ? of_diagonal : of_key;
+      return static_cast<const float*>(__cvta_shared_to_generic(from))[offset(k)];
+    }
+  };
+
+ private:
+  template <int kValue>
+  struct Number {
+    static constexpr int value = kValue;
+  };
+  template <int k = 0, class F>
+  static __device__ __forceinline__ void for_each_line(const F& f) {
+    if constexpr (k < count()) {
+#pragma unroll
+      for (int i = 0; i < (places(k) + kThreads - 1) / kThreads; ++i) f(Number<k>(), i, places(k));
+      for_each_line<k + 1>(f);
+    }
+  }
+  float ahead_[count() + 1][kEach];
+};
+
 /// Bytes of the widest element that a score_mod reads for each pair by itself, at a place that can be asked for; or 0.
 template <class Mod>
 constexpr int kPairBytes = [] {
@@ -90,7 +178,8 @@ __device__ __forceinline__ void wait_touches() { asm volatile("cp.async.wait_all
 template <class Config>
 constexpr bool kUnmaskedToo = [] {
   if constexpr (!kHas<typename Config::ScoreMod>) return true;
-  return Config::kFixedPoint && Config::kHead == 64 && Config::Derivative::kContributions == 1;
+  if (Config::kHead != 64 || Config::Derivative::kContributions != 1) return false;
+  return Config::kFixedPoint || (Config::kPartialSums && Config::Schemes::kScheme[0] <= 'B');
 }();
 
 /// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than

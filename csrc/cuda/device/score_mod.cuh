@@ -184,13 +184,12 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
 // FUSEGRAD_PREDICATED_READS: by a predicate, with no branch, so that what is around them stays one block of
 // instructions. It takes registers, which not all kernels have.
 // FUSEGRAD_SHARED_READS: without a predicate either, which would make each a read of its own; what is not there is read
-// from elsewhere.
+// from elsewhere, zeros or what is NaN in all types.
 #if defined(__CUDACC__) && defined(FUSEGRAD_SHARED_READS)
-static __device__ unsigned long long nowhere;
+static __device__ unsigned long long all_zeros = 0, all_ones = ~0ull;
 template <class Bits>
 __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {
-  const Bits x = __ldg(there ? p : reinterpret_cast<const Bits*>(&nowhere));
-  return there ? x : bits;
+  return __ldg(there ? p : reinterpret_cast<const Bits*>(bits == 0 ? &all_zeros : &all_ones));
 }
 #elif defined(__CUDACC__) && defined(FUSEGRAD_PREDICATED_READS)
 #define FUSEGRAD_LOAD_IF(Bits, type, constraint)                                                     \
@@ -266,6 +265,15 @@ __device__ __forceinline__ int read_if(const unsigned char* p, bool there) {
 __device__ __forceinline__ bool read_if(const Bool* p, bool there) {
   return load_if(&p->byte, there, static_cast<unsigned char>(0)) != 0;
 }
+
+/// Each read from where it is.
+struct ReadThere {
+  template <int, class T>
+  __device__ __forceinline__ float read(const T* p, bool there) const {
+    return read_if(p, there);
+  }
+  __device__ __forceinline__ ReadThere at(int, int) const { return {}; }
+};
 
 /// Brings an element to the first-level cache where it is `there`; nothing waits for it. It is copied to shared memory,
 /// 4 bytes that nobody reads: prefetch.global.L1 makes no difference on an H200. A narrower element comes with its
