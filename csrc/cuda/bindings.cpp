@@ -70,7 +70,7 @@ std::optional<FlexFamily> family_named(const std::string& name) {
 }  // namespace
 
 void bind(py::module_& m) {
-  py::class_<FlexCase>(m, "Case", "All that a kernel is compiled for; see csrc/cuda/flex_program.h.")
+  py::class_<FlexCase>(m, "Case", "All that a kernel is compiled for; see csrc/cuda/flex_plan.h.")
       .def(py::init(&make_case), py::arg("kernel"), py::arg("dtype"), py::arg("head_size"), py::arg("value_size"),
            py::arg("score_mod") = std::pair<std::string, std::vector<std::string>>(),
            py::arg("mask_mod") = std::pair<std::string, std::vector<std::string>>(), py::arg("block_size") = py::none(),
