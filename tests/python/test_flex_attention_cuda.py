@@ -228,8 +228,8 @@ def test_deterministic_sums_that_meet(name: str, dtype: torch.dtype, size: int) 
         given = [q, k[keys], v[keys], *held]
 
         def backward() -> tuple[Tensor, ...]:
-            out = flex_attention(*given[:3], function(*held), mask, enable_gqa=True, deterministic=True)  # noqa: B023
-            return torch.autograd.grad(out, given, upstream)  # noqa: B023
+            out = flex_attention(*given[:3], function(*held), mask, enable_gqa=True, deterministic=True)
+            return torch.autograd.grad(out, given, upstream)
 
         runs = [backward() for _ in range(3)]
         for run in runs[1:]:
