@@ -39,6 +39,13 @@ std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores,
   return {std::move(c), std::max<int64_t>(launches, 1)};
 }
 
+/// Of a Hopper kernel whose CTAs stay for more of the work: one a multiprocessor, from which they count on.
+int64_t staying_ctas(int64_t work) {
+  const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  check_ctas(work + processors);
+  return std::min(work, processors);
+}
+
 }  // namespace
 
 FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -84,11 +91,8 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     };
     const int64_t row_tiles = query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows);
     if (plan.tile.family == FlexFamily::kHopper) {
-      // Its CTAs stay, one a multiprocessor.
-      const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-      check_ctas(row_tiles + processors);
       auto more = call.hopper_forward(plan.tile);
-      call.launch(plan, &a, std::min(row_tiles, processors), {&more}, ahead);
+      call.launch(plan, &a, staying_ctas(row_tiles), {&more}, ahead);
     } else {
       call.launch(plan, &a, row_tiles, {}, ahead);
     }
@@ -171,11 +175,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     if (plan.tile.family == FlexFamily::kHopper) {
       more = call.hopper_backward(plan.tile, grad_out, row_values);
       further.push_back(&more);
-      // Those with keys for each warpgroup stay, one a multiprocessor.
-      if (by_key && launches == 1 && plan.tile.cols == 128) {
-        check_ctas(ctas);
-        ctas = std::min<int64_t>(ctas, at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
-      }
+      if (by_key && launches == 1 && !keys_shared(c, plan.tile)) ctas = staying_ctas(ctas);
     }
     if (!by_key || launches == 1) {
       call.launch(plan, &a, ctas, further);

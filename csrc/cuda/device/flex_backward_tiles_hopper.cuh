@@ -325,7 +325,7 @@ class FlexBackwardHopperTiles {
     }
     wgmma_commit();
   }
-  // These two are committed together.
+  // These two are committed where they are issued.
   __device__ __forceinline__ void issue_grad_value(float (&c)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
                                                    int i) const {
     if constexpr (Config::kGradValue) issue_operand<ValueProduct>(c[0], p, grad_out(stage_of(i)));
