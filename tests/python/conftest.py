@@ -44,6 +44,14 @@ def family_forced(family: str) -> Iterator[None]:
         _C.flex.force_family("")
 
 
+@pytest.fixture
+def made_on_the_gpu() -> Iterator[None]:
+    """Tensors of the test are on the GPU unless they say where."""
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(params=FLEX_FAMILIES)
 def each_flex_family(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test once for every family of kernels of flex attention that the GPU has."""

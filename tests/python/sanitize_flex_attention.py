@@ -1,0 +1,95 @@
+"""Small calls of flex_attention through each kind of CUDA kernel, for compute-sanitizer: a program, not a test.
+
+    python tests/python/sanitize_flex_attention.py  # compiles what is not in the cache
+    compute-sanitizer --tool racecheck --kernel-name kns=flex \\
+        python tests/python/sanitize_flex_attention.py --family portable --part 0 --parts 2
+
+Of memcheck, synccheck and racecheck each takes some minutes; initcheck needs all kernels, also PyTorch's (no
+--kernel-name). On Hopper racecheck reports two things that are none: what `touch` reads ahead into a place that
+nobody reads, and a tile's place, which the warps that hand dQ over read after a barrier at which others only arrive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from fusegrad import _C, flex_attention
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
+    "none": None,
+    "softcap": lambda t: lambda s, b, h, i, j: 20 * torch.tanh(s / 20),
+    "A": lambda t: lambda s, b, h, i, j: s * t[0][h],
+    "B": lambda t: lambda s, b, h, i, j: s + t[1][j],
+    "C": lambda t: lambda s, b, h, i, j: s * t[2][i],
+    "D": lambda t: lambda s, b, h, i, j: s + t[3][h, i - j + t[3].shape[1] // 2],
+    "E": lambda t: lambda s, b, h, i, j: s + t[4][h, i, j],
+    "F": lambda t: lambda s, b, h, i, j: s + t[5][(i * 3 + j) % 64],
+    "G": lambda t: lambda s, b, h, i, j: s + t[6][(i * 31 + j * 7) % 5000],
+    "AD": lambda t: lambda s, b, h, i, j: s * t[0][h] + t[3][h, i - j + t[3].shape[1] // 2],
+}
+MASKS = ("none", "causal", "window", "documents")
+SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 128, 192, 256)}
+
+
+def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool]]:
+    """Dtype, score_mod, mask, head size, deterministic: of each pair of these that matters, one call at least."""
+    dtypes = [torch.bfloat16, torch.float32] if family == "portable" else [torch.bfloat16, torch.float16]
+    for dtype in dtypes:
+        sizes = [d for d in SIZES[family] if dtype != torch.float32 or d <= 128]
+        every = list(itertools.product(MODS, MASKS, sizes, (False, True)))
+        random.Random(0).shuffle(every)
+        seen: set[tuple] = set()
+        for case in every:
+            new = {("mod", case[0], case[3]), ("mask", case[1], case[2]), ("size", case[2], case[3])} - seen
+            if new:
+                seen |= new
+                yield dtype, *case
+
+
+def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, many: bool) -> None:
+    torch.manual_seed(0)
+    # With many heads a CTA that stays goes on to another.
+    b, h, g, m, n = (1, 160, 80, 100, 130) if many else (2, 4, 2, 300, 333)
+    shapes = ((b, h, m, d), (b, g, n, d), (b, g, n, d))
+    tensors = [torch.randn(shape, device="cuda").to(dtype).requires_grad_() for shape in shapes]
+    captured = [
+        torch.randn(shape, device="cuda").requires_grad_()
+        for shape in ((h,), (n,), (m,), (h, m + n), (h, m, n), (64,), (5000,))
+    ]
+    documents = torch.arange(n, device="cuda") // 100
+    masks: dict[str, Callable] = {
+        "causal": lambda b, h, i, j: i >= j,
+        "window": lambda b, h, i, j: (i - j).abs() < 70,
+        "documents": lambda b, h, i, j: (documents[i] == documents[j]) & (i >= j),
+    }
+    blocks = None if mask == "none" else create_block_mask(masks[mask], None, None, m, n, device="cuda")
+    make = MODS[mod]
+    out = flex_attention(
+        *tensors, None if make is None else make(captured), blocks, enable_gqa=True, deterministic=deterministic
+    )
+    used = [] if make is None else captured
+    torch.autograd.grad(out, tensors + used, torch.ones_like(out), allow_unused=True)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Small calls of flex_attention, for compute-sanitizer.")
+    parser.add_argument("--family", choices=tuple(SIZES), default="hopper")
+    parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--parts", type=int, default=1, help="processes that share the calls")
+    options = parser.parse_args()
+    _C.flex.force_family(options.family)
+    mine = list(cases(options.family))[options.part :: options.parts]
+    for i, case in enumerate(mine):
+        call(*case, many=i % 4 == 0)
+    print(f"{len(mine)} calls of the {options.family} kernels")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Gradients of what a score_mod captures, on a GPU: every scheme of adding them up, and the same bits every time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import fusegrad
+import pytest
+import torch
+from attention_reference import dense
+from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
+from fusegrad import _C, flex_attention
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+pytestmark = ON_EACH_FAMILY
+
+H, S = 2, 200
+
+
+def captured(name: str) -> tuple[Callable, Tensor]:
+    """A score_mod of a class, and what it captures."""
+    kinds, places = torch.randint(64, (S, S)), torch.randint(5000, (S, S))
+    made: dict[str, tuple[tuple[int, ...], Callable]] = {
+        "A": ((H,), lambda t: lambda s, b, h, q, kv: s * t[h]),
+        "B": ((S,), lambda t: lambda s, b, h, q, kv: s * t[kv]),
+        "C": ((S,), lambda t: lambda s, b, h, q, kv: s * t[q]),
+        "D": ((H, 2 * S), lambda t: lambda s, b, h, q, kv: s * t[h, q - kv + S]),
+        "E": ((H, S, S), lambda t: lambda s, b, h, q, kv: s * t[h, q, kv]),
+        "F": ((64,), lambda t: lambda s, b, h, q, kv: s * t[kinds[q, kv]]),
+        "G": ((5000,), lambda t: lambda s, b, h, q, kv: s * t[places[q, kv]]),
+    }
+    shape, function = made[name]
+    buffer = (1 + 0.3 * torch.randn(shape)).requires_grad_()
+    return function(buffer), buffer
+
+
+# The schemes that are right for a class.
+RIGHT = {"A": "ABCDFG", "B": "BFG", "C": "CFG", "D": "DFG", "E": "EG", "F": "FG", "G": "G"}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_every_scheme_gives_the_same_gradient(name: str, dtype: torch.dtype, size: int, deterministic: bool) -> None:
+    q, k, v = inputs(2, H, S, S, size, dtype)
+    score_mod, buffer = captured(name)
+    mask = create_block_mask(causal, None, None, S, S, device=DEVICE, BLOCK_SIZE=64)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = dense(*wide, score_mod, torch.ones(S, S).tril().bool()).out
+    upstream = torch.randn_like(q)
+    (truth,) = torch.autograd.grad(expected, buffer, upstream.double())
+    found = {}
+    mod = fusegrad.trace_score_mod(score_mod)
+    case = _C.flex.Case(
+        "backward",
+        str(dtype).removeprefix("torch."),
+        size,
+        size,
+        (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers]),
+        wants_grad=[b.requires_grad for b in mod.buffers],
+        elements=[b.numel() for b in mod.buffers],
+    )
+    try:
+        for scheme in RIGHT[name]:
+            _C.flex.force_scheme(scheme)
+            assert _C.flex.plan(case, "90a")["schemes"] == scheme
+            out = flex_attention(q, k, v, score_mod, mask, deterministic=deterministic)
+            (found[scheme],) = torch.autograd.grad(out, buffer, upstream)
+    finally:
+        _C.flex.force_scheme("")
+    planned = flex_attention(q, k, v, score_mod, mask, deterministic=deterministic)
+    (found["planned"],) = torch.autograd.grad(planned, buffer, upstream)
+    for scheme, grad in found.items():
+        assert relative(grad, truth) <= (1e-2 if dtype == torch.bfloat16 else 1e-5), scheme
+        # Each scheme is a program of its own: the compiler contracts its scores in its own way.
+        assert relative(grad, found["planned"]) <= 1e-5, scheme
+
+
+def all_classes() -> tuple[list[Callable], list[Tensor]]:
+    """Two score_mods with a buffer of every class, and the buffers."""
+    n = 600
+    shapes = [(4,), (n,), (n,), (4, 2 * n), (4, n, n), (64,), (5000,)]
+    a, b, c, d, e, f, g = held = [(0.3 * torch.randn(s)).requires_grad_() for s in shapes]
+    kinds, places = torch.randint(64, (n, n)), torch.randint(5000, (n, n))
+
+    def regular(s, batch, h, q, kv):
+        return s * a[h] + b[kv] * s + c[q] * s + d[h, q - kv + n]
+
+    def irregular(s, batch, h, q, kv):
+        return s + e[h, q, kv] + f[kinds[q, kv]] + g[places[q, kv]]
+
+    return [regular, irregular], held
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("which", [0, 1], ids=["ABCD", "EFG"])
+def test_deterministic_gradients_are_the_same_bits(which: int, dtype: torch.dtype, size: int) -> None:
+    score_mods, held = all_classes()
+    wanted = [*inputs(2, 4, 600, 600, size, dtype, hkv=2), *(held[:4] if which == 0 else held[4:])]
+    mask = create_block_mask(causal, None, None, 600, 600, device=DEVICE)
+    upstream = torch.randn_like(wanted[0])
+
+    def backward(**options) -> tuple[Tensor, ...]:
+        out = flex_attention(*wanted[:3], score_mods[which], mask, enable_gqa=True, **options)
+        return torch.autograd.grad(out, wanted, upstream)
+
+    runs = [backward(deterministic=True) for _ in range(4)]
+    try:
+        for warn_only in (False, True):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            runs.append(backward())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+    for ordered, plain in zip(runs[0], backward(deterministic=False), strict=True):
+        limit = 5e-3 if ordered.dtype != torch.float32 else 1e-5 if dtype == torch.float32 else 2e-4
+        assert relative(plain, ordered) <= limit
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
+@pytest.mark.parametrize("heads", [2, 64], ids=["few CTAs a batch", "many CTAs a batch"])
+@pytest.mark.parametrize("own", [False, True], ids=["batches share", "each batch its own"])
+def test_deterministic_elements_of_one_pair(own: bool, heads: int, masked: bool) -> None:
+    """Hopper's backward goes batch by batch there, if a batch is enough for the GPU; else in fixed point."""
+    batches, n = 5, 300
+    bias = (0.3 * torch.randn(batches if own else 1, 2 * heads, n, n)).requires_grad_()
+    wanted = [*inputs(batches, 2 * heads, n, n, 64, hkv=heads), bias]
+    upstream = torch.randn_like(wanted[0])
+    mask = create_block_mask(causal, None, None, n, n, device=DEVICE) if masked else None
+
+    def score_mod(s, b, h, q, kv):
+        return s + bias[b if own else 0, h, q, kv]
+
+    def backward(deterministic: bool) -> tuple[Tensor, ...]:
+        out = flex_attention(*wanted[:3], score_mod, mask, enable_gqa=True, deterministic=deterministic)
+        return torch.autograd.grad(out, wanted, upstream)
+
+    runs = [backward(True) for _ in range(4)]
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+    for ordered, plain in zip(runs[0], backward(False), strict=True):
+        assert relative(plain, ordered) <= (2e-4 if ordered.dtype == torch.float32 else 5e-3)
+
+
+def of_places(w: Tensor) -> Callable:
+    places = torch.arange(300) * 7 % w.numel()
+    return lambda s, b, h, q, kv: s * w[places[kv]]
+
+
+# Reads of classes A and B where the sums of many heads and keys are of one element.
+MEETING: dict[str, tuple[list[tuple[int, ...]], Callable]] = {
+    "one number": ([(3,)], lambda w: lambda s, b, h, q, kv: s * w[1]),
+    "a head": ([(6,)], lambda w: lambda s, b, h, q, kv: s * w[h]),
+    "some keys": ([(40,)], lambda w: lambda s, b, h, q, kv: s + w[kv // 7]),
+    "scattered keys": ([(40,)], of_places),
+    "each its own": ([(2, 6, 300)], lambda w: lambda s, b, h, q, kv: s + w[b, h, kv]),
+    "two classes of one": ([(300,)], lambda w: lambda s, b, h, q, kv: s * w[h] + w[kv] * w[kv // 3]),
+    "two tensors": ([(6,), (300,)], lambda w, x: lambda s, b, h, q, kv: s * w[h] + x[kv]),
+}
+
+
+@pytest.mark.parametrize(
+    "dtype, size",
+    [(torch.bfloat16, 64), (torch.float16, 128), (torch.bfloat16, 256), (torch.float32, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MEETING)
+def test_deterministic_sums_that_meet(name: str, dtype: torch.dtype, size: int) -> None:
+    """Stored head by head there, and added up later. Head 1 has no keys, the first and the last keys no queries."""
+    shapes, function = MEETING[name]
+    held = [(1 + 0.3 * torch.randn(s)).requires_grad_() for s in shapes]
+    q, k, v = inputs(2, 6, 300, 270, size, dtype, hkv=2)
+    upstream = torch.randn_like(q)
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (kv >= 64) & (kv < 200) & (h != 1)
+
+    mask = create_block_mask(mask_mod, None, 6, 300, 270, device=DEVICE)
+    for keys in (slice(None), slice(1)):
+        given = [q, k[keys], v[keys], *held]
+
+        def backward() -> tuple[Tensor, ...]:
+            out = flex_attention(*given[:3], function(*held), mask, enable_gqa=True, deterministic=True)
+            return torch.autograd.grad(out, given, upstream)
+
+        runs = [backward() for _ in range(3)]
+        for run in runs[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+        wide = [t.detach().double().requires_grad_() for t in given]
+        h, i, j = (torch.arange(n).reshape(s) for n, s in ((6, (6, 1, 1)), (300, (300, 1)), (270, (270,))))
+        out = dense(*wide[:3], function(*wide[3:]), mask_mod(None, h, i, j)).out
+        for ours, truth in zip(runs[0], torch.autograd.grad(out, wide, upstream.double()), strict=True):
+            assert relative(ours, truth) <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_deterministic_sums_that_are_not_finite(value: float, dtype: torch.dtype, size: int) -> None:
+    q, k, v = inputs(1, 2, 100, 100, size, dtype)
+    factor, bias = torch.ones(2, requires_grad=True), torch.zeros(100, requires_grad=True)
+    upstream = torch.randn_like(q)
+    upstream[0, 1, 3] = value
+    out = flex_attention(q, k, v, lambda s, b, h, q, kv: s * factor[h] + bias[kv], deterministic=True)
+    of_factor, of_bias = torch.autograd.grad(out, [factor, bias], upstream)
+    assert of_factor[1].isnan() and of_bias.isnan().any()
+
+
+def test_a_number_on_the_cpu() -> None:
+    """PyTorch lets a 0-d tensor stay on the CPU; its gradient goes back there."""
+    q, k, v = inputs(1, 2, 40, 40, 16, torch.float32)
+    factor = torch.tensor(0.7, device="cpu", requires_grad=True)
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s * factor)
+    (grad,) = torch.autograd.grad(out.square().sum(), factor)
+    wide = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    expected = dense(q.double(), k.double(), v.double(), lambda s, b, h, i, j: s * wide).out
+    (truth,) = torch.autograd.grad(expected.square().sum(), wide)
+    assert grad.device.type == "cpu" and abs(grad.item() - truth.item()) <= 1e-4 * abs(truth.item())
