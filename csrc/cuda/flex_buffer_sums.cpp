@@ -6,7 +6,7 @@
 #include <bit>
 
 #include "cuda/flex_call.h"
-#include "cuda/flex_prepare.h"
+#include "cuda/flex_fixed_point.h"
 #include "ops/check.h"
 #include "score_mod/cache.h"
 

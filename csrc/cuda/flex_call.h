@@ -10,7 +10,7 @@
 
 #include "attention/flex_attention.h"
 #include "cuda/flex_plan.h"
-#include "cuda/flex_prepare.h"
+#include "cuda/flex_tile_lists.h"
 
 namespace fusegrad::cuda {
 
