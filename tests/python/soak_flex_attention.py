@@ -29,12 +29,14 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 # Relative errors of what is rounded to the dtype at several places.
 MOST = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 1e-4}
-MASKS: dict[str, Callable[..., Any] | None] = {
+# Of a tensor with the document of each query and key.
+MASKS: dict[str, Callable[[Tensor], Callable[..., Any]] | None] = {
     "none": None,
-    "causal": lambda b, h, i, j: i >= j,
-    "window": lambda b, h, i, j: (i - j).abs() < 100,
-    "documents": lambda b, h, i, j: (i // 150 == j // 150) & (i >= j),
-    "some rows": lambda b, h, i, j: (i % 7 != 3) & (j > 2),
+    "causal": lambda t: lambda b, h, i, j: i >= j,
+    "window": lambda t: lambda b, h, i, j: (i - j).abs() < 100,
+    "computed documents": lambda t: lambda b, h, i, j: (i // 150 == j // 150) & (i >= j),
+    "documents": lambda t: lambda b, h, i, j: (t[i] == t[j]) & (i >= j),
+    "some rows": lambda t: lambda b, h, i, j: (i % 7 != 3) & (j > 2),
 }
 Make = Callable[[list[Tensor]], Callable[..., Any]]
 # The shapes of captured tensors, for heads, queries and keys, and the score_mod of them.
@@ -48,6 +50,11 @@ MODS: dict[str, tuple[Callable[..., list[tuple[int, ...]]], Make] | None] = {
     "relative": (
         lambda b, h, m, n: [(h, m + n)],
         lambda t: lambda s, b, h, i, j: s + t[0][h, i - j + t[0].shape[1] // 2],
+    ),
+    "keys of heads": (lambda b, h, m, n: [(h, n)], lambda t: lambda s, b, h, i, j: s * t[0][h, j]),
+    "key and relative": (
+        lambda b, h, m, n: [(n,), (m + n,)],
+        lambda t: lambda s, b, h, i, j: s * t[0][j] + t[1][j - i + t[1].shape[0] // 2],
     ),
     "full": (lambda b, h, m, n: [(b, h, m, n)], lambda t: lambda s, b, h, i, j: s + t[0][b, h, i, j]),
     "buckets": (lambda b, h, m, n: [(32,)], lambda t: lambda s, b, h, i, j: s + t[0][(i * 3 + j) % 32]),
@@ -66,6 +73,7 @@ class Case:
     mask: str
     block: int
     deterministic: bool
+    frozen: bool  # what is captured wants no gradient
 
 
 def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype]) -> Case:
@@ -74,7 +82,7 @@ def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype]) -> Case:
     captures = made is not None and bool(made[0](1, 1, 1, 1))
     key_heads, group = rng.choice([1, 2]), rng.choice([1, 1, 2, 3])
     lengths = [max(1, int(longest ** rng.uniform(0, 1))) for _ in range(2)]
-    if mod == "relative" or rng.random() < 0.5:
+    if "relative" in mod or rng.random() < 0.5:
         lengths[1] = lengths[0]
     head = rng.choice([8, 32, 64, 64, 80, 128, 128, 192, 256])
     sizes = (rng.choice([1, 2] if captures else [1, 2, 3]), key_heads * group, key_heads, *lengths, head)
@@ -86,6 +94,7 @@ def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype]) -> Case:
         mod,
         rng.choice(list(MASKS)),
         rng.choice([64, 128, 128]),
+        rng.random() < 0.25,
         rng.random() < 0.25,
     )
 
@@ -99,9 +108,11 @@ def errors(case: Case, device: str) -> dict[str, float]:
         return torch.randn(*shape, device=device).to(case.dtype).requires_grad_()
 
     tensors = [new(b, h, m, d), new(b, g, n, d), new(b, g, n, e)]
-    made, mask = MODS[case.mod], MASKS[case.mask]
+    made, make_mask = MODS[case.mod], MASKS[case.mask]
+    documents = torch.randint(0, 40, (max(m, n),), device=device).eq(0).cumsum(0)
+    mask = None if make_mask is None else make_mask(documents)
     shapes = [] if made is None else made[0](b, h, m, n)
-    held = [torch.randn(*shape, device=device).requires_grad_() for shape in shapes]
+    held = [torch.randn(*shape, device=device).requires_grad_(not case.frozen) for shape in shapes]
     mod = None if made is None else made[1](held)
     blocks = None if mask is None else create_block_mask(mask, None, None, m, n, device=device, BLOCK_SIZE=case.block)
     out, aux = flex_attention(
@@ -119,10 +130,11 @@ def errors(case: Case, device: str) -> dict[str, float]:
     batches = slice(0, b) if held else slice(b - 1, b)
     keys = slice(0, g) if held else slice(0, 1)
     found = torch.autograd.grad(
-        (out.float() * upstream[0]).sum() + (torch.where(there, aux.lse, 0) * upstream[1]).sum(), tensors + held
+        (out.float() * upstream[0]).sum() + (torch.where(there, aux.lse, 0) * upstream[1]).sum(),
+        [t for t in tensors + held if t.requires_grad],
     )
     parts = [tensors[0][batches, heads], tensors[1][batches, keys], tensors[2][batches, keys]]
-    wide = [t.detach().double().requires_grad_() for t in parts + held]
+    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in parts + held]
     index = [torch.arange(size, device=device) for size in (b, h, m, n)]
     at = (index[0][batches, None, None, None], index[1][heads, None, None], index[2][:, None], index[3])
     wide_mod = None if made is None else made[1](wide[3:])
@@ -131,7 +143,7 @@ def errors(case: Case, device: str) -> dict[str, float]:
     kept = lse > -math.inf
     loss = (right * upstream[0][batches, heads]).sum()
     loss = loss + (torch.where(kept, lse, 0) * upstream[1][batches, heads]).sum()
-    expected = torch.autograd.grad(loss, wide)
+    expected = torch.autograd.grad(loss, [t for t in wide if t.requires_grad])
     mine = [found[0][batches, heads], found[1][batches, keys], found[2][batches, keys], *found[3:]]
     pairs = {"out": (out[batches, heads], right), "lse": (aux.lse[batches, heads][kept], lse[kept])}
     captured = {f"gradient {i}" for i in range(3, len(mine))}
