@@ -25,7 +25,7 @@ template <class Config>
 class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_, Tiles::key_batch_, Tiles::key_head_, Tiles::mask_;
-  using Tiles::alive, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
@@ -42,9 +42,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
   // Whether P needs nothing of dP's.
   static constexpr bool kApart = !kInOrder && Config::kGradScores;
-  // Whether pairs are masked element by element: by way of bits it takes longer. Without a block mask only the last
-  // tiles are masked.
-  static constexpr bool kByElement = Config::kMaskAlone && Config::kBlocks;
+  // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
+  // asked for pairs beyond the lengths too, so the code has no branches.
+  static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
   // Of the barriers between a warpgroup and the warp that has its dQ added up.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
@@ -206,13 +206,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     wgmma_wait<1>();
     pin<kBlocksN * 4>(s[0]);
   }
-  // As pairs(), with its own wait for dP. What a mask leaves out is replaced in loops of their own: beside the
+  // As pairs(), with its own wait for dP. What a mask leaves out is replaced in a loop of its own: beside the
   // exponentials it would not fit registers.
   __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
                                               float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                               unsigned (&ds)[kBlocksN * 2]) const {
-    const bool masked = this->masked(place);
-    const Bits<kBlocksN * 4> alive = kByElement ? 0 : this->alive(place, masked);
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
@@ -225,7 +223,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                                                                        of_row[e % 2].lse, 0, 0, 0, 0, true, changed);
       }
     }
-    if (masked) zero_others(s, place, alive);
+    mark_others(s, place);
     pin<kBlocksN * 4>(s[0]);
     wgmma_wait<0>();
     pin<kBlocksN * 4>(d[0]);
@@ -236,27 +234,45 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
       put_operand<T>(p + 2 * n, s[n]);
+      put_operand<T>(ds + 2 * n, d[n]);
     }
-    if (masked) zero_others(d, place, alive);
+    if (masked(place)) {
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
+      for (int n = 0; n < kBlocksN * 2; ++n) ds[n] &= ~sign_masks(p[n]);
+    }
   }
-  __device__ __forceinline__ void zero_others(float (&x)[kBlocksN][4], const Place& place,
-                                              Bits<kBlocksN * 4> alive) const {
-    const Tested<Bits<kBlocksN * 4>> of_alive(alive);
-    const int q = place.row() + lane() % 4 * 2, kv = first_key();
-#pragma unroll
-    for (int k = 0; k < kBlocksN * 4; ++k) {
-      bool takes = true;
-      if constexpr (kByElement) {
-        const int at_q = q + k / 4 * 8 + k % 2, at_kv = kv + k / 2 % 2 * 8;
-        takes = takes_part<Config>(a_.tiles, mask_, place.tile & 3, place.b, place.h, at_q, at_kv,
-                                   at_q < a_.queries && at_kv < a_.keys);
-      } else {
-        takes = of_alive[k];
+  /// Of two numbers of 16 bits, all bits of those whose sign is set.
+  static __device__ __forceinline__ unsigned sign_masks(unsigned x) {
+    unsigned masks;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(masks) : "r"(x));
+    return masks;
+  }
+  /// Probabilities of pairs that take no part become -0, which no others are: so their gradients are known, and a mask
+  /// is computed once.
+  __device__ __forceinline__ void mark_others(float (&p)[kBlocksN][4], const Place& place) const {
+    if constexpr (kByElement) {
+      const int q = place.row() + lane() % 4 * 2, kv = first_key();
+      if constexpr (kHas<typename Config::MaskMod>) {
+        if ((place.tile & 3) != kTileFull) {
+          keep_those(p, [&](int i) {
+            return Config::MaskMod::apply(mask_, place.b, place.h, q + i / 4 * 8 + i % 2, kv + i / 2 % 2 * 8, true);
+          });
+        }
       }
-      x[k / 4][k % 4] = takes ? x[k / 4][k % 4] : 0.0f;
+      if (at_edge(place)) {
+        keep_those(p, [&](int i) {
+          return q + i / 4 * 8 + i % 2 < a_.queries & kv + i / 2 % 2 * 8 < a_.keys;
+        });
+      }
+    } else if (masked(place)) {
+      const Tested<Bits<kBlocksN * 4>> alive(this->alive(place, true));
+      keep_those(p, [&](int i) { return alive[i]; });
     }
+  }
+  template <class Takes>
+  static __device__ __forceinline__ void keep_those(float (&p)[kBlocksN][4], const Takes& takes) {
+#pragma unroll
+    for (int i = 0; i < kBlocksN * 4; ++i) p[i / 4][i % 4] = takes(i) ? p[i / 4][i % 4] : -0.0f;
   }
 
   /// The products of tile i, and the first ones of the next tile. None of them is under a condition, which would make

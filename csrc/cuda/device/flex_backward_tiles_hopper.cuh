@@ -345,7 +345,11 @@ class FlexBackwardHopperTiles {
 
   /// Whether some pairs of a tile may not take part.
   __device__ __forceinline__ bool masked(const Place& place) const {
-    return (place.tile & 3) != kTileFull || place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+    return (place.tile & 3) != kTileFull || at_edge(place);
+  }
+  /// Whether some are beyond the lengths.
+  __device__ __forceinline__ bool at_edge(const Place& place) const {
+    return place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
   }
   __device__ __forceinline__ Bits<kBlocksN * 4> alive(const Place& place, bool masked) const {
     if (!masked) return ~Bits<kBlocksN * 4>(0);
