@@ -12,6 +12,8 @@
 namespace fusegrad::cuda {
 namespace {
 
+using score_mod::Reads;
+
 std::atomic<char> forced_scheme{0};
 std::atomic<std::optional<FlexFamily>> forced_family{};
 
@@ -53,7 +55,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
              4 * (t.stages + 1 + 2 * t.rows + (head == 64 && value == 64 ? 1024 : 224));
     }
     return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
-           (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 + 4 * t.stages;
+           (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 +
+           4 * t.stages + line_bytes(c);
   }
   const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
   switch (c.kernel) {
@@ -68,11 +71,24 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
   return 0;
 }
 
+// Whether a score_mod or mask_mod has a read of one of these kinds.
+bool reads_by(const FlexMod& mod, std::initializer_list<Reads> kinds) {
+  if (mod.dtypes.empty()) return false;
+  const auto graph = score_mod::cached_graph(mod.text);
+  const auto reads = score_mod::reads(*graph);
+  for (size_t id = 0; id < reads.size(); ++id) {
+    const bool load = graph->nodes()[id].op == score_mod::Op::kLoad;
+    if (load && std::find(kinds.begin(), kinds.end(), reads[id]) != kinds.end()) return true;
+  }
+  return false;
+}
+
 FlexTileSize hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
   const int groups = head <= 64 && masks_alone(c) && !c.max_scores ? 3 : 2;
   FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
-  if (head > 128) t.cols = c.blocks ? 64 : 80;
+  // Where there are lines, 80 would leave no room for them.
+  if (head > 128) t.cols = c.blocks || line_bytes(c) > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
   // A second tile of queries is 2 to 3% slower for three warpgroups without a mask.
   t.query_stages = groups == 3 && !c.blocks ? 1 : 2;
@@ -96,14 +112,13 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   }
   return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
 }
-// What a score_mod reads for each pair by itself is asked for a tile ahead, and should stay in the first-level cache.
-bool reads_pairs(const FlexCase& c) {
-  if (c.score_mod.text.empty()) return false;
-  const auto reads = score_mod::reads(*score_mod::cached_graph(c.score_mod.text));
-  return std::find(reads.begin(), reads.end(), score_mod::Reads::kPair) != reads.end();
-}
 std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
-  if (fits_hopper_backward(c)) return {{128, reads_pairs(c) ? 64 : 128, 12, 1, 2, FlexFamily::kHopper}};
+  if (fits_hopper_backward(c)) {
+    // What a score_mod reads for each pair by itself is asked for a tile ahead, and should stay in the first-level
+    // cache.
+    if (reads_pairs(c.score_mod)) return {{128, 64, 12, 1, 2, FlexFamily::kHopper}};
+    return {{128, 128, 12, 1, 2, FlexFamily::kHopper}};
+  }
   return {{128, 64, 12, 1, 2, FlexFamily::kHopper}, {128, 64, 12, 1, 1, FlexFamily::kHopper}};
 }
 
@@ -220,6 +235,12 @@ bool mixed(const FlexCase& c, const FlexTileSize& t) {
 }
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
 bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
+bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
+int line_bytes(const FlexCase& c) {
+  const bool lines = reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal}) ||
+                     reads_by(c.mask_mod, {Reads::kRow, Reads::kKey, Reads::kDiagonal});
+  return lines ? 12 << 10 : 0;
+}
 int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
 bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
   return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);

@@ -95,6 +95,10 @@ int value_cols(const FlexCase& c, const FlexTileSize& t);
 bool mixed(const FlexCase& c, const FlexTileSize& t);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);
+/// Whether a score_mod has reads of each pair by itself.
+bool reads_pairs(const FlexMod& mod);
+/// Hopper forward: of shared memory, for what mods read by keys or diagonals.
+int line_bytes(const FlexCase& c);
 bool has_derivative(const FlexCase& c);
 /// The other warpgroup of the Hopper kernels copies.
 int computing_warps(const FlexTileSize& t);

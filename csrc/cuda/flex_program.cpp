@@ -127,6 +127,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   choice("kSplit", c.dtype == DType::kFloat32 && c.split);
   choice("kMaskAlone", masks_alone(c));
   if (c.kernel == FlexKernel::kForward) {
+    number("kLineBytes", line_bytes(c));
     choice("kUnscaled", c.unscaled);
     choice("kMaxScores", c.max_scores);
     choice("kOutLow", c.out_low);
@@ -179,10 +180,9 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
   const bool hopper = plan.tile.family == FlexFamily::kHopper;
   const bool backward = c.kernel == FlexKernel::kBackward;
   std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
-  if (hopper) {
-    source +=
-        c.kernel == FlexKernel::kForward ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
-  }
+  // Of each pair's own reads none are equal.
+  const bool own = c.kernel == FlexKernel::kForward && reads_pairs(c.score_mod);
+  if (hopper) source += own ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
   source += "#include \"" + std::string(name.header) + "\"\n\n";
   const auto score = c.score_mod.text.empty() ? nullptr : score_mod::cached_graph(c.score_mod.text);
   const auto render = [&](const FlexMod& mod, const score_mod::Graph& graph, const char* type) {

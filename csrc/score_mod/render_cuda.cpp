@@ -68,13 +68,14 @@ class Renderer {
     captured();
     const std::string indices = "int b, int h, int q_idx, int kv_idx, bool valid";
     if (graph_.kind() == Kind::kScoreMod) {
-      begin_apply("float score, " + indices);
+      begin_apply("float", "float score, " + indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
       lines(indices);
       touch();
     } else if (graph_.kind() == Kind::kMaskMod) {
-      begin("bool apply", indices);
+      begin_apply("bool", indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
+      lines(indices);
     } else {
       derivative(indices);
     }
@@ -132,9 +133,9 @@ class Renderer {
              ") {\n    using namespace fusegrad::device::score_mod;\n";
   }
 
-  void begin_apply(const std::string& parameters) {
+  void begin_apply(const std::string& type, const std::string& parameters) {
     text_ += "  template <class Reads = fusegrad::device::score_mod::ReadThere>\n";
-    begin("float apply", parameters + ", [[maybe_unused]] const Reads& reads = Reads()");
+    begin(type + " apply", parameters + ", [[maybe_unused]] const Reads& reads = Reads()");
   }
 
   // The statements that `roots` need, and the end of the function.
@@ -223,7 +224,7 @@ class Renderer {
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + read + "(" + element(id) + ");\n";
   }
 
-  // The loads that are lines, of a score_mod.
+  // The loads that are lines, of a score_mod those of numbers that scores are made of.
   static std::vector<NodeId> line_loads(const Graph& graph) {
     const auto kinds = reads(graph);
     std::vector<bool> loads(graph.nodes().size(), false);  // below a node
@@ -234,17 +235,19 @@ class Renderer {
       for (const NodeId operand : node.operands) direct = direct && !loads[operand];
       loads[id] = !direct || node.op == Op::kLoad;
       const bool line = kinds[id] == Reads::kKey || kinds[id] == Reads::kDiagonal;
-      if (node.op == Op::kLoad && direct && line && node.type == Type::kFloat) result.push_back(id);
+      const bool takes =
+          graph.kind() == Kind::kMaskMod ? line || kinds[id] == Reads::kRow : line && node.type == Type::kFloat;
+      if (node.op == Op::kLoad && direct && takes) result.push_back(id);
     }
     return result;
   }
   // A derivative's are found in one graph with its score_mod's.
   void number_lines() {
     line_of_.assign(graph_.nodes().size(), -1);
-    if (graph_.kind() == Kind::kScoreMod) {
+    if (graph_.kind() != Kind::kDerivative) {
       line_loads_ = line_loads(graph_);
       for (size_t i = 0; i < line_loads_.size(); ++i) line_of_[line_loads_[i]] = static_cast<int>(i);
-    } else if (graph_.kind() == Kind::kDerivative && options_.score_mod != nullptr) {
+    } else if (options_.score_mod != nullptr) {
       const Graph score_mod = canonical(*options_.score_mod);
       Graph both = with_declarations_of(graph_, Kind::kDerivative);
       const auto copied = [&](const Graph& from) {
@@ -267,18 +270,20 @@ class Renderer {
   void lines(const std::string& indices) {
     std::string kinds;
     const auto all = reads(graph_);
-    for (const NodeId id : line_loads_) kinds += all[id] == Reads::kDiagonal ? "true, " : "false, ";
+    for (const NodeId id : line_loads_) {
+      kinds += all[id] == Reads::kDiagonal ? "'D', " : all[id] == Reads::kKey ? "'K', " : "'Q', ";
+    }
     text_ += "  static constexpr int kLines = " + number(static_cast<int64_t>(line_loads_.size())) + ";\n";
-    text_ += "  static constexpr bool kLineOfDiagonals[] = {" + kinds + "false};\n";
+    text_ += "  static constexpr char kLineOf[] = {" + kinds + "0};\n";
     text_ += "  template <int k>\n";
-    begin("float line", indices);
+    begin("auto line", indices);
     for (size_t i = 0; i < line_loads_.size(); ++i) {
       text_ += "    if constexpr (k == " + number(static_cast<int64_t>(i)) + ") {\n";
       const NodeId id = line_loads_[i];
       statements(graph_[id].operands);
       text_ += "    return read_if(" + element(id) + ");\n    }\n";
     }
-    text_ += "    return 0.0f;\n  }\n";
+    text_ += "  }\n";
   }
 
   // Reads at places of keys or diagonals; and of each pair its own.
@@ -328,7 +333,7 @@ class Renderer {
     text_ += "  static constexpr int kBuffer[] = {" + (none ? "-1" : buffers) + "};\n";
     text_ += "  static constexpr char kClass[] = {" + (none ? "0" : classes) + "};\n";
     text_ += "  static constexpr bool kExclusive[] = {" + (none ? "false" : exclusive) + "};\n";
-    begin_apply("float score, float grad, " + indices + ", [[maybe_unused]] float* value");
+    begin_apply("float", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) place(k, indices);
     text_ += "  template <int k>\n";
@@ -360,7 +365,7 @@ class Renderer {
   std::vector<Interval> intervals_;
   std::vector<bool> wide_;
   std::vector<std::string> names_;
-  std::vector<NodeId> line_loads_;  // of a score_mod
+  std::vector<NodeId> line_loads_;  // of a score_mod or mask_mod
   std::vector<int> line_of_;        // of each node, or -1
   std::string text_;
 };

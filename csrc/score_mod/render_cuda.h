@@ -32,9 +32,9 @@ struct RenderOptions {
 ///     // no other reads: how many there are, which kind each is, and an element. Each goes through
 ///     // reads.read<k>(pointer, there), so that it can be made for all keys or diagonals of a tile before
 ///     static constexpr int kLines;
-///     static constexpr bool kLineOfDiagonals[];
+///     static constexpr char kLineOf[];  // 'K': keys, 'D': diagonals
 ///     template <int k>
-///     static __device__ float line(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
+///     static __device__ auto line(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
 ///     static constexpr bool kTouchesBesides;  // whether touch() has other reads
 ///     // brings to the first-level cache what apply reads at places that depend on the key, or on its distance from
 ///     // the query: all of a tile are those of its first query, and where there are diagonals of its last one too
@@ -45,8 +45,11 @@ struct RenderOptions {
 ///     static constexpr int kPairBytes;
 ///     static __device__ void touch_pair(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid,
 ///                                       unsigned nowhere);
-///     // of a mask_mod
-///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
+///     // of a mask_mod, whose lines are of any type
+///     template <class Reads = ReadThere>
+///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid,
+///                                  const Reads& reads = Reads());
+///     ... kLines, kLineOf, line as above; and 'Q': reads in which the key plays no part
 ///     // of a derivative: returns d score, contribution k goes into value[k]; all 0 where not valid
 ///     template <class Reads = ReadThere>
 ///     static __device__ float apply(const Captured&, float score, float grad, int b, int h, int q_idx, int kv_idx,

@@ -13,7 +13,7 @@ struct ScoreMod {
     return valid ? score * c.scale[h] : 0.0f;
   }
   static constexpr int kLines = 0;
-  static constexpr bool kLineOfDiagonals[] = {false};
+  static constexpr char kLineOf[] = {0};
   template <int>
   static __device__ float line(const Captured&, int b, int h, int q, int kv, bool valid) {
     return 0.0f;
@@ -31,7 +31,16 @@ struct MaskMod {
   struct Captured {
     long long nothing;
   };
-  static __device__ bool apply(const Captured&, int b, int h, int q, int kv, bool valid) { return valid && q >= kv; }
+  template <class Reads = score_mod::ReadThere>
+  static __device__ bool apply(const Captured&, int b, int h, int q, int kv, bool valid, const Reads& = Reads()) {
+    return valid && q >= kv;
+  }
+  static constexpr int kLines = 0;
+  static constexpr char kLineOf[] = {0};
+  template <int>
+  static __device__ bool line(const Captured&, int b, int h, int q, int kv, bool valid) {
+    return false;
+  }
 };
 // nvcc has no static member arrays in device code that an index of run time reads; NVRTC has.
 __device__ constexpr int kScaleBuffer[] = {0};
@@ -71,6 +80,7 @@ struct HopperConfig : Config {
   static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 8, kGroups = 2, kStages = 2;
   static constexpr int kQueryStages = 2, kParts = 1;
   static constexpr bool kMaskAlone = false;
+  static constexpr int kLineBytes = 8192;
 };
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128;

@@ -96,7 +96,7 @@ TEST(RenderCuda, EveryPrimitiveCompiles) {
 }
 
 TEST(RenderCuda, EveryStorageCompiles) {
-  for (const char* macros : {"", "#define FUSEGRAD_PREDICATED_READS\n"}) {
+  for (const char* macros : {"", "#define FUSEGRAD_SHARED_READS\n"}) {
     Source source(macros);
     for (int dtype = 0; dtype <= static_cast<int>(DType::kBool); ++dtype) {
       const auto storage = static_cast<DType>(dtype);
@@ -167,17 +167,17 @@ TEST(RenderCuda, Lines) {
       read += of_derivative[at];
     }
     std::sort(read.begin(), read.end());
-    return std::tuple(after("kLineOfDiagonals[] = {"), after("kTouchesBesides = "), read);
+    return std::tuple(after("kLineOf[] = {"), after("kTouchesBesides = "), read);
   };
   using Lines = std::tuple<std::string, std::string, std::string>;
-  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("false, false", "false", "0"));
+  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("'K', 0", "false", "0"));
   EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = sub q_idx kv_idx\n%2 = load @1 h %1\n%3 = mul score %0\n"
                   "%4 = mul %3 %2\nreturn %4\n"),
-            Lines("false, true, false", "false", "01"));
+            Lines("'K', 'D', 0", "false", "01"));
   // Other reads say where, or of each pair its own.
-  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("false", "true", ""));
-  EXPECT_EQ(lines("%0 = load @1 q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("false", "false", ""));
-  EXPECT_EQ(lines("%0 = load @0 q_idx\n%1 = mul score %0\nreturn %1\n"), Lines("false", "false", ""));
+  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("0", "true", ""));
+  EXPECT_EQ(lines("%0 = load @1 q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("0", "false", ""));
+  EXPECT_EQ(lines("%0 = load @0 q_idx\n%1 = mul score %0\nreturn %1\n"), Lines("0", "false", ""));
   source.check();
 }
 

@@ -265,7 +265,7 @@ class FlexBackwardHopperTiles {
                                          Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
   // Of reads by keys alone a thread has two a tile. With diagonals all are of lines, each warpgroup's its own.
   using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
-  static constexpr bool kLines = kOwnKeys && kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::kAll &&
+  static constexpr bool kLines = kOwnKeys && kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() &&
                                  Config::kGroups * Lines::kWords <= kWords;
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
   // Of eight queries, that are computed together where registers are left.

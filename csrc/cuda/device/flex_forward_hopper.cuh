@@ -8,6 +8,7 @@
 //   kQueryStages               1 or 2 tiles of queries: with 2, a warpgroup that is ahead stays ahead between queries
 //   kParts                     1, or kGroups: each warpgroup's queries have kinds of tiles of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
+//   kLineBytes                 of shared memory, for lines of what mods read
 #pragma once
 
 #include "cuda/device/flex_scores.cuh"
@@ -33,8 +34,6 @@ class FlexForwardHopper {
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   static constexpr int kKindBits = 2 * Config::kParts;
   static constexpr int kBarriers = 4 + 2 * Config::kQueryStages + 4 * Config::kStages;
-  // Of the pairs that a mask_mod is asked for at once.
-  static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
   // would get the next longest too, and early enough for what it reads then to come.
   static constexpr int kAskBefore = 4;
@@ -44,8 +43,18 @@ class FlexForwardHopper {
   // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
   // and whether warpgroups take turns in issuing products.
   static constexpr bool kSeamless = Config::kGroups == 3;
-  // Named barriers: each warpgroup's turn.
-  static constexpr int kTurn = 1;
+  // Named barriers: each warpgroup's turn, and each by itself.
+  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
+  // What mods read by keys, diagonals or queries is of lines in shared memory where there is room for them, each
+  // warpgroup's its own. There are two sets: a tile's are written while its scores are multiplied, and other warps may
+  // still read the former's.
+  using ScoreLines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
+  using MaskLines = TileLines<MaskMod, 64, Config::kCols, kWarpgroup>;
+  static constexpr int kLineSets = 2, kSetBytes = Config::kLineBytes / (Config::kGroups * kLineSets);
+  static constexpr bool kMaskLines = MaskLines::kWords > 0 && 4 * MaskLines::kWords <= kSetBytes;
+  static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
+  static constexpr bool kScoreLines = ScoreLines::kWords > 0 && kMaskLineBytes + 4 * ScoreLines::kWords <= kSetBytes;
+  static_assert(kSetBytes % 8 == 0 && Config::kStages % 2 == 0 && !(kSeamless && (kMaskLines || kScoreLines)));
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
   static_assert(Config::kCols % 16 == 0);
   static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
@@ -53,7 +62,7 @@ class FlexForwardHopper {
  public:
   static constexpr int kSharedBytes = kAlignment + Config::kQueryStages * kQueryBytes +
                                       Config::kStages * (kKeyBytes + kValueBytes) + kZeroBytes + 8 * kBarriers +
-                                      2 * 16 + 4 * Config::kStages;
+                                      2 * 16 + 4 * Config::kStages + Config::kLineBytes;
 
   __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
                                                const typename ScoreMod::Captured& score,
@@ -283,6 +292,9 @@ class FlexForwardHopper {
       wait_keys(keys);
       issue_scores(s, queries.stage(), keys.stage);
       const int now = number(keys, 0);
+      // Others may still read the last tile's.
+      if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
+      bring_lines(now, 0);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       attend(tiles, now, out, s, keys, values, queries);
@@ -380,7 +392,7 @@ class FlexForwardHopper {
     keys.next();
     if (tiles == 1) release(query_empty(queries.stage()));
     for (int i = 1;; ++i) {
-      apply_mods(s, now);
+      apply_mods(s, now, (i - 1) % kLineSets);
       softmax(s, rescale, [&] { wait_output(out, values, i > 1); });
       multiply(out, rescale);
       pack(p, s);
@@ -394,6 +406,7 @@ class FlexForwardHopper {
       pin<kBlocksE * 4>(out[0]);
       issue_out(out, p, values.stage, now);
       now = number(keys, i);
+      bring_lines(now, i % kLineSets);
       wgmma_wait<1>();
       pin<kBlocksN * 4>(s[0]);
       release(key_empty(keys.stage));
@@ -447,22 +460,63 @@ class FlexForwardHopper {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) const {
-    const int kind = kind_of(tile), col = (tile >> kKindBits) * Config::kCols;
-    // Queries that there are not may get any result: it is not stored.
-    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys;
-    const int q = first_query(), kv = col + lane() % 4 * 2;
-    // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
-    if constexpr (!Config::kUnscaled) change(s, q, kv);
-    if (!masked) return;
-    if constexpr (Config::kMaskAlone) {
-      mask_scores(s, tile, q, kv);
-    } else {
-      mask(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv));
+  // Queries that there are not may get any result: it is not stored.
+  __device__ __forceinline__ bool masked(int tile) const {
+    return kind_of(tile) != kTileFull || (tile >> kKindBits) * Config::kCols + Config::kCols > a_.keys;
+  }
+  /// A set of the warpgroup's; of a mask_mod first.
+  __device__ __forceinline__ unsigned lines(int set) const {
+    // Not by group_: an address that is partly in uniform registers makes its reads slower.
+    const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
+    return tile(Config::kStages) + (group * kLineSets + set) * kSetBytes;
+  }
+  /// Writes what mods will read of a tile.
+  __device__ __forceinline__ void bring_lines(int tile, int set) const {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    const int q = row_ + group_ * 64, kv = (tile >> kKindBits) * Config::kCols;
+    if constexpr (kScoreLines) {
+      ScoreLines of_score;
+      of_score.load(score_, b_, h_, q, kv, thread);
+      of_score.store(lines(set) + kMaskLineBytes, thread);
+    }
+    if constexpr (kMaskLines) {
+      if (masked(tile)) {
+        MaskLines of_mask;
+        of_mask.load(mask_, b_, h_, q, kv, thread);
+        of_mask.store(lines(set), thread);
+      }
     }
   }
-  // Where nothing else is done to pairs, element by element: by way of bits a tile's mask takes as long as its softmax.
-  __device__ __forceinline__ void mask_scores(float (&s)[kBlocksN][4], int tile, int q, int kv) const {
+  /// Of the thread's first pair.
+  template <bool kOfLines, class Lines>
+  __device__ __forceinline__ auto reads(unsigned lines) const {
+    if constexpr (kOfLines) {
+      return typename Lines::Reads(lines, static_cast<int>(threadIdx.x) % kWarpgroup / kLanes * 16 + lane() / 4,
+                                   lane() % 4 * 2);
+    } else {
+      return score_mod::ReadThere();
+    }
+  }
+
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile, int set) const {
+    const int q = first_query(), kv = (tile >> kKindBits) * Config::kCols + lane() % 4 * 2;
+    if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
+    // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
+    if constexpr (!Config::kUnscaled) change(s, q, kv, reads<kScoreLines, ScoreLines>(lines(set) + kMaskLineBytes));
+    if (!masked(tile)) return;
+    const auto mask_reads = reads<kMaskLines, MaskLines>(lines(set));
+    if (Config::kMixed) {
+      mask(s, tile, kind_of(tile), q, kv, mask_reads);
+    } else if (kind_of(tile) == kTileFull) {
+      mask(s, tile, kTileFull, q, kv, mask_reads);
+    } else {
+      mask(s, tile, kTilePartial, q, kv, mask_reads);
+    }
+  }
+  // Element by element: by way of bits a tile's mask takes as long as its softmax.
+  template <class Reads>
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], int tile, int kind, int q, int kv,
+                                       const Reads& reads) const {
     int keys[2];  // of a row, below which a pair may take part
 #pragma unroll
     for (int r = 0; r < 2; ++r) keys[r] = has_none(tile) || q + 8 * r >= a_.queries ? 0 : a_.keys;
@@ -471,29 +525,25 @@ class FlexForwardHopper {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
-        const bool takes = takes_part<Config>(a_.tiles, mask_, kind_of(tile), b_, h_, at_q, at_kv, at_kv < keys[e / 2]);
+        const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b_, h_, at_q, at_kv, at_kv < keys[e / 2],
+                                              reads.at(e / 2 * 8, n * 8 + e % 2));
         s[n][e] = takes ? s[n][e] : -FUSEGRAD_INFINITY;
       }
       if (n % 2 == 1) hold_order();
     }
   }
-  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv) const {
+  template <class Reads>
+  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv, const Reads& reads) const {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         s[n][e] *= a_.scale;
         if constexpr (kHas<ScoreMod>) {
-          s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, true);
+          s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, true,
+                                    reads.at(e / 2 * 8, n * 8 + e % 2));
         }
       }
-    }
-  }
-  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive) const {
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = (alive >> (n * 4 + e) & 1) != 0 ? s[n][e] : -FUSEGRAD_INFINITY;
     }
   }
 

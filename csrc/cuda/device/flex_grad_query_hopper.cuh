@@ -40,11 +40,13 @@ class FlexGradQueryHopper {
   using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
   static constexpr int kWords = 2 * Config::kRows + (Config::kHead == 64 && Config::kValue == 64 ? 1024 : 224);
   static constexpr bool kSmall = Config::kHead <= 128;
-  static constexpr bool kLines = kSmall && !kPairs && Lines::kAll && Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kLines = kSmall && !kPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
   static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
   // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
   // registers; and how many. What they wait for, they wait for together.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
+  // Whether probabilities are computed while grad_out by values is being multiplied.
+  static constexpr bool kApart = !kInOrder;
   static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead == 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
@@ -177,19 +179,26 @@ class FlexGradQueryHopper {
         load(lines, now);
         lines.store(this->lines(), thread());
       }
+      if constexpr (kApart) wait_scores(s);
       while (now != kNoMore) {
-        wgmma_wait<0>();
-        pin<kBlocksN * 4>(s[0]);
-        pin<kBlocksN * 4>(d[0]);
+        unsigned ds[kBlocksN * 2];
+        if constexpr (kApart) {
+          pairs_apart(now, s, d, ds);
+        } else {
+          wgmma_wait<0>();
+          pin<kBlocksN * 4>(s[0]);
+          pin<kBlocksN * 4>(d[0]);
+        }
         release(value_empty(values.stage));
         values.next();
-        unsigned ds[kBlocksN * 2];
         if constexpr (kLines) named_sync(kAlone + group_, kWarpgroup);
-        pairs(now, s, d, ds);
+        if constexpr (!kApart) pairs(now, s, d, ds);
         const Keys last = keys;
         keys.next();
         begin_turn();
         now = turn(last, keys, values, ds, sum, s, d);
+        // Here, and not where the loop begins, or the compiler would wait for each product.
+        if constexpr (kApart) wait_scores(s);
       }
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
@@ -235,6 +244,10 @@ class FlexGradQueryHopper {
     return next;
   }
 
+  static __device__ __forceinline__ void wait_scores(float (&s)[kBlocksN][4]) {
+    wgmma_wait<1>();
+    pin<kBlocksN * 4>(s[0]);
+  }
   /// Until the stage's keys are there; which tile they are.
   __device__ __forceinline__ int wait_keys(const Keys& keys) const {
     Barrier::wait(key_full(keys.stage), keys.parity);
@@ -292,14 +305,49 @@ class FlexGradQueryHopper {
     wgmma_commit();
   }
 
+  // As pairs(), with its own wait for grad_out by values. The branch of the mask is between the probabilities and that
+  // wait, or ptxas would have it come first.
+  __device__ __forceinline__ void pairs_apart(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                              unsigned (&ds)[kBlocksN * 2]) const {
+#pragma unroll
+    for (int k = 0; k < kBlocksN * 4; ++k) {
+      float changed;
+      s[k / 4][k % 4] = FlexPairGradient<Config>::template probability<true>(
+          score_, a_.scale, s[k / 4][k % 4], rows_[k % 4 / 2].row.lse, 0, 0, 0, 0, true, changed);
+    }
+    pin<kBlocksN * 4>(s[0]);
+    auto alive = ~Bits<kBlocksN * 4>(0);
+    const bool masked = this->masked(tile);
+    if (masked) alive = mask_of(tile);
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(d[0]);
+#pragma unroll
+    for (int k = 0; k < kBlocksN * 4; ++k)
+      d[k / 4][k % 4] = s[k / 4][k % 4] * (d[k / 4][k % 4] - rows_[k % 4 / 2].row.delta);
+    if (masked) {
+      const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+#pragma unroll
+      for (int k = 0; k < kBlocksN * 4; ++k) d[k / 4][k % 4] = takes_part[k] ? d[k / 4][k % 4] : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
+  }
+  __device__ __forceinline__ bool masked(int tile) const {
+    return (tile & 3) != kTileFull || (tile >> 2) * Config::kCols + Config::kCols > a_.keys ||
+           row_ + Config::kRows > a_.queries;
+  }
+  __device__ __forceinline__ Bits<kBlocksN * 4> mask_of(int tile) const {
+    return masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, tile & 3, b_, h_, first_query(),
+                                                            (tile >> 2) * Config::kCols + lane() % 4 * 2);
+  }
+
   // The gradient by a tile's scores, as an operand.
   __device__ __forceinline__ void pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&ds)[kBlocksN * 2]) {
-    const int kind = tile & 3, col = (tile >> 2) * Config::kCols, q = first_query(), kv = col + lane() % 4 * 2;
-    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+    const int q = first_query(), kv = (tile >> 2) * Config::kCols + lane() % 4 * 2;
+    const bool masked = this->masked(tile);
     if (!kUnmaskedToo<Config> || masked) {
-      const auto alive = !masked ? ~Bits<kBlocksN * 4>(0)
-                                 : masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind, b_, h_, q, kv);
+      const auto alive = !masked ? ~Bits<kBlocksN * 4>(0) : mask_of(tile);
       each_pair<true>(alive, q, kv, s, d, ds);
     } else {
       each_pair<false>(0, q, kv, s, d, ds);

@@ -22,6 +22,12 @@ struct NoMod {
   struct Captured {
     long long nothing;
   };
+  static constexpr int kLines = 0;
+  static constexpr char kLineOf[] = {0};
+  template <int>
+  static __device__ float line(const Captured&, int, int, int, int, bool) {
+    return 0.0f;
+  }
 };
 /// A derivative's view of what its score_mod captured.
 template <class Mod, class Captured>
@@ -65,35 +71,37 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
     }
   }
 }
-/// What a score_mod reads at places of keys or of diagonals that no other read says (csrc/score_mod/render_cuda.h), for
-/// kQueries queries and kKeys keys: a line of each such read in shared memory. Of a line an element is one instruction,
-/// where a read of the tensor takes eight to ten.
+/// What a score_mod reads at places of keys or of diagonals that no other read says, and a mask_mod at those of queries
+/// too (csrc/score_mod/render_cuda.h), for kQueries queries and kKeys keys: a line of each such read in shared memory.
+/// Of a line an element is one instruction, where a read of the tensor takes eight to ten.
 template <class Mod, int kQueries, int kKeys, int kThreads>
 class TileLines {
-  static __device__ constexpr int places(int k) { return Mod::kLineOfDiagonals[k] ? kQueries + kKeys : kKeys; }
-  static __device__ constexpr int offset(int k) {
-    int sum = 0;
-    for (int i = 0; i < k; ++i) sum += places(i);
-    return sum;
+  using Captured = typename Mod::Captured;
+  static __device__ constexpr int places(int k) {
+    const char of = Mod::kLineOf[k];
+    return of == 'D' ? kQueries + kKeys : of == 'K' ? kKeys : kQueries;
   }
-  static __device__ constexpr int count() {
-    if constexpr (kHas<Mod>) return Mod::kLines;
-    return 0;
-  }
-  static __device__ constexpr int words() {
-    if constexpr (kHas<Mod>) return offset(Mod::kLines);
-    return 0;
-  }
-  static __device__ constexpr bool all() {
-    if constexpr (kHas<Mod>) return Mod::kLines > 0 && !Mod::kTouchesBesides;
-    return false;
+  /// What line k is of.
+  template <int k>
+  using Element = decltype(Mod::template line<k>(*static_cast<const Captured*>(nullptr), 0, 0, 0, 0, true));
+  /// Words before line k, an even number.
+  template <int k, int kBefore = 0>
+  static __device__ constexpr int offset(int sum = 0) {
+    if constexpr (kBefore < k) {
+      return offset<k, kBefore + 1>(sum + places(kBefore) * (sizeof(Element<kBefore>) == 8 ? 2 : 1));
+    } else {
+      return sum;
+    }
   }
   static constexpr int kEach = (kQueries + kKeys + kThreads - 1) / kThreads;
 
  public:
-  static constexpr int kWords = words();
-  /// Whether there are lines of all reads by keys or diagonals.
-  static constexpr bool kAll = all();
+  static constexpr int kWords = offset<Mod::kLines>();
+  /// Of a score_mod: whether there are lines of all reads by keys or diagonals.
+  static __device__ constexpr bool all() {
+    if constexpr (kHas<Mod>) return Mod::kLines > 0 && !Mod::kTouchesBesides;
+    return false;
+  }
 
   /// By kThreads threads, their part of the lines from (q, kv) on.
   __device__ __forceinline__ void load(const typename Mod::Captured& captured, int b, int h, int q, int kv,
@@ -101,39 +109,60 @@ class TileLines {
     for_each_line([&](auto line, int i, int) {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
-      constexpr bool kOfDiagonals = Mod::kLineOfDiagonals[k];
-      ahead_[k][i] = Mod::template line<k>(captured, b, h, kOfDiagonals ? q + at : q,
-                                           kOfDiagonals ? kv + kKeys - 1 : kv + at, true);
+      constexpr char kOf = Mod::kLineOf[k];
+      const auto element = Mod::template line<k>(captured, b, h, kOf == 'K' ? q : q + at,
+                                                 kOf == 'K'   ? kv + at
+                                                 : kOf == 'D' ? kv + kKeys - 1
+                                                              : kv,
+                                                 true);
+      if constexpr (kSame<Element<k>, float>) {
+        ahead_[k][i] = __float_as_int(element);
+      } else {
+        ahead_[k][i] = static_cast<long long>(element);
+      }
     });
   }
   __device__ __forceinline__ void store(unsigned lines, int thread) const {
     for_each_line([&](auto line, int i, int places) {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
-      if (places % kThreads == 0 || at < places)
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(lines + (offset(k) + at) * 4), "f"(ahead_[k][i]) : "memory");
+      if (places % kThreads != 0 && at >= places) return;
+      if constexpr (sizeof(Element<k>) == 8) {
+        asm volatile("st.shared.b64 [%0], %1;" ::"r"(lines + offset<k>() * 4 + at * 8), "l"(ahead_[k][i]) : "memory");
+      } else {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(lines + (offset<k>() + at) * 4),
+                     "r"(static_cast<int>(ahead_[k][i]))
+                     : "memory");
+      }
     });
   }
 
   /// Of a pair: so many queries and keys from the first ones.
   struct Reads {
-    unsigned of_key, of_diagonal;
+    unsigned lines, of_query, of_key, of_diagonal;
     __device__ __forceinline__ Reads(unsigned lines, int q, int kv)
-        : of_key(lines + kv * 4), of_diagonal(lines + (q - kv + kKeys - 1) * 4) {
+        : lines(lines), of_query(lines + q * 4), of_key(lines + kv * 4), of_diagonal(lines + (q - kv + kKeys - 1) * 4) {
       // Or they would be computed anew for each pair.
       asm volatile("" : "+r"(of_key), "+r"(of_diagonal));
     }
     /// So many queries and keys on.
     __device__ __forceinline__ Reads at(int q, int kv) const {
       Reads result = *this;
+      result.of_query += q * 4;
       result.of_key += kv * 4;
       result.of_diagonal += (q - kv) * 4;
       return result;
     }
     template <int k, class T>
-    __device__ __forceinline__ float read(const T*, bool) const {
-      const unsigned from = Mod::kLineOfDiagonals[k] ? of_diagonal : of_key;
-      return static_cast<const float*>(__cvta_shared_to_generic(from))[offset(k)];
+    __device__ __forceinline__ Element<k> read(const T*, bool) const {
+      const unsigned from = Mod::kLineOf[k] == 'D' ? of_diagonal : Mod::kLineOf[k] == 'K' ? of_key : of_query;
+      if constexpr (sizeof(Element<k>) == 8) {
+        return *static_cast<const long long*>(__cvta_shared_to_generic(2 * from - lines + offset<k>() * 4));
+      } else if constexpr (kSame<Element<k>, float>) {
+        return static_cast<const float*>(__cvta_shared_to_generic(from))[offset<k>()];
+      } else {
+        return static_cast<Element<k>>(static_cast<const int*>(__cvta_shared_to_generic(from))[offset<k>()]);
+      }
     }
   };
 
@@ -144,13 +173,13 @@ class TileLines {
   };
   template <int k = 0, class F>
   static __device__ __forceinline__ void for_each_line(const F& f) {
-    if constexpr (k < count()) {
+    if constexpr (k < Mod::kLines) {
 #pragma unroll
       for (int i = 0; i < (places(k) + kThreads - 1) / kThreads; ++i) f(Number<k>(), i, places(k));
       for_each_line<k + 1>(f);
     }
   }
-  float ahead_[count() + 1][kEach];
+  long long ahead_[Mod::kLines + 1][kEach];
 };
 
 /// Bytes of the widest element that a score_mod reads for each pair by itself, at a place that can be asked for; or 0.
@@ -187,8 +216,8 @@ constexpr bool kUnmaskedToo = [] {
 __device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
 
 /// Whether pairs that take no part read captured tensors too, where their indices are inside: reads then have no
-/// condition of their own, and a thread's equal ones are one.
-#ifdef FUSEGRAD_SHARED_READS
+/// condition of their own, and a thread's equal ones are one. A branch around a mask_mod would wait for each of them.
+#if defined(FUSEGRAD_SHARED_READS) || defined(FUSEGRAD_PREDICATED_READS)
 constexpr bool kAllRead = true;
 #else
 constexpr bool kAllRead = false;
@@ -256,9 +285,10 @@ class TileWalk {
 };
 
 /// Whether a pair of a tile that is not full takes part.
-template <class Config>
+template <class Config, class Reads = score_mod::ReadThere>
 __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typename Config::MaskMod::Captured& mask,
-                                           int kind, int b, int h, int q, int kv, bool inside) {
+                                           int kind, int b, int h, int q, int kv, bool inside,
+                                           const Reads& reads = Reads()) {
   if constexpr (!Config::kBlocks) {
     return inside;
   } else {
@@ -272,7 +302,9 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
       inside = state != kBlockNone;
       full = state == kBlockFull;
     }
-    if constexpr (kHas<typename Config::MaskMod>) {
+    if constexpr (kHas<typename Config::MaskMod> && kAllRead) {
+      return inside & (full | Config::MaskMod::apply(mask, b, h, q, kv, true, reads));
+    } else if constexpr (kHas<typename Config::MaskMod>) {
       if (!full) return inside && Config::MaskMod::apply(mask, b, h, q, kv, inside);
     }
     return inside;
