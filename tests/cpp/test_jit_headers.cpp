@@ -57,7 +57,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      160, true},
     {"cuda/device/flex_backward_hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
-     "extern __shared__ __align__(16) char shared[];\n"
+     "extern __shared__ __align__(1024) char shared[];\n"
      // As a kernel's parameters are: what must be read from global memory stays in registers.
      "static __constant__ FlexBackwardArguments arguments;\n"
      "static __constant__ FlexBackwardHopperArguments more;\n"
@@ -65,7 +65,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexBackwardHopper<HopperBackwardConfig>(arguments, (const FlexSums*)out, more, captured,\n"
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
-     168, true, 384, 96},
+     168, true, 384, 160},
     {"cuda/device/flex_backward_tiles_hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static_assert(FlexBackwardHopperTiles<HopperBackwardConfig>::kSharedBytes <= 227 << 10);\n"
@@ -76,14 +76,14 @@ constexpr HeaderKernel kHeaderKernels[] = {
      16, true},
     {"cuda/device/flex_backward_wide_hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
-     "extern __shared__ __align__(16) char shared[];\n"
+     "extern __shared__ __align__(1024) char shared[];\n"
      "static __constant__ FlexBackwardArguments arguments;\n"
      "static __constant__ FlexBackwardHopperArguments more;\n"
      "static __constant__ ScoreMod::Captured captured;\n"
      "FlexBackwardWideHopper<HopperWideConfig>(arguments, (const FlexSums*)out, more, captured,\n"
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
-     168, true, 384, 96},
+     168, true, 384, 160},
     {"cuda/device/flex_buffers.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"

@@ -182,16 +182,16 @@ class FlexBackwardHopperTiles {
     for (int keys = 0; id < all; ++keys) {
       take(id);
       // Keys that have fewer get tiles beyond the queries: a stage of keys is free when the first tile of the next
-      // ones is done, and their second one asks for the keys after them.
+      // ones is done, and their second one asks for the keys after them. The last tile is of the last head.
       constexpr int kLeast = kSeamless ? 2 : 1;
       int brought = 0, h = key_head_ * a_.group, b = key_batch_;
 #pragma unroll 1
       for (int left = (a_.key_batches == 1 ? a_.batches : 1) * a_.group; left > 0; --left) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
-        for (int tile = 0; tile < walk.count() || (left == 1 && brought < kLeast); ++tile) {
+        for (int tile = 0; tile < walk.count() || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
           const Place p{b, h, tile < walk.count() ? walk[tile] : 4 * row_tiles, 0};
-          const bool last = brought + 1 >= kLeast && tile + 1 >= walk.count() && none_after(b, h, left, row_tiles);
+          const bool last = left == 1 && tile + 1 >= walk.count() && brought + 1 >= kLeast;
           if (last) id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
           load(i++, p, keys, brought++ == 0, last);
         }
@@ -202,18 +202,6 @@ class FlexBackwardHopperTiles {
       }
       if (!kSeamless || id >= all) end(i++, id < all ? kOtherKeys : kNoMore, keys);
     }
-  }
-  /// Whether other heads that share the keys, so many with this one, have no tiles.
-  __device__ __forceinline__ bool none_after(int b, int h, int left, int row_tiles) const {
-#pragma unroll 1
-    while (--left > 0) {
-      if (++h % a_.group == 0) {
-        h -= a_.group;
-        ++b;
-      }
-      if (TileWalk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr).count() > 0) return false;
-    }
-    return true;
   }
   static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
