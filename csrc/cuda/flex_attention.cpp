@@ -39,6 +39,13 @@ std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores,
   return {std::move(c), std::max<int64_t>(launches, 1)};
 }
 
+/// Where a kernel that stores boxes writes a gradient, whose rows may not be as those are.
+Tensor rows_for(const Tensor& grad) {
+  if (grad.numel() == 0 || has_aligned_rows(grad)) return grad;
+  const int64_t vector = 16 / grad.element_size(), cols = tiles_in(grad.size(3), vector) * vector;
+  return at::empty({grad.size(0), grad.size(1), grad.size(2), cols}, grad.options()).narrow(3, 0, grad.size(3));
+}
+
 /// Of a Hopper kernel whose CTAs stay for more of the work: one a multiprocessor, from which they count on.
 int64_t staying_ctas(int64_t work) {
   const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
@@ -127,6 +134,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   for (const FlexCase& kernel : kernels) plans.push_back(FlexCall::plan_of(kernel));
   const bool apart = kernels.front().kernel == FlexKernel::kGradQuery;
   const FlexTileSize& tile = plans.back().tile;
+  const bool boxes = tile.key_stages > 1;
+  const Tensor key_rows = boxes && needs_grad[1] ? rows_for(grad_key) : grad_key,
+               value_rows = boxes && needs_grad[2] ? rows_for(grad_value) : grad_value;
   const int64_t sum_rows = tiles_in(query.size(2), tile.rows) * tile.rows, sum_cols = tiles_in(query.size(3), 16) * 16;
   // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
   Tensor query_sum, query_apart;
@@ -149,8 +159,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   call.fill(a);
   a.grad_out = view(grad_out);
   a.grad_query = view(query_apart);
-  a.grad_key = view(grad_key);
-  a.grad_value = view(grad_value);
+  a.grad_key = view(key_rows);
+  a.grad_value = view(value_rows);
   a.rows = row_data;
   a.row_stride = static_cast<int>(row_stride);
   a.max_scores = data_of(max_scores);
@@ -173,7 +183,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     if (by_key) further.push_back(sum_arguments.data());
     device::FlexBackwardHopperArguments more;
     if (plan.tile.family == FlexFamily::kHopper) {
-      more = call.hopper_backward(plan.tile, grad_out, row_values);
+      more = call.hopper_backward(plan.tile, grad_out, row_values, key_rows, value_rows);
       further.push_back(&more);
       if (by_key && launches == 1 && !keys_shared(c, plan.tile)) ctas = staying_ctas(ctas);
     }
@@ -192,6 +202,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   } else if (needs_grad[0] && inplace) {
     grad_query.copy_(query_apart);
   }
+  if (!key_rows.is_same(grad_key)) grad_key.copy_(key_rows);
+  if (!value_rows.is_same(grad_value)) grad_value.copy_(value_rows);
   sums.finish(grads.buffers, call.stream());
 }
 

@@ -67,13 +67,16 @@ device::TensorMap map_of(const Tensor& t, int rows) {
 
 }  // namespace
 
-Tensor with_aligned_rows(const Tensor& t) {
-  const int64_t bytes = t.element_size(), vector = 16 / bytes;
+bool has_aligned_rows(const Tensor& t) {
+  const int64_t vector = 16 / t.element_size();
   const auto fits = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) % vector == 0; };
-  if (reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) && fits(0) &&
-      fits(1) && fits(2) && t.size(3) % vector == 0) {
-    return t;
-  }
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) && fits(0) &&
+         fits(1) && fits(2) && t.size(3) % vector == 0;
+}
+
+Tensor with_aligned_rows(const Tensor& t) {
+  if (has_aligned_rows(t)) return t;
+  const int64_t vector = 16 / t.element_size();
   const int64_t cols = (t.size(3) + vector - 1) / vector * vector;
   const Tensor wide = cols == t.size(3) ? at::empty({t.size(0), t.size(1), t.size(2), cols}, t.options())
                                         : at::zeros({t.size(0), t.size(1), t.size(2), cols}, t.options());
@@ -160,8 +163,10 @@ device::FlexForwardHopperArguments FlexCall::hopper_forward(const FlexTileSize& 
   return {map_of(query_, tile.rows), map_of(key_, tile.cols), map_of(value_, tile.cols), next_,
           static_cast<int>(case_.blocks ? together : 1)};
 }
+
 device::FlexBackwardHopperArguments FlexCall::hopper_backward(const FlexTileSize& tile, const Tensor& grad_out,
-                                                              const Tensor& rows) const {
+                                                              const Tensor& rows, const Tensor& grad_key,
+                                                              const Tensor& grad_value) const {
   TORCH_CHECK_VALUE(rows.size(0) <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ", rows.size(0));
   jit::TensorMapShape row_shape;
   row_shape.dtype = CU_TENSOR_MAP_DATA_TYPE_FLOAT64;  // a number of 8 bytes that is only copied
@@ -169,6 +174,9 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const FlexTileSize
   row_shape.sizes = {static_cast<uint64_t>(rows.size(0))};
   row_shape.box = {static_cast<uint32_t>(tile.rows)};
   row_shape.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  const auto map_of_gradient = [&](const Tensor& t) {
+    return tile.key_stages > 1 && t.numel() > 0 ? map_of(t, 64) : device::TensorMap{};
+  };
   // With its gradient in float32. Of the query heads that share keys all CTAs are at about the same one.
   const int64_t query_head =
       query_.size(2) * (query_.element_size() * (query_.size(3) + value_.size(3)) + int64_t{4} * query_.size(3));
@@ -176,6 +184,8 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const FlexTileSize
           map_of(key_, tile.cols),
           map_of(value_, tile.cols),
           map_of(grad_out, tile.rows),
+          map_of_gradient(grad_key),
+          map_of_gradient(grad_value),
           encoded(rows, row_shape),
           next_,
           section(key_.size(0) * key_.size(1), query_head),

@@ -14,7 +14,9 @@
 
 namespace fusegrad::cuda {
 
-/// What kernels read by 16 bytes: innermost dimension dense, rows at multiples of 16 bytes; else a copy that is so.
+/// Whether the innermost dimension is dense, and rows are at multiples of 16 bytes, as kernels read and write them.
+bool has_aligned_rows(const at::Tensor& t);
+/// `t`, or a copy that is so.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 device::FlexTensor view(const at::Tensor& t);
 inline const float* data_of(const at::Tensor& t) {
@@ -57,7 +59,8 @@ class FlexCall {
   device::FlexForwardHopperArguments hopper_forward(const FlexTileSize& tile) const;
   /// What the Hopper backward takes besides. After tiles().
   device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const at::Tensor& grad_out,
-                                                      const at::Tensor& rows) const;
+                                                      const at::Tensor& rows, const at::Tensor& grad_key,
+                                                      const at::Tensor& grad_value) const;
 
   /// `more`: the kernel's further arguments. `ahead`: called where the kernel is compiled, with the architecture.
   void launch(const FlexPlan& plan, void* arguments, int64_t ctas, const std::vector<void*>& more,

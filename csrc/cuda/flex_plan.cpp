@@ -47,8 +47,9 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     if (c.kernel == FlexKernel::kBackward) {
       const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;  // dS and dQ
       const int nowhere = c.score_mod.text.empty() ? 0 : 4 * (keys_shared(c, t) ? 256 : 512);
-      return 1024 + 2 * t.cols * (head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) + sums +
-             t.stages * 8 * t.rows + 9 * 16 + 8 * (2 + 2 * t.query_stages + 4 * t.stages) + nowhere;
+      return 2 * t.cols * (t.key_stages * head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) +
+             sums + t.stages * 8 * t.rows + 8 * 16 + 8 * (2 * t.key_stages + 2 * t.query_stages + 4 * t.stages) +
+             nowhere;
     }
     if (c.kernel == FlexKernel::kGradQuery) {
       return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
@@ -110,6 +111,9 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   if (rows == 64 && c.fits_80 && !c.blocks && c.score_mod.text.empty() && !c.max_gradient) {
     return {{80, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
   }
+  // The next keys beside the present ones, where they fit.
+  if (c.score_mod.text.empty() && c.grad_query)
+    return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3, 2}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2, 2}};
   return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
 }
 std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {

@@ -121,6 +121,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   number("kStages", plan.tile.stages);
   number("kGradientStages", plan.tile.gradient_stages);
   number("kQueryStages", plan.tile.query_stages);
+  number("kKeyStages", plan.tile.key_stages);
   number("kParts", plan.tile.parts);
   choice("kBlocks", c.blocks);
   choice("kMixed", mixed(c, plan.tile));
@@ -152,7 +153,7 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
   add(head_cols(c, plan.tile));
   add(value_cols(c, plan.tile));
   for (const int v : {plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages,
-                      plan.tile.gradient_stages, plan.tile.query_stages, plan.tile.parts})
+                      plan.tile.gradient_stages, plan.tile.query_stages, plan.tile.key_stages, plan.tile.parts})
     add(v);
   int flags = 0;
   for (const bool v :
@@ -213,7 +214,7 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
       "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
       (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
       (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments + "HopperArguments more" : "") +
-      ") {\n  extern __shared__ __align__(16) char shared[];\n  " + kernel + "(arguments, " +
+      ") {\n  extern __shared__ __align__(" + (hopper && backward ? "1024" : "16") + ") char shared[];\n  " + kernel + "(arguments, " +
       (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
       (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
   std::string text(c.score_mod.text);

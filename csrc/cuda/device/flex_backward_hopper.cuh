@@ -24,15 +24,15 @@ namespace fusegrad::device {
 template <class Config>
 class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
-  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_, Tiles::key_batch_, Tiles::key_head_, Tiles::mask_;
-  using Tiles::alive, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_, Tiles::more_;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
-  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kNoMore, Tiles::key_empty, Tiles::key_full;
-  using Tiles::kInOrder, Tiles::kLines, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows, Tiles::sum;
+  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty, Tiles::value_empty;
+  using Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows, Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
-  using Tiles::sums_, Tiles::take_keys, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
+  using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
   using Tiles::warp, Tiles::zero;
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // dQ of a warpgroup, transposed: 64 columns of the head, of its part of the queries where those are all columns.
@@ -42,9 +42,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
   // Whether P needs nothing of dP's.
   static constexpr bool kApart = !kInOrder && Config::kGradScores;
-  // Whether pairs are masked element by element: by way of bits it takes longer. Without a block mask only the last
-  // tiles are masked.
-  static constexpr bool kByElement = Config::kMaskAlone && Config::kBlocks;
+  // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
+  // asked for pairs beyond the lengths too, so the code has no branches. Without a block mask only the last tiles are
+  // masked.
+  static constexpr bool kByElement = Config::kMaskAlone && Config::kBlocks && !Config::kMixed;
   // Of the barriers between a warpgroup and the warp that has its dQ added up.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
@@ -78,13 +79,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     int i = 0;
-    for (int keys = 0;; ++keys, ++i) {
-      Barrier::wait(key_full(), keys & 1);
-      take_keys();
+    for (;; ++i) {
       const bool more = add_tiles(i, s, d, grad_key, grad_value);
-      take_keys();  // anew, rather than kept in registers
-      release(key_empty());
-      store_gradients(grad_key, grad_value);
+      if constexpr (!kSeamless) {
+        release(key_empty(0));
+        store_gradients(place_of(i), grad_key, grad_value);
+      }
       if constexpr (Config::kGradQuery) {
         // Of no tile, the place of tile i.
         named_sync(kSumEmpty + group_, kWithWarp);
@@ -105,7 +105,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     const int first = i;
     int b = 0, h = -1;
     wait_query(i);
-    issue_scores(s, i);
+    issue_scores(s, i, 0);
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
     if constexpr (kApart) wait_scores(s);
@@ -122,8 +122,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         pin<kBlocksN * 4>(s[0]);
         if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
       }
-      if (now.b != b || now.h != h) {
+      if (now.b != b || now.h != h || (kSeamless && now.first())) {
         if (h >= 0) sums_.end_head(b, h, first_key());
+        col_ = now.col();
         sums_.begin_head();
         b = now.b;
         h = now.h;
@@ -133,13 +134,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         pairs_apart(now, i, s, d, p, ds);
       } else {
         pairs(now, i, s, d, p, ds);
+        if (now.last()) release(value_empty());
       }
       if constexpr (Config::kGradQuery) {
         keep(ds, i);
         if (i != first) named_sync(kSumEmpty + group_, kWithWarp);
       }
       named_sync(kTurn + group_, 2 * kWarpgroup);
-      turn(i, i == first, p, ds, s, d, grad_key, grad_value);
+      turn(i, i == first, now, p, ds, s, d, grad_key, grad_value);
       named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
       if constexpr (Config::kGradQuery) {
         fence_before_copy();  // products too read by the asynchronous proxy
@@ -147,7 +149,13 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         if (i != first) {
           named_arrive(kSumFull + group_, kWithWarp);
           release(gradient_empty(stage_of(i - 1)));
+          if (kSeamless && now.first()) release(key_empty(now.stage_before()));
         }
+      }
+      if (kSeamless && now.last()) {
+        give_gradients(grad_key, grad_value);
+        zero(grad_key);
+        zero(grad_value);
       }
       touch(i + 1);
       Lines lines;
@@ -166,7 +174,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if constexpr (Config::kGradQuery) {
-      if (i > first) last_grad_query(i - 1);
+      if (i > first) last_grad_query(i - 1, now.stage());
       // What is in place of a tile has stages too.
       Barrier::wait(gradient_empty(stage_of(i)), parity_of(i) ^ 1);
       release(gradient_full(stage_of(i)));
@@ -178,24 +186,48 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     return now.tile != kNoMore;
   }
 
-  __device__ __forceinline__ void store_gradients(float (&grad_key)[kBlocksD][4],
+  // By way of where dQ goes.
+  __device__ __forceinline__ void give_gradients(const float (&grad_key)[kBlocksD][4],
+                                                 const float (&grad_value)[kBlocksE][4]) const {
+    if constexpr (Config::kGradValue) give_rows(grad_value, 1.0f);
+    if constexpr (Config::kGradKey) give_rows(grad_key, a_.scale);
+  }
+  template <int kBlocks>
+  __device__ __forceinline__ void give_rows(const float (&x)[kBlocks][4], float factor) const {
+    named_sync(kSumEmpty + group_, kWithWarp);
+    const int matrix = lane() / 8, row = lane() % 8;
+    const unsigned to =
+        sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kChunkBytes + (matrix / 2 ^ row) * 16;
+#pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      unsigned words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        words[e] = pack(T{}, x[n + e / 2][e % 2 * 2] * factor, x[n + e / 2][e % 2 * 2 + 1] * factor);
+      store_matrices((to ^ n % 8 * 16) + n / 8 * kGroupBytes, words);
+    }
+    fence_before_copy();
+    named_arrive(kSumFull + group_, kWithWarp);
+  }
+
+  __device__ __forceinline__ void store_gradients(const Place& last, float (&grad_key)[kBlocksD][4],
                                                   float (&grad_value)[kBlocksE][4]) const {
     if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
 #pragma unroll 1  // the same code for both
       for (int value = 0; value < 2; ++value) {
         const float factor = value != 0 ? 1.0f : a_.scale;
-        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch_, key_head_, first_key(), a_.keys,
+        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(), a_.keys,
                              value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
 #pragma unroll
         for (int i = 0; i < kBlocksD * 4; ++i) grad_key[i / 4][i % 4] = grad_value[i / 4][i % 4];
       }
     } else {
       if constexpr (Config::kGradKey) {
-        store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad_key,
+        store_rows<false, T>(a_.grad_key, key_batch(last), key_head(last), first_key(), a_.keys, a_.head_size, grad_key,
                              {a_.scale, a_.scale});
       }
       if constexpr (Config::kGradValue) {
-        store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad_value,
+        store_rows<false, T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size, grad_value,
                              {1.0f, 1.0f});
       }
     }
@@ -206,13 +238,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     wgmma_wait<1>();
     pin<kBlocksN * 4>(s[0]);
   }
-  // As pairs(), with its own wait for dP. What a mask leaves out is replaced in loops of their own: beside the
+  // As pairs(), with its own wait for dP. What a mask leaves out is replaced in a loop of its own: beside the
   // exponentials it would not fit registers.
   __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
                                               float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                               unsigned (&ds)[kBlocksN * 2]) const {
     const bool masked = this->masked(place);
     const Bits<kBlocksN * 4> alive = kByElement ? 0 : this->alive(place, masked);
+    const Tested<Bits<kBlocksN * 4>> of_alive(alive);
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
@@ -225,10 +258,15 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                                                                        of_row[e % 2].lse, 0, 0, 0, 0, true, changed);
       }
     }
-    if (masked) zero_others(s, place, alive);
+    if constexpr (kByElement) {
+      if (masked) mark_others(s, place);
+    } else {
+      if (masked) keep_those(s, [&](int i) { return of_alive[i]; });
+    }
     pin<kBlocksN * 4>(s[0]);
     wgmma_wait<0>();
     pin<kBlocksN * 4>(d[0]);
+    if (place.last()) release(value_empty());
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       FlexRow of_row[2];
@@ -236,39 +274,59 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
       put_operand<T>(p + 2 * n, s[n]);
+      if constexpr (kByElement) put_operand<T>(ds + 2 * n, d[n]);
     }
-    if (masked) zero_others(d, place, alive);
+    if constexpr (kByElement) {
+      if (masked) {
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
-  }
-  __device__ __forceinline__ void zero_others(float (&x)[kBlocksN][4], const Place& place,
-                                              Bits<kBlocksN * 4> alive) const {
-    const Tested<Bits<kBlocksN * 4>> of_alive(alive);
-    const int q = place.row() + lane() % 4 * 2, kv = first_key();
-#pragma unroll
-    for (int k = 0; k < kBlocksN * 4; ++k) {
-      bool takes = true;
-      if constexpr (kByElement) {
-        const int at_q = q + k / 4 * 8 + k % 2, at_kv = kv + k / 2 % 2 * 8;
-        takes = takes_part<Config>(a_.tiles, mask_, place.tile & 3, place.b, place.h, at_q, at_kv,
-                                   at_q < a_.queries && at_kv < a_.keys);
-      } else {
-        takes = of_alive[k];
+        for (int n = 0; n < kBlocksN * 2; ++n) ds[n] &= ~sign_masks(p[n]);
       }
-      x[k / 4][k % 4] = takes ? x[k / 4][k % 4] : 0.0f;
+    } else {
+      if (masked) keep_those(d, [&](int i) { return of_alive[i]; });
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
     }
+  }
+  /// Of two numbers of 16 bits, all bits of those whose sign is set.
+  static __device__ __forceinline__ unsigned sign_masks(unsigned x) {
+    unsigned masks;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(masks) : "r"(x));
+    return masks;
+  }
+  /// Probabilities of pairs that take no part become -0, which no others are: so their gradients are known, and a mask
+  /// is computed once.
+  __device__ __forceinline__ void mark_others(float (&p)[kBlocksN][4], const Place& place) const {
+    const int q = place.row() + lane() % 4 * 2, kv = first_key();
+    if constexpr (kHas<typename Config::MaskMod>) {
+      if ((place.tile & 3) != kTileFull) {
+        keep_those(p, [&](int i) {
+          return Config::MaskMod::apply(mask_, place.b, place.h, q + i / 4 * 8 + i % 2, kv + i / 2 % 2 * 8, true);
+        });
+      }
+    }
+    if (at_edge(place)) {
+      keep_those(p, [&](int i) {
+        return q + i / 4 * 8 + i % 2 < a_.queries & kv + i / 2 % 2 * 8 < a_.keys;
+      });
+    }
+  }
+  /// The others become -0.
+  template <class Takes>
+  static __device__ __forceinline__ void keep_those(float (&x)[kBlocksN][4], const Takes& takes) {
+#pragma unroll
+    for (int i = 0; i < kBlocksN * 4; ++i) x[i / 4][i % 4] = takes(i) ? x[i / 4][i % 4] : -0.0f;
   }
 
   /// The products of tile i, and the first ones of the next tile. None of them is under a condition, which would make
   /// the compiler wait for them: of a tile that there is not they are made of whatever lies in shared memory, and not
   /// used.
-  __device__ __forceinline__ void turn(int i, bool first, const unsigned (&p)[kBlocksN * 2],
+  __device__ __forceinline__ void turn(int i, bool first, const Place& now, const unsigned (&p)[kBlocksN * 2],
                                        const unsigned (&ds)[kBlocksN * 2], float (&s)[kBlocksN][4],
                                        float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
                                        float (&grad_value)[kBlocksE][4]) const {
     float c[kBlocksQ][4];
     issue_grad_value(grad_value, p, i);
-    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1);
+    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1, now.stage_before());
     issue_grad_key(grad_key, ds, i);
     wgmma_commit();
     wgmma_wait<1>();
@@ -280,7 +338,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     wait_query(i + 1);
     wgmma_wait<0>();
     pin<kBlocksD * 4>(grad_key[0]);
-    issue_scores(s, i + 1);
+    issue_scores(s, i + 1, now.next_stage());
     release(grad_out_empty(stage_of(i)));
     release(query_empty(query_stage_of(i)));
     // Here, and not before the turn: it keeps the compiler from having dP's registers before dQ's are free.
@@ -303,9 +361,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   }
   /// The warpgroup's columns and queries of tile i, when dS of it is there. Of the tile before the first one (i = -1)
   /// the barrier's phase counts as over.
-  __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i) const {
+  __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage) const {
     Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
-    const auto a = descriptor(key_ + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
+    const auto a = descriptor(key(key_stage) + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
     const auto b = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
     wgmma_fence();
 #pragma unroll
@@ -334,9 +392,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       for (int r = 0; r < 2; ++r) store_pair(to + n * kEightRows + r * kBlockBytes, c[n][2 * r], c[n][2 * r + 1]);
     }
   }
-  __device__ __forceinline__ void last_grad_query(int i) const {
+  __device__ __forceinline__ void last_grad_query(int i, int key_stage) const {
     float c[kBlocksQ][4];
-    issue_grad_query(c, i);
+    issue_grad_query(c, i, key_stage);
     wgmma_wait<0>();
     pin<kBlocksQ * 4>(c[0]);
     give_grad_query(c, i);
@@ -351,8 +409,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
       const Place place = place_of(i);
+      if (kSeamless && place.last()) {
+        if constexpr (Config::kGradValue) store_gradient<Config::kValue>(more_.grad_value, group, place);
+        if constexpr (Config::kGradKey) store_gradient<Config::kHead>(more_.grad_key, group, place);
+      }
       if (place.tile == kNoMore) break;
-      if (adds && place.tile >= 0) {
+      if (adds && place.tile >= 0 && place.row() < a_.sum_rows) {
         const int row = place.row() + first_row(group) + lane() * 8;
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
         add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
@@ -364,6 +426,19 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       named_arrive(kSumEmpty + group, kWithWarp);
     }
     if (adds) wait_sums_added();
+  }
+  // And waits for what comes next.
+  template <int kCols>
+  __device__ __forceinline__ void store_gradient(const TensorMap& to, int group, const Place& place) const {
+    if (const int chunk = lane(); chunk < kCols / kChunk) {
+      store_box(to, sum(group) + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64, key_head(place),
+                key_batch(place));
+      commit_sums();
+      wait_sums_read();
+    }
+    __syncwarp();
+    named_arrive(kSumEmpty + group, kWithWarp);
+    named_sync(kSumFull + group, kWithWarp);
   }
 };
 

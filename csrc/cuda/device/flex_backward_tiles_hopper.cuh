@@ -5,6 +5,8 @@
 // See flex_scores.cuh and flex_backward.cuh for Config; kWarps are those that have keys of their own. Here also:
 //   kGroups                    warpgroups that compute
 //   kQueryStages, kStages      tiles of queries, and of grad_out and dS, in shared memory
+//   kKeyStages                 tiles of keys: with 2, those of the next keys are there before the last products of the
+//                              former ones, and between them there is no seam
 #pragma once
 
 #include "cuda/device/flex_buffers.cuh"
@@ -23,6 +25,7 @@ class FlexBackwardHopperTiles {
   using KeyProduct = Wgmma<T, Config::kHead, true, true>;
   using ValueProduct = Wgmma<T, Config::kValue, true, true>;
   static constexpr bool kOwnKeys = Config::kCols == 64 * Config::kGroups;
+  static constexpr bool kSeamless = Config::kKeyStages == 2;
   static constexpr int kThreads = Config::kGroups * kWarpgroup;
   // Named barriers: each warpgroup's turn to issue products, each warpgroup by itself, all that compute; and of each
   // warpgroup, between it and the warp that has dQ added up: that there is dQ, and that its place is free.
@@ -41,10 +44,10 @@ class FlexBackwardHopperTiles {
   static constexpr int kGradientBytes = Config::kGradQuery ? Config::kRows * Config::kCols * 2 : 0;
   // dQ on its way to memory.
   static constexpr int kSumBytes = Config::kGradQuery ? Config::kRows * Config::kHead * 4 : 0;
-  static constexpr int kAlignment = 1024;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // An even number. Behind them is what touches write, 4 bytes of each thread, or lines.
-  static constexpr int kBarriers = 2 + 2 * Config::kQueryStages + 4 * Config::kStages;
+  // Of what there is once for keys, then of stages; even numbers. Behind them is what touches write, 4 bytes of each thread, or lines.
+  static constexpr int kKeyBarriers = 2 * Config::kKeyStages;
+  static constexpr int kBarriers = kKeyBarriers + 2 * Config::kQueryStages + 4 * Config::kStages;
   static constexpr int kWords = !kHas<ScoreMod> ? 0 : kOwnKeys ? 512 : kThreads;  // of those
   // A tile's place is read until after its stages were released, with dQ.
   static constexpr int kPlaces = 8;
@@ -58,9 +61,10 @@ class FlexBackwardHopperTiles {
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 16 == 0);
 
  public:
-  static constexpr int kSharedBytes = kAlignment + kKeyBytes + kValueBytes + Config::kQueryStages * kQueryBytes +
+  static constexpr int kSharedBytes = Config::kKeyStages * kKeyBytes + kValueBytes +
+                                      Config::kQueryStages * kQueryBytes +
                                       Config::kStages * (kGradOutBytes + kRowBytes + kGradientBytes) + kSumBytes +
-                                      (kPlaces + 1) * 16 + 8 * kBarriers + 4 * kWords + Sums::kSharedBytes;
+                                      kPlaces * 16 + 8 * kBarriers + 4 * kWords + Sums::kSharedBytes;
 
   __device__ __forceinline__ FlexBackwardHopperTiles(const FlexBackwardArguments& a, const FlexSums* sums,
                                                      const FlexBackwardHopperArguments& more,
@@ -70,15 +74,15 @@ class FlexBackwardHopperTiles {
         more_(more),
         score_(score),
         mask_(mask),
-        key_((shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment),
+        key_(shared_address(shared)),
         sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
 
  protected:
   /// Before all else; `releasing` warps release a tile's stages.
   __device__ __forceinline__ void begin(int releasing) {
     if (threadIdx.x == 0) {
-      Barrier::init(key_full(), 1);
-      Barrier::init(key_empty(), kConsumerWarps);
+      Barrier::init(value_empty(), kConsumerWarps);
+      for (int s = 0; s < Config::kKeyStages; ++s) Barrier::init(key_empty(s), kConsumerWarps);
       for (int s = 0; s < Config::kQueryStages; ++s) {
         Barrier::init(query_full(s), 1);
         Barrier::init(query_empty(s), releasing);
@@ -120,14 +124,22 @@ class FlexBackwardHopperTiles {
     return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
   }
   /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or less than
-  /// 0.
+  /// 0. `keys`: the first key, and whether it is their first and their last tile, and the stage that the keys are in.
   struct Place {
-    int b, h, tile;
+    int b, h, tile, keys;
+    static constexpr int kLast = 1, kStage = 2, kFirst = 4;
     __device__ __forceinline__ int row() const { return (tile >> 2) * Config::kRows; }
+    __device__ __forceinline__ int col() const { return keys & ~63; }
+    __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
+    __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
+    __device__ __forceinline__ int stage() const { return keys / kStage & 1; }
+    __device__ __forceinline__ int stage_before() const { return stage() ^ (keys / kFirst & 1); }
+    __device__ __forceinline__ int next_stage() const { return stage() ^ (keys & kLast); }
   };
 
   // Where all lies in shared memory, in this order.
-  __device__ __forceinline__ unsigned value() const { return key_ + kKeyBytes; }
+  __device__ __forceinline__ unsigned key(int s) const { return key_ + (kSeamless ? s * kKeyBytes : 0); }
+  __device__ __forceinline__ unsigned value() const { return key_ + Config::kKeyStages * kKeyBytes; }
   __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kQueryBytes; }
   __device__ __forceinline__ unsigned grad_out(int s) const { return query(Config::kQueryStages) + s * kGradOutBytes; }
   __device__ __forceinline__ unsigned gradient(int s) const { return grad_out(Config::kStages) + s * kGradientBytes; }
@@ -139,12 +151,10 @@ class FlexBackwardHopperTiles {
   }
   /// Of tile i.
   __device__ __forceinline__ unsigned place(int i) const { return rows(Config::kStages) + i % kPlaces * 16; }
-  /// Of the keys that are there.
-  __device__ __forceinline__ unsigned taken() const { return rows(Config::kStages) + kPlaces * 16; }
-  __device__ __forceinline__ unsigned barrier(int i) const { return taken() + 16 + i * 8; }
-  __device__ __forceinline__ unsigned key_full() const { return barrier(0); }
-  __device__ __forceinline__ unsigned key_empty() const { return barrier(1); }
-  __device__ __forceinline__ unsigned query_full(int s) const { return barrier(2 + s); }
+  __device__ __forceinline__ unsigned barrier(int i) const { return rows(Config::kStages) + kPlaces * 16 + i * 8; }
+  __device__ __forceinline__ unsigned value_empty() const { return barrier(0); }
+  __device__ __forceinline__ unsigned key_empty(int s) const { return barrier(1 + (kSeamless ? s : 0)); }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barrier(kKeyBarriers + s); }
   __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
   __device__ __forceinline__ unsigned grad_out_full(int s) const { return query_empty(Config::kQueryStages + s); }
   __device__ __forceinline__ unsigned grad_out_empty(int s) const { return grad_out_full(Config::kStages + s); }
@@ -171,74 +181,81 @@ class FlexBackwardHopperTiles {
     int id = static_cast<int>(blockIdx.x), i = 0;
     for (int keys = 0; id < all; ++keys) {
       take(id);
-      const auto load_keys = [&] {
-        Barrier::wait(key_empty(), keys & 1 ^ 1);
-        const int col = col_tile_ * Config::kCols;
-        store(taken(), col, key_batch_, key_head_);
-        Barrier::expect(key_full(), kKeyBytes + (Config::kGradScores ? kValueBytes : 0));
-        copy_boxes<Config::kCols, Config::kHead>(key_, more_.key, key_full(), col, key_head_, key_batch_);
-        if constexpr (Config::kGradScores)
-          copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, key_full(), col, key_head_, key_batch_);
-      };
-      // Behind the first queries, for which there is room before.
-      bool there = false;
-      int h = key_head_ * a_.group, b = key_batch_;
+      // Keys that have fewer get tiles beyond the queries: a stage of keys is free when the first tile of the next
+      // ones is done, and their second one asks for the keys after them.
+      constexpr int kLeast = kSeamless ? 2 : 1;
+      int brought = 0, h = key_head_ * a_.group, b = key_batch_;
 #pragma unroll 1
       for (int left = (a_.key_batches == 1 ? a_.batches : 1) * a_.group; left > 0; --left) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
-        for (int tile = 0; tile < walk.count() || !there; ++tile) {
-          if (tile < walk.count()) load(i++, {b, h, walk[tile]});
-          if (!there) load_keys();
-          there = true;
+        for (int tile = 0; tile < walk.count() || (left == 1 && brought < kLeast); ++tile) {
+          const Place p{b, h, tile < walk.count() ? walk[tile] : 4 * row_tiles, 0};
+          const bool last = brought + 1 >= kLeast && tile + 1 >= walk.count() && none_after(b, h, left, row_tiles);
+          if (last) id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+          load(i++, p, keys, brought++ == 0, last);
         }
         if (++h % a_.group == 0) {
           h -= a_.group;
           ++b;
         }
       }
-      id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
-      end_keys(i++, id < all ? kOtherKeys : kNoMore);
+      if (!kSeamless || id >= all) end(i++, id < all ? kOtherKeys : kNoMore, keys);
     }
   }
-  static __device__ __forceinline__ void store(unsigned to, int x, int y, int z) {
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(to), "r"(x), "r"(y), "r"(z) : "memory");
-  }
-  /// Three numbers, the same in all threads of a warp, and known to be. Read by the lane that releases stages.
-  static __device__ __forceinline__ void read(unsigned from, int& x, int& y, int& z) {
-    x = y = z = 0;
-    if (lane() == 0) {
-      int unused;
-      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x), "=r"(y), "=r"(z), "=r"(unused)
-                   : "r"(from)
-                   : "memory");
+  /// Whether other heads that share the keys, so many with this one, have no tiles.
+  __device__ __forceinline__ bool none_after(int b, int h, int left, int row_tiles) const {
+#pragma unroll 1
+    while (--left > 0) {
+      if (++h % a_.group == 0) {
+        h -= a_.group;
+        ++b;
+      }
+      if (TileWalk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr).count() > 0) return false;
     }
-    x = __shfl_sync(~0u, x, 0);
-    y = __shfl_sync(~0u, y, 0);
-    z = __shfl_sync(~0u, z, 0);
+    return true;
   }
-  // In place of a tile.
-  __device__ __forceinline__ void end_keys(int i, int kind) const {
+  static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  }
+  // In place of a tile, behind the last one of keys.
+  __device__ __forceinline__ void end(int i, int kind, int keys) const {
     const int s = stage_of(i), query_stage = query_stage_of(i);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
-    store(place(i), 0, 0, kind);
+    store(place(i), key_batch_, key_head_ * a_.group, kind,
+          col_tile_ * Config::kCols | (kSeamless ? keys & 1 : 0) * Place::kStage);
     Barrier::arrive(query_full(query_stage));
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::arrive(grad_out_full(s));
   }
-  __device__ __forceinline__ void load(int i, const Place& p) const {
-    const int s = stage_of(i), query_stage = query_stage_of(i);
+  // With the first tile of keys, number `keys`, those and their values.
+  __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) const {
+    const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
+    const int key_stage = kSeamless ? keys & 1 : 0;
+    store(place(i), p.b, p.h, p.tile,
+          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
-    store(place(i), p.b, p.h, p.tile);
-    Barrier::expect(query_full(query_stage), kQueryBytes);
+    Barrier::expect(query_full(query_stage), kQueryBytes + (first ? kKeyBytes : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
                                              p.b);
+    const auto load_keys = [&] {
+      Barrier::wait(key_empty(key_stage), (kSeamless ? keys >> 1 : keys) & 1 ^ 1);
+      copy_boxes<Config::kCols, Config::kHead>(key(key_stage), more_.key, query_full(query_stage), col, key_head_,
+                                               key_batch_);
+    };
+    if (kSeamless && first) load_keys();
+    const bool with_values = Config::kGradScores && first;
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
-    Barrier::expect(grad_out_full(s), kGradOutBytes + kRowBytes);
+    Barrier::expect(grad_out_full(s), kGradOutBytes + kRowBytes + (with_values ? kValueBytes : 0));
     copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
     // Beyond the head's last row are those of the next one, of pairs that take no part.
     copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
+    if (with_values) {
+      Barrier::wait(value_empty(), keys & 1 ^ 1);
+      copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, grad_out_full(s), col, key_head_, key_batch_);
+    }
+    // Behind the first queries, for which there is room before.
+    if (!kSeamless && first) load_keys();
   }
 
   // --- what consumers wait for ---
@@ -251,13 +268,14 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ void wait_grad_out(int i) const {
     Barrier::wait(grad_out_full(stage_of(i)), parity_of(i));
   }
+  /// The same in all threads of a warp, and known to be: read by the lane that releases stages.
   __device__ __forceinline__ Place place_of(int i) const {
-    Place p;
-    read(place(i), p.b, p.h, p.tile);
-    return p;
+    int x[4] = {};
+    load_four_by_first(lane(), place(i), x);
+    return {x[0], x[1], x[2], x[3]};
   }
-  /// Which keys are there, after key_full and before key_empty.
-  __device__ __forceinline__ void take_keys() { read(taken(), col_, key_batch_, key_head_); }
+  __device__ __forceinline__ int key_head(const Place& p) const { return p.h / a_.group; }
+  __device__ __forceinline__ int key_batch(const Place& p) const { return a_.key_batches == 1 ? 0 : p.b; }
   /// What the warpgroup will read for tile i, which is there: of diagonals, and for each pair by itself where it stays
   /// in the first-level cache, of which dQ leaves 28 KiB; what it reads of keys it has.
   static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 &&
@@ -273,7 +291,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ void touch(int i) const {
     if constexpr (!kTouches) return;
     const Place p = place_of(i);
-    const int kv = col_ + key_group() * 64, thread = this->thread() % kWarpgroup;
+    const int kv = p.col() + key_group() * 64, thread = this->thread() % kWarpgroup;
     const unsigned nowhere = barrier(kBarriers) + this->thread() * 4;
     if constexpr (kTouchesDiagonals<ScoreMod> && !kLines)
       touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
@@ -283,7 +301,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned lines() const { return barrier(kBarriers) + key_group() * Lines::kWords * 4; }
   __device__ __forceinline__ void load(Lines& lines, int i) const {
     const Place p = place_of(i);
-    lines.load(score_, p.b, p.h, p.row(), col_ + key_group() * 64, thread() % kWarpgroup);
+    lines.load(score_, p.b, p.h, p.row(), p.col() + key_group() * 64, thread() % kWarpgroup);
   }
   /// Of the thread's first pair.
   __device__ __forceinline__ auto reads() const {
@@ -307,8 +325,8 @@ class FlexBackwardHopperTiles {
   // --- products ---
 
   // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
-  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int i) const {
-    issue_rows<Config::kHead>(s, key_, query(query_stage_of(i)));
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int i, int key_stage) const {
+    issue_rows<Config::kHead>(s, key(key_stage), query(query_stage_of(i)));
   }
   __device__ __forceinline__ void issue_grad_probabilities(float (&d)[kBlocksN][4], int i) const {
     if constexpr (Config::kGradScores) issue_rows<Config::kValue>(d, value(), grad_out(stage_of(i)));
@@ -345,7 +363,11 @@ class FlexBackwardHopperTiles {
 
   /// Whether some pairs of a tile may not take part.
   __device__ __forceinline__ bool masked(const Place& place) const {
-    return (place.tile & 3) != kTileFull || place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+    return (place.tile & 3) != kTileFull || at_edge(place);
+  }
+  /// Whether some are beyond the lengths.
+  __device__ __forceinline__ bool at_edge(const Place& place) const {
+    return place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
   }
   __device__ __forceinline__ Bits<kBlocksN * 4> alive(const Place& place, bool masked) const {
     if (!masked) return ~Bits<kBlocksN * 4>(0);

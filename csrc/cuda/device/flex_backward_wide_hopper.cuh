@@ -16,12 +16,12 @@ namespace fusegrad::device {
 template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
-  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch_, Tiles::key_head_, Tiles::score_, Tiles::sums_;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch, Tiles::key_head, Tiles::score_, Tiles::sums_;
   using Tiles::alive, Tiles::begin, Tiles::grad_out_empty, Tiles::query_empty, Tiles::first_key, Tiles::lane;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
-  using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::key_full, Tiles::load_rows, Tiles::masked;
+  using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
-  using Tiles::kThreads, Tiles::take_keys;
+  using Tiles::kThreads;
   using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
   using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out, Tiles::zero;
   using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
@@ -61,14 +61,14 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     zero(grad);
     sums_.begin();
     meet();
-    Barrier::wait(key_full(), 0);
-    take_keys();
     int i = 0, b = 0, h = -1;
     wait_query(i);
-    issue_scores(s, i);
+    issue_scores(s, i, 0);
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
-    for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
+    Place now = place_of(i);
+    col_ = now.col();
+    for (; now.tile != kNoMore; now = place_of(++i)) {
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       pin<kBlocksN * 4>(d[0]);
@@ -83,7 +83,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       issue_grad_key(grad, ds, i);
       wgmma_commit();
       wait_query(i + 1);
-      issue_scores(s, i + 1);
+      issue_scores(s, i + 1, 0);
       wait_grad_out(i + 1);
       issue_grad_probabilities(d, i + 1);
       // The tile's sums, while products run.
@@ -103,7 +103,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(d[0]);
     if (h >= 0) sums_.end_head(b, h, first_key());
     if constexpr (Config::kGradKey) {
-      store_rows<false, T>(a_.grad_key, key_batch_, key_head_, first_key(), a_.keys, a_.head_size, grad,
+      store_rows<false, T>(a_.grad_key, key_batch(now), key_head(now), first_key(), a_.keys, a_.head_size, grad,
                            {a_.scale, a_.scale});
     }
   }
@@ -113,11 +113,11 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void consume_for_values() {
     float grad[kBlocksE][4], s[kBlocksN][4];
     zero(grad);
-    Barrier::wait(key_full(), 0);
-    take_keys();
     int i = 0;
     issue_next_scores(s, i);
-    for (Place now = place_of(i); now.tile != kNoMore; now = place_of(++i)) {
+    Place now = place_of(i);
+    col_ = now.col();
+    for (; now.tile != kNoMore; now = place_of(++i)) {
       if constexpr (Config::kGradValue) {
         wait_grad_out(i);
         wgmma_wait<0>();
@@ -136,13 +136,13 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     wgmma_wait<0>();
     if constexpr (Config::kGradValue) {
       pin<kBlocksN * 4>(s[0]);
-      store_rows<false, T>(a_.grad_value, key_batch_, key_head_, first_key(), a_.keys, a_.value_size, grad,
+      store_rows<false, T>(a_.grad_value, key_batch(now), key_head(now), first_key(), a_.keys, a_.value_size, grad,
                            {1.0f, 1.0f});
     }
   }
   __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {
     wait_query(i);
-    if constexpr (Config::kGradValue) issue_scores(s, i);
+    if constexpr (Config::kGradValue) issue_scores(s, i, 0);
   }
 
   // P of the warp's keys, as an operand.

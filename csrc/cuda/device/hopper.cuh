@@ -63,6 +63,16 @@ __device__ __forceinline__ int load_by_first(int lane, unsigned address) {
   return __shfl_sync(~0u, word, 0);
 }
 
+/// As load_by_first, of four words side by side.
+__device__ __forceinline__ void load_four_by_first(int lane, unsigned address, int (&words)[4]) {
+  asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %5, 0;\n@p ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+               : "r"(address), "r"(lane)
+               : "memory");
+#pragma unroll
+  for (int& word : words) word = __shfl_sync(~0u, word, 0);
+}
+
 /// Where a ring of stages is, and how often it went round: its barriers' parity.
 template <int kCount>
 struct Ring {
@@ -127,6 +137,12 @@ __device__ __forceinline__ void copy_line(unsigned to, const TensorMap& from, un
       : "memory");
 }
 
+/// A box to such a tensor, but for what lies beyond it. As add_floats.
+__device__ __forceinline__ void store_box(const TensorMap& to, unsigned from, int col, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&to),
+               "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
 /// Adds floats to others in memory; bytes and addresses are multiples of 16. Like commit and waits by one thread, after
 /// fence_before_copy() by all that wrote them, and a barrier.
 __device__ __forceinline__ void add_floats(float* to, unsigned from, int bytes) {
@@ -195,6 +211,11 @@ __device__ __forceinline__ void pin(float* x) {
 __device__ __forceinline__ void store_matrices_transposed(unsigned address, const unsigned* r) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices(unsigned address, const unsigned* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
                : "memory");
 }
 __device__ __forceinline__ void store_pair(unsigned address, float first, float second) {
