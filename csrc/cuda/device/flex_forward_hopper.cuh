@@ -34,6 +34,11 @@ class FlexForwardHopper {
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   static constexpr int kKindBits = 2 * Config::kParts;
   static constexpr int kBarriers = 4 + 2 * Config::kQueryStages + 4 * Config::kStages;
+  // Whether pairs are masked element by element: by way of bits a tile's mask takes as long as its softmax, but beside
+  // a score_mod's reads of each pair by itself it leaves more of those in flight. And of the pairs that a mask_mod then
+  // is asked for at once.
+  static constexpr bool kByElement = kPairBytes<ScoreMod> == 0;
+  static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
   // would get the next longest too, and early enough for what it reads then to come.
   static constexpr int kAskBefore = 4;
@@ -51,7 +56,7 @@ class FlexForwardHopper {
   using ScoreLines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
   using MaskLines = TileLines<MaskMod, 64, Config::kCols, kWarpgroup>;
   static constexpr int kLineSets = 2, kSetBytes = Config::kLineBytes / (Config::kGroups * kLineSets);
-  static constexpr bool kMaskLines = MaskLines::kWords > 0 && 4 * MaskLines::kWords <= kSetBytes;
+  static constexpr bool kMaskLines = kByElement && MaskLines::kWords > 0 && 4 * MaskLines::kWords <= kSetBytes;
   static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
   static constexpr bool kScoreLines = ScoreLines::kWords > 0 && kMaskLineBytes + 4 * ScoreLines::kWords <= kSetBytes;
   static_assert(kSetBytes % 8 == 0 && Config::kStages % 2 == 0 && !(kSeamless && (kMaskLines || kScoreLines)));
@@ -466,9 +471,7 @@ class FlexForwardHopper {
   }
   /// A set of the warpgroup's; of a mask_mod first.
   __device__ __forceinline__ unsigned lines(int set) const {
-    // Not by group_: an address that is partly in uniform registers makes its reads slower.
-    const int group = static_cast<int>(threadIdx.x) / kWarpgroup;
-    return tile(Config::kStages) + (group * kLineSets + set) * kSetBytes;
+    return tile(Config::kStages) + (group_ * kLineSets + set) * kSetBytes;
   }
   /// Writes what mods will read of a tile.
   __device__ __forceinline__ void bring_lines(int tile, int set) const {
@@ -504,6 +507,10 @@ class FlexForwardHopper {
     // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
     if constexpr (!Config::kUnscaled) change(s, q, kv, reads<kScoreLines, ScoreLines>(lines(set) + kMaskLineBytes));
     if (!masked(tile)) return;
+    if constexpr (!kByElement) {
+      mask(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind_of(tile), b_, h_, q, kv));
+      return;
+    }
     const auto mask_reads = reads<kMaskLines, MaskLines>(lines(set));
     if (Config::kMixed) {
       mask(s, tile, kind_of(tile), q, kv, mask_reads);
@@ -513,7 +520,13 @@ class FlexForwardHopper {
       mask(s, tile, kTilePartial, q, kv, mask_reads);
     }
   }
-  // Element by element: by way of bits a tile's mask takes as long as its softmax.
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = (alive >> (n * 4 + e) & 1) != 0 ? s[n][e] : -FUSEGRAD_INFINITY;
+    }
+  }
   template <class Reads>
   __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], int tile, int kind, int q, int kv,
                                        const Reads& reads) const {
