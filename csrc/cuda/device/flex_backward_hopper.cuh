@@ -1,9 +1,11 @@
 // The backward of flex attention on sm_90a. A CTA owns kCols keys of a key head, 64 for each warpgroup that computes,
 // and goes over the tiles of queries of all query heads that share it; a producer warp brings them by the copy engine.
-// A CTA stays for other keys, which come while the gradients of the former are stored. As in flex_backward.cuh
-// scores and their gradients are transposed (keys are rows): from registers they are operands of the gradients of
-// values and keys. That of the queries has dS of all keys from shared memory, and the copy engine adds it up in float32
-// in memory, a warp for each warpgroup giving it the sums.
+// A CTA stays for other keys, which come while the gradients of the former are stored; where there is room for two
+// tiles of keys (kSeamless), the next keys' first scores are beside the last products of the former ones, whose
+// gradients go to memory by way of dQ's place in shared memory and the copy engine. As in flex_backward.cuh scores and
+// their gradients are transposed (keys are rows): from registers they are operands of the gradients of values and keys.
+// That of the queries has dS of all keys from shared memory, and the copy engine adds it up in float32 in memory, a
+// warp for each warpgroup giving it the sums.
 //
 // A warpgroup's step, for the tile i of queries; the warpgroups take turns in issuing products, so that one's pairs are
 // computed while the other's products run:
@@ -24,13 +26,17 @@ namespace fusegrad::device {
 template <class Config>
 class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
-  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_, Tiles::more_;
-  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
+      Tiles::more_;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of,
+      Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
-  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty, Tiles::value_empty;
-  using Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows, Tiles::sum;
+  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty,
+      Tiles::value_empty;
+  using Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows,
+      Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
   using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
   using Tiles::warp, Tiles::zero;
@@ -196,8 +202,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void give_rows(const float (&x)[kBlocks][4], float factor) const {
     named_sync(kSumEmpty + group_, kWithWarp);
     const int matrix = lane() / 8, row = lane() % 8;
-    const unsigned to =
-        sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kChunkBytes + (matrix / 2 ^ row) * 16;
+    const unsigned to = sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kChunkBytes + (matrix / 2 ^ row) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       unsigned words[4];
@@ -216,8 +221,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll 1  // the same code for both
       for (int value = 0; value < 2; ++value) {
         const float factor = value != 0 ? 1.0f : a_.scale;
-        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(), a_.keys,
-                             value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
+        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(),
+                             a_.keys, value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
 #pragma unroll
         for (int i = 0; i < kBlocksD * 4; ++i) grad_key[i / 4][i % 4] = grad_value[i / 4][i % 4];
       }
@@ -227,8 +232,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
                              {a_.scale, a_.scale});
       }
       if constexpr (Config::kGradValue) {
-        store_rows<false, T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size, grad_value,
-                             {1.0f, 1.0f});
+        store_rows<false, T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size,
+                             grad_value, {1.0f, 1.0f});
       }
     }
   }
@@ -305,9 +310,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
     }
     if (at_edge(place)) {
-      keep_those(p, [&](int i) {
-        return q + i / 4 * 8 + i % 2 < a_.queries & kv + i / 2 % 2 * 8 < a_.keys;
-      });
+      keep_those(p, [&](int i) { return q + i / 4 * 8 + i % 2 < a_.queries & kv + i / 2 % 2 * 8 < a_.keys; });
     }
   }
   /// The others become -0.

@@ -45,7 +45,8 @@ class FlexBackwardHopperTiles {
   // dQ on its way to memory.
   static constexpr int kSumBytes = Config::kGradQuery ? Config::kRows * Config::kHead * 4 : 0;
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // Of what there is once for keys, then of stages; even numbers. Behind them is what touches write, 4 bytes of each thread, or lines.
+  // Of what there is once for keys, then of stages; even numbers. Behind them is what touches write, 4 bytes of each
+  // thread, or lines.
   static constexpr int kKeyBarriers = 2 * Config::kKeyStages;
   static constexpr int kBarriers = kKeyBarriers + 2 * Config::kQueryStages + 4 * Config::kStages;
   static constexpr int kWords = !kHas<ScoreMod> ? 0 : kOwnKeys ? 512 : kThreads;  // of those
@@ -220,8 +221,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) const {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
-    store(place(i), p.b, p.h, p.tile,
-          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst);
+    store(place(i), p.b, p.h, p.tile, col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kQueryBytes + (first ? kKeyBytes : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
