@@ -134,7 +134,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   for (const FlexCase& kernel : kernels) plans.push_back(FlexCall::plan_of(kernel));
   const bool apart = kernels.front().kernel == FlexKernel::kGradQuery;
   const FlexTileSize& tile = plans.back().tile;
-  const bool boxes = tile.key_stages > 1;
+  const bool boxes = stores_boxes(kernels.back(), tile);
   const Tensor key_rows = boxes && needs_grad[1] ? rows_for(grad_key) : grad_key,
                value_rows = boxes && needs_grad[2] ? rows_for(grad_value) : grad_value;
   const int64_t sum_rows = tiles_in(query.size(2), tile.rows) * tile.rows, sum_cols = tiles_in(query.size(3), 16) * 16;

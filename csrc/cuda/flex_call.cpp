@@ -175,7 +175,7 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const FlexTileSize
   row_shape.box = {static_cast<uint32_t>(tile.rows)};
   row_shape.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   const auto map_of_gradient = [&](const Tensor& t) {
-    return tile.key_stages > 1 && t.numel() > 0 ? map_of(t, 64) : device::TensorMap{};
+    return stores_boxes(case_, tile) && t.numel() > 0 ? map_of(t, 64) : device::TensorMap{};
   };
   // With its gradient in float32. Of the query heads that share keys all CTAs are at about the same one.
   const int64_t query_head =

@@ -106,6 +106,8 @@ int computing_warps(const FlexTileSize& t);
 /// Backward: both computing warpgroups have the same 64 keys, and one of them the captured buffers' sums.
 bool keys_shared(const FlexCase& c, const FlexTileSize& t);
 int warps_with_keys(const FlexCase& c, const FlexTileSize& t);
+/// Whether the backward gives the gradients of keys and values to the copy engine, which stores them as boxes.
+bool stores_boxes(const FlexCase& c, const FlexTileSize& t);
 /// Where keys are shared, the queries' gradient is left to a kernel of its own.
 bool adds_grad_query(const FlexCase& c, const FlexTileSize& t);
 

@@ -88,7 +88,7 @@ struct FlexBackwardArguments {
 /// What the backward of sm_90a takes besides.
 struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
-  TensorMap grad_key, grad_value;         // boxes of 64 keys; where CTAs store them so (Config::kKeyStages)
+  TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
   int* next;                              // as FlexForwardHopperArguments has it
   int section;                            // heads of keys whose tiles are begun in the order of their place in the head

@@ -49,9 +49,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // Whether P needs nothing of dP's.
   static constexpr bool kApart = !kInOrder && Config::kGradScores;
   // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
-  // asked for pairs beyond the lengths too, so the code has no branches. Without a block mask only the last tiles are
-  // masked.
-  static constexpr bool kByElement = Config::kMaskAlone && Config::kBlocks && !Config::kMixed;
+  // asked for pairs beyond the lengths too, so the code has no branches.
+  static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
+  // Whether the gradients of keys and values are given to the copy engine, by way of where dQ goes.
+  static constexpr bool kGives = Config::kGradQuery && !kHas<typename Config::ScoreMod>;
+  static_assert(kGives || !kSeamless);
   // Of the barriers between a warpgroup and the warp that has its dQ added up.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
@@ -89,7 +91,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       const bool more = add_tiles(i, s, d, grad_key, grad_value);
       if constexpr (!kSeamless) {
         release(key_empty(0));
-        store_gradients(place_of(i), grad_key, grad_value);
+        if constexpr (kGives) {
+          give_gradients(grad_key, grad_value);
+        } else {
+          store_gradients(place_of(i), grad_key, grad_value);
+        }
       }
       if constexpr (Config::kGradQuery) {
         // Of no tile, the place of tile i.
@@ -192,7 +198,6 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     return now.tile != kNoMore;
   }
 
-  // By way of where dQ goes.
   __device__ __forceinline__ void give_gradients(const float (&grad_key)[kBlocksD][4],
                                                  const float (&grad_value)[kBlocksE][4]) const {
     if constexpr (Config::kGradValue) give_rows(grad_value, 1.0f);
@@ -248,8 +253,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
                                               float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                               unsigned (&ds)[kBlocksN * 2]) const {
-    const bool masked = this->masked(place);
-    const Bits<kBlocksN * 4> alive = kByElement ? 0 : this->alive(place, masked);
+    const Bits<kBlocksN * 4> alive = kByElement ? 0 : this->alive(place, masked(place));
     const Tested<Bits<kBlocksN * 4>> of_alive(alive);
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
@@ -264,9 +268,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
     }
     if constexpr (kByElement) {
-      if (masked) mark_others(s, place);
+      mark_others(s, place);
     } else {
-      if (masked) keep_those(s, [&](int i) { return of_alive[i]; });
+      if (masked(place)) keep_those(s, [&](int i) { return of_alive[i]; });
     }
     pin<kBlocksN * 4>(s[0]);
     wgmma_wait<0>();
@@ -282,12 +286,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if constexpr (kByElement) put_operand<T>(ds + 2 * n, d[n]);
     }
     if constexpr (kByElement) {
-      if (masked) {
+      if (masked(place)) {
 #pragma unroll
         for (int n = 0; n < kBlocksN * 2; ++n) ds[n] &= ~sign_masks(p[n]);
       }
     } else {
-      if (masked) keep_those(d, [&](int i) { return of_alive[i]; });
+      if (masked(place)) keep_those(d, [&](int i) { return of_alive[i]; });
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
     }
@@ -412,7 +416,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
       const Place place = place_of(i);
-      if (kSeamless && place.last()) {
+      if (kGives && (kSeamless ? place.last() : place.tile < 0)) {
         if constexpr (Config::kGradValue) store_gradient<Config::kValue>(more_.grad_value, group, place);
         if constexpr (Config::kGradKey) store_gradient<Config::kHead>(more_.grad_key, group, place);
       }

@@ -75,7 +75,8 @@ class FlexBackwardHopperTiles {
         more_(more),
         score_(score),
         mask_(mask),
-        key_(shared_address(shared)),
+        // As it is aligned already: computed, it stays in a register, where compilers would make it anew of constants.
+        key_((shared_address(shared) + 1023) / 1024 * 1024),
         sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
 
  protected:
