@@ -91,8 +91,9 @@ FlexTileSize hopper_forward(const FlexCase& c) {
   // Where there are lines, 80 would leave no room for them.
   if (head > 128) t.cols = c.blocks || line_bytes(c) > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
-  // A second tile of queries is 2 to 3% slower for three warpgroups without a mask.
-  t.query_stages = groups == 3 && !c.blocks ? 1 : 2;
+  // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
+  const bool first_max = c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 && head <= 128;
+  t.query_stages = groups == 2 && first_max ? 1 : 2;
   if (shared_bytes(c, t) > flex_shared_limit(90)) t.query_stages = 1;
   return t;
 }

@@ -312,6 +312,37 @@ def test_scores_that_grow_or_fall_with_the_keys(d: int, grows: bool, masked: boo
     torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("mask", ["all", "late", "window"])
+@pytest.mark.parametrize("d", [63, 64, 96, 128, 256])
+def test_scores_that_leap(d: int, mask: str) -> None:
+    """Exponentials of scores would overflow that are relative to the first ones. Some rows have none of the first."""
+    b, h, hkv, m, n, dtype = 3, 4, 2, 700, 900, torch.float16 if d == 96 else torch.bfloat16
+    q, k, v = (t.detach() for t in inputs(b, h, m, n, d, dtype, hkv))
+    leaps = (torch.arange(n) % 400 > 350) & (torch.arange(n) > 200)
+    k[0] *= torch.where(leaps, 60, 1).to(dtype)[:, None]
+    k[1] *= (2 ** (torch.arange(n) / 90)).to(dtype)[:, None]
+    k[2] *= 200
+    masks = {
+        "all": None,
+        "late": lambda b, h, q, kv: (q >= kv - 300) & ((kv >= 150) | (q % 5 == 0)) & (q % 97 != 3),
+        "window": lambda b, h, q, kv: (q >= kv) & (q - kv < 300),
+    }
+    chosen = masks[mask]
+    blocks = None if chosen is None else create_block_mask(chosen, None, None, m, n, device=DEVICE)
+    alive = None if chosen is None else chosen(0, 0, torch.arange(m)[:, None], torch.arange(n))
+    out, aux = flex_attention(q, k, v, None, blocks, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    k, v = (t.double().repeat_interleave(h // hkv, 1) for t in (k, v))
+    truth = dense(q.double(), k, v, None, alive)
+    assert relative(out, truth.out) <= 5e-3
+    torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=1e-5, atol=1e-3)
+    inf = k.clone()
+    inf[0, 0, 500, 0], inf[1, 1, 10, 0] = torch.inf, torch.nan
+    ours = flex_attention(q, inf.to(dtype), v.to(dtype), None, blocks)
+    wrong = ~dense(q.double(), inf, v, None, alive).out.isfinite().all(-1)
+    assert torch.equal(~ours.isfinite().all(-1), wrong)
+    assert relative(ours[~wrong], truth.out[~wrong]) <= 5e-3
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_query_that_is_not_finite_leaves_other_heads_alone(d: int) -> None:
     """The last tile of the head before reads what is known of its first queries, too."""

@@ -48,6 +48,12 @@ class FlexForwardHopper {
   // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
   // and whether warpgroups take turns in issuing products.
   static constexpr bool kSeamless = Config::kGroups == 3;
+  // Where scores are only scaled and masked, exponentials are relative to the first maximum of a row, and no other is
+  // looked for, until a tile's sums are above kMostSum: far from where float32 and BFloat16 overflow, but not Float16.
+  // Where products take longer, at larger head sizes, it is slower.
+  static constexpr bool kFirstMax = Config::kUnscaled && Config::kMaskAlone && !Config::kMaxScores &&
+                                    kSame<T, BFloat16> && Config::kHead <= 128 && Config::kValue <= 128;
+  static constexpr float kMostSum = 0x1p64f;
   // Named barriers: each warpgroup's turn, and each by itself.
   static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
   // What mods read by keys, diagonals or queries is of lines in shared memory where there is room for them, each
@@ -311,7 +317,7 @@ class FlexForwardHopper {
   /// All work.
   __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Counted<2>& works) {
     float out[kBlocksE][4], s[kBlocksN][4];
-    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+    // Warpgroup 0 begins; each gives the turn to the next with its products in the queue. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     int tiles = begin(s, keys, queries, works);
     while (row_ != Work::kNoMore) {
@@ -396,27 +402,41 @@ class FlexForwardHopper {
     release(key_empty(keys.stage));
     keys.next();
     if (tiles == 1) release(query_empty(queries.stage()));
-    for (int i = 1;; ++i) {
+    bool in_flight = false, ended = false;
+    for (int i = 1; !ended;) {
       apply_mods(s, now, (i - 1) % kLineSets);
-      softmax(s, rescale, [&] { wait_output(out, values, i > 1); });
+      softmax(s, rescale, [&] { wait_output(out, values, in_flight); });
       multiply(out, rescale);
       pack(p, s);
-      if (i >= tiles) break;
-      wait_keys(keys);
-      if constexpr (kSeamless) begin_turn();
-      issue_scores(s, queries.stage(), keys.stage);
-      // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
-      if constexpr (kSeamless) end_turn();
-      Barrier::wait(value_full(values.stage), values.parity);
-      pin<kBlocksE * 4>(out[0]);
-      issue_out(out, p, values.stage, now);
-      now = number(keys, i);
-      bring_lines(now, i % kLineSets);
-      wgmma_wait<1>();
-      pin<kBlocksN * 4>(s[0]);
-      release(key_empty(keys.stage));
-      keys.next();
-      if (i + 1 == tiles) release(query_empty(queries.stage()));
+      const bool maxima = kFirstMax && !any_without_maximum();
+      ended = true;
+      while (i < tiles) {
+        wait_keys(keys);
+        if constexpr (kSeamless) begin_turn();
+        issue_scores(s, queries.stage(), keys.stage);
+        Barrier::wait(value_full(values.stage), values.parity);
+        pin<kBlocksE * 4>(out[0]);
+        issue_out(out, p, values.stage, now);
+        if constexpr (kSeamless) end_turn();
+        now = number(keys, i);
+        bring_lines(now, i % kLineSets);
+        wgmma_wait<1>();
+        pin<kBlocksN * 4>(s[0]);
+        release(key_empty(keys.stage));
+        keys.next();
+        if (++i == tiles) release(query_empty(queries.stage()));
+        in_flight = true;
+        ended = maxima;
+        if (!maxima) break;
+        apply_mods(s, now, 0);
+        wait_output(out, values, true);
+        ended = add_exponentials(s, p);
+        if (!ended) {
+          in_flight = false;
+          scores_again(s, (now >> kKindBits) * Config::kCols);
+          break;
+        }
+      }
     }
     Barrier::wait(value_full(values.stage), values.parity);
     issue_out(out, p, values.stage, now);
@@ -512,7 +532,7 @@ class FlexForwardHopper {
       return;
     }
     const auto mask_reads = reads<kMaskLines, MaskLines>(lines(set));
-    if (Config::kMixed) {
+    if (Config::kMixed || !Config::kBlocks) {
       mask(s, tile, kind_of(tile), q, kv, mask_reads);
     } else if (kind_of(tile) == kTileFull) {
       mask(s, tile, kTileFull, q, kv, mask_reads);
@@ -600,6 +620,87 @@ class FlexForwardHopper {
       }
       sum_[r] = sum_[r] * rescale[r] + sum[r];
     }
+  }
+  __device__ __forceinline__ bool any_without_maximum() const {
+    return __any_sync(~0u, max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY);
+  }
+  /// In place of scores their exponentials, relative to what they were before, and as an operand. Whether they are not
+  /// too large, else their sums are not added.
+  __device__ __forceinline__ bool add_exponentials(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2]) {
+    const float factor = unit() * kLog2E, origin[2] = {max_[0] * factor, max_[1] * factor};
+    const auto scale = [&](int n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * factor - origin[e / 2];
+    };
+    float sum[2] = {};
+    scale(0);
+    // In this order, or ptxas would put what waits for an exponential right behind it.
+#pragma unroll
+    for (int n = 0; n <= kBlocksN; ++n) {
+      if (n < kBlocksN) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] = power_of_two(s[n][e]);
+      }
+      if (n + 1 < kBlocksN) scale(n + 1);
+      if (n > 0) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e / 2] += s[n - 1][e];
+        put_operand<T>(p + 2 * (n - 1), s[n - 1]);
+      }
+      if (n < kBlocksN) hold_order();
+    }
+    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMostSum)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum_[r] += sum[r];
+    return true;
+  }
+  /// The warp's scores once more, from memory: operands may be gone from shared memory.
+  __device__ __forceinline__ void scores_again(float (&s)[kBlocksN][4], int col) const {
+    const int q = first_query();
+    const long long key_step = 8 * a_.key.row_stride, query_step = 8 * a_.query.row_stride;
+    const T* query = static_cast<const T*>(a_.query.data) + b_ * a_.query.batch_stride + h_ * a_.query.head_stride +
+                     q * a_.query.row_stride;
+    const T* key = static_cast<const T*>(a_.key.data) + (a_.key_batches == 1 ? 0 : b_) * a_.key.batch_stride +
+                   h_ / a_.group * a_.key.head_stride + (col + lane() / 4) * a_.key.row_stride;
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
+    }
+#pragma unroll 1
+    for (int step = 0; step < Config::kHead; step += 16) {
+      const int k = step + lane() % 4 * 2;
+      unsigned word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        word[i] = pair_if(q + i % 2 * 8 < a_.queries && k + i / 2 * 8 < a_.head_size,
+                          query + i % 2 * query_step + k + i / 2 * 8);
+      }
+      const auto rows = Mma<T>::factor(word);
+      const T* at = key + k;
+#pragma unroll
+      for (int n = 0; n < kBlocksN; n += 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          word[i] =
+              pair_if(col + lane() / 4 + (n + i / 2) * 8 < a_.keys && k + i % 2 * 8 < a_.head_size, at + i % 2 * 8);
+          if (i % 2 == 1) at += key_step;
+        }
+        const auto cols = Mma<T>::factor(word);
+        Mma<T>::template step<0>(s[n], rows, cols);
+        Mma<T>::template step<1>(s[n + 1], rows, cols);
+        hold_order();
+      }
+    }
+  }
+  /// Two elements, or zeros.
+  __device__ __forceinline__ static unsigned pair_if(bool there, const T* at) {
+    unsigned word = 0;
+    asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.b32 %0, [%1];\n}"
+                 : "+r"(word)
+                 : "l"(at), "r"(static_cast<int>(there))
+                 : "memory");
+    return word;
   }
   __device__ __forceinline__ static float larger(const float (&x)[4], int r) {
     return score_mod::maximum(x[2 * r], x[2 * r + 1]);
