@@ -214,8 +214,8 @@ jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const s
       "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
       (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
       (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments + "HopperArguments more" : "") +
-      ") {\n  extern __shared__ __align__(" + (hopper && backward ? "1024" : "16") + ") char shared[];\n  " + kernel + "(arguments, " +
-      (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
+      ") {\n  extern __shared__ __align__(" + (hopper && backward ? "1024" : "16") + ") char shared[];\n  " + kernel +
+      "(arguments, " + (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
       (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
   std::string text(c.score_mod.text);
   if (!c.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += c.mask_mod.text;
