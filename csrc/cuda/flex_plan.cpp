@@ -251,7 +251,8 @@ bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
   return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);
 }
 bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kHopper && adds_grad_query(c, t) && c.score_mod.text.empty();
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
+         c.score_mod.text.empty();
 }
 bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
 int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
