@@ -117,10 +117,10 @@ class Kernel(NamedTuple):
         )
 
     def takes(self) -> tuple[int, int]:
-        """Registers of a thread, bytes that they spill."""
+        """Registers of a thread, bytes that they spill or that arrays take which are not in registers."""
         (found,) = _C.jit.resources(flex.program(self.case(), self.architecture)).values()
         assert not found["products_wait"], self
-        return found["registers"], found["spill_store_bytes"]
+        return found["registers"], max(found["spill_store_bytes"], found["stack_bytes"])
 
 
 # Each for two architectures; together they meet all that test_the_selection_meets_everything names.

@@ -259,9 +259,9 @@ class FlexBackwardHopperTiles {
   }
   /// The same in all threads of a warp, and known to be: read by the lane that releases stages.
   __device__ __forceinline__ Place place_of(int i) const {
-    int x[4] = {};
-    load_four_by_first(lane(), place(i), x);
-    return {x[0], x[1], x[2], x[3]};
+    Place p;
+    load_four_by_first(lane(), place(i), p.b, p.h, p.tile, p.keys);
+    return p;
   }
   __device__ __forceinline__ int key_head(const Place& p) const { return p.h / a_.group; }
   __device__ __forceinline__ int key_batch(const Place& p) const { return a_.key_batches == 1 ? 0 : p.b; }

@@ -64,13 +64,16 @@ __device__ __forceinline__ int load_by_first(int lane, unsigned address) {
 }
 
 /// As load_by_first, of four words side by side.
-__device__ __forceinline__ void load_four_by_first(int lane, unsigned address, int (&words)[4]) {
+__device__ __forceinline__ void load_four_by_first(int lane, unsigned address, int& x, int& y, int& z, int& w) {
+  x = y = z = w = 0;
   asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %5, 0;\n@p ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+               : "+r"(x), "+r"(y), "+r"(z), "+r"(w)
                : "r"(address), "r"(lane)
                : "memory");
-#pragma unroll
-  for (int& word : words) word = __shfl_sync(~0u, word, 0);
+  x = __shfl_sync(~0u, x, 0);
+  y = __shfl_sync(~0u, y, 0);
+  z = __shfl_sync(~0u, z, 0);
+  w = __shfl_sync(~0u, w, 0);
 }
 
 /// Where a ring of stages is, and how often it went round: its barriers' parity.
