@@ -92,8 +92,7 @@ FlexTileSize hopper_forward(const FlexCase& c) {
   if (head > 128) t.cols = c.blocks || line_bytes(c) > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
   // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
-  const bool first_max = c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 && head <= 128;
-  t.query_stages = groups == 2 && first_max ? 1 : 2;
+  t.query_stages = groups == 2 && first_maximum(c) ? 1 : 2;
   if (shared_bytes(c, t) > flex_shared_limit(90)) t.query_stages = 1;
   return t;
 }
@@ -239,6 +238,10 @@ bool mixed(const FlexCase& c, const FlexTileSize& t) {
   return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
 }
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
+bool first_maximum(const FlexCase& c) {
+  return c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 &&
+         std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
+}
 bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
 int line_bytes(const FlexCase& c) {

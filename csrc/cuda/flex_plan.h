@@ -96,6 +96,9 @@ int value_cols(const FlexCase& c, const FlexTileSize& t);
 bool mixed(const FlexCase& c, const FlexTileSize& t);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);
+/// Hopper forward, of scores that are only scaled and masked: whether exponentials are relative to the first maximum of
+/// a row. BFloat16 does not overflow where Float16 would, and at larger head sizes it is slower.
+bool first_maximum(const FlexCase& c);
 /// Whether a score_mod has reads of each pair by itself.
 bool reads_pairs(const FlexMod& mod);
 /// Hopper forward: of shared memory, for what mods read by keys or diagonals.

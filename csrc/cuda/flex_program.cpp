@@ -130,6 +130,7 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   if (c.kernel == FlexKernel::kForward) {
     number("kLineBytes", line_bytes(c));
     choice("kUnscaled", c.unscaled);
+    choice("kFirstMaximum", first_maximum(c));
     choice("kMaxScores", c.max_scores);
     choice("kOutLow", c.out_low);
   } else {

@@ -110,6 +110,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                shared_address(shared)).run();\n"
      "#endif",
      168, true, 384},
+    {"cuda/device/flex_forward_tiles_hopper.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "static_assert(FlexForwardHopperTiles<HopperConfig>::kSharedBytes <= 227 << 10);\n"
+     "#endif\n"
+     "out[threadIdx.x] = in[threadIdx.x];",
+     16, true},
     {"cuda/device/flex_grad_query.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
@@ -141,6 +147,14 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "}\n"
      "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod> && !kHas<NoMod>);",
      48, true},
+    {"cuda/device/flex_softmax_hopper.cuh",
+     "FlexHopperSoftmax<HopperConfig> softmax(*(const FlexForwardArguments*)in);\n"
+     "float s[8][4], rescale[2];\n"
+     "for (int i = 0; i < 32; ++i) s[i / 4][i % 4] = in[32 * i + threadIdx.x];\n"
+     "softmax.begin();\n"
+     "softmax.add(s, rescale, [] {});\n"
+     "out[threadIdx.x] = softmax.max(0) + softmax.sum(1) + rescale[0] + s[3][1];",
+     80, true},
     {"cuda/device/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "using namespace fusegrad::device;\n"

@@ -9,51 +9,38 @@
 //   kParts                     1, or kGroups: each warpgroup's queries have kinds of tiles of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
 //   kLineBytes                 of shared memory, for lines of what mods read
+//   kFirstMaximum              exponentials are relative to the first maximum of a row, and no other is looked for
+//   until a
+//                              tile's sums are too large
 #pragma once
 
-#include "cuda/device/flex_scores.cuh"
-#include "cuda/device/hopper.cuh"
+#include "cuda/device/flex_forward_tiles_hopper.cuh"
+#include "cuda/device/flex_softmax_hopper.cuh"
 
 namespace fusegrad::device {
 
 template <class Config>
-class FlexForwardHopper {
+class FlexForwardHopper : FlexForwardHopperTiles<Config> {
+  using Tiles = FlexForwardHopperTiles<Config>;
+  using Tiles::a_, Tiles::key_, Tiles::mask_, Tiles::query_, Tiles::score_, Tiles::value_, Tiles::zeros_;
+  using Tiles::key_empty, Tiles::key_full, Tiles::query_empty, Tiles::query_full, Tiles::value_empty, Tiles::value_full;
+  using Tiles::kKeyBytes, Tiles::kKindBits, Tiles::kQueryBytes, Tiles::kValueBytes;
+  using Tiles::lane, Tiles::produce, Tiles::release, Tiles::tile, Tiles::work, Tiles::work_empty, Tiles::work_full;
+  using typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod, typename Tiles::Stages;
+  using typename Tiles::Work, typename Tiles::Works;
   using T = typename Config::Element;
-  using ScoreMod = typename Config::ScoreMod;
-  using MaskMod = typename Config::MaskMod;
+  using Softmax = FlexHopperSoftmax<Config>;
   using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
   using OutProduct = Wgmma<T, Config::kValue, true, true>;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
-  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
-  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
-  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
-  // Where parts of a tile have kinds of their own: zeros in place of the values of a tile that a part has none of, as
-  // what is not attended to may be infinite.
-  static constexpr int kZeroBytes = Config::kParts > 1 ? kValueBytes : 0;
-  static constexpr int kAlignment = 1024;
-  static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
-  static constexpr int kKindBits = 2 * Config::kParts;
-  static constexpr int kBarriers = 4 + 2 * Config::kQueryStages + 4 * Config::kStages;
   // Whether pairs are masked element by element: by way of bits a tile's mask takes as long as its softmax, but beside
   // a score_mod's reads of each pair by itself it leaves more of those in flight. And of the pairs that a mask_mod then
   // is asked for at once.
   static constexpr bool kByElement = kPairBytes<ScoreMod> == 0;
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
-  // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
-  // would get the next longest too, and early enough for what it reads then to come.
-  static constexpr int kAskBefore = 4;
-  // How many tiles later than keys values are brought: 1 is the order of their products, so that keys do not wait until
-  // there is room for values. It helps where tiles are so large that there is one of queries.
-  static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
   // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
   // and whether warpgroups take turns in issuing products.
   static constexpr bool kSeamless = Config::kGroups == 3;
-  // Where scores are only scaled and masked, exponentials are relative to the first maximum of a row, and no other is
-  // looked for, until a tile's sums are above kMostSum: far from where float32 and BFloat16 overflow, but not Float16.
-  // Where products take longer, at larger head sizes, it is slower.
-  static constexpr bool kFirstMax = Config::kUnscaled && Config::kMaskAlone && !Config::kMaxScores &&
-                                    kSame<T, BFloat16> && Config::kHead <= 128 && Config::kValue <= 128;
-  static constexpr float kMostSum = 0x1p64f;
   // Named barriers: each warpgroup's turn, and each by itself.
   static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
   // What mods read by keys, diagonals or queries is of lines in shared memory where there is room for them, each
@@ -66,58 +53,17 @@ class FlexForwardHopper {
   static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
   static constexpr bool kScoreLines = ScoreLines::kWords > 0 && kMaskLineBytes + 4 * ScoreLines::kWords <= kSetBytes;
   static_assert(kSetBytes % 8 == 0 && Config::kStages % 2 == 0 && !(kSeamless && (kMaskLines || kScoreLines)));
-  static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
-  static_assert(Config::kCols % 16 == 0);
-  static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
 
  public:
-  static constexpr int kSharedBytes = kAlignment + Config::kQueryStages * kQueryBytes +
-                                      Config::kStages * (kKeyBytes + kValueBytes) + kZeroBytes + 8 * kBarriers +
-                                      2 * 16 + 4 * Config::kStages + Config::kLineBytes;
+  using Tiles::kSharedBytes;
 
   __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
                                                const typename ScoreMod::Captured& score,
                                                const typename MaskMod::Captured& mask, unsigned shared)
-      : a_(a),
-        more_(more),
-        score_(score),
-        mask_(mask),
-        query_((shared + kAlignment - 1) / kAlignment * kAlignment),
-        key_(query_ + Config::kQueryStages * kQueryBytes),
-        value_(key_ + Config::kStages * kKeyBytes),
-        zeros_(value_ + Config::kStages * kValueBytes),
-        barriers_(zeros_ + kZeroBytes) {}
+      : Tiles(a, more, score, mask, shared), softmax_(a) {}
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < Config::kQueryStages; ++s) {
-        Barrier::init(query_full(s), 1);
-        Barrier::init(query_empty(s), kConsumerWarps);
-      }
-      for (int s = 0; s < 2; ++s) {
-        Barrier::init(work_full(s), 1);
-        Barrier::init(work_empty(s), kConsumerWarps);
-      }
-      for (int s = 0; s < Config::kStages; ++s) {
-        Barrier::init(key_full(s), 1);
-        Barrier::init(value_full(s), 1);
-        Barrier::init(key_empty(s), kConsumerWarps);
-        Barrier::init(value_empty(s), kConsumerWarps);
-      }
-      Barrier::fence_inits();
-    }
-    if constexpr (kZeroBytes > 0) {
-      constexpr int kStep = (Config::kGroups + 1) * kWarpgroup * 16;
-      static_assert(kZeroBytes % kStep == 0);
-#pragma unroll
-      for (int i = 0; i < kZeroBytes; i += kStep) {
-        const int at = i + static_cast<int>(threadIdx.x) * 16;
-        asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(zeros_ + at), "r"(0) : "memory");
-      }
-      fence_before_copy();
-    }
-    __syncthreads();
-    if constexpr (Config::kBlocks) wait_for_kernel_before();
+    Tiles::begin();
     // The same in all threads of a warp, and known to be.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
@@ -130,140 +76,12 @@ class FlexForwardHopper {
   }
 
  private:
-  using Stages = Ring<Config::kStages>;
-  /// As Ring, in one register.
-  template <int kCount>
-  struct Counted {
-    unsigned i = 0;
-    __device__ __forceinline__ int stage() const { return static_cast<int>(i % kCount); }
-    __device__ __forceinline__ int parity() const { return static_cast<int>(i / kCount & 1); }
-    __device__ __forceinline__ void next() { ++i; }
-  };
-  using QueryStages = Counted<Config::kQueryStages>;
-
-  __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * s; }
-  __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (2 + s); }
-  __device__ __forceinline__ unsigned query_full(int s) const { return barriers_ + 8 * (4 + s); }
-  __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
-  __device__ __forceinline__ unsigned key_full(int s) const { return query_full(2 * Config::kQueryStages + s); }
-  __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
-  __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
-  __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
-  /// A Work, of two stages; a tile's number and kind, of each stage of keys.
-  __device__ __forceinline__ unsigned work(int s) const { return barriers_ + 8 * kBarriers + 16 * s; }
-  __device__ __forceinline__ unsigned tile(int s) const { return work(2) + 4 * s; }
-  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
-  /// The thread's first query.
-  __device__ __forceinline__ int first_query() const {
-    return (row_ & ~Work::kSkips) + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
-  }
-
-  /// kRows queries of a head from `row` on, and how many tiles of keys they have: negative if the block mask is bad.
-  struct Work {
-    int b, h, row, tiles;
-    static constexpr int kNoMore = -1;  // as row
-    // Beside a row, which is a multiple of 64: bit 2 * i says that the last of several tiles has no pair of part i.
-    static constexpr int kSkips = Config::kParts > 1 ? 0x15 : 0;
-  };
-
-  // --- the producer: one thread, which alone divides indices and reads lists ---
-
-  __device__ __forceinline__ void produce() const {
-    Counted<Config::kStages> tiles;
-    QueryStages queries;
-    Counted<2> works;
-    int first = 0, next_first = 0;
-    Work next, w = work_at(static_cast<int>(blockIdx.x), first);
-    for (int id = static_cast<int>(blockIdx.x); w.row != Work::kNoMore; w = next, first = next_first) {
-      tell(w, works);
-      if (w.tiles <= 0) {
-        id = next_id(id);
-        next = work_at(id, next_first);
-        continue;
-      }
-      const int key_head = w.h / a_.group, key_batch = a_.key_batches == 1 ? 0 : w.b;
-      const TileWalk walk = walk_of(w);
-      const int ask = max(w.tiles - kAskBefore, 0);
-      int col = 0;
-#pragma unroll 1  // or its code would be a third of the kernel's
-      for (int i = 0, now = first; i < w.tiles + kLag; ++i) {
-        if (i == ask) id = next_id(id);
-        int value_col = col;
-        if (i < w.tiles) {
-          const int stage = tiles.stage();
-          col = (now >> kKindBits) * Config::kCols;
-          Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
-          if constexpr (Config::kBlocks)
-            asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
-          copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
-                                                  key_batch);
-          now = !Config::kBlocks ? now + (1 << kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
-        }
-        if (i == 0) {
-          Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
-          copy_tile<Config::kRows, Config::kHead>(query_ + queries.stage() * kQueryBytes, more_.query,
-                                                  query_full(queries.stage()), w.row & ~Work::kSkips, w.h, w.b);
-          queries.next();
-        }
-        if (kLag == 0) value_col = col;
-        if (i >= kLag) {
-          const Counted<Config::kStages> brought{tiles.i - kLag};
-          const int stage = brought.stage();
-          Barrier::wait(value_empty(stage), brought.parity() ^ 1);
-          copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage),
-                                                   value_col, key_head, key_batch);
-        }
-        if (i < w.tiles) tiles.next();
-        // What it reads comes while tiles do.
-        if (i == ask) next = work_at(id, next_first);
-      }
-    }
-    tell(w, works);
-  }
-  // Without a block mask all work takes the same time; with one, who is done first goes on first.
-  __device__ __forceinline__ int next_id(int id) const {
-    return static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
-  }
-  __device__ __forceinline__ TileWalk walk_of(const Work& w) const {
-    return TileWalk(a_.tiles, w.b, w.h, w.row / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
-                    (Config*)nullptr);
-  }
-  // `first`: its first tile, where it has one.
-  __device__ __forceinline__ Work work_at(int id, int& first) const {
-    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    if (id >= a_.batches * a_.heads * row_tiles) return {0, 0, Work::kNoMore, 0};
-    // The last queries first: under a causal mask they have the most keys, and what is begun last should not take long.
-    const int section = id / (more_.section * row_tiles) * more_.section, place = id - section * row_tiles;
-    const int heads = min(more_.section, a_.batches * a_.heads - section);
-    const int head = section + place % heads, b = head / a_.heads;
-    Work w{b, head - b * a_.heads, (row_tiles - 1 - place / heads) * Config::kRows, 0};
-    const TileWalk walk = walk_of(w);
-    w.tiles = walk.count();
-    first = walk[0];
-    if constexpr (Config::kParts > 1) {
-      static_assert(kTileNone == 3 && Config::kParts <= 3);
-      if (w.tiles > 1) {
-        const int last = walk[w.tiles - 1];
-        w.row |= last & last >> 1 & Work::kSkips;
-      }
-    }
-    return w;
-  }
-  __device__ __forceinline__ void tell(const Work& w, Counted<2>& works) const {
-    Barrier::wait(work_empty(works.stage()), works.parity() ^ 1);
-    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(work(works.stage())), "r"(w.b), "r"(w.h), "r"(w.row),
-                 "r"(w.tiles)
-                 : "memory");
-    Barrier::arrive(work_full(works.stage()));
-    works.next();
-  }
-
   // --- a consumer warpgroup ---
 
   __device__ __forceinline__ void consume() {
     Stages keys, values;
     QueryStages queries;
-    Counted<2> works;
+    Works works;
     if constexpr (kSeamless) {
       seamless(keys, values, queries, works);
       return;
@@ -275,7 +93,7 @@ class FlexForwardHopper {
     }
   }
   /// The next work; how many tiles it has.
-  __device__ __forceinline__ int take(Counted<2>& works) {
+  __device__ __forceinline__ int take(Works& works) {
     int tiles;
     Barrier::wait(work_full(works.stage()), works.parity());
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -315,7 +133,7 @@ class FlexForwardHopper {
   }
 
   /// All work.
-  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Counted<2>& works) {
+  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Works& works) {
     float out[kBlocksE][4], s[kBlocksN][4];
     // Warpgroup 0 begins; each gives the turn to the next with its products in the queue. The last turn is nobody's.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
@@ -354,7 +172,7 @@ class FlexForwardHopper {
   /// Takes the next work, and issues its first scores; where it has no tiles they are made of whatever lies in shared
   /// memory, and not used: under a condition the compiler would wait for products.
   __device__ __forceinline__ int begin(float (&s)[kBlocksN][4], const Stages& keys, const QueryStages& queries,
-                                       Counted<2>& works) {
+                                       Works& works) {
     const int tiles = take(works);
     if (tiles > 0) {
       Barrier::wait(query_full(queries.stage()), queries.parity());
@@ -365,6 +183,11 @@ class FlexForwardHopper {
       if (row_ != Work::kNoMore) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
     }
     return tiles;
+  }
+
+  /// The thread's first query.
+  __device__ __forceinline__ int first_query() const {
+    return (row_ & ~Work::kSkips) + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
   }
 
   __device__ __forceinline__ void wait_keys(const Stages& keys) const {
@@ -388,11 +211,7 @@ class FlexForwardHopper {
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = 0.0f;
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      max_[r] = -FUSEGRAD_INFINITY;
-      sum_[r] = ties_[r] = 0.0f;
-    }
+    softmax_.begin();
   }
   /// All tiles, `now` the first one, whose scores are there; the output's last product is still in flight then.
   __device__ __forceinline__ void attend(int tiles, int now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
@@ -405,10 +224,10 @@ class FlexForwardHopper {
     bool in_flight = false, ended = false;
     for (int i = 1; !ended;) {
       apply_mods(s, now, (i - 1) % kLineSets);
-      softmax(s, rescale, [&] { wait_output(out, values, in_flight); });
-      multiply(out, rescale);
-      pack(p, s);
-      const bool maxima = kFirstMax && !any_without_maximum();
+      softmax_.add(s, rescale, [&] { wait_output(out, values, in_flight); });
+      Softmax::multiply(out, rescale);
+      Softmax::pack(p, s);
+      const bool maxima = Config::kFirstMaximum && !softmax_.any_without_maximum();
       ended = true;
       while (i < tiles) {
         wait_keys(keys);
@@ -430,7 +249,7 @@ class FlexForwardHopper {
         if (!maxima) break;
         apply_mods(s, now, 0);
         wait_output(out, values, true);
-        ended = add_exponentials(s, p);
+        ended = softmax_.add_by_first(s, p);
         if (!ended) {
           in_flight = false;
           scores_again(s, (now >> kKindBits) * Config::kCols);
@@ -457,9 +276,6 @@ class FlexForwardHopper {
   __device__ __forceinline__ void end_turn() const {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
-  // By each warp.
-  __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
-
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, int stage) const {
     // The same in all threads of a warp, and known to be: descriptors are made of it.
     query_stage = Config::kQueryStages == 1 ? 0 : __shfl_sync(~0u, query_stage, 0);
@@ -580,80 +396,6 @@ class FlexForwardHopper {
     }
   }
 
-  __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
-  static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
-
-  // As FlexForward::softmax. `wait`: for the product in flight, once there are maxima. By then it is done, or nearly
-  // so, and operands of the next one are packed while exponentials are computed, which take eight cycles each.
-  template <class Wait>
-  __device__ __forceinline__ void softmax(float (&s)[kBlocksN][4], float (&rescale)[2], const Wait& wait) {
-    const float factor = unit() * kLog2E;
-    float max[2] = {max_[0], max_[1]}, sum[2] = {}, origin[2];
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
-    }
-    // Not less or equal: NaN too, and a row that had no score yet.
-    bool follows = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      origin[r] = max_[r] * factor;
-      rescale[r] = 1.0f;
-      follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
-    }
-    // The lanes of a row ask each other for its maximum only if a score of the warp's is so much larger.
-    if (Config::kMaxScores || __any_sync(~0u, follows)) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
-    }
-    wait();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          s[n][e] = power_of_two(s[n][e] * factor - origin[r]);
-          sum[r] += s[n][e];
-        }
-      }
-      sum_[r] = sum_[r] * rescale[r] + sum[r];
-    }
-  }
-  __device__ __forceinline__ bool any_without_maximum() const {
-    return __any_sync(~0u, max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY);
-  }
-  /// In place of scores their exponentials, relative to what they were before, and as an operand. Whether they are not
-  /// too large, else their sums are not added.
-  __device__ __forceinline__ bool add_exponentials(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2]) {
-    const float factor = unit() * kLog2E, origin[2] = {max_[0] * factor, max_[1] * factor};
-    const auto scale = [&](int n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * factor - origin[e / 2];
-    };
-    float sum[2] = {};
-    scale(0);
-    // In this order, or ptxas would put what waits for an exponential right behind it.
-#pragma unroll
-    for (int n = 0; n <= kBlocksN; ++n) {
-      if (n < kBlocksN) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) s[n][e] = power_of_two(s[n][e]);
-      }
-      if (n + 1 < kBlocksN) scale(n + 1);
-      if (n > 0) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[e / 2] += s[n - 1][e];
-        put_operand<T>(p + 2 * (n - 1), s[n - 1]);
-      }
-      if (n < kBlocksN) hold_order();
-    }
-    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMostSum)) return false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sum_[r] += sum[r];
-    return true;
-  }
   /// The warp's scores once more, from memory: operands may be gone from shared memory.
   __device__ __forceinline__ void scores_again(float (&s)[kBlocksN][4], int col) const {
     const int q = first_query();
@@ -702,52 +444,18 @@ class FlexForwardHopper {
                  : "memory");
     return word;
   }
-  __device__ __forceinline__ static float larger(const float (&x)[4], int r) {
-    return score_mod::maximum(x[2 * r], x[2 * r + 1]);
-  }
-  // What a row's exponentials are relative to, given a lane's maximum.
-  __device__ __forceinline__ float follow(const float (&s)[kBlocksN][4], float max, int r, float factor,
-                                          float (&rescale)[2]) {
-    max = row_max(max);
-    if constexpr (Config::kMaxScores) {
-      ties_[r] = max != max_[r] ? 0.0f : ties_[r];
-#pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max) + (s[n][2 * r + 1] == max);
-    }
-    // Not less or equal: NaN and the first score (infinity) go on.
-    max = (max - max_[r]) * factor <= kSlack ? max_[r] : max;
-    // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
-    const float from = max == -FUSEGRAD_INFINITY ? 0.0f : max;
-    rescale[r] = power_of_two((max_[r] - from) * factor);
-    max_[r] = max;
-    return from * factor;
-  }
-  __device__ __forceinline__ void multiply(float (&out)[kBlocksE][4], const float (&rescale)[2]) const {
-    if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
-#pragma unroll
-    for (int n = 0; n < kBlocksE; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out[n][e] *= rescale[e / 2];
-    }
-  }
-  // Once the product in flight no longer reads p: computed before, ptxas would put it into the same registers.
-  __device__ __forceinline__ void pack(unsigned (&p)[kBlocksN * 2], const float (&s)[kBlocksN][4]) const {
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);
-  }
-
   __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad, int b, int h, int first) const {
     const float nan = __int_as_float(0x7fffffff);
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int q = first + 8 * r;
-      const bool none = max_[r] == -FUSEGRAD_INFINITY;
-      const float sum = row_sum(sum_[r]), ties = Config::kMaxScores ? row_sum(ties_[r]) : 0.0f;
+      const bool none = softmax_.max(r) == -FUSEGRAD_INFINITY;
+      const float sum = row_sum(softmax_.sum(r)), ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
       factor[r] = bad ? nan : none ? 0.0f : 1.0f / sum;
       if (lane() % 4 != 0 || q >= a_.queries) continue;
       const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
-      const float max = max_[r] * unit();
+      const float max = softmax_.max(r) * softmax_.unit();
       a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : max + logf(sum);
       if constexpr (Config::kMaxScores) {
         a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
@@ -761,13 +469,8 @@ class FlexForwardHopper {
     }
   }
 
-  const FlexForwardArguments& a_;
-  const FlexForwardHopperArguments& more_;
-  const typename ScoreMod::Captured& score_;
-  const typename MaskMod::Captured& mask_;
-  const unsigned query_, key_, value_, zeros_, barriers_;
+  Softmax softmax_;
   int b_, h_, row_, group_;
-  float max_[2], sum_[2], ties_[2];
 };
 
 }  // namespace fusegrad::device
