@@ -41,9 +41,7 @@ std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores,
 
 /// Where a kernel that stores boxes writes a gradient, whose rows may not be as those are.
 Tensor rows_for(const Tensor& grad) {
-  if (grad.numel() == 0 || has_aligned_rows(grad)) return grad;
-  const int64_t vector = 16 / grad.element_size(), cols = tiles_in(grad.size(3), vector) * vector;
-  return at::empty({grad.size(0), grad.size(1), grad.size(2), cols}, grad.options()).narrow(3, 0, grad.size(3));
+  return grad.numel() == 0 || has_aligned_rows(grad) ? grad : new_aligned_rows(grad, false);
 }
 
 /// Of a Hopper kernel whose CTAs stay for more of the work: one a multiprocessor, from which they count on.

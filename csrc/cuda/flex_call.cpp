@@ -4,6 +4,7 @@
 #include <ATen/cuda/CUDAContext.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 #include "cuda/flex_program.h"
@@ -74,13 +75,16 @@ bool has_aligned_rows(const Tensor& t) {
          fits(1) && fits(2) && t.size(3) % vector == 0;
 }
 
+Tensor new_aligned_rows(const Tensor& t, bool zeros_beyond) {
+  const int64_t vector = 16 / t.element_size(), size = t.size(3), cols = (size + vector - 1) / vector * vector;
+  const std::array sizes{t.size(0), t.size(1), t.size(2), cols};
+  const Tensor wide = zeros_beyond && cols > size ? at::zeros(sizes, t.options()) : at::empty(sizes, t.options());
+  return wide.narrow(3, 0, size);
+}
+
 Tensor with_aligned_rows(const Tensor& t) {
   if (has_aligned_rows(t)) return t;
-  const int64_t vector = 16 / t.element_size();
-  const int64_t cols = (t.size(3) + vector - 1) / vector * vector;
-  const Tensor wide = cols == t.size(3) ? at::empty({t.size(0), t.size(1), t.size(2), cols}, t.options())
-                                        : at::zeros({t.size(0), t.size(1), t.size(2), cols}, t.options());
-  const Tensor part = wide.narrow(3, 0, t.size(3));
+  const Tensor part = new_aligned_rows(t, true);
   part.copy_(t);
   return part;
 }

@@ -16,7 +16,9 @@ namespace fusegrad::cuda {
 
 /// Whether the innermost dimension is dense, and rows are at multiples of 16 bytes, as kernels read and write them.
 bool has_aligned_rows(const at::Tensor& t);
-/// `t`, or a copy that is so.
+/// Of t's sizes, such rows, not filled; zeros_beyond: what is between their ends and whole vectors is zeros.
+at::Tensor new_aligned_rows(const at::Tensor& t, bool zeros_beyond);
+/// `t`, or a copy that is so, with zeros beyond.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 device::FlexTensor view(const at::Tensor& t);
 inline const float* data_of(const at::Tensor& t) {

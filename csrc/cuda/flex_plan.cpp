@@ -57,7 +57,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
     }
     return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
            (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 +
-           4 * t.stages + line_bytes(c);
+           4 * t.stages + t.line_bytes;
   }
   const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
   switch (c.kernel) {
@@ -84,12 +84,19 @@ bool reads_by(const FlexMod& mod, std::initializer_list<Reads> kinds) {
   return false;
 }
 
+int line_bytes(const FlexCase& c) {
+  const bool lines = reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal}) ||
+                     reads_by(c.mask_mod, {Reads::kRow, Reads::kKey, Reads::kDiagonal});
+  return lines ? 12 << 10 : 0;
+}
+
 FlexTileSize hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
   const int groups = head <= 64 && masks_alone(c) && !c.max_scores ? 3 : 2;
   FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
   // Where there are lines, 80 would leave no room for them.
-  if (head > 128) t.cols = c.blocks || line_bytes(c) > 0 ? 64 : 80;
+  t.line_bytes = line_bytes(c);
+  if (head > 128) t.cols = c.blocks || t.line_bytes > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
   // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
   t.query_stages = groups == 2 && first_maximum(c) ? 1 : 2;
@@ -244,11 +251,6 @@ bool first_maximum(const FlexCase& c) {
 }
 bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
-int line_bytes(const FlexCase& c) {
-  const bool lines = reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal}) ||
-                     reads_by(c.mask_mod, {Reads::kRow, Reads::kKey, Reads::kDiagonal});
-  return lines ? 12 << 10 : 0;
-}
 int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
 bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
   return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);

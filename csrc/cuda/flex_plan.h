@@ -60,6 +60,7 @@ struct FlexTileSize {
   int key_stages = 1;       // Hopper, backward: tiles of keys in shared memory
   int parts = 1;            // Hopper, forward: of a tile's rows, whose kinds (device::FlexTileKind) are their own
   int gradient_stages = 1;  // portable backward: tiles of dS in shared memory
+  int line_bytes = 0;       // Hopper, forward: of shared memory, for lines of what mods read
 };
 
 struct FlexPlan {
@@ -101,8 +102,6 @@ bool masks_alone(const FlexCase& c);
 bool first_maximum(const FlexCase& c);
 /// Whether a score_mod has reads of each pair by itself.
 bool reads_pairs(const FlexMod& mod);
-/// Hopper forward: of shared memory, for what mods read by keys or diagonals.
-int line_bytes(const FlexCase& c);
 bool has_derivative(const FlexCase& c);
 /// The other warpgroup of the Hopper kernels copies.
 int computing_warps(const FlexTileSize& t);

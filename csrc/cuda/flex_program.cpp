@@ -128,13 +128,14 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   choice("kSplit", c.dtype == DType::kFloat32 && c.split);
   choice("kMaskAlone", masks_alone(c));
   if (c.kernel == FlexKernel::kForward) {
-    number("kLineBytes", line_bytes(c));
+    number("kLineBytes", plan.tile.line_bytes);
     choice("kUnscaled", c.unscaled);
     choice("kFirstMaximum", first_maximum(c));
     choice("kMaxScores", c.max_scores);
     choice("kOutLow", c.out_low);
   } else {
     choice("kGradQuery", adds_grad_query(c, plan.tile));
+    choice("kStoresBoxes", stores_boxes(c, plan.tile));
     choice("kGradKey", c.grad_key);
     choice("kGradValue", c.grad_value);
     choice("kGradScores", c.grad_query || c.grad_key || !plan.schemes.empty());

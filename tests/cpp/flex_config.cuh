@@ -79,7 +79,7 @@ struct Config {
 struct HopperConfig : Config {
   static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 8, kGroups = 2, kStages = 2;
   static constexpr int kQueryStages = 2, kKeyStages = 1, kParts = 1;
-  static constexpr bool kMaskAlone = false, kFirstMaximum = true;
+  static constexpr bool kMaskAlone = false, kFirstMaximum = true, kStoresBoxes = false;
   static constexpr int kLineBytes = 8192;
 };
 struct HopperBackwardConfig : HopperConfig {

@@ -16,7 +16,8 @@
 // engine and products read dS and dQ is behind the turn.
 // Without a score_mod P is computed while dP is still being multiplied.
 //
-// See flex_backward_tiles_hopper.cuh for Config.
+// See flex_backward_tiles_hopper.cuh for Config; here also:
+//   kStoresBoxes               the gradients of keys and values are given to the copy engine, by way of where dQ goes
 #pragma once
 
 #include "cuda/device/flex_backward_tiles_hopper.cuh"
@@ -51,9 +52,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
   // asked for pairs beyond the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
-  // Whether the gradients of keys and values are given to the copy engine, by way of where dQ goes.
-  static constexpr bool kGives = Config::kGradQuery && !kHas<typename Config::ScoreMod>;
-  static_assert(kGives || !kSeamless);
+  static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Of the barriers between a warpgroup and the warp that has its dQ added up.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
@@ -91,7 +90,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       const bool more = add_tiles(i, s, d, grad_key, grad_value);
       if constexpr (!kSeamless) {
         release(key_empty(0));
-        if constexpr (kGives) {
+        if constexpr (Config::kStoresBoxes) {
           give_gradients(grad_key, grad_value);
         } else {
           store_gradients(place_of(i), grad_key, grad_value);
@@ -416,7 +415,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
       const Place place = place_of(i);
-      if (kGives && (kSeamless ? place.last() : place.tile < 0)) {
+      if (Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0)) {
         if constexpr (Config::kGradValue) store_gradient<Config::kValue>(more_.grad_value, group, place);
         if constexpr (Config::kGradKey) store_gradient<Config::kHead>(more_.grad_key, group, place);
       }
