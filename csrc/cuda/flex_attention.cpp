@@ -14,6 +14,9 @@
 #include "cuda/flex_prepare.h"
 #include "cuda/flex_program.h"
 #include "jit/compile.h"
+#include "score_mod/cache.h"
+#include "score_mod/evaluate_cpu.h"
+#include "score_mod/tensors.h"
 
 namespace fusegrad::cuda {
 namespace {
@@ -21,10 +24,39 @@ namespace {
 using at::Tensor;
 using device::FlexTensor;
 
+/// Of a head's pairs about the share that takes part, by a mask_mod that reads no tensor: that of some pairs.
+double share_of_pairs(const ScoreMod& mask_mod, int64_t queries, int64_t keys) {
+  if (mask_mod.text.empty()) return 1;
+  constexpr int64_t kQueries = 8, kKeys = 4;
+  const score_mod::CapturedTensors captured(mask_mod.buffers, mask_mod.scalars);
+  const score_mod::TileProgram<float> program(*score_mod::cached_graph(mask_mod.text), {1, 1, queries, keys}, {},
+                                              captured.scalars());
+  score_mod::TileEvaluator<float> evaluator(program, 1, 1);
+  int found = 0;
+  for (int64_t i = 0; i < kQueries * kKeys; ++i) {
+    const int64_t q = (2 * (i % kQueries) + 1) * queries / (2 * kQueries), kv = (2 * (i / kQueries) + 1) * keys / (2 * kKeys);
+    uint8_t takes = 0;
+    evaluator.mask_mod({0, 0, q, kv, 1, 1}, {&takes, 1});
+    found += takes;
+  }
+  return static_cast<double>(found) / (kQueries * kKeys);
+}
+
+/// Whether tiles of 80 queries take less time than those of 64, a tile 7/6 of it. With a block mask they have no room
+/// for the next keys beside the present ones, which costs half a tile, so it depends on how many queries a key has.
+bool fits_80(const FlexCase& c, const FlexScores& scores, int64_t queries, int64_t keys) {
+  if (!c.blocks) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
+  constexpr int64_t kLeast = 1536, kMost = int64_t{80} * kMostBlocksOfRuns;
+  return queries >= kLeast && queries <= kMost && masks_alone(c) &&
+         share_of_pairs(scores.mask_mod, queries, keys) * static_cast<double>(queries) >= kLeast;
+}
+
 /// What the kernels of a backward have in common, made of what a forward's has; and in how many launches the kernel by
 /// keys runs, so that sums come in one order.
-std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores, const Tensor& key,
-                                           const std::vector<bool>& needs_grad, bool deterministic) {
+std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores, const Tensor& query,
+                                           const Tensor& key, const std::vector<bool>& needs_grad,
+                                           bool deterministic) {
+  c.fits_80 = fits_80(c, scores, query.size(2), key.size(2));
   c.max_scores = c.out_low = c.unscaled = false;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
@@ -89,7 +121,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
       const bool ordered = (aux & kFlexOrdered) != 0;
-      const FlexCase backward = backward_case(c, scores, key, needs_grad, ordered).first;
+      const FlexCase backward = backward_case(c, scores, query, key, needs_grad, ordered).first;
       for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
         jit::compile_ahead(flex_program(next, FlexCall::plan_of(next), architecture).program);
       }
@@ -119,7 +151,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   FlexCall call(query, key, value, scores);
   FlexCase& c = call.kernel_case();
   int64_t launches = 1;
-  std::tie(c, launches) = backward_case(c, scores, key, needs_grad, deterministic);
+  std::tie(c, launches) = backward_case(c, scores, query, key, needs_grad, deterministic);
   c.max_gradient = upstream.max_scores.defined();
 
   const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));

@@ -117,8 +117,6 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) {
     case_.small_lengths &= as_int(n) <= kSmallLength;
   }
-  // A tile of 80 takes 7/6 of the time of one of 64.
-  case_.fits_80 = 7 * tiles_in(query.size(2), 80) <= 6 * tiles_in(query.size(2), 64);
   if (case_.blocks) take_blocks();
 }
 

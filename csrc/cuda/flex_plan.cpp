@@ -115,9 +115,10 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
   const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
   // What products read of keys and values is less for each query then; there are registers for it where pairs need few.
-  if (rows == 64 && c.fits_80 && !c.blocks && c.score_mod.text.empty() && !c.max_gradient) {
-    return {{80, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
-  }
+  // Each 16 queries have a block of a mask: tiles need not begin where blocks do.
+  const FlexTileSize tall{80, 128, 12, 1, 2, FlexFamily::kHopper, 2, 1, c.blocks ? 5 : 1};
+  const bool takes_blocks = c.block_size[0] >= tall.rows && !mixed(c, tall) && (c.grad_query || c.grad_key);
+  if (rows == 64 && c.fits_80 && masks_alone(c) && !c.max_gradient && (!c.blocks || takes_blocks)) return {tall};
   // The next keys beside the present ones, where they fit.
   if (c.score_mod.text.empty() && c.grad_query)
     return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3, 2}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2, 2}};

@@ -47,7 +47,7 @@ struct FlexCase {
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
-  bool fits_80 = true;        ///< Hopper: as many tiles of 80 queries as there are take less time than those of 64
+  bool fits_80 = true;        ///< Hopper: a backward's tiles of 80 queries take less time than those of 64
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kDirectBytes = 16 << 10;        // of shared memory
+constexpr int kDirectBytes = kMostBlocksOfRuns;  // of shared memory
 constexpr int64_t kDirectEntries = 64 << 10;  // of a block mask's lists that each CTA reads
 
 // The kernel that is launched next may begin, if it was launched so that it may: it waits for this one's end before it
@@ -128,6 +128,69 @@ __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, b
   }
 }
 
+// A list of tiles of queries whose parts have kinds of their own, in order, by all threads of a CTA: the tiles begin
+// where a run of blocks with pairs does, so that their rows are hardly more than the run's. `kinds`: of each block of
+// queries, in shared memory. What a run's last tile has beyond the run lies in one block more, which is kTileNone.
+__device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* kinds, int* count,
+                           int* list) {
+  __shared__ int warps[kThreads / kWarp];
+  const int64_t id = blockIdx.x;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int size = static_cast<int>(t.block_size_q), part = p.tile_q / p.parts;
+  const auto kind_of_block = [&](int r) { return r < t.block_rows ? kinds[r] : device::kTileNone; };
+  int found = 0;
+  for (int begin = 0; begin < t.block_rows; begin += kThreads) {
+    const int block = begin + static_cast<int>(threadIdx.x);
+    int run = block, first = 0, last = 0;  // the first block of the run; its tiles that begin in this block
+    if (kind_of_block(block) != device::kTileNone) {
+      while (run > 0 && kinds[run - 1] != device::kTileNone) --run;
+      first = ((block - run) * size + p.tile_q - 1) / p.tile_q;
+      last = (min((block + 1) * size, p.queries) - run * size + p.tile_q - 1) / p.tile_q;
+    }
+    int sum = last - first;
+    for (int d = 1; d < kWarp; d *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (lane == kWarp - 1) warps[warp] = sum;
+    __syncthreads();
+    int before = found + sum - last;
+    for (int w = 0; w < kThreads / kWarp; ++w) {
+      if (w < warp) before += warps[w];
+      found += warps[w];
+    }
+    for (int i = first; i < last; ++i) {
+      const int q = run * size + i * p.tile_q;
+      int state = 0;
+      for (int k = 0; k < p.parts; ++k) {
+        const int at = q + k * part;
+        state |= (at < p.queries ? kind_of_block(at / size) : device::kTileNone) << 2 * k;
+      }
+      list[id * t.cols + before + i] = (q / part << 2 * p.parts) + state;
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    count[id] = found;
+    if (id == 0 && p.zero != nullptr) *p.zero = 0;
+  }
+}
+
+// The same, from the states of all blocks.
+__global__ void __launch_bounds__(kThreads)
+    runs_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
+                int* list) {
+  __shared__ unsigned char kinds[kMostBlocksOfRuns];
+  const int64_t row = static_cast<int64_t>(blockIdx.x / t.rows) * t.block_rows;
+  const int64_t col = blockIdx.x % t.rows * static_cast<int64_t>(p.tile_kv) / t.block_size_kv;
+  for (int r = static_cast<int>(threadIdx.x); r < t.block_rows; r += kThreads) {
+    const unsigned char* blocks = t.blocks + (row + r) * t.block_cols;
+    kinds[r] = *blocks == device::kBlockBad ? device::kTileFull : kind_of(blocks[col]);
+  }
+  __syncthreads();
+  write_runs(t, p, kinds, count, list);
+}
+
 // A CTA a list.
 __global__ void __launch_bounds__(kThreads)
     tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
@@ -198,10 +261,17 @@ __global__ void __launch_bounds__(kThreads)
   };
   look(map.partial, map.list_cols_partial, map.distinguish ? device::kBlockPartial : device::kBlockFull);
   if (map.full.count != nullptr) look(map.full, map.list_cols_full, device::kBlockFull);
-  write_list(t, p, false, count, list, [&](int row) {
-    const int r = row * p.tile_q / static_cast<int>(t.block_size_q);
-    return wrong[r] ? device::kTileFull : states[r] != device::kBlockNone ? kind_of(states[r]) : -1;
-  });
+  for (int r = static_cast<int>(threadIdx.x); r < map.rows; r += kThreads)
+    states[r] = wrong[r] ? device::kTileFull : kind_of(states[r]);
+  __syncthreads();
+  if (p.parts > 1) {
+    write_runs(t, p, states, count, list);
+  } else {
+    write_list(t, p, false, count, list, [&](int row) {
+      const int kind = states[row * p.tile_q / static_cast<int>(t.block_size_q)];
+      return kind == device::kTileNone ? -1 : kind;
+    });
+  }
 }
 
 }  // namespace
@@ -215,7 +285,8 @@ void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream
 void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream) {
   const int64_t rows = static_cast<int64_t>(tiles.batches) * tiles.heads * tiles.rows;
   if (rows == 0) return;
-  launch("flex_tile_lists", tile_lists_kernel, {rows, kThreads}, stream, tiles, lists, count, list);
+  launch("flex_tile_lists", lists.by_key && lists.parts > 1 ? runs_kernel : tile_lists_kernel, {rows, kThreads}, stream,
+         tiles, lists, count, list);
 }
 
 bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int64_t block_size_q,

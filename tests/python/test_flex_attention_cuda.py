@@ -11,7 +11,7 @@ from attention_reference import dense
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import _C, compile_flex, flex_attention
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 pytestmark = ON_EACH_FAMILY
 
@@ -200,17 +200,24 @@ def test_any_of_the_gradients_alone(dtype: torch.dtype, size: int, deterministic
             assert t.grad is None or relative(t.grad, truth[i]) <= limit, (wanted, i)
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, size, length",
+    [(torch.bfloat16, 64, 768), (torch.bfloat16, 128, 3200), (torch.bfloat16, 256, 768), (torch.float32, 16, 768)],
+    ids=str,
+)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_block_that_there_is_not_makes_the_gradient_nan(dtype: torch.dtype, size: int, inplace: bool) -> None:
+def test_a_block_that_there_is_not_makes_the_gradient_nan(
+    dtype: torch.dtype, size: int, length: int, inplace: bool
+) -> None:
     """Of its queries, and of those that are in a tile with some of them; others know nothing of it."""
-    leaves = inputs(1, 1, 768, 768, size, dtype)
-    mask = create_block_mask(causal, None, None, 768, 768, device=DEVICE)
-    mask.kv_num_blocks[0, 0, 5], mask.kv_indices[0, 0, 5] = 2, 9
+    leaves = inputs(1, 1, length, length, size, dtype)
+    mask = create_block_mask(causal, None, None, length, length, device=DEVICE)
+    mask.kv_num_blocks[0, 0, 5], mask.kv_indices[0, 0, 5] = 2, 99
     for deterministic in (False, True):
         out = flex_attention(*(t * 1 for t in leaves), None, mask, deterministic=deterministic, inplace=inplace)
         grad = torch.autograd.grad(out, leaves[0], torch.ones_like(out))[0]
-        assert grad[:, :, 640:].isnan().all() and grad[:, :, :384].isfinite().all()
+        assert grad[:, :, 640:768].isnan().all()
+        assert grad[:, :, :384].isfinite().all() and grad[:, :, 1024:].isfinite().all()
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------
@@ -275,21 +282,41 @@ def test_tiles_in_the_order_of_sections_of_heads() -> None:
         assert relative(grad.view_as(t), t) <= 1e-2
 
 
-@pytest.mark.parametrize("block", [64, 128, 192, 256, (128, 64)], ids=str)
+def window(b, h, q, kv):
+    return (q >= kv) & (q - kv < 200 + 100 * h)
+
+
+def holes(b, h, q, kv):
+    return ((q // 200 + h) * 5 + kv // 170) % 8 != 0
+
+
+@pytest.mark.parametrize("block", [64, 128, 192, 256, (128, 64), (16, 128), (48, 256)], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
-def test_tiles_of_queries_in_several_blocks(d: int, block: int | tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "mask_mod, of_blocks, m, n",
+    [(window, False, 700, 900), (window, True, 2300, 700), (holes, False, 2300, 700), (holes, True, 2301, 600)],
+)
+def test_tiles_of_queries_in_several_blocks(
+    mask_mod: Callable, of_blocks: bool, m: int, n: int, d: int, block: int | tuple[int, int]
+) -> None:
     """Kinds of tiles that differ between their queries; lists from the block mask's own, and from its blocks."""
-
-    def window(b, h, q, kv):
-        return (q >= kv) & (q - kv < 200 + 100 * h)
-
-    q, k, v = (t.detach() for t in inputs(2, 2, 700, 900, d))
-    mask = create_block_mask(window, 1, 2, 700, 900, device=DEVICE, BLOCK_SIZE=block)
-    out, aux = flex_attention(q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True))
-    at = torch.arange(700)[:, None], torch.arange(900)
-    truth = dense(q.double(), k.double(), v.double(), mask=window(0, torch.arange(2)[:, None, None], *at))
+    tensors = inputs(2, 2, m, n, d)
+    mask = create_block_mask(mask_mod, 1, 2, m, n, device=DEVICE, BLOCK_SIZE=block)
+    takes = mask_mod(0, torch.arange(2)[:, None, None], torch.arange(m)[:, None], torch.arange(n))
+    if of_blocks:  # all pairs of those that have some
+        rows, cols = mask.BLOCK_SIZE
+        takes = mask.to_dense()[0].bool().repeat_interleave(rows, 1).repeat_interleave(cols, 2)[:, :m, :n]
+        lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+        mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=(m, n))
+    out, aux = flex_attention(*tensors, block_mask=mask, return_aux=AuxRequest(lse=True))
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    truth = dense(*wide, mask=takes)
     assert relative(out, truth.out) <= 5e-3
     torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=0, atol=1e-4)
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, tensors, upstream)
+    for grad, t in zip(grads, torch.autograd.grad(truth.out, wide, upstream.double()), strict=True):
+        assert relative(grad, t) <= 1e-2
 
 
 @pytest.mark.parametrize("modified", [False, True], ids=["", "bias"])

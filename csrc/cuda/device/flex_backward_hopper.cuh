@@ -252,7 +252,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
                                               float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                               unsigned (&ds)[kBlocksN * 2]) const {
-    const Bits<kBlocksN * 4> alive = kByElement ? 0 : this->alive(place, masked(place));
+    Bits<kBlocksN * 4> alive = 0;
+    if constexpr (!kByElement) alive = this->alive(place, masked(place));
     const Tested<Bits<kBlocksN * 4>> of_alive(alive);
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
@@ -305,10 +306,16 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// is computed once.
   __device__ __forceinline__ void mark_others(float (&p)[kBlocksN][4], const Place& place) const {
     const int q = place.row() + lane() % 4 * 2, kv = first_key();
-    if constexpr (kHas<typename Config::MaskMod>) {
-      if ((place.tile & 3) != kTileFull) {
+    if constexpr (kHas<typename Config::MaskMod> || Config::kParts > 1) {
+      if (const int kinds = place.kinds(); kinds != kTileFull) {
         keep_those(p, [&](int i) {
-          return Config::MaskMod::apply(mask_, place.b, place.h, q + i / 4 * 8 + i % 2, kv + i / 2 % 2 * 8, true);
+          const int kind = Config::kParts == 1 ? kTilePartial : kinds >> i * Config::kParts / (kBlocksN * 4) * 2 & 3;
+          bool takes = kind != kTileNone;
+          if constexpr (kHas<typename Config::MaskMod>) {
+            takes &= kind == kTileFull | Config::MaskMod::apply(mask_, place.b, place.h, q + i / 4 * 8 + i % 2,
+                                                                kv + i / 2 % 2 * 8, true);
+          }
+          return takes;
         });
       }
     }
@@ -410,7 +417,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// warpgroup as long as a product.
   __device__ __forceinline__ void add_grad_query(int group) const {
     const int cols = min(a_.sum_cols - first_col(group), 64);
-    const bool adds = lane() < kBlocksQ;  // eight queries
+    const bool some = lane() < kBlocksQ;  // eight queries
     named_arrive(kSumEmpty + group, kWithWarp);
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
@@ -420,8 +427,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         if constexpr (Config::kGradKey) store_gradient<Config::kHead>(more_.grad_key, group, place);
       }
       if (place.tile == kNoMore) break;
-      if (adds && place.tile >= 0 && place.row() < a_.sum_rows) {
-        const int row = place.row() + first_row(group) + lane() * 8;
+      const int row = place.row() + first_row(group) + lane() * 8;
+      if (some && place.tile >= 0 && row < a_.sum_rows) {
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
         add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
                    cols / 8 * kBlockBytes);
@@ -431,7 +438,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
     }
-    if (adds) wait_sums_added();
+    if (some) wait_sums_added();
   }
   // And waits for what comes next.
   template <int kCols>

@@ -54,6 +54,7 @@ class FlexBackwardHopperTiles {
   static constexpr int kPlaces = 8;
   // In place of a tile, behind the last one of keys: others of other keys follow, or none.
   static constexpr int kOtherKeys = -2, kNoMore = -1;
+  static constexpr int kKindBits = 2 * Config::kParts;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
   // Whether pairs are computed eight queries after eight, as numbers of many at a time would not fit registers.
@@ -125,12 +126,13 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ int query_parity_of(int i) {
     return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
   }
-  /// A tile of queries of one of the query heads that share the keys; `tile` is 4 * row of tiles + kind, or less than
-  /// 0. `keys`: the first key, and whether it is their first and their last tile, and the stage that the keys are in.
+  /// A tile of queries of one of the query heads that share the keys; `tile` is as FlexTiles lists it, or less than 0.
+  /// `keys`: the first key, and whether it is their first and their last tile, and the stage that the keys are in.
   struct Place {
     int b, h, tile, keys;
     static constexpr int kLast = 1, kStage = 2, kFirst = 4;
-    __device__ __forceinline__ int row() const { return (tile >> 2) * Config::kRows; }
+    __device__ __forceinline__ int row() const { return (tile >> kKindBits) * (Config::kRows / Config::kParts); }
+    __device__ __forceinline__ int kinds() const { return tile & ((1 << kKindBits) - 1); }  // 0: all kTileFull
     __device__ __forceinline__ int col() const { return keys & ~63; }
     __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
     __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
@@ -192,7 +194,7 @@ class FlexBackwardHopperTiles {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
         for (int tile = 0; tile < walk.count() || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
-          const Place p{b, h, tile < walk.count() ? walk[tile] : 4 * row_tiles, 0};
+          const Place p{b, h, tile < walk.count() ? walk[tile] : row_tiles * Config::kParts << kKindBits, 0};
           const bool last = left == 1 && tile + 1 >= walk.count() && brought + 1 >= kLeast;
           if (last) id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
           load(i++, p, keys, brought++ == 0, last);
@@ -352,15 +354,16 @@ class FlexBackwardHopperTiles {
 
   /// Whether some pairs of a tile may not take part.
   __device__ __forceinline__ bool masked(const Place& place) const {
-    return (place.tile & 3) != kTileFull || at_edge(place);
+    return place.kinds() != kTileFull || at_edge(place);
   }
   /// Whether some are beyond the lengths.
   __device__ __forceinline__ bool at_edge(const Place& place) const {
     return place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
   }
   __device__ __forceinline__ Bits<kBlocksN * 4> alive(const Place& place, bool masked) const {
+    static_assert(Config::kParts == 1);
     if (!masked) return ~Bits<kBlocksN * 4>(0);
-    return masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.tile & 3, place.b, place.h,
+    return masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.kinds(), place.b, place.h,
                                                            place.row() + lane() % 4 * 2, first_key());
   }
   // P and dS of the warp's keys, as operands.
