@@ -215,7 +215,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     if (plan.tile.family == FlexFamily::kHopper) {
       more = call.hopper_backward(plan.tile, grad_out, row_values, key_rows, value_rows);
       further.push_back(&more);
-      if (by_key && launches == 1 && !keys_shared(c, plan.tile)) ctas = staying_ctas(ctas);
+      if (!by_key || (launches == 1 && !keys_shared(c, plan.tile))) ctas = staying_ctas(ctas);
     }
     if (!by_key || launches == 1) {
       call.launch(plan, &a, ctas, further);

@@ -52,8 +52,9 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
              nowhere;
     }
     if (c.kernel == FlexKernel::kGradQuery) {
-      return 1024 + 2 * ((t.rows + t.stages * t.cols) * (head + value) + t.cols * head) + 8 * (3 + 4 * t.stages) +
-             4 * (t.stages + 1 + 2 * t.rows + (head == 64 && value == 64 ? 1024 : 224));
+      return 1024 + 2 * ((t.query_stages * t.rows + t.stages * t.cols) * (head + value) + t.cols * head) +
+             8 * (2 + 2 * t.query_stages + 4 * t.stages) + 32 * t.query_stages +
+             4 * (t.stages + 1 + t.rows * (head == 64 && value == 64 ? 10 : 3));
     }
     return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
            (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 +
@@ -129,7 +130,7 @@ std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
     // What a score_mod reads for each pair by itself is asked for a tile ahead, and should stay in the first-level
     // cache.
     if (reads_pairs(c.score_mod)) return {{128, 64, 12, 1, 2, FlexFamily::kHopper}};
-    return {{128, 128, 12, 1, 2, FlexFamily::kHopper}};
+    return {{128, 128, 12, 1, 2, FlexFamily::kHopper, 2}, {128, 128, 12, 1, 2, FlexFamily::kHopper}};
   }
   return {{128, 64, 12, 1, 2, FlexFamily::kHopper}, {128, 64, 12, 1, 1, FlexFamily::kHopper}};
 }
@@ -280,9 +281,10 @@ FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
     FlexPlan plan{tiles[i], {}, {}, shared_bytes(c, tiles[i])};
     if (plan.shared_bytes > limit) continue;
     if (has_derivative(c)) {
-      const int left = c.kernel == FlexKernel::kBackward ? limit - plan.shared_bytes : 0;
+      const bool sums = c.kernel == FlexKernel::kBackward;
+      const int left = sums ? limit - plan.shared_bytes : 0;
       // Sums in shared memory are worth more than a stage.
-      const bool another = i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
+      const bool another = sums && i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
       if (!choose_schemes(c, left, plan) && another) continue;
     }
     return plan;

@@ -56,7 +56,7 @@ struct FlexCase {
 struct FlexTileSize {
   int rows = 0, cols = 0, warps = 0, share = 1, stages = 1;
   FlexFamily family = FlexFamily::kPortable;
-  int query_stages = 1;     // Hopper, forward and backward: tiles of queries in shared memory
+  int query_stages = 1;     // Hopper: tiles of queries in shared memory
   int key_stages = 1;       // Hopper, backward: tiles of keys in shared memory
   int parts = 1;            // Hopper, forward: of a tile's rows, whose kinds (device::FlexTileKind) are their own
   int gradient_stages = 1;  // portable backward: tiles of dS in shared memory

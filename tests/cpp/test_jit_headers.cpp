@@ -130,7 +130,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexGradQueryHopper<HopperConfig>(arguments, more, captured, *(const MaskMod::Captured*)in,\n"
      "                                  shared_address(shared)).run();\n"
      "#endif",
-     168, true, 384},
+     168, true, 384, 72},
     {"cuda/device/flex_gradient.cuh",
      "float p, value[2];\n"
      "const FlexQuery row{{in[0], in[1]}, in[2], in[3]};\n"

@@ -349,10 +349,10 @@ __device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Argument
 /// work end together; of few heads only, so that what they read stays in the L2 cache.
 struct Work {
   int head, tile;
-  __device__ __forceinline__ Work(int heads, int tiles) {
+  __device__ __forceinline__ Work(int heads, int tiles, int id = static_cast<int>(blockIdx.x)) {
     constexpr int kTogether = 8;
-    const int first = static_cast<int>(blockIdx.x) / (kTogether * tiles) * kTogether;
-    const int together = min(kTogether, heads - first), rest = static_cast<int>(blockIdx.x) - first * tiles;
+    const int first = id / (kTogether * tiles) * kTogether;
+    const int together = min(kTogether, heads - first), rest = id - first * tiles;
     head = first + rest % together;
     tile = rest / together;
   }
