@@ -274,8 +274,8 @@ class FlexBackwardHopperTiles {
                                          Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
   // Of reads by keys alone a thread has two a tile. With diagonals all are of lines, each warpgroup's its own.
   using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
-  static constexpr bool kLines = kOwnKeys && kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() &&
-                                 Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kLines =
+      kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
   // Of eight queries, that are computed together where registers are left.
   static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
@@ -289,7 +289,7 @@ class FlexBackwardHopperTiles {
     if constexpr (kTouchesPairs)
       touch_pairs<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
   }
-  __device__ __forceinline__ unsigned lines() const { return barrier(kBarriers) + key_group() * Lines::kWords * 4; }
+  __device__ __forceinline__ unsigned lines() const { return barrier(kBarriers) + group_ * Lines::kWords * 4; }
   __device__ __forceinline__ void load(Lines& lines, int i) const {
     const Place p = place_of(i);
     lines.load(score_, p.b, p.h, p.row(), p.col() + key_group() * 64, thread() % kWarpgroup);

@@ -21,10 +21,10 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
-  using Tiles::kThreads;
+  using Tiles::kBlocksHeld, Tiles::kLines, Tiles::kThreads, Tiles::lines, Tiles::load, Tiles::reads, Tiles::thread;
   using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
   using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out, Tiles::zero;
-  using typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
   static constexpr bool kKeysNeeded = Config::kGradScores;
@@ -66,6 +66,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     issue_scores(s, i, 0);
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
+    bring_lines(i);
     Place now = place_of(i);
     col_ = now.col();
     for (; now.tile != kNoMore; now = place_of(++i)) {
@@ -79,6 +80,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         h = now.h;
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
+      if constexpr (kLines) meet();
       pairs(now, i, s, d, p, ds);
       issue_grad_key(grad, ds, i);
       wgmma_commit();
@@ -86,6 +88,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       issue_scores(s, i + 1, 0);
       wait_grad_out(i + 1);
       issue_grad_probabilities(d, i + 1);
+      bring_lines(i + 1);
       // The tile's sums, while products run.
       if constexpr (Sums::kFlushes) {
         meet();
@@ -115,6 +118,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     zero(grad);
     int i = 0;
     issue_next_scores(s, i);
+    if constexpr (Config::kGradValue) bring_lines(i);
     Place now = place_of(i);
     col_ = now.col();
     for (; now.tile != kNoMore; now = place_of(++i)) {
@@ -123,11 +127,13 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
         unsigned p[kBlocksN * 2];
+        if constexpr (kLines) meet();
         probabilities(now, i, s, p);
         issue_grad_value(grad, p, i);
         wgmma_commit();
       }
       issue_next_scores(s, i + 1);
+      if constexpr (Config::kGradValue) bring_lines(i + 1);
       wgmma_wait<1>();
       pin<kBlocksE * 4>(grad[0]);
       release(grad_out_empty(stage_of(i)));
@@ -161,9 +167,10 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
                                                    float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2]) const {
     const int q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    const auto reads = this->reads();
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kInOrder) hold_order();
+      if (kInOrder && n % kBlocksHeld == 0) hold_order();
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -171,12 +178,22 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         float changed;
         const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
         s[n][e] = FlexPairGradient<Config>::probability(score_, a_.scale, s[n][e], of_row[e % 2].lse, place.b, place.h,
-                                                        q + n * 8 + e % 2, kv + e / 2 * 8, takes, changed);
+                                                        q + n * 8 + e % 2, kv + e / 2 * 8, takes, changed,
+                                                        reads.at(n * 8 + e % 2, e / 2 * 8));
       }
       put_operand<T>(p + 2 * n, s[n]);
     }
   }
 
+  // Of tile i, when all threads are done with the last tile's.
+  __device__ __forceinline__ void bring_lines(int i) const {
+    if constexpr (kLines) {
+      Lines lines;
+      load(lines, i);
+      meet();
+      lines.store(this->lines(), thread() % kWarpgroup);
+    }
+  }
   __device__ __forceinline__ void meet() const { named_sync(kAlone + group_, kWarpgroup); }
 };
 

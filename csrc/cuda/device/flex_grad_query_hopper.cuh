@@ -46,7 +46,7 @@ class FlexGradQueryHopper {
   using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
   static constexpr int kWords = Config::kRows * (Config::kHead == 64 && Config::kValue == 64 ? 10 : 3);
   static constexpr bool kSmall = Config::kHead <= 128;
-  static constexpr bool kLines = kSmall && !kPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kLines = !kPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
   static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
   // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
   // registers; and how many. What they wait for, they wait for together.
