@@ -180,6 +180,7 @@ backward bfloat16 64 64 D document
 backward bfloat16 64 64 F none
 backward bfloat16 64 64 C none
 backward bfloat16 128 128 none none
+backward bfloat16 128 128 none causal
 backward bfloat16 128 128 none document
 backward bfloat16 128 128 alibi none
 backward bfloat16 128 128 softcap causal

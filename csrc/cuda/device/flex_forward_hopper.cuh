@@ -41,6 +41,11 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
   // and whether warpgroups take turns in issuing products.
   static constexpr bool kSeamless = Config::kGroups == 3;
+  // Whether warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so that from the start one's
+  // exponentials are beside the other's products. In smaller heads that is slower.
+  static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
+  // Two barriers in turn: warpgroup 0 may be one work ahead, but not two, as keys have two stages.
+  static_assert(!kStaggered || Config::kStages == 2);
   // Named barriers: each warpgroup's turn, and each by itself.
   static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
   // What mods read by keys, diagonals or queries is of lines in shared memory where there is room for them, each
@@ -89,7 +94,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     while (true) {
       const int tiles = take(works);
       if (row_ == Work::kNoMore) break;
-      compute(tiles, keys, values, queries);
+      compute(tiles, keys, values, queries, works.stage());
     }
   }
   /// The next work; how many tiles it has.
@@ -111,15 +116,17 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     return tiles;
   }
 
-  /// One work after the other.
-  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries) {
+  /// One work after the other; `parity`: of how many there were.
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries, int parity) {
     float out[kBlocksE][4], s[kBlocksN][4];
     clear(out);
     if (tiles > 0) {
       Barrier::wait(query_full(queries.stage()), queries.parity());
       // Nothing to overlap the first tile's scores with.
       wait_keys(keys);
+      if (kStaggered && group_ == 1) named_sync(kTurn + parity, 2 * kWarpgroup);
       issue_scores(s, queries.stage(), keys.stage);
+      if (kStaggered && group_ == 0) named_arrive(kTurn + parity, 2 * kWarpgroup);
       const int now = number(keys, 0);
       // Others may still read the last tile's.
       if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
