@@ -34,7 +34,8 @@ double share_of_pairs(const ScoreMod& mask_mod, int64_t queries, int64_t keys) {
   score_mod::TileEvaluator<float> evaluator(program, 1, 1);
   int found = 0;
   for (int64_t i = 0; i < kQueries * kKeys; ++i) {
-    const int64_t q = (2 * (i % kQueries) + 1) * queries / (2 * kQueries), kv = (2 * (i / kQueries) + 1) * keys / (2 * kKeys);
+    const int64_t q = (2 * (i % kQueries) + 1) * queries / (2 * kQueries),
+                  kv = (2 * (i / kQueries) + 1) * keys / (2 * kKeys);
     uint8_t takes = 0;
     evaluator.mask_mod({0, 0, q, kv, 1, 1}, {&takes, 1});
     found += takes;
@@ -53,9 +54,8 @@ bool fits_80(const FlexCase& c, const FlexScores& scores, int64_t queries, int64
 
 /// What the kernels of a backward have in common, made of what a forward's has; and in how many launches the kernel by
 /// keys runs, so that sums come in one order.
-std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores, const Tensor& query,
-                                           const Tensor& key, const std::vector<bool>& needs_grad,
-                                           bool deterministic) {
+std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores, const Tensor& query, const Tensor& key,
+                                           const std::vector<bool>& needs_grad, bool deterministic) {
   c.fits_80 = fits_80(c, scores, query.size(2), key.size(2));
   c.max_scores = c.out_low = c.unscaled = false;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());

@@ -58,7 +58,7 @@ struct FlexTileSize {
   FlexFamily family = FlexFamily::kPortable;
   int query_stages = 1;     // Hopper: tiles of queries in shared memory
   int key_stages = 1;       // Hopper, backward: tiles of keys in shared memory
-  int parts = 1;            // Hopper, forward: of a tile's rows, whose kinds (device::FlexTileKind) are their own
+  int parts = 1;            // Hopper: of a tile's rows, whose kinds (device::FlexTileKind) are their own
   int gradient_stages = 1;  // portable backward: tiles of dS in shared memory
   int line_bytes = 0;       // Hopper, forward: of shared memory, for lines of what mods read
 };

@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kDirectBytes = kMostBlocksOfRuns;  // of shared memory
-constexpr int64_t kDirectEntries = 64 << 10;  // of a block mask's lists that each CTA reads
+constexpr int64_t kDirectEntries = 64 << 10;     // of a block mask's lists that each CTA reads
 
 // The kernel that is launched next may begin, if it was launched so that it may: it waits for this one's end before it
 // reads anything.

@@ -26,7 +26,7 @@ inline constexpr int kMostBlocksOfRuns = 16 << 10;
 struct FlexTileLists {
   int queries, keys, tile_q, tile_kv;
   bool by_key;
-  int parts = 1;        // of a tile's queries, each with a kind of its own
+  int parts = 1;  // of a tile's queries, each with a kind of its own
   // By key with parts, blocks have as many queries as a tile at least, and those are at most kMostBlocksOfRuns; tiles
   // begin at any part.
   int* zero = nullptr;  // a number that becomes 0, where a kernel wants one

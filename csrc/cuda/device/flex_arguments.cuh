@@ -12,9 +12,9 @@ struct FlexTensor {
 
 /// The tiles of scores that take part: of each row of tiles (query tiles in the forward, key tiles in the backward)
 /// how many, and which: 4 * column + FlexTileKind, ascending; where parts of a tile's rows have kinds of their own,
-/// column * 4^parts + the sum of kind_i * 4^i, and for key tiles, whose query tiles then begin at any part, that part in
-/// place of the column. `count` is null: all of them, fully. A negative count says that the block mask lists a block that
-/// there is not: the result is NaN.
+/// column * 4^parts + the sum of kind_i * 4^i, and for key tiles, whose query tiles then begin at any part, that part
+/// in place of the column. `count` is null: all of them, fully. A negative count says that the block mask lists a block
+/// that there is not: the result is NaN.
 struct FlexTiles {
   const int* count;  // [batches, heads, rows]
   const int* list;   // [batches, heads, rows, cols]

@@ -52,6 +52,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
   // asked for pairs beyond the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
+  static_assert(Config::kParts == 1 || (kApart && kByElement));
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Of the barriers between a warpgroup and the warp that has its dQ added up.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
@@ -312,8 +313,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
           const int kind = Config::kParts == 1 ? kTilePartial : kinds >> i * Config::kParts / (kBlocksN * 4) * 2 & 3;
           bool takes = kind != kTileNone;
           if constexpr (kHas<typename Config::MaskMod>) {
-            takes &= kind == kTileFull | Config::MaskMod::apply(mask_, place.b, place.h, q + i / 4 * 8 + i % 2,
-                                                                kv + i / 2 % 2 * 8, true);
+            takes &= kind == kTileFull |
+                     Config::MaskMod::apply(mask_, place.b, place.h, q + i / 4 * 8 + i % 2, kv + i / 2 % 2 * 8, true);
           }
           return takes;
         });

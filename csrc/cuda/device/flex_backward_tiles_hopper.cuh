@@ -7,6 +7,8 @@
 //   kQueryStages, kStages      tiles of queries, and of grad_out and dS, in shared memory
 //   kKeyStages                 tiles of keys: with 2, those of the next keys are there before the last products of the
 //                              former ones, and between them there is no seam
+//   kParts                     1, or parts of a tile's queries, at any of which it may begin, each with a kind of tile
+//                              of its own
 #pragma once
 
 #include "cuda/device/flex_buffers.cuh"
