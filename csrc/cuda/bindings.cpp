@@ -93,6 +93,13 @@ void bind(py::module_& m) {
           for (auto& kernel : backward_kernels(floats, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));
         }
+        // So they do which tiles take less time.
+        for (size_t i = 0, made = kernels.size(); i < made; ++i) {
+          FlexCase other = kernels[i];
+          other.fits_80 = false;
+          const auto rows = [&](const FlexCase& of) { return plan_flex(of, architecture).tile.rows; };
+          if (rows(other) != rows(kernels[i])) kernels.push_back(std::move(other));
+        }
         return kernels;
       },
       py::arg("case"), py::arg("deterministic"), py::arg("architecture"),
