@@ -24,32 +24,17 @@ namespace {
 using at::Tensor;
 using device::FlexTensor;
 
-/// Of a head's pairs about the share that takes part, by a mask_mod that reads no tensor: that of some pairs.
-double share_of_pairs(const ScoreMod& mask_mod, int64_t queries, int64_t keys) {
-  if (mask_mod.text.empty()) return 1;
-  constexpr int64_t kQueries = 8, kKeys = 4;
-  const score_mod::CapturedTensors captured(mask_mod.buffers, mask_mod.scalars);
-  const score_mod::TileProgram<float> program(*score_mod::cached_graph(mask_mod.text), {1, 1, queries, keys}, {},
-                                              captured.scalars());
-  score_mod::TileEvaluator<float> evaluator(program, 1, 1);
-  int found = 0;
-  for (int64_t i = 0; i < kQueries * kKeys; ++i) {
-    const int64_t q = (2 * (i % kQueries) + 1) * queries / (2 * kQueries),
-                  kv = (2 * (i / kQueries) + 1) * keys / (2 * kKeys);
-    uint8_t takes = 0;
-    evaluator.mask_mod({0, 0, q, kv, 1, 1}, {&takes, 1});
-    found += takes;
-  }
-  return static_cast<double>(found) / (kQueries * kKeys);
-}
-
 /// Whether tiles of 80 queries take less time than those of 64, a tile 7/6 of it. With a block mask they have no room
 /// for the next keys beside the present ones, which costs half a tile, so it depends on how many queries a key has.
 bool fits_80(const FlexCase& c, const FlexScores& scores, int64_t queries, int64_t keys) {
   if (!c.blocks) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
   constexpr int64_t kLeast = 1536, kMost = int64_t{80} * kMostBlocksOfRuns;
-  return queries >= kLeast && queries <= kMost && masks_alone(c) &&
-         share_of_pairs(scores.mask_mod, queries, keys) * static_cast<double>(queries) >= kLeast;
+  if (queries < kLeast || queries > kMost || !masks_alone(c)) return false;
+  if (scores.mask_mod.text.empty()) return true;
+  const score_mod::CapturedTensors captured({}, scores.mask_mod.scalars);
+  const double share =
+      score_mod::share_of_pairs(*score_mod::cached_graph(scores.mask_mod.text), captured.scalars(), queries, keys);
+  return share * static_cast<double>(queries) >= kLeast;
 }
 
 /// What the kernels of a backward have in common, made of what a forward's has; and in how many launches the kernel by

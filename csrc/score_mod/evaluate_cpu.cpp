@@ -346,6 +346,22 @@ bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rect
   return s.wrong.buffer < 0;
 }
 
+double share_of_pairs(const Graph& mask_mod, std::span<const Value> scalars, int64_t queries, int64_t keys) {
+  constexpr int64_t kQueries = 8, kKeys = 4;
+  const TileProgram<float> program(mask_mod, {1, 1, queries, keys}, {}, scalars);
+  TileEvaluator<float> evaluator(program, 1, 1);
+  int found = 0;
+  for (int64_t i = 0; i < kQueries * kKeys; ++i) {
+    // In the middle of equal parts.
+    const int64_t q = (2 * (i % kQueries) + 1) * queries / (2 * kQueries);
+    const int64_t kv = (2 * (i / kQueries) + 1) * keys / (2 * kKeys);
+    uint8_t takes = 0;
+    evaluator.mask_mod({0, 0, q, kv, 1, 1}, {&takes, 1});
+    found += takes;
+  }
+  return static_cast<double>(found) / (kQueries * kKeys);
+}
+
 template class TileEvaluator<float>;
 template class TileEvaluator<double>;
 

@@ -99,6 +99,10 @@ class TileEvaluator {
   std::unique_ptr<State> state_;
 };
 
+/// About the share of a head's pairs that a mask_mod without buffers allows: that of eight queries for each of four
+/// keys.
+double share_of_pairs(const Graph& mask_mod, std::span<const Value> scalars, int64_t queries, int64_t keys);
+
 extern template class TileProgram<float>;
 extern template class TileProgram<double>;
 extern template class TileEvaluator<float>;

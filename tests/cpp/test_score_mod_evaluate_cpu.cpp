@@ -251,6 +251,17 @@ TEST(EvaluateCpu, MaskedPairsContributeNothing) {
   EXPECT_EQ(sum[1], -1.5);
 }
 
+TEST(EvaluateCpu, ShareOfPairs) {
+  const auto share = [](const std::string& body, std::vector<Value> scalars = {}) {
+    return share_of_pairs(parse("mask_mod 1\n" + body), scalars, 4096, 8192);
+  };
+  EXPECT_EQ(share("%0 = ge q_idx 0\nreturn %0"), 1);
+  EXPECT_EQ(share("%0 = lt q_idx 2048\nreturn %0"), 0.5);
+  EXPECT_EQ(share("%0 = lt kv_idx 2048\nreturn %0"), 0.25);
+  EXPECT_NEAR(share("%0 = mul q_idx 2\n%1 = ge %0 kv_idx\nreturn %1"), 0.5, 0.1);
+  EXPECT_EQ(share("scalar $0 i64\n%0 = lt q_idx $0\nreturn %0", {{Type::kInt, 0, 1024}}), 0.25);
+}
+
 TEST(EvaluateCpu, WrongCaptures) {
   const Graph graph = parse("score_mod 1\nbuffer @0 f 1\nscalar $0 f\n%0 = load @0 q_idx\n%1 = add %0 $0\nreturn %1");
   const float data[1] = {};
