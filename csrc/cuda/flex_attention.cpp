@@ -14,9 +14,6 @@
 #include "cuda/flex_prepare.h"
 #include "cuda/flex_program.h"
 #include "jit/compile.h"
-#include "score_mod/cache.h"
-#include "score_mod/evaluate_cpu.h"
-#include "score_mod/tensors.h"
 
 namespace fusegrad::cuda {
 namespace {
@@ -24,24 +21,11 @@ namespace {
 using at::Tensor;
 using device::FlexTensor;
 
-/// Whether tiles of 80 queries take less time than those of 64, a tile 7/6 of it. With a block mask they have no room
-/// for the next keys beside the present ones, which costs half a tile, so it depends on how many queries a key has.
-bool fits_80(const FlexCase& c, const FlexScores& scores, int64_t queries, int64_t keys) {
-  if (!c.blocks) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
-  constexpr int64_t kLeast = 1536, kMost = int64_t{80} * kMostBlocksOfRuns;
-  if (queries < kLeast || queries > kMost || !masks_alone(c)) return false;
-  if (scores.mask_mod.text.empty()) return true;
-  const score_mod::CapturedTensors captured({}, scores.mask_mod.scalars);
-  const double share =
-      score_mod::share_of_pairs(*score_mod::cached_graph(scores.mask_mod.text), captured.scalars(), queries, keys);
-  return share * static_cast<double>(queries) >= kLeast;
-}
-
 /// What the kernels of a backward have in common, made of what a forward's has; and in how many launches the kernel by
 /// keys runs, so that sums come in one order.
-std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexScores& scores, const Tensor& query, const Tensor& key,
-                                           const std::vector<bool>& needs_grad, bool deterministic) {
-  c.fits_80 = fits_80(c, scores, query.size(2), key.size(2));
+std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexCall& call, const FlexScores& scores,
+                                           const Tensor& key, const std::vector<bool>& needs_grad, bool deterministic) {
+  c.fits_80 = call.fits_80();
   c.max_scores = c.out_low = c.unscaled = false;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
@@ -106,7 +90,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
       const bool ordered = (aux & kFlexOrdered) != 0;
-      const FlexCase backward = backward_case(c, scores, query, key, needs_grad, ordered).first;
+      const FlexCase backward = backward_case(c, call, scores, key, needs_grad, ordered).first;
       for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
         jit::compile_ahead(flex_program(next, FlexCall::plan_of(next), architecture).program);
       }
@@ -136,7 +120,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   FlexCall call(query, key, value, scores);
   FlexCase& c = call.kernel_case();
   int64_t launches = 1;
-  std::tie(c, launches) = backward_case(c, scores, query, key, needs_grad, deterministic);
+  std::tie(c, launches) = backward_case(c, call, scores, key, needs_grad, deterministic);
   c.max_gradient = upstream.max_scores.defined();
 
   const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));

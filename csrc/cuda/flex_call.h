@@ -54,6 +54,9 @@ class FlexCall {
   FlexPlan plan() const { return plan_of(case_); }
   static FlexPlan plan_of(const FlexCase& c);
 
+  /// Whether a backward's tiles of 80 queries take less time than those of 64.
+  bool fits_80() const;
+
   /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
   device::FlexTiles tiles(const FlexTileSize& tile, bool by_key);
 

@@ -9,8 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kDirectBytes = kMostBlocksOfRuns;  // of shared memory
-constexpr int64_t kDirectEntries = 64 << 10;     // of a block mask's lists that each CTA reads
+constexpr int kDirectBytes = 16 << 10;  // of shared memory
 
 // The kernel that is launched next may begin, if it was launched so that it may: it waits for this one's end before it
 // reads anything.
@@ -176,21 +175,6 @@ __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, c
   }
 }
 
-// The same, from the states of all blocks.
-__global__ void __launch_bounds__(kThreads)
-    runs_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
-                int* list) {
-  __shared__ unsigned char kinds[kMostBlocksOfRuns];
-  const int64_t row = static_cast<int64_t>(blockIdx.x / t.rows) * t.block_rows;
-  const int64_t col = blockIdx.x % t.rows * static_cast<int64_t>(p.tile_kv) / t.block_size_kv;
-  for (int r = static_cast<int>(threadIdx.x); r < t.block_rows; r += kThreads) {
-    const unsigned char* blocks = t.blocks + (row + r) * t.block_cols;
-    kinds[r] = *blocks == device::kBlockBad ? device::kTileFull : kind_of(blocks[col]);
-  }
-  __syncthreads();
-  write_runs(t, p, kinds, count, list);
-}
-
 // A CTA a list.
 __global__ void __launch_bounds__(kThreads)
     tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
@@ -285,8 +269,8 @@ void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream
 void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream) {
   const int64_t rows = static_cast<int64_t>(tiles.batches) * tiles.heads * tiles.rows;
   if (rows == 0) return;
-  launch("flex_tile_lists", lists.by_key && lists.parts > 1 ? runs_kernel : tile_lists_kernel, {rows, kThreads}, stream,
-         tiles, lists, count, list);
+  if (lists.by_key && lists.parts > 1) throw std::logic_error("flex_tile_lists: by key, parts need direct lists");
+  launch("flex_tile_lists", tile_lists_kernel, {rows, kThreads}, stream, tiles, lists, count, list);
 }
 
 bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int64_t block_size_q,
@@ -294,8 +278,9 @@ bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int
   if (block_size_q % (lists.tile_q / lists.parts) != 0 || block_size_kv % lists.tile_kv != 0) return false;
   if (std::max(block_size_q, block_size_kv) > INT32_MAX) return false;
   if (!lists.by_key) return int64_t{lists.parts} * map.cols <= kDirectBytes;
+  constexpr int64_t kMostEntries = 64 << 10;  // that each CTA reads
   const int64_t entries = int64_t{map.rows} * std::max(map.list_cols_partial, map.list_cols_full);
-  return map.rows <= kDirectBytes && entries <= kDirectEntries;
+  return map.rows <= kDirectBytes && entries <= kMostEntries;
 }
 void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, const FlexBlockMap& map, int* count,
                        int* list, void* stream) {

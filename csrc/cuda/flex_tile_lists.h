@@ -20,15 +20,13 @@ struct FlexBlockMap {
 };
 void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream);
 
-inline constexpr int kMostBlocksOfRuns = 16 << 10;
-
 /// Lists of tiles of `tile_q` queries and `tile_kv` keys; by_key: of each tile of keys its tiles of queries.
 struct FlexTileLists {
   int queries, keys, tile_q, tile_kv;
   bool by_key;
-  int parts = 1;  // of a tile's queries, each with a kind of its own
-  // By key with parts, blocks have as many queries as a tile at least, and those are at most kMostBlocksOfRuns; tiles
-  // begin at any part.
+  // Of a tile's queries, each with a kind of its own. By key tiles then begin at any of them; direct lists alone are
+  // so, of blocks that have as many queries as a tile at least.
+  int parts = 1;
   int* zero = nullptr;  // a number that becomes 0, where a kernel wants one
 };
 void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream);
