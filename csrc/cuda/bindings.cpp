@@ -93,7 +93,7 @@ void bind(py::module_& m) {
           for (auto& kernel : backward_kernels(floats, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));
         }
-        // So they do which tiles take less time.
+        // They decide which tiles take less time, too.
         for (size_t i = 0, made = kernels.size(); i < made; ++i) {
           FlexCase other = kernels[i];
           other.fits_80 = false;

@@ -129,15 +129,20 @@ bool FlexCall::fits_80() const {
   const int64_t queries = query_.size(2), keys = key_.size(2);
   if (!case_.blocks) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
   constexpr int64_t kLeast = 1536;
-  if (queries < kLeast || !masks_alone(case_)) return false;
-  const FlexTileSize tile = backward_tile_of_80(case_);
-  const FlexTileLists lists{as_int(queries), as_int(keys), tile.rows, tile.cols, true, tile.parts};
-  if (!takes_direct_lists(map_, lists, case_.block_size[0], case_.block_size[1])) return false;
+  const auto tile = backward_tile_of_80(case_);
+  if (queries < kLeast || !tile || !takes_direct_lists(lists_of(*tile, /*by_key=*/true))) return false;
   if (case_.mask_mod.text.empty()) return true;
   const score_mod::CapturedTensors captured({}, scores_.mask_mod.scalars);
   const double share =
       score_mod::share_of_pairs(*score_mod::cached_graph(case_.mask_mod.text), captured.scalars(), queries, keys);
   return share * static_cast<double>(queries) >= kLeast;
+}
+
+FlexTileLists FlexCall::lists_of(const FlexTileSize& tile, bool by_key) const {
+  return {as_int(query_.size(2)), as_int(key_.size(2)), tile.rows, tile.cols, by_key, tile.parts, next_};
+}
+bool FlexCall::takes_direct_lists(const FlexTileLists& lists) const {
+  return cuda::takes_direct_lists(map_, lists, case_.block_size[0], case_.block_size[1]);
 }
 
 device::FlexTiles FlexCall::tiles(const FlexTileSize& tile, bool by_key) {
@@ -154,10 +159,9 @@ device::FlexTiles FlexCall::tiles(const FlexTileSize& tile, bool by_key) {
   t.count = count.mutable_data_ptr<int>();
   t.list = list.mutable_data_ptr<int>();
   next_ = count.mutable_data_ptr<int>() + rows;
-  const FlexTileLists lists{
-      as_int(query_.size(2)), as_int(key_.size(2)), tile.rows, tile.cols, by_key, tile.parts, next_};
+  const FlexTileLists lists = lists_of(tile, by_key);
   int* counts = count.mutable_data_ptr<int>();
-  if (takes_direct_lists(map_, lists, t.block_size_q, t.block_size_kv)) {
+  if (takes_direct_lists(lists)) {
     flex_direct_lists(t, lists, map_, counts, list.mutable_data_ptr<int>(), stream_);
   } else {
     t.blocks = states_of_blocks();

@@ -73,6 +73,8 @@ class FlexCall {
 
  private:
   int section(int64_t heads, int64_t bytes) const;
+  FlexTileLists lists_of(const FlexTileSize& tile, bool by_key) const;
+  bool takes_direct_lists(const FlexTileLists& lists) const;
   void take_blocks();
   const uint8_t* states_of_blocks();
 

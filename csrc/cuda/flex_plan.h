@@ -95,9 +95,9 @@ int head_cols(const FlexCase& c, const FlexTileSize& t);
 int value_cols(const FlexCase& c, const FlexTileSize& t);
 /// Whether tiles may lie in several blocks of the block mask.
 bool mixed(const FlexCase& c, const FlexTileSize& t);
-/// Hopper, head sizes of 65 to 128: a backward's tile of 80 queries. Each 16 of them have a block of a block mask, so
-/// that tiles need not begin where blocks do.
-FlexTileSize backward_tile_of_80(const FlexCase& c);
+/// Hopper: a backward's tile of 80 queries, which needs the registers that a score_mod takes, for head sizes of 65 to
+/// 128. Each 16 of them have a block of a block mask, so that tiles need not begin where blocks do.
+std::optional<FlexTileSize> backward_tile_of_80(const FlexCase& c);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);
 /// Hopper forward, of scores that are only scaled and masked: whether exponentials are relative to the first maximum of

@@ -1,6 +1,7 @@
 #include "cuda/flex_tile_lists.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "cuda/launch.h"
 
@@ -97,6 +98,12 @@ __device__ int tile_kinds(const device::FlexTiles& t, const FlexTileLists& p, co
   return some ? kinds : -1;
 }
 
+// A list's number of entries, by one thread.
+__device__ void put_count(const FlexTileLists& p, int* count, int entries) {
+  count[blockIdx.x] = entries;
+  if (blockIdx.x == 0 && p.zero != nullptr) *p.zero = 0;
+}
+
 // A list, in order, by all threads of a CTA. `state_of(col)`: of a tile, as tile_kinds.
 template <class StateOf>
 __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, bool bad, int* count, int* list,
@@ -121,10 +128,7 @@ __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, b
     __syncthreads();
   }
   bad = __syncthreads_or(bad) != 0;
-  if (threadIdx.x == 0) {
-    count[id] = bad ? -1 : found;
-    if (id == 0 && p.zero != nullptr) *p.zero = 0;
-  }
+  if (threadIdx.x == 0) put_count(p, count, bad ? -1 : found);
 }
 
 // A list of tiles of queries whose parts have kinds of their own, in order, by all threads of a CTA: the tiles begin
@@ -169,10 +173,7 @@ __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, c
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) {
-    count[id] = found;
-    if (id == 0 && p.zero != nullptr) *p.zero = 0;
-  }
+  if (threadIdx.x == 0) put_count(p, count, found);
 }
 
 // A CTA a list.

@@ -42,7 +42,7 @@ FEW, MANY, LONG = (2, 4, 2, 300, 333), (1, 160, 80, 100, 130), (1, 2, 1, 1700, 2
 
 
 def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple[int, ...]]]:
-    """Dtype, score_mod, mask, head size, deterministic: of each pair of these that matters, one call at least."""
+    """Dtype, score_mod, mask, head size, deterministic, of each pair of which that matters one call at least; sizes."""
     dtypes = [torch.bfloat16, torch.float32] if family == "portable" else [torch.bfloat16, torch.float16]
     for dtype in dtypes:
         sizes = [d for d in SIZES[family] if dtype != torch.float32 or d <= 128]

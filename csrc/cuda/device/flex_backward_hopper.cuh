@@ -40,7 +40,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
   using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
-  using Tiles::warp, Tiles::zero;
+  using Tiles::warp;
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // dQ of a warpgroup, transposed: 64 columns of the head, of its part of the queries where those are all columns.
   static constexpr bool kRowsShared = Config::kHead == 64;
@@ -418,7 +418,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// warpgroup as long as a product.
   __device__ __forceinline__ void add_grad_query(int group) const {
     const int cols = min(a_.sum_cols - first_col(group), 64);
-    const bool some = lane() < kBlocksQ;  // eight queries
+    const bool adds = lane() < kBlocksQ;  // eight queries
     named_arrive(kSumEmpty + group, kWithWarp);
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
@@ -429,7 +429,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       if (place.tile == kNoMore) break;
       const int row = place.row() + first_row(group) + lane() * 8;
-      if (some && place.tile >= 0 && row < a_.sum_rows) {
+      if (adds && place.tile >= 0 && row < a_.sum_rows) {
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
         add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
                    cols / 8 * kBlockBytes);
@@ -439,7 +439,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
     }
-    if (some) wait_sums_added();
+    if (adds) wait_sums_added();
   }
   // And waits for what comes next.
   template <int kCols>

@@ -167,12 +167,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned gradient_full(int s) const { return grad_out_empty(Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_empty(int s) const { return gradient_full(Config::kStages + s); }
 
-  // Read anew, so that what is made of it is not kept in registers through the loop.
-  static __device__ __forceinline__ int thread() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-  }
+  static __device__ __forceinline__ int thread() { return thread_anew(); }
   static __device__ __forceinline__ int lane() { return thread() % kLanes; }
   static __device__ __forceinline__ int warp() { return thread() / kLanes; }
   /// Of the warpgroups with keys of their own; else 0.
@@ -308,11 +303,6 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
     if (lane() == 0) Barrier::arrive(barrier);
-  }
-  template <int kBlocks>
-  static __device__ __forceinline__ void zero(float (&x)[kBlocks][4]) {
-#pragma unroll
-    for (int i = 0; i < kBlocks * 4; ++i) x[i / 4][i % 4] = 0.0f;
   }
 
   // --- products ---

@@ -23,7 +23,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
   using Tiles::kBlocksHeld, Tiles::kLines, Tiles::kThreads, Tiles::lines, Tiles::load, Tiles::reads, Tiles::thread;
   using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
-  using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out, Tiles::zero;
+  using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out;
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.

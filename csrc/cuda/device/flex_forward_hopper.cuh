@@ -9,9 +9,8 @@
 //   kParts                     1, or kGroups: each warpgroup's queries have kinds of tiles of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
 //   kLineBytes                 of shared memory, for lines of what mods read
-//   kFirstMaximum              exponentials are relative to the first maximum of a row, and no other is looked for
-//   until a
-//                              tile's sums are too large
+//   kFirstMaximum              exponentials are relative to the first maximum of a row, and no other is looked for,
+//                              until a tile's sums are too large
 #pragma once
 
 #include "cuda/device/flex_forward_tiles_hopper.cuh"
@@ -213,11 +212,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ bool has_none(int tile) const { return Config::kParts > 1 && kind_of(tile) == kTileNone; }
 
   __device__ __forceinline__ void clear(float (&out)[kBlocksE][4]) {
-#pragma unroll
-    for (int n = 0; n < kBlocksE; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out[n][e] = 0.0f;
-    }
+    zero(out);
     softmax_.begin();
   }
   /// All tiles, `now` the first one, whose scores are there; the output's last product is still in flight then.
@@ -411,11 +406,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
                      q * a_.query.row_stride;
     const T* key = static_cast<const T*>(a_.key.data) + (a_.key_batches == 1 ? 0 : b_) * a_.key.batch_stride +
                    h_ / a_.group * a_.key.head_stride + (col + lane() / 4) * a_.key.row_stride;
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
-    }
+    zero(s);
 #pragma unroll 1
     for (int step = 0; step < Config::kHead; step += 16) {
       const int k = step + lane() % 4 * 2;

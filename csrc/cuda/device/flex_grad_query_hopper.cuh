@@ -129,13 +129,8 @@ class FlexGradQueryHopper {
   /// thread, or lines.
   __device__ __forceinline__ unsigned tile(int s) const { return work(0) + 16 * kWorks + 4 * s; }
 
-  // Read anew where registers are scarce, so that what is made of it is not kept through the loop.
-  static __device__ __forceinline__ int thread() {
-    if constexpr (kSmall) return static_cast<int>(threadIdx.x);
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-  }
+  // Anew where registers are scarce.
+  static __device__ __forceinline__ int thread() { return kSmall ? static_cast<int>(threadIdx.x) : thread_anew(); }
   static __device__ __forceinline__ int lane() { return thread() % kLanes; }
   /// The thread's first query.
   __device__ __forceinline__ int first_query() const { return first_query(row_); }
@@ -290,10 +285,6 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ void read_work(unsigned i, int& b, int& h, int& row) const {
     int unused;
     load_four_by_first(lane(), work(i), b, h, row, unused);
-  }
-  static __device__ __forceinline__ void zero(float (&sum)[kBlocksD][4]) {
-#pragma unroll
-    for (int i = 0; i < kBlocksD * 4; ++i) sum[i / 4][i % 4] = 0.0f;
   }
   __device__ __forceinline__ void load_rows() {
 #pragma unroll

@@ -185,6 +185,18 @@ __device__ __forceinline__ unsigned anew(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+/// The thread's index, likewise.
+__device__ __forceinline__ int thread_anew() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+template <int kBlocks>
+__device__ __forceinline__ void zero(float (&x)[kBlocks][4]) {
+#pragma unroll
+  for (int i = 0; i < kBlocks * 4; ++i) x[i / 4][i % 4] = 0.0f;
+}
 
 /// d += a * b of a warpgroup, 64 rows by kCols columns, 16 of the common dimension. Its specialisations are generated
 /// with the kernel (csrc/cuda/flex_program.cpp), since the instruction names each register:
