@@ -226,7 +226,9 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     bool in_flight = false, ended = false;
     for (int i = 1; !ended;) {
       apply_mods(s, now, (i - 1) % kLineSets);
-      softmax_.add(s, rescale, [&] { wait_output(out, values, in_flight); });
+      softmax_.add(s, rescale, [&] {
+        if constexpr (!Config::kFirstMaximum) wait_output(out, values, in_flight);
+      });
       Softmax::multiply(out, rescale);
       Softmax::pack(p, s);
       const bool maxima = Config::kFirstMaximum && !softmax_.any_without_maximum();
@@ -247,13 +249,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         keys.next();
         if (++i == tiles) release(query_empty(queries.stage()));
         in_flight = true;
+        // Here, as a warpgroup's warps must wait for products by the same instruction; what follows is each warp's own.
+        if constexpr (Config::kFirstMaximum) wait_output(out, values, true);
         ended = maxima;
         if (!maxima) break;
         apply_mods(s, now, 0);
-        wait_output(out, values, true);
         ended = softmax_.add_by_first(s, p);
         if (!ended) {
-          in_flight = false;
           scores_again(s, (now >> kKindBits) * Config::kCols);
           break;
         }
