@@ -249,11 +249,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         keys.next();
         if (++i == tiles) release(query_empty(queries.stage()));
         in_flight = true;
-        // Here, as a warpgroup's warps must wait for products by the same instruction; what follows is each warp's own.
-        if constexpr (Config::kFirstMaximum) wait_output(out, values, true);
+        if constexpr (Config::kFirstMaximum) {
+          apply_mods(s, now, 0);
+          // A warpgroup's warps must wait for products by the same instruction: what is each warp's own comes after it.
+          wait_output(out, values, true);
+        }
         ended = maxima;
-        if (!maxima) break;
-        apply_mods(s, now, 0);
+        if (!maxima) break;  // its scores are masked once more, which changes nothing
         ended = softmax_.add_by_first(s, p);
         if (!ended) {
           scores_again(s, (now >> kKindBits) * Config::kCols);
