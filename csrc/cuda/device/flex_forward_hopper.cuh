@@ -223,7 +223,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     release(key_empty(keys.stage));
     keys.next();
     if (tiles == 1) release(query_empty(queries.stage()));
-    bool in_flight = false, ended = false;
+    bool in_flight = false, ended = false, again = false;
     for (int i = 1; !ended;) {
       apply_mods(s, now, (i - 1) % kLineSets);
       softmax_.add(s, rescale, [&] {
@@ -231,7 +231,12 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       });
       Softmax::multiply(out, rescale);
       Softmax::pack(p, s);
-      const bool maxima = Config::kFirstMaximum && !softmax_.any_without_maximum();
+      // Of a warpgroup, not of a warp: all its warps must wait for products by the same instructions. `again`: a warp
+      // that computes a tile once more is here by itself.
+      bool maxima = again;
+      if constexpr (Config::kFirstMaximum) {
+        if (!again) maxima = !named_any(kAlone + group_, kWarpgroup, softmax_.without_maximum());
+      }
       ended = true;
       while (i < tiles) {
         wait_keys(keys);
@@ -249,16 +254,18 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         keys.next();
         if (++i == tiles) release(query_empty(queries.stage()));
         in_flight = true;
-        if constexpr (Config::kFirstMaximum) {
-          apply_mods(s, now, 0);
-          // A warpgroup's warps must wait for products by the same instruction: what is each warp's own comes after it.
-          wait_output(out, values, true);
-        }
         ended = maxima;
-        if (!maxima) break;  // its scores are masked once more, which changes nothing
+        again = false;
+        if (!maxima) {
+          if constexpr (Config::kFirstMaximum) wait_output(out, values, true);
+          break;
+        }
+        apply_mods(s, now, 0);
+        wait_output(out, values, true);
         ended = softmax_.add_by_first(s, p);
         if (!ended) {
           scores_again(s, (now >> kKindBits) * Config::kCols);
+          again = true;
           break;
         }
       }

@@ -73,9 +73,9 @@ class FlexHopperSoftmax {
       sum_[r] = sum_[r] * rescale[r] + sum[r];
     }
   }
-  /// Whether a row of the warp's has no score yet.
-  __device__ __forceinline__ bool any_without_maximum() const {
-    return __any_sync(~0u, max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY);
+  /// Whether one of the thread's rows has no score yet.
+  __device__ __forceinline__ bool without_maximum() const {
+    return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY;
   }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
   /// their sums are not added.
