@@ -25,7 +25,7 @@ using device::FlexTensor;
 /// keys runs, so that sums come in one order.
 std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexCall& call, const FlexScores& scores,
                                            const Tensor& key, const std::vector<bool>& needs_grad, bool deterministic) {
-  c.fits_80 = call.fits_80();
+  c.tall = call.pays_tall();
   c.max_scores = c.out_low = c.unscaled = false;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());

@@ -123,14 +123,18 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
 
 FlexPlan FlexCall::plan_of(const FlexCase& c) { return plan_flex(c, jit::current_architecture()); }
 
-// A tile of 80 takes 7/6 of the time of one of 64. With a block mask it has no room for the next keys beside the
-// present ones, which costs half a tile: it depends on how many queries keys have.
-bool FlexCall::fits_80() const {
+// A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the
+// next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a block mask it
+// depends on how many queries they have.
+bool FlexCall::pays_tall() const {
   const int64_t queries = query_.size(2), keys = key_.size(2);
+  const auto tile = backward_tall_tile(case_);
+  if (!tile) return false;
+  const int64_t group = query_.size(1) / key_.size(1);
+  if (tile->rows == 144) return 11 * group * tiles_in(queries, 144) + 8 <= 10 * group * tiles_in(queries, 128);
   if (!case_.blocks) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
   constexpr int64_t kLeast = 1536;
-  const auto tile = backward_tile_of_80(case_);
-  if (queries < kLeast || !tile || !takes_direct_lists(lists_of(*tile, /*by_key=*/true))) return false;
+  if (queries < kLeast || !takes_direct_lists(lists_of(*tile, /*by_key=*/true))) return false;
   if (case_.mask_mod.text.empty()) return true;
   const score_mod::CapturedTensors captured({}, scores_.mask_mod.scalars);
   const double share =

@@ -54,8 +54,8 @@ class FlexCall {
   FlexPlan plan() const { return plan_of(case_); }
   static FlexPlan plan_of(const FlexCase& c);
 
-  /// Whether a backward's tiles of 80 queries take less time than those of 64.
-  bool fits_80() const;
+  /// Whether a backward's tall tiles take less time than others.
+  bool pays_tall() const;
 
   /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
   device::FlexTiles tiles(const FlexTileSize& tile, bool by_key);

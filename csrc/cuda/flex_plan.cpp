@@ -116,8 +116,8 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
   const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
   // What products read of keys and values is less for each query then; there are registers for it where pairs need few.
-  const bool takes_80 = c.fits_80 && !c.max_gradient && (!c.blocks || c.grad_query || c.grad_key);
-  if (const auto of_80 = backward_tile_of_80(c); of_80 && takes_80) return {*of_80};
+  const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
+  if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
   // The next keys beside the present ones, where they fit.
   if (c.score_mod.text.empty() && c.grad_query)
     return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3, 2}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2, 2}};
@@ -244,10 +244,11 @@ int value_cols(const FlexCase& c, const FlexTileSize& t) { return value_cols(c, 
 bool mixed(const FlexCase& c, const FlexTileSize& t) {
   return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
 }
-std::optional<FlexTileSize> backward_tile_of_80(const FlexCase& c) {
-  const FlexTileSize t{80, 128, 12, 1, 2, FlexFamily::kHopper, 2, 1, c.blocks ? 5 : 1};
-  const bool heads = fits_hopper_backward(c) && head_cols(c, kHopperCols) == 128;
-  if (!heads || !masks_alone(c) || (c.blocks && (c.block_size[0] < t.rows || mixed(c, t)))) return std::nullopt;
+std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
+  if (!fits_hopper_backward(c) || !masks_alone(c)) return std::nullopt;
+  const bool small = head_cols(c, kHopperCols) == 64;
+  const FlexTileSize t{small ? 144 : 80, 128, 12, 1, 2, FlexFamily::kHopper, 2, 1, c.blocks ? 5 : 1};
+  if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
   return t;
 }
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }

@@ -47,7 +47,7 @@ struct FlexCase {
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
-  bool fits_80 = true;        ///< Hopper: a backward's tiles of 80 queries take less time than those of 64
+  bool tall = true;           ///< Hopper: a backward's tall tiles take less time than others
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
@@ -95,9 +95,10 @@ int head_cols(const FlexCase& c, const FlexTileSize& t);
 int value_cols(const FlexCase& c, const FlexTileSize& t);
 /// Whether tiles may lie in several blocks of the block mask.
 bool mixed(const FlexCase& c, const FlexTileSize& t);
-/// Hopper: a backward's tile of 80 queries, which needs the registers that a score_mod takes, for head sizes of 65 to
-/// 128. Each 16 of them have a block of a block mask, so that tiles need not begin where blocks do.
-std::optional<FlexTileSize> backward_tile_of_80(const FlexCase& c);
+/// Hopper: a backward's tile of more queries, which needs the registers that a score_mod takes and where the next keys
+/// could be. For head sizes of 65 to 128 80 of them instead of 64, each 16 of which have a block of a block mask, so
+/// that tiles need not begin where blocks do; for smaller ones without a block mask 144 instead of 128.
+std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);
 /// Hopper forward, of scores that are only scaled and masked: whether exponentials are relative to the first maximum of

@@ -87,7 +87,7 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 
 class Kernel(NamedTuple):
-    kernel: str  # "ordered" is the backward whose sums are the same in every order
+    kernel: str  # "ordered" is the backward whose sums are the same in every order, "short" the one without tall tiles
     dtype: str
     head_size: int
     value_size: int
@@ -104,7 +104,7 @@ class Kernel(NamedTuple):
             return ("", []) if mod is None else (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers])
 
         return flex.Case(
-            "backward" if self.kernel == "ordered" else self.kernel,
+            "backward" if self.kernel in ("ordered", "short") else self.kernel,
             self.dtype,
             self.head_size,
             self.value_size,
@@ -114,6 +114,7 @@ class Kernel(NamedTuple):
             [] if self.kernel == "forward" else [b.requires_grad for b in buffers],
             [b.numel() for b in buffers],
             deterministic=self.kernel in ("ordered", "grad_query"),
+            tall=self.kernel != "short",
         )
 
     def takes(self) -> tuple[int, int]:
@@ -191,6 +192,9 @@ backward bfloat16 128 128 D document
 backward bfloat16 128 128 F none
 backward bfloat16 128 128 AD small
 backward float16 128 64 E none
+short bfloat16 64 64 none none
+short bfloat16 128 128 none none
+short bfloat16 128 128 none causal
 ordered bfloat16 64 64 B none
 ordered bfloat16 128 128 A none
 ordered bfloat16 128 128 D causal
@@ -337,6 +341,7 @@ def written_too_early(assembly: str) -> list[str]:
         "forward bfloat16 128 128 none none",
         "forward bfloat16 128 128 D none",
         "forward bfloat16 256 256 softcap causal",
+        "backward bfloat16 64 64 none none",
         "backward bfloat16 128 128 none none",
         "grad_query bfloat16 256 256 none causal",
     ],
@@ -377,6 +382,7 @@ def test_the_selection_meets_everything() -> None:
     assert {row[:2] for row in families if row[2] == "hopper"} == {
         *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query"]),
         ("bfloat16", "ordered"),
+        ("bfloat16", "short"),
     }
     schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")

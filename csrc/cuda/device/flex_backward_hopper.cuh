@@ -253,9 +253,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
                                               float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                               unsigned (&ds)[kBlocksN * 2]) const {
-    Bits<kBlocksN * 4> alive = 0;
-    if constexpr (!kByElement) alive = this->alive(place, masked(place));
-    const Tested<Bits<kBlocksN * 4>> of_alive(alive);
+    const auto of_alive = [&] {
+      if constexpr (kByElement)
+        return 0;
+      else
+        return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
+    }();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {

@@ -366,7 +366,7 @@ class FlexBufferSums {
   // bits each. In float the unit goes by the largest contribution of the tile before, and what lies beyond goes to its
   // place directly: all of the first tile. In fixed point it goes by the largest one of all.
   static constexpr int kFixedBits = kFlexFixedBits / 2;  // 2^14 pairs of a tile times 2^17 fit
-  static_assert(Config::kRows * Config::kCols <= 1 << 14);
+  static_assert(kCount == 0 || Config::kRows * Config::kCols <= 1 << 14);
   static constexpr int kInfinite = 255 << 23;
   // Above a contribution, unless that is infinite: a power of two whose unit and its reciprocal are numbers.
   static __device__ __forceinline__ int limit_above(int bits) {

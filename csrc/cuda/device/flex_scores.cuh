@@ -223,10 +223,15 @@ constexpr bool kAllRead = true;
 constexpr bool kAllRead = false;
 #endif
 
-/// One bit each for so many pairs, at most 64.
+/// One bit each for so many pairs. For more than 64 there is no such number.
+struct TooManyPairs;
 template <int kCount>
 struct BitsFor {
-  static_assert(kCount <= 64);
+  using Type = TooManyPairs;
+};
+template <int kCount>
+  requires(kCount > 32 && kCount <= 64)
+struct BitsFor<kCount> {
   using Type = unsigned long long;
 };
 template <int kCount>
