@@ -89,9 +89,9 @@ def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
 @pytest.mark.parametrize(
     "head_size, deterministic, kernels",
     [
-        (64, False, ["backward_hopper"]),
-        (64, True, ["backward_hopper", "grad_query_hopper"]),
         # Of two sizes of tiles, between which lengths decide.
+        (64, False, ["backward_hopper", "backward_hopper"]),
+        (64, True, ["backward_hopper", "grad_query_hopper"]),
         (128, False, ["backward_hopper", "backward_hopper"]),
         (128, True, ["backward_hopper", "backward_hopper", "grad_query_hopper"]),
         # Wider heads' gradient of the query has a kernel of its own in any order.
