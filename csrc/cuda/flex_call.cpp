@@ -129,7 +129,7 @@ FlexPlan FlexCall::plan_of(const FlexCase& c) { return plan_flex(c, jit::current
 bool FlexCall::pays_tall() const {
   const int64_t queries = query_.size(2), keys = key_.size(2);
   const auto tile = backward_tall_tile(case_);
-  if (!tile) return false;
+  if (!tile || !takes_hopper(case_, jit::current_architecture())) return false;
   const int64_t group = query_.size(1) / key_.size(1);
   if (tile->rows == 144) return 11 * group * tiles_in(queries, 144) + 8 <= 10 * group * tiles_in(queries, 128);
   if (!case_.blocks) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);

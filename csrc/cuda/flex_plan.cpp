@@ -133,14 +133,6 @@ std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
   return {{128, 64, 12, 1, 2, FlexFamily::kHopper}, {128, 64, 12, 1, 1, FlexFamily::kHopper}};
 }
 
-// Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs.
-bool takes_hopper(const FlexCase& c, const std::string& architecture) {
-  if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
-  if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
-  if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
-  return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
-}
-
 std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
   if (c.dtype == DType::kFloat32) {
     if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
@@ -239,6 +231,12 @@ bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
 
 }  // namespace
 
+bool takes_hopper(const FlexCase& c, const std::string& architecture) {
+  if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
+  if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
+  if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
+  return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
+}
 int head_cols(const FlexCase& c, const FlexTileSize& t) { return head_cols(c, multiple_of(t)); }
 int value_cols(const FlexCase& c, const FlexTileSize& t) { return value_cols(c, multiple_of(t)); }
 bool mixed(const FlexCase& c, const FlexTileSize& t) {

@@ -73,7 +73,11 @@ struct FlexPlan {
 /// The largest dynamic shared memory of a CTA on GPUs of a capability such as 80 or 90.
 int flex_shared_limit(int capability);
 
-/// `architecture`: as jit::current_architecture has it. Throws where no tile fits the GPU's shared memory.
+/// Whether the Hopper kernels take it, and do not compute too much for head sizes between theirs. `architecture`: as
+/// jit::current_architecture has it.
+bool takes_hopper(const FlexCase& c, const std::string& architecture);
+
+/// Throws where no tile fits the GPU's shared memory.
 FlexPlan plan_flex(const FlexCase& c, const std::string& architecture);
 
 /// The kernels of a backward, in their order, of what they have in common. `needs_grad`: of query, key and value first.

@@ -290,6 +290,18 @@ def holes(b, h, q, kv):
     return ((q // 200 + h) * 5 + kv // 170) % 8 != 0
 
 
+def assert_near_dense(out: Tensor, tensors: list[Tensor], takes: Tensor | None = None) -> Tensor:
+    """The output and the gradients of a query, key and value of 16 bits; the lse that is right."""
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    truth = dense(*wide, mask=takes)
+    assert relative(out, truth.out) <= 5e-3
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, tensors, upstream)
+    for grad, t in zip(grads, torch.autograd.grad(truth.out, wide, upstream.double()), strict=True):
+        assert relative(grad, t) <= 1e-2
+    return truth.lse
+
+
 @pytest.mark.parametrize("block", [64, 128, 192, 256, (128, 64), (16, 128), (48, 256)], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
@@ -309,14 +321,8 @@ def test_tiles_of_queries_in_several_blocks(
         lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
         mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=mask.BLOCK_SIZE, seq_lengths=(m, n))
     out, aux = flex_attention(*tensors, block_mask=mask, return_aux=AuxRequest(lse=True))
-    wide = [t.detach().double().requires_grad_() for t in tensors]
-    truth = dense(*wide, mask=takes)
-    assert relative(out, truth.out) <= 5e-3
-    torch.testing.assert_close(aux.lse.double(), truth.lse, rtol=0, atol=1e-4)
-    upstream = torch.randn_like(out)
-    grads = torch.autograd.grad(out, tensors, upstream)
-    for grad, t in zip(grads, torch.autograd.grad(truth.out, wide, upstream.double()), strict=True):
-        assert relative(grad, t) <= 1e-2
+    lse = assert_near_dense(out, tensors, takes)
+    torch.testing.assert_close(aux.lse.double(), lse, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("m", [80, 140, 270, 1290])
@@ -324,14 +330,7 @@ def test_tiles_of_queries_in_several_blocks(
 def test_queries_of_tall_tiles(d: int, m: int) -> None:
     """Without a mask a backward has more queries a tile where that makes so many tiles less that it takes less time."""
     tensors = inputs(2, 4, m, 300, d, hkv=2)
-    out = flex_attention(*tensors, enable_gqa=True)
-    wide = [t.detach().double().requires_grad_() for t in tensors]
-    truth = dense(*wide).out
-    assert relative(out, truth) <= 5e-3
-    upstream = torch.randn_like(out)
-    grads = torch.autograd.grad(out, tensors, upstream)
-    for grad, t in zip(grads, torch.autograd.grad(truth, wide, upstream.double()), strict=True):
-        assert relative(grad, t) <= 1e-2
+    assert_near_dense(flex_attention(*tensors, enable_gqa=True), tensors)
 
 
 @pytest.mark.parametrize("modified", [False, True], ids=["", "bias"])

@@ -255,7 +255,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         if (++i == tiles) release(query_empty(queries.stage()));
         in_flight = true;
         ended = maxima;
-        again = false;
+        again = false;  // known here already, so that it does not live through the loop
         if (!maxima) {
           if constexpr (Config::kFirstMaximum) wait_output(out, values, true);
           break;

@@ -5,7 +5,7 @@
 // products run while the former ones' gradient is stored. See flex_scores.cuh and flex_backward_hopper.cuh for Config;
 // also:
 //   kStages                    tiles of values in shared memory, at least 1; of keys there is one more, as they are
-//   needed for longer
+//                              needed for longer
 //   kQueryStages               tiles of queries and grad_out
 #pragma once
 
