@@ -137,10 +137,13 @@ wheels:
 	  BUILD=$(BUILD)-$${python##*/}; done
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
-lint: .venv-lint/.installed
+lint: .venv-lint/.installed $(VENV)/.installed-build
 	$(LINT)/clang-format --dry-run --Werror $(CXX_FILES) || { echo "To mend it: make format" >&2; exit 1; }
 	$(LINT)/ruff check . && $(LINT)/ruff format --check . || { echo "To mend it: make format" >&2; exit 1; }
 	$(LINT)/mypy
+	# What users' own checkers see, with torch's types.
+	$(LINT)/mypy --config-file tests/typing/mypy.ini --python-executable $(BIN)/python
+	$(LINT)/pyright --project tests/typing --pythonpath $(BIN)/python
 
 format: .venv-lint/.installed
 	$(LINT)/clang-format -i $(CXX_FILES)

@@ -84,16 +84,20 @@ TORCH_LIBRARY(fusegrad, m) {
       "float hard_weight=0.0, int aux=0";
   // The same after the checks, see JsdSettings and JsdRows in ops/jsd_settings.h. A top-k teacher is [N, K] acc.
   const std::string divergence_rows =
-      "Tensor? teacher_index, Tensor? labels, Tensor? token_weight, Tensor? normalizer, float[] numbers, "
+      "Tensor? teacher_index, Tensor? tail_log_prob, Tensor? labels, Tensor? token_weight, Tensor? normalizer, "
+      "float[] numbers, "
       "bool log_probs, bool renormalize, int ignore_index, int reduction, int aux";
   // `stats` is [k, N] acc: the soft and the hard loss, as `aux` asks for them.
   const std::string divergence_returns = "Tensor loss, Tensor stats, Tensor scales";
   define_pair(m, "jsd", "student",
-              "Tensor teacher, Tensor? teacher_indices=None, " + divergence_options + ", bool log_probs=False",
+              "Tensor teacher, Tensor? teacher_indices=None, " + divergence_options +
+                  ", bool log_probs=False, Tensor? tail_log_prob=None",
               loss_returns);
   // Gradients for an upstream gradient of 1, where `needs_grad` (student, teacher) says so and empty otherwise; the
-  // in-place twin writes the student's over the student and returns it empty.
-  define_pair(m, "jsd_forward", "student", "Tensor teacher, " + divergence_rows + ", bool[2] needs_grad",
+  // in-place twin writes the student's over the student and returns it empty. `partial`: log-probabilities are parts of
+  // longer rows, so they do not sum to 1 and the divergence may be negative.
+  define_pair(m, "jsd_forward", "student",
+              "Tensor teacher, " + divergence_rows + ", bool[2] needs_grad, bool partial=False",
               "(" + divergence_returns + ", Tensor grad_student, Tensor grad_teacher)");
 
   // --- linear Jensen-Shannon divergence --------------------------------------------------------------------
@@ -104,7 +108,7 @@ TORCH_LIBRARY(fusegrad, m) {
                   divergence_options +
                   ", float? teacher_temperature=None, float? student_softcap=None, float? teacher_softcap=None, "
                   "float student_logit_scale=1.0, float teacher_logit_scale=1.0, int? vocab_size=None, "
-                  "ScalarType? accumulate_dtype=None, int? workspace_mib=None",
+                  "ScalarType? accumulate_dtype=None, int? workspace_mib=None, Tensor? tail_log_prob=None",
               loss_returns);
   // Only the first `vocab_size` rows of the weights count; None: all.
   const std::string heads =
@@ -114,37 +118,43 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair(m, "linear_jsd_forward", "student_input", heads + divergence_rows + head_options + ", bool[3] needs_grad",
               "(" + divergence_returns + ", Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   define(m, "linear_jsd_backward(Tensor grad_loss, Tensor student_input, " + heads +
-                "Tensor? teacher_index, Tensor? labels, Tensor? token_weight, Tensor scales, float[] numbers, "
+                "Tensor? teacher_index, Tensor? tail_log_prob, Tensor? labels, Tensor? token_weight, Tensor scales, "
+                "float[] numbers, "
                 "bool renormalize, int ignore_index" +
                 head_options + ", bool[3] needs_grad) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // --- flex attention --------------------------------------------------------------------------------------
   // B batch, H query heads, M queries, N keys. A mod is a text of the score_mod language, empty for none, with the
-  // tensors and numbers that it declares. `kv_blocks` are a BlockMask's lists: none; num_blocks and indices of the
+  // tensors and numbers that it declares: its floats, and its integers and bools (0 or 1), each in the
+  // text's order. `kv_blocks` are a BlockMask's lists: none; num_blocks and indices of the
   // partial blocks; or these and the full blocks' as well. `q_blocks` are the same by key block, for backwards that
   // want them. lse and max_scores are [B, H, M] acc and differentiable; max_scores is empty unless `aux` asks for it,
   // see FlexAuxBit. `inplace` lets the backward write over query, key and value.
   const std::string mods =
-      "str score_mod, Tensor[] score_mod_buffers, Scalar[] score_mod_scalars, str mask_mod, "
-      "Tensor[] mask_mod_buffers, Scalar[] mask_mod_scalars, Tensor[] kv_blocks, Tensor[] q_blocks, int[] block_size, ";
+      "str score_mod, Tensor[] score_mod_buffers, float[] score_mod_floats, int[] score_mod_ints, "
+      "str mask_mod, Tensor[] mask_mod_buffers, float[] mask_mod_floats, int[] mask_mod_ints, "
+      "Tensor[] kv_blocks, Tensor[] q_blocks, int[] block_size, ";
   define(m, "flex_attention(Tensor query, Tensor key, Tensor value, " + mods +
-                "float? scale=None, bool enable_gqa=False, bool inplace=False, bool? deterministic=None, int aux=0) "
-                "-> (Tensor out, Tensor lse, Tensor max_scores)");
+                "float? scale=None, bool enable_gqa=False, bool inplace=False, bool? deterministic=None, int aux=0, "
+                "float dropout_p=0.0) -> (Tensor out, Tensor lse, Tensor max_scores)");
   // `max_ties` [B, H, M]: how many scores of a row equal the largest. `out_low`: what rounding took from out, in out's
-  // dtype; empty unless `aux` asks for it.
-  define(m,
-         "flex_attention_forward(Tensor query, Tensor key, Tensor value, " + mods +
-             "float scale, int aux) -> (Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low)");
+  // dtype; empty unless `aux` asks for it. `dropout_seed` is one int64 on the query's device, absent without dropout:
+  // from it and a pair's place both directions know whether the pair is dropped.
+  define(m, "flex_attention_forward(Tensor query, Tensor key, Tensor value, " + mods +
+                "float scale, float dropout_p, Tensor? dropout_seed, int aux) "
+                "-> (Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low)");
   // `needs_grad`: of query, key, value, then of each of the score_mod's buffers; what is not wanted is empty. The
   // in-place twin writes the first three over the inputs, and the others into `grad_buffers`.
   const std::string flex_saved =
       "Tensor? grad_out, Tensor? grad_lse, Tensor? grad_max_scores, Tensor out, Tensor lse, Tensor max_scores, "
       "Tensor max_ties, Tensor out_low, " +
-      mods + "float scale, bool deterministic, bool[] needs_grad";
+      mods + "float scale, float dropout_p, Tensor? dropout_seed, bool deterministic, bool[] needs_grad";
   define(m, "flex_attention_backward(Tensor query, Tensor key, Tensor value, " + flex_saved +
                 ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   define(m, "flex_attention_backward_(Tensor(a!) query, Tensor(b!) key, Tensor(c!) value, " + flex_saved +
                 ", Tensor(d!)[] grad_buffers) -> ()");
+  // Which pairs dropout keeps, bool [B, H, M, N]: for tests, and for looking at them.
+  define(m, "flex_attention_dropout_mask(Tensor dropout_seed, float dropout_p, SymInt[] sizes) -> Tensor");
 
   // --- a vocabulary sharded over processes -----------------------------------------------------------------
   // The gradient of a shard's logits [N, V / processes], columns [vocab_start, vocab_start + size) of `vocab` of them;
@@ -166,6 +176,14 @@ TORCH_LIBRARY(fusegrad, m) {
          "plan_linear(int rows, int hidden, int vocab, int element_size, bool cpu, bool weight_grad, "
          "bool low_precision_result, int logits_per_row, int? workspace_mib) -> (int rows, bool accumulator)");
 
+  // --- values beside a loss that are constants -------------------------------------------------------------
+  // `value` as it is; where `loss` requires grad so does it, and a backward that reaches it raises an error that names
+  // both. autograd/constant.h says how.
+  define(m, "constant_beside(Tensor value, Tensor loss, str op, str name) -> Tensor");
+  // What such a backward is in a compiler's graph, which runs it with zeros where nothing reached it: one value, 0;
+  // where the gradient is not zero an error on the CPU and NaN on the GPU.
+  define(m, "refuse_gradient(Tensor gradient, str op, str name) -> Tensor");
+
   // --- shared ----------------------------------------------------------------------------------------------
   // gradient * scale * factor: scale is one value or one a row of a [N, ...] gradient, both acc and on its device.
   // In place, rows whose factor is 1 are not touched.
@@ -174,14 +192,15 @@ TORCH_LIBRARY(fusegrad, m) {
 
   // --- the score_mod language ------------------------------------------------------------------------------
   // A graph's canonical text (docs/score_mod.md) evaluated over all scores [B, H, M, N], on the CPU: for tests and for
-  // looking at masks and biases. `buffers` and `scalars` are what the text declares. Where the bool `mask` is false
-  // the score is -inf and nothing contributes; the backward gives a gradient for every floating-point buffer. Masks
-  // are computed in float64.
+  // looking at masks and biases. `buffers`, `floats` and `ints` are what the text declares, as above. Where the bool
+  // `mask` is false the score is -inf and nothing contributes; the backward gives a gradient for every floating-point
+  // buffer. Masks are computed in float64.
+  define(m,
+         "evaluate_score_mod(str graph, Tensor score, Tensor[] buffers, float[] floats, int[] ints, Tensor? mask=None) "
+         "-> Tensor");
   define(
       m,
-      "evaluate_score_mod(str graph, Tensor score, Tensor[] buffers, Scalar[] scalars, Tensor? mask=None) -> Tensor");
-  define(m,
-         "evaluate_score_mod_backward(Tensor grad, str graph, Tensor score, Tensor[] buffers, Scalar[] scalars, "
-         "Tensor? mask=None) -> (Tensor grad_score, Tensor[] grad_buffers)");
-  define(m, "evaluate_mask_mod(str graph, int[] sizes, Tensor[] buffers, Scalar[] scalars) -> Tensor");
+      "evaluate_score_mod_backward(Tensor grad, str graph, Tensor score, Tensor[] buffers, float[] floats, int[] ints, "
+      "Tensor? mask=None) -> (Tensor grad_score, Tensor[] grad_buffers)");
+  define(m, "evaluate_mask_mod(str graph, int[] sizes, Tensor[] buffers, float[] floats, int[] ints) -> Tensor");
 }

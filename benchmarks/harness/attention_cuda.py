@@ -2,7 +2,8 @@
 
 Of each variant the forward and the backward alone. Beside fusegrad: PyTorch's FlashAttention-2 and cuDNN kernels by way
 of scaled_dot_product_attention, its flex_attention, compiled, and FlashAttention 4. "Grouped" is causal attention of
-four query heads to a key. The floor is a forward's two products over the pairs of a causal mask, as one; a backward has
+four query heads to a key; "dropout" drops a tenth of the weights, which FlashAttention-2 alone of the peers has. The
+floor is a forward's two products over the pairs of a causal mask, as one; a backward has
 five, a variant without a mask twice the pairs.
 """
 
@@ -38,6 +39,8 @@ BACKWARD = 2.5  # products of a backward over those of a forward
 LIMITS = {"A": 1.1, "B": 1.1, "C": 1.1, "D": 1.2, "E": 1.6, "F": 2.0, "G": 5.0}
 QUICK_CLASSES = "ADG"
 DOCUMENT, WINDOW, SOFTCAP = 512, 256, 20.0
+DROPOUT = 0.1
+DROPOUT_LIMIT = 1.15  # at most so many times the same without
 GROUP = 4  # query heads to a key head, where they are grouped
 PLAIN = ("plain", "causal", "grouped")  # variants that all peers have
 
@@ -52,6 +55,7 @@ class Variant:
     dense: Callable[[Tensor, int], Tensor] | None = None
     bias: Tensor | None = None
     group: int = 1
+    dropout: float = 0.0
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -87,6 +91,8 @@ def variants(case: Case) -> list[Variant]:
         Variant("document", mask_mod=lambda b, h, q, kv: (q >= kv) & (document[q] == document[kv])),
         Variant("window", mask_mod=lambda b, h, q, kv: (q >= kv) & (q - kv < WINDOW)),
         Variant("grouped", mask_mod=causal, group=GROUP),
+        Variant("dropout", dropout=DROPOUT),
+        Variant("causal dropout", mask_mod=causal, dropout=DROPOUT),
     ]
 
 
@@ -176,18 +182,22 @@ def implementations(case: Case, options: Options) -> list[Implementation | Unava
     for variant in (one for one in shapes if one.name in PLAIN):
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             found += both(f"{name} {variant.name}", sdpa(backend, variant.mask_mod is not None), variant)
+    for variant in (one for one in shapes if one.dropout > 0):
+        attention = sdpa(SDPBackend.FLASH_ATTENTION, variant.mask_mod is not None, variant.dropout)
+        found += both(f"flash {variant.name}", attention, variant)
     found += optional("fa4", "flash_attn.cute", lambda module: fa4(module, shapes))
-    for variant in shapes:
+    for variant in (one for one in shapes if one.dropout == 0):
         compiled = compiled_flex(variant, masks[variant.name])
         found += both(f"compile {variant.name}", compiled, variant, essential=variant.name == "plain")
     return found + optional("fusegrad", "fusegrad", lambda module: ours(module, case, shapes, masks, options))
 
 
-def sdpa(backend: SDPBackend, is_causal: bool) -> Attention:
+def sdpa(backend: SDPBackend, is_causal: bool, dropout: float = 0.0) -> Attention:
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             grouped = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=grouped)
+            how: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": grouped, "dropout_p": dropout}
+            return F.scaled_dot_product_attention(query, key, value, **how)
 
     return attention
 
@@ -225,8 +235,8 @@ def ours(
         def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if variant.bias is not None:
                 variant.bias.requires_grad_(wanted)
-            grouped = variant.group > 1
-            return fusegrad.flex_attention(query, key, value, variant.score_mod, mask, enable_gqa=grouped, **how)
+            options = {"enable_gqa": variant.group > 1, "dropout_p": variant.dropout, **how}
+            return fusegrad.flex_attention(query, key, value, variant.score_mod, mask, **options)
 
         return call
 
@@ -252,8 +262,8 @@ class Reference:
 
     def errors(self, step: Step) -> dict[str, float]:
         variant = step.implementation.variant
-        if variant.score_mod is not None and variant.dense is None:
-            return {}  # the tests compare captured gradients
+        if (variant.score_mod is not None and variant.dense is None) or variant.dropout > 0:
+            return {}  # the tests compare captured gradients and dropout
         problem, results, errors = self._problem, step.results(), {}
         batch, heads, length, size = problem.activation.shape
         q, kv = torch.arange(length, device="cuda")[:, None], torch.arange(length, device="cuda")
@@ -299,6 +309,17 @@ def plans(quick: bool) -> list[Plan]:
     ordered, default = "fusegrad plain deterministic backward", "fusegrad plain backward"
     goals.append(Goal("deterministic <= 1.3 x default", (ordered,), than=default, min_speedup=1 / 1.3))
     goals += no_slower("fusegrad", ("causal",), "grouped")
+    goals += [
+        Goal(
+            f"{part} {name} <= {DROPOUT_LIMIT} x without",
+            (f"fusegrad {name} {part}",),
+            than=f"fusegrad {than} {part}",
+            min_speedup=1 / DROPOUT_LIMIT,
+        )
+        for name, than in (("dropout", "plain"), ("causal dropout", "causal"))
+        for part in ("forward", "backward")
+    ]
+    goals += no_slower("flash", ("dropout", "causal dropout"))
     texts = {"A": "scale[h]", "B": "bias[kv]", "C": "scale[q]", "D": "rel[h, q - kv]", "E": "bias[h, q, kv]",
              "F": "table[kind[q, kv]]", "G": "table[place[q, kv]]"}  # fmt: skip
     captured_goals = []

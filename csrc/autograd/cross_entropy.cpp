@@ -11,7 +11,7 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "cross_entropy";
 
 // Saves the logits and one lse a row; the gradient is computed in the backward, for whatever upstream gradient.
-struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
+struct CrossEntropy : NamedFunction<CrossEntropy, "cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target,
                                const RowArguments& rows, const LossOptions& options) {
     at::AutoDispatchBelowAutograd guard;
@@ -23,7 +23,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
     return visible(out, options);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 2);
     const auto saved = ctx->get_saved_variables();
     const auto options = load_options(ctx);
@@ -65,7 +65,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
 };
 
 // The forward writes the gradient for an upstream gradient of 1 into the logits, which are what is saved.
-struct CrossEntropyInplace : torch::autograd::Function<CrossEntropyInplace> {
+struct CrossEntropyInplace : NamedFunction<CrossEntropyInplace, "cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const RowArguments& rows,
                                const LossOptions& options) {
     at::AutoDispatchBelowAutograd guard;
@@ -76,7 +76,7 @@ struct CrossEntropyInplace : torch::autograd::Function<CrossEntropyInplace> {
     return visible(out, options);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 1);
     const auto saved = ctx->get_saved_variables();
     variable_list result(3);

@@ -31,9 +31,9 @@ std::vector<at::Scalar> scalars_of(const c10::IValue& value) {
 }
 
 // Saves the inputs, the output and a few numbers a row; the scores are computed again in the backward.
-struct FlexAttention : torch::autograd::Function<FlexAttention> {
+struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
   // Of what is saved, these come first.
-  enum { kQuery, kKey, kValue, kOut, kLse, kMaxScores, kMaxTies, kOutLow, kLists };
+  enum { kQuery, kKey, kValue, kOut, kLse, kMaxScores, kMaxTies, kOutLow, kDropoutSeed, kLists };
 
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                at::TensorList /*score_mod buffers: edges*/, const FlexScores& scores, int64_t aux,
@@ -49,10 +49,12 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
     data["list_sizes"] = list_sizes(scores);
     data["block_size"] = std::vector<int64_t>(scores.block_size.begin(), scores.block_size.end());
     data["scale"] = scores.scale;
+    data["dropout_p"] = scores.dropout_p;
     data["deterministic"] = deterministic;
     data["inplace"] = inplace;
     data["hooks"] = saved_tensor_hooks_active();
-    variable_list saved{query, key, value, out.out, out.lse, out.max_scores, out.max_ties, out.out_low};
+    variable_list saved{
+        query, key, value, out.out, out.lse, out.max_scores, out.max_ties, out.out_low, scores.dropout_seed};
     for (const auto* list :
          {&scores.score_mod.buffers, &scores.mask_mod.buffers, &scores.kv_blocks, &scores.q_blocks}) {
       saved.insert(saved.end(), list->begin(), list->end());
@@ -62,7 +64,7 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
     return {out.out, out.lse, out.max_scores};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
     const auto sizes = data["list_sizes"].toIntVector();
@@ -80,6 +82,8 @@ struct FlexAttention : torch::autograd::Function<FlexAttention> {
     const auto block_size = data["block_size"].toIntVector();
     std::copy(block_size.begin(), block_size.end(), scores.block_size.begin());
     scores.scale = data["scale"].toDouble();
+    scores.dropout_p = data["dropout_p"].toDouble();
+    scores.dropout_seed = saved[kDropoutSeed];
 
     const auto& buffers = scores.score_mod.buffers;
     std::vector<bool> needs_grad;

@@ -3,6 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -10,6 +11,8 @@
 #include <algorithm>
 #include <string>
 #include <vector>
+
+#include "ops/faults.h"
 
 namespace fusegrad {
 namespace {
@@ -44,12 +47,6 @@ const at::Tensor& get(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? *tensor : none;
 }
 
-// A compiler traces the call (torch.compile, torch.export): its tensors are wrappers. AOTAutograd does not check the
-// versions of what a custom Function saved, so a write could go unseen; without one memory is the compiler's matter.
-bool traced(const at::Tensor& tensor) {
-  return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
-}
-
 template <class Others>
 bool autograd_allows(const at::Tensor& tensor, const Others& others) {
   if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
@@ -59,7 +56,9 @@ bool autograd_allows(const at::Tensor& tensor, const Others& others) {
   for (const auto& other : others) {
     if (get(other).defined()) decidable &= surely_apart(tensor, get(other));
   }
-  return decidable && !saved_tensor_hooks_active() && !traced(tensor);
+  // AOTAutograd does not check the versions of what a custom Function saved, so a write could go unseen; without one
+  // memory is the compiler's matter.
+  return decidable && !saved_tensor_hooks_active() && !is_traced(tensor);
 }
 
 // Strides grow so fast that no two elements can share memory.
@@ -78,6 +77,15 @@ bool elements_apart(const at::Tensor& tensor) {
   return true;
 }
 
+// fusegrad::flex_attention_backward_ as its users know it.
+std::string front_name(const c10::OperatorHandle& op) {
+  std::string name = op.schema().name();
+  name.erase(0, name.find("::") + 2);
+  if (name.back() == '_') name.pop_back();
+  const auto backward = name.rfind("_backward");
+  return backward == std::string::npos ? name : name.substr(0, backward);
+}
+
 // Passes a gradient on; its own backward raises.
 struct RefuseDoubleBackward : torch::autograd::Function<RefuseDoubleBackward> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& gradient,
@@ -87,13 +95,17 @@ struct RefuseDoubleBackward : torch::autograd::Function<RefuseDoubleBackward> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& /*grads*/) {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "fusegrad::", ctx->saved_data["op"].toStringRef(),
+    TORCH_CHECK_NOT_IMPLEMENTED(false, ctx->saved_data["op"].toStringRef(),
                                 ": the gradient must not be differentiated a second time, but a double backward "
                                 "reached it");
   }
 };
 
 }  // namespace
+
+bool is_traced(const at::Tensor& tensor) {
+  return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Functionalize}));
+}
 
 bool saved_tensor_hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
 
@@ -110,7 +122,9 @@ bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active) {
   // checked its version, before this one.
   return !hooks_were_active && !at::GradMode::is_enabled() && torch::autograd::get_current_node() &&
          !torch::autograd::get_current_graph_task_keep_graph() && !c10::impl::dispatch_mode_enabled() &&
-         !saved.key_set().has(c10::DispatchKey::Python) && !saved.key_set().has_any(kTransformKeys);
+         !saved.key_set().has(c10::DispatchKey::Python) && !saved.key_set().has_any(kTransformKeys) &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::VmapMode);  // is_grads_batched's own
 }
 
 at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at::TensorList inputs) {
@@ -121,10 +135,10 @@ at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at
 void refuse_transforms(const char* op, std::initializer_list<std::optional<at::Tensor>> tensors) {
   for (const auto& tensor : tensors) {
     if (!tensor.has_value() || !tensor->defined()) continue;
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor->key_set().has_any(kTransformKeys), "fusegrad::", op,
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor->key_set().has_any(kTransformKeys), op,
                                 ": torch.func transforms (grad, vjp, vmap, ...) must not be applied, but one is "
                                 "active; use torch.autograd");
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor->_fw_grad(/*level=*/0).defined(), "fusegrad::", op,
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensor->_fw_grad(/*level=*/0).defined(), op,
                                 ": inputs must not carry forward-mode tangents, but one does; only reverse-mode "
                                 "gradients are implemented");
   }
@@ -144,17 +158,29 @@ void bump_overwritten(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
       for (const auto& tensor : value.toTensorVector()) overwritten.push_back(tensor);
     }
   }
-  {
+  const auto raise_versions = [&] {
+    for (const auto& tensor : overwritten) torch::autograd::increment_version(tensor);
+  };
+  const OverwriteScope scope;
+  try {
     at::AutoDispatchBelowADInplaceOrView guard;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  } catch (...) {
+    if (scope.overwritten() != nullptr) raise_versions();
+    throw;
   }
-  for (const auto& tensor : overwritten) torch::autograd::increment_version(tensor);
+  raise_versions();
 }
 
 void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
-                              ": torch.vmap must not be applied, but it is; the op takes "
-                              "batch dimensions itself");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, front_name(op),
+                              ": torch.vmap must not be applied, but it is; the op takes batch dimensions itself");
+}
+
+void refuse_batched_gradient(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, front_name(op),
+                              ": the upstream gradient must not be batched (is_grads_batched=True, vmap over a "
+                              "backward), but got a batched one: run one backward for each");
 }
 
 std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
@@ -166,7 +192,7 @@ std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
 
 void check_differentiable_outputs(const char* op, const torch::autograd::variable_list& grads, size_t count) {
   for (size_t i = count; i < grads.size(); ++i) {
-    TORCH_CHECK(!grads[i].defined(), "fusegrad::", op, ": only the loss and lse are differentiable, but output ", i,
+    TORCH_CHECK(!grads[i].defined(), op, ": only the loss and lse are differentiable, but output ", i,
                 " received a gradient");
   }
 }

@@ -25,7 +25,8 @@ bool may_overwrite_strided(const at::Tensor& tensor, at::TensorList others);
 bool saved_tensor_hooks_active();
 
 /// In backward: may the buffer that the forward saved be overwritten with this gradient? Only in the last backward
-/// (the graph is not kept), with gradients off, no hook active when it was saved, no mode, subclass or transform.
+/// (the graph is not kept), with gradients off, no hook active when it was saved, no mode, subclass or transform
+/// (batched gradients are a transform).
 bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active);
 
 /// `gradient` as the result of a backward that cannot be differentiated: where a graph of the backward is recorded
@@ -36,11 +37,18 @@ at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at
 void refuse_transforms(const char* op, std::initializer_list<std::optional<at::Tensor>> tensors);
 
 /// Kernel at ADInplaceOrView of every op that mutates: runs the op below, then raises the version counter of each
-/// argument that its schema marks (a!). Without it a mutated argument that is not returned keeps its version.
+/// argument that its schema marks (a!), also where the op fails after it began to write (begin_overwriting,
+/// ops/faults.h). Without it a mutated argument that is not returned keeps its version.
 void bump_overwritten(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 /// Kernel at FuncTorchBatched of every op that front ends call: vmap raises an error that names the op.
 void refuse_vmap(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+/// Kernel at FuncTorchBatched of backwards without a batching rule, which functorch could not make one for.
+void refuse_batched_gradient(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+/// A compiler traces what is done with the tensor (torch.compile, torch.export): it is a wrapper.
+bool is_traced(const at::Tensor& tensor);
 
 /// The dtype that autocast wants for matmuls on this device; nothing where autocast is off.
 std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor);

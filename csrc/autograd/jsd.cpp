@@ -12,7 +12,7 @@ constexpr const char* kOp = "jsd";
 
 // Computes the gradients for an upstream gradient of 1 in the forward, since they need the divergence of whole rows,
 // and scales them in the backward. With `inplace` the student's lies in the student.
-struct Jsd : torch::autograd::Function<Jsd> {
+struct Jsd : NamedFunction<Jsd, "jsd"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& student, const Tensor& teacher, const JsdRows& rows,
                                const JsdSettings& settings, std::array<bool, 2> needs_grad, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
@@ -26,7 +26,7 @@ struct Jsd : torch::autograd::Function<Jsd> {
     return visible(out, settings);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 1);
     const auto saved = ctx->get_saved_variables();
     variable_list result(6);

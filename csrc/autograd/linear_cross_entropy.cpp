@@ -12,7 +12,7 @@ constexpr const char* kOp = "linear_cross_entropy";
 
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
-struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
+struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                                const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options,
                                const LinearOptions& linear, std::array<bool, 3> needs_grad, bool inplace) {
@@ -23,14 +23,14 @@ struct LinearCrossEntropy : torch::autograd::Function<LinearCrossEntropy> {
     return visible(out, options);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     return scale_linear_gradients(kOp, ctx, grads, 8);
   }
 };
 
 // Keeps one lse a row and computes the logits a second time in the backward: reduction 'none', a differentiable
 // lse, and where memory must be least.
-struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntropyRecompute> {
+struct LinearCrossEntropyRecompute : NamedFunction<LinearCrossEntropyRecompute, "linear_cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                                const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options,
                                const LinearOptions& linear) {
@@ -47,7 +47,7 @@ struct LinearCrossEntropyRecompute : torch::autograd::Function<LinearCrossEntrop
     return visible(out, options);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 2);
     const auto saved = ctx->get_saved_variables();
     variable_list result(6);

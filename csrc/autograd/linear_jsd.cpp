@@ -12,7 +12,7 @@ constexpr const char* kOp = "linear_jsd";
 
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
-struct LinearJsd : torch::autograd::Function<LinearJsd> {
+struct LinearJsd : NamedFunction<LinearJsd, "linear_jsd"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                                const std::optional<Tensor>& bias, const JsdTeacher& teacher, const JsdRows& rows,
                                const JsdSettings& settings, const LinearOptions& linear, std::array<bool, 3> needs_grad,
@@ -24,14 +24,14 @@ struct LinearJsd : torch::autograd::Function<LinearJsd> {
     return visible(out, settings);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     return scale_linear_gradients(kOp, ctx, grads, 9);
   }
 };
 
 // Keeps no gradients and computes the logits of both a second time in the backward: reduction 'none', and where memory
 // must be least.
-struct LinearJsdRecompute : torch::autograd::Function<LinearJsdRecompute> {
+struct LinearJsdRecompute : NamedFunction<LinearJsdRecompute, "linear_jsd"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                                const std::optional<Tensor>& bias, const JsdTeacher& teacher, const JsdRows& rows,
                                const JsdSettings& settings, const LinearOptions& linear) {
@@ -51,11 +51,12 @@ struct LinearJsdRecompute : torch::autograd::Function<LinearJsdRecompute> {
                                    : std::nullopt;
     ctx->save_for_backward({input, weight, bias.value_or(Tensor()), teacher.input, teacher.weight.value_or(Tensor()),
                             teacher.bias.value_or(Tensor()), rows.teacher_index.value_or(Tensor()),
-                            rows.labels.value_or(Tensor()), rows.token_weight.value_or(Tensor()), out.scales});
+                            rows.labels.value_or(Tensor()), rows.token_weight.value_or(Tensor()), out.scales,
+                            rows.tail_log_prob.value_or(Tensor())});
     return visible(out, settings);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 1);
     const auto saved = ctx->get_saved_variables();
     variable_list result(7);
@@ -66,6 +67,7 @@ struct LinearJsdRecompute : torch::autograd::Function<LinearJsdRecompute> {
     rows.teacher_index = optional_of(saved[6]);
     rows.labels = optional_of(saved[7]);
     rows.token_weight = optional_of(saved[8]);
+    rows.tail_log_prob = optional_of(saved[10]);
     const auto settings = JsdSettings::from(data["numbers"].toDoubleVector(), /*log_probs=*/false,
                                             data["renormalize"].toBool(), data["ignore_index"].toInt(), 0, 0);
     LinearOptions linear;

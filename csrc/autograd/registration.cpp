@@ -5,6 +5,16 @@
 #include "autograd/inplace.h"
 
 namespace fusegrad {
+namespace {
+
+// Functorch can make no batching rule for backwards that return a list of tensors.
+void refuse_batched_gradients(torch::Library& m) {
+  for (const auto* op : {"flex_attention_backward", "flex_attention_backward_"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_batched_gradient>());
+  }
+}
+
+}  // namespace
 
 // What front ends call. They are composite, so autograd needs no kernel here.
 TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
@@ -14,12 +24,16 @@ TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
   }
 }
 
+// torch.vmap has the first key, is_grads_batched the second.
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { refuse_batched_gradients(m); }
+TORCH_LIBRARY_IMPL(fusegrad, Batched, m) { refuse_batched_gradients(m); }
+
 // The ops below cannot be differentiated: a graph through them (create_graph=True) raises an error with their name.
 TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
-  for (const auto* op :
-       {"cross_entropy_forward", "cross_entropy_backward", "cross_entropy_shard_gradient", "flex_attention_forward",
-        "flex_attention_backward", "jsd_forward", "linear_cross_entropy_forward", "linear_cross_entropy_backward",
-        "linear_jsd_forward", "linear_jsd_backward", "scale_gradient"}) {
+  for (const auto* op : {"cross_entropy_forward", "cross_entropy_backward", "cross_entropy_shard_gradient",
+                         "flex_attention_forward", "flex_attention_backward", "flex_attention_dropout_mask",
+                         "jsd_forward", "linear_cross_entropy_forward", "linear_cross_entropy_backward",
+                         "linear_jsd_forward", "linear_jsd_backward", "refuse_gradient", "scale_gradient"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -5,8 +5,18 @@
 
 #include "autograd/inplace.h"
 #include "ops/dispatch.h"
+#include "ops/faults.h"
 
 namespace fusegrad::autograd {
+
+/// An autograd Function whose backward is `T::gradients`, in whose errors the op has its name.
+template <class T, OpName kOp>
+struct NamedFunction : torch::autograd::Function<T> {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    return named_errors(kOp.text, [&] { return T::gradients(ctx, grads); });
+  }
+};
 
 /// In a backward that records no graph, the ops below skip autograd's keys, whose kernels are boxed and slow.
 struct BelowAutogradUnlessRecording {

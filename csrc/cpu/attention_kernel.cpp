@@ -357,6 +357,63 @@ void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t col
   }
 }
 
+// Philox4x32 of 32 counters side by side; see cuda/device/flex_dropout.cuh.
+constexpr int kDropoutBlock = 16, kDropoutLanes = 32;
+void dropout_numbers(uint32_t (&word)[4][kDropoutLanes], const HeadDropout& head, int64_t q_block, int64_t kv_block) {
+  for (int i = 0; i < kDropoutLanes; ++i) {
+    word[0][i] = static_cast<uint32_t>(kv_block) * kDropoutLanes + static_cast<uint32_t>(i);
+    word[1][i] = static_cast<uint32_t>(q_block);
+    word[2][i] = head.key[0];
+    word[3][i] = head.key[1];
+  }
+  uint32_t key[2] = {};
+  for (int round = 0; round < 7; ++round) {
+    for (int i = 0; i < kDropoutLanes; ++i) {
+      const uint64_t a = uint64_t{0xD2511F53} * word[0][i], b = uint64_t{0xCD9E8D57} * word[2][i];
+      word[0][i] = static_cast<uint32_t>(b >> 32) ^ word[1][i] ^ key[0];
+      word[1][i] = static_cast<uint32_t>(b);
+      word[2][i] = static_cast<uint32_t>(a >> 32) ^ word[3][i] ^ key[1];
+      word[3][i] = static_cast<uint32_t>(a);
+    }
+    key[0] += 0x9E3779B9;
+    key[1] += 0xBB67AE85;
+  }
+}
+
+template <class T>
+void dropout(T* factor, int64_t stride, const HeadDropout& head, int64_t q, int64_t kv, int64_t rows, int64_t cols) {
+  const T scale = static_cast<T>(head.scale);
+  alignas(64) uint32_t word[4][kDropoutLanes];
+  for (int64_t qb = q / kDropoutBlock; qb * kDropoutBlock < q + rows; ++qb) {
+    for (int64_t kb = kv / kDropoutBlock; kb * kDropoutBlock < kv + cols; ++kb) {
+      dropout_numbers(word, head, qb, kb);
+      // A word's halves, lane after lane, are eight rows of eight numbers.
+      T number[4][2 * kDropoutLanes];
+      for (int w = 0; w < 4; ++w) {
+        for (int i = 0; i < kDropoutLanes; ++i) {
+          number[w][2 * i] = (word[w][i] & 0x7fff) - head.first < head.count ? scale : T(0);
+          number[w][2 * i + 1] = (word[w][i] >> 16 & 0x7fff) - head.first < head.count ? scale : T(0);
+        }
+      }
+      for (int64_t r = 0; r < kDropoutBlock; ++r) {
+        const int64_t row = qb * kDropoutBlock + r - q;
+        if (row < 0 || row >= rows) continue;
+        for (int64_t c = 0; c < kDropoutBlock; ++c) {
+          const int64_t col = kb * kDropoutBlock + c - kv;
+          if (col >= 0 && col < cols) factor[row * stride + col] = number[r / 8 + c / 8 * 2][r % 8 * 8 + c % 8];
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+void drop(T* out, const T* in, const T* factor, int64_t stride, int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = r * stride; c < r * stride + cols; ++c) out[c] = factor[c] != 0 ? in[c] * factor[c] : T(0);
+  }
+}
+
 template <class T>
 void add(T* __restrict out, const T* in, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] += in[i];
@@ -364,9 +421,23 @@ void add(T* __restrict out, const T* in, int64_t count) {
 
 template <class T>
 constexpr AttentionKernels<T> make_kernels() {
-  return {kPanel<T>, kMicroRows,        pack_rows<T>,        pack_panels<T>, pack_transposed<T>,
-          unpack<T>, unpack_low<T>,     multiply<T>,         softmax<T>,     probabilities<T>,
-          alive<T>,  score_gradient<T>, add_max_gradient<T>, row_dot<T>,     add<T>};
+  return {kPanel<T>,
+          kMicroRows,
+          pack_rows<T>,
+          pack_panels<T>,
+          pack_transposed<T>,
+          unpack<T>,
+          unpack_low<T>,
+          multiply<T>,
+          softmax<T>,
+          probabilities<T>,
+          alive<T>,
+          score_gradient<T>,
+          add_max_gradient<T>,
+          row_dot<T>,
+          dropout<T>,
+          drop<T>,
+          add<T>};
 }
 
 }  // namespace

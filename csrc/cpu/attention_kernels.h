@@ -39,6 +39,15 @@ struct OnlineSoftmax {
   int64_t out_stride, out_cols;
 };
 
+/// Dropout of a head: its key (the numbers of all its pairs follow from that and their places), those numbers with
+/// which a pair is kept, so many from the first one on, and what its weight is multiplied by then. See
+/// cuda/device/flex_dropout.cuh.
+struct HeadDropout {
+  uint32_t key[2];
+  uint32_t first, count;
+  double scale;
+};
+
 template <class T>
 struct AttentionKernels {
   /// Columns of a panel. A matrix of C columns is packed as [ceil(C / panel)][rows][panel], padded with zeros.
@@ -77,6 +86,11 @@ struct AttentionKernels {
   void (*add_max_gradient)(T* grad, const ScoreTile<T>& tile, const T* max, const T* grad_max);
   /// out[r] = sum of a[r, c] * b[r, c].
   void (*row_dot)(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t cols);
+  /// factor[r, c] = 0 for a dropped pair of query q + r and key kv + c, else the scale. Rows `stride` apart.
+  void (*dropout)(T* factor, int64_t stride, const HeadDropout& head, int64_t q, int64_t kv, int64_t rows,
+                  int64_t cols);
+  /// out = in * factor, 0 where factor is 0. Rows `stride` apart in all of them.
+  void (*drop)(T* out, const T* in, const T* factor, int64_t stride, int64_t rows, int64_t cols);
   /// out[i] += in[i]
   void (*add)(T* out, const T* in, int64_t count);
 };

@@ -94,6 +94,10 @@ struct FlexProblem {
       mask_program.emplace(*score_mod::cached_graph(scores.mask_mod.text), lengths(), mask_tensors.buffers(),
                            mask_tensors.scalars());
     }
+    if (scores.dropout_seed.defined()) {
+      dropout.emplace(scores.dropout_p);
+      dropout_seed = static_cast<uint64_t>(scores.dropout_seed.item<int64_t>());
+    }
   }
 
   score_mod::Lengths lengths() const { return {batches, heads, queries, keys}; }
@@ -101,6 +105,8 @@ struct FlexProblem {
   /// Columns of a matrix as products leave it.
   int64_t padded_head() const { return round_up(head_size, kernels.panel); }
   int64_t padded_value() const { return round_up(value_size, kernels.panel); }
+  /// Of a query head.
+  HeadDropout dropout_of(int64_t b, int64_t h) const;
   const score_mod::TileProgram<T>* mask() const { return mask_program ? &*mask_program : nullptr; }
 
   const AttentionKernels<T>& kernels = attention_kernels<T>();
@@ -110,7 +116,15 @@ struct FlexProblem {
   BlockMap blocks;
   score_mod::CapturedTensors score_tensors, mask_tensors;
   std::optional<score_mod::TileProgram<T>> score_program, mask_program;
+  std::optional<FlexDropoutRule> dropout;
+  uint64_t dropout_seed = 0;
 };
+
+HeadDropout head_dropout(const FlexDropoutRule& rule, uint64_t seed, int64_t head);
+template <class T>
+HeadDropout FlexProblem<T>::dropout_of(int64_t b, int64_t h) const {
+  return head_dropout(*dropout, dropout_seed, b * heads + h);
+}
 
 /// worker(next) on every thread, where next() gives each of 0 … tasks - 1 to one caller, in order. Tasks must not
 /// depend on who does which.
@@ -132,5 +146,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
                              const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
                              bool deterministic, const std::vector<bool>& needs_grad, const FlexGradients& grads,
                              bool inplace);
+/// Writes which pairs are kept into `mask`, bool [B, H, M, N], contiguous.
+void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask);
 
 }  // namespace fusegrad::cpu

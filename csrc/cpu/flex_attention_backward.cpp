@@ -11,6 +11,7 @@
 #include "cpu/buffer_sums.h"
 #include "cpu/flex_attention.h"
 #include "ops/check.h"
+#include "ops/faults.h"
 
 namespace fusegrad::cpu {
 namespace {
@@ -43,6 +44,7 @@ class Backward {
            const FlexOutputs& saved, const FlexScores& scores, const std::vector<bool>& needs_grad,
            const FlexGradients& grads, bool inplace)
       : p_(query, key, value, scores),
+        inplace_(inplace),
         scores_(scores),
         needs_(needs_grad),
         lse_(saved.lse),
@@ -84,6 +86,7 @@ class Backward {
   void store_query_gradient(int64_t group, const T* sum);
 
   const FlexProblem<T> p_;
+  const bool inplace_;
   const FlexScores& scores_;
   const std::vector<bool> needs_;
   bool wants_buffers_, wants_scores_;
@@ -194,6 +197,10 @@ class Backward<T>::Lane {
         alive_(kTileRows * kKeyBlock),
         masker_(p_.blocks, p_.mask(), kTileRows, kKeyBlock, p_.kernels.panel) {
     if (call.rows_.grad_max.defined()) max_gradient_ = Scratch<T>(kTileRows * kStride);
+    if (p_.dropout) {
+      dropout_ = Scratch<T>(kTileRows * kStride);
+      kept_ = Scratch<T>(kTileRows * kStride);
+    }
     if (p_.score_program) score_mod_.emplace(*p_.score_program, kTileRows, kKeyBlock);
     if (call.derivative_) derivative_.emplace(*call.derivative_, kTileRows, kKeyBlock);
   }
@@ -287,11 +294,17 @@ class Backward<T>::Lane {
     }
     const bool infinite = kernels.probabilities(scores, c_.lse_.template const_data_ptr<T>() + row);
 
-    // dV += P^T dO
+    if (p_.dropout) {
+      kernels.dropout(dropout_.data(), kStride, p_.dropout_of(b, h), queries.begin, where.kv, rows, cols);
+      kernels.drop(kept_.data(), probability_.data(), dropout_.data(), kStride, rows, cols);
+    }
+
+    // dV += P^T dO, of what dropout makes of P
     if (c_.grad_out_ && c_.needs_[2]) {
       kernels.pack_panels(grad_out_panels_.data(), c_.grad_out_->at(b, h, queries.begin), rows, p_.value_size, T(1));
-      kernels.multiply(cols, p_.value_size, rows, probability_.data(), 1, kStride, grad_out_panels_.data(),
-                       rows * panel, grad_value_.data() + mask.begin * p_.padded_value(), p_.padded_value(), true);
+      kernels.multiply(cols, p_.value_size, rows, p_.dropout ? kept_.data() : probability_.data(), 1, kStride,
+                       grad_out_panels_.data(), rows * panel, grad_value_.data() + mask.begin * p_.padded_value(),
+                       p_.padded_value(), true);
     }
     if (!c_.wants_scores_) return;
 
@@ -302,6 +315,7 @@ class Backward<T>::Lane {
       kernels.multiply(rows, cols, p_.value_size, grad_out_.data(), p_.value_size, 1,
                        value_transposed_.data() + mask.begin * p_.value_size, panel * p_.value_size, gradient_.data(),
                        kStride, false);
+      if (p_.dropout) kernels.drop(gradient_.data(), gradient_.data(), dropout_.data(), kStride, rows, cols);
     } else {
       std::fill_n(gradient_.data(), rows * kStride, T(0));
     }
@@ -341,7 +355,7 @@ class Backward<T>::Lane {
   Range range_;
   std::vector<score_mod::GradientSink<T>> sinks_;
   Scratch<T> query_, query_panels_, grad_out_, grad_out_panels_, key_transposed_, key_panels_, value_transposed_,
-      grad_key_, grad_value_, score_, probability_, gradient_, max_gradient_;
+      grad_key_, grad_value_, score_, probability_, gradient_, max_gradient_, dropout_, kept_;
   Scratch<uint8_t> alive_;
   TileMasker<T> masker_;
   std::optional<score_mod::TileEvaluator<T>> score_mod_, derivative_;
@@ -380,6 +394,7 @@ template <class T>
 void Backward<T>::run() {
   sums_.prepare(lanes_.size());
   std::vector<std::unique_ptr<Lane>> lanes(lanes_.size());
+  if (inplace_) begin_overwriting("query, key and value");
   share_tasks(static_cast<int64_t>(lanes_.size()), [&](const auto& next) {
     while (const auto lane = next()) {
       auto& state = lanes[static_cast<size_t>(*lane)];
@@ -399,6 +414,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
                              bool /*deterministic*/, const std::vector<bool>& needs_grad, const FlexGradients& grads,
                              bool inplace) {
   if (saved.lse.numel() == 0 || key.numel() == 0) {
+    if (inplace) begin_overwriting("query, key and value");
     for (const auto& t : {inplace ? query : grads.query, inplace ? key : grads.key, inplace ? value : grads.value}) {
       t.zero_();
     }

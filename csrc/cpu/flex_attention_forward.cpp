@@ -1,9 +1,11 @@
 // The forward of flex_attention: online softmax over tiles of scores.
+#include <algorithm>
 #include <cmath>
 
 #include "attention/outputs.h"
 #include "cpu/capability.h"
 #include "cpu/flex_attention.h"
+#include "cuda/device/flex_arguments.cuh"
 #include "ops/check.h"
 
 namespace fusegrad::cpu {
@@ -20,6 +22,46 @@ const AttentionKernels<double>& attention_kernels<double>() {
   static const auto& chosen =
       for_this_machine(DEFAULT::kAttentionDouble, AVX2::kAttentionDouble, AVX512::kAttentionDouble);
   return chosen;
+}
+
+// Philox4x32-10 of the head's number, its key the seed.
+HeadDropout head_dropout(const FlexDropoutRule& rule, uint64_t seed, int64_t head) {
+  uint32_t word[4] = {static_cast<uint32_t>(head)};
+  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * word[0], b = uint64_t{0xCD9E8D57} * word[2];
+    word[0] = static_cast<uint32_t>(b >> 32) ^ word[1] ^ key[0];
+    word[1] = static_cast<uint32_t>(b);
+    word[2] = static_cast<uint32_t>(a >> 32) ^ word[3] ^ key[1];
+    word[3] = static_cast<uint32_t>(a);
+    key[0] += 0x9E3779B9;
+    key[1] += 0xBB67AE85;
+  }
+  const auto threshold = static_cast<uint32_t>(rule.threshold);
+  return {{word[0], word[1]},
+          threshold > device::kMostFinite ? 0 : threshold,
+          FlexDropoutRule::kNumbers - threshold,
+          rule.scale};
+}
+
+void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask) {
+  const FlexDropoutRule rule(p);
+  const auto number = static_cast<uint64_t>(seed.item<int64_t>());
+  const int64_t rows = mask.size(2), cols = mask.size(3);
+  bool* out = mask.mutable_data_ptr<bool>();
+  at::parallel_for(0, mask.size(0) * mask.size(1), 1, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kRows = 16;
+    const Scratch<float> factor(kRows * cols);
+    for (int64_t head = begin; head < end; ++head) {
+      const HeadDropout dropout = head_dropout(rule, number, head);
+      for (int64_t q = 0; q < rows; q += kRows) {
+        const int64_t height = std::min(kRows, rows - q);
+        attention_kernels<float>().dropout(factor.data(), cols, dropout, q, 0, height, cols);
+        std::transform(factor.data(), factor.data() + height * cols, out + (head * rows + q) * cols,
+                       [](float f) { return f != 0; });
+      }
+    }
+  });
 }
 
 namespace {
@@ -57,6 +99,7 @@ class Worker {
         row_ties_(rows),
         masker_(p_.blocks, p_.mask(), kTileRows, kTileCols, p_.kernels.panel) {
     if (p_.score_program) evaluator_.emplace(*p_.score_program, kTileRows, kTileCols);
+    if (p_.dropout) dropout_ = Scratch<T>(kTileRows * kScoreStride);
   }
 
   void run(int64_t b, int64_t h, Range queries) {
@@ -103,6 +146,11 @@ class Worker {
     kernels.softmax({score_.data(), kScoreStride, mask.bytes, mask.stride, rows, cols},
                     {row_max_.data() + row, row_sum_.data() + row, ties_ != nullptr ? row_ties_.data() + row : nullptr,
                      out, values, p_.value_size});
+    if (p_.dropout) {
+      kernels.dropout(dropout_.data(), kScoreStride, p_.dropout_of(b, h), queries.begin, keys.begin + mask.begin, rows,
+                      cols);
+      kernels.drop(score_.data(), score_.data(), dropout_.data(), kScoreStride, rows, cols);
+    }
     kernels.multiply(rows, p_.value_size, cols, score_.data(), kScoreStride, 1,
                      value_.data() + mask.begin * kernels.panel, keys.size() * kernels.panel, out, values, true);
   }
@@ -131,7 +179,7 @@ class Worker {
   const HeadView out_;
   T *lse_, *max_, *ties_;
   const std::optional<HeadView> out_low_;
-  Scratch<T> query_, key_, value_, score_, sum_of_values_, row_max_, row_sum_, row_ties_;
+  Scratch<T> query_, key_, value_, score_, sum_of_values_, row_max_, row_sum_, row_ties_, dropout_;
   TileMasker<T> masker_;
   std::optional<score_mod::TileEvaluator<T>> evaluator_;
 };

@@ -133,7 +133,7 @@ class JsdRows {
     if (hard_apart) sum_hard(max);
     double soft = 0;
     if (p.teacher_index != nullptr) {
-      soft = top_k(static_cast<const Acc*>(p.teacher) + n * p.teacher_stride, index(n), static_cast<double>(max));
+      soft = top_k(n, static_cast<double>(max));
     } else {
       const T* teacher = static_cast<const T*>(p.teacher) + n * p.teacher_stride;
       const Acc teacher_max = load_row(teacher, p.cols, teacher_transform, buffers.p);
@@ -141,6 +141,7 @@ class JsdRows {
                         static_cast<Acc>(1 / p.student_temperature), static_cast<Acc>(1 / p.teacher_temperature)};
       soft = between ? mixture(shift) : one_sided(shift);
     }
+    if (soft < 0 && !p.partial) soft = 0;  // what rounding left of 0; NaN stays
     double hard = 0;
     if (needs_hard) {
       const Acc z = student_transform.one(static_cast<Acc>(student[constants.label]));
@@ -275,8 +276,7 @@ class JsdRows {
       s[2] = s[2] + product_or_zero(x, difference);
     });
     mean_student = mean_teacher = p.log_probs ? -1 : divergence[2];
-    const double soft = p.log_probs ? divergence[0] : divergence[0] + divergence[1];
-    return soft < 0 && !p.log_probs ? 0 : soft;  // what rounding left of 0
+    return p.log_probs ? divergence[0] : divergence[0] + divergence[1];
   }
 
   // The gradients by z over q and p, but for what the label alone gets.
@@ -318,10 +318,15 @@ class JsdRows {
   // The divergence over a top-k teacher's K columns and one bucket for the others. The bucket's probability is summed
   // over its own columns, from their own maximum: 1 less the others' would cancel, and a small one would underflow.
   // Leaves exp of the bucket's columns in q (0 at the K), and the gradients by the K + 1 logits.
-  double top_k(const Acc* teacher, const int64_t* columns, double max) {
+  double top_k(int64_t n, double max) {
     const int64_t count = p.topk;
+    const int64_t* columns = index(n);
     const double scale = 1 / p.student_temperature, low = -std::numeric_limits<double>::infinity();
+    int64_t columns_left = p.cols;
     for (int64_t k = 0; k < count; ++k) {
+      buffers.z[k] = low;
+      if (columns[k] < 0) continue;
+      --columns_left;
       buffers.z[k] = (static_cast<double>(buffers.q[columns[k]]) - max) * scale;
       buffers.q[columns[k]] = static_cast<Acc>(low);
     }
@@ -340,19 +345,32 @@ class JsdRows {
     tail_sum = sums[0];
     buffers.z[count] = (static_cast<double>(shift) - max) * scale + std::log(tail_sum);
 
-    double total = 0, mass = 0;
+    const Acc* teacher = static_cast<const Acc*>(p.teacher) + n * p.teacher_stride;
+    const auto stored = [&](int64_t k) { return columns[k] < 0 ? low : static_cast<double>(teacher[k]); };
+    double total = 0, mass = 0, error = 0;
     for (int64_t k = 0; k <= count; ++k) total += std::exp(buffers.z[k]);
-    for (int64_t k = 0; k < count; ++k) mass += std::exp(static_cast<double>(teacher[k]));
+    for (int64_t k = 0; k < count; ++k) {
+      const double log = stored(k), probability = std::exp(log);
+      mass += probability;
+      if (probability > 0) error += probability * (p.acc_roundoff - p.roundoff * log);
+    }
     const double log_total = std::log(total), log_mass = p.renormalize ? std::log(mass) : 0;
     // Where the K are all columns, what is missing to 1 belongs to none.
-    const double rest = p.renormalize || count == p.cols || mass > 1 ? 0 : 1 - mass;
+    const bool has_rest = !p.renormalize && columns_left != 0;
+    const bool known = has_rest && p.tail != nullptr;
+    // Missing to 1 by less than the sum's own error is as much as that: the bucket's columns are not impossible.
+    const double missing = 1 - mass < error ? error : 1 - mass;
+    const double log_rest = known      ? static_cast<double>(static_cast<const Acc*>(p.tail)[n])
+                            : has_rest ? std::log(missing)
+                                       : low;
+    const double rest = known ? std::exp(log_rest) : has_rest ? missing : 0;
     // The student's gradient holds for any p: log-probabilities that were rounded do not sum to 1.
     const double p_sum = p.renormalize ? 1 : mass + rest;
     const double b = p.beta;
     double soft = 0, mean = 0;
     for (int64_t k = 0; k <= count; ++k) {
       const double log_q = buffers.z[k] - log_total, q = std::exp(log_q);
-      const double log_p = k < count ? static_cast<double>(teacher[k]) - log_mass : std::log(rest);
+      const double log_p = k < count ? stored(k) - log_mass : log_rest;
       const double t = k < count ? std::exp(log_p) : rest;
       double of_q = 0;  // q times its logarithm in the gradient
       if (between) {
@@ -389,7 +407,7 @@ class JsdRows {
       g.store(buffers.q + c);
     }
     for (int64_t k = 0; k < count && by_student != 0; ++k) {
-      buffers.q[columns[k]] += static_cast<Acc>(by_student * buffers.gradient[k]);
+      if (columns[k] >= 0) buffers.q[columns[k]] += static_cast<Acc>(by_student * buffers.gradient[k]);
     }
   }
 

@@ -27,7 +27,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    const std::pair<std::string, std::vector<std::string>>& mask_mod,
                    const std::optional<std::array<int64_t, 2>>& block_size, const std::vector<bool>& wants_grad,
                    const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
-                   bool needs_grad, bool split, bool tall, std::array<bool, 2> score_mod_small,
+                   bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
                    std::array<bool, 2> mask_mod_small) {
   FlexCase c;
   c.kernel = kernel == "forward"    ? FlexKernel::kForward
@@ -40,6 +40,8 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.mask_mod = make_mod(mask_mod.first, mask_mod.second, mask_mod_small);
   c.split = split;
   c.tall = tall;
+  c.dropout = dropout_p > 0;
+  c.most_dropped = drops_most(dropout_p);
   c.blocks = block_size.has_value();
   if (c.blocks) c.block_size = *block_size;
   c.unscaled = c.kernel == FlexKernel::kForward && c.score_mod.text.empty();
@@ -77,7 +79,7 @@ void bind(py::module_& m) {
            py::arg("mask_mod") = std::pair<std::string, std::vector<std::string>>(), py::arg("block_size") = py::none(),
            py::arg("wants_grad") = std::vector<bool>(), py::arg("elements") = std::vector<int64_t>(),
            py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
-           py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true,
+           py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true, py::arg("dropout_p") = 0.0,
            py::arg("score_mod_small") = std::array<bool, 2>{true, true},
            py::arg("mask_mod_small") = std::array<bool, 2>{true, true});
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");

@@ -11,9 +11,11 @@
 #include "attention/outputs.h"
 #include "cuda/flex_buffer_sums.h"
 #include "cuda/flex_call.h"
+#include "cuda/flex_dropout.h"
 #include "cuda/flex_prepare.h"
 #include "cuda/flex_program.h"
 #include "jit/compile.h"
+#include "ops/faults.h"
 
 namespace fusegrad::cuda {
 namespace {
@@ -52,7 +54,21 @@ int64_t staying_ctas(int64_t work) {
   return std::min(work, processors);
 }
 
+device::FlexDropout dropout_of(const Tensor& seed, double p) {
+  static_assert(sizeof(long long) == sizeof(int64_t));
+  const FlexDropoutRule rule(p);
+  const auto below = static_cast<unsigned>(drops_most(p) ? FlexDropoutRule::kNumbers - rule.threshold : rule.threshold);
+  return {reinterpret_cast<const long long*>(seed.const_data_ptr<int64_t>()), static_cast<float>(rule.scale),
+          below | below << 16};
+}
+
 }  // namespace
+
+void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {
+  const c10::cuda::CUDAGuard guard(seed.device());
+  flex_dropout_mask(dropout_of(seed, p), drops_most(p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1),
+                    mask.size(2), mask.size(3), at::cuda::getCurrentCUDAStream());
+}
 
 FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                        const FlexScores& scores, int64_t aux) {
@@ -82,6 +98,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       a.max_scores = outputs.max_scores.mutable_data_ptr<float>();
       a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
     }
+    if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
     a.tiles = call.tiles(plan.tile, /*by_key=*/false);
     // As the backward has them for gradients of the output alone.
     const auto ahead = [&](const std::string& architecture) {
@@ -113,6 +130,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const Tensor grad_query = inplace ? query : grads.query, grad_key = inplace ? key : grads.key,
                grad_value = inplace ? value : grads.value;
   if (saved.lse.numel() == 0 || key.numel() == 0) {
+    if (inplace) begin_overwriting("query, key and value");
     for (const auto& t : {grad_query, grad_key, grad_value}) t.zero_();
     for (const auto& t : grads.buffers) t.zero_();
     return;
@@ -169,8 +187,16 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.sum_cols = static_cast<int>(sum_cols);
   a.largest = sums.largest();
   a.fixed_bits = sums.fixed_bits();
+  if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
 
   auto sum_arguments = sums.arguments();
+  if (inplace) {
+    // A kernel that cannot be compiled or loaded must not be found after another has begun to write.
+    for (size_t i = 0; i < kernels.size(); ++i) {
+      c = kernels[i];
+      call.kernel(plans[i]);
+    }
+  }
   for (size_t i = 0; i < kernels.size(); ++i) {
     c = kernels[i];
     const bool by_key = c.kernel == FlexKernel::kBackward;
@@ -186,6 +212,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
       further.push_back(&more);
       if (!by_key || (launches == 1 && !keys_shared(c, plan.tile))) ctas = staying_ctas(ctas);
     }
+    if (by_key && inplace) begin_overwriting("query, key and value");
     if (!by_key || launches == 1) {
       call.launch(plan, &a, ctas, further);
       continue;

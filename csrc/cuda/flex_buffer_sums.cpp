@@ -39,7 +39,10 @@ FlexBufferSums::FlexBufferSums(const FlexScores& scores, const FlexCase& c, cons
     largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
   // So that no sum overflows.
   const int64_t each = c.fixed_point ? pairs : partial;
-  const auto count = static_cast<uint64_t>(contributions()) * static_cast<uint64_t>(each);
+  int64_t places = 0;
+  for (size_t k = 0; k < contributions(); ++k)
+    places += derivative_->values(derivative_->open_axes(derivative_->contributions()[k]));
+  const auto count = static_cast<uint64_t>(places) * static_cast<uint64_t>(each);
   fixed_bits_ = 62 - static_cast<int>(std::bit_width(count));
   if (c.fixed_point) fixed_bits_ = std::min(fixed_bits_, device::kFlexFixedBits);
   TORCH_CHECK_VALUE(!c.fixed_point || 2 * fixed_bits_ >= device::kFlexFixedBits,

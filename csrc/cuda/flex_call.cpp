@@ -118,6 +118,10 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) {
     case_.small_lengths &= as_int(n) <= kSmallLength;
   }
+  if (scores.dropout_seed.defined()) {
+    case_.dropout = true;
+    case_.most_dropped = drops_most(scores.dropout_p);
+  }
   if (case_.blocks) take_blocks();
 }
 
@@ -221,12 +225,16 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const FlexTileSize
           as_int(key_.size(0) * key_.size(1))};
 }
 
-void FlexCall::launch(const FlexPlan& plan, void* arguments, int64_t ctas, const std::vector<void*>& more,
-                      const std::function<void(const std::string&)>& ahead) {
-  const jit::Kernel& kernel = jit::kernel(flex_id(case_, plan), [&](const std::string& architecture) {
+const jit::Kernel& FlexCall::kernel(const FlexPlan& plan, const std::function<void(const std::string&)>& ahead) const {
+  return jit::kernel(flex_id(case_, plan), [&](const std::string& architecture) {
     if (ahead) ahead(architecture);
     return flex_program(case_, plan, architecture);
   });
+}
+
+void FlexCall::launch(const FlexPlan& plan, void* arguments, int64_t ctas, const std::vector<void*>& more,
+                      const std::function<void(const std::string&)>& ahead) {
+  const jit::Kernel& kernel = this->kernel(plan, ahead);
   check_ctas(ctas);
   jit::Launch how;
   how.grid[0] = static_cast<unsigned>(ctas);

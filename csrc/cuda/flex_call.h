@@ -11,6 +11,7 @@
 #include "attention/flex_attention.h"
 #include "cuda/flex_plan.h"
 #include "cuda/flex_tile_lists.h"
+#include "jit/kernel_cache.h"
 
 namespace fusegrad::cuda {
 
@@ -67,7 +68,9 @@ class FlexCall {
                                                       const at::Tensor& rows, const at::Tensor& grad_key,
                                                       const at::Tensor& grad_value) const;
 
-  /// `more`: the kernel's further arguments. `ahead`: called where the kernel is compiled, with the architecture.
+  /// The kernel of a plan, compiled and loaded. `ahead`: called where it is compiled, with the architecture.
+  const jit::Kernel& kernel(const FlexPlan& plan, const std::function<void(const std::string&)>& ahead = nullptr) const;
+  /// `more`: the kernel's further arguments.
   void launch(const FlexPlan& plan, void* arguments, int64_t ctas, const std::vector<void*>& more,
               const std::function<void(const std::string&)>& ahead = nullptr);
 

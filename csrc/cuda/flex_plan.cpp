@@ -5,6 +5,8 @@
 #include <atomic>
 #include <functional>
 
+#include "attention/flex_attention.h"
+#include "cuda/device/flex_arguments.cuh"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
 #include "score_mod/scatter_plan.h"
@@ -28,7 +30,9 @@ int head_cols(const FlexCase& c, int multiple = kPortableCols) { return round_up
 int value_cols(const FlexCase& c, int multiple = kPortableCols) {
   return round_up(std::max(c.value_size, 1), multiple);
 }
-bool has_mods(const FlexCase& c) { return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient; }
+bool has_mods(const FlexCase& c) {
+  return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient || c.dropout;
+}
 
 // Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
 int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
@@ -93,7 +97,7 @@ int line_bytes(const FlexCase& c) {
 
 FlexTileSize hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const int groups = head <= 64 && masks_alone(c) && !c.max_scores ? 3 : 2;
+  const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.dropout ? 3 : 2;
   FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
   // Where there are lines, 80 would leave no room for them.
   t.line_bytes = line_bytes(c);
@@ -203,6 +207,8 @@ char scheme_of(score_mod::ScatterClass planned) {
   const char scheme = static_cast<char>(planned), forced = forced_scheme;
   return forced != 0 && allows(scheme, forced) ? forced : scheme;
 }
+// Of what is added element by element (device::FlexBufferSums).
+char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
 
 // The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
 bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
@@ -214,6 +220,7 @@ bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
     char scheme = scheme_of(steps[k].scheme);
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
     if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
+    if (steps[k].is_vector) scheme = vector_scheme(scheme);
     int table = scheme == 'F' ? static_cast<int>(elements) : 0;
     int bytes = scheme_bytes(c, plan.tile, scheme, table);
     if (bytes > left) {
@@ -243,12 +250,13 @@ bool mixed(const FlexCase& c, const FlexTileSize& t) {
   return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
 }
 std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
-  if (!fits_hopper_backward(c) || !masks_alone(c)) return std::nullopt;
+  if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;
   const bool small = head_cols(c, kHopperCols) == 64;
   const FlexTileSize t{small ? 144 : 80, 128, 12, 1, 2, FlexFamily::kHopper, 2, 1, c.blocks ? 5 : 1};
   if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
   return t;
 }
+bool drops_most(double dropout_p) { return FlexDropoutRule(dropout_p).threshold > device::kMostFinite; }
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
 bool first_maximum(const FlexCase& c) {
   return c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 &&
@@ -322,6 +330,7 @@ int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int6
                          const std::string& architecture) {
   if (c.score_mod.text.empty()) return 0;
   auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  if (std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step.is_vector; })) return 0;
   std::erase_if(steps, [](const auto& step) { return scheme_of(step.scheme) <= 'B'; });
   if (steps.empty()) return 1;
   if (!takes_hopper(c, architecture)) return 0;

@@ -39,6 +39,8 @@ struct FlexCase {
   bool small_lengths = true;            ///< B, H, M and N are at most 2^21
   bool split = true;                    ///< float32: full accuracy, by six products in TF32
   bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
+  bool dropout = false;                 ///< its numbers are arguments, but
+  bool most_dropped = false;            ///< whether so many pairs are dropped that numbers are compared otherwise
   // forward
   bool max_scores = false, out_low = false;
   // backward
@@ -51,6 +53,9 @@ struct FlexCase {
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
+
+/// Whether dropout with this p compares numbers the other way round (device::FlexDropoutPairs).
+bool drops_most(double dropout_p);
 
 /// Sizes of a kernel's work: see the kernels for what they mean.
 struct FlexTileSize {

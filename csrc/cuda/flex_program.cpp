@@ -1,5 +1,9 @@
 #include "cuda/flex_program.h"
 
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
 #include "score_mod/cache.h"
 #include "score_mod/render_cuda.h"
 
@@ -127,6 +131,8 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   choice("kMixed", mixed(c, plan.tile));
   choice("kSplit", c.dtype == DType::kFloat32 && c.split);
   choice("kMaskAlone", masks_alone(c));
+  choice("kDropout", c.dropout);
+  choice("kMostDropped", c.most_dropped);
   if (c.kernel == FlexKernel::kForward) {
     number("kLineBytes", plan.tile.line_bytes);
     choice("kUnscaled", c.unscaled);
@@ -146,6 +152,30 @@ std::string config(const FlexCase& c, const FlexPlan& plan) {
   return text + "};\n";
 }
 
+// What NVRTC compiles in about a minute: kernels have a score_mod once for each of a thread's pairs. Without a bound it
+// may take hours, or end the process.
+constexpr int64_t kMostOperations = 2048, kMostContributions = 32;
+void check_size(const FlexCase& c) {
+  if (c.score_mod.text.empty()) return;
+  const auto operations = [](const score_mod::Graph& graph) {
+    return std::count_if(graph.nodes().begin(), graph.nodes().end(), [](const auto& n) { return !n.operands.empty(); });
+  };
+  int64_t count = operations(*score_mod::cached_graph(c.score_mod.text)), contributions = 0;
+  if (has_derivative(c)) {
+    const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+    count += operations(*derivative);
+    contributions = static_cast<int64_t>(derivative->contributions().size());
+  }
+  TORCH_CHECK_VALUE(count <= kMostOperations,
+                    "flex_attention: on a GPU a score_mod and its derivative must have at most ", kMostOperations,
+                    " operations, but got ", count, "; reductions over vectors are loops, which count once");
+  TORCH_CHECK_VALUE(contributions <= kMostContributions,
+                    "flex_attention: on a GPU a score_mod must read captured tensors that require gradients at no more "
+                    "than ",
+                    kMostContributions, " places, but got ", contributions,
+                    "; a vector of a captured tensor, such as bias[h, :], counts once");
+}
+
 }  // namespace
 
 std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
@@ -161,7 +191,7 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
   for (const bool v :
        {c.blocks, mixed(c, plan.tile), c.small_lengths, c.split, c.unscaled, c.max_scores, c.out_low, c.grad_query,
         c.grad_key, c.grad_value, c.max_gradient, c.fixed_point, c.partial_sums, c.score_mod.small_scalars,
-        c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers}) {
+        c.mask_mod.small_scalars, c.score_mod.small_buffers, c.mask_mod.small_buffers, c.dropout, c.most_dropped}) {
     flags = flags * 2 + (v ? 1 : 0);
   }
   add(flags);
@@ -179,6 +209,7 @@ std::string flex_id(const FlexCase& c, const FlexPlan& plan) {
 }
 
 jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture) {
+  check_size(c);
   const Names name = names(c, plan.tile);
   const bool hopper = plan.tile.family == FlexFamily::kHopper;
   const bool backward = c.kernel == FlexKernel::kBackward;

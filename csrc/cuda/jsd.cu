@@ -32,14 +32,16 @@ void launch_jsd(const RowJsd& p, void* stream) {
   launch_rows<Loss, T, kWidth>(rows, p, JsdConstants(p), stream);
 }
 
-/// The K logits of each row. An index out of range gives NaN, which makes the row's loss NaN.
+/// The K logits of each row. Padding, -1, has none; an index out of range gives NaN, which makes the row's loss NaN.
 template <class T>
 __global__ void gather_kernel(const __grid_constant__ RowJsd p) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= p.rows * p.topk) return;
   const int64_t row = i / p.topk, c = static_cast<const int64_t*>(p.teacher_index)[i];
   const auto* student = static_cast<const T*>(p.student) + row * p.student_stride;
-  static_cast<float*>(p.topk_logits)[i] = c >= 0 && c < p.cols ? device::widen(student[c]) : device::not_a_number();
+  static_cast<float*>(p.topk_logits)[i] = c >= 0 && c < p.cols ? device::widen(student[c])
+                                          : c == -1            ? device::minus_infinity()
+                                                               : device::not_a_number();
 }
 
 template <class T, int kWidth, bool kPlain>

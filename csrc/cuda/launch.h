@@ -5,8 +5,13 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
 #include <sstream>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "rows/row_kernels.h"
 
@@ -20,8 +25,22 @@ template <class Error = std::runtime_error, class... Parts>
   throw Error(message.str());
 }
 
+/// The device's memory did not suffice.
+class OutOfDeviceMemory : public std::bad_alloc {
+ public:
+  explicit OutOfDeviceMemory(std::string message) : message_(std::make_shared<const std::string>(std::move(message))) {}
+  const char* what() const noexcept override { return message_->c_str(); }
+
+ private:
+  std::shared_ptr<const std::string> message_;  // copies must not throw
+};
+
 inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) fail("fusegrad: ", what, " failed: ", cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  // The runtime keeps the error for whoever asks next, which would be an op that has nothing to do with it.
+  (void)cudaGetLastError();
+  if (status == cudaErrorMemoryAllocation) fail<OutOfDeviceMemory>("fusegrad: ", what, " failed: out of memory");
+  fail("fusegrad: ", what, " failed: ", cudaGetErrorString(status));
 }
 
 constexpr int kPortableCluster = 8;  // CTAs a cluster may have on every GPU with clusters
@@ -36,12 +55,12 @@ struct Device {
 inline const Device& current_device() {
   constexpr int kMaxDevices = 64;
   static std::array<Device, kMaxDevices> devices;
+  static std::array<std::once_flag, kMaxDevices> known;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
   if (index >= kMaxDevices) fail("fusegrad: the device's index must be below ", kMaxDevices, ", but got ", index);
   auto& device = devices[index];
-  // Two threads may both fill it in, with the same values.
-  if (device.multiprocessors == 0) {
+  std::call_once(known[index], [&] {
     Device found;
     int clusters = 0, major = 0;
     check(cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "a query");
@@ -53,7 +72,7 @@ inline const Device& current_device() {
     if (clusters != 0) found.cluster = major == 9 || major == 10 ? 2 * kPortableCluster : kPortableCluster;
     check(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, index), "a query");
     device = found;
-  }
+  });
   return device;
 }
 
@@ -92,8 +111,13 @@ struct LaunchConfig {
   cudaLaunchAttribute cluster = {};
 };
 
+inline std::mutex launching;
+
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), const Grid& grid, void* stream, const Args&... args) {
+  // The kernel's largest shared memory is set for all threads: between setting and launching none may set less.
+  std::unique_lock<std::mutex> lock(launching, std::defer_lock);
+  if (grid.shared_bytes > 0) lock.lock();
   const LaunchConfig launch(name, reinterpret_cast<const void*>(kernel), grid, stream);
   check(cudaLaunchKernelEx(&launch.config, kernel, static_cast<Params>(args)...), name);
 }

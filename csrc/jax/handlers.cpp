@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <initializer_list>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -250,6 +251,8 @@ ffi::Error guarded(Function&& function) {
   try {
     function();
     return ffi::Error::Success();
+  } catch (const std::bad_alloc& error) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, error.what());
   } catch (const std::out_of_range& error) {
     return ffi::Error(ffi::ErrorCode::kOutOfRange, error.what());
   } catch (const std::logic_error& error) {

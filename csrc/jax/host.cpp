@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "cpu/host.h"
 
@@ -69,7 +70,11 @@ void parallel_for(void* stream, int64_t count, int64_t grain, const std::functio
   if (size >= count) return function(0, count);
   const auto ranges = std::make_shared<Ranges>(count, size, function);
   for (int64_t i = 1; i < (count + size - 1) / size; ++i) {
-    pool.Schedule([ranges] { ranges->run(); });
+    try {
+      pool.Schedule([ranges] { ranges->run(); });
+    } catch (const std::bad_alloc&) {
+      break;  // this thread runs what no other takes; what was scheduled must not outlive `function`
+    }
   }
   ranges->run();
   ranges->wait();

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <set>
@@ -145,20 +146,36 @@ class DiskCache::Folder {
   const std::string& why() const { return why_; }
   int get() const { return file_.get(); }
 
-  // All of our files.
-  std::vector<Listed> list() const {
-    std::vector<Listed> found;
+  // All of our files; nothing, with errno, where the folder cannot be read.
+  std::optional<std::vector<Listed>> list() const {
     // A descriptor of its own: closedir closes it, and the position in the folder is its own too.
-    DIR* folder = ::fdopendir(::openat(get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (folder == nullptr) return found;
-    while (const dirent* entry = ::readdir(folder)) {
+    const int descriptor = ::openat(get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (descriptor < 0) return {};
+    const std::unique_ptr<DIR, int (*)(DIR*)> folder(::fdopendir(descriptor), ::closedir);
+    if (folder == nullptr) {
+      const int error = errno;
+      ::close(descriptor);
+      errno = error;
+      return {};
+    }
+    std::vector<Listed> found;
+    while (true) {
+      errno = 0;
+      const dirent* entry = ::readdir(folder.get());
+      if (entry == nullptr && errno != 0) return {};
+      if (entry == nullptr) return found;
       struct stat status{};
+      // Another process may have removed it meanwhile.
       if (!is_ours(entry->d_name) || ::fstatat(get(), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0) continue;
       if (S_ISDIR(status.st_mode)) continue;
       found.push_back({entry->d_name, static_cast<uint64_t>(status.st_size), status.st_mtim});
     }
-    ::closedir(folder);
-    return found;
+  }
+  // The same; throws where the folder cannot be read.
+  std::vector<Listed> list_or_throw(const std::string& path) const {
+    auto found = list();
+    TORCH_CHECK(found.has_value(), "jit: the cache folder ", path, " cannot be read: ", error_text());
+    return *std::move(found);
   }
   bool remove(const std::string& name) const { return ::unlinkat(get(), name.c_str(), 0) == 0; }
 
@@ -182,7 +199,8 @@ class DiskCache::Folder {
 
   // Brings our files below the limit, oldest use first, but keeps `newest`.
   void shrink(uint64_t limit, const std::string& newest) const {
-    std::vector<Listed> files = list();
+    // What cannot be listed is not removed: the next store tries again.
+    std::vector<Listed> files = list().value_or(std::vector<Listed>());
     const time_t now = ::time(nullptr);
     uint64_t total = 0;
     for (const Listed& file : files) {
@@ -301,7 +319,7 @@ DiskCache::Info DiskCache::info() const {
   const Folder folder(folder_, false);
   if (folder.missing() && !folder_.empty()) return result;
   TORCH_CHECK(folder.usable(), "jit: the cache folder ", folder_, " is not used: ", folder.why());
-  for (const Listed& file : folder.list()) {
+  for (const Listed& file : folder.list_or_throw(folder_)) {
     const std::string architecture(architecture_of(file.name));
     Usage& usage = architecture.empty() ? result.other : result.architectures[architecture];
     ++usage.entries;
@@ -315,7 +333,11 @@ int64_t DiskCache::clear() const {
   if (folder.missing() && !folder_.empty()) return 0;
   TORCH_CHECK(folder.usable(), "jit: the cache folder ", folder_, " is not used: ", folder.why());
   int64_t removed = 0;
-  for (const Listed& file : folder.list()) removed += folder.remove(file.name) ? 1 : 0;
+  for (const Listed& file : folder.list_or_throw(folder_)) {
+    const bool gone = folder.remove(file.name);
+    TORCH_CHECK(gone || errno == ENOENT, "jit: ", folder_, "/", file.name, " cannot be removed: ", error_text());
+    removed += gone ? 1 : 0;
+  }
   return removed;
 }
 

@@ -46,7 +46,7 @@ class DiskCache {
     std::map<std::string, Usage> architectures;  // "sm_90a"
     Usage other;                                 // of ours: kept sources, what killed processes left
   };
-  /// Throws where the folder must not be used.
+  /// Throws where the folder must not be used or cannot be read.
   Info info() const;
 
   /// Removes our files and no others; returns how many. Throws where the folder must not be used.

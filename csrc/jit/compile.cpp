@@ -1,6 +1,7 @@
 #include "jit/compile.h"
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
@@ -11,27 +12,31 @@
 #include <future>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "jit/cache.h"
 #include "jit/headers.h"
+#include "process.h"
 
 namespace fusegrad::jit {
 namespace {
 
 std::atomic<int64_t> compilations{0}, disk_hits{0}, memory_hits{0};
 
-// The cubins of this process. One that is still being compiled is a future that others wait for. Never destroyed:
-// threads may compile while the process ends.
+// The cubins of this process. One that is still being compiled is a future that others wait for.
 struct Memory {
   std::mutex mutex;
   std::map<Digest, std::shared_future<Cubin>> cubins;
 };
-Memory& memory() {
-  static auto& instance = *new Memory;
-  return instance;
-}
+Memory& memory() { return of_this_process<Memory>(); }
+
+// Those that compile_ahead() began.
+struct Threads {
+  std::mutex mutex;
+  std::vector<std::future<void>> running;
+};
 
 // Tells of a compilation that takes long: FUSEGRAD_JIT_PROGRESS seconds (2), or never ("off").
 class Progress {
@@ -48,7 +53,11 @@ class Progress {
     if (seconds == 0) {
       tell();
     } else if (seconds > 0 && seconds < 1e6) {
-      thread_ = std::thread([this, seconds] { watch(seconds); });
+      try {
+        thread_ = std::thread([this, seconds] { watch(seconds); });
+      } catch (const std::system_error&) {
+        // No more threads can be had. The compilation goes on, and only tells nothing of itself.
+      }
     }
   }
   Progress(const Progress&) = delete;
@@ -84,6 +93,28 @@ class Progress {
   std::condition_variable changed_;
   bool done_ = false, told_ = false;
   std::thread thread_;
+};
+
+// Compilations that threads are in. NVRTC has locks of its own, which in a child that is forked meanwhile nobody
+// releases: it would wait for ever.
+std::atomic<int> running{0};
+std::atomic<bool> forked_meanwhile{false};
+
+class Running {
+ public:
+  Running() {
+    static const int failed = pthread_atfork(nullptr, nullptr, [] {
+      if (running.exchange(0) != 0) forked_meanwhile = true;
+    });
+    TORCH_CHECK(failed == 0, "jit: pthread_atfork failed");
+    TORCH_CHECK(!forked_meanwhile,
+                "jit: kernels must not be compiled in a process that was forked while another thread of its parent "
+                "compiled one: fork earlier or later, or start the process anew (multiprocessing's 'spawn')");
+    ++running;
+  }
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  ~Running() { --running; }
 };
 
 std::string file_stem(const Program& program, const Digest& key) {
@@ -143,6 +174,7 @@ Compiled compile_uncached(const Program& program) {
   ++compilations;
   Compiled compiled;
   {
+    const Running counted;
     const Progress progress(program);
     compiled = nvrtc.compile(program);
   }
@@ -151,9 +183,13 @@ Compiled compile_uncached(const Program& program) {
   dump(program, key, "", compiled.log);
   const auto kept = DiskCache::from_environment().keep_source(file_stem(program, key), whole_source(program));
   const Version v = nvrtc.version();
+  const char* more = std::getenv("FUSEGRAD_JIT_FLAGS");
+  const std::string whose = more == nullptr || *more == '\0'
+                                ? "an error of fusegrad's own, please report it."
+                                : "FUSEGRAD_JIT_FLAGS must hold flags that every kernel compiles with, but got '" +
+                                      std::string(more) + "'; if it fails without them too, please report it.";
   TORCH_CHECK(false, "jit: ", program.name, " was not compiled for sm_", program.architecture, " by NVRTC ", v.major,
-              ".", v.minor, ": an error of fusegrad's own, please report it.\nscore_mod: ",
-              program.score_mod.empty() ? "none" : "\n" + program.score_mod,
+              ".", v.minor, ": ", whose, "\nscore_mod: ", program.score_mod.empty() ? "none" : "\n" + program.score_mod,
               "\nsource: ", kept ? *kept : "not kept, for want of a cache folder; FUSEGRAD_JIT_DUMP=folder keeps it",
               "\nlog:\n", compiled.log);
 }
@@ -163,15 +199,12 @@ Cubin compile(const Program& program) {
   const Digest key = cache_key(program);
   Memory& m = memory();
   std::promise<Cubin> promise;
+  const std::shared_future<Cubin> own = promise.get_future().share();
   std::shared_future<Cubin> others;
   {
     const std::lock_guard lock(m.mutex);
-    const auto [place, ours] = m.cubins.try_emplace(key);
-    if (ours) {
-      place->second = promise.get_future().share();
-    } else {
-      others = place->second;
-    }
+    const auto [place, ours] = m.cubins.try_emplace(key, own);
+    if (!ours) others = place->second;
   }
   if (others.valid()) {
     Cubin cubin = others.get();
@@ -194,22 +227,29 @@ Cubin compile(const Program& program) {
 }
 
 void compile_ahead(Program program) {
-  // At the process's end their destructors wait: a thread within NVRTC must not outlive NVRTC's own objects.
-  struct Threads {
-    std::mutex mutex;
-    std::vector<std::future<void>> running;
-  };
-  static Threads threads;
+  // At the process's end the futures' destructors wait: a thread within NVRTC must not outlive NVRTC's own objects.
+  static const struct AtEnd {
+    ~AtEnd() {
+      Threads& threads = of_this_process<Threads>();
+      const std::lock_guard lock(threads.mutex);
+      threads.running.clear();
+    }
+  } at_end;
+  Threads& threads = of_this_process<Threads>();
   const std::lock_guard lock(threads.mutex);
   std::erase_if(threads.running,
                 [](const auto& one) { return one.wait_for(std::chrono::seconds(0)) == std::future_status::ready; });
-  threads.running.push_back(std::async(std::launch::async, [program = std::move(program)] {
-    try {
-      compile(program);
-    } catch (const std::exception&) {
-      // compile() kept nothing: it is tried again, and told, where the program is asked for.
-    }
-  }));
+  try {
+    threads.running.push_back(std::async(std::launch::async, [program = std::move(program)] {
+      try {
+        compile(program);
+      } catch (const std::exception&) {
+        // compile() kept nothing: it is tried again, and told, where the program is asked for.
+      }
+    }));
+  } catch (const std::system_error&) {
+    // No more threads can be had: it is compiled where it is asked for.
+  }
 }
 
 Stats stats() { return {compilations, disk_hits, memory_hits, rejected_entries()}; }

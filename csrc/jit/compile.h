@@ -14,7 +14,7 @@ using Cubin = std::shared_ptr<const std::string>;
 
 /// The cubin of a program. Threads that ask for the same one wait for a single compilation. Throws where NVRTC is not
 /// there or the program is wrong, with its name, architecture, score_mod, the file where its source was left, and the
-/// compiler's log.
+/// compiler's log; and in a child that was forked while another thread compiled, where NVRTC would never return.
 Cubin compile(const Program& program);
 
 /// Begins compile(program) on a thread of its own: whoever asks for the program later finds it done, or waits for less.

@@ -49,8 +49,11 @@ void Driver::check(CUresult status, const char* function, const char* what) cons
   const char *name = nullptr, *words = nullptr;
   call_.error_name(status, &name);
   call_.error_string(status, &words);
-  TORCH_CHECK(false, what, ": ", function, " failed: ", name == nullptr ? "an unknown error" : name, ": ",
-              words == nullptr ? std::to_string(status) : words);
+  const std::string message = std::string(what) + ": " + function +
+                              " failed: " + (name == nullptr ? "an unknown error" : name) + ": " +
+                              (words == nullptr ? std::to_string(status) : words);
+  TORCH_CHECK_WITH(OutOfMemoryError, status != CUDA_ERROR_OUT_OF_MEMORY, message);
+  TORCH_CHECK(false, message);
 }
 
 uint64_t Driver::current_context() const {

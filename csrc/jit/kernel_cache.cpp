@@ -1,5 +1,9 @@
 #include "jit/kernel_cache.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -47,6 +51,18 @@ std::unique_ptr<Kernel> load(const KernelProgram& made, const std::string& cubin
   return kernel;
 }
 
+std::unique_ptr<Kernel> load_or_make_room(const KernelProgram& made, const std::string& cubin) {
+  try {
+    return load(made, cubin);
+  } catch (const c10::OutOfMemoryError&) {
+    // torch may hold all of the GPU's memory without using it. It cannot let go of it in a capture.
+    if (c10::cuda::device_count() == 0) throw;
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) throw;
+  }
+  c10::cuda::CUDACachingAllocator::emptyCache();
+  return load(made, cubin);
+}
+
 }  // namespace
 
 std::string current_architecture() {
@@ -64,7 +80,7 @@ const Kernel& kernel(std::string_view id, const std::function<KernelProgram(cons
   // One thread loads at a time; another may have loaded this one meanwhile.
   const std::lock_guard loading(all.loading);
   if (const Kernel* known = all.find(context, id)) return *known;
-  std::unique_ptr<Kernel> fresh = load(made, *cubin);
+  std::unique_ptr<Kernel> fresh = load_or_make_room(made, *cubin);
   const std::unique_lock lock(all.mutex);
   return *(all.contexts[context][std::string(id)] = std::move(fresh));
 }

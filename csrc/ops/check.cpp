@@ -28,6 +28,7 @@ int64_t parse_reduction(const char* op, std::string_view reduction) {
 
 void check_dense(const char* op, const char* name, const at::Tensor& tensor) {
   FUSEGRAD_CHECK_TYPE(tensor.defined(), op, name, " must be a tensor, but got an undefined one");
+  FUSEGRAD_CHECK_TYPE(!tensor.is_nested(), op, name, " must be a dense tensor, but got a nested one");
   FUSEGRAD_CHECK_TYPE(tensor.layout() == at::kStrided, op, name, " must be a dense tensor, but got layout ",
                       tensor.layout());
 }
@@ -89,18 +90,17 @@ void check_budget(const char* op, const char* weight_name, const at::Tensor& wei
                        "workspace_mib must be a number of MiB >= 0 or None, but got ", workspace_mib.value_or(0));
 }
 
-std::optional<at::Tensor> make_token_weight(const char* op, const at::Tensor& input,
-                                            const std::optional<at::Tensor>& token_weight,
-                                            c10::SymIntArrayRef row_shape, at::ScalarType acc) {
-  if (!token_weight.has_value()) return std::nullopt;
-  check_dense(op, "token_weight", *token_weight);
-  FUSEGRAD_CHECK_TYPE(token_weight->is_floating_point(), op, "token_weight must be floating-point, but got ",
-                      token_weight->scalar_type());
-  FUSEGRAD_CHECK_VALUE(token_weight->sym_sizes() == row_shape, op, "token_weight must have shape ", row_shape,
-                       ", but got ", token_weight->sym_sizes());
-  check_same_device(op, "token_weight", *token_weight, input);
-  check_no_grad(op, "token_weight", *token_weight);
-  return rows_as(*token_weight, acc);
+std::optional<at::Tensor> make_row_value(const char* op, const char* name, const at::Tensor& input,
+                                         const std::optional<at::Tensor>& value, c10::SymIntArrayRef row_shape,
+                                         at::ScalarType acc) {
+  if (!value.has_value()) return std::nullopt;
+  check_dense(op, name, *value);
+  FUSEGRAD_CHECK_TYPE(value->is_floating_point(), op, name, " must be floating-point, but got ", value->scalar_type());
+  FUSEGRAD_CHECK_VALUE(value->sym_sizes() == row_shape, op, name, " must have shape ", row_shape, ", but got ",
+                       value->sym_sizes());
+  check_same_device(op, name, *value, input);
+  check_no_grad(op, name, *value);
+  return rows_as(*value, acc);
 }
 
 std::optional<at::Tensor> make_normalizer(const char* op, const at::Tensor& input,
@@ -162,16 +162,26 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
     FUSEGRAD_CHECK_VALUE((options.aux & (kAuxTokenAccuracy | kAuxTokenLogProb)) == 0, op,
                          "token_accuracy and token_log_prob must come with class indices, but got a target of "
                          "class probabilities");
+    FUSEGRAD_CHECK_VALUE(options.ignore_index < 0, op, "an ignore_index >= 0 must come with class indices, but got ",
+                         options.ignore_index, " and a target of class probabilities, none of which it can leave out");
     const auto dtype = target.scalar_type() == logits_dtype ? logits_dtype : acc;
     rows.target = target.to(dtype).movedim(class_dim, -1).reshape_symint({-1, vocab}).contiguous();
   } else {
     const auto dtype = target.scalar_type();
-    FUSEGRAD_CHECK_TYPE(dtype == at::kLong || dtype == at::kInt, op,
-                        "target must be int64 or int32 class indices or floating-point class probabilities, but got ",
-                        dtype);
-    FUSEGRAD_CHECK_VALUE(target.sym_sizes() == rows_ref, op, "a target of class indices must have shape ", rows_ref,
-                         ", but got ", target.sym_sizes());
+    FUSEGRAD_CHECK_TYPE(
+        dtype == at::kLong || dtype == at::kInt || dtype == at::kByte, op,
+        "target must be int64, int32 or uint8 class indices or floating-point class probabilities, but got ", dtype);
+    const auto shape = target.sym_sizes();
+    // Where classes come second, [B, S, V] with [B, S] is meant for rows of V.
+    const bool classes_last = class_dim == 1 && input.dim() > 2 && shape == input.sym_sizes().slice(0, input.dim() - 1);
+    FUSEGRAD_CHECK_VALUE(shape == rows_ref, op, "a target of class indices must have shape ", rows_ref, ", but got ",
+                         shape,
+                         classes_last ? ": the classes are the input's dimension 1; where they are its last, flatten "
+                                        "both, input.flatten(0, -2) and target.flatten(), or transpose the input, "
+                                        "input.movedim(-1, 1)"
+                                      : "");
     rows.target = (target.dim() == 1 ? target : target.reshape({-1})).contiguous();
+    if (dtype == at::kByte) rows.target = rows.target.to(at::kLong);
   }
   if (options.weight.has_value()) {
     const auto& weight = *options.weight;
@@ -184,7 +194,7 @@ RowArguments make_row_arguments(const char* op, const at::Tensor& input, const a
     check_no_grad(op, "weight", weight);
     rows.weight = weight.to(acc).contiguous();
   }
-  rows.token_weight = make_token_weight(op, input, options.token_weight, rows_ref, acc);
+  rows.token_weight = make_row_value(op, "token_weight", input, options.token_weight, rows_ref, acc);
   rows.normalizer = make_normalizer(op, input, options.normalizer, acc);
   rows.row_shape = std::move(row_shape);
   return rows;

@@ -39,10 +39,10 @@ void check_linear(const char* op, const char* input_name, const at::Tensor& inpu
 void check_budget(const char* op, const char* weight_name, const at::Tensor& weight,
                   std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib);
 
-/// A weight a row, of `row_shape`, as [N] acc; a normalizer as 0-d acc. Both are constants.
-std::optional<at::Tensor> make_token_weight(const char* op, const at::Tensor& input,
-                                            const std::optional<at::Tensor>& token_weight,
-                                            c10::SymIntArrayRef row_shape, at::ScalarType acc);
+/// A number a row, of `row_shape`, as [N] acc; a normalizer as 0-d acc. Both are constants.
+std::optional<at::Tensor> make_row_value(const char* op, const char* name, const at::Tensor& input,
+                                         const std::optional<at::Tensor>& value, c10::SymIntArrayRef row_shape,
+                                         at::ScalarType acc);
 std::optional<at::Tensor> make_normalizer(const char* op, const at::Tensor& input,
                                           const std::optional<at::Tensor>& normalizer, at::ScalarType acc);
 

@@ -5,6 +5,7 @@
 
 #include "autograd/autograd.h"
 #include "autograd/inplace.h"
+#include "ops/faults.h"
 #include "ops/front.h"
 
 namespace fusegrad {
@@ -39,7 +40,7 @@ LossTuple cross_entropy_op(const Tensor& input, const Tensor& target, const Opti
   const auto logits = input.dim() == 2   ? input
                       : input.dim() == 1 ? input.unsqueeze(0)
                                          : input.movedim(class_dim, -1).reshape_symint({-1, vocab});
-  return to_front(autograd::cross_entropy(logits, rows, options, overwrite), rows, options);
+  return to_front(op, autograd::cross_entropy(logits, rows, options, overwrite), rows, options);
 }
 
 }  // namespace
@@ -53,11 +54,12 @@ LossOutput cross_entropy_with_aux(const Tensor& input, const Tensor& target, con
       c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::cross_entropy", "").typed<Signature>();
   static const auto mutating =
       c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::cross_entropy_", "").typed<Signature>();
-  return from_front((options.inplace() ? mutating : functional)
-                        .call(input, target, options.weight(), options.token_weight(),
-                              normalizer_on(options.normalizer(), input), options.ignore_index(), options.reduction(),
-                              options.label_smoothing(), options.z_loss(), options.softcap(), aux_bits(aux)),
-                    aux);
+  return from_front(
+      (options.inplace() ? mutating : functional)
+          .call(input, target, options.weight(), options.token_weight(),
+                normalizer_on("cross_entropy", options.normalizer(), input), options.ignore_index(),
+                options.reduction(), options.label_smoothing(), options.z_loss(), options.softcap(), aux_bits(aux)),
+      aux);
 }
 
 Tensor cross_entropy(const Tensor& input, const Tensor& target, const CrossEntropyOptions& options) {
@@ -65,8 +67,8 @@ Tensor cross_entropy(const Tensor& input, const Tensor& target, const CrossEntro
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
-  m.impl("cross_entropy", TORCH_FN(cross_entropy_op<false>));
-  m.impl("cross_entropy_", TORCH_FN(cross_entropy_op<true>));
+  m.impl("cross_entropy", named_kernel<"cross_entropy", cross_entropy_op<false>>());
+  m.impl("cross_entropy_", named_kernel<"cross_entropy", cross_entropy_op<true>>());
 }
 
 }  // namespace fusegrad

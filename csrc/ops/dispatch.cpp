@@ -78,16 +78,16 @@ LinearGradients linear_cross_entropy_backward(const Tensor& grad_loss, const Ten
 std::pair<JsdOutputs, std::array<Tensor, 2>> jsd_forward(const Tensor& student, const Tensor& teacher,
                                                          const JsdRows& rows, const JsdSettings& settings,
                                                          std::array<bool, 2> needs_grad, bool inplace) {
-  using Signature =
-      JsdTuple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-               const OptionalTensor&, at::ArrayRef<double>, bool, bool, int64_t, int64_t, int64_t, std::array<bool, 2>);
+  using Signature = JsdTuple(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, at::ArrayRef<double>,
+                             bool, bool, int64_t, int64_t, int64_t, std::array<bool, 2>, bool);
   static const auto functional = handle<Signature>("fusegrad::jsd_forward");
   static const auto mutating = handle<Signature>("fusegrad::jsd_forward_");
   auto [loss, stats, scales, grad_student, grad_teacher] =
       (inplace ? mutating : functional)
-          .call(student, teacher, rows.teacher_index, rows.labels, rows.token_weight, rows.normalizer,
-                settings.numbers(), settings.log_probs, settings.renormalize, settings.ignore_index, settings.reduction,
-                settings.aux, needs_grad);
+          .call(student, teacher, rows.teacher_index, rows.tail_log_prob, rows.labels, rows.token_weight,
+                rows.normalizer, settings.numbers(), settings.log_probs, settings.renormalize, settings.ignore_index,
+                settings.reduction, settings.aux, needs_grad, settings.partial);
   return {{loss, stats, scales}, {grad_student, grad_teacher}};
 }
 
@@ -96,19 +96,19 @@ std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const Tensor& input, c
                                                           const JsdRows& rows, const JsdSettings& settings,
                                                           const LinearOptions& linear, std::array<bool, 3> needs_grad,
                                                           bool inplace) {
-  using Signature = LinearJsdTuple(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&,
-                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                   at::ArrayRef<double>, bool, bool, int64_t, int64_t, int64_t, std::optional<int64_t>,
-                                   std::optional<at::ScalarType>, std::optional<int64_t>, std::array<bool, 3>);
+  using Signature = LinearJsdTuple(
+      const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+      at::ArrayRef<double>, bool, bool, int64_t, int64_t, int64_t, std::optional<int64_t>,
+      std::optional<at::ScalarType>, std::optional<int64_t>, std::array<bool, 3>);
   static const auto functional = handle<Signature>("fusegrad::linear_jsd_forward");
   static const auto mutating = handle<Signature>("fusegrad::linear_jsd_forward_");
   auto [loss, stats, scales, grad_input, grad_weight, grad_bias] =
       (inplace ? mutating : functional)
-          .call(input, weight, bias, teacher.input, teacher.weight, teacher.bias, rows.teacher_index, rows.labels,
-                rows.token_weight, rows.normalizer, settings.numbers(), settings.log_probs, settings.renormalize,
-                settings.ignore_index, settings.reduction, settings.aux, linear.vocab_size, linear.accumulate_dtype,
-                linear.workspace_mib, needs_grad);
+          .call(input, weight, bias, teacher.input, teacher.weight, teacher.bias, rows.teacher_index,
+                rows.tail_log_prob, rows.labels, rows.token_weight, rows.normalizer, settings.numbers(),
+                settings.log_probs, settings.renormalize, settings.ignore_index, settings.reduction, settings.aux,
+                linear.vocab_size, linear.accumulate_dtype, linear.workspace_mib, needs_grad);
   return {{loss, stats, scales}, {grad_input, grad_weight, grad_bias}};
 }
 
@@ -118,14 +118,14 @@ LinearGradients linear_jsd_backward(const Tensor& grad_loss, const Tensor& input
                                     std::array<bool, 3> needs_grad) {
   using Signature = std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&,
-      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-      at::ArrayRef<double>, bool, int64_t, std::optional<int64_t>, std::optional<at::ScalarType>,
+      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+      const Tensor&, at::ArrayRef<double>, bool, int64_t, std::optional<int64_t>, std::optional<at::ScalarType>,
       std::optional<int64_t>, std::array<bool, 3>);
   static const auto op = handle<Signature>("fusegrad::linear_jsd_backward");
   return std::make_from_tuple<LinearGradients>(
       op.call(grad_loss, input, weight, bias, teacher.input, teacher.weight, teacher.bias, rows.teacher_index,
-              rows.labels, rows.token_weight, scales, settings.numbers(), settings.renormalize, settings.ignore_index,
-              linear.vocab_size, linear.accumulate_dtype, linear.workspace_mib, needs_grad));
+              rows.tail_log_prob, rows.labels, rows.token_weight, scales, settings.numbers(), settings.renormalize,
+              settings.ignore_index, linear.vocab_size, linear.accumulate_dtype, linear.workspace_mib, needs_grad));
 }
 
 Tensor scale_gradient(const Tensor& gradient, const Tensor& scale, const OptionalTensor& factor) {

@@ -13,9 +13,9 @@ namespace fusegrad {
 /// The loss, and the aux values that were asked for in the order of their bits, as the schemas have it.
 using LossTuple = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 
-/// Aux values in the shape of a row's target.
-LossTuple to_front(const RowOutputs& out, const RowArguments& rows, const LossOptions& options);
-LossTuple to_front(const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings);
+/// Aux values in the shape of a row's target. Those that are constants raise where a backward reaches them.
+LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const LossOptions& options);
+LossTuple to_front(const char* op, const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings);
 
 LossOutput from_front(const LossTuple& out, const Aux& aux);
 JSDOutput from_front(const LossTuple& out, const JSDAux& aux);
@@ -24,6 +24,6 @@ int64_t aux_bits(const Aux& aux);
 int64_t aux_bits(const JSDAux& aux);
 
 /// A normalizer given as a number, as a 0-d tensor on the input's device, without a copy from the host.
-std::optional<at::Tensor> normalizer_on(const Normalizer& normalizer, const at::Tensor& input);
+std::optional<at::Tensor> normalizer_on(const char* op, const Normalizer& normalizer, const at::Tensor& input);
 
 }  // namespace fusegrad

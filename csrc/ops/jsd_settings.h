@@ -25,11 +25,13 @@ struct JsdSettings {
   double teacher_logit_scale = 1.0;
   double soft_weight = 1.0;
   double hard_weight = 0.0;
+  double roundoff = 0.0;  // of the dtype in which log-probabilities came: half the spacing of numbers at 1
   bool log_probs = false;
   bool renormalize = false;
   int64_t ignore_index = -100;
   int64_t reduction = kBatchMean;
   int64_t aux = 0;  // bits of JSDAuxBit
+  bool partial = false;
 
   /// The numbers in one list, which is how the ops below the front ends take them; and back.
   std::vector<double> numbers() const;
@@ -42,7 +44,8 @@ struct JsdSettings {
 
 /// Tensors flattened to rows, in the dtypes that the kernels read.
 struct JsdRows {
-  std::optional<at::Tensor> teacher_index;  // [N, K] int64, contiguous; none for a dense teacher
+  std::optional<at::Tensor> teacher_index;  // [N, K] int64, contiguous, -1 pads; none for a dense teacher
+  std::optional<at::Tensor> tail_log_prob;  // [N] acc: log of what a top-k teacher has beside the K
   std::optional<at::Tensor> labels;         // [N] int64 or int32, contiguous
   std::optional<at::Tensor> token_weight;   // [N] acc
   std::optional<at::Tensor> normalizer;     // 0-d acc
@@ -52,6 +55,7 @@ struct JsdRows {
 /// The option tensors of a call, as it was given them.
 struct JsdTensors {
   std::optional<at::Tensor> teacher_indices;
+  std::optional<at::Tensor> tail_log_prob;
   std::optional<at::Tensor> labels;
   std::optional<at::Tensor> token_weight;
   std::optional<at::Tensor> normalizer;
@@ -74,7 +78,16 @@ at::Tensor make_top_k(const char* op, const char* name, const at::Tensor& log_pr
 /// [..., C] as [N, C], also where C is 0.
 at::Tensor as_rows(const at::Tensor& tensor);
 
-/// On the CPU: indices in [0, V), distinct in a row. On the GPU only where set_check_targets(true) asks for the range.
-void check_top_k_range(const char* op, const at::Tensor& index, int64_t vocab);
+/// Half the spacing of a dtype's numbers at 1.
+double roundoff_of(at::ScalarType dtype);
+
+/// What the front ends cannot see, on the CPU, and on the GPU where set_check_targets(true) asks for it: a top-k
+/// teacher's indices are in [0, V), or -1, and distinct in a row (on the CPU alone); log-probabilities are those of
+/// distributions. `teacher` is [N, K] acc.
+void check_top_k(const char* op, const at::Tensor& teacher, const JsdRows& rows, const JsdSettings& settings,
+                 int64_t vocab);
+/// Of dense log-probabilities [N, V].
+void check_log_probs(const char* op, const char* name, const at::Tensor& log_probs, const JsdRows& rows,
+                     const JsdSettings& settings);
 
 }  // namespace fusegrad

@@ -7,6 +7,7 @@
 
 #include "autograd/autograd.h"
 #include "autograd/inplace.h"
+#include "ops/faults.h"
 #include "ops/front.h"
 
 namespace fusegrad {
@@ -52,6 +53,7 @@ LossTuple linear_cross_entropy_op(const Tensor& input, const Tensor& linear_weig
                          may_overwrite(input, {linear_weight, linear_bias, target, weight, token_weight, normalizer});
   const auto matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
   return to_front(
+      op,
       autograd::linear_cross_entropy(matrix, linear_weight, linear_bias, rows, options, linear, recompute, overwrite),
       rows, options);
 }
@@ -71,9 +73,9 @@ LossOutput linear_cross_entropy_with_aux(const Tensor& input, const Tensor& line
   return from_front(
       (options.inplace() ? mutating : functional)
           .call(input, linear_weight, target, options.linear_bias(), options.weight(), options.token_weight(),
-                normalizer_on(options.normalizer(), input), options.ignore_index(), options.reduction(),
-                options.label_smoothing(), options.z_loss(), options.softcap(), aux_bits(aux), options.logit_scale(),
-                options.accumulate_dtype(), options.workspace_mib()),
+                normalizer_on("linear_cross_entropy", options.normalizer(), input), options.ignore_index(),
+                options.reduction(), options.label_smoothing(), options.z_loss(), options.softcap(), aux_bits(aux),
+                options.logit_scale(), options.accumulate_dtype(), options.workspace_mib()),
       aux);
 }
 
@@ -83,8 +85,8 @@ Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, co
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
-  m.impl("linear_cross_entropy", TORCH_FN(linear_cross_entropy_op<false>));
-  m.impl("linear_cross_entropy_", TORCH_FN(linear_cross_entropy_op<true>));
+  m.impl("linear_cross_entropy", named_kernel<"linear_cross_entropy", linear_cross_entropy_op<false>>());
+  m.impl("linear_cross_entropy_", named_kernel<"linear_cross_entropy", linear_cross_entropy_op<true>>());
 }
 
 }  // namespace fusegrad

@@ -3,8 +3,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "autograd/autograd.h"
 #include "autograd/inplace.h"
+#include "ops/faults.h"
 #include "ops/front.h"
 
 namespace fusegrad {
@@ -72,11 +75,12 @@ LossTuple linear_jsd_op(const Tensor& student_input, const Tensor& student_weigh
                         double soft_weight, double hard_weight, int64_t aux, std::optional<double> teacher_temperature,
                         std::optional<double> student_softcap, std::optional<double> teacher_softcap,
                         double student_logit_scale, double teacher_logit_scale, std::optional<int64_t> vocab_size,
-                        std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib) {
+                        std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib,
+                        const OptionalTensor& tail_log_prob) {
   refuse_transforms(kOp, {student_input, student_weight, teacher_input, teacher_weight, teacher_indices, student_bias,
-                          teacher_bias, labels, token_weight, normalizer});
+                          teacher_bias, labels, token_weight, normalizer, tail_log_prob});
   check_linear(kOp, "student_input", student_input, "student_weight", student_weight, "student_bias", student_bias);
-  const JsdTensors tensors{teacher_indices, labels, token_weight, normalizer};
+  const JsdTensors tensors{teacher_indices, tail_log_prob, labels, token_weight, normalizer};
   JsdSettings settings;
   settings.beta = beta;
   settings.student_temperature = temperature;
@@ -88,14 +92,26 @@ LossTuple linear_jsd_op(const Tensor& student_input, const Tensor& student_weigh
   settings.soft_weight = soft_weight;
   settings.hard_weight = hard_weight;
   settings.aux = aux;
+  if (teacher_indices.has_value()) {
+    const auto refuse = [](bool given, const char* name) {
+      FUSEGRAD_CHECK_VALUE(!given, kOp, name,
+                           " must be left out with a top-k teacher, whose log-probabilities are taken "
+                           "as they are, but got one");
+    };
+    refuse(teacher_temperature.has_value(), "teacher_temperature");
+    refuse(teacher_softcap.has_value(), "teacher_softcap");
+    refuse(teacher_logit_scale != 1.0, "teacher_logit_scale");
+    settings.roundoff =
+        std::max(roundoff_of(teacher_input.scalar_type()), roundoff_of(acc_type(student_input.scalar_type())));
+  }
   complete_settings(kOp, settings, tensors, ignore_index, reduction, tail);
   check_budget(kOp, "student_weight", student_weight, accumulate_dtype, workspace_mib);
-  check_vocabularies(student_weight, teacher_weight, vocab_size);
 
   const auto cast = cast_input(student_input);
   std::vector<c10::SymInt> row_shape(student_input.sym_sizes().begin(), student_input.sym_sizes().end() - 1);
   const auto teacher = make_teacher(student_input, cast.scalar_type(), row_shape, teacher_input, teacher_weight,
                                     teacher_bias, teacher_indices);
+  check_vocabularies(student_weight, teacher_weight, vocab_size);
   const auto rows = make_jsd_rows(kOp, student_input, tensors, std::move(row_shape), acc_type(cast.scalar_type()));
   LinearOptions linear;
   linear.accumulate_dtype = accumulate_dtype;
@@ -106,21 +122,22 @@ LossTuple linear_jsd_op(const Tensor& student_input, const Tensor& student_weigh
   const bool overwrite =
       inplace && cast.is_same(student_input) && !recompute &&
       may_overwrite(student_input, {student_weight, student_bias, teacher_input, teacher_weight, teacher_bias,
-                                    teacher_indices, labels, token_weight, normalizer});
-  return to_front(autograd::linear_jsd(as_rows(cast), student_weight, student_bias, teacher, rows, settings, linear,
+                                    teacher_indices, tail_log_prob, labels, token_weight, normalizer});
+  return to_front(kOp,
+                  autograd::linear_jsd(as_rows(cast), student_weight, student_bias, teacher, rows, settings, linear,
                                        recompute, overwrite),
                   rows, settings);
 }
 
 JSDOutput call(const Tensor& student_input, const Tensor& student_weight, const Tensor& teacher_input,
-               const OptionalTensor& teacher_weight, const OptionalTensor& indices, const LinearJSDOptions& options,
-               const JSDAux& aux) {
-  using Signature =
-      LossTuple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                const OptionalTensor&, double, double, std::optional<int64_t>, std::string_view, std::string_view,
-                double, double, int64_t, std::optional<double>, std::optional<double>, std::optional<double>, double,
-                double, std::optional<int64_t>, std::optional<at::ScalarType>, std::optional<int64_t>);
+               const OptionalTensor& teacher_weight, const OptionalTensor& indices, const OptionalTensor& tail_log_prob,
+               const LinearJSDOptions& options, const JSDAux& aux) {
+  using Signature = LossTuple(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                              const OptionalTensor&, const OptionalTensor&, double, double, std::optional<int64_t>,
+                              std::string_view, std::string_view, double, double, int64_t, std::optional<double>,
+                              std::optional<double>, std::optional<double>, double, double, std::optional<int64_t>,
+                              std::optional<at::ScalarType>, std::optional<int64_t>, const OptionalTensor&);
   static const auto functional =
       c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::linear_jsd", "").typed<Signature>();
   static const auto mutating =
@@ -129,11 +146,11 @@ JSDOutput call(const Tensor& student_input, const Tensor& student_weight, const 
       (options.inplace() ? mutating : functional)
           .call(student_input, student_weight, teacher_input, teacher_weight, indices, options.student_bias(),
                 options.teacher_bias(), options.labels(), options.token_weight(),
-                normalizer_on(options.normalizer(), student_input), options.beta(), options.temperature(),
+                normalizer_on("linear_jsd", options.normalizer(), student_input), options.beta(), options.temperature(),
                 options.ignore_index(), options.reduction(), options.tail(), options.soft_weight(),
                 options.hard_weight(), aux_bits(aux), options.teacher_temperature(), options.student_softcap(),
                 options.teacher_softcap(), options.student_logit_scale(), options.teacher_logit_scale(),
-                options.vocab_size(), options.accumulate_dtype(), options.workspace_mib()),
+                options.vocab_size(), options.accumulate_dtype(), options.workspace_mib(), tail_log_prob),
       aux);
 }
 
@@ -141,12 +158,13 @@ JSDOutput call(const Tensor& student_input, const Tensor& student_weight, const 
 
 JSDOutput linear_jsd_with_aux(const Tensor& student_input, const Tensor& student_weight, const Tensor& teacher_input,
                               const Tensor& teacher_weight, const LinearJSDOptions& options, const JSDAux& aux) {
-  return call(student_input, student_weight, teacher_input, teacher_weight, std::nullopt, options, aux);
+  return call(student_input, student_weight, teacher_input, teacher_weight, std::nullopt, std::nullopt, options, aux);
 }
 
 JSDOutput linear_jsd_with_aux(const Tensor& student_input, const Tensor& student_weight, const TopK& teacher,
                               const LinearJSDOptions& options, const JSDAux& aux) {
-  return call(student_input, student_weight, teacher.log_probs, std::nullopt, teacher.indices, options, aux);
+  return call(student_input, student_weight, teacher.log_probs, std::nullopt, teacher.indices, teacher.tail_log_prob,
+              options, aux);
 }
 
 Tensor linear_jsd(const Tensor& student_input, const Tensor& student_weight, const Tensor& teacher_input,
@@ -160,8 +178,8 @@ Tensor linear_jsd(const Tensor& student_input, const Tensor& student_weight, con
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
-  m.impl("linear_jsd", TORCH_FN(linear_jsd_op<false>));
-  m.impl("linear_jsd_", TORCH_FN(linear_jsd_op<true>));
+  m.impl("linear_jsd", named_kernel<"linear_jsd", linear_jsd_op<false>>());
+  m.impl("linear_jsd_", named_kernel<"linear_jsd", linear_jsd_op<true>>());
 }
 
 }  // namespace fusegrad

@@ -2,6 +2,7 @@
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "ops/faults.h"
 #include "rows/job.h"
 #include "rows/registration.h"
 
@@ -26,6 +27,7 @@ RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const
   job.begin_forward(normalizer, !inplace                            ? Gradients::kNone
                                 : logits.scalar_type() == at::kHalf ? Gradients::kDeferred
                                                                     : Gradients::kStored);
+  if (inplace) begin_overwriting("the logits");
   job.forward(inplace ? logits : dense_rows(logits), 0, /*gradient_over_logits=*/inplace);
   return to_tuple(job.finish_forward());
 }
@@ -77,15 +79,16 @@ Tensor scale_gradient(const Tensor& gradient, const Tensor& scale, const Optiona
 void scale_gradient_(const Tensor& gradient, const Tensor& scale, const OptionalTensor& factor) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(gradient));
+  begin_overwriting("the gradient that the forward saved");
   scale_rows(gradient, gradient, scale, factor);
 }
 
 void implement(torch::Library& m) {
-  m.impl("cross_entropy_forward", TORCH_FN(cross_entropy_forward<false>));
-  m.impl("cross_entropy_forward_", TORCH_FN(cross_entropy_forward<true>));
-  m.impl("cross_entropy_backward", TORCH_FN(cross_entropy_backward));
-  m.impl("scale_gradient", TORCH_FN(scale_gradient));
-  m.impl("scale_gradient_", TORCH_FN(scale_gradient_));
+  m.impl("cross_entropy_forward", named_kernel<"cross_entropy", cross_entropy_forward<false>>());
+  m.impl("cross_entropy_forward_", named_kernel<"cross_entropy", cross_entropy_forward<true>>());
+  m.impl("cross_entropy_backward", named_kernel<"cross_entropy", cross_entropy_backward>());
+  m.impl("scale_gradient", named_kernel<"scale_gradient", scale_gradient>());
+  m.impl("scale_gradient_", named_kernel<"scale_gradient", scale_gradient_>());
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "ops/faults.h"
 #include "rows/job.h"
 
 namespace fusegrad {
@@ -71,13 +72,14 @@ void cross_entropy_shard_gradient_(const Tensor& logits, const OptionalTensor& g
                                    const Tensor& scales, const OptionalTensor& token_weight, int64_t ignore_index,
                                    double label_smoothing, double z_loss, double softcap, int64_t vocab_start,
                                    int64_t vocab) {
+  begin_overwriting("the logits");
   write_gradient(logits, logits, grad_loss, grad_lse, target, weight, lse, lse_low, mass, scales, token_weight,
                  ignore_index, label_smoothing, z_loss, softcap, vocab_start, vocab);
 }
 
 void implement(torch::Library& m) {
-  m.impl("cross_entropy_shard_gradient", TORCH_FN(cross_entropy_shard_gradient));
-  m.impl("cross_entropy_shard_gradient_", TORCH_FN(cross_entropy_shard_gradient_));
+  m.impl("cross_entropy_shard_gradient", named_kernel<"cross_entropy", cross_entropy_shard_gradient>());
+  m.impl("cross_entropy_shard_gradient_", named_kernel<"cross_entropy", cross_entropy_shard_gradient_>());
 }
 
 }  // namespace

@@ -127,6 +127,8 @@ RowTargets RowJob::targets(int64_t first_row, int64_t first_column) const {
 
 void RowJob::begin_forward(const std::optional<Tensor>& normalizer, Gradients gradients) {
   row_loss_ = at::empty({rows_}, acc_);
+  // Here too what comes last: an op in place should not fail after its first write.
+  if (options_.reduction != at::Reduction::None) out_.loss = at::empty({}, acc_);
   out_.lse = at::empty({rows_}, acc_);
   out_.stats = at::empty({stat_rows_.count, rows_}, acc_);
   const bool predict = (options_.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0;
@@ -197,7 +199,6 @@ RowOutputs RowJob::finish_forward() {
     out_.loss = row_loss_;
     return out_;
   }
-  out_.loss = at::empty({}, acc_);
   if (scales_come_last_) {
     compute_scales();
     return out_;

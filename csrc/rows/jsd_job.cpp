@@ -1,5 +1,7 @@
 #include "rows/jsd_job.h"
 
+#include <algorithm>
+
 namespace fusegrad {
 
 using at::Tensor;
@@ -16,6 +18,8 @@ JsdJob::JsdJob(const JsdRows& tensors, const JsdSettings& settings, int64_t rows
 
 void JsdJob::begin_forward(bool defer) {
   row_loss_ = at::empty({rows_}, acc_);
+  // Here too what comes last: an op in place should not fail after its first write.
+  if (settings_.reduction != at::Reduction::None) out_.loss = at::empty({}, acc_);
   out_.stats = at::empty({jsd_stat_count(settings_.aux), rows_}, acc_);
   out_.scales = at::empty({settings_.averaged() ? 4 : 0}, acc_);
   if (!settings_.averaged()) return;
@@ -52,6 +56,9 @@ void JsdJob::run(const Tensor& student, const Tensor& teacher, int64_t first, co
   if (tensors_.teacher_index.has_value()) {
     p.teacher_index = pointer_at(tensors_.teacher_index, first);
     p.topk = teacher.size(1);
+    p.tail = pointer_at(tensors_.tail_log_prob, first);
+    p.roundoff = s.roundoff;
+    p.acc_roundoff = std::min(s.roundoff, roundoff_of(at::kFloat));
     if (student.is_cuda()) {
       topk_logits_ = at::empty({p.rows, p.topk}, acc_);
       p.topk_logits = topk_logits_.data_ptr();
@@ -59,6 +66,7 @@ void JsdJob::run(const Tensor& student, const Tensor& teacher, int64_t first, co
   }
   p.renormalize = s.renormalize;
   p.log_probs = s.log_probs;
+  p.partial = s.partial;
   p.student_transform = {s.student_logit_scale, s.student_softcap};
   p.teacher_transform = {s.teacher_logit_scale, s.teacher_softcap};
   p.student_temperature = s.student_temperature;
@@ -102,7 +110,6 @@ JsdOutputs JsdJob::finish_forward() {
     out_.loss = row_loss_;
     return out_;
   }
-  out_.loss = at::empty({}, acc_);
   RowSum p;
   p.rows = rows_;
   p.loss = pointer_at(row_loss_, 0);

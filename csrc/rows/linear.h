@@ -1,6 +1,7 @@
 // What the linear losses share: a head's products in chunks, and gradients that add up over them.
 #pragma once
 
+#include "ops/faults.h"
 #include "rows/job.h"
 #include "rows/linear_plan.h"
 #include "rows/registration.h"
@@ -95,14 +96,17 @@ class ChunkGradients {
  public:
   ChunkGradients(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                  int64_t vocab, const LinearPlan& plan, std::array<bool, 3> needs_grad, bool inplace)
-      : needs_grad_(needs_grad) {
+      : needs_grad_(needs_grad), inplace_(inplace) {
     const auto product = product_type(input), acc = acc_type(product);
     if (needs_grad[0]) input_ = inplace ? input : at::empty_like(input, at::MemoryFormat::Contiguous);
-    if (needs_grad[0] && vocab == 0) input_.zero_();  // no product will write it
     // One chunk, or the lean choice, adds up in the result itself, where a product can be written into it.
     const bool direct = weight.scalar_type() == product && !plan.accumulator;
     if (needs_grad[1]) weight_.allocate(weight.sizes(), weight.options(), direct ? product : acc, vocab);
     if (needs_grad[2]) bias_.allocate(bias->sizes(), bias->options(), acc, vocab);
+    if (needs_grad[0] && vocab == 0) {  // no product will write it
+      if (inplace) begin_overwriting("the input");
+      input_.zero_();
+    }
   }
 
   /// `x` are rows [first, first + x.size(0)) of the input in the products' dtype, `z` the gradient of their logits.
@@ -112,10 +116,13 @@ class ChunkGradients {
     if (needs_grad_[2]) bias_.add(z.sum(0, /*keepdim=*/false, acc_type(z.scalar_type())));
     if (!needs_grad_[0]) return;
     const auto block = part(input_, 0, first, x.size(0));
-    if (block.scalar_type() == z.scalar_type()) {
+    const bool direct = block.scalar_type() == z.scalar_type();
+    const auto product = direct ? at::Tensor() : at::mm(z, head.weight);
+    if (inplace_) begin_overwriting("the input");
+    if (direct) {
       multiply(block, z, head.weight, /*add=*/false);
     } else {
-      block.copy_(at::mm(z, head.weight));
+      block.copy_(product);
     }
   }
 
@@ -123,6 +130,7 @@ class ChunkGradients {
 
  private:
   std::array<bool, 3> needs_grad_;
+  bool inplace_;
   at::Tensor input_;
   Sum weight_, bias_;
 };

@@ -3,6 +3,7 @@
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "ops/faults.h"
 #include "rows/linear.h"
 #include "rows/registration.h"
 
@@ -104,7 +105,10 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
     gradients =
         gradients_by_columns(job, head, job.unit_gradient(), Tensor(), input, plan.columns, linear_weight.options(),
                              linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
-    if (inplace && needs_grad[0]) input.copy_(gradients.input);
+    if (inplace && needs_grad[0]) {
+      begin_overwriting("the input");
+      input.copy_(gradients.input);
+    }
   }
   if (inplace) gradients.input = Tensor();
   return std::tuple_cat(fusegrad::to_tuple(out), to_tuple(gradients, input, linear_weight, linear_bias));
@@ -136,9 +140,9 @@ LinearGradientTuple linear_cross_entropy_backward(
 }
 
 void implement(torch::Library& m) {
-  m.impl("linear_cross_entropy_forward", TORCH_FN(linear_cross_entropy_forward<false>));
-  m.impl("linear_cross_entropy_forward_", TORCH_FN(linear_cross_entropy_forward<true>));
-  m.impl("linear_cross_entropy_backward", TORCH_FN(linear_cross_entropy_backward));
+  m.impl("linear_cross_entropy_forward", named_kernel<"linear_cross_entropy", linear_cross_entropy_forward<false>>());
+  m.impl("linear_cross_entropy_forward_", named_kernel<"linear_cross_entropy", linear_cross_entropy_forward<true>>());
+  m.impl("linear_cross_entropy_backward", named_kernel<"linear_cross_entropy", linear_cross_entropy_backward>());
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "ops/faults.h"
 #include "rows/jsd_job.h"
 #include "rows/linear.h"
 
@@ -103,11 +104,12 @@ template <bool inplace>
 LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                   const Tensor& teacher, const OptionalTensor& teacher_weight,
                                   const OptionalTensor& teacher_bias, const OptionalTensor& teacher_index,
-                                  const OptionalTensor& labels, const OptionalTensor& token_weight,
-                                  const OptionalTensor& normalizer, at::ArrayRef<double> numbers, bool log_probs,
-                                  bool renormalize, int64_t ignore_index, int64_t reduction, int64_t aux,
-                                  std::optional<int64_t> vocab_size, std::optional<at::ScalarType> accumulate_dtype,
-                                  std::optional<int64_t> workspace_mib, std::array<bool, 3> needs_grad) {
+                                  const OptionalTensor& tail_log_prob, const OptionalTensor& labels,
+                                  const OptionalTensor& token_weight, const OptionalTensor& normalizer,
+                                  at::ArrayRef<double> numbers, bool log_probs, bool renormalize, int64_t ignore_index,
+                                  int64_t reduction, int64_t aux, std::optional<int64_t> vocab_size,
+                                  std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib,
+                                  std::array<bool, 3> needs_grad) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(input));
   const Call call{input,
@@ -118,10 +120,10 @@ LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, con
                   accumulate_dtype,
                   workspace_mib};
   if (labels.has_value()) check_target_range("linear_jsd", *labels, call.vocab, ignore_index, "labels");
-  if (teacher_index.has_value()) check_top_k_range("linear_jsd", *teacher_index, call.vocab);
   const auto settings = JsdSettings::from(numbers, log_probs, renormalize, ignore_index, reduction, aux);
-  JsdJob job({teacher_index, labels, token_weight, normalizer, {}}, settings, call.rows(), call.vocab, call.dtype(),
-             input);
+  const JsdRows rows{teacher_index, tail_log_prob, labels, token_weight, normalizer, {}};
+  if (teacher_index.has_value()) check_top_k("linear_jsd", teacher, rows, settings, call.vocab);
+  JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
   job.begin_forward(/*defer=*/any_gradient && input.scalar_type() == at::kHalf);
   auto gradients = run(job, call, needs_grad, inplace);
@@ -133,10 +135,10 @@ LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, con
 LinearGradientTuple linear_jsd_backward(const Tensor& grad_loss, const Tensor& input, const Tensor& weight,
                                         const OptionalTensor& bias, const Tensor& teacher,
                                         const OptionalTensor& teacher_weight, const OptionalTensor& teacher_bias,
-                                        const OptionalTensor& teacher_index, const OptionalTensor& labels,
-                                        const OptionalTensor& token_weight, const Tensor& scales,
-                                        at::ArrayRef<double> numbers, bool renormalize, int64_t ignore_index,
-                                        std::optional<int64_t> vocab_size,
+                                        const OptionalTensor& teacher_index, const OptionalTensor& tail_log_prob,
+                                        const OptionalTensor& labels, const OptionalTensor& token_weight,
+                                        const Tensor& scales, at::ArrayRef<double> numbers, bool renormalize,
+                                        int64_t ignore_index, std::optional<int64_t> vocab_size,
                                         std::optional<at::ScalarType> accumulate_dtype,
                                         std::optional<int64_t> workspace_mib, std::array<bool, 3> needs_grad) {
   BelowAutogradAndAutocast below;
@@ -149,15 +151,16 @@ LinearGradientTuple linear_jsd_backward(const Tensor& grad_loss, const Tensor& i
                   accumulate_dtype,
                   workspace_mib};
   const auto settings = JsdSettings::from(numbers, /*log_probs=*/false, renormalize, ignore_index, 0, 0);
-  JsdJob job({teacher_index, labels, token_weight, {}, {}}, settings, call.rows(), call.vocab, call.dtype(), input);
+  JsdJob job({teacher_index, tail_log_prob, labels, token_weight, {}, {}}, settings, call.rows(), call.vocab,
+             call.dtype(), input);
   job.begin_backward(scales, grad_loss);
   return to_tuple(run(job, call, needs_grad, /*inplace=*/false), input, weight, bias);
 }
 
 void implement(torch::Library& m) {
-  m.impl("linear_jsd_forward", TORCH_FN(linear_jsd_forward<false>));
-  m.impl("linear_jsd_forward_", TORCH_FN(linear_jsd_forward<true>));
-  m.impl("linear_jsd_backward", TORCH_FN(linear_jsd_backward));
+  m.impl("linear_jsd_forward", named_kernel<"linear_jsd", linear_jsd_forward<false>>());
+  m.impl("linear_jsd_forward_", named_kernel<"linear_jsd", linear_jsd_forward<true>>());
+  m.impl("linear_jsd_backward", named_kernel<"linear_jsd", linear_jsd_backward>());
 }
 
 }  // namespace

@@ -77,10 +77,11 @@ JsdOutputs jsd_outputs(const c10::SymInt& rows, const Tensor& like, int64_t redu
 
 template <bool inplace>
 JsdTuple jsd_forward(const Tensor& student, const Tensor& teacher, const OptionalTensor& /*teacher_index*/,
-                     const OptionalTensor& /*labels*/, const OptionalTensor& /*token_weight*/,
-                     const OptionalTensor& /*normalizer*/, at::ArrayRef<double> /*numbers*/, bool /*log_probs*/,
-                     bool /*renormalize*/, int64_t /*ignore_index*/, int64_t reduction, int64_t aux,
-                     std::array<bool, 2> needs_grad) {
+                     const OptionalTensor& /*tail_log_prob*/, const OptionalTensor& /*labels*/,
+                     const OptionalTensor& /*token_weight*/, const OptionalTensor& /*normalizer*/,
+                     at::ArrayRef<double> /*numbers*/, bool /*log_probs*/, bool /*renormalize*/,
+                     int64_t /*ignore_index*/, int64_t reduction, int64_t aux, std::array<bool, 2> needs_grad,
+                     bool /*partial*/) {
   const auto out = jsd_outputs(student.sym_size(0), student, reduction, aux);
   return {out.loss, out.stats, out.scales, gradient_like(needs_grad[0] && !inplace, student),
           gradient_like(needs_grad[1], teacher)};
@@ -90,10 +91,11 @@ template <bool inplace>
 LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                                   const Tensor& /*teacher*/, const OptionalTensor& /*teacher_weight*/,
                                   const OptionalTensor& /*teacher_bias*/, const OptionalTensor& /*teacher_index*/,
-                                  const OptionalTensor& /*labels*/, const OptionalTensor& /*token_weight*/,
-                                  const OptionalTensor& /*normalizer*/, at::ArrayRef<double> /*numbers*/,
-                                  bool /*log_probs*/, bool /*renormalize*/, int64_t /*ignore_index*/, int64_t reduction,
-                                  int64_t aux, std::optional<int64_t> /*vocab_size*/,
+                                  const OptionalTensor& /*tail_log_prob*/, const OptionalTensor& /*labels*/,
+                                  const OptionalTensor& /*token_weight*/, const OptionalTensor& /*normalizer*/,
+                                  at::ArrayRef<double> /*numbers*/, bool /*log_probs*/, bool /*renormalize*/,
+                                  int64_t /*ignore_index*/, int64_t reduction, int64_t aux,
+                                  std::optional<int64_t> /*vocab_size*/,
                                   std::optional<at::ScalarType> /*accumulate_dtype*/,
                                   std::optional<int64_t> /*workspace_mib*/, std::array<bool, 3> needs_grad) {
   const auto out = jsd_outputs(input.sym_size(0), input, reduction, aux);
@@ -105,13 +107,16 @@ LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, con
           gradient_like(needs_grad[2], bias.value_or(input))};
 }
 
-LinearGradientTuple linear_jsd_backward(
-    const Tensor& /*grad_loss*/, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-    const Tensor& /*teacher*/, const OptionalTensor& /*teacher_weight*/, const OptionalTensor& /*teacher_bias*/,
-    const OptionalTensor& /*teacher_index*/, const OptionalTensor& /*labels*/, const OptionalTensor& /*token_weight*/,
-    const Tensor& /*scales*/, at::ArrayRef<double> /*numbers*/, bool /*renormalize*/, int64_t /*ignore_index*/,
-    std::optional<int64_t> /*vocab_size*/, std::optional<at::ScalarType> /*accumulate_dtype*/,
-    std::optional<int64_t> /*workspace_mib*/, std::array<bool, 3> needs_grad) {
+LinearGradientTuple linear_jsd_backward(const Tensor& /*grad_loss*/, const Tensor& input, const Tensor& weight,
+                                        const OptionalTensor& bias, const Tensor& /*teacher*/,
+                                        const OptionalTensor& /*teacher_weight*/,
+                                        const OptionalTensor& /*teacher_bias*/, const OptionalTensor& /*teacher_index*/,
+                                        const OptionalTensor& /*tail_log_prob*/, const OptionalTensor& /*labels*/,
+                                        const OptionalTensor& /*token_weight*/, const Tensor& /*scales*/,
+                                        at::ArrayRef<double> /*numbers*/, bool /*renormalize*/,
+                                        int64_t /*ignore_index*/, std::optional<int64_t> /*vocab_size*/,
+                                        std::optional<at::ScalarType> /*accumulate_dtype*/,
+                                        std::optional<int64_t> /*workspace_mib*/, std::array<bool, 3> needs_grad) {
   return {gradient_like(needs_grad[0], input), gradient_like(needs_grad[1], weight),
           gradient_like(needs_grad[2], bias.value_or(input))};
 }

@@ -166,9 +166,10 @@ struct RowScaling {
 ///   b = 0       student: -p, teacher: p * (log p - log q + 1);  b = 1  student: q * (log q - log p + 1), teacher: -q
 ///
 /// A top-k teacher has K columns a row, `teacher_index`, whose log-probabilities `teacher` holds; all other columns are
-/// one bucket: q_tail = 1 - sum of q over them, and p_tail = max(0, 1 - sum of p) or, renormalised, p / sum of p and
-/// p_tail = 0. The sums above go over these K + 1; where p_tail = 0 its column counts only as q_tail does. The same
-/// formulas with log q_tail; columns outside the K have d soft / dz = q[c] / q_tail * (d soft / dz of the tail).
+/// one bucket: q_tail = 1 - sum of q over them, and p_tail = exp(tail) where that is given, else max(1 - sum of p, sum
+/// of p * (u * |log p| + u_acc)), the resolution of the sum; or, renormalised, p / sum of p and p_tail = 0. An index of
+/// -1 pads. The sums are over these K + 1; where p_tail = 0 its column counts only as q_tail does. The same formulas
+/// with log q_tail; columns outside the K have d soft / dz = q[c] / q_tail * (d soft / dz of the tail).
 struct RowJsd {
   int64_t rows = 0;
   int64_t cols = 0;
@@ -176,9 +177,13 @@ struct RowJsd {
   int64_t student_stride = 0;
   const void* teacher = nullptr;  // [N, V] of the student's dtype, innermost stride 1; top-k: [N, K] acc
   int64_t teacher_stride = 0;
-  const void* teacher_index = nullptr;  // top-k: [N, K] int64, contiguous, distinct in a row; null: a dense teacher
+  const void* teacher_index = nullptr;  // top-k: [N, K] int64, contiguous, distinct in a row but for -1; null: dense
   int64_t topk = 0;                     // K
   void* topk_logits = nullptr;          // top-k on CUDA: [N, K] float of scratch
+  const void* tail = nullptr;           // top-k: [N] acc, log p_tail; null: what is missing to 1
+  double roundoff = 0.0;                // top-k: u, half the spacing of numbers at 1, in which log p was stored
+  double acc_roundoff = 0.0;            // u_acc: in which log p was computed
+  bool partial = false;                 // log_probs: columns of longer rows, whose divergence may be negative
   bool renormalize = false;
   bool log_probs = false;  // not with a top-k teacher, a hard part, transforms or temperatures
   LogitTransform student_transform;

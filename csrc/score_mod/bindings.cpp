@@ -28,6 +28,8 @@ std::string canonical_text(const std::string& text) {
   return print(graph);
 }
 
+std::string forward(const std::string& text) { return print(simplify(lowered(parse(text)))); }
+
 std::string simplified(const std::string& text) { return print(simplify(parse(text))); }
 
 py::tuple compacted(const std::string& text) {
@@ -60,7 +62,7 @@ std::string cuda_source(const std::string& text, const std::vector<std::string>&
   RenderOptions options;
   options.name = name;
   for (const std::string& dtype : dtypes) options.dtypes.push_back(dtype_named(dtype));
-  return render_cuda(parse(text), options);
+  return render_cuda(lowered(parse(text)), options);
 }
 
 }  // namespace
@@ -78,6 +80,9 @@ void bind(py::module_& m) {
   m.def("canonical", &canonical_text, py::arg("text"),
         "The canonical text; ValueError with line:column if it is wrong.");
   m.def("simplify", &simplified, py::arg("text"), "The canonical text of the simplified graph.");
+  m.def(
+      "forward", &forward, py::arg("text"),
+      "The canonical text of what is evaluated: the simplified graph without derivatives of its own and detachments.");
   m.def("compact", &compacted, py::arg("text"),
         "(the canonical text of the simplified graph with only what it uses declared, in the order of first use; the "
         "buffers' and the scalars' indices before). What a tracer hands on.");

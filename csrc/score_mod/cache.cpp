@@ -5,6 +5,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "process.h"
 #include "score_mod/derivative.h"
 #include "score_mod/simplify.h"
 #include "score_mod/text.h"
@@ -32,9 +33,11 @@ class Cache {
     auto graph = std::make_shared<const Graph>(make());
     const std::lock_guard lock(mutex_);
     if (by_key_.find(key) != by_key_.end()) return graph;
-    bytes_ += key.size();
-    entries_.push_front({std::move(key), graph});
-    by_key_.emplace(entries_.front().key, entries_.begin());
+    std::list<Entry> fresh;
+    fresh.push_front({std::move(key), graph});
+    by_key_.emplace(fresh.front().key, fresh.begin());
+    bytes_ += fresh.front().key.size();
+    entries_.splice(entries_.begin(), fresh);  // from here on nothing throws
     while (entries_.size() > kMaxEntries || (bytes_ > kMaxBytes && entries_.size() > 1)) {
       bytes_ -= entries_.back().key.size();
       by_key_.erase(entries_.back().key);
@@ -54,16 +57,12 @@ class Cache {
   size_t bytes_ = 0;
 };
 
-// Never destroyed: threads may outlive the library's static objects.
-Cache& cache() {
-  static auto* cache = new Cache;
-  return *cache;
-}
+Cache& cache() { return of_this_process<Cache>(); }
 
 }  // namespace
 
 std::shared_ptr<const Graph> cached_graph(std::string_view text) {
-  return cache().get(std::string(text), [&] { return simplify(parse(text)); });
+  return cache().get(std::string(text), [&] { return simplify(lowered(parse(text))); });
 }
 
 std::shared_ptr<const Graph> cached_derivative(std::string_view text, const std::vector<bool>& wants_grad) {
@@ -71,7 +70,7 @@ std::shared_ptr<const Graph> cached_derivative(std::string_view text, const std:
   std::string key(text);
   key.push_back('\0');
   for (const bool wanted : wants_grad) key.push_back(wanted ? '1' : '0');
-  return cache().get(std::move(key), [&] { return differentiate(*cached_graph(text), wants_grad); });
+  return cache().get(std::move(key), [&] { return differentiate(parse(text), wants_grad); });
 }
 
 }  // namespace fusegrad::score_mod

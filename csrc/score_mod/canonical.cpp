@@ -1,5 +1,6 @@
 // The order in which equal graphs become identical, and what rests on it: comparison, verification.
 #include <algorithm>
+#include <map>
 #include <span>
 #include <utility>
 
@@ -53,13 +54,39 @@ std::vector<NodeId> reachable(const Graph& graph) {
   return order;
 }
 
-Graph canonical(const Graph& graph) {
-  Graph result = with_declarations_of(graph, graph.kind());
-  std::vector<NodeId> image(graph.nodes().size(), -1);
-  for (const NodeId id : reachable(graph)) {
+NodeId substitute(Graph& graph, NodeId root, int axis, NodeId replacement) {
+  // By ids: what is in the way comes before. Only what depends on the axis is built anew.
+  std::vector<NodeId> order;
+  walk(graph, std::span(&root, 1), [&](NodeId id) {
+    if ((graph.open_axes(id) & set_of_axis(axis)) != 0) order.push_back(id);
+  });
+  std::vector<NodeId> image(graph.nodes().size());
+  for (size_t id = 0; id < image.size(); ++id) image[id] = static_cast<NodeId>(id);
+  for (const NodeId id : order) {
+    const Node node = graph[id];  // a copy: the graph grows
     std::vector<NodeId> operands;
-    for (const NodeId operand : graph[id].operands) operands.push_back(image[operand]);
-    image[id] = result.copy(graph, id, std::move(operands));
+    for (const NodeId operand : node.operands) operands.push_back(image[operand]);
+    image[id] = node.op == Op::kAxis ? replacement : graph.copy(graph, id, std::move(operands));
+  }
+  return image[root];
+}
+
+// Axes are numbered in the order of the walk.
+Graph canonical(const Graph& graph) {
+  Graph result = with_declarations_of(graph, graph.kind(), /*axes=*/false);
+  std::vector<NodeId> image(graph.nodes().size(), -1);
+  std::map<int64_t, int64_t> keys;  // of customs: in the order of the walk
+  const auto key = [&keys](int64_t old) {
+    return keys.try_emplace(old, static_cast<int64_t>(keys.size())).first->second;
+  };
+  for (const NodeId id : reachable(graph)) {
+    const Node& node = graph[id];
+    std::vector<NodeId> operands;
+    for (const NodeId operand : node.operands) operands.push_back(image[operand]);
+    image[id] = node.op == Op::kUpstream ? result.upstream(key(node.payload))
+                : node.op == Op::kCustom ? result.custom(key(node.payload), operands[0], operands[1])
+                : node.op == Op::kAxis   ? result.axis(result.add_axis(graph.axes()[static_cast<size_t>(node.payload)]))
+                                         : result.copy(graph, id, std::move(operands));
   }
   if (graph.result() >= 0) result.set_result(image[graph.result()]);
   for (const Contribution& c : graph.contributions()) {
@@ -85,6 +112,7 @@ Compact compact(const Graph& original) {
   for (const Contribution& c : graph.contributions()) place(result.buffers, c.buffer);
   for (const int i : result.buffers) result.graph.add_buffer(graph.buffers()[i].type, graph.buffers()[i].rank);
   for (const int i : result.scalars) result.graph.add_scalar(graph.scalars()[i]);
+  for (const int64_t extent : graph.axes()) result.graph.add_axis(extent);
 
   // The nodes keep their ids: they come in the same order.
   for (NodeId id = 0; id < static_cast<NodeId>(graph.nodes().size()); ++id) {
@@ -108,7 +136,7 @@ Compact compact(const Graph& original) {
 bool operator==(const Graph& a, const Graph& b) {
   if (a.kind() != b.kind() || a.buffers() != b.buffers() || a.scalars() != b.scalars()) return false;
   const Graph x = canonical(a), y = canonical(b);
-  if (x.nodes() != y.nodes() || x.result() != y.result()) return false;
+  if (x.nodes() != y.nodes() || x.axes() != y.axes() || x.result() != y.result()) return false;
   return std::equal(x.contributions().begin(), x.contributions().end(), y.contributions().begin(),
                     y.contributions().end(), [](const Contribution& c, const Contribution& d) {
                       return c.buffer == d.buffer && c.indices == d.indices && c.value == d.value;
@@ -121,6 +149,25 @@ void check_limits(const Graph& graph, NodeId id) {
   if (graph.depth(id) > kMaxDepth) fail("expected at most " + std::to_string(kMaxDepth) + " operations in a chain");
 }
 
+int64_t steps(const Graph& graph) {
+  int64_t sum = 0;
+  for (const NodeId id : reachable(graph)) {
+    const Node& node = graph[id];
+    const AxisSet reduced = is_reduction(node.op) ? set_of_axis(graph[node.operands[0]].payload) : 0;
+    if (!node.operands.empty()) sum += graph.values(graph.open_axes(id) | reduced);
+  }
+  for (const Contribution& c : graph.contributions()) sum += graph.values(graph.open_axes(c));
+  return sum;
+}
+
+void check_steps(const Graph& graph) {
+  const int64_t most = graph.kind() == Kind::kDerivative ? 16 * kMaxSteps : kMaxSteps;
+  if (const int64_t count = steps(graph); count > most) {
+    fail("expected at most " + std::to_string(most) + " operations for a pair of a query and a key, but got " +
+         std::to_string(count));
+  }
+}
+
 void verify(const Graph& graph) {
   // Rebuilding checks every rule; what remains is that the stored nodes are in order and as typed as they claim.
   const auto count = static_cast<NodeId>(graph.nodes().size());
@@ -130,6 +177,7 @@ void verify(const Graph& graph) {
     }
   }
   if (graph.result() < 0) fail("there is no result");
+  check_customs(graph);
   const Graph rebuilt = canonical(graph);
   const std::vector<NodeId> order = reachable(graph);
   if (order.size() != rebuilt.nodes().size()) fail("nodes that are alike are not shared, or a cast is missing");

@@ -27,6 +27,7 @@ Interval interval_of(DType dtype) {
 }
 
 void check_captured(const Graph& graph, std::span<const Buffer> buffers, std::span<const Value> scalars) {
+  check_lowered(graph);
   const auto fail = [](size_t i, const std::string& what) {
     throw GraphError("captured buffer @" + std::to_string(i) + " " + what);
   };

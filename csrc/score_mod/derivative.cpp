@@ -1,6 +1,9 @@
 #include "score_mod/derivative.h"
 
+#include <map>
 #include <optional>
+#include <set>
+#include <utility>
 
 #include "score_mod/derivative_rules.h"
 #include "score_mod/simplify.h"
@@ -47,20 +50,23 @@ class Backward {
     active_.assign(forward.nodes().size(), false);
     adjoint_.resize(forward.nodes().size());
     for (const NodeId id : order) {
-      std::vector<NodeId> operands;
-      for (const NodeId operand : forward[id].operands) operands.push_back(image_[operand]);
-      image_[id] = graph_.copy(forward, id, std::move(operands));
+      const Node& node = forward[id];
+      if (forward.on_upstream(id)) continue;  // made of the adjoints, when they are known
+      if (node.op == Op::kCustom) image_[id] = image_[node.operands[0]];
+      if (node.op != Op::kCustom && node.op != Op::kBackward) image_[id] = image(id);
       active_[id] = is_active(id, wants_grad);
     }
-    accumulate(forward.result(), {std::nullopt, Term{&graph_, graph_.input(Input::kGrad)}});
+    accumulate(forward.result(), {std::nullopt, Term{&graph_, graph_.input(Input::kGrad)}}, 0);
     NodeId score = -1;
     std::vector<NodeId> reads;
     for (auto it = order.rbegin(); it != order.rend(); ++it) {
       if (!adjoint_[*it]) continue;
       const Op op = forward[*it].op;
+      if (op == Op::kCustom) deliver(*it);
+      if (op == Op::kBackward) pull_back_custom(*it);
       if (op == Op::kInput) score = *it;
       if (op == Op::kLoad) reads.push_back(*it);
-      if (!is_leaf(op)) pull_back(*it);
+      if (is_primitive(op) || is_reduction(op)) pull_back(*it);
     }
     graph_.set_result(score >= 0 ? applied(*adjoint_[score]).id : graph_.constant(0.0));
     for (auto it = reads.rbegin(); it != reads.rend(); ++it) {  // in the order of the forward
@@ -83,15 +89,81 @@ class Backward {
       const auto buffer = static_cast<size_t>(node.payload);
       return buffer < wants_grad.size() && wants_grad[buffer];
     }
-    for (const NodeId operand : node.operands) {
-      if (active_[operand]) return true;
+    if (node.op == Op::kCustom) return active_[node.operands[1]];
+    const int step = node.op == Op::kBackward ? 2 : 1;
+    for (size_t i = 0; i < node.operands.size(); i += step) {
+      if (active_[node.operands[i]]) return true;
     }
     return false;
   }
 
-  void accumulate(NodeId id, const Adjoint& adjoint) {
+  // A node of the forward on the images of its operands.
+  NodeId image(NodeId id) {
+    std::vector<NodeId> operands;
+    for (const NodeId operand : forward_[id].operands) operands.push_back(image_[operand]);
+    return graph_.copy(forward_, id, std::move(operands));
+  }
+
+  // The adjoint of a custom is the upstream of its backward, which comes when those of all its customs are known.
+  void deliver(NodeId id) {
+    const Node& node = forward_[id];
+    upstream_[node.payload] = applied(*adjoint_[id]).id;
+    adjoint_[node.operands[1]] = Adjoint{std::nullopt, Term{&graph_, upstream_[node.payload]}};
+  }
+
+  void pull_back_custom(NodeId id) {
+    const auto& pairs = forward_[id].operands;
+    std::vector<NodeId> cone;
+    for (size_t i = 0; i < pairs.size(); i += 2) {
+      if (active_[pairs[i]]) cone.push_back(pairs[i + 1]);
+    }
+    std::set<NodeId> found;  // ascending: operands first
+    while (!cone.empty()) {
+      const NodeId at = cone.back();
+      cone.pop_back();
+      if (!forward_.on_upstream(at) || !found.insert(at).second) continue;
+      cone.insert(cone.end(), forward_[at].operands.begin(), forward_[at].operands.end());
+    }
+    for (const NodeId at : found) {
+      if (forward_[at].op != Op::kUpstream) {
+        image_[at] = image(at);
+        continue;
+      }
+      const auto known = upstream_.find(forward_[at].payload);
+      image_[at] = known == upstream_.end() ? graph_.constant(0.0) : known->second;
+    }
+    for (size_t i = 0; i < pairs.size(); i += 2) {
+      if (active_[pairs[i]])
+        accumulate(pairs[i], {std::nullopt, Term{&graph_, image_[pairs[i + 1]]}}, forward_.open_axes(id));
+    }
+  }
+
+  // What a user of the node has for it, whose value depends on the axes `open`: those on which the node itself does not
+  // depend are summed over.
+  void accumulate(NodeId id, Adjoint adjoint, AxisSet open) {
     if (!active_[id]) return;
+    const AxisSet summed = open & ~forward_.open_axes(id);
+    if (summed != 0) adjoint = {std::nullopt, applied(adjoint)};
+    for (int axis = 0; axis < static_cast<int>(forward_.axes().size()); ++axis) {
+      if ((summed & set_of_axis(axis)) == 0) continue;
+      adjoint.value.id = graph_.reduce(Op::kSum, graph_.axis(axis), adjoint.value.id);
+    }
     adjoint_[id] = adjoint_[id] ? sum(*adjoint_[id], adjoint) : adjoint;
+  }
+
+  // Of a sum each summand has its gradient; of an extremum those that are equal to it share it evenly. Not those that
+  // are beaten, so that a NaN passes.
+  void pull_back_reduction(NodeId id) {
+    const Node& node = forward_[id];
+    const NodeId value = node.operands[1];
+    const AxisSet open = forward_.open_axes(value);
+    const Adjoint& of = *adjoint_[id];
+    if (node.op == Op::kSum) return accumulate(value, of, open);
+    const Term x{&graph_, image_[value]}, y{&graph_, image_[id]};
+    const Term equals = apply(Op::kToFloat, equal(x, y));
+    const Term ties{&graph_, graph_.reduce(Op::kSum, image_[node.operands[0]], equals.id)};
+    const Term stays = !apply(node.op == Op::kAmax ? Op::kLt : Op::kGt, x, y);
+    accumulate(value, {of.condition ? *of.condition & stays : stays, of.value / ties}, open);
   }
 
   class Step final : public Pullback {
@@ -101,19 +173,23 @@ class Backward {
     Term y() const override { return {&b_.graph_, b_.image_[id_]}; }
     Term v() const override { return b_.adjoint_[id_]->value; }
     bool wants(int i) const override { return b_.active_[operand(i)]; }
-    void add(int i, Term value) override { b_.accumulate(operand(i), {b_.adjoint_[id_]->condition, value}); }
+    void add(int i, Term value) override { accumulate(i, {b_.adjoint_[id_]->condition, value}); }
     void add_where(int i, Term condition, Term value) override {
       const auto& outer = b_.adjoint_[id_]->condition;
-      b_.accumulate(operand(i), {outer ? *outer & condition : condition, value});
+      accumulate(i, {outer ? *outer & condition : condition, value});
     }
 
    private:
+    void accumulate(int i, Adjoint adjoint) {
+      b_.accumulate(operand(i), std::move(adjoint), b_.forward_.open_axes(id_));
+    }
     NodeId operand(int i) const { return b_.forward_[id_].operands[i]; }
     Backward& b_;
     NodeId id_;
   };
 
   void pull_back(NodeId id) {
+    if (is_reduction(forward_[id].op)) return pull_back_reduction(id);
     Step step(*this, id);
     switch (forward_[id].op) {
 #define PRIMITIVE(Id, name, arity, rule, cuda_float, cuda_integer) \
@@ -131,6 +207,7 @@ class Backward {
   std::vector<NodeId> image_;  // in graph_, of each node of forward_
   std::vector<bool> active_;
   std::vector<std::optional<Adjoint>> adjoint_;
+  std::map<int64_t, NodeId> upstream_;  // in graph_, by the customs' keys
 };
 
 }  // namespace
@@ -138,6 +215,7 @@ class Backward {
 Graph differentiate(const Graph& score_mod, const std::vector<bool>& wants_grad) {
   if (score_mod.kind() != Kind::kScoreMod) throw GraphError("only a score_mod has a derivative");
   if (score_mod.result() < 0) throw GraphError("there is no result");
+  check_customs(score_mod);
   return simplify(Backward(simplify(score_mod), wants_grad).take());
 }
 

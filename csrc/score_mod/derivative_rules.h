@@ -124,6 +124,25 @@ FUSEGRAD_DERIVATIVE(Erf) { p.add(0, p.v() * (kTwoOverSqrtPi * apply(Op::kExp, -s
 FUSEGRAD_DERIVATIVE(Sin) { p.add(0, p.v() * apply(Op::kCos, p.x(0))); }
 FUSEGRAD_DERIVATIVE(Cos) { p.add(0, -(p.v() * apply(Op::kSin, p.x(0)))); }
 FUSEGRAD_DERIVATIVE(Tan) { p.add(0, p.v() * (1.0 + square(p.y()))); }
+FUSEGRAD_DERIVATIVE(Erfc) { p.add(0, -(p.v() * (kTwoOverSqrtPi * apply(Op::kExp, -square(p.x(0)))))); }
+FUSEGRAD_DERIVATIVE(Atan) { p.add(0, p.v() / (square(p.x(0)) + 1.0)); }
+FUSEGRAD_DERIVATIVE(Asin) { p.add(0, p.v() * apply(Op::kRsqrt, 1.0 - square(p.x(0)))); }
+FUSEGRAD_DERIVATIVE(Acos) { p.add(0, -(p.v() * apply(Op::kRsqrt, 1.0 - square(p.x(0))))); }
+FUSEGRAD_DERIVATIVE(Sinh) { p.add(0, p.v() * apply(Op::kCosh, p.x(0))); }
+FUSEGRAD_DERIVATIVE(Cosh) { p.add(0, p.v() * apply(Op::kSinh, p.x(0))); }
+FUSEGRAD_DERIVATIVE(Asinh) { p.add(0, p.v() * apply(Op::kRsqrt, square(p.x(0)) + 1.0)); }
+FUSEGRAD_DERIVATIVE(Acosh) { p.add(0, p.v() * apply(Op::kRsqrt, square(p.x(0)) - 1.0)); }
+FUSEGRAD_DERIVATIVE(Atanh) { p.add(0, p.v() / (1.0 - square(p.x(0)))); }
+// Divided twice by the distance: its square may overflow where it does not. In the origin it is 0.
+FUSEGRAD_DERIVATIVE(Atan2) {
+  const Term y = p.x(0), x = p.x(1), r = apply(Op::kHypot, y, x);
+  if (p.wants(0)) p.add_where(0, !equal(r, 0.0), p.v() * (x / r / r));
+  if (p.wants(1)) p.add_where(1, !equal(r, 0.0), -(p.v() * (y / r / r)));
+}
+FUSEGRAD_DERIVATIVE(Hypot) {
+  if (p.wants(0)) p.add(0, p.v() * (p.x(0) / p.y()));
+  if (p.wants(1)) p.add(1, p.v() * (p.x(1) / p.y()));
+}
 FUSEGRAD_NO_DERIVATIVE(Detach)
 
 FUSEGRAD_NO_DERIVATIVE(Eq)

@@ -39,7 +39,7 @@ void store(void* out, Lane lane, const Value& value) {
       *static_cast<double*>(out) = value.f;
       break;
     case Lane::kInt32:
-      *static_cast<int32_t*>(out) = static_cast<int32_t>(value.i);
+      *static_cast<int32_t*>(out) = static_cast<int32_t>(std::clamp<int64_t>(value.i, INT32_MIN, INT32_MAX));
       break;
     case Lane::kInt64:
       *static_cast<int64_t*>(out) = value.i;
@@ -47,6 +47,14 @@ void store(void* out, Lane lane, const Value& value) {
     default:
       *static_cast<uint8_t*>(out) = value.i != 0;
   }
+}
+
+void fill(void* out, Lane lane, const Value& value, int64_t lanes) {
+  if (lanes <= 0) return;
+  store(out, lane, value);
+  const int64_t bytes = lane_bytes(lane);
+  for (int64_t i = 1; i < lanes; ++i)
+    std::memcpy(static_cast<std::byte*>(out) + i * bytes, out, static_cast<size_t>(bytes));
 }
 
 int64_t load_integer(const void* data, Lane lane, int64_t i) {
@@ -75,6 +83,7 @@ struct TileEvaluator<T>::State {
   Tile tile{};
   Rectangle<const uint8_t> mask;
   int64_t row = 0;
+  std::span<const GradientSink<T>> sinks;
 
   State(const Code& code, int64_t max_rows, int64_t max_cols)
       : code(code), scatters(scatter_kernels()), max_rows(max_rows), max_cols(max_cols) {
@@ -113,10 +122,33 @@ struct TileEvaluator<T>::State {
   T* array_sum(size_t k) { return &array_sums[k * static_cast<size_t>(max_rows + max_cols)]; }
   int64_t diagonals() const { return tile.rows + tile.cols - 1; }
 
-  void run(Rate rate, int64_t lanes) {
-    for (const Instruction& instruction : code.instructions[static_cast<int>(rate)]) {
-      void* out = address[instruction.out];
-      if (instruction.compute != nullptr) {
+  void run(Rate rate, int64_t lanes) { run(rate, lanes, 0, code.instructions[static_cast<int>(rate)].size()); }
+  // Instructions of a list, whose values have so many lanes. Within loops some have one: those that do not differ, and
+  // of pairs those of the row.
+  void run(Rate rate, int64_t all_lanes, size_t begin, size_t end) {
+    const auto& instructions = code.instructions[static_cast<int>(rate)];
+    for (size_t i = begin; i < end; ++i) {
+      const Instruction& instruction = instructions[i];
+      if (instruction.contribution >= 0) {
+        const auto k = static_cast<size_t>(instruction.contribution);
+        if (wanted(k)) contribute(k, sink_of(k));
+        continue;
+      }
+      void* out = const_cast<void*>(values(instruction.out, rate));
+      const bool of_row = rate == Rate::kPair && instruction.rate == Rate::kRow;
+      const int64_t lanes = of_row || instruction.rate == Rate::kOnce ? 1 : all_lanes;
+      if (instruction.extent > 0) {
+        for (int64_t at = 0; at < instruction.extent; ++at) {
+          *static_cast<int32_t*>(out) = static_cast<int32_t>(at);
+          run(rate, all_lanes, i + 1, instruction.end);
+        }
+        i = instruction.end - 1;
+      } else if (instruction.fills != 0) {
+        fill(out, code.registers[instruction.out].lane, instruction.value, lanes);
+      } else if (instruction.copies != 0) {
+        const auto bytes = lanes * lane_bytes(code.registers[instruction.out].lane);
+        std::memcpy(out, values(instruction.x[0], rate), static_cast<size_t>(bytes));
+      } else if (instruction.compute != nullptr) {
         const void* x[kMaxArity];
         for (int i = 0; i < kMaxArity; ++i) {
           x[i] = instruction.x[i] == kNoRegister ? nullptr : values(instruction.x[i], rate);
@@ -127,7 +159,11 @@ struct TileEvaluator<T>::State {
       } else {
         const void* offset = values(instruction.x[0], rate);
         if (instruction.gather(out, code.reads[instruction.read].data, offset, lanes)) {
-          check_read(instruction.read, rate, lanes);
+          if (of_row) {
+            check_row(instruction.read);
+          } else {
+            check_read(instruction.read, instruction.rate, 0, lanes);
+          }
         }
       }
     }
@@ -152,13 +188,14 @@ struct TileEvaluator<T>::State {
   }
 
   // Some offset of the read is negative: finds out whether it matters, and which index is to blame.
-  void check_read(int read_id, Rate rate, int64_t lanes) {
+  void check_row(int read_id) { check_read(read_id, Rate::kRow, row, row + 1); }
+  void check_read(int read_id, Rate rate, int64_t begin, int64_t end) {
     if (wrong.buffer >= 0) return;
     const Read& read = code.reads[read_id];
     const Lane offset_lane = code.registers[read.offset].lane;
     const void* offset = values(read.offset, rate);
     const Rate offset_rate = code.registers[read.offset].rate;
-    for (int64_t i = 0; i < lanes; ++i) {
+    for (int64_t i = begin; i < end; ++i) {
       if (load_integer(offset, offset_lane, i) >= 0 || !takes_part(offset_rate, i)) continue;
       for (size_t k = 0; k < read.index.size(); ++k) {
         const Register& r = code.registers[read.index[k]];
@@ -202,6 +239,12 @@ struct TileEvaluator<T>::State {
     if (id != kNoRegister) address[id] = reinterpret_cast<std::byte*>(const_cast<T*>(data));
   }
 
+  GradientSink<T> sink_of(size_t k) const {
+    const auto buffer = static_cast<size_t>(code.contributions[k].buffer);
+    return buffer < sinks.size() ? sinks[buffer] : GradientSink<T>{};
+  }
+  bool wanted(size_t k) const { return sink_of(k).sum != nullptr || sink_of(k).wide_sum != nullptr; }
+
   // The float register's values for the current row, one a column.
   const T* row_values(RegisterId id) {
     const T* x = static_cast<const T*>(values(id, Rate::kPair));
@@ -239,10 +282,10 @@ struct TileEvaluator<T>::State {
     } else if (r.rate == Rate::kRow) {
       const T total = static_cast<T>(scatters.sum(x, tile.cols));
       if (scatters.scatter(sink.sum, sink.wide_sum, values(place, Rate::kPair), r.lane, &total, 1)) {
-        check_read(c.read, Rate::kRow, tile.rows);
+        check_row(c.read);
       }
     } else if (scatters.scatter(sink.sum, sink.wide_sum, values(place, Rate::kPair), r.lane, x, tile.cols)) {
-      check_read(c.read, Rate::kPair, tile.cols);
+      check_read(c.read, Rate::kPair, 0, tile.cols);
     }
   }
 
@@ -253,7 +296,7 @@ struct TileEvaluator<T>::State {
     if (r.rate == Rate::kOnce) {
       // The sum over the tile is in float64; it is not rounded before it reaches a sink of that precision.
       const int64_t offset = load_integer(address[place], r.lane, 0);
-      if (offset < 0) return check_read(c.read, Rate::kOnce, 1);
+      if (offset < 0) return check_read(c.read, Rate::kOnce, 0, 1);
       if (sink.wide_sum != nullptr) {
         sink.wide_sum[offset] += sums[k];
       } else {
@@ -262,7 +305,7 @@ struct TileEvaluator<T>::State {
     } else if (r.rate == Rate::kColumn || r.rate == Rate::kDiagonal) {
       const int64_t lanes = r.rate == Rate::kColumn ? tile.cols : diagonals();
       if (scatters.scatter(sink.sum, sink.wide_sum, address[place], r.lane, array_sum(k), lanes)) {
-        check_read(c.read, r.rate, lanes);
+        check_read(c.read, r.rate, 0, lanes);
       }
     }
   }
@@ -324,24 +367,20 @@ bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rect
   s.start(tile, mask);
   std::fill(s.sums.begin(), s.sums.end(), 0.0);
   std::fill(s.array_sums.begin(), s.array_sums.end(), T(0));
-  const auto sink_of = [&](size_t k) {
-    const auto buffer = static_cast<size_t>(s.code.contributions[k].buffer);
-    return buffer < sinks.size() ? sinks[buffer] : GradientSink<T>{};
-  };
-  const auto wanted = [&](size_t k) { return sink_of(k).sum != nullptr || sink_of(k).wide_sum != nullptr; };
+  s.sinks = sinks;
   for (s.row = 0; s.row < tile.rows; ++s.row) {
     s.bind(Input::kScore, score.row(s.row));
     s.bind(Input::kGrad, grad.row(s.row));
     s.run(Rate::kPair, tile.cols);
     for (size_t k = 0; k < s.code.contributions.size(); ++k) {
-      if (wanted(k)) s.contribute(k, sink_of(k));
+      if (!s.code.contributions[k].in_loops && s.wanted(k)) s.contribute(k, s.sink_of(k));
     }
     // Last, because it may be written over `grad`.
     if (grad_score.data != nullptr) s.write(s.row_values(s.code.result), 0, grad_score.row(s.row));
   }
   s.row = 0;
   for (size_t k = 0; k < s.code.contributions.size(); ++k) {
-    if (wanted(k)) s.finish_contribution(k, sink_of(k));
+    if (s.wanted(k)) s.finish_contribution(k, s.sink_of(k));
   }
   return s.wrong.buffer < 0;
 }

@@ -1,4 +1,5 @@
 #include <fusegrad/expression.h>
+#include <fusegrad/reductions.h>
 
 #include <algorithm>
 
@@ -29,6 +30,13 @@ Expression apply(Op op, std::initializer_list<Expression> operands) {
   return {current(), current()->graph.apply(op, std::move(nodes))};
 }
 
+Expression reduced(Op op, int64_t extent, const std::function<Expression(Expression)>& element) {
+  const std::shared_ptr<Trace> trace = current();
+  const NodeId axis = trace->graph.axis(trace->graph.add_axis(extent));
+  const Expression value = element({trace, axis});
+  return {trace, trace->graph.reduce(op, axis, node_of(value))};
+}
+
 }  // namespace
 
 TraceScope::TraceScope(Kind kind) : trace_(std::make_shared<Trace>(kind)), outer_(std::move(current_trace)) {
@@ -40,6 +48,7 @@ Compact TraceScope::finish(const Expression& result) const {
   const NodeId id = node_of(result);
   check_limits(trace_->graph, id);
   trace_->graph.set_result(id);
+  check_steps(trace_->graph);
   return compact(simplify(trace_->graph));
 }
 
@@ -72,6 +81,7 @@ Expression runtime_scalar(Type type, const BufferKey& key) {
 using score_mod::apply;
 using score_mod::current;
 using score_mod::Op;
+using score_mod::reduced;
 
 Expression Expression::constant(double value) { return {current(), current()->graph.constant(value)}; }
 Expression Expression::constant(int64_t value) { return {current(), current()->graph.constant(value)}; }
@@ -141,5 +151,15 @@ Expression sin(const Expression& x) { return apply(Op::kSin, {x}); }
 Expression cos(const Expression& x) { return apply(Op::kCos, {x}); }
 Expression tan(const Expression& x) { return apply(Op::kTan, {x}); }
 Expression detach(const Expression& x) { return apply(Op::kDetach, {x}); }
+
+Expression sum_over(int64_t extent, const std::function<Expression(Expression)>& element) {
+  return reduced(Op::kSum, extent, element);
+}
+Expression amax_over(int64_t extent, const std::function<Expression(Expression)>& element) {
+  return reduced(Op::kAmax, extent, element);
+}
+Expression amin_over(int64_t extent, const std::function<Expression(Expression)>& element) {
+  return reduced(Op::kAmin, extent, element);
+}
 
 }  // namespace fusegrad

@@ -205,6 +205,24 @@ FUSEGRAD_LIBM(Erf, erf)
 FUSEGRAD_LIBM(Sin, sin)
 FUSEGRAD_LIBM(Cos, cos)
 FUSEGRAD_LIBM(Tan, tan)
+FUSEGRAD_LIBM(Erfc, erfc)
+FUSEGRAD_LIBM(Atan, atan)
+FUSEGRAD_LIBM(Asin, asin)
+FUSEGRAD_LIBM(Acos, acos)
+FUSEGRAD_LIBM(Sinh, sinh)
+FUSEGRAD_LIBM(Cosh, cosh)
+FUSEGRAD_LIBM(Asinh, asinh)
+FUSEGRAD_LIBM(Acosh, acosh)
+FUSEGRAD_LIBM(Atanh, atanh)
+#undef FUSEGRAD_LIBM
+
+#define FUSEGRAD_LIBM(Id, function)                                      \
+  struct Id {                                                            \
+    static float apply(float a, float b) { return ::function##f(a, b); } \
+    static double apply(double a, double b) { return ::function(a, b); } \
+  };
+FUSEGRAD_LIBM(Atan2, atan2)
+FUSEGRAD_LIBM(Hypot, hypot)
 #undef FUSEGRAD_LIBM
 
 struct Rsqrt {

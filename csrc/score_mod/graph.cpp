@@ -101,16 +101,38 @@ int Graph::add_scalar(Type type) {
   return static_cast<int>(scalars_.size()) - 1;
 }
 
+int Graph::add_axis(int64_t extent) {
+  if (axes_.size() >= kMaxAxes) fail("more than " + std::to_string(kMaxAxes) + " axes");
+  if (extent < 1 || extent > kMaxExtent) {
+    fail("the extent of an axis must be 1 to " + std::to_string(kMaxExtent) + ", but got " + std::to_string(extent));
+  }
+  axes_.push_back(extent);
+  return static_cast<int>(axes_.size()) - 1;
+}
+
 NodeId Graph::insert(Node node) {
   const auto found = known_.find(node);
   if (found != known_.end()) return found->second;
   if (nodes_.size() >= kMaxDerivativeNodes) fail("more than " + std::to_string(kMaxDerivativeNodes) + " nodes");
   int32_t depth = 0;
-  for (const NodeId operand : node.operands) depth = std::max(depth, depth_[operand] + 1);
+  bool on_upstream = node.op == Op::kUpstream;
+  AxisSet open = node.op == Op::kAxis ? set_of_axis(node.payload) : 0;
+  for (const NodeId operand : node.operands) {
+    depth = std::max(depth, depth_[operand] + 1);
+    if (nodes_[operand].op == Op::kBackward && node.op != Op::kCustom) fail("a backward is an operand of customs only");
+    on_upstream = on_upstream || (node.op != Op::kBackward && on_upstream_[operand]);
+    open |= open_[operand];
+  }
+  if (is_reduction(node.op)) open &= ~set_of_axis(nodes_[node.operands[0]].payload);
+  if (std::popcount(open) > kMaxOpenAxes) {
+    fail("a value that depends on more than " + std::to_string(kMaxOpenAxes) + " axes");
+  }
   const auto id = static_cast<NodeId>(nodes_.size());
   known_.emplace(node, id);
   nodes_.push_back(std::move(node));
   depth_.push_back(depth);
+  on_upstream_.push_back(on_upstream);
+  open_.push_back(open);
   return id;
 }
 
@@ -145,6 +167,32 @@ NodeId Graph::scalar(int index) {
   return insert({Op::kScalar, scalars_[index], index, {}});
 }
 
+NodeId Graph::axis(int number) {
+  if (number < 0 || number >= static_cast<int>(axes_.size())) fail("an axis is not declared");
+  return insert({Op::kAxis, Type::kInt, number, {}});
+}
+
+NodeId Graph::reduce(Op op, NodeId axis, NodeId value) {
+  if (nodes_[axis].op != Op::kAxis) fail(quoted(reduction_name(op)) + " expects an axis as its first operand");
+  value = promote(value, std::max(nodes_[value].type, Type::kInt));
+  return insert({op, nodes_[value].type, 0, {axis, value}});
+}
+
+int64_t Graph::values(AxisSet axes) const {
+  int64_t product = 1;
+  for (; axes != 0; axes &= axes - 1) {
+    product *= axes_[static_cast<size_t>(std::countr_zero(axes))];
+    if (product > int64_t{1} << 40) return int64_t{1} << 40;  // more than any bound
+  }
+  return product;
+}
+
+AxisSet Graph::open_axes(const Contribution& c) const {
+  AxisSet open = open_[c.value];
+  for (const NodeId index : c.indices) open |= open_[index];
+  return open;
+}
+
 NodeId Graph::load(int buffer, std::vector<NodeId> indices) {
   if (buffer < 0 || buffer >= static_cast<int>(buffers_.size())) {
     fail("buffer @" + std::to_string(buffer) + " is not declared");
@@ -163,6 +211,40 @@ NodeId Graph::load(int buffer, std::vector<NodeId> indices) {
   return insert({Op::kLoad, type, buffer, std::move(indices)});
 }
 
+// What depends on an upstream has no value but within its backward, and a backward has none at all.
+void Graph::check_ordinary(NodeId id) const {
+  if (nodes_[id].op == Op::kBackward) fail("a backward is an operand of customs only");
+  if (on_upstream_[id]) fail("what depends on an upstream is for what a backward gives only");
+}
+
+NodeId Graph::upstream(int64_t key) {
+  if (kind_ != Kind::kScoreMod) fail("only a score_mod has upstreams");
+  if (key < 0 || key >= kMaxUpstreams) fail("more than " + std::to_string(kMaxUpstreams) + " upstreams");
+  return insert({Op::kUpstream, Type::kFloat, key, {}});
+}
+
+NodeId Graph::backward(std::vector<NodeId> pairs) {
+  if (kind_ != Kind::kScoreMod) fail("only a score_mod has a 'backward'");
+  if (pairs.size() % 2 != 0) fail("'backward' expects pairs of operands, but got " + std::to_string(pairs.size()));
+  for (size_t i = 0; i < pairs.size(); i += 2) {
+    check_ordinary(pairs[i]);
+    if (nodes_[pairs[i]].type != Type::kFloat) {
+      fail("what a backward gives a gradient to must be f, but is " + std::string(type_name(nodes_[pairs[i]].type)));
+    }
+    pairs[i + 1] = promote(pairs[i + 1], Type::kFloat);
+  }
+  return insert({Op::kBackward, Type::kFloat, 0, std::move(pairs)});
+}
+
+NodeId Graph::custom(int64_t key, NodeId value, NodeId backward) {
+  if (kind_ != Kind::kScoreMod) fail("only a score_mod has a 'custom'");
+  if (key < 0 || key >= kMaxUpstreams) fail("more than " + std::to_string(kMaxUpstreams) + " upstreams");
+  check_ordinary(value);
+  if (nodes_[backward].op != Op::kBackward) fail("'custom' expects a 'backward' as its second operand");
+  value = promote(value, Type::kFloat);
+  return insert({Op::kCustom, Type::kFloat, key, {value, backward}});
+}
+
 NodeId Graph::promote(NodeId id, Type type) {
   if (nodes_[id].type == type) return id;
   const Op op = cast_to(type);
@@ -174,7 +256,7 @@ NodeId Graph::promote(NodeId id, Type type) {
 }
 
 NodeId Graph::apply(Op op, std::vector<NodeId> operands) {
-  if (is_leaf(op)) fail("not a primitive");
+  if (!is_primitive(op)) fail("not a primitive");
   const Primitive& p = primitive(op);
   if (static_cast<int>(operands.size()) != p.arity) {
     fail(quoted(p.name) + " expects " + std::to_string(p.arity) + (p.arity == 1 ? " operand" : " operands") +
@@ -199,14 +281,28 @@ NodeId Graph::copy(const Graph& from, NodeId id, std::vector<NodeId> operands) {
       return scalar(static_cast<int>(node.payload));
     case Op::kLoad:
       return load(static_cast<int>(node.payload), std::move(operands));
+    case Op::kUpstream:
+      return upstream(node.payload);
+    case Op::kBackward:
+      return backward(std::move(operands));
+    case Op::kCustom:
+      return custom(node.payload, operands[0], operands[1]);
+    case Op::kAxis:
+      return axis(static_cast<int>(node.payload));
+    case Op::kSum:
+    case Op::kAmax:
+    case Op::kAmin:
+      return reduce(node.op, operands[0], operands[1]);
     default:
       return apply(node.op, std::move(operands));
   }
 }
 
 void Graph::set_result(NodeId node) {
+  check_ordinary(node);
   const Type wanted = kind_ == Kind::kMaskMod ? Type::kBool : Type::kFloat;
   const Type got = nodes_[node].type;
+  if (open_[node] != 0) fail("the result depends on an axis over which nothing reduces it");
   if (kind_ != Kind::kMaskMod && got != wanted) node = promote(node, wanted);
   if (kind_ == Kind::kMaskMod && got != wanted) {
     fail("a mask_mod must return bool, but returns " + std::string(type_name(got)));
@@ -229,13 +325,19 @@ void Graph::add_contribution(Contribution c) {
     if (nodes_[index].type != Type::kInt) fail("an index must be i64");
   }
   if (nodes_[c.value].type != Type::kFloat) fail("what is added to a gradient must be f");
+  if (std::popcount(open_axes(c)) > kMaxOpenAxes) {
+    fail("a value that depends on more than " + std::to_string(kMaxOpenAxes) + " axes");
+  }
   contributions_.push_back(std::move(c));
 }
 
-Graph with_declarations_of(const Graph& graph, Kind kind) {
+Graph with_declarations_of(const Graph& graph, Kind kind, bool axes) {
   Graph result(kind);
   for (const BufferDeclaration& b : graph.buffers()) result.add_buffer(b.type, b.rank);
   for (const Type s : graph.scalars()) result.add_scalar(s);
+  for (const int64_t extent : graph.axes()) {
+    if (axes) result.add_axis(extent);
+  }
   return result;
 }
 

@@ -119,6 +119,19 @@ std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std:
       case Op::kToInt:
         if (graph.type(node.operands[0]) == Type::kBool) result[id] = {0, 1};
         break;
+      case Op::kAxis:
+        result[id] = {0, graph.axes()[static_cast<size_t>(node.payload)] - 1};
+        break;
+      case Op::kSum: {
+        // Of some of the summands too.
+        const int64_t extent = graph.values(set_of_axis(graph[node.operands[0]].payload));
+        result[id] = hull({0, 0}, product(result[node.operands[1]], {extent, extent}));
+        break;
+      }
+      case Op::kAmax:
+      case Op::kAmin:
+        result[id] = result[node.operands[1]];
+        break;
       default: {
         Interval x[kMaxArity];
         for (size_t i = 0; i < node.operands.size(); ++i) x[i] = result[node.operands[i]];
@@ -216,6 +229,10 @@ std::vector<Dependence> dependences(const Graph& graph) {
       result[id] = variable(static_cast<Input>(node.payload));
       continue;
     }
+    if (node.op == Op::kAxis) {
+      result[id].rest = set_of(kVarAxis);
+      continue;
+    }
     std::vector<Dependence> x;
     for (const NodeId operand : node.operands) x.push_back(result[operand]);
     std::optional<Dependence> linear;
@@ -230,6 +247,7 @@ std::vector<Dependence> dependences(const Graph& graph) {
       }
     }
     result[id] = linear.value_or(opaque(x));
+    if (graph.open_axes(id) == 0) result[id].rest &= static_cast<VariableSet>(~set_of(kVarAxis));
     // Comparing integers is asking for the sign of their difference.
     if (node.type == Type::kBool && x.size() == 2 && graph.type(node.operands[0]) == Type::kInt) {
       const auto difference = combined(x[0], x[1], -1);
@@ -245,6 +263,7 @@ std::vector<Reads> reads(const Graph& graph) {
   std::vector<bool> late(graph.nodes().size(), false);
   for (size_t id = 0; id < result.size(); ++id) {
     const Node& node = graph.nodes()[id];
+    late[id] = node.op == Op::kAxis;
     for (const NodeId operand : node.operands) late[id] = late[id] || late[operand];
     if (node.op != Op::kLoad) continue;
     VariableSet on = 0;

@@ -38,8 +38,8 @@ std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std:
 /// Whether an integer node needs 64 bits: its values may not fit 32, or it is computed from something that does not.
 std::vector<bool> needs_int64(const Graph& graph, std::span<const Interval> intervals);
 
-/// The four indices, and what differs from pair to pair besides them: the score and its gradient.
-enum Variable : int { kVarB, kVarH, kVarQ, kVarKv, kVarLane };
+/// The four indices, what differs from pair to pair besides them (the score and its gradient), and axes.
+enum Variable : int { kVarB, kVarH, kVarQ, kVarKv, kVarLane, kVarAxis };
 inline constexpr int kVariables = 4;
 using VariableSet = uint8_t;
 constexpr VariableSet set_of(Variable v) { return static_cast<VariableSet>(1 << v); }
@@ -62,7 +62,7 @@ std::vector<Dependence> dependences(const Graph& graph);
 
 /// What of a load's place is known before any score is.
 enum class Reads : uint8_t {
-  kLater,  ///< it needs a score, or what is read for each pair by itself
+  kLater,  ///< it needs a score, or what is read for each pair by itself, or an axis
   kRow,    ///< the key plays no part
   kKey,    ///< of keys alone
   kDiagonal,

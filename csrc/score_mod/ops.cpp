@@ -66,12 +66,12 @@ Rectangle<const uint8_t> mask_at(const at::Tensor& mask, int64_t offset, int64_t
 }
 
 at::Tensor evaluate(const std::string& graph, const at::Tensor& score, at::TensorList buffers,
-                    c10::ArrayRef<at::Scalar> scalars, const std::optional<at::Tensor>& mask) {
+                    at::ArrayRef<double> floats, at::IntArrayRef ints, const std::optional<at::Tensor>& mask) {
   refuse_autograd(score, buffers);
   const Sizes s = sizes_of(score);
-  const Graph parsed = simplify(parse(graph));
+  const Graph parsed = simplify(lowered(parse(graph)));
   TORCH_CHECK_VALUE(parsed.kind() == Kind::kScoreMod, "evaluate_score_mod: the graph must be a score_mod");
-  const CapturedTensors captured(buffers, scalars);
+  const CapturedTensors captured(buffers, scalars_of(parsed, floats, ints));
   const at::Tensor x = score.contiguous(), m = contiguous_mask(mask, score);
   at::Tensor out = at::empty_like(x);
   const auto run = [&](auto zero) {
@@ -90,7 +90,7 @@ at::Tensor evaluate(const std::string& graph, const at::Tensor& score, at::Tenso
 
 std::tuple<at::Tensor, std::vector<at::Tensor>> evaluate_backward(const at::Tensor& grad, const std::string& graph,
                                                                   const at::Tensor& score, at::TensorList buffers,
-                                                                  c10::ArrayRef<at::Scalar> scalars,
+                                                                  at::ArrayRef<double> floats, at::IntArrayRef ints,
                                                                   const std::optional<at::Tensor>& mask) {
   const Sizes s = sizes_of(score);
   TORCH_CHECK_VALUE(grad.sizes() == score.sizes() && grad.scalar_type() == score.scalar_type(),
@@ -99,7 +99,7 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> evaluate_backward(const at::Tens
   std::vector<bool> wants_grad;
   for (const at::Tensor& b : buffers) wants_grad.push_back(at::isFloatingType(b.scalar_type()));
   const Graph derivative = differentiate(parse(graph), wants_grad);
-  const CapturedTensors captured(buffers, scalars);
+  const CapturedTensors captured(buffers, scalars_of(derivative, floats, ints));
   const at::Tensor x = score.contiguous(), g = grad.contiguous(), m = contiguous_mask(mask, score);
   at::Tensor grad_score = at::empty_like(x);
   std::vector<at::Tensor> sums, grads;
@@ -124,13 +124,13 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> evaluate_backward(const at::Tens
 }
 
 at::Tensor evaluate_mask(const std::string& graph, at::IntArrayRef sizes, at::TensorList buffers,
-                         c10::ArrayRef<at::Scalar> scalars) {
+                         at::ArrayRef<double> floats, at::IntArrayRef ints) {
   TORCH_CHECK_VALUE(sizes.size() == 4 && std::all_of(sizes.begin(), sizes.end(), [](int64_t n) { return n >= 0; }),
                     "evaluate_mask_mod: sizes must be B, H, M and N, but got ", sizes);
   const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3]};
   const Graph parsed = simplify(parse(graph));
   TORCH_CHECK_VALUE(parsed.kind() == Kind::kMaskMod, "evaluate_mask_mod: the graph must be a mask_mod");
-  const CapturedTensors captured(buffers, scalars);
+  const CapturedTensors captured(buffers, scalars_of(parsed, floats, ints));
   at::Tensor out = at::empty(sizes, at::kBool);
   const TileProgram<double> program(parsed, lengths_of(s), captured.buffers(), captured.scalars());
   TileEvaluator<double> evaluator(program, kRows, kCols);

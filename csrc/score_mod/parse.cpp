@@ -68,7 +68,10 @@ class Parser {
       } else if (first.text == "return") {
         const Token at = peek();
         const NodeId value = operand(graph);
-        checked(at.column, [&] { graph.set_result(value); });
+        checked(at.column, [&] {
+          graph.set_result(value);
+          check_customs(graph);
+        });
         end_of_line();
         break;
       } else {
@@ -81,6 +84,7 @@ class Parser {
       expect(first, "scatter");
       scatter(graph, first);
     }
+    checked(1, [&] { check_steps(graph); });
     return graph;
   }
 
@@ -185,8 +189,41 @@ class Parser {
       append(graph, buffer.column, [&] { return graph.load(b, std::move(indices)); });
       return;
     }
+    if (name.text == "backward") {
+      auto pairs = operands(graph, kMaxNodes);
+      append(graph, name.column, [&] { return graph.backward(std::move(pairs)); });
+      return;
+    }
+    if (name.text == "custom") {
+      const Token key = next();
+      const int k = index(key, '^', "an upstream");
+      const auto given = operands(graph, 2);
+      if (given.size() != 2) fail(name.column, "'custom' expects a value and a backward");
+      append(graph, name.column, [&] { return graph.custom(k, given[0], given[1]); });
+      return;
+    }
+    if (name.text == "axis") {
+      const Token extent = next();
+      const auto length = number<int64_t>(extent.text);
+      if (!length) fail(extent.column, "expected the extent of an axis, but got " + shown(extent.text));
+      end_of_line();
+      append(graph, extent.column, [&] { return graph.axis(graph.add_axis(*length)); });
+      return;
+    }
+    for (const Op op : {Op::kSum, Op::kAmax, Op::kAmin}) {
+      if (name.text != reduction_name(op)) continue;
+      const auto given = operands(graph, 2);
+      if (given.size() != 2) {
+        fail(name.column, shown(name.text) + " expects an axis and a value, but got " + std::to_string(given.size()) +
+                              (given.size() == 1 ? " operand" : " operands"));
+      }
+      append(graph, name.column, [&] { return graph.reduce(op, given[0], given[1]); });
+      return;
+    }
     const Primitive* p = find_primitive(name.text);
-    if (p == nullptr) fail(name.column, "expected a primitive or 'load', but got " + shown(name.text));
+    if (p == nullptr) {
+      fail(name.column, "expected a primitive, 'load', 'backward' or 'custom', but got " + shown(name.text));
+    }
     auto given = operands(graph, p->arity);
     append(graph, name.column, [&] { return graph.apply(p->op, std::move(given)); });
   }
@@ -233,6 +270,7 @@ class Parser {
         return values_[id];
       }
       if (text.starts_with('$')) return graph.scalar(index(token, '$', "a scalar"));
+      if (text.starts_with('^')) return graph.upstream(index(token, '^', "an upstream"));
       if (text == "true" || text == "false") return graph.constant(text == "true");
       for (int i = 0; i < kInputCount; ++i) {
         if (text == input_name(static_cast<Input>(i))) return graph.input(static_cast<Input>(i));

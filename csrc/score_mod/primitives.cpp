@@ -1,5 +1,7 @@
 #include "score_mod/primitives.h"
 
+#include <limits>
+
 #include "score_mod/functors.h"
 
 namespace fusegrad::score_mod {
@@ -72,6 +74,15 @@ std::string_view type_name(Type type) {
     default:
       return "f";
   }
+}
+
+std::string_view reduction_name(Op op) { return op == Op::kSum ? "sum" : op == Op::kAmax ? "amax" : "amin"; }
+
+Value identity_of(Op reduction, Type type) {
+  if (reduction == Op::kSum) return {type, 0, 0};
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (reduction == Op::kAmax) return {type, -kInfinity, std::numeric_limits<int64_t>::min()};
+  return {type, kInfinity, std::numeric_limits<int64_t>::max()};
 }
 
 const Primitive* find_primitive(std::string_view name) {

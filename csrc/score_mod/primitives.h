@@ -15,12 +15,19 @@ enum class Type : uint8_t { kBool, kInt, kFloat };
 /// How it is written: "bool", "i64", "f".
 std::string_view type_name(Type type);
 
-/// The leaves, then the primitives of primitives.def.
+/// What is no primitive, with the reductions over an axis, then the primitives of primitives.def.
 enum class Op : uint8_t {
   kConstant,
   kInput,
   kScalar,
   kLoad,
+  kUpstream,  ///< of a backward: the gradient by the result of the custom with this key
+  kBackward,  ///< operands x1 d1 x2 d2 …: what each x receives, from the upstreams of its customs
+  kCustom,    ///< operands value and backward: the value, whose gradient goes to the backward
+  kAxis,
+  kSum,
+  kAmax,
+  kAmin,
 #define PRIMITIVE(Id, name, arity, rule, cuda_float, cuda_integer) k##Id,
 #include "score_mod/primitives.def"
 #undef PRIMITIVE
@@ -59,7 +66,7 @@ struct Primitive {
   Value (*fold)(const Value* operands);
 };
 
-inline constexpr int kLeafOps = 4;
+inline constexpr int kOpsBesides = 11;  ///< before those of the table
 inline constexpr int kMaxArity = 3;
 
 #define PRIMITIVE(Id, name, arity, rule, cuda_float, cuda_integer) +1
@@ -71,10 +78,19 @@ inline constexpr int kPrimitiveCount = 0
 /// In the order of Op.
 extern const std::array<Primitive, kPrimitiveCount> kPrimitives;
 
-inline bool is_leaf(Op op) { return static_cast<int>(op) < kLeafOps; }
+inline bool is_primitive(Op op) { return static_cast<int>(op) >= kOpsBesides; }
+/// Its operands are an axis and what is reduced over it.
+inline bool is_reduction(Op op) { return op >= Op::kSum && op <= Op::kAmin; }
 
-/// The row of an op that is no leaf.
-inline const Primitive& primitive(Op op) { return kPrimitives[static_cast<int>(op) - kLeafOps]; }
+/// The row of a primitive.
+inline const Primitive& primitive(Op op) { return kPrimitives[static_cast<int>(op) - kOpsBesides]; }
+
+/// "sum", "amax", "amin"
+std::string_view reduction_name(Op op);
+/// What makes of two values of a reduction one.
+inline Op combining(Op op) { return op == Op::kSum ? Op::kAdd : op == Op::kAmax ? Op::kMax : Op::kMin; }
+/// What a reduction begins with.
+Value identity_of(Op reduction, Type type);
 
 /// By its name in the text; null if there is none.
 const Primitive* find_primitive(std::string_view name);

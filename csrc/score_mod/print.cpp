@@ -23,6 +23,13 @@ std::string constant_text(const Value& value) {
   return value.i != 0 ? "true" : "false";
 }
 
+std::string operation(const Node& node) {
+  if (node.op == Op::kLoad) return "load @" + std::to_string(node.payload);
+  if (node.op == Op::kCustom) return "custom ^" + std::to_string(node.payload);
+  if (node.op == Op::kBackward) return "backward";
+  return std::string(primitive(node.op).name);
+}
+
 }  // namespace
 
 std::string print(const Graph& original) {
@@ -50,10 +57,14 @@ std::string print(const Graph& original) {
       name[id] = input_name(static_cast<Input>(node.payload));
     } else if (node.op == Op::kScalar) {
       name[id] = "$" + std::to_string(node.payload);
+    } else if (node.op == Op::kUpstream) {
+      name[id] = "^" + std::to_string(node.payload);
     } else {
       name[id] = "%" + std::to_string(statements++);
       text += name[id] + " = ";
-      text += node.op == Op::kLoad ? "load @" + std::to_string(node.payload) : std::string(primitive(node.op).name);
+      text += node.op == Op::kAxis    ? "axis " + std::to_string(graph.axes()[static_cast<size_t>(node.payload)])
+              : is_reduction(node.op) ? std::string(reduction_name(node.op))
+                                      : operation(node);
       append(node.operands);
       text += "\n";
     }

@@ -4,8 +4,11 @@
 #include <bit>
 #include <charconv>
 #include <cmath>
+#include <iterator>
+#include <map>
 
 #include "score_mod/index_analysis.h"
+#include "score_mod/loops.h"
 #include "score_mod/scatter_plan.h"
 
 namespace fusegrad::score_mod {
@@ -44,7 +47,7 @@ std::string integer_literal(int64_t value, bool wide) {
 
 class Renderer {
  public:
-  Renderer(const Graph& graph, const RenderOptions& options) : graph_(graph), options_(options) {
+  Renderer(const Graph& graph, const RenderOptions& options) : graph_(graph), options_(options), loops_(graph) {
     if (options.dtypes.size() != graph.buffers().size()) throw GraphError("expected the dtype of every buffer");
     std::vector<Interval> buffers, scalars;
     for (size_t i = 0; i < options.dtypes.size(); ++i) {
@@ -105,7 +108,7 @@ class Renderer {
       names_[id] = node.type == Type::kBool ? "(" + scalar + " != 0)" : type_of_node(id) + "(" + scalar + ")";
       if (node.type == Type::kInt && wide_[id]) names_[id] = scalar;
     } else {
-      names_[id] = "v" + number(id);
+      names_[id] = (node.op == Op::kAxis ? "a" : "v") + number(id);
     }
   }
 
@@ -144,22 +147,55 @@ class Renderer {
     text_ += "  " + last + "  }\n";
   }
   void statements(const std::vector<NodeId>& roots) {
-    std::vector<bool> needed(graph_.nodes().size(), false);
-    for (const NodeId root : roots) needed[root] = true;
-    for (auto id = static_cast<NodeId>(needed.size()) - 1; id >= 0; --id) {
-      if (!needed[id]) continue;
-      for (const NodeId operand : graph_[id].operands) needed[operand] = true;
+    const std::vector<BlockRoot> needed(roots.begin(), roots.end());
+    Loops::Done done = loops_.nothing();
+    statements(loops_.block(needed, done));
+  }
+  void statements(const Block& block) {
+    for (const Block::Item& item : block.items) {
+      if (item.node >= 0) {
+        statement(item.node);
+        continue;
+      }
+      for (const NodeId id : item.reductions) {
+        text_ += "    " + type_of_node(id) + " " + names_[id] + " = " + identity(id) + ";\n";
+      }
+      const Block& body = item.body.front();
+      const bool innermost =
+          std::all_of(body.items.begin(), body.items.end(), [](const auto& i) { return i.node >= 0; });
+      begin_loop(item.axis, innermost ? kUnrolled : 1);
+      statements(body);
+      for (const NodeId id : item.reductions) {
+        const Op op = combining(graph_[id].op);
+        text_ += "    " + names_[id] + " = " + expression(op, {id, graph_[id].operands[1]}, wide_[id]) + ";\n";
+      }
+      text_ += "    }\n";
     }
-    for (NodeId id = 0; id < static_cast<NodeId>(needed.size()); ++id) {
-      if (needed[id]) statement(id);
+  }
+  // Of a loop's body, which the source has once.
+  static constexpr int kUnrolled = 2;
+  void begin_loop(int axis, int unrolled) {
+    const std::string name = names_[axis_node(axis)];
+    text_ += "#pragma unroll " + number(unrolled) + "\n    for (int " + name + " = 0; " + name + " < " +
+             number(graph_.axes()[static_cast<size_t>(axis)]) + "; ++" + name + ") {\n";
+  }
+  NodeId axis_node(int axis) const {
+    for (NodeId id = 0; id < static_cast<NodeId>(graph_.nodes().size()); ++id) {
+      if (graph_[id].op == Op::kAxis && graph_[id].payload == axis) return id;
     }
+    throw GraphError("an axis has no node");
+  }
+  std::string identity(NodeId reduction) const {
+    const Value value = identity_of(graph_[reduction].op, graph_.type(reduction));
+    if (value.type == Type::kFloat) return float_literal(value.f);
+    const int64_t narrow = std::clamp<int64_t>(value.i, INT32_MIN, INT32_MAX);
+    return integer_literal(wide_[reduction] ? value.i : narrow, wide_[reduction]);
   }
 
   void statement(NodeId id) {
     const Node& node = graph_[id];
     if (node.op == Op::kLoad) return load(id);
-    if (is_leaf(node.op)) return;
-    const Primitive& p = primitive(node.op);
+    if (!is_primitive(node.op)) return;
     // The spelling goes by the operands' type; integers are computed in one width.
     bool wide = node.type == Type::kInt && wide_[id];
     for (const NodeId operand : node.operands) wide = wide || (graph_.type(operand) == Type::kInt && wide_[operand]);
@@ -168,18 +204,23 @@ class Renderer {
       text_ += "    const float " + names_[id] + " = small_to_float(" + names_[last] + ");\n";
       return;
     }
-    const std::string_view spelling = graph_.type(last) == Type::kFloat ? p.cuda_float : p.cuda_integer;
-    std::string expression;
+    text_ +=
+        "    const " + type_of_node(id) + " " + names_[id] + " = " + expression(node.op, node.operands, wide) + ";\n";
+  }
+  std::string expression(Op op, const std::vector<NodeId>& operands, bool wide) const {
+    const Primitive& p = primitive(op);
+    const std::string_view spelling = graph_.type(operands.back()) == Type::kFloat ? p.cuda_float : p.cuda_integer;
+    std::string text;
     for (size_t i = 0; i < spelling.size(); ++i) {
       if (spelling[i] != '$') {
-        expression += spelling[i];
+        text += spelling[i];
         continue;
       }
-      const NodeId operand = node.operands[static_cast<size_t>(spelling[++i] - '0')];
+      const NodeId operand = operands[static_cast<size_t>(spelling[++i] - '0')];
       const bool widen = wide && graph_.type(operand) == Type::kInt && !wide_[operand];
-      expression += widen ? "static_cast<long long>(" + names_[operand] + ")" : names_[operand];
+      text += widen ? "static_cast<long long>(" + names_[operand] + ")" : names_[operand];
     }
-    text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + expression + ";\n";
+    return text;
   }
 
   // Whether small_to_float takes it.
@@ -228,16 +269,19 @@ class Renderer {
   static std::vector<NodeId> line_loads(const Graph& graph) {
     const auto kinds = reads(graph);
     std::vector<bool> loads(graph.nodes().size(), false);  // below a node
+    std::vector<bool> axes(graph.nodes().size(), false);
     std::vector<NodeId> result;
     for (const NodeId id : reachable(graph)) {
       const Node& node = graph[id];
       bool direct = true;
       for (const NodeId operand : node.operands) direct = direct && !loads[operand];
       loads[id] = !direct || node.op == Op::kLoad;
+      axes[id] = node.op == Op::kAxis;
+      for (const NodeId operand : node.operands) axes[id] = axes[id] || axes[operand];
       const bool line = kinds[id] == Reads::kKey || kinds[id] == Reads::kDiagonal;
       const bool takes =
           graph.kind() == Kind::kMaskMod ? line || kinds[id] == Reads::kRow : line && node.type == Type::kFloat;
-      if (node.op == Op::kLoad && direct && takes) result.push_back(id);
+      if (node.op == Op::kLoad && direct && takes && !axes[id]) result.push_back(id);
     }
     return result;
   }
@@ -250,12 +294,17 @@ class Renderer {
     } else if (options_.score_mod != nullptr) {
       const Graph score_mod = canonical(*options_.score_mod);
       Graph both = with_declarations_of(graph_, Kind::kDerivative);
+      // Lines have no axes; those of the two graphs are not the same.
       const auto copied = [&](const Graph& from) {
         std::vector<NodeId> ids(from.nodes().size(), -1);
         for (const NodeId id : reachable(from)) {
           std::vector<NodeId> operands;
-          for (const NodeId operand : from[id].operands) operands.push_back(ids[operand]);
-          ids[id] = both.copy(from, id, std::move(operands));
+          bool takes = from[id].op != Op::kAxis;
+          for (const NodeId operand : from[id].operands) {
+            operands.push_back(ids[operand]);
+            takes = takes && ids[operand] >= 0;
+          }
+          if (takes) ids[id] = both.copy(from, id, std::move(operands));
         }
         return ids;
       };
@@ -317,13 +366,18 @@ class Renderer {
   void derivative(const std::string& indices) {
     const auto& contributions = graph_.contributions();
     const auto plan = plan_scatter(graph_);
-    std::string buffers, classes, exclusive;
+    std::string buffers, classes, exclusive, places;
     std::vector<NodeId> roots{graph_.result()};
     std::string stores;
     for (size_t k = 0; k < contributions.size(); ++k) {
       buffers += (k == 0 ? "" : ", ") + number(contributions[k].buffer);
       classes += (k == 0 ? "'" : ", '") + std::string(1, static_cast<char>(plan[k].scheme)) + "'";
       exclusive += std::string(k == 0 ? "" : ", ") + (plan[k].exclusive ? "true" : "false");
+      places += std::string(k == 0 ? "" : ", ") + number(plan[k].places);
+      if (is_vector(k)) {
+        stores += "  value[" + number(static_cast<int64_t>(k)) + "] = 0.0f;\n  ";
+        continue;
+      }
       roots.push_back(contributions[k].value);
       stores += "  value[" + number(static_cast<int64_t>(k)) + "] = valid ? " + names_[contributions[k].value] +
                 " : 0.0f;\n  ";
@@ -333,22 +387,126 @@ class Renderer {
     text_ += "  static constexpr int kBuffer[] = {" + (none ? "-1" : buffers) + "};\n";
     text_ += "  static constexpr char kClass[] = {" + (none ? "0" : classes) + "};\n";
     text_ += "  static constexpr bool kExclusive[] = {" + (none ? "false" : exclusive) + "};\n";
+    text_ += "  static constexpr int kPlaces[] = {" + (none ? "1" : places) + "};\n";
+    std::map<AxisSet, std::vector<size_t>> vectors;  // by their axes
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      if (is_vector(k)) vectors[graph_.open_axes(contributions[k])].push_back(k);
+    }
+    text_ += std::string("  static constexpr bool kVectors = ") + (vectors.empty() ? "false" : "true") + ";\n";
     begin_apply("float", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
-    for (size_t k = 0; k < contributions.size(); ++k) place(k, indices);
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      if (!is_vector(k)) place(k, indices);
+    }
     text_ += "  template <int k>\n";
     begin("long long offset", "float score, " + indices);
     for (size_t k = 0; k < contributions.size(); ++k) {
       const std::string index = number(static_cast<int64_t>(k));
+      if (is_vector(k)) continue;
       text_ +=
           "    if constexpr (k == " + index + ") return offset_" + index + "(c, score, b, h, q_idx, kv_idx, valid);\n";
     }
     text_ += "    return -1;\n  }\n";
+    if (!vectors.empty()) scatter(vectors);
   }
 
-  void place(size_t k, const std::string& parameters) {
-    const Contribution& c = graph_.contributions()[k];
-    begin("long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
+  bool is_vector(size_t k) const { return graph_.open_axes(graph_.contributions()[k]) != 0; }
+
+  // What contributions with axes add, of several pairs at once: what the loops around an element computed, an array of
+  // a value for each pair, and in the innermost loop the values and their places.
+  void scatter(const std::map<AxisSet, std::vector<size_t>>& vectors) {
+    text_ += "  template <int kPairs, class Put>\n";
+    begin("void scatter",
+          "const float* score_of, const float* grad_of, int b, int h, const int* q_of, const int* kv_of, "
+          "const bool* valid_of, const Put& put");
+    text_ += "    constexpr bool valid = true;\n";
+    for (const auto& [axes, members] : vectors) {
+      std::vector<NodeId> roots;
+      for (const size_t k : members) {
+        const Contribution& c = graph_.contributions()[k];
+        roots.insert(roots.end(), c.indices.begin(), c.indices.end());
+        roots.push_back(c.value);
+      }
+      const std::vector<int> order = loops_.order(axes, roots);
+      Loops::Done done = loops_.nothing();
+      std::vector<Block> blocks;
+      AxisSet inner = axes;
+      for (size_t depth = 0; depth <= order.size(); ++depth) {
+        if (depth > 0) {
+          done = loops_.within(std::move(done), order[depth - 1]);
+          inner &= ~set_of_axis(order[depth - 1]);
+        }
+        std::vector<BlockRoot> needed;
+        for (const NodeId root : roots) needed.push_back({root, inner});
+        blocks.push_back(loops_.block(needed, done));
+      }
+      for (size_t depth = 0; depth < order.size(); ++depth) {
+        text_ += "    {\n";
+        std::vector<bool> used(graph_.nodes().size(), false);
+        for (size_t i = depth + 1; i < blocks.size(); ++i) mark_operands(blocks[i], used);
+        for (const NodeId root : roots) used[root] = true;
+        std::vector<NodeId> kept;
+        for (const Block::Item& item : blocks[depth].items) {
+          std::vector<NodeId> made = item.reductions;
+          if (item.node >= 0) made = {item.node};
+          std::copy_if(made.begin(), made.end(), std::back_inserter(kept), [&](NodeId id) { return used[id]; });
+        }
+        for (const NodeId id : kept) text_ += "    " + type_of_node(id) + " of_" + names_[id] + "[kPairs];\n";
+        begin_pairs();
+        take_kept();
+        statements(blocks[depth]);
+        for (const NodeId id : kept) text_ += "    of_" + names_[id] + "[e] = " + names_[id] + ";\n";
+        text_ += "    }\n";
+        kept_.push_back(std::move(kept));
+        begin_loop(order[depth], 1);
+      }
+      for (const size_t k : members) {
+        const std::string index = number(static_cast<int64_t>(k));
+        text_ += "    float value" + index + "[kPairs];\n    long long place" + index + "[kPairs];\n";
+      }
+      begin_pairs();
+      take_kept();
+      statements(blocks.back());
+      for (const size_t k : members) {
+        const Contribution& c = graph_.contributions()[k];
+        const std::string index = number(static_cast<int64_t>(k));
+        text_ += "    value" + index + "[e] = valid_of[e] ? " + names_[c.value] + " : 0.0f;\n";
+        text_ += "    place" + index + "[e] = " + place_of(c) + ";\n";
+      }
+      text_ += "    }\n";
+      for (const size_t k : members) {
+        const std::string index = number(static_cast<int64_t>(k));
+        text_ += "    put.template put<" + index + ">(value" + index + ", place" + index + ");\n";
+      }
+      for (size_t depth = 0; depth < order.size(); ++depth) text_ += "    }\n    }\n";
+      kept_.clear();
+    }
+    text_ += "  }\n";
+  }
+  void begin_pairs() {
+    text_ += "#pragma unroll\n    for (int e = 0; e < kPairs; ++e) {\n";
+    text_ += "    [[maybe_unused]] const float score = score_of[e], grad = grad_of[e];\n";
+    text_ += "    [[maybe_unused]] const int q_idx = q_of[e], kv_idx = kv_of[e];\n";
+  }
+  void take_kept() {
+    for (const auto& level : kept_) {
+      for (const NodeId id : level) {
+        text_ += "    [[maybe_unused]] const " + type_of_node(id) + " " + names_[id] + " = of_" + names_[id] + "[e];\n";
+      }
+    }
+  }
+  void mark_operands(const Block& block, std::vector<bool>& used) const {
+    for (const Block::Item& item : block.items) {
+      if (item.node >= 0) {
+        for (const NodeId operand : graph_[item.node].operands) used[operand] = true;
+      }
+      for (const NodeId id : item.reductions) used[graph_[id].operands[1]] = true;
+      for (const Block& body : item.body) mark_operands(body, used);
+    }
+  }
+
+  // An element's place in a dense gradient, -1 out of range.
+  std::string place_of(const Contribution& c) const {
     std::vector<std::string> index;
     const std::string in_range = checks(c.buffer, c.indices, index);
     const bool narrow = options_.small_buffers;
@@ -357,7 +515,13 @@ class Renderer {
       offset = "(" + offset + (narrow ? " * int(c.size" : " * (c.size") + number(c.buffer) + "_" +
                number(static_cast<int64_t>(d)) + (narrow ? ") + int(" : ") + (") + index[d] + "))";
     }
-    end_with_result(c.indices, "  return valid" + in_range + " ? static_cast<long long>(" + offset + ") : -1ll;\n");
+    return "valid" + in_range + " ? static_cast<long long>(" + offset + ") : -1ll";
+  }
+
+  void place(size_t k, const std::string& parameters) {
+    const Contribution& c = graph_.contributions()[k];
+    begin("long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
+    end_with_result(c.indices, "  return " + place_of(c) + ";\n");
   }
 
   const Graph& graph_;
@@ -367,6 +531,8 @@ class Renderer {
   std::vector<std::string> names_;
   std::vector<NodeId> line_loads_;  // of a score_mod or mask_mod
   std::vector<int> line_of_;        // of each node, or -1
+  const Loops loops_;
+  std::vector<std::vector<NodeId>> kept_;  // by scatter(), in arrays of a value for each pair
   std::string text_;
 };
 
@@ -388,6 +554,7 @@ void check_indices(const Graph& graph) {
 }  // namespace
 
 std::string render_cuda(const Graph& graph, const RenderOptions& options) {
+  check_lowered(graph);
   if (graph.result() < 0) throw GraphError("there is no result");
   const Graph ordered = canonical(graph);
   check_indices(ordered);

@@ -64,6 +64,16 @@ struct RenderOptions {
 ///     static constexpr int kBuffer[];
 ///     static constexpr char kClass[];
 ///     static constexpr bool kExclusive[];
+///     // of each, to how many places a pair contributes; whether any does to several, by axes. Those have no value and
+///     no
+///     // offset, but scatter() gives them, of kPairs pairs at once: for every element
+///     //   put.template put<k>(const float (&value)[kPairs], const long long (&place)[kPairs])
+///     // a value is 0 where the pair is not valid; a place is that of the pair, valid or not
+///     static constexpr int kPlaces[];
+///     static constexpr bool kVectors;
+///     template <int kPairs, class Put>
+///     static __device__ void scatter(const Captured&, const float* score, const float* grad, int b, int h,
+///                                    const int* q_idx, const int* kv_idx, const bool* valid, const Put& put);
 ///   };
 ///
 /// A read out of range gives NaN (0 for integers, false for bools); its contribution goes nowhere.

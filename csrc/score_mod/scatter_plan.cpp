@@ -11,9 +11,9 @@ namespace fusegrad::score_mod {
 namespace {
 
 std::string names_of(VariableSet set) {
-  constexpr std::string_view kNames[] = {"b", "h", "q_idx", "kv_idx", "score"};
+  constexpr std::string_view kNames[] = {"b", "h", "q_idx", "kv_idx", "score", "an axis"};
   std::string text;
-  for (int v = 0; v <= kVarLane; ++v) {
+  for (int v = 0; v <= kVarAxis; ++v) {
     if ((set & set_of(static_cast<Variable>(v))) == 0) continue;
     if (!text.empty()) text += ", ";
     text += kNames[v];
@@ -67,6 +67,9 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
         classify(derivative, c, dependence, determines, buffer < elements.size() ? elements[buffer] : -1);
     const auto same_buffer = [&](const Contribution& other) { return other.buffer == c.buffer; };
     const auto& all = derivative.contributions();
+    step.is_vector = derivative.open_axes(c) != 0;
+    step.places = derivative.values(derivative.open_axes(c));
+    if (step.is_vector) step.reason += "; for each of " + std::to_string(step.places) + " elements of a vector";
     const bool only_read = std::count_if(all.begin(), all.end(), same_buffer) == 1;
     constexpr VariableSet kHead = set_of(kVarB) | set_of(kVarH);
     step.exclusive = only_read && (determines & kHead) == kHead;

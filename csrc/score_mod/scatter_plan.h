@@ -34,6 +34,9 @@ struct ScatterStep {
   /// Within a batch no other pair or h writes to a place of this one, nor does another contribution: added batch after
   /// batch, the sums are in one order.
   bool once_a_batch = false;
+  /// Whether there are axes, and to how many places a pair contributes by them.
+  bool is_vector = false;
+  int64_t places = 1;
 };
 
 /// `elements`: how many elements each buffer has, where known; without it a class-F candidate is G.

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <optional>
+#include <set>
+#include <utility>
 
 namespace fusegrad::score_mod {
 namespace {
@@ -58,11 +61,41 @@ class Rewriter {
   // this ends.
   NodeId apply(Op op, std::vector<NodeId> operands) {
     const NodeId id = g_.apply(op, std::move(operands));
-    if (is_leaf(g_[id].op)) return id;
+    if (!is_primitive(g_[id].op)) return id;
     return simplified(id).value_or(id);
   }
 
+  // The axis of a reduction goes by its extent and by how many reductions lie in one another below it: what is the same
+  // but for the names of axes becomes one node.
+  NodeId reduce(Op op, NodeId axis, NodeId value) {
+    const auto from = static_cast<int>(g_[axis].payload);
+    const int64_t extent = g_.axes()[static_cast<size_t>(from)];
+    if ((g_.open_axes(value) & set_of_axis(from)) == 0) {
+      const NodeId number =
+          g_.type(value) == Type::kFloat ? g_.constant(static_cast<double>(extent)) : g_.constant(extent);
+      if (op != Op::kSum) return g_.type(value) == Type::kBool ? apply(Op::kToInt, {value}) : value;
+      return apply(Op::kMul, {value, number});
+    }
+    const auto place = std::pair(extent, height(value));
+    auto found = axes_.find(place);
+    if (found == axes_.end() && static_cast<int>(g_.axes().size()) < kMaxAxes) {
+      found = axes_.emplace(place, g_.add_axis(extent)).first;
+    }
+    if (found == axes_.end()) return g_.reduce(op, axis, value);
+    const NodeId own = g_.axis(found->second);
+    return g_.reduce(op, own, substitute(g_, value, from, own));
+  }
+
  private:
+  int height(NodeId id) {
+    for (auto i = static_cast<NodeId>(height_.size()); i <= id; ++i) {
+      int most = 0;
+      for (const NodeId operand : g_[i].operands) most = std::max(most, height_[static_cast<size_t>(operand)]);
+      height_.push_back(most + (is_reduction(g_[i].op) ? 1 : 0));
+    }
+    return height_[static_cast<size_t>(id)];
+  }
+
   bool is(NodeId id, Op op) const { return g_[id].op == op; }
   NodeId operand(NodeId id, int i) const { return g_[id].operands[i]; }
   bool is_float(NodeId id) const { return g_.type(id) == Type::kFloat; }
@@ -114,6 +147,7 @@ class Rewriter {
       case Op::kTrunc:
       case Op::kRound:
       case Op::kDetach:
+        if (op == Op::kDetach && is(x, Op::kCustom)) return apply(op, {operand(x, 0)});
         if (is(x, op) || (!is_float(x) && op != Op::kRelu)) return x;
         break;
       case Op::kToFloat:
@@ -267,17 +301,44 @@ class Rewriter {
   }
 
   Graph& g_;
+  std::vector<int> height_;  // of each node
+  std::map<std::pair<int64_t, int>, int> axes_;
 };
+
+// A backward without the pairs that give nothing, or give it to a constant.
+NodeId rewritten_backward(Graph& result, const std::vector<NodeId>& pairs) {
+  std::vector<NodeId> kept;
+  for (size_t i = 0; i < pairs.size(); i += 2) {
+    const bool zero = result.is_constant(pairs[i + 1]) && result.value(pairs[i + 1]).f == 0;
+    if (!zero && !result.is_constant(pairs[i])) kept.insert(kept.end(), {pairs[i], pairs[i + 1]});
+  }
+  return result.backward(std::move(kept));
+}
 
 Graph rewritten(const Graph& graph) {
   Graph result = with_declarations_of(graph, graph.kind());
   Rewriter rewriter(result);
   std::vector<NodeId> image(graph.nodes().size(), -1);
-  for (const NodeId id : reachable(graph)) {
+  const std::vector<NodeId> order = reachable(graph);
+  std::set<int64_t> keys;
+  for (const NodeId id : order) {
+    if (graph[id].op == Op::kCustom) keys.insert(graph[id].payload);
+  }
+  for (const NodeId id : order) {
+    const Node& node = graph[id];
     std::vector<NodeId> operands;
-    for (const NodeId operand : graph[id].operands) operands.push_back(image[operand]);
-    image[id] = is_leaf(graph[id].op) ? result.copy(graph, id, std::move(operands))
-                                      : rewriter.apply(graph[id].op, std::move(operands));
+    for (const NodeId operand : node.operands) operands.push_back(image[operand]);
+    if (node.op == Op::kUpstream && !keys.contains(node.payload)) {
+      image[id] = result.constant(0.0);
+    } else if (node.op == Op::kBackward) {
+      image[id] = rewritten_backward(result, operands);
+    } else if (node.op == Op::kCustom && result[operands[1]].operands.empty()) {
+      image[id] = rewriter.apply(Op::kDetach, {operands[0]});
+    } else {
+      image[id] = is_reduction(node.op)   ? rewriter.reduce(node.op, operands[0], operands[1])
+                  : is_primitive(node.op) ? rewriter.apply(node.op, std::move(operands))
+                                          : result.copy(graph, id, std::move(operands));
+    }
   }
   if (graph.result() >= 0) result.set_result(image[graph.result()]);
 

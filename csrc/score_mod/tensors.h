@@ -1,10 +1,13 @@
-// Captured tensors and numbers as the language's buffers and scalars. The one header of this folder that knows PyTorch.
+// Captured tensors and numbers as the language's buffers and scalars. Of this folder's headers the one that
+// knows PyTorch.
 #pragma once
 
 #include <ATen/ATen.h>
 
+#include <string_view>
 #include <vector>
 
+#include "fusegrad/score_mod.h"
 #include "score_mod/captured.h"
 
 namespace fusegrad::score_mod {
@@ -43,6 +46,29 @@ inline Value value_of(const at::Scalar& s) {
   if (s.isIntegral(false)) return {Type::kInt, 0, s.toLong()};
   return {Type::kFloat, s.toDouble(), 0};
 }
+
+/// A mod's numbers as schemas hold them: a list of mixed ones cannot be written to a file (torch.export.save). Floats,
+/// and integers and bools (0 or 1), each in the order in which the text declares them.
+struct Numbers {
+  std::vector<double> floats;
+  std::vector<int64_t> ints;
+};
+
+inline Numbers numbers_of(const ScoreMod& mod) {
+  Numbers numbers;
+  for (const at::Scalar& s : mod.scalars) {
+    const Value value = value_of(s);
+    value.type == Type::kFloat ? numbers.floats.push_back(value.f) : numbers.ints.push_back(value.i);
+  }
+  return numbers;
+}
+
+/// The numbers in the order and of the types that the graph declares. GraphError where they are not as many, or a
+/// bool is neither 0 nor 1.
+std::vector<at::Scalar> scalars_of(const Graph& graph, at::ArrayRef<double> floats, at::IntArrayRef ints);
+
+/// A mod as ops take it; an empty text is none.
+ScoreMod mod_of(std::string_view text, at::TensorList buffers, at::ArrayRef<double> floats, at::IntArrayRef ints);
 
 /// Views of tensors that outlive it.
 class CapturedTensors {

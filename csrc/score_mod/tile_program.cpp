@@ -6,6 +6,8 @@
 #include <tuple>
 #include <type_traits>
 
+#include "score_mod/loops.h"
+
 namespace fusegrad::score_mod {
 namespace {
 
@@ -14,7 +16,7 @@ class Compiler {
  public:
   Compiler(const Graph& graph, const Lengths& lengths, std::span<const Buffer> buffers, std::span<const Value> scalars,
            typename TileProgram<T>::Code& code)
-      : graph_(graph), buffers_(buffers), scalars_(scalars), kernels_(tile_kernels()), code_(code) {
+      : graph_(graph), buffers_(buffers), scalars_(scalars), kernels_(tile_kernels()), code_(code), loops_(graph) {
     check_captured(graph, buffers, scalars);
     std::vector<Interval> buffer_intervals, scalar_intervals;
     for (const Buffer& b : buffers) buffer_intervals.push_back(interval_of(b.dtype));
@@ -26,9 +28,25 @@ class Compiler {
     std::fill(std::begin(code.input), std::end(code.input), kNoRegister);
 
     image_.assign(graph.nodes().size(), kNoRegister);
-    for (const NodeId id : reachable(graph)) image_[id] = compile(id);
+    // What does not depend on an axis first, once, at its own rate.
+    std::vector<BlockRoot> roots{{graph.result()}};
+    for (const Contribution& c : graph.contributions()) {
+      const AxisSet axes = graph.open_axes(c);
+      for (const NodeId index : c.indices) roots.push_back({index, axes});
+      roots.push_back({c.value, axes});
+    }
+    for (const NodeId id : reachable(graph)) {
+      if (graph[id].operands.empty() && graph[id].op != Op::kAxis) leaf(id);
+    }
+    Loops::Done done = loops_.nothing();
+    block(loops_.block(roots, done), done);
     code.result = image_[graph.result()];
-    for (const Contribution& c : graph.contributions()) contribution(c);
+    for (const Contribution& c : graph.contributions()) {
+      if (graph.open_axes(c) == 0)
+        contribution(c, false);
+      else
+        contribution_in_loops(c, done);
+    }
     assign_positions();
   }
 
@@ -38,6 +56,7 @@ class Compiler {
   Register at(RegisterId id) const { return code_.registers[id]; }
   RegisterId new_register(Rate rate, Lane lane) {
     code_.registers.push_back({rate, lane, 0});
+    varies_.push_back(false);
     return static_cast<RegisterId>(code_.registers.size()) - 1;
   }
   RegisterId preset(Lane lane, const Value& value) {
@@ -64,11 +83,143 @@ class Compiler {
     return order(a) < order(b);
   }
 
-  RegisterId emit(Instruction instruction, Rate rate, Lane lane) {
+  // `varies`: with the axis of a loop, in whose list it then belongs.
+  RegisterId emit(Instruction instruction, Rate rate, Lane lane, bool varies) {
     instruction.rate = rate;
     instruction.out = new_register(rate, lane);
-    code_.instructions[static_cast<int>(rate)].push_back(instruction);
+    varies_.back() = varies;
+    (varies ? loop_list() : code_.instructions[static_cast<int>(rate)]).push_back(instruction);
     return instruction.out;
+  }
+
+  // --- loops ---
+
+  std::vector<Instruction>& loop_list() { return code_.instructions[static_cast<int>(*loop_rate_)]; }
+  // The rate of what is computed within a loop. In the list of pairs a row is at work: what differs from column to
+  // column is computed for a row's columns, anything else as a value of the row.
+  Rate in_loop(Rate rate) const {
+    if (*loop_rate_ != Rate::kPair) return rate;
+    return varies_in_a_row(rate) ? Rate::kPair : Rate::kRow;
+  }
+
+  void block(const Block& block, Loops::Done& done) {
+    for (const Block::Item& item : block.items) {
+      if (item.node >= 0) {
+        image_[item.node] = compile(item.node);
+        continue;
+      }
+      if (loop_rate_) {
+        loop(item, done);
+        continue;
+      }
+      // Reductions of different rates each in a loop of their own.
+      std::map<Rate, std::vector<NodeId>> by_rate;
+      for (const NodeId id : item.reductions) by_rate[natural_rate(id)].push_back(id);
+      for (const auto& [rate, reductions] : by_rate) {
+        Block::Item part{-1, item.axis, reductions, {}};
+        std::vector<BlockRoot> values;
+        for (const NodeId id : reductions) values.push_back({graph_[id].operands[1]});
+        Loops::Done inside = loops_.within(done, item.axis);
+        for (const NodeId id : item.reductions) inside[static_cast<size_t>(id)] = false;
+        part.body.push_back(loops_.block(values, inside));
+        loop_rate_ = rate;
+        loop(part, inside);
+        loop_rate_.reset();
+      }
+    }
+  }
+
+  // The rate of a value by those of what it is made of that is there.
+  Rate natural_rate(NodeId id) const {
+    std::vector<NodeId> stack{id};
+    std::vector<bool> seen(graph_.nodes().size(), false);
+    Rate rate = Rate::kOnce;
+    while (!stack.empty()) {
+      const NodeId next = stack.back();
+      stack.pop_back();
+      if (seen[next]) continue;
+      seen[next] = true;
+      if (image_[next] != kNoRegister && graph_.open_axes(next) == 0) {
+        rate = join(rate, at(image_[next]).rate);
+        continue;
+      }
+      for (const NodeId operand : graph_[next].operands) stack.push_back(operand);
+    }
+    return rate;
+  }
+
+  // With what is reduced in it, all in the list of loop_rate_.
+  void loop(const Block::Item& item, Loops::Done& done) {
+    for (const NodeId id : item.reductions) {
+      Instruction fill;
+      fill.fills = 1;
+      fill.value = identity_of(graph_[id].op, graph_.type(id));
+      image_[id] = emit(fill, in_loop(natural_rate(graph_[id].operands[1])), lane_of(id), true);
+    }
+    begin_loop(item.axis);
+    block(item.body.front(), done);
+    for (const NodeId id : item.reductions) {
+      const RegisterId sum = image_[id];
+      const Lane lane = at(sum).lane;
+      const RegisterId x[] = {sum, converted(image_[graph_[id].operands[1]], lane)};
+      Instruction copy;
+      copy.copies = 1;
+      copy.x[0] = compute(combining(graph_[id].op), x, lane, lane);
+      copy.out = sum;
+      copy.rate = at(sum).rate;
+      loop_list().push_back(copy);
+    }
+    end_loop();
+    for (const NodeId id : item.reductions) varies_[image_[id]] = graph_.open_axes(id) != 0;
+  }
+
+  void begin_loop(int axis) {
+    Instruction begin;
+    begin.extent = graph_.axes()[static_cast<size_t>(axis)];
+    begin.rate = Rate::kOnce;
+    begin.out = new_register(Rate::kOnce, Lane::kInt32);
+    for (NodeId id = 0; id < static_cast<NodeId>(graph_.nodes().size()); ++id) {
+      const Node& node = graph_[id];
+      if (node.op == Op::kAxis && node.payload == axis) image_[id] = begin.out;
+    }
+    varies_.back() = true;
+    open_loops_.push_back(loop_list().size());
+    loop_list().push_back(begin);
+    forget();
+  }
+  void end_loop() {
+    loop_list()[open_loops_.back()].end = loop_list().size();
+    open_loops_.pop_back();
+    forget();
+  }
+  // What was computed in one loop is not there in another one.
+  void forget() {
+    const auto varies = [&](const auto& known) { return known.second == 0 || varies_[known.second - 1]; };
+    std::erase_if(conversions_, varies);
+    std::erase_if(offsets_, varies);
+    std::erase_if(sums_, varies);
+  }
+
+  void contribution_in_loops(const Contribution& c, Loops::Done done) {
+    loop_rate_ = Rate::kPair;
+    std::vector<NodeId> roots = c.indices;
+    roots.push_back(c.value);
+    AxisSet inner = graph_.open_axes(c);
+    const std::vector<int> order = loops_.order(inner, roots);
+    for (const int axis : order) {
+      inner &= ~set_of_axis(axis);
+      begin_loop(axis);
+      done = loops_.within(std::move(done), axis);
+      std::vector<BlockRoot> needed;
+      for (const NodeId root : roots) needed.push_back({root, inner});
+      block(loops_.block(needed, done), done);
+    }
+    contribution(c, true);
+    Instruction instruction;
+    instruction.contribution = static_cast<int>(code_.contributions.size()) - 1;
+    loop_list().push_back(instruction);
+    for (size_t i = 0; i < order.size(); ++i) end_loop();
+    loop_rate_.reset();
   }
 
   RegisterId converted(RegisterId x, Lane lane) {
@@ -78,7 +229,7 @@ class Compiler {
       Instruction cast;
       cast.compute = kernels_.cast(at(x).lane, lane);
       cast.x[0] = x;
-      known = 1 + emit(cast, at(x).rate, lane);
+      known = 1 + emit(cast, rate_after(x), lane, varies_[x]);
     }
     return known - 1;
   }
@@ -86,7 +237,12 @@ class Compiler {
   // An instruction on operands of one lane (but for the condition of a `where`).
   RegisterId compute(Op op, std::span<const RegisterId> x, Lane operands, Lane result) {
     Rate rate = Rate::kOnce;
-    for (const RegisterId id : x) rate = join(rate, at(id).rate);
+    bool varies = false;
+    for (const RegisterId id : x) {
+      rate = join(rate, at(id).rate);
+      varies = varies || varies_[id];
+    }
+    if (varies) rate = in_loop(rate);
     Instruction instruction;
     unsigned broadcast = 0;
     for (size_t i = 0; i < x.size(); ++i) {
@@ -95,24 +251,32 @@ class Compiler {
       const bool array = r == rate || (rate == Rate::kPair && varies_in_a_row(r));
       if (!array) broadcast |= 1u << i;
     }
+    if (broadcast == (1u << x.size()) - 1) broadcast = 0;  // one lane of all
     instruction.compute = kernels_.find(op, operands, broadcast);
     if (instruction.compute == nullptr) throw GraphError("no kernel for '" + std::string(primitive(op).name) + "'");
-    return emit(instruction, rate, result);
+    return emit(instruction, rate, result, varies);
+  }
+
+  void leaf(NodeId id) {
+    const Node& node = graph_[id];
+    if (node.op == Op::kConstant) {
+      image_[id] = preset(lane_of(id), graph_.value(id));
+    } else if (node.op == Op::kScalar) {
+      image_[id] = preset(lane_of(id), scalars_[node.payload]);
+    } else if (node.op == Op::kInput) {
+      constexpr Rate kRate[kInputCount] = {Rate::kPair, Rate::kOnce,   Rate::kOnce,
+                                           Rate::kRow,  Rate::kColumn, Rate::kPair};
+      image_[id] = code_.input[node.payload] = new_register(kRate[node.payload], lane_of(id));
+    } else {
+      image_[id] = load(id);
+    }
   }
 
   RegisterId compile(NodeId id) {
     const Node& node = graph_[id];
     switch (node.op) {
-      case Op::kConstant:
-        return preset(lane_of(id), graph_.value(id));
-      case Op::kScalar:
-        return preset(lane_of(id), scalars_[node.payload]);
-      case Op::kInput: {
-        constexpr Rate kRate[kInputCount] = {Rate::kPair, Rate::kOnce,   Rate::kOnce,
-                                             Rate::kRow,  Rate::kColumn, Rate::kPair};
-        return code_.input[node.payload] = new_register(kRate[node.payload], lane_of(id));
-      }
       case Op::kLoad:
+        if (node.operands.empty()) return image_[id];
         return load(id);
       case Op::kToFloat:
       case Op::kToInt:
@@ -121,7 +285,9 @@ class Compiler {
       default:
         break;
     }
-    if (const RegisterId diagonal = compile_diagonal(id); diagonal != kNoRegister) return diagonal;
+    if (!loop_rate_) {
+      if (const RegisterId diagonal = compile_diagonal(id); diagonal != kNoRegister) return diagonal;
+    }
     const Lane result = lane_of(id);
     const Lane operands = result == Lane::kInt64 && node.type == Type::kInt ? Lane::kInt64 : operand_lane(node);
     RegisterId x[kMaxArity];
@@ -168,7 +334,7 @@ class Compiler {
                  new_register(query ? Rate::kOnce : Rate::kDiagonal, Lane::kInt64);
     }
     const bool linear = node.op == Op::kAdd || node.op == Op::kSub || node.op == Op::kNeg || node.op == Op::kMul;
-    const bool compares = !is_leaf(node.op) && primitive(node.op).rule == Rule::kCompare;
+    const bool compares = is_primitive(node.op) && primitive(node.op).rule == Rule::kCompare;
     if (!linear && !compares) return kNoRegister;
     RegisterId x[kMaxArity];
     for (size_t i = 0; i < node.operands.size(); ++i) {
@@ -200,12 +366,14 @@ class Compiler {
         instruction.x[0] = index;
         instruction.size = sizes[k];
         instruction.stride = strides[k];
-        known = 1 + emit(instruction, at(index).rate, lane);
+        known = 1 + emit(instruction, rate_after(index), lane, varies_[index]);
       }
       parts.push_back(known - 1);
     }
     if (parts.empty()) return preset(lane, {Type::kInt, 0, 0});
-    std::stable_sort(parts.begin(), parts.end(), [&](RegisterId a, RegisterId b) { return at(a).rate < at(b).rate; });
+    std::stable_sort(parts.begin(), parts.end(), [&](RegisterId a, RegisterId b) {
+      return std::pair<bool, Rate>(varies_[a], at(a).rate) < std::pair<bool, Rate>(varies_[b], at(b).rate);
+    });
     RegisterId total = parts[0];
     for (size_t k = 1; k < parts.size(); ++k) {
       auto& known = sums_[{total, parts[k]}];
@@ -231,15 +399,17 @@ class Compiler {
     instruction.gather = kernels_.gather(static_cast<Storage>(b.dtype), lane_of(id), at(place).lane);
     instruction.x[0] = place;
     instruction.read = new_read(buffer, b.data, place, node.operands);
-    return emit(instruction, at(place).rate, lane_of(id));
+    return emit(instruction, rate_after(place), lane_of(id), varies_[place]);
   }
+  // The rate of what is computed from a register alone.
+  Rate rate_after(RegisterId x) const { return varies_[x] ? in_loop(at(x).rate) : at(x).rate; }
 
-  void contribution(const Contribution& c) {
+  void contribution(const Contribution& c, bool in_loops) {
     const auto sizes = buffers_[c.buffer].sizes;
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t k = sizes.size(); k-- > 1;) strides[k - 1] = strides[k] * std::max<int64_t>(sizes[k], 1);
     const RegisterId place = offset(c.indices, sizes, strides);
-    code_.contributions.push_back({c.buffer, new_read(c.buffer, nullptr, place, c.indices), image_[c.value]});
+    code_.contributions.push_back({c.buffer, new_read(c.buffer, nullptr, place, c.indices), image_[c.value], in_loops});
   }
 
   // Registers of a row are reused as soon as nothing needs them, so that they stay in the first-level cache.
@@ -255,6 +425,17 @@ class Compiler {
       for (const RegisterId id : code_.reads[pair[i].read].index) use(id, static_cast<int64_t>(i));
     }
     constexpr int64_t kEnd = INT64_MAX;
+    // What is made or used in a loop is there to the end: the next turn may need it.
+    for (size_t i = 0; i < pair.size(); ++i) {
+      if (pair[i].extent == 0 && pair[i].fills == 0) continue;
+      const size_t end = pair[i].extent == 0 ? i + 1 : pair[i].end;
+      for (size_t k = i; k < end; ++k) {
+        use(pair[k].out, kEnd);
+        for (const RegisterId id : pair[k].x) use(id, kEnd);
+        if (pair[k].gather == nullptr) continue;
+        for (const RegisterId id : code_.reads[pair[k].read].index) use(id, kEnd);
+      }
+    }
     use(code_.result, kEnd);
     for (const ProgramContribution& c : code_.contributions) {
       use(c.value, kEnd);
@@ -267,8 +448,12 @@ class Compiler {
     }
     auto& count = code_.register_count[static_cast<int>(Rate::kPair)];
     std::vector<int64_t> free;
+    std::vector<bool> placed(code_.registers.size(), false);
     for (size_t i = 0; i < pair.size(); ++i) {
-      Register& out = code_.registers[pair[i].out];
+      const RegisterId id = pair[i].out;
+      if (id == kNoRegister || at(id).rate != Rate::kPair || placed[id]) continue;
+      placed[id] = true;
+      Register& out = code_.registers[id];
       if (free.empty()) free.push_back(count++);
       out.position = free.back();
       free.pop_back();
@@ -300,6 +485,10 @@ class Compiler {
   std::span<const Value> scalars_;
   const TileKernels& kernels_;
   typename TileProgram<T>::Code& code_;
+  const Loops loops_;
+  std::optional<Rate> loop_rate_;  // within a loop: of its list
+  std::vector<bool> varies_;       // of each register: with the axis of a loop
+  std::vector<size_t> open_loops_;
   std::vector<bool> wide_;
   std::vector<Dependence> dependence_;
   std::vector<RegisterId> image_;

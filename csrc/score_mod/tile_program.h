@@ -28,16 +28,22 @@ using RegisterId = int32_t;
 inline constexpr RegisterId kNoRegister = -1;
 
 struct Instruction {
-  // One of the three is set.
+  // One of these is set.
   Kernel compute = nullptr;
   OffsetKernel offset = nullptr;
   GatherKernel gather = nullptr;
+  int64_t extent = 0;     ///< a loop: `out` is its variable, and the instructions up to number `end` its body
+  int copies = 0;         ///< 1: `out` is x[0]
+  int fills = 0;          ///< 1: `out` is `value`
+  int contribution = -1;  ///< of a derivative: with the axes' values of now
 
   Rate rate = Rate::kOnce;
   RegisterId out = kNoRegister;
   RegisterId x[kMaxArity] = {kNoRegister, kNoRegister, kNoRegister};
   int64_t size = 0, stride = 0;  ///< of an offset's dimension
   int read = -1;                 ///< of a gather
+  size_t end = 0;
+  Value value{};
 };
 
 /// A gather's or a contribution's place in a buffer: kept to say which index was wrong.
@@ -52,6 +58,7 @@ struct ProgramContribution {
   int buffer;
   int read;  ///< its place in the dense gradient
   RegisterId value;
+  bool in_loops;  ///< made by an instruction, not once a row
 };
 
 /// A register that has its value before anything runs.

@@ -87,7 +87,7 @@ def distillation_loss(name: str) -> DistillationLoss:
             inplace=inplace,
             return_aux=fusegrad.JSDAux(soft_loss=True, hard_loss=True),
         )
-        return Losses(total, aux.soft_loss.mean(), aux.hard_loss.mean())
+        return Losses(total, aux.soft_loss.detach().mean(), aux.hard_loss.detach().mean())
 
     return fused_loss
 

@@ -13,7 +13,7 @@ if with_torch:
 
     # isort: split
     from . import utils
-    from ._C import check_targets_enabled, set_check_targets
+    from ._load import check_targets_enabled, set_check_targets
     from ._load import version as __version__
     from .attention import flex_attention
     from .compile import compile_flex

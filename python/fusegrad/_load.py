@@ -27,9 +27,27 @@ torch.ops.load_library(str(pathlib.Path(__file__).parent / "lib" / "libfusegrad.
 
 import fusegrad._C as _C  # noqa: E402  (it links the library and must come after it)
 
+from ._arguments import checked  # noqa: E402
+
 version: str = _build.version
 
 
 def build_info() -> dict[str, str | bool]:
     """What the library was built for and with: versions, CUDA (and why not), architectures, compiler."""
     return _C.build_info()
+
+
+@checked
+def set_check_targets(enabled: bool) -> None:
+    """Whether class indices out of range raise IndexError on the GPU too, which synchronises at every call (off by
+    default). Without it such a row's loss and gradient are NaN. The CPU always raises.
+
+    Raises:
+        TypeError: ``set_check_targets: enabled must be True or False, but got <value>``.
+    """
+    _C.set_check_targets(enabled)
+
+
+def check_targets_enabled() -> bool:
+    """Whether ``set_check_targets(True)`` is in force."""
+    return bool(_C.check_targets_enabled())

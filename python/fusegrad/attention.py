@@ -6,28 +6,33 @@ Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of ke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
+from ._arguments import checked
+from ._tracing.cache import tracing_state
 from .distributed.shards import is_dtensor
-from .score_mod import ScoreMod, trace_mask_mod, trace_score_mod
+from .score_mod import ScoreMod, split_scalars, trace_mask_mod, trace_score_mod
 
 __all__ = ["flex_attention"]
 
 # The block size of PyTorch's stand-in for no mask, whose one block covers any lengths.
 _ANY_LENGTH = 1 << 30
 
-_Mod = tuple[str, list[Tensor], list[int | float | bool]]
+# PyTorch's stand-in for the mask_mod of a sliced mask.
+_SLICED = getattr(torch.nn.attention.flex_attention, "_sliced_mask_mod_error", None)
+
+_Mod = tuple[str, list[Tensor], list[float], list[int]]
 
 
 def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: torch.device) -> _Mod:
     """What the op takes of a function or of a traced one."""
     if mod is None:
-        return "", [], []
+        return "", [], [], []
     if not isinstance(mod, ScoreMod) and torch.compiler.is_compiling():
         from ._tracing.compiled import trace_within
 
@@ -38,7 +43,14 @@ def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: tor
             mod = (trace_score_mod if kind == "score_mod" else trace_mask_mod)(mod, device=device)
         text, buffers, scalars = mod.text, list(mod.buffers), list(mod.scalars)
     # One line: TorchInductor writes the arguments of GPU programs into comments that end with the line.
-    return text.replace("\n", ";"), buffers, scalars
+    return text.replace("\n", ";"), buffers, *split_scalars(scalars)
+
+
+def _lengths(query: Tensor, key: Tensor) -> tuple[int, int]:
+    if torch.jit.is_tracing():  # there a size is a tensor, and a comparison a part of the program
+        with tracing_state(None):
+            return query.size(2), key.size(2)
+    return query.size(2), key.size(2)
 
 
 def _mask_arguments(
@@ -47,14 +59,22 @@ def _mask_arguments(
     """Of a block mask, what the op takes: its mask_mod, the lists by query block and by key block, the block size."""
     if block_mask is None:
         return _arguments(None, "mask_mod", query.device), [], [], []
-    size = (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1])
+    if block_mask.mask_mod is _SLICED:
+        raise ValueError(
+            "flex_attention: block_mask must have a mask_mod, but got a slice of another block mask, which has none: "
+            "set one for the indices of the slice, such as part.mask_mod = lambda b, h, q, kv: whole.mask_mod(b, h, "
+            "q + first * block, kv), and part.seq_lengths = (query.size(2), key.size(2))"
+        )
+    block_size = block_mask.BLOCK_SIZE
+    size = (block_size, block_size) if isinstance(block_size, int) else (block_size[0], block_size[1])
     if size != (_ANY_LENGTH, _ANY_LENGTH) and query.dim() == key.dim() == 4:
         lengths = (block_mask.seq_lengths[0], block_mask.seq_lengths[1])
-        if lengths != (query.size(2), key.size(2)):
+        M, N = _lengths(query, key)
+        if lengths != (M, N):
             raise ValueError(
-                f"flex_attention: block_mask must be made for {query.size(2)} queries and {key.size(2)} keys, but got "
-                f"one for {lengths[0]} and {lengths[1]}: make another, or adjust it with "
-                "block_mask._adjust(q_len, kv_len)"
+                f"flex_attention: block_mask must be made for {M} queries and {N} keys, but got "
+                f"one for {lengths[0]} and {lengths[1]}: make another, cut it by block_mask._adjust(q_len, kv_len), or "
+                "set block_mask.seq_lengths where its lists and its mask_mod are right for these lengths"
             )
 
     def lists(*tensors: Tensor | None) -> list[Tensor]:
@@ -68,6 +88,102 @@ def _mask_arguments(
     return _arguments(mask_mod, "mask_mod", query.device), kv_blocks, q_blocks, list(size)
 
 
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    inplace: bool = False,
+    deterministic: bool | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest,
+    inplace: bool = False,
+    deterministic: bool | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: Mapping[str, Any] | None = None,
+    return_aux: None = None,
+    inplace: bool = False,
+    deterministic: bool | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreMod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: Literal[True],
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: None = None,
+    inplace: bool = False,
+    deterministic: bool | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: bool,
+    kernel_options: Mapping[str, Any] | None = None,
+    return_aux: None = None,
+    inplace: bool = False,
+    deterministic: bool | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@checked
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -82,6 +198,7 @@ def flex_attention(
     return_aux: AuxRequest | None = None,
     inplace: bool = False,
     deterministic: bool | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with scores that a function changes and pairs that another one masks.
 
@@ -107,6 +224,10 @@ def flex_attention(
             get one and the graph is not kept.
         deterministic: on CUDA: whether gradients must be the same bits in every run, at the price of another pass over
             the scores; None: as ``torch.use_deterministic_algorithms`` says. The CPU's always are.
+        dropout_p: of each pair, the probability that its weight becomes 0; the other weights are divided by
+            ``1 - dropout_p``. At least 0 and less than 1, taken to the nearest multiple of 2^-15; lse and max_scores
+            are those without. Pass 0 where a model does not train. A call draws one number of PyTorch's generator of
+            the query's device, so that ``torch.manual_seed`` gives the same pairs again.
 
     Returns:
         ``[B, H, M, E]`` in the query's dtype, its dimensions in the order of the query's strides; 0 where no key takes
@@ -123,8 +244,12 @@ def flex_attention(
             "flex_attention: return_lse must not come together with return_aux, but got both: take "
             "return_aux=AuxRequest(lse=True)"
         )
-    if kernel_options is not None and not isinstance(kernel_options, Mapping):
-        raise TypeError(f"flex_attention: kernel_options must be a dict, but got {type(kernel_options).__name__}")
+    if any(t.is_nested for t in (query, key, value)):
+        raise TypeError(
+            "flex_attention: query, key and value must be dense tensors [B, H, length, D], but got a nested tensor: "
+            "take its values as one long sequence [1, H, total, D], and a mask_mod that keeps its parts apart "
+            "(documents[q_idx] == documents[kv_idx])"
+        )
     if is_dtensor(query, key, value):
         raise TypeError(
             "flex_attention: query, key and value must be plain tensors, but got a DTensor: sequences sharded over "
@@ -147,6 +272,7 @@ def flex_attention(
         inplace,
         deterministic,
         int(return_aux is not None and return_aux.max_scores),
+        dropout_p,
     )
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores if return_aux.max_scores else None)

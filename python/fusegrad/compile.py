@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from . import _C
+from ._arguments import checked
 from .score_mod import ScoreMod, trace_mask_mod, trace_score_mod
 
 __all__ = ["compile_flex"]
@@ -34,6 +35,7 @@ def _case_of(mod: ScoreMod | None) -> tuple[tuple[str, list[str]], tuple[bool, b
     return (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers]), (buffers, scalars)
 
 
+@checked
 def compile_flex(
     score_mod: Callable[..., Any] | ScoreMod | None = None,
     mask_mod: Callable[..., Any] | ScoreMod | None = None,
@@ -45,6 +47,7 @@ def compile_flex(
     block_size: int | tuple[int, int] = 128,
     requires_grad: bool = True,
     deterministic: bool | None = None,
+    dropout_p: float = 0.0,
     architecture: str | None = None,
 ) -> None:
     """Compiles what a call of :func:`fusegrad.flex_attention` on a GPU and its backward need, into the memory of this
@@ -63,6 +66,7 @@ def compile_flex(
         requires_grad: Whether query, key and value all get gradients, or none of them; a backward that is asked for
             some of them only has a kernel of its own.
         deterministic: As for the call.
+        dropout_p: As for the call; which it is does not matter, but that it is 0, or above 0.968.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
             device.
 
@@ -74,18 +78,18 @@ def compile_flex(
     """
     value_size = head_size if value_size is None else value_size
     for name, size in (("head_size", head_size), ("value_size", value_size)):
-        if not isinstance(size, int) or not 1 <= size <= _MOST_HEAD:
+        if not 1 <= size <= _MOST_HEAD:
             raise ValueError(f"compile_flex: {name} must be a whole number from 1 to {_MOST_HEAD}, but got {size!r}")
     if dtype not in _DTYPES:
         raise TypeError(f"compile_flex: dtype must be bfloat16, float16 or float32, but got {dtype}")
     if block_mask is not None and mask_mod is not None:
         raise ValueError("compile_flex: mask_mod must not come together with block_mask, but got both")
-    sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    sizes = (block_size, block_size) if isinstance(block_size, int) else block_size
     blocks = block_mask is not None or mask_mod is not None
     if block_mask is not None:
         mask_mod = None if block_mask.mask_mod is noop_mask else block_mask.mask_mod
         sizes = (block_mask.BLOCK_SIZE[0], block_mask.BLOCK_SIZE[1])
-    if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+    if min(sizes) < 1:
         raise ValueError(f"compile_flex: block_size must be one or two positive numbers, but got {block_size!r}")
     if architecture is not None and not re.fullmatch(r"[0-9]{2,3}[af]?", architecture):
         raise ValueError(f"compile_flex: architecture must be one such as '80' or '90a', but got {architecture!r}")
@@ -101,7 +105,15 @@ def compile_flex(
     wants = [b.requires_grad for b in buffers]
     training = requires_grad or any(wants)
     ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    target = flex.current_architecture() if architecture is None else architecture
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"compile_flex: dropout_p must be at least 0 and less than 1, but got {dropout_p}")
+    if architecture is None:
+        try:
+            architecture = flex.current_architecture()
+        except RuntimeError as error:
+            raise ValueError(
+                f"compile_flex: architecture must be given where there is no GPU, but got None ({error})"
+            ) from None
 
     def case_of(kernel: str) -> Any:
         return flex.Case(
@@ -117,6 +129,7 @@ def compile_flex(
             training=training,
             deterministic=ordered,
             needs_grad=requires_grad,
+            dropout_p=dropout_p,
             split=torch.backends.cuda.matmul.fp32_precision != "tf32",
             score_mod_small=score_small,
             mask_mod_small=mask_small,
@@ -124,6 +137,6 @@ def compile_flex(
 
     cases = [case_of("forward")]
     if training:
-        cases += flex.backward_kernels(case_of("backward"), ordered, target)
+        cases += flex.backward_kernels(case_of("backward"), ordered, architecture)
     with ThreadPoolExecutor(len(cases)) as threads:
-        list(threads.map(lambda case: _C.jit.compile(flex.program(case, target)), cases))
+        list(threads.map(lambda case: _C.jit.compile(flex.program(case, architecture)), cases))

@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from ._arguments import checked
 from .distributed.shards import VocabParallel, is_dtensor
 from .functional import _normalizer
 
 __all__ = ["JSDAux", "JSDAuxOutput", "jsd", "linear_jsd"]
 
-JSDReduction = Literal["none", "sum", "mean", "batchmean"]
+JSDReduction = Literal["none", "mean", "sum", "batchmean"]
 Tail = Literal["bucket", "renormalize"]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
 
+    class _DivergenceOptions(TypedDict, total=False):
+        """Those that jsd and linear_jsd share and that do not decide the type of the result."""
+
+        labels: Tensor | None
+        token_weight: Tensor | None
+        normalizer: float | Tensor | None
+        beta: float
+        temperature: float
+        ignore_index: int | None
+        reduction: JSDReduction
+        tail: Tail
+        tail_log_prob: Tensor | None
+        soft_weight: float
+        hard_weight: float
+        inplace: bool
+        vocab_parallel: VocabParallel | None
+
+    class _JSDOptions(_DivergenceOptions, total=False):
+        log_probs: bool
+
+    class _LinearJSDOptions(_DivergenceOptions, total=False):
+        student_bias: Tensor | None
+        teacher_bias: Tensor | None
+        teacher_temperature: float | None
+        student_softcap: float | None
+        teacher_softcap: float | None
+        student_logit_scale: float
+        teacher_logit_scale: float
+        vocab_size: int | None
+        accumulate_dtype: torch.dtype | None
+        workspace_mib: int | None
+
+
+@checked
 @dataclass(frozen=True)
 class JSDAux:
     """Per-row values that a divergence can return beside itself (``return_aux=JSDAux(soft_loss=True)``).
 
     They are one per row whatever the reduction, unweighted, float32 (float64 for float64 inputs), 0 at ignored rows and
-    not differentiable.
+    not differentiable: a backward that reaches one raises ``NotImplementedError``, so ``detach()`` what is logged.
 
     Attributes:
         soft_loss: the divergence.
         hard_loss: the cross entropy at the row's label; needs ``labels``.
+
+    Raises:
+        TypeError: a field is not True or False.
     """
 
     soft_loss: bool = False
@@ -53,6 +93,37 @@ def _result(out: tuple[Tensor, list[Tensor]], aux: JSDAux | None) -> Tensor | tu
     return loss, JSDAuxOutput(next(left) if aux.soft_loss else None, next(left) if aux.hard_loss else None)
 
 
+@overload
+def jsd(
+    student: Tensor,
+    teacher: Tensor | tuple[Tensor, Tensor],
+    *,
+    return_aux: None = None,
+    **options: Unpack[_JSDOptions],
+) -> Tensor: ...
+
+
+@overload
+def jsd(
+    student: Tensor,
+    teacher: Tensor | tuple[Tensor, Tensor],
+    *,
+    return_aux: JSDAux,
+    **options: Unpack[_JSDOptions],
+) -> tuple[Tensor, JSDAuxOutput]: ...
+
+
+@overload
+def jsd(
+    student: Tensor,
+    teacher: Tensor | tuple[Tensor, Tensor],
+    *,
+    return_aux: JSDAux | None,
+    **options: Unpack[_JSDOptions],
+) -> Tensor | tuple[Tensor, JSDAuxOutput]: ...
+
+
+@checked
 def jsd(
     student: Tensor,
     teacher: Tensor | tuple[Tensor, Tensor],
@@ -66,12 +137,13 @@ def jsd(
     reduction: JSDReduction = "batchmean",
     log_probs: bool = False,
     tail: Tail = "bucket",
+    tail_log_prob: Tensor | None = None,
     soft_weight: float = 1.0,
     hard_weight: float = 0.0,
     inplace: bool = False,
     vocab_parallel: VocabParallel | None = None,
     return_aux: JSDAux | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, JSDAuxOutput]:
     r"""Generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits.
 
     With q = softmax(student / temperature), p = softmax(teacher / temperature) and M = (1 - beta) q + beta p, a row
@@ -85,7 +157,8 @@ def jsd(
         teacher: logits of the student's shape, which get a gradient if they require it; where the dtypes differ, both
             are read in the narrowest that holds either, and each gradient has its own tensor's. Or a pair
             ``(log_probs, indices)`` of shape ``[..., K]``: the K largest log-probabilities of each row, a constant,
-            taken as they are (-inf where a row has fewer), and their columns, int64, distinct in a row.
+            taken as they are, in the dtype in which they were stored, and their columns, int64 or int32, distinct in a
+            row. An index of -1 pads a row that has fewer: its log-probability may be anything.
         labels: ``[...]``, int64 or int32: which rows count (those that are not ``ignore_index``), and the classes of
             the hard loss.
         token_weight: scales each row's loss before the reduction, ``[...]``; gets no gradient.
@@ -98,6 +171,9 @@ def jsd(
         log_probs: student and teacher are log-probabilities, taken as they are, and so are the gradients.
         tail: what a top-k teacher's other columns are: 'bucket', one class that has the rest of its mass, or
             'renormalize', columns of probability 0, with the K probabilities scaled to a sum of 1.
+        tail_log_prob: ``[...]``, the log of the rest of each row's mass, where it was stored with a top-k teacher; gets
+            no gradient. Without it the rest is what is missing to 1, which is known to the rounding of the K
+            log-probabilities only.
         soft_weight, hard_weight: a row's loss is ``soft_weight * divergence + hard_weight * hard``, where hard is the
             cross entropy of the student's logits (without temperature) at the row's label.
         inplace: permission to overwrite ``student`` with its gradient, under the checks of :func:`cross_entropy`.
@@ -129,9 +205,11 @@ def jsd(
             "aux": _aux_bits(return_aux),
             "log_probs": log_probs,
         }
-        divisor = _normalizer(normalizer, student)
+        divisor = _normalizer("jsd", normalizer, student)
         return _result(
-            divergences.jsd(student, teacher, indices, labels, token_weight, divisor, given, inplace, vocab_parallel),
+            divergences.jsd(
+                student, teacher, indices, tail_log_prob, labels, token_weight, divisor, given, inplace, vocab_parallel
+            ),
             return_aux,
         )
     ops = torch.ops.fusegrad
@@ -142,7 +220,7 @@ def jsd(
         indices,
         labels,
         token_weight,
-        _normalizer(normalizer, student),
+        _normalizer("jsd", normalizer, student),
         beta,
         temperature,
         ignore_index,
@@ -152,10 +230,48 @@ def jsd(
         hard_weight,
         _aux_bits(return_aux),
         log_probs,
+        tail_log_prob,
     )
     return _result(out, return_aux)
 
 
+@overload
+def linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor | tuple[Tensor, Tensor],
+    teacher_weight: Tensor | None = None,
+    *,
+    return_aux: None = None,
+    **options: Unpack[_LinearJSDOptions],
+) -> Tensor: ...
+
+
+@overload
+def linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor | tuple[Tensor, Tensor],
+    teacher_weight: Tensor | None = None,
+    *,
+    return_aux: JSDAux,
+    **options: Unpack[_LinearJSDOptions],
+) -> tuple[Tensor, JSDAuxOutput]: ...
+
+
+@overload
+def linear_jsd(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_input: Tensor | tuple[Tensor, Tensor],
+    teacher_weight: Tensor | None = None,
+    *,
+    return_aux: JSDAux | None,
+    **options: Unpack[_LinearJSDOptions],
+) -> Tensor | tuple[Tensor, JSDAuxOutput]: ...
+
+
+@checked
 def linear_jsd(
     student_input: Tensor,
     student_weight: Tensor,
@@ -177,6 +293,7 @@ def linear_jsd(
     ignore_index: int | None = None,
     reduction: JSDReduction = "batchmean",
     tail: Tail = "bucket",
+    tail_log_prob: Tensor | None = None,
     soft_weight: float = 1.0,
     hard_weight: float = 0.0,
     vocab_size: int | None = None,
@@ -185,7 +302,7 @@ def linear_jsd(
     workspace_mib: int | None = None,
     vocab_parallel: VocabParallel | None = None,
     return_aux: JSDAux | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, JSDAuxOutput]:
     r""":func:`jsd` of two linear heads without ever holding all logits of either.
 
     Each side's logits are z = softcap(logit_scale * (input @ weight.T + bias)). The student's gradients are computed in
@@ -203,10 +320,10 @@ def linear_jsd(
         teacher_input: hidden states ``[..., H']``; or a pair ``(log_probs, indices)`` as :func:`jsd` takes it.
         teacher_weight: ``[V, H']``; None with a top-k teacher.
         student_bias, teacher_bias: ``[V]``.
-        labels, token_weight, normalizer, beta, ignore_index, reduction, tail, soft_weight, hard_weight: as in
-            :func:`jsd`.
+        labels, token_weight, normalizer, beta, ignore_index, reduction, tail, tail_log_prob, soft_weight, hard_weight:
+            as in :func:`jsd`.
         temperature, teacher_temperature: divide the logits of the student and of the teacher; the teacher's is the
-            student's where it is None.
+            student's where it is None. A top-k teacher has no temperature, softcap or logit scale: one is an error.
         student_softcap, teacher_softcap: z = softcap * tanh(z / softcap).
         student_logit_scale, teacher_logit_scale: factors of the logits, before the softcaps.
         vocab_size: only the first so many rows of the weights and biases count, for vocabularies that are padded
@@ -253,11 +370,12 @@ def linear_jsd(
                 teacher_input,
                 teacher_weight,
                 indices,
+                tail_log_prob,
                 student_bias,
                 teacher_bias,
                 labels,
                 token_weight,
-                _normalizer(normalizer, student_input),
+                _normalizer("linear_jsd", normalizer, student_input),
                 given,
                 inplace,
                 vocab_parallel,
@@ -276,7 +394,7 @@ def linear_jsd(
         teacher_bias,
         labels,
         token_weight,
-        _normalizer(normalizer, student_input),
+        _normalizer("linear_jsd", normalizer, student_input),
         beta,
         temperature,
         ignore_index,
@@ -293,5 +411,6 @@ def linear_jsd(
         vocab_size,
         accumulate_dtype,
         workspace_mib,
+        tail_log_prob,
     )
     return _result(out, return_aux)

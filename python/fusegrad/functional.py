@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn._reduction import legacy_get_string
 
+from ._arguments import checked
 from .distributed.shards import VocabParallel, is_dtensor
 
 __all__ = ["Aux", "AuxOutput", "cross_entropy", "linear_cross_entropy"]
 
 Reduction = Literal["none", "mean", "sum"]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
 
+    class _CrossEntropyOptions(TypedDict, total=False):
+        """Those by keyword alone that do not decide the type of the result."""
+
+        token_weight: Tensor | None
+        normalizer: float | Tensor | None
+        z_loss: float
+        softcap: float | None
+        inplace: bool
+        vocab_parallel: VocabParallel | None
+
+    class _LinearOptions(_CrossEntropyOptions, total=False):
+        linear_bias: Tensor | None
+        weight: Tensor | None
+        ignore_index: int | None
+        reduction: Reduction
+        label_smoothing: float
+        logit_scale: float
+        accumulate_dtype: torch.dtype | None
+        workspace_mib: int | None
+        options: LinearCrossEntropyOptions | None
+
+
+@checked
 @dataclass(frozen=True)
 class Aux:
     """Per-row values that a loss can return beside itself (``return_aux=Aux(lse=True)``).
 
     They are one per row whatever the reduction, in the shape of a class-index target, float32 (float64 for float64
     inputs). At ignored rows ``predicted_tokens`` is -1, ``lse`` is the row's own and the others are 0. Only ``lse``
-    is differentiable. ``token_accuracy`` and ``token_log_prob`` need class indices.
+    is differentiable: a backward that reaches one of the other floats raises ``NotImplementedError``, so ``detach()``
+    what is logged. ``token_accuracy`` and ``token_log_prob`` need class indices.
 
     Attributes:
         lse: log(sum(exp(z))) of the row.
@@ -30,6 +58,9 @@ class Aux:
         predicted_tokens: index of the largest logit (the first of equals), int64.
         entropy: of softmax(z), in nats.
         token_log_prob: ``z[target] - lse``.
+
+    Raises:
+        TypeError: a field is not True or False.
     """
 
     lse: bool = False
@@ -38,6 +69,14 @@ class Aux:
     predicted_tokens: bool = False
     entropy: bool = False
     token_log_prob: bool = False
+
+
+@runtime_checkable
+class LinearCrossEntropyOptions(Protocol):
+    """What is read of a ``torch.nn.LinearCrossEntropyOptions``, which PyTorch has since 2.13."""
+
+    @property
+    def acc_dtype(self) -> torch.dtype | None: ...
 
 
 class AuxOutput(NamedTuple):
@@ -65,11 +104,13 @@ def _aux_bits(aux: Aux | None) -> int:
     )
 
 
-def _normalizer(normalizer: float | Tensor | None, input: Tensor) -> Tensor | None:
+def _normalizer(op: str, normalizer: float | Tensor | None, input: Tensor) -> Tensor | None:
     """A number becomes a 0-d tensor filled on the device: no copy from the host, which would synchronise."""
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    if not abs(normalizer) <= torch.finfo(dtype).max:
+        raise ValueError(f"{op}: normalizer must be a finite number in {dtype}, but got {normalizer}")
     return torch.full((), float(normalizer), dtype=dtype, device=input.device)
 
 
@@ -94,17 +135,14 @@ def cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    *,
-    token_weight: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
+    size_average: bool | None = None,
     ignore_index: int | None = None,
+    reduce: bool | None = None,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    inplace: bool = False,
-    vocab_parallel: VocabParallel | None = None,
+    *,
     return_aux: None = None,
+    **options: Unpack[_CrossEntropyOptions],
 ) -> Tensor: ...
 
 
@@ -113,30 +151,46 @@ def cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    *,
-    token_weight: Tensor | None = None,
-    normalizer: float | Tensor | None = None,
+    size_average: bool | None = None,
     ignore_index: int | None = None,
+    reduce: bool | None = None,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    inplace: bool = False,
-    vocab_parallel: VocabParallel | None = None,
+    *,
     return_aux: Aux,
+    **options: Unpack[_CrossEntropyOptions],
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
+@overload
 def cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int | None = None,
+    reduce: bool | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    return_aux: Aux | None,
+    **options: Unpack[_CrossEntropyOptions],
+) -> Tensor | tuple[Tensor, AuxOutput]: ...
+
+
+@checked
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int | None = None,
+    reduce: bool | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
     *,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    ignore_index: int | None = None,
-    reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
     inplace: bool = False,
@@ -151,14 +205,17 @@ def cross_entropy(
 
     Args:
         input: logits, ``[V]``, ``[N, V]`` or ``[N, V, d1, ...]``; float32, bfloat16, float16 (float64 on the CPU).
-        target: class indices, int64 or int32, ``[]``, ``[N]`` or ``[N, d1, ...]``; or class probabilities of the
+        target: class indices, int64, int32 or uint8, ``[]``, ``[N]`` or ``[N, d1, ...]``; or class probabilities of the
             input's shape, which get a gradient if they require it.
         weight: class weights ``[V]``, any floating dtype; gets no gradient.
         token_weight: scales each row's loss before the reduction, in the shape of a class-index target; gets no
             gradient.
         normalizer: replaces the divisor of reduction 'mean' (a number, or a 0-d tensor on the device): gradient
             accumulation and data parallelism divide by a count that one batch does not know.
-        ignore_index: rows with this class index count for nothing; None means -100.
+        size_average, reduce: PyTorch's deprecated names of a reduction, with its warning: where one is given,
+            ``reduction`` is what PyTorch makes of the two.
+        ignore_index: rows with this class index count for nothing; None means -100. With class probabilities one that
+            is at least 0 is an error, as it is PyTorch's.
         reduction: 'none', 'sum' or 'mean': the sum over kept rows / the sum of their class weights. The z-loss part is
             divided by the number of kept rows. No row kept: NaN, with gradients of zero.
         label_smoothing: in [0, 1].
@@ -181,6 +238,8 @@ def cross_entropy(
         IndexError: a class index outside [0, V) on the CPU. On the GPU that row's loss and gradient are NaN, unless
             :func:`fusegrad.set_check_targets` asks for the check.
     """
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce)
     if vocab_parallel is not None or is_dtensor(input):
         from .distributed import losses
 
@@ -192,7 +251,7 @@ def cross_entropy(
             "softcap": softcap,
             "aux": _aux_bits(return_aux),
         }
-        divisor = _normalizer(normalizer, input)
+        divisor = _normalizer("cross_entropy", normalizer, input)
         return _result(
             losses.cross_entropy(input, target, weight, token_weight, divisor, given, inplace, vocab_parallel),
             return_aux,
@@ -204,7 +263,7 @@ def cross_entropy(
         target,
         weight,
         token_weight,
-        _normalizer(normalizer, input),
+        _normalizer("cross_entropy", normalizer, input),
         ignore_index,
         reduction,
         label_smoothing,
@@ -215,6 +274,40 @@ def cross_entropy(
     return _result(out, return_aux)
 
 
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_aux: None = None,
+    **arguments: Unpack[_LinearOptions],
+) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_aux: Aux,
+    **arguments: Unpack[_LinearOptions],
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    return_aux: Aux | None,
+    **arguments: Unpack[_LinearOptions],
+) -> Tensor | tuple[Tensor, AuxOutput]: ...
+
+
+@checked
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -235,8 +328,8 @@ def linear_cross_entropy(
     workspace_mib: int | None = None,
     vocab_parallel: VocabParallel | None = None,
     return_aux: Aux | None = None,
-    options: Any = None,
-) -> Any:
+    options: LinearCrossEntropyOptions | None = None,
+) -> Tensor | tuple[Tensor, AuxOutput]:
     r"""Cross entropy of ``input @ linear_weight.T + linear_bias`` without ever holding all its logits.
 
     z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)). The gradients are computed in the forward, chunk
@@ -251,7 +344,7 @@ def linear_cross_entropy(
     Args:
         input: hidden states ``[..., H]``; float32, bfloat16, float16 (float64 on the CPU).
         linear_weight: ``[V, H]``, the same dtypes.
-        target: class indices ``[...]`` (int64, int32), or class probabilities ``[..., V]``, which get no gradient.
+        target: class indices ``[...]`` (int64, int32, uint8), or class probabilities ``[..., V]``: without gradient.
         linear_bias: ``[V]``.
         weight, ignore_index, reduction, label_smoothing, z_loss, softcap, token_weight, normalizer: as in
             :func:`cross_entropy`.
@@ -269,7 +362,8 @@ def linear_cross_entropy(
         return_aux: also return these per-row values.
         options: a ``torch.nn.LinearCrossEntropyOptions`` (PyTorch >= 2.13), so that a call of
             ``torch.nn.functional.linear_cross_entropy`` runs unchanged. ``allow_retain_graph`` always holds here; the
-            chunking and accuracy hints are left to this op's own plan; ``acc_dtype`` is ``accumulate_dtype``.
+            hints ``batch_chunk_size``, ``chunking_method`` and ``acc_policy`` are left to this op's own plan, which is
+            as accurate as their best; ``acc_dtype`` is ``accumulate_dtype``.
 
     Returns:
         The loss, float32 (float64 for float64): 0-d, or one value a row for 'none'. With ``return_aux``,
@@ -283,6 +377,12 @@ def linear_cross_entropy(
             raise ValueError(
                 "linear_cross_entropy: accumulate_dtype and options must not both be given, "
                 f"but got accumulate_dtype={accumulate_dtype} and options={options}"
+            )
+        known = ("allow_retain_graph", "batch_chunk_size", "chunking_method", "acc_policy", "acc_dtype")
+        if any(not hasattr(options, name) for name in known):
+            raise TypeError(
+                "linear_cross_entropy: options must be a torch.nn.LinearCrossEntropyOptions or None, "
+                f"but got {type(options).__name__}"
             )
         accumulate_dtype = options.acc_dtype
     if vocab_parallel is not None or is_dtensor(input, linear_weight):
@@ -299,7 +399,7 @@ def linear_cross_entropy(
             "accumulate_dtype": accumulate_dtype,
             "workspace_mib": workspace_mib,
         }
-        divisor = _normalizer(normalizer, input)
+        divisor = _normalizer("linear_cross_entropy", normalizer, input)
         return _result(
             losses.linear_cross_entropy(
                 input, linear_weight, target, linear_bias, weight, token_weight, divisor, given, inplace, vocab_parallel
@@ -315,7 +415,7 @@ def linear_cross_entropy(
         linear_bias,
         weight,
         token_weight,
-        _normalizer(normalizer, input),
+        _normalizer("linear_cross_entropy", normalizer, input),
         ignore_index,
         reduction,
         label_smoothing,

@@ -1,61 +1,189 @@
-"""The losses as modules; their arguments are those of :mod:`fusegrad.functional`."""
+"""The losses as modules; their arguments are those of :mod:`fusegrad.functional`.
+
+Every option is an attribute of its name: it can be read, and setting it has effect. A module is generic in what its
+``forward`` returns, which ``return_aux`` decides: the loss, or a pair with the aux values.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn._reduction import legacy_get_string
+from typing_extensions import TypeVar
 
 from . import distillation, functional
-from .distillation import JSDAux, JSDReduction, Tail
-from .functional import Aux, Reduction
+from ._arguments import checked
+from .distillation import JSDAux, JSDAuxOutput, JSDReduction, Tail
+from .functional import Aux, AuxOutput, LinearCrossEntropyOptions, Reduction
 
 __all__ = ["CrossEntropyLoss", "JSDLoss", "LinearCrossEntropyLoss", "LinearJSDLoss"]
 
+Output = TypeVar("Output", default=Tensor)
 
-class _Options(nn.Module):
-    """What the losses share: the options of the function."""
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
 
-    def __init__(self, **options: Any) -> None:
+    class _CrossEntropyOptions(TypedDict, total=False):
+        """What does not decide the type of the result."""
+
+        z_loss: float
+        softcap: float | None
+        inplace: bool
+
+    class _Head(TypedDict, total=False):
+        bias: bool
+        device: torch.device | str | None
+        dtype: torch.dtype | None
+        inplace: bool
+        accumulate_dtype: torch.dtype | None
+        workspace_mib: int | None
+
+    class _LinearOptions(_Head, total=False):
+        out_features: Sequence[int]
+        weight: Tensor | None
+        ignore_index: int | None
+        reduction: Reduction
+        label_smoothing: float
+        z_loss: float
+        softcap: float | None
+        logit_scale: float
+        options: LinearCrossEntropyOptions | None
+
+    class _DivergenceOptions(TypedDict, total=False):
+        beta: float
+        temperature: float
+        ignore_index: int | None
+        reduction: JSDReduction
+        tail: Tail
+        soft_weight: float
+        hard_weight: float
+
+    class _JSDOptions(_DivergenceOptions, total=False):
+        log_probs: bool
+        inplace: bool
+
+    class _LinearJSDOptions(_DivergenceOptions, _Head, total=False):
+        teacher_temperature: float | None
+        student_softcap: float | None
+        teacher_softcap: float | None
+        student_logit_scale: float
+        teacher_logit_scale: float
+        vocab_size: int | None
+
+
+class _Options(nn.Module, Generic[Output]):
+    """What the losses share: the options of the function, as attributes."""
+
+    ignore_index: int
+
+    def __init__(self, ignore_index: int | None, **options: Any) -> None:
         super().__init__()
-        self.options = options
+        options["ignore_index"] = -100 if ignore_index is None else ignore_index
+        self._option_names = tuple(options)
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def _given(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._option_names}
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return ", ".join(f"{name}={value}" for name, value in self._given().items())
 
 
-class _Loss(_Options):
+class _Loss(_Options[Output]):
     """The losses over classes have class weights too, as a buffer."""
 
     weight: Tensor | None
 
-    def __init__(self, weight: Tensor | None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, weight: Tensor | None, ignore_index: int | None, **options: Any) -> None:
+        super().__init__(ignore_index, **options)
         self.register_buffer("weight", weight)
 
 
-class CrossEntropyLoss(_Loss):
+def _head(
+    module: str, kind: str, linear: nn.Linear | None, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear loss: its own, or those that forward got. `kind`: what their names begin with."""
+    if weight is None:
+        if linear is None:
+            raise ValueError(f"{module}: {kind}_weight must be given where num_classes is None, but got None")
+        if bias is not None:
+            raise ValueError(
+                f"{module}: {kind}_bias must come with a {kind}_weight, since the module's own head has a bias of its "
+                "own or none, but got one alone"
+            )
+        return linear.weight, linear.bias
+    if bias is None and linear is not None and linear.bias is not None:
+        raise ValueError(
+            f"{module}: {kind}_bias must be given with a {kind}_weight where the module owns a bias, which belongs to "
+            "its own weight, but got None: make the module with bias=False"
+        )
+    return weight, bias
+
+
+class CrossEntropyLoss(_Loss[Output]):
     """:func:`fusegrad.cross_entropy` as a module, a drop-in for :class:`torch.nn.CrossEntropyLoss`.
 
-    Args: as the function's. ``forward(input, target, *, token_weight=None, normalizer=None)``.
+    Args: as the function's.
+
+    Raises:
+        TypeError, ValueError: an argument is of a wrong type. Values are checked where ``forward`` runs.
     """
 
+    reduction: Reduction
+    label_smoothing: float
+
+    @overload
+    def __init__(
+        self: CrossEntropyLoss[Tensor],
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int | None = None,
+        reduce: bool | None = None,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        return_aux: None = None,
+        **options: Unpack[_CrossEntropyOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: CrossEntropyLoss[tuple[Tensor, AuxOutput]],
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int | None = None,
+        reduce: bool | None = None,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        return_aux: Aux,
+        **options: Unpack[_CrossEntropyOptions],
+    ) -> None: ...
+
+    @checked
     def __init__(
         self,
         weight: Tensor | None = None,
-        *,
+        size_average: bool | None = None,
         ignore_index: int | None = None,
+        reduce: bool | None = None,
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
+        *,
         z_loss: float = 0.0,
         softcap: float | None = None,
         inplace: bool = False,
         return_aux: Aux | None = None,
     ) -> None:
+        if size_average is not None or reduce is not None:
+            reduction = legacy_get_string(size_average, reduce)
         super().__init__(
             weight,
-            ignore_index=ignore_index,
+            ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
@@ -71,32 +199,79 @@ class CrossEntropyLoss(_Loss):
         *,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
-    ) -> Any:
-        return functional.cross_entropy(
-            input, target, self.weight, token_weight=token_weight, normalizer=normalizer, **self.options
+    ) -> Output:
+        """The loss of logits.
+
+        Args:
+            input: logits ``[V]``, ``[N, V]`` or ``[N, V, d1, ...]``.
+            target: class indices ``[]``, ``[N]``, ``[N, d1, ...]``, or class probabilities of the input's shape.
+            token_weight, normalizer: as in :func:`fusegrad.cross_entropy`.
+
+        Returns:
+            As :func:`fusegrad.cross_entropy`: the loss, with ``return_aux`` ``(loss, AuxOutput)``.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :func:`fusegrad.cross_entropy`, under its name.
+        """
+        loss: Any = functional.cross_entropy(
+            input, target, self.weight, token_weight=token_weight, normalizer=normalizer, **self._given()
         )
+        return loss
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
-class LinearCrossEntropyLoss(_Loss):
+class LinearCrossEntropyLoss(_Loss[Output]):
     """A linear head and its cross entropy, as :class:`torch.nn.LinearCrossEntropyLoss` of PyTorch >= 2.13.
 
     Owns ``linear.weight`` ``[num_classes, in_features]`` (and ``linear.bias``); ``forward`` also takes a tied weight
-    instead. With ``num_classes=None`` it owns none, and ``forward`` must be given one.
+    instead, with the bias that belongs to it. With ``num_classes=None`` it owns none, and ``forward`` must be given
+    one.
 
     Args:
         in_features: H.
         num_classes: V, or None.
+        out_features: PyTorch's, for losses over K dimensions: ``()`` alone.
         bias, device, dtype: of the owned head.
         weight, ignore_index, ...: as :func:`fusegrad.linear_cross_entropy`.
+
+    Raises:
+        ValueError: ``out_features`` is not empty; a bias without a weight in ``forward``, or a tied weight without a
+            bias where the module owns one.
     """
 
     linear: nn.Linear | None
+    reduction: Reduction
+    label_smoothing: float
 
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[Tensor],
+        in_features: int,
+        num_classes: int | None,
+        *,
+        return_aux: None = None,
+        **arguments: Unpack[_LinearOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: LinearCrossEntropyLoss[tuple[Tensor, AuxOutput]],
+        in_features: int,
+        num_classes: int | None,
+        *,
+        return_aux: Aux,
+        **arguments: Unpack[_LinearOptions],
+    ) -> None: ...
+
+    @checked
     def __init__(
         self,
         in_features: int,
         num_classes: int | None,
         *,
+        out_features: Sequence[int] = (),
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -111,10 +286,16 @@ class LinearCrossEntropyLoss(_Loss):
         accumulate_dtype: torch.dtype | None = None,
         workspace_mib: int | None = None,
         return_aux: Aux | None = None,
+        options: LinearCrossEntropyOptions | None = None,
     ) -> None:
+        if tuple(out_features) != ():
+            raise ValueError(
+                "LinearCrossEntropyLoss: out_features must be (), since a weight has one row a class here, but got "
+                f"{out_features}"
+            )
         super().__init__(
             weight,
-            ignore_index=ignore_index,
+            ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
@@ -124,6 +305,7 @@ class LinearCrossEntropyLoss(_Loss):
             accumulate_dtype=accumulate_dtype,
             workspace_mib=workspace_mib,
             return_aux=return_aux,
+            options=options,
         )
         self.linear = (
             None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
@@ -138,14 +320,23 @@ class LinearCrossEntropyLoss(_Loss):
         linear_bias: Tensor | None = None,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
-    ) -> Any:
-        if linear_weight is None:
-            if self.linear is None:
-                raise ValueError(
-                    "LinearCrossEntropyLoss: linear_weight must be given where num_classes is None, but got None"
-                )
-            linear_weight, linear_bias = self.linear.weight, self.linear.bias
-        return functional.linear_cross_entropy(
+    ) -> Output:
+        """The loss of hidden states.
+
+        Args:
+            input: hidden states ``[..., H]``.
+            target: class indices ``[...]``, or class probabilities ``[..., V]``.
+            linear_weight, linear_bias: ``[V, H]`` and ``[V]``, in place of the module's own.
+            token_weight, normalizer: as in :func:`fusegrad.cross_entropy`.
+
+        Returns:
+            As :func:`fusegrad.linear_cross_entropy`: the loss, with ``return_aux`` ``(loss, AuxOutput)``.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :func:`fusegrad.linear_cross_entropy`, under its name.
+        """
+        linear_weight, linear_bias = _head("LinearCrossEntropyLoss", "linear", self.linear, linear_weight, linear_bias)
+        loss: Any = functional.linear_cross_entropy(
             input,
             linear_weight,
             target,
@@ -153,16 +344,32 @@ class LinearCrossEntropyLoss(_Loss):
             weight=self.weight,
             token_weight=token_weight,
             normalizer=normalizer,
-            **self.options,
+            **self._given(),
         )
+        return loss
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
-class JSDLoss(_Options):
+class JSDLoss(_Options[Output]):
     """:func:`fusegrad.jsd` as a module.
 
-    Args: as the function's. ``forward(student, teacher, *, labels=None, token_weight=None, normalizer=None)``.
+    Args: as the function's.
+
+    Raises:
+        TypeError, ValueError: an argument is of a wrong type. Values are checked where ``forward`` runs.
     """
 
+    @overload
+    def __init__(self: JSDLoss[Tensor], *, return_aux: None = None, **options: Unpack[_JSDOptions]) -> None: ...
+
+    @overload
+    def __init__(
+        self: JSDLoss[tuple[Tensor, JSDAuxOutput]], *, return_aux: JSDAux, **options: Unpack[_JSDOptions]
+    ) -> None: ...
+
+    @checked
     def __init__(
         self,
         *,
@@ -178,9 +385,9 @@ class JSDLoss(_Options):
         return_aux: JSDAux | None = None,
     ) -> None:
         super().__init__(
+            ignore_index,
             beta=beta,
             temperature=temperature,
-            ignore_index=ignore_index,
             reduction=reduction,
             log_probs=log_probs,
             tail=tail,
@@ -198,28 +405,77 @@ class JSDLoss(_Options):
         labels: Tensor | None = None,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
-    ) -> Any:
-        return distillation.jsd(
-            student, teacher, labels=labels, token_weight=token_weight, normalizer=normalizer, **self.options
+        tail_log_prob: Tensor | None = None,
+    ) -> Output:
+        """The divergence of two sets of logits.
+
+        Args:
+            student: logits ``[..., V]``.
+            teacher: logits ``[..., V]``, or a pair ``(log_probs, indices)`` of shape ``[..., K]``.
+            labels, token_weight, normalizer: as in :func:`fusegrad.jsd`.
+
+        Returns:
+            As :func:`fusegrad.jsd`: the loss, with ``return_aux`` ``(loss, JSDAuxOutput)``.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :func:`fusegrad.jsd`, under its name.
+        """
+        loss: Any = distillation.jsd(
+            student,
+            teacher,
+            labels=labels,
+            token_weight=token_weight,
+            normalizer=normalizer,
+            tail_log_prob=tail_log_prob,
+            **self._given(),
         )
+        return loss
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
-class LinearJSDLoss(_Options):
+class LinearJSDLoss(_Options[Output]):
     """A student's linear head and its divergence from a teacher's: :func:`fusegrad.linear_jsd` as a module.
 
     Owns ``linear.weight`` ``[num_classes, in_features]`` (and ``linear.bias``) of the student; ``forward`` also takes a
-    tied weight instead. With ``num_classes=None`` it owns none, and ``forward`` must be given one. The teacher's head
-    is the teacher's: ``forward`` takes it, and it gets no gradient.
+    tied weight instead, with the bias that belongs to it. With ``num_classes=None`` it owns none, and ``forward`` must
+    be given one. The teacher's head is the teacher's: ``forward`` takes it, and it gets no gradient.
 
     Args:
         in_features: H of the student.
         num_classes: V, or None.
         bias, device, dtype: of the owned head.
         beta, ...: as :func:`fusegrad.linear_jsd`.
+
+    Raises:
+        ValueError: a student's bias without a weight in ``forward``, or a tied weight without a bias where the module
+            owns one.
     """
 
     linear: nn.Linear | None
 
+    @overload
+    def __init__(
+        self: LinearJSDLoss[Tensor],
+        in_features: int,
+        num_classes: int | None,
+        *,
+        return_aux: None = None,
+        **options: Unpack[_LinearJSDOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: LinearJSDLoss[tuple[Tensor, JSDAuxOutput]],
+        in_features: int,
+        num_classes: int | None,
+        *,
+        return_aux: JSDAux,
+        **options: Unpack[_LinearJSDOptions],
+    ) -> None: ...
+
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -247,6 +503,7 @@ class LinearJSDLoss(_Options):
         return_aux: JSDAux | None = None,
     ) -> None:
         super().__init__(
+            ignore_index,
             beta=beta,
             temperature=temperature,
             teacher_temperature=teacher_temperature,
@@ -254,7 +511,6 @@ class LinearJSDLoss(_Options):
             teacher_softcap=teacher_softcap,
             student_logit_scale=student_logit_scale,
             teacher_logit_scale=teacher_logit_scale,
-            ignore_index=ignore_index,
             reduction=reduction,
             tail=tail,
             soft_weight=soft_weight,
@@ -281,12 +537,25 @@ class LinearJSDLoss(_Options):
         labels: Tensor | None = None,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
-    ) -> Any:
-        if student_weight is None:
-            if self.linear is None:
-                raise ValueError("LinearJSDLoss: student_weight must be given where num_classes is None, but got None")
-            student_weight, student_bias = self.linear.weight, self.linear.bias
-        return distillation.linear_jsd(
+        tail_log_prob: Tensor | None = None,
+    ) -> Output:
+        """The divergence of the student's head from the teacher's.
+
+        Args:
+            student_input: hidden states ``[..., H]``.
+            teacher_input: hidden states ``[..., H']``, or a pair ``(log_probs, indices)`` of shape ``[..., K]``.
+            teacher_weight, teacher_bias: of the teacher's head, ``[V, H']`` and ``[V]``.
+            student_weight, student_bias: ``[V, H]`` and ``[V]``, in place of the module's own.
+            labels, token_weight, normalizer: as in :func:`fusegrad.jsd`.
+
+        Returns:
+            As :func:`fusegrad.linear_jsd`: the loss, with ``return_aux`` ``(loss, JSDAuxOutput)``.
+
+        Raises:
+            ValueError, TypeError, IndexError: as :func:`fusegrad.linear_jsd`, under its name.
+        """
+        student_weight, student_bias = _head("LinearJSDLoss", "student", self.linear, student_weight, student_bias)
+        loss: Any = distillation.linear_jsd(
             student_input,
             student_weight,
             teacher_input,
@@ -296,5 +565,10 @@ class LinearJSDLoss(_Options):
             labels=labels,
             token_weight=token_weight,
             normalizer=normalizer,
-            **self.options,
+            tail_log_prob=tail_log_prob,
+            **self._given(),
         )
+        return loss
+
+    if TYPE_CHECKING:
+        __call__ = forward

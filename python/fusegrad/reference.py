@@ -99,22 +99,34 @@ def _divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     return (1 - beta) * _kl(log_q, log_m) + beta * _kl(log_p, log_m)
 
 
-def _in_buckets(log_q: Tensor, teacher: tuple[Tensor, Tensor], tail: str) -> tuple[Tensor, Tensor]:
+def _in_buckets(
+    log_q: Tensor, teacher: tuple[Tensor, Tensor], tail: str, tail_log_prob: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities over a top-k teacher's K columns and one more for all others, [N, K + 1] each."""
     log_probs, indices = teacher
     vocab = log_q.shape[-1]
+    padding = indices == -1
+    log_probs = log_probs.masked_fill(padding, -torch.inf)
+    indices = indices.long().masked_fill(padding, vocab)  # a column of probability 0, for padding alone
+    log_q = torch.cat([log_q, torch.full_like(log_q[..., :1], -torch.inf)], -1)
     outside = torch.ones_like(log_q, dtype=torch.bool).scatter_(-1, indices, False)
     rest = log_q.masked_fill(~outside, -torch.inf)
     # logsumexp of nothing is -inf, and its gradient NaN.
     empty = (rest == -torch.inf).all(-1, keepdim=True)
     rest = rest.masked_fill(empty, 0).logsumexp(-1, keepdim=True).masked_fill(empty, -torch.inf)
-    if tail == "renormalize" or indices.shape[-1] == vocab:
-        missing = torch.zeros_like(log_probs[..., :1])
-    else:
-        missing = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp_min(0)
     if tail == "renormalize":
         log_probs = log_probs - log_probs.logsumexp(-1, keepdim=True)
-    return torch.cat([log_q.gather(-1, indices), rest], -1), torch.cat([log_probs, missing.log()], -1)
+        log_missing = torch.full_like(log_probs[..., :1], -torch.inf)
+    elif tail_log_prob is not None:
+        log_missing = tail_log_prob.to(log_probs.dtype).unsqueeze(-1)
+    else:
+        p, roundoff = log_probs.exp(), torch.finfo(log_probs.dtype).eps / 2
+        each = min(roundoff, 2**-24) - roundoff * log_probs
+        resolution = (p * each).masked_fill(p == 0, 0).sum(-1, keepdim=True)
+        log_missing = torch.maximum(1 - p.sum(-1, keepdim=True), resolution).log()
+    whole = (~padding).sum(-1, keepdim=True) == vocab
+    log_missing = log_missing.masked_fill(whole, -torch.inf)
+    return torch.cat([log_q.gather(-1, indices), rest], -1), torch.cat([log_probs, log_missing], -1)
 
 
 def jsd(
@@ -131,6 +143,7 @@ def jsd(
     reduction: str = "batchmean",
     log_probs: bool = False,
     tail: str = "bucket",
+    tail_log_prob: Tensor | None = None,
     soft_weight: float = 1.0,
     hard_weight: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -141,7 +154,7 @@ def jsd(
         teacher_temperature = temperature if teacher_temperature is None else teacher_temperature
         log_p = teacher if log_probs else (teacher / teacher_temperature).log_softmax(-1)
     else:
-        log_q, log_p = _in_buckets(log_q, teacher, tail)
+        log_q, log_p = _in_buckets(log_q, teacher, tail, tail_log_prob)
     soft = _divergence(log_q, log_p, beta)
     ignore = -100 if ignore_index is None else ignore_index
     kept = torch.ones_like(soft, dtype=torch.bool) if labels is None else labels != ignore

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusegrad._C import score_mod as _language
 
+from ._arguments import checked
 from ._tracing.cache import trace as _trace
 from ._tracing.errors import TraceError
 
@@ -46,8 +47,12 @@ class ScoreMod:
     scalars: tuple[int | float | bool, ...]
     kind: str
 
+    @checked
     def __init__(self, text: str, buffers: Sequence[Tensor] = (), scalars: Sequence[int | float | bool] = ()) -> None:
-        text = _language.canonical(text)
+        try:
+            text = _language.canonical(text)
+        except ValueError as error:  # it begins with line and column
+            raise ValueError(f"ScoreMod: the text must be of docs/score_mod.md's language, but got {error}") from None
         kind = text.split(" ", 1)[0]
         if kind not in ("score_mod", "mask_mod"):
             raise ValueError(f"ScoreMod: the text must be of a score_mod or a mask_mod, but got a {kind}")
@@ -98,7 +103,8 @@ def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int 
             raise ValueError(f"ScoreMod: scalar ${i} must be {kind}, but got {scalar!r}")
 
 
-def trace_score_mod(function: Callable | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+@checked
+def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
     """Traces a score_mod: ``function(score, b, h, q_idx, kv_idx)`` of 0-d tensors, as for PyTorch's flex_attention.
 
     The function runs, a few times, on tensors without values; the same code with captured tensors of the same shapes is
@@ -119,19 +125,28 @@ def trace_score_mod(function: Callable | ScoreMod, *, device: torch.device | Non
     return _traced(function, "score_mod", device)
 
 
-def trace_mask_mod(function: Callable | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
-    """Traces a mask_mod: ``function(b, h, q_idx, kv_idx)`` returns a 0-d bool tensor, whether the key takes part. All
-    else is as in :func:`trace_score_mod`."""
+@checked
+def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+    """Traces a mask_mod: ``function(b, h, q_idx, kv_idx)`` of 0-d tensors. All else is as in :func:`trace_score_mod`.
+
+    Args:
+        function: Returns a 0-d bool tensor, whether the key takes part. A :class:`ScoreMod` is returned as it is.
+        device: Of the indices as the function sees them.
+
+    Returns:
+        The text with the captured tensors and numbers of this call.
+
+    Raises:
+        TraceError, TypeError: as :func:`trace_score_mod`.
+    """
     return _traced(function, "mask_mod", device)
 
 
-def _traced(function: Callable | ScoreMod, kind: str, device: torch.device | None) -> ScoreMod:
+def _traced(function: Callable[..., Any] | ScoreMod, kind: str, device: torch.device | None) -> ScoreMod:
     if isinstance(function, ScoreMod):
         if function.kind != kind:
             raise TypeError(f"trace_{kind}: the ScoreMod must be a {kind}, but got a {function.kind}")
         return function
-    if not callable(function):
-        raise TypeError(f"trace_{kind}: the {kind} must be callable, but got {type(function).__name__}")
     if torch.compiler.is_compiling():
         from ._tracing.compiled import trace_within
 
@@ -148,9 +163,21 @@ def _made(kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int 
     return made
 
 
-def explain(score_mod: Callable | ScoreMod) -> str:
+def split_scalars(scalars: Sequence[int | float | bool]) -> tuple[list[float], list[int]]:
+    """As the ops take them: the floats, and the integers and bools (0 or 1), each in the text's order."""
+    return [s for s in scalars if isinstance(s, float)], [int(s) for s in scalars if not isinstance(s, float)]
+
+
+@checked
+def explain(score_mod: Callable[..., Any] | ScoreMod) -> str:
     """What becomes of a score_mod: its text, its derivative, and how the gradient of each captured read is summed, and
     why (docs/score_mod.md). A captured tensor counts as differentiable where it requires grad.
+
+    Args:
+        score_mod: A function or what :func:`trace_score_mod` made of it.
+
+    Returns:
+        Text, for people.
 
     Raises:
         TraceError, TypeError: as :func:`trace_score_mod`.

@@ -66,11 +66,11 @@ std::vector<Case<Call>> shared_cases() {
   return {
       {"target is bool",
        kType,
-       {"target must be int64 or int32", "Bool"},
+       {"target must be int64, int32 or uint8", "Bool"},
        [](Call& c) { c.target = c.target.to(at::kBool); }},
       {"target is int16",
        kType,
-       {"target must be int64 or int32", "Short"},
+       {"target must be int64, int32 or uint8", "Short"},
        [](Call& c) { c.target = c.target.to(at::kShort); }},
       {"target is on another device",
        kValue,

@@ -10,7 +10,7 @@ EXPORT fusegrad::testing::FakeCuda* fake_cuda() {
 namespace {
 
 CUresult result_of(const char* function) {
-  return fake_cuda()->failing == function ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+  return fake_cuda()->failing == function ? fake_cuda()->status : CUDA_SUCCESS;
 }
 
 }  // namespace

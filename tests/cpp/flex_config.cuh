@@ -47,6 +47,7 @@ __device__ constexpr int kScaleBuffer[] = {0};
 struct ScaleGradient {
   using Captured = ScoreMod::Captured;
   static constexpr int kContributions = 1;
+  static constexpr bool kVectors = false;
   static constexpr const int* kBuffer = kScaleBuffer;
   template <class Reads = score_mod::ReadThere>
   static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
@@ -71,6 +72,7 @@ struct Config {
   static constexpr int kHead = 16, kValue = 16, kRows = 32, kCols = 32, kWarps = 2, kShare = 1, kStages = 1,
                        kGradientStages = 1;
   static constexpr bool kBlocks = true, kMixed = true, kSplit = false;
+  static constexpr bool kDropout = true, kMostDropped = false;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
   static constexpr bool kMaxGradient = true, kFixedPoint = false, kPartialSums = true;

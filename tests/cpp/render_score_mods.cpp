@@ -20,6 +20,7 @@ constexpr const char* kCudaNames = R"(
 #include "rendered_score_mods.h"
 #define __device__
 #define __forceinline__ inline
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
 inline float __int_as_float(unsigned x) { float f; memcpy(&f, &x, 4); return f; }
 inline float __uint_as_float(unsigned x) { return __int_as_float(x); }
 inline double __longlong_as_double(long long x) { double d; memcpy(&d, &x, 8); return d; }
@@ -60,13 +61,32 @@ int main(int argc, char** argv) {
     out << "float derive" << i << "(const void* c, float score, float grad, int b, int h, int q, int kv, bool valid, "
         << "float* value, long long* offset) {\n  const auto& captured = *static_cast<const " << backward
         << "::Captured*>(c);\n";
+    bool vectors = false;
     for (size_t k = 0; k < derivative.contributions().size(); ++k) {
+      if (derivative.open_axes(derivative.contributions()[k]) != 0) {
+        vectors = true;
+        out << "  offset[" << k << "] = -1;\n";
+        continue;
+      }
       out << "  offset[" << k << "] = " << backward << "::offset_" << k << "(captured, score, b, h, q, kv, valid);\n";
     }
     out << "  return " << backward << "::apply(captured, score, grad, b, h, q, kv, valid, value);\n}\n";
+    out << "struct Put" << i << " {\n  double* const* sums;\n  template <int k>\n  void put(const float (&value)[1], "
+        << "const long long (&place)[1]) const {\n    if (place[0] >= 0) sums[" << backward
+        << "::kBuffer[k]][place[0]] += value[0];\n  }\n};\n";
+    out << "void scatter" << i
+        << "([[maybe_unused]] const void* c, [[maybe_unused]] float score, [[maybe_unused]] float "
+        << "grad, [[maybe_unused]] int b, [[maybe_unused]] int h, [[maybe_unused]] int q, [[maybe_unused]] int kv, "
+        << "[[maybe_unused]] bool valid, [[maybe_unused]] double* const* sums) {\n";
+    if (vectors) {
+      out << "  " << backward << "::scatter<1>(*static_cast<const " << backward
+          << "::Captured*>(c), &score, &grad, b, h, &q, &kv, &valid, Put" << i << "{sums});\n";
+    }
+    out << "}\n";
     table += "    {[](const void* c, float score, int b, int h, int q, int kv, bool valid) {\n       return " +
              forward + "::apply(*static_cast<const " + forward +
-             "::Captured*>(c), score, b, h, q, kv, valid);\n     },\n     derive" + std::to_string(i) + "},\n";
+             "::Captured*>(c), score, b, h, q, kv, valid);\n     },\n     derive" + std::to_string(i) + ", scatter" +
+             std::to_string(i) + "},\n";
   }
   for (size_t i = 0; i < masks.size(); ++i) {
     const std::string name = "Mask" + std::to_string(i);

@@ -10,9 +10,12 @@ namespace fusegrad {
 
 struct RenderedScoreMod {
   float (*apply)(const void* captured, float score, int b, int h, int q_idx, int kv_idx, bool valid);
-  /// The gradient by the score; value and offset of each contribution are stored.
+  /// The gradient by the score; value and offset of each contribution are stored (offset -1 of those with axes).
   float (*derivative)(const void* captured, float score, float grad, int b, int h, int q_idx, int kv_idx, bool valid,
                       float* value, long long* offset);
+  /// Adds the contributions with axes to the buffers' gradients.
+  void (*scatter)(const void* captured, float score, float grad, int b, int h, int q_idx, int kv_idx, bool valid,
+                  double* const* sums);
 };
 extern const RenderedScoreMod kRenderedScoreMods[];
 

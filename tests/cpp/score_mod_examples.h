@@ -1,6 +1,7 @@
 // score_mods from the field, each with the scatter classes that its captured reads should get.
 #pragma once
 
+#include <fusegrad/reductions.h>
 #include <fusegrad/score_mod.h>
 
 #include <cmath>
@@ -49,6 +50,30 @@ inline std::vector<ScoreModExample> score_mod_examples() {
   add("two reads", "cb", [&](E s, E, E, E q, E kv) { return s + bias[q] * bias[kv]; });
   add("one read twice", "c", [&](E s, E, E, E q, E) { return (s + bias[q]) * bias[q]; });
   add("literal", "a", [&](E s, E, E, E, E) { return s * bias[-1]; });
+
+  constexpr int64_t D = 24, W = 10;
+  const Captured query(floats({B, H, S, D})), key(floats({B, 2, S, D})), inner(floats({W, D})), outer(floats({W}));
+  const Captured chosen(integers(D, {S, W}));
+  const auto row = [&](E b, E h, E q) { return [&](Expression i) { return query(b, h, q, i); }; };
+  add("dot product", "Cb", [&](E s, E b, E h, E q, E kv) {
+    return s + 0.125 * sum_over(D, [&](E i) { return query(b, h, q, i) * key(b, floor_div(h, 2), kv, i); });
+  });
+  add("dot product of what is chosen", "cb", [&](E s, E b, E, E q, E kv) {
+    return s + sum_over(W, [&](E i) { return query(b, 1, q, chosen(q, i)) * key(b, 0, kv, i); });
+  });
+  add("softmax of a vector", "ccc", [&](E s, E b, E h, E q, E) {
+    const Expression most = amax_over(D, row(b, h, q));
+    const Expression total = sum_over(D, [&](E i) { return exp(query(b, h, q, i) - most); });
+    return s * exp(query(b, h, q, 3) - most) / total - amin_over(D, row(b, h, q));
+  });
+  add("two layers", "aaC", [&](E s, E b, E h, E q, E kv) {
+    return s + sum_over(W, [&](E w) {
+             return outer[w] * tanh(sum_over(D, [&](E i) { return inner(w, i) * query(b, h, q, i); }) + 0.01 * kv);
+           });
+  });
+  add("an index from a vector", "g", [&](E s, E b, E h, E q, E kv) {
+    return s + bias[kv + sum_over(D, [&](E i) { return to_int(query(b, h, q, i) > 9) * i; })];
+  });
 
   const Captured relative(floats({2 * S})), head_relative(floats({H, 2 * S}));
   const CapturedNumber length(S);

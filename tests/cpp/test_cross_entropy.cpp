@@ -149,7 +149,9 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
     EXPECT_TRUE(at::equal(aux.predicted_tokens, at::where(kept, data.logits.argmax(1), -1)));
     EXPECT_TRUE(close(aux.token_accuracy, data.logits.argmax(1).eq(data.target).to(at::kDouble)));
     for (const auto& constant : {aux.z_loss, aux.entropy, aux.token_log_prob, aux.token_accuracy}) {
-      EXPECT_FALSE(constant.requires_grad());
+      EXPECT_TRUE(constant.requires_grad());
+      EXPECT_THROW(gradients(loss.sum() + constant.sum(), {input}, at::ones_like(loss.sum()), /*retain_graph=*/true),
+                   c10::NotImplementedError);
     }
     // lse is differentiable, alone and beside the loss.
     const auto upstream = data.upstream_rows.to(aux.lse.scalar_type());

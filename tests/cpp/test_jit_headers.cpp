@@ -217,6 +217,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "add_pair(out + 64 + 2 * lane, row_sum(c[0]), row_max(c[1]));\n"
      "store((BFloat16*)out + lane, power_of_two(c[2]) + rounded<Float16>(c[3]));",
      48},
+    {"cuda/device/flex_dropout.cuh",
+     "using namespace fusegrad::device;\n"
+     "unsigned x[4] = {threadIdx.x, blockIdx.x, 2, 3};\n"
+     "philox<7>(x, 4, 5);\n"
+     "out[threadIdx.x] = in[x[0] % 32] + in[x[1] % 32] + in[x[2] % 32] + in[x[3] % 32];",
+     40},
     {"cuda/device/score_mod.cuh",
      "using namespace fusegrad::device::score_mod;\n"
      "const float x = in[threadIdx.x], y = in[threadIdx.x + 32];\n"

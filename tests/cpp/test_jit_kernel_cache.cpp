@@ -168,6 +168,15 @@ TEST_F(KernelCache, TensorMapsGiveTheOuterStrides) {
             "probe: cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE: invalid argument");
 }
 
+TEST_F(KernelCache, WantOfMemoryKeepsItsType) {
+  fake().failing = "cuModuleLoadData";
+  fake().status = CUDA_ERROR_OUT_OF_MEMORY;
+  EXPECT_THROW(kernel("large", made), c10::OutOfMemoryError);
+  fake().failing.clear();
+  fake().status = CUDA_ERROR_INVALID_VALUE;
+  EXPECT_NE(kernel("large", made).function, nullptr);
+}
+
 TEST_F(KernelCache, FailuresHaveNamesAndAreTriedAgain) {
   for (const char* function : {"cuModuleLoadData", "cuModuleGetFunction"}) {
     fake().failing = function;

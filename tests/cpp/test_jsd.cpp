@@ -122,6 +122,31 @@ TEST_P(Jsd, TopK) {
   }
 }
 
+// What was stored of the rest counts; an index of -1 contributes nothing, whatever stands beside it.
+TEST_P(Jsd, TopKWithATailAndPadding) {
+  constexpr int64_t kK = 7;
+  const auto acc = GetParam().dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const auto whole = data.teacher.to(at::kDouble).log_softmax(1);
+  const auto [exact, indices] = whole.topk(kK, 1);
+  const auto log_probs = exact.to(acc), tail = whole.scatter(1, indices, -INFINITY).logsumexp(1).to(acc);
+  const auto loss_of = [&](const TopK& teacher) {
+    const auto student = leaf(data.student, GetParam().dtype);
+    const auto loss = jsd(student, teacher, JSDOptions().beta(1).temperature(2));
+    return std::make_pair(loss.detach(), gradients(loss, {student}, data.scalar)[0]);
+  };
+  const auto [loss, gradient] = loss_of({log_probs, indices, tail});
+  const auto [plain, of_plain] = loss_of({log_probs, indices});
+  EXPECT_TRUE(at::allclose(loss, plain, 1e-4)) << loss << plain;
+  const auto [less, of_less] = loss_of({log_probs, indices, tail - 3});
+  EXPECT_GT(less.item<double>(), loss.item<double>());
+  const auto padding = at::full({kN, 1}, NAN, log_probs.options());
+  const auto none = at::full({kN, 1}, -1, indices.options());
+  const auto [padded, of_padded] =
+      loss_of({at::cat({padding, log_probs}, 1), at::cat({none, indices}, 1).to(at::kInt), tail});
+  EXPECT_TRUE(at::allclose(loss, padded, 1e-6));
+  EXPECT_LE(l2(gradient - of_padded), 1e-6 * l2(gradient));
+}
+
 TEST_P(Jsd, EqualRowsCostNothing) {
   for (const double beta : {0.0, 0.4, 1.0}) {
     const auto student = leaf(data.student, GetParam().dtype), teacher = leaf(data.student, GetParam().dtype);
@@ -137,7 +162,9 @@ TEST_P(Jsd, AuxiliaryValues) {
   const auto options = JSDOptions().labels(data.labels).soft_weight(0.5).hard_weight(0.25).reduction("none");
   const auto out = jsd_with_aux(data.student, data.teacher, options, JSDAux().soft_loss(true).hard_loss(true));
   EXPECT_TRUE(at::allclose(out.loss, 0.5 * out.aux.soft_loss + 0.25 * out.aux.hard_loss));
-  EXPECT_FALSE(out.aux.soft_loss.requires_grad());
+  const auto student = leaf(data.student, GetParam().dtype);
+  const auto constants = jsd_with_aux(student, data.teacher, options, JSDAux().soft_loss(true)).aux;
+  EXPECT_THROW(constants.soft_loss.sum().backward(), c10::NotImplementedError);
   const auto hard = jsd_with_aux(data.student, data.teacher, options, JSDAux().hard_loss(true));
   EXPECT_FALSE(hard.aux.soft_loss.defined());
   EXPECT_TRUE(at::equal(hard.aux.hard_loss, out.aux.hard_loss));

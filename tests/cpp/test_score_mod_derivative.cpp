@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "score_mod/derivative.h"
+#include "score_mod/simplify.h"
 #include "score_mod/text.h"
 
 namespace fusegrad::score_mod {
@@ -64,6 +65,40 @@ TEST(Derivative, Subgradients) {
     EXPECT_EQ(derivative(std::string("score_mod 1\n%0 = ") + flat + " score\nreturn %0\n"),
               "derivative 1\nreturn 0.0\n");
   }
+}
+
+TEST(Derivative, OfItsOwn) {
+  // Straight through: nothing flows into what the value is computed from.
+  EXPECT_EQ(derivative("score_mod 1\n%0 = round score\n%1 = backward score ^0\n%2 = custom ^0 %0 %1\n%3 = mul %2 3.0\n"
+                       "return %3\n"),
+            "derivative 1\n%0 = mul grad 3.0\nreturn %0\n");
+  // Not linear, of a branch: an upstream that is not taken is 0.
+  EXPECT_EQ(derivative("score_mod 1\n%0 = clamp ^0 -1.0 1.0\n%1 = backward score %0\n%2 = custom ^0 score %1\n"
+                       "%3 = gt score 0.0\n%4 = where %3 %2 1.0\nreturn %4\n"),
+            "derivative 1\n%0 = gt score 0.0\n%1 = where %0 grad 0.0\n%2 = clamp %1 -1.0 1.0\nreturn %2\n");
+}
+
+TEST(Derivative, OfItsOwnWithSeveralResults) {
+  const std::string head =
+      "score_mod 1\nbuffer @0 f 1\n%0 = load @0 kv_idx\n%1 = mul score %0\n%2 = add score %0\n"
+      "%3 = mul ^0 ^1\n%4 = backward score %3 %0 ^1\n%5 = custom ^0 %1 %4\n%6 = custom ^1 %2 %4\n";
+  EXPECT_EQ(derivative(head + "%7 = sin %6\n%8 = add %5 %7\nreturn %8\n"),
+            "derivative 1\nbuffer @0 f 1\n%0 = load @0 kv_idx\n%1 = add score %0\n%2 = cos %1\n%3 = mul grad %2\n"
+            "%4 = mul grad %3\nreturn %4\nscatter %3 @0 kv_idx\n");
+  // What is not used has the upstream 0.
+  EXPECT_EQ(derivative(head + "return %5\n"), "derivative 1\nbuffer @0 f 1\n%0 = mul grad 0.0\nreturn %0\n");
+  const std::string forward = print(simplify(lowered(parse(head + "return %5\n"))));
+  EXPECT_EQ(forward, "score_mod 1\nbuffer @0 f 1\n%0 = load @0 kv_idx\n%1 = mul score %0\nreturn %1\n");
+}
+
+TEST(Derivative, KeysFollowTheOrderOfTheWalk) {
+  const auto text = [](const std::string& a, const std::string& b) {
+    return "score_mod 1\n%0 = backward score ^" + a + "\n%1 = custom ^" + a + " score %0\n%2 = sin %1\n" +
+           "%3 = backward %2 ^" + b + "\n%4 = custom ^" + b + " %2 %3\nreturn %4\n";
+  };
+  EXPECT_EQ(print(parse(text("7", "2"))), print(parse(text("0", "1"))));
+  EXPECT_EQ(print(simplify(parse("score_mod 1\n%0 = backward score 0.0\n%1 = custom ^0 score %0\nreturn %1\n"))),
+            "score_mod 1\n%0 = detach score\nreturn %0\n");
 }
 
 TEST(Derivative, Refusals) {

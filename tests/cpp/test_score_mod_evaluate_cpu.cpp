@@ -23,10 +23,34 @@ class Pointwise {
   Value operator()(double score, int64_t b, int64_t h, int64_t q, int64_t kv) const {
     const int64_t index[] = {0, b, h, q, kv};
     std::vector<Value> values(graph_.nodes().size());
-    for (const NodeId id : reachable(graph_)) {
+    std::vector<int64_t> axes(graph_.axes().size());
+    evaluate(reachable(graph_), score, index, axes, values);
+    return values[graph_.result()];
+  }
+
+ private:
+  // Nodes in an order, operands first; what depends on an axis that nothing has given a value yet means nothing.
+  void evaluate(const std::vector<NodeId>& order, double score, const int64_t* index, std::vector<int64_t>& axes,
+                std::vector<Value>& values) const {
+    for (const NodeId id : order) {
       const Node& node = graph_[id];
       if (node.op == Op::kConstant) {
         values[id] = graph_.value(id);
+      } else if (node.op == Op::kAxis) {
+        values[id] = {Type::kInt, 0, axes[node.payload]};
+      } else if (is_reduction(node.op)) {
+        const auto axis = static_cast<size_t>(graph_[node.operands[0]].payload);
+        std::vector<NodeId> before(order.begin(), std::find(order.begin(), order.end(), id));
+        std::erase_if(before, [&](NodeId n) { return graph_.open_axes(n) == 0; });
+        Value total = identity_of(node.op, node.type);
+        std::vector<Value> inside = values;
+        std::vector<int64_t> at = axes;
+        for (at[axis] = 0; at[axis] < graph_.axes()[axis]; ++at[axis]) {
+          evaluate(before, score, index, at, inside);
+          const Value x[] = {total, inside[node.operands[1]]};
+          total = primitive(combining(node.op)).fold(x);
+        }
+        values[id] = total;
       } else if (node.op == Op::kInput) {
         values[id] = node.payload == 0 ? Value{Type::kFloat, score, 0} : Value{Type::kInt, 0, index[node.payload]};
       } else if (node.op == Op::kScalar) {
@@ -52,10 +76,8 @@ class Pointwise {
         values[id] = primitive(node.op).fold(x);
       }
     }
-    return values[graph_.result()];
   }
 
- private:
   const Graph& graph_;
   const CapturedTensors& captured_;
 };

@@ -154,7 +154,9 @@ TEST(Primitives, DerivativesMatchDifferences) {
       const TileProgram<double> backward(derivative, {1, 1, 1, 1}, {}, {});
       TileEvaluator<double> f(forward, 1, 1), d(backward, 1, 1);
       const Tile tile{0, 0, 0, 0, 1, 1};
-      for (const double x : {0.31, 0.83, 1.71}) {
+      for (double x : {0.31, 0.83, 1.71}) {
+        if (p.name == "asin" || p.name == "acos" || p.name == "atanh") x /= 2;  // where they are defined
+        if (p.name == "acosh") x += 1;
         const double step = 1e-6, grad = 0.37;
         const auto value = [&](double at) {
           double out = 0;

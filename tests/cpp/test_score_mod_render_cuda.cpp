@@ -31,6 +31,7 @@ class Source {
              "::apply(c, score[0], score[1], " + arguments + ", value);\n";
       for (size_t k = 0; k < graph.contributions().size(); ++k) {
         const std::string number = std::to_string(k);
+        if (graph.open_axes(graph.contributions()[k]) != 0) continue;
         body += "  out[" + options.name + "::offset_" + number + "(c, score[0], " + arguments + ")] += value[" +
                 number + "] + " + options.name + "::kBuffer[" + number + "];\n";
       }

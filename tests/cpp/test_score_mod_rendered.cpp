@@ -69,8 +69,12 @@ TEST(Rendered, ScoreMods) {
       const float ds =
           rendered.derivative(words.data(), scores[i], grad[i], kTile.b, kTile.h, q, kv, mask[i] != 0, value, offset);
       expect_close(ds, grad_score[i], "d score");
+      std::vector<double*> sums;
+      for (const at::Tensor& sum : got) sums.push_back(sum.data_ptr<double>());
+      rendered.scatter(words.data(), scores[i], grad[i], kTile.b, kTile.h, q, kv, mask[i] != 0, sums.data());
       for (size_t k = 0; k < derivative.contributions().size(); ++k) {
-        EXPECT_EQ(offset[k] >= 0, mask[i] != 0);
+        const bool vector = derivative.open_axes(derivative.contributions()[k]) != 0;
+        EXPECT_EQ(offset[k] >= 0, !vector && mask[i] != 0);
         if (offset[k] >= 0) got[derivative.contributions()[k].buffer].data_ptr<double>()[offset[k]] += value[k];
       }
     });

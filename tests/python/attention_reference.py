@@ -15,6 +15,18 @@ from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 Sizes = tuple[int, int, int, int]
 
 
+def dropout_weight(p: float, sizes: Sizes) -> Tensor:
+    """What dropout multiplies the probabilities of the next call of flex_attention by, on the default device."""
+    device = torch.get_default_device()
+    generator = torch.cuda if device.type == "cuda" else torch
+    state = generator.get_rng_state()
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
+    generator.set_rng_state(state)
+    kept = torch.ops.fusegrad.flex_attention_dropout_mask(seed, p, list(sizes))
+    threshold = min(round(p * 2**15), 2**15 - 1)
+    return kept.double() * (2**15 / (2**15 - threshold))
+
+
 class Dense(NamedTuple):
     out: Tensor
     lse: Tensor
@@ -47,8 +59,10 @@ def dense(
     mask: Tensor | None = None,
     scale: float | None = None,
     evaluate: Callable = over_all,
+    weight: Tensor | None = None,
 ) -> Dense:
-    """In the dtype of its arguments. `mask`: bool, broadcasts to [B, H, M, N]; rows without a key give 0 and -inf."""
+    """In the dtype of its arguments. `mask`: bool, broadcasts to [B, H, M, N]; rows without a key give 0 and -inf.
+    `weight`, of the same shape: what dropout multiplies probabilities by."""
     batch, heads, queries, head_size = query.shape
     group = heads // key.size(1)
     key, value = (t.expand(batch, *t.shape[1:]).repeat_interleave(group, 1) for t in (key, value))
@@ -60,6 +74,8 @@ def dense(
     alive = (score > -math.inf).any(-1, keepdim=True)
     filled = torch.where(alive, score, 0.0)
     p = torch.where(alive & (score > -math.inf), filled.softmax(-1), 0.0)
+    if weight is not None:
+        p = p * weight.to(p.dtype)
     none = ~alive.squeeze(-1)
     lse = torch.where(none, -math.inf, filled.logsumexp(-1))
     return Dense(p @ value, lse, torch.where(none, -math.inf, filled.amax(-1)))

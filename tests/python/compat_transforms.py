@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,6 +260,45 @@ def export(case: Case) -> Sequence[Tensor]:
     return [torch.export.export(Forward(), inputs).module()(*inputs)]
 
 
+def to_a_file(case: Case, strict: bool) -> Sequence[Tensor]:
+    """Lengths dynamic where draws of other lengths differ, through a file, once decomposed and once not; at another
+    length it is checked here."""
+
+    def inputs_of(rows: int) -> tuple[Tensor, ...]:
+        leaves, constants = case.draw(rows)
+        return (*(t.detach() for t in leaves), *constants)
+
+    class Forward(nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return case.program(*tensors)
+
+    inputs, others = (inputs_of(rows) for rows in LENGTHS[:2])
+    length = torch.export.Dim("length", min=2, max=4096)
+    dynamic = tuple(
+        {i: length for i, (m, n) in enumerate(zip(one.shape, other.shape, strict=True)) if m != n}
+        for one, other in zip(inputs, others, strict=True)
+    )
+    file = io.BytesIO()
+    program = torch.export.export(Forward(), inputs, dynamic_shapes={"tensors": dynamic}, strict=strict)
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    result = loaded.module()(*inputs)
+    for one in (loaded, loaded.run_decompositions()):
+        assert torch.equal(one.module()(*inputs), result)
+        check(replace(case, rows=LENGTHS[1]), [one.module()(*others)], _FORWARD)
+    return [result]
+
+
+def jit_trace(case: Case) -> Sequence[Tensor]:
+    """Traced with other values."""
+    leaves, constants = case.draw()
+    sample = [torch.randn_like(t).requires_grad_() for t in leaves]
+    return gradients(case, torch.jit.trace(case.program, (*sample, *constants)))
+
+
+_FORWARD = Transform("forward", lambda case: [], forward_only=True)
+
 TRANSFORMS = [
     Transform("eager", lambda case: gradients(case, case.program)),
     Transform("torch.compile, aot_eager", compiled("aot_eager")),
@@ -267,6 +308,9 @@ TRANSFORMS = [
     Transform("compiled autograd", compiled_backward),
     Transform("make_graphed_callables", cuda_graphs, cuda_only=True),
     Transform("torch.export", export, forward_only=True),
+    Transform("torch.export, dynamic, saved and loaded", partial(to_a_file, strict=False), forward_only=True),
+    Transform("torch.export, strict, saved and loaded", partial(to_a_file, strict=True), forward_only=True, slow=True),
+    Transform("torch.jit.trace", jit_trace),
     Transform("checkpoint, non-reentrant", checkpoint_non_reentrant),
     Transform("checkpoint, reentrant", checkpoint_reentrant),
     Transform("selective checkpoint, op saved", selective_checkpoint(_of_ours)),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "OWN_DERIVATIVES", "Case"]
 
 Mods = tuple[Callable | None, Callable | None, list[Tensor]]
 
@@ -622,3 +622,104 @@ def vector_times_matrix(d: Draw) -> Mods:
         return s + (a[h] @ m)[0] + (torch.stack([s, s * 2, s - 1]) @ m).sum() + F.linear(a[h], m.t())[1] * s
 
     return score_mod, None, [a, m]
+
+
+# --- with derivatives of their own ------------------------------------------------------------------------------
+
+OWN_DERIVATIVES: list[Case] = []
+"""autograd.Functions and custom ops: no vmap, no torch.jit.trace, traced at each call."""
+
+
+def own_derivative(function: Callable[[Draw], Mods]) -> Callable[[Draw], Mods]:
+    OWN_DERIVATIVES.append(Case(function.__name__, function))
+    return function
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, step):
+        return (x / step).round() * step
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class ClippedGradient(torch.autograd.Function):
+    """Its backward is not linear."""
+
+    @staticmethod
+    def forward(ctx, x, bound):
+        ctx.bound = bound
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-ctx.bound, ctx.bound), None
+
+
+class GatedPair(torch.autograd.Function):
+    """Two outputs, and what it saves."""
+
+    @staticmethod
+    def forward(x, gate):
+        return x * gate.sigmoid(), x + gate
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output[0])
+
+    @staticmethod
+    def backward(ctx, grad_product, grad_sum):
+        x, gate, product = ctx.saved_tensors
+        return grad_product * gate.sigmoid() + grad_sum * 0.5, grad_product * (product - x * 0.25)
+
+
+@torch.library.custom_op("fusegrad_score_mods::tanh", mutates_args=())
+def approximate_tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+def _save_output(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _tanh_backward(ctx, grad):
+    (out,) = ctx.saved_tensors
+    return grad * (1 - out * out)
+
+
+approximate_tanh.register_fake(torch.empty_like)
+approximate_tanh.register_autograd(_tanh_backward, setup_context=_save_output)
+
+
+@own_derivative
+def straight_through(d: Draw) -> Mods:
+    bias = d.floats(d.N)
+    return lambda s, b, h, q, kv: s + StraightThrough.apply(bias[kv], 0.5) * s.sin(), causal_mask, [bias]
+
+
+@own_derivative
+def clipped_gradient(d: Draw) -> Mods:
+    bias = d.floats(d.H, d.N)
+    return (
+        lambda s, b, h, q, kv: ClippedGradient.apply(s + ClippedGradient.apply(bias[h, kv], 0.01), 0.02),
+        None,
+        [bias],
+    )
+
+
+@own_derivative
+def gated_pair(d: Draw) -> Mods:
+    bias = d.floats(d.M)
+
+    def score_mod(s, b, h, q, kv):
+        product, total = GatedPair.apply(s, bias[q])
+        return torch.where(q > kv, product, product.sin() + total)
+
+    return score_mod, None, [bias]
+
+
+@own_derivative
+def softcap_by_an_op(d: Draw) -> Mods:
+    return lambda s, b, h, q, kv: 20 * torch.ops.fusegrad_score_mods.tanh(s / 20), causal_mask, []

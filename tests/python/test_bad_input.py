@@ -32,8 +32,9 @@ COMMON = [
         "a target of class indices must have shape [8], but got",
     ),
     ({"target": torch.zeros(8, 1, dtype=torch.long)}, ValueError, "a target of class indices must have shape [8]"),
-    ({"target": torch.zeros(8, dtype=torch.bool)}, TypeError, "target must be int64 or int32 class indices"),
-    ({"target": torch.zeros(8, dtype=torch.int16)}, TypeError, "target must be int64 or int32 class indices"),
+    ({"target": torch.zeros(8, dtype=torch.bool)}, TypeError, "target must be int64, int32 or uint8 class indices"),
+    ({"target": torch.zeros(8, dtype=torch.int16)}, TypeError, "target must be int64, int32 or uint8 class indices"),
+    ({"target": torch.ones(8, 7), "ignore_index": 3}, ValueError, "an ignore_index >= 0 must come with class indices"),
     ({"target": torch.zeros(8, 3)}, ValueError, "a target of class probabilities must have the shape of the logits"),
     ({"target": torch.zeros(8, dtype=torch.long, device="meta")}, ValueError, "target must be on the input's device"),
     (
@@ -71,6 +72,7 @@ CASES = [("cross_entropy", *case) for case in COMMON] + [("linear_cross_entropy"
 # jsd: student and teacher 8 x 7. linear_jsd: hidden states 8 x 5 and 8 x 3.
 GRAD, META = torch.ones(8, requires_grad=True), torch.zeros(8, dtype=torch.long, device="meta")
 LABELS = torch.arange(8) % 7
+LOG_PROBS = torch.randn(8, 7).log_softmax(1)
 TOP = (torch.full((8, 2), -1.0), torch.tensor([[0, 6]] * 8))
 DIVERGENCES = [
     ({"beta": -0.1}, ValueError, "beta must be in [0, 1], but got -0.1"),
@@ -105,13 +107,33 @@ DIVERGENCES = [
         "labels must be in [0, 7) or ignore_index (-100), but got 7 at row 0",
     ),
     ({"labels": LABELS - 1, "ignore_index": 6}, IndexError, "labels must be in [0, 7) or ignore_index (6), but got -1"),
-    ({"teacher": (TOP[0], TOP[1].int())}, TypeError, "the teacher's indices must be int64, but got Int"),
+    ({"teacher": (TOP[0], TOP[1].short())}, TypeError, "the teacher's indices must be int64 or int32, but got Short"),
     ({"teacher": (TOP[0], TOP[1][:, :1])}, ValueError, "the teacher's indices must have its log-probabilities' shape"),
     ({"teacher": (TOP[0][:, :0], TOP[1][:, :0])}, ValueError, "of a top-k teacher must have K >= 1, but got [8, 0]"),
     ({"teacher": (TOP[0][:5], TOP[1][:5])}, ValueError, "must have shape [..., K] with rows [8], but got [5, 2]"),
     ({"teacher": (TOP[0].long(), TOP[1])}, TypeError, "must be float64, float32, bfloat16 or float16, but got Long"),
-    ({"teacher": (TOP[0], TOP[1] + 1)}, IndexError, "indices must be in [0, 7), but got 7 at row 0, column 1"),
-    ({"teacher": (TOP[0], TOP[1] - 1)}, IndexError, "indices must be in [0, 7), but got -1 at row 0, column 0"),
+    (
+        {"teacher": (TOP[0], TOP[1] + 1)},
+        IndexError,
+        "indices must be in [0, 7), or -1 as padding, but got 7 at row 0, col",
+    ),
+    ({"teacher": (TOP[0], TOP[1] - 2)}, IndexError, "indices must be in [0, 7), or -1 as padding, but got -2 at row 0"),
+    ({"teacher": (TOP[0] + 2, TOP[1])}, ValueError, "a top-k teacher must be log-probabilities, none above 0, whose"),
+    ({"teacher": (TOP[0] + 0.5, TOP[1])}, ValueError, "exponentials sum to at most 1 (within 0.001), but got a sum of"),
+    ({"teacher": (TOP[0].exp(), TOP[1])}, ValueError, "at row 0: logits need log_softmax, and probabilities log"),
+    ({"teacher": (TOP[0][:, :1] * 0 + 1e-4, TOP[1][:, :1])}, ValueError, "and a largest of 0.0001 at row 0"),
+    ({"teacher": TOP, "tail_log_prob": torch.zeros(8)}, ValueError, "sum to at most 1 (within 0.001), but got a sum"),
+    ({"teacher": TOP, "tail_log_prob": torch.zeros(7)}, ValueError, "tail_log_prob must have shape [8], but got [7]"),
+    ({"teacher": TOP, "tail_log_prob": LABELS}, TypeError, "tail_log_prob must be floating-point, but got Long"),
+    ({"teacher": TOP, "tail_log_prob": GRAD - 5}, ValueError, "tail_log_prob must not require grad"),
+    (
+        {"teacher": TOP, "tail_log_prob": torch.zeros(8) - 5, "tail": "renormalize"},
+        ValueError,
+        "tail_log_prob must come with tail 'bucket'",
+    ),
+    ({"tail_log_prob": torch.zeros(8)}, ValueError, "tail_log_prob must come with a top-k teacher"),
+    ({"tail": "renormalize"}, ValueError, "tail 'renormalize' must come with a top-k teacher"),
+    ({"ignore_index": 3}, ValueError, "an ignore_index must come with labels, whose rows it leaves out, but got 3"),
     ({"teacher": (TOP[0], TOP[1] * 0)}, ValueError, "indices must be distinct in a row, but got 0 twice at row 0"),
     ({"teacher": (TOP[0] * GRAD[:2], TOP[1])}, ValueError, "must not require grad"),
     ({"teacher": (TOP[0].to("meta"), TOP[1])}, ValueError, "must be on the input's device cpu, but got meta"),
@@ -124,7 +146,18 @@ LOGITS = [
     ({"teacher": torch.ones(8, 7, device="meta")}, ValueError, "teacher must be on the input's device cpu"),
     ({"log_probs": True, "temperature": 2.0}, ValueError, "log_probs must come with temperature 1"),
     ({"log_probs": True, "hard_weight": 0.5, "labels": LABELS}, ValueError, "log_probs must come without a hard loss"),
+    (
+        {"log_probs": True, "return_aux": JSDAux(hard_loss=True), "labels": LABELS},
+        ValueError,
+        "log_probs must come without a hard loss, which is of logits, but got return_aux with hard_loss",
+    ),
     ({"log_probs": True, "teacher": TOP}, ValueError, "log_probs must come with a dense teacher"),
+    ({"log_probs": True, "student": LOG_PROBS + 0.01}, ValueError, "student must be log-probabilities, none above 0"),
+    (
+        {"log_probs": True, "student": LOG_PROBS, "teacher": LOG_PROBS - 0.01},
+        ValueError,
+        "teacher must be log-probabilities, none above 0, whose exponentials sum to 1 (within 0.001), but got a sum of",
+    ),
     ({"student": torch.tensor(1.0)}, ValueError, "student must have shape [..., V], but got a 0-d tensor"),
     ({"student": torch.ones(8, 7, dtype=torch.long)}, TypeError, "student must be float64, float32, bfloat16 or"),
 ]
@@ -164,6 +197,9 @@ HEADS = [
     ({"teacher_bias": torch.ones(1)}, ValueError, "teacher_bias must have shape [V] = [7], but got [1]"),
     ({"teacher_bias": GRAD[:7]}, ValueError, "teacher_bias must not require grad"),
     ({"teacher_input": TOP}, ValueError, "teacher_weight and teacher_bias must be None with a top-k teacher"),
+    ({"teacher": TOP, "teacher_temperature": 1.0}, ValueError, "teacher_temperature must be left out with a top-k"),
+    ({"teacher": TOP, "teacher_softcap": 30.0}, ValueError, "teacher_softcap must be left out with a top-k teacher"),
+    ({"teacher": TOP, "teacher_logit_scale": 2.0}, ValueError, "teacher_logit_scale must be left out with a top-k"),
     ({"teacher_temperature": 0.0}, ValueError, "teacher_temperature must be a finite number > 0, but got 0"),
     ({"student_softcap": 0.0}, ValueError, "student_softcap must be a finite number > 0 or None, but got 0"),
     ({"teacher_softcap": float("nan")}, ValueError, "teacher_softcap must be a finite number > 0 or None, but got nan"),

@@ -66,7 +66,7 @@ def test_cell(op, inplace: bool, device: str, transform: Transform) -> None:
         pytest.skip("needs CUDA")
     if transform.name in FUNCTION_TRANSFORMS:
         assert found == (
-            f"error: fusegrad::{op.name}: torch.func transforms (grad, vjp, vmap, ...) must not be applied, "
+            f"error: {op.name}: torch.func transforms (grad, vjp, vmap, ...) must not be applied, "
             "but one is active; use torch.autograd"
         )
     else:

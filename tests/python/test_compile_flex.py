@@ -64,6 +64,8 @@ def test_the_same_again_is_there(folder) -> None:
     assert stats(lambda: call(requires_grad=False))["compilations"] == 1  # the backward of the bias alone
     assert stats(lambda: call(deterministic=True))["compilations"] == 2
     assert stats(lambda: call(block_size=48))["compilations"] == 2
+    assert stats(lambda: call(dropout_p=0.1))["compilations"] == 2
+    assert stats(lambda: call(dropout_p=0.2)) == again
     assert stats(lambda: call(bias=torch.randn(50, dtype=torch.bfloat16, requires_grad=True)))["compilations"] == 2
     torch.use_deterministic_algorithms(True)
     try:
@@ -132,6 +134,7 @@ BAD = [
     ({"value_size": 257}, ValueError, "value_size must be a whole number from 1 to 256, but got 257"),
     ({"dtype": torch.float64}, TypeError, "dtype must be bfloat16, float16 or float32, but got torch.float64"),
     ({"mask_mod": causal, "block_size": 0}, ValueError, "block_size must be one or two positive numbers, but got 0"),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, but got 1.0"),
     ({"architecture": "sm_90"}, ValueError, "architecture must be one such as '80' or '90a', but got 'sm_90'"),
     (
         {"mask_mod": causal, "block_mask": create_block_mask(causal, None, None, 8, 8, device="cpu")},

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import score_mods
 import torch
-from attention_reference import dense, one_by_one, over_all
+from attention_reference import dense, dropout_weight, one_by_one, over_all
 from fusegrad import flex_attention
 from support import acc_of, assert_as_good_as_eager, rmse
 from torch import Tensor
@@ -87,6 +87,8 @@ def check(
     dtype = tensors[0].dtype
     acc = acc_of(dtype)
     q, k, v, *held = tensors + buffers
+    sizes = (*q.shape[:3], k.shape[2])
+    weight = dropout_weight(options["dropout_p"], sizes) if "dropout_p" in options else None
     out, found = flex_attention(q, k, v, make(held), mask, return_aux=BOTH, **options)
     ours = [out, found.lse, found.max_scores]
     assert out.dtype == dtype and found.lse.dtype == acc and found.max_scores.dtype == acc
@@ -96,7 +98,7 @@ def check(
 
     def plain(wide: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         given = leaves(inputs, wide)
-        result = dense(*given[:3], make(given[3:]), allowed, options.get("scale"))
+        result = dense(*given[:3], make(given[3:]), allowed, options.get("scale"), weight=weight)
         expected = list(result)
         wanted = [u.to(e.dtype) for u, e in zip(upstream, expected, strict=False)]
         found = torch.autograd.grad(expected[: len(wanted)], given, wanted, materialize_grads=True)
@@ -155,7 +157,7 @@ def test_the_rounding_of_the_output_does_not_reach_the_gradients(dtype: torch.dt
         assert rmse(grad, t) <= (1.6 if on_cuda() else 1.3) * rmse(t.to(dtype), t)
 
 
-@pytest.mark.parametrize("case", score_mods.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*score_mods.CASES, *score_mods.OWN_DERIVATIVES], ids=lambda case: case.name)
 def test_score_mods_from_the_field(case: score_mods.Case) -> None:
     sizes = (2, 2, 6, 8)
     tensors = Sizes(*sizes, 8, 5).tensors()

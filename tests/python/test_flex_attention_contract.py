@@ -326,7 +326,7 @@ def op_arguments(requires_grad: bool = True) -> tuple:
     )
     mask = mask_of(24)
     lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
-    return q, k, v, text, [bias], [number], mask.mask_mod.text, [], [], lists, [], [16, 16]
+    return q, k, v, text, [bias], [number], [], mask.mask_mod.text, [], [], [], lists, [], [16, 16]
 
 
 def test_opcheck() -> None:
@@ -335,11 +335,11 @@ def test_opcheck() -> None:
     torch.library.opcheck(OP.flex_attention.default, arguments, {"aux": 1, "deterministic": True})
     torch.library.opcheck(OP.flex_attention.default, arguments, {"scale": 0.3, "deterministic": True})
     plain = op_arguments(requires_grad=False)
-    forward = (*plain, 0.3, 3)
+    forward = (*plain, 0.3, 0.0, None, 3)
     torch.library.opcheck(OP.flex_attention_forward.default, forward)
     saved = OP.flex_attention_forward(*forward)
     upstream = [torch.randn_like(t) for t in saved[:3]]
-    backward = (*plain[:3], *upstream, *saved, *plain[3:], 0.3, True, [True, False, True, True])
+    backward = (*plain[:3], *upstream, *saved, *plain[3:], 0.3, 0.0, None, True, [True, False, True, True])
     torch.library.opcheck(OP.flex_attention_backward.default, backward)
     into = [torch.empty_like(plain[4][0])]
     torch.library.opcheck(OP.flex_attention_backward_.default, (*backward[:-1], [True] * 4, into))
@@ -373,6 +373,7 @@ def test_function_transforms_are_refused() -> None:
 
 X = torch.ones(SHAPE)
 TEXT = "score_mod 1\nbuffer @0 f 1\n%0 = load @0 kv_idx\n%1 = add score %0\nreturn %1\n"
+QKV = ("query", "key", "value")
 BAD = [
     ({"query": X[0]}, ValueError, "query must have shape [B, H, M, D], but got [2, 40, 8]"),
     ({"value": X[0]}, ValueError, "value must have shape [B, Hkv, N, E], but got [2, 40, 8]"),
@@ -389,11 +390,11 @@ BAD = [
      "query must have a multiple of the key's heads with enable_gqa, but got 3 and 2"),
     ({"scale": math.inf}, ValueError, "scale must be a finite number, but got inf"),
     ({"return_lse": True, "return_aux": AuxRequest()}, ValueError, "return_lse must not come together with return_aux"),
-    ({"kernel_options": 3}, TypeError, "kernel_options must be a dict, but got int"),
+    ({"kernel_options": 3}, TypeError, "kernel_options must be a dict or None, but got 3"),
     ({"block_mask": create_block_mask(causal, None, None, 40, 30, device="cpu")}, ValueError,
      "block_mask must be made for 40 queries and 40 keys, but got one for 40 and 30"),
-    ({"block_mask": create_block_mask(causal, 3, None, 40, 40, device="cpu")}, ValueError,
-     "kv_blocks must have the query's batch size and heads [1, 2] or 1 in their place, but got shape"),
+    ({"block_mask": create_block_mask(causal, 2, None, 40, 40, device="cpu"), **{n: X.repeat(3, 1, 1, 1) for n in QKV}},
+     ValueError, "kv_blocks must have the query's batch size and heads [3, 2], more, or 1 in their place, but got"),
 ]  # fmt: skip
 
 
@@ -406,13 +407,39 @@ def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
     assert str(caught.value).startswith("flex_attention: ") and message in str(caught.value)
 
 
+def test_batched_gradients_are_refused(each_device) -> None:
+    message = "^flex_attention: the upstream gradient must not be batched"
+    x = torch.randn(1, 2, 8, 16, device=each_device, requires_grad=True)
+    for inplace in (False, True):
+        out = flex_attention(x * 1, x * 1, x * 1, inplace=inplace)
+        upstream = torch.randn(3, *out.shape, device=each_device)
+        with pytest.raises(NotImplementedError, match=message):
+            torch.autograd.grad(out, x, upstream, is_grads_batched=True)
+        with pytest.raises(NotImplementedError, match=message):
+            torch.vmap(lambda u, out=out: torch.autograd.grad(out, x, u, retain_graph=True)[0])(upstream)
+
+
+NUMBERS = """score_mod 1
+scalar $0 bool
+scalar $1 f
+scalar $2 i64
+%0 = where $0 $1 score
+%1 = add %0 $2
+return %1
+"""
+
 BAD_OP = [
     ({"score_mod": "nonsense"}, ValueError, "score_mod must be a text of the score_mod language, but got 1:1"),
     ({"score_mod": "mask_mod 1\nreturn true\n"}, ValueError, "score_mod must be a score_mod, but got a mask_mod"),
-    ({"score_mod": TEXT}, ValueError, "score_mod must come with the 1 buffers and 0 scalars that it declares, but"),
+    ({"score_mod": TEXT}, ValueError, "score_mod must come with the 1 buffers that it declares, but got 0"),
+    ({"score_mod": NUMBERS, "ints": [1, 1]}, ValueError,
+     "score_mod's scalars must be 1 floats and 2 integers and bools, as the text says, but got 0 and 2"),
+    ({"score_mod": NUMBERS, "floats": [1.0], "ints": [2, 1]}, ValueError,
+     "score_mod's scalar $0 must be a bool, 0 or 1, as the text says, but got 2"),
     ({"score_mod": TEXT, "buffers": [X[0, 0]]}, ValueError, "score_mod's buffer @0 must have 1 dimensions, as"),
     ({"score_mod": TEXT, "buffers": [torch.ones(40).long()]}, TypeError, "score_mod's buffer @0 must hold f, as"),
     ({"score_mod": TEXT, "buffers": [torch.ones(40, device="meta")]}, ValueError, "must be on the query's device"),
+    ({"ints": [1]}, ValueError, "score_mod must have a text where it captures something, but got an empty one"),
     ({"buffers": [X]}, ValueError, "score_mod must have a text where it captures something, but got an empty one"),
     ({"mask_mod": "mask_mod 1\nreturn true\n"}, ValueError, "mask_mod must come with a block mask, but got none"),
     ({"kv_blocks": [X]}, ValueError, "kv_blocks must be num_blocks and indices of the partial and perhaps of the"),
@@ -428,18 +455,12 @@ BAD_OP = [
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("given, error, message", BAD_OP, ids=[message[:50] for _, _, message in BAD_OP])
 def test_bad_input_of_the_op(given: dict, error: type[Exception], message: str) -> None:
-    names = ["score_mod", "buffers", "scalars", "mask_mod", "mask_buffers", "mask_scalars", "kv_blocks", "q_blocks"]
-    lists = [given.get(name, "" if name.endswith("_mod") else []) for name in [*names, "block_size"]]
+    names = ["score_mod", "buffers", "floats", "ints", "mask_mod", "mask_buffers", "mask_floats", "mask_ints"]
+    names += ["kv_blocks", "q_blocks", "block_size"]
+    lists = [given.get(name, "" if name.endswith("_mod") else []) for name in names]
     with pytest.raises(error) as caught:
         OP.flex_attention(X, X, X, *lists, aux=given.get("aux", 0))
     assert str(caught.value).startswith("flex_attention: ") and message in str(caught.value)
-
-
-@pytest.mark.cpu_only
-def test_a_sliced_block_mask_says_what_is_missing() -> None:
-    mask = create_block_mask(causal, 2, 2, 40, 40, device="cpu", BLOCK_SIZE=16)[0]
-    with pytest.raises((RuntimeError, fusegrad.TraceError), match="sliced BlockMask"):
-        flex_attention(X, X, X, block_mask=mask)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import fusegrad
 import pytest
+import score_mods
 import torch
-from attention_reference import dense
+from attention_reference import dense, one_by_one
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import _C, flex_attention
 from torch import Tensor
@@ -218,3 +219,114 @@ def test_a_number_on_the_cpu() -> None:
     expected = dense(q.double(), k.double(), v.double(), lambda s, b, h, i, j: s * wide).out
     (truth,) = torch.autograd.grad(expected.square().sum(), wide)
     assert grad.device.type == "cpu" and abs(grad.item() - truth.item()) <= 1e-4 * abs(truth.item())
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("case", score_mods.OWN_DERIVATIVES, ids=lambda case: case.name)
+def test_derivatives_of_ones_own(case: score_mods.Case, dtype: torch.dtype, size: int) -> None:
+    """A straight-through estimator, a clipped gradient, two results at once, a custom op's softcap."""
+    n = 10
+    q, k, v = (t.detach().requires_grad_() for t in inputs(1, 2, n, n, size, dtype))
+    made = []
+    for wide in (torch.float64, torch.float32):
+        made.append(case.make(1, 2, n, n, wide, torch.Generator(DEVICE).manual_seed(0)))
+    (exact, _, exact_held), (score_mod, mask_mod, held) = made
+    mask = None if mask_mod is None else create_block_mask(causal, None, None, n, n, device=DEVICE)
+    out = flex_attention(q, k, v, score_mod, mask)
+    upstream = torch.randn_like(out)
+    grads = torch.autograd.grad(out, [q, k, v, *held], upstream)
+    wide_leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    allowed = None if mask_mod is None else torch.ones(n, n).tril().bool()
+    expected = dense(*wide_leaves, exact, allowed, evaluate=one_by_one).out
+    truth = torch.autograd.grad(expected, [*wide_leaves, *exact_held], upstream.double())
+    for ours, t in zip([out, *grads], [expected, *truth], strict=True):
+        assert relative(ours, t) <= (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+# --- vectors ---------------------------------------------------------------------------------------------------
+
+
+def over_vectors(name: str, heads: int, n: int) -> tuple[Callable, Callable, list[Tensor]]:
+    """A score_mod, what it adds to the scores [B, H, M, N] of captured tensors in float64, and these tensors."""
+    group = 2
+
+    def tensor(*sizes: int) -> Tensor:
+        return torch.randn(sizes).requires_grad_()
+
+    if name == "dot product":
+        a, b = tensor(2, heads, n, 64), tensor(2, heads // group, n, 64)
+
+        def score_mod(s, b_, h, i, j):
+            return s + 0.125 * torch.dot(a[b_, h, i, :], b[b_, h // group, j, :])
+
+        return score_mod, lambda a, b: 0.125 * a @ b.repeat_interleave(group, 1).mT, [a, b]
+    if name == "network":  # one for all pairs, of vectors of queries and keys
+        a, b, hidden, outer = tensor(n, 12), tensor(n, 12), tensor(10, 12), tensor(10)
+
+        def score_mod(s, b_, h, i, j):
+            return s + torch.tanh(hidden @ (a[i] - b[j])) @ outer
+
+        def wide(a, b, hidden, outer):
+            return torch.tanh((a[:, None] - b[None]) @ hidden.mT) @ outer
+
+        return score_mod, wide, [a, b, hidden, outer]
+    if name == "gather":  # of each pair its own
+        places, a, b = torch.randint(50, (n, n)), tensor(50, 20), tensor(n, 20)
+        return (
+            lambda s, b_, h, i, j: s + (a[places[i, j]] * b[j]).sum(),
+            lambda a, b: (a[places] * b).sum(-1),
+            [a, b],
+        )
+    assert name == "softmax and layer_norm"
+    a, b = tensor(heads, n, 24), tensor(n, 24)
+    norm = torch.nn.functional.layer_norm
+    return (
+        lambda s, b_, h, i, j: s + torch.softmax(a[h, i], 0) @ norm(b[j], (24,)) * b[j].amax(),
+        lambda a, b: torch.softmax(a, -1) @ (norm(b, (24,)) * b.amax(-1, keepdim=True)).mT,
+        [a, b],
+    )
+
+
+VECTORS = ["dot product", "network", "gather", "softmax and layer_norm"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dtype, size", [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 16)], ids=str)
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors(name: str, dtype: torch.dtype, size: int, deterministic: bool) -> None:
+    heads, n = 4, 200
+    given = inputs(2, heads, n, n, size, dtype, hkv=2)
+    score_mod, added, held = over_vectors(name, heads, n)
+    mask = create_block_mask(causal, None, None, n, n, device=DEVICE, BLOCK_SIZE=128)
+    upstream = torch.randn_like(given[0])
+    wide = [t.detach().double().requires_grad_() for t in (*given, *held)]
+    query, key, value = wide[0], *(t.repeat_interleave(2, 1) for t in wide[1:3])
+    score = query @ key.mT / math.sqrt(size) + added(*wide[3:])
+    truth = score.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -math.inf).softmax(-1) @ value
+    wanted = torch.autograd.grad(truth, wide, upstream.double())
+
+    def backward() -> tuple[Tensor, tuple[Tensor, ...]]:
+        out = flex_attention(*given, score_mod, mask, enable_gqa=True, deterministic=deterministic)
+        return out, torch.autograd.grad(out, [*given, *held], upstream)
+
+    out, got = backward()
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    assert relative(out, truth) <= limit
+    for k, (x, y) in enumerate(zip(got, wanted, strict=True)):
+        assert relative(x, y) <= limit, k
+    if deterministic:
+        assert all(torch.equal(x, y) for x, y in zip(got, backward()[1], strict=True))
+
+
+def test_vectors_of_wide_heads() -> None:
+    """Head sizes above 128 have kernels of their own."""
+    heads, n = 2, 130
+    given = inputs(1, heads, n, n, 256)
+    score_mod, added, held = over_vectors("softmax and layer_norm", heads, n)
+    upstream = torch.randn_like(given[0])
+    wide = [t.detach().double().requires_grad_() for t in (*given, *held)]
+    truth = (wide[0] @ wide[1].mT / 16 + added(*wide[3:])).softmax(-1) @ wide[2]
+    out = flex_attention(*given, score_mod)
+    got = torch.autograd.grad(out, [*given, *held], upstream)
+    for x, y in zip(got, torch.autograd.grad(truth, wide, upstream.double()), strict=True):
+        assert relative(x, y) <= 1e-2

@@ -87,7 +87,9 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 
 class Kernel(NamedTuple):
-    kernel: str  # "ordered" is the backward whose sums are the same in every order, "short" the one without tall tiles
+    # "ordered" is the backward whose sums are the same in every order, "short" the one without tall tiles; behind a
+    # plus sign, "dropout".
+    kernel: str
     dtype: str
     head_size: int
     value_size: int
@@ -103,18 +105,20 @@ class Kernel(NamedTuple):
         def text_of(mod: ScoreMod | None) -> tuple[str, list[str]]:
             return ("", []) if mod is None else (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers])
 
+        kernel, _, dropout = self.kernel.partition("+")
         return flex.Case(
-            "backward" if self.kernel in ("ordered", "short") else self.kernel,
+            "backward" if kernel in ("ordered", "short") else kernel,
             self.dtype,
             self.head_size,
             self.value_size,
             text_of(score),
             text_of(mask),
             blocks,
-            [] if self.kernel == "forward" else [b.requires_grad for b in buffers],
+            [] if kernel == "forward" else [b.requires_grad for b in buffers],
             [b.numel() for b in buffers],
-            deterministic=self.kernel in ("ordered", "grad_query"),
-            tall=self.kernel != "short",
+            deterministic=kernel in ("ordered", "grad_query"),
+            tall=kernel != "short",
+            dropout_p=0.1 if dropout else 0.0,
         )
 
     def takes(self) -> tuple[int, int]:

@@ -216,6 +216,16 @@ def test_jsd(device: str, sample: Distillation, dtype: torch.dtype) -> None:
     compare(ours, plain, [x.to(dtype) for x in inputs], str(sample), device, single=2**-20)
 
 
+@everywhere
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_no_divergence_is_negative(device: str, beta: float) -> None:
+    student = to_jax(3 * torch.randn(400, 97), device)
+    assert bool((fj.jsd(student, student, beta=beta, reduction="none") == 0).all())
+    logs = jax.nn.log_softmax(student)
+    assert bool((fj.jsd(logs, logs + 1e-7, beta=beta, reduction="none", log_probs=True) >= 0).all())
+    assert bool(jnp.isnan(fj.jsd(student.at[0, 0].set(jnp.nan), student, beta=beta)))
+
+
 def test_float64_on_the_cpu() -> None:
     with jax.enable_x64(True):
         x, w, target = torch.randn(9, 5).double(), torch.randn(31, 5).double(), torch.randint(0, 31, (9,))
@@ -512,6 +522,12 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("cross_entropy", {"softcap": 0.0}, ValueError, "softcap must be positive and finite, but got 0.0"),
     ("cross_entropy", {"z_loss": -1.0}, ValueError, "z_loss must be at least 0 and finite, but got -1.0"),
     ("cross_entropy", {"ignore_index": None}, TypeError, "ignore_index must be an int, but got NoneType"),
+    (
+        "cross_entropy",
+        {"target": X, "ignore_index": 3},
+        ValueError,
+        "an ignore_index >= 0 must come with class indices",
+    ),
     ("cross_entropy", {"normalizer": 2.0, "reduction": "sum"}, ValueError, "normalizer must come with"),
     ("cross_entropy", {"normalizer": T}, ValueError, r"normalizer must have shape \[\], but got \[3\]"),
     ("linear_cross_entropy", {"linear_weight": W[:, :4]}, ValueError, r"shape \[V, 5\], but got \[7, 4\]"),
@@ -526,6 +542,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("jsd", {"beta": 1.5}, ValueError, r"beta must be in \[0, 1\], but got 1.5"),
     ("jsd", {"temperature": 0.0}, ValueError, "temperature must be positive and finite, but got 0.0"),
     ("jsd", {"hard_weight": 1.0}, ValueError, "labels must be given with a hard_weight, but got None"),
+    ("jsd", {"ignore_index": 3}, ValueError, "an ignore_index must come with labels, but got 3"),
     ("jsd", {"log_probs": True, "temperature": 2.0}, ValueError, "temperature must be 1 with log_probs, but got 2.0"),
     ("jsd", {"labels": T, "log_probs": True, "hard_weight": 1.0}, ValueError, "hard_weight must be 0 .* but got 1.0"),
     ("jsd", {"reduction": "avg"}, ValueError, "reduction must be one of none, sum, mean, batchmean, but got 'avg'"),

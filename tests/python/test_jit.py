@@ -149,3 +149,10 @@ def test_module_runs(folder) -> None:
     done = subprocess.run([sys.executable, "-m", "fusegrad", "cache", "info"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"folder   {folder}" in done.stdout
+
+
+@needs_nvrtc
+def test_flags_of_the_environment_are_blamed(monkeypatch) -> None:
+    monkeypatch.setenv("FUSEGRAD_JIT_FLAGS", "--nonsense")
+    with pytest.raises(RuntimeError, match=r"FUSEGRAD_JIT_FLAGS must hold flags .*, but got '--nonsense'"):
+        jit.compile(jit.Program(SOURCE, "90a", name="probe"))

@@ -222,6 +222,7 @@ def test_infinite_logits(device: str, beta: float, log_probs: bool) -> None:
             torch.testing.assert_close(grad, right)
     if beta == 0:
         student[0, 40] = -torch.inf
+        student = student.log_softmax(-1)
         assert fusegrad.jsd(student, teacher, **options).item() == torch.inf
 
 
@@ -271,7 +272,6 @@ def test_shapes(device: str, shape: tuple[int, ...], inplace: bool) -> None:
     _, right = reference.jsd(student.double(), teacher.double(), labels=labels)
     for name, value in values._asdict().items():
         if value is not None:
-            assert not value.requires_grad
             torch.testing.assert_close(value.double(), right[name], rtol=1e-5, atol=1e-6, msg=name)
 
 

@@ -24,7 +24,11 @@ def test_linear_cross_entropy_loss_owns_its_weight_or_takes_a_tied_one() -> None
     tied = torch.nn.Embedding(5, 6)
     none = fusegrad.LinearCrossEntropyLoss(6, None)
     expected = torch.nn.functional.cross_entropy(x @ tied.weight.t(), t)
-    torch.testing.assert_close(own(x, t, tied.weight), expected)
+    torch.testing.assert_close(own(x, t, tied.weight, linear_bias=torch.zeros(5)), expected)
+    with pytest.raises(ValueError, match="linear_bias must be given with a linear_weight where the module owns a bias"):
+        own(x, t, tied.weight)
+    with pytest.raises(ValueError, match="linear_bias must come with a linear_weight"):
+        own(x, t, linear_bias=torch.zeros(5))
     torch.testing.assert_close(none(x, t, tied.weight), expected)
     with pytest.raises(ValueError, match="linear_weight must be given"):
         none(x, t)
@@ -47,7 +51,11 @@ def test_linear_jsd_loss_owns_its_weight_or_takes_a_tied_one() -> None:
     tied = torch.nn.Embedding(5, 6)
     none = fusegrad.LinearJSDLoss(6, None, beta=0.0)
     expected = fusegrad.jsd(x @ tied.weight.t(), y @ v.t(), beta=0.0)
-    torch.testing.assert_close(own(x, y, v, tied.weight), expected)
+    torch.testing.assert_close(own(x, y, v, tied.weight, student_bias=torch.zeros(5)), expected)
+    with pytest.raises(ValueError, match="student_bias must be given with a student_weight where the module owns"):
+        own(x, y, v, tied.weight)
+    with pytest.raises(ValueError, match="student_bias must come with a student_weight"):
+        own(x, y, v, student_bias=torch.zeros(5))
     torch.testing.assert_close(none(x, y, v, tied.weight), expected)
     with pytest.raises(ValueError, match="student_weight must be given"):
         none(x, y, v)

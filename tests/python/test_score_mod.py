@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-import fusegrad  # noqa: F401
+import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
 from fusegrad._C import score_mod as language
+from fusegrad.score_mod import split_scalars
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 EXAMPLES = int(os.environ.get("FUSEGRAD_SCORE_MOD_EXAMPLES", "300"))
 KINDS = {"bool": torch.bool, "i64": torch.int64, "f": torch.float64}
@@ -96,6 +98,17 @@ REFERENCE: dict[str, Callable] = {
     "sin": torch.sin,
     "cos": torch.cos,
     "tan": torch.tan,
+    "erfc": torch.erfc,
+    "atan": torch.atan,
+    "asin": torch.asin,
+    "acos": torch.acos,
+    "sinh": torch.sinh,
+    "cosh": torch.cosh,
+    "asinh": torch.asinh,
+    "acosh": torch.acosh,
+    "atanh": torch.atanh,
+    "atan2": torch.atan2,
+    "hypot": torch.hypot,
     "detach": torch.detach,
     "eq": torch.eq,
     "ne": torch.ne,
@@ -233,6 +246,8 @@ def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torc
     ]
     p.values.extend(axes)
 
+    open_axes: list[tuple[str, Tensor]] = []  # of the language: dimensions before the four
+
     def constant() -> tuple[str, Tensor]:
         floats = [0.0, -0.0, 1.0, -1.0, 2.0, 0.5, 0.1, -1.7, 8.0, 3.0]
         return p.constant(choose.choice([choose.choice(floats), choose.randint(-5, 9), choose.random() < 0.5]))
@@ -256,8 +271,12 @@ def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torc
             return x
         if name in ("log", "log2", "sqrt", "rsqrt", "log1p"):
             return p.apply("add", p.apply("abs", x), p.constant(0.25))
-        if name in ("exp", "exp2", "expm1", "tan"):
+        if name == "acosh":
+            return p.apply("add", p.apply("abs", x), p.constant(1.25))
+        if name in ("exp", "exp2", "expm1", "tan", "sinh", "cosh"):
             return p.apply("clamp", x, p.constant(-1.25), p.constant(1.25))
+        if name in ("asin", "acos", "atanh"):  # the slopes grow without bound towards 1
+            return p.apply("clamp", x, p.constant(-0.75), p.constant(0.75))
         return x
 
     def primitive() -> None:
@@ -284,6 +303,8 @@ def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torc
         elif name == "clamp":
             x, low = operand("f", "i64"), operand("f", "i64")
             p.apply(name, x, low, operand("f", "i64"))
+        elif name in ("atan2", "hypot"):  # off the origin, and off the cut
+            p.apply(name, operand("f", "i64"), p.apply("add", p.apply("abs", operand("f", "i64")), p.constant(0.5)))
         elif rule == "float":
             p.apply(name, tamed(name, operand("f", "i64", "bool")))
         else:
@@ -301,6 +322,9 @@ def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torc
     def index(size_of_dimension: list[int]) -> tuple[str, Tensor]:
         """An index and, appended, the size of a dimension that it fits."""
         choice = choose.randint(0, 5)
+        if open_axes and choose.random() < 0.5:
+            size_of_dimension.append(len(open_axes[-1][1]))
+            return open_axes[-1]
         if choice < 3:
             d = choose.randint(0, 3)
             size_of_dimension.append(sizes[d])
@@ -339,6 +363,30 @@ def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torc
         p.scalars.append(value)
         p.values.append((f"${len(p.scalars) - 1}", p.constant(value)[1]))
 
+    def reduction() -> None:
+        outside = list(p.values)
+        dims = 4 + len(open_axes)
+        extent = choose.randint(1, 12)
+        axis = p.add(f"axis {extent}", torch.arange(extent).reshape(-1, *[1] * dims))
+        open_axes.append(axis)
+        for _ in range(choose.randint(1, 5)):
+            step = choose.randint(0, 5)
+            if step == 2 and dims == 4:
+                reduction()
+            elif step < 3:
+                load()
+            else:
+                primitive()
+        name, value = operand("f", "i64", "bool")
+        open_axes.pop()
+        value = value.long() if value.dtype == torch.bool else value
+        value = value.reshape([1] * (dims + 1 - value.dim()) + list(value.shape))
+        value = value.expand(extent, *value.shape[1:])  # what does not depend on the axis counts as often
+        assume(not value.is_floating_point() or not (near(value - value.amax(0)) or near(value - value.amin(0))))
+        what = choose.choice(["sum", "amax", "amin"])
+        p.values[:] = outside
+        p.add(f"{what} {axis[0]} {name}", getattr(value, what)(0))
+
     if choose.random() < 0.5:
         # What depends on the difference alone is computed apart: it should be common.
         q, kv = axes[2:]
@@ -349,6 +397,8 @@ def programs(draw: st.DrawFn, kind: str = "score_mod", dtype: torch.dtype = torc
             load()
         elif step == 3:
             scalar() if choose.random() < 0.5 else branch()
+        elif step == 4:
+            reduction()
         else:
             primitive()
     return p
@@ -393,13 +443,13 @@ def test_random_graphs(p: Program, masked: bool, seed: int) -> None:
     expected = result[1].expand(p.sizes)
     buffers = [b.detach() for b in p.buffers]
     score = p.score.detach()
-    got = torch.ops.fusegrad.evaluate_score_mod(text, score, buffers, p.scalars, mask)
+    got = torch.ops.fusegrad.evaluate_score_mod(text, score, buffers, *split_scalars(p.scalars), mask)
     where_on = expected.detach() if mask is None else torch.where(mask, expected.detach(), -torch.inf)
     agree(got, where_on, "value")
 
     grad_on = grad if mask is None else torch.where(mask, grad, 0)
     grad_score, grad_buffers = torch.ops.fusegrad.evaluate_score_mod_backward(
-        grad, text, score, buffers, p.scalars, mask
+        grad, text, score, buffers, *split_scalars(p.scalars), mask
     )
     leaves = [p.score, *(b for b in p.buffers if b.requires_grad)]
     if not expected.requires_grad:
@@ -425,7 +475,7 @@ def test_random_masks(p: Program) -> None:
         bools = [p.apply("gt", numbers[-1], numbers[-2])]
     name, value = bools[-1]
     got = torch.ops.fusegrad.evaluate_mask_mod(
-        p.text("mask_mod", name), p.sizes, [b.detach() for b in p.buffers], p.scalars
+        p.text("mask_mod", name), p.sizes, [b.detach() for b in p.buffers], *split_scalars(p.scalars)
     )
     assert torch.equal(got, value.expand(p.sizes))
 
@@ -451,11 +501,11 @@ def test_gather_of_a_gather() -> None:
     offset, bias = torch.randint(0, 6, (6,)), torch.randn(6, dtype=torch.float64, requires_grad=True)
     score = torch.randn(1, 2, 6, 4, dtype=torch.float64)
     expected = score + bias[offset][:, None]
-    got = torch.ops.fusegrad.evaluate_score_mod(SEED_004, score, [offset, bias.detach()], [])
+    got = torch.ops.fusegrad.evaluate_score_mod(SEED_004, score, [offset, bias.detach()], [], [])
     assert torch.equal(got, expected)
     grad = torch.randn_like(score)
     expected.backward(grad)
-    _, grads = torch.ops.fusegrad.evaluate_score_mod_backward(grad, SEED_004, score, [offset, bias.detach()], [])
+    _, grads = torch.ops.fusegrad.evaluate_score_mod_backward(grad, SEED_004, score, [offset, bias.detach()], [], [])
     torch.testing.assert_close(grads[1], bias.grad)
     assert "class C" in language.explain(SEED_004, [False, True])
 
@@ -465,7 +515,7 @@ def test_a_branch_not_taken_contributes_nothing() -> None:
     text += "%4 = sqrt %0\n%5 = where %1 %4 score\n%6 = add %3 %5\nreturn %6\n"
     bias = torch.tensor([0.0, 4.0, -1.0], dtype=torch.float64)
     score = torch.ones(1, 1, 1, 3, dtype=torch.float64)
-    grad_score, (grad,) = torch.ops.fusegrad.evaluate_score_mod_backward(score, text, score, [bias], [])
+    grad_score, (grad,) = torch.ops.fusegrad.evaluate_score_mod_backward(score, text, score, [bias], [], [])
     assert grad.tolist() == [0.0, 0.5, 0.0]
     assert grad_score.flatten().tolist() == [1.0, 0.0, 1.0]
 
@@ -473,9 +523,9 @@ def test_a_branch_not_taken_contributes_nothing() -> None:
 def test_no_gradient_goes_missing() -> None:
     score = torch.zeros(1, 1, 2, 2, requires_grad=True)
     with pytest.raises(RuntimeError, match="must not require grad"):
-        torch.ops.fusegrad.evaluate_score_mod("score_mod 1\nreturn score", score, [], [])
+        torch.ops.fusegrad.evaluate_score_mod("score_mod 1\nreturn score", score, [], [], [])
     with torch.no_grad():
-        torch.ops.fusegrad.evaluate_score_mod("score_mod 1\nreturn score", score, [], [])
+        torch.ops.fusegrad.evaluate_score_mod("score_mod 1\nreturn score", score, [], [], [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -484,7 +534,7 @@ def test_dtypes_of_buffers(dtype: torch.dtype) -> None:
     text = "score_mod 1\nbuffer @0 f 1\n%0 = load @0 kv_idx\nreturn %0\n"
     for acc in (torch.float32, torch.float64):
         score = torch.zeros(1, 1, 2, bias.numel(), dtype=acc)
-        got = torch.ops.fusegrad.evaluate_score_mod(text, score, [bias], [])
+        got = torch.ops.fusegrad.evaluate_score_mod(text, score, [bias], [], [])
         assert torch.equal(got, bias.to(acc).expand_as(score))
 
 
@@ -494,8 +544,34 @@ def test_dtypes_of_tables(dtype: torch.dtype) -> None:
     table = torch.tensor([info.min, info.max, 0, 1], dtype=dtype)
     text = "mask_mod 1\nbuffer @0 i64 1\nscalar $0 i64\n%0 = load @0 kv_idx\n%1 = eq %0 $0\nreturn %1\n"
     for value in table.tolist():
-        got = torch.ops.fusegrad.evaluate_mask_mod(text, [1, 1, 1, 4], [table], [value])
+        got = torch.ops.fusegrad.evaluate_mask_mod(text, [1, 1, 1, 4], [table], [], [value])
         assert torch.equal(got.flatten(), table == value)
+
+
+def test_numbers_of_all_types_keep_their_order_and_all_digits() -> None:
+    """Floats travel in one list, integers and bools in another; no integer becomes a float on the way."""
+    declared = ["i64", "f", "bool", "i64", "f"]
+    text = "mask_mod 1\nbuffer @0 i64 1\nbuffer @1 f 1\n"
+    text += "".join(f"scalar ${i} {t}\n" for i, t in enumerate(declared))
+    text += "%0 = load @0 kv_idx\n%1 = eq %0 $0\n%2 = load @1 kv_idx\n%3 = eq %2 $1\n%4 = and %1 %3\n%5 = and %4 $2\n"
+    text += "%6 = eq kv_idx $3\n%7 = and %5 %6\n%8 = eq $4 2.5\n%9 = and %7 %8\nreturn %9\n"
+    large = (1 << 62) + 1
+    buffers = [large + torch.tensor([1, 0, -1]), torch.full((3,), 0.1, dtype=torch.float64)]
+    for scalars, expected in (
+        ((large, 0.1, True, 1, 2.5), [False, True, False]),
+        ((large, 0.1, False, 1, 2.5), [False] * 3),
+        ((large - 1, 0.1, True, 2, 2.5), [False, False, True]),
+        ((large, 2.5, True, 1, 0.1), [False] * 3),
+    ):
+        mod = fusegrad.ScoreMod(text, buffers, scalars)
+        got = torch.ops.fusegrad.evaluate_mask_mod(mod.text, [1, 1, 1, 3], buffers, *split_scalars(mod.scalars))
+        assert got.flatten().tolist() == expected
+        mask = BlockMask.from_kv_blocks(torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int(), BLOCK_SIZE=3)
+        mask.mask_mod = mod
+        query = torch.zeros(1, 1, 3, 2, dtype=torch.float64)
+        value = torch.eye(3, dtype=torch.float64)[None, None]
+        out = fusegrad.flex_attention(query, query, value, block_mask=mask)
+        assert torch.equal(out[0, 0], torch.tensor(expected).double().expand(3, 3))
 
 
 def test_out_of_range() -> None:
@@ -505,15 +581,15 @@ def test_out_of_range() -> None:
     with pytest.raises(
         IndexError, match="index 3 is out of range for dimension 0 of captured buffer 0, which has size 2"
     ):
-        torch.ops.fusegrad.evaluate_score_mod(text, score, [bias], [])
+        torch.ops.fusegrad.evaluate_score_mod(text, score, [bias], [], [])
     q, kv = torch.arange(4)[:, None], torch.arange(4)
     mask = (q >= kv) & (q - kv < 2)
-    got = torch.ops.fusegrad.evaluate_score_mod(text, score, [bias], [], mask)
+    got = torch.ops.fusegrad.evaluate_score_mod(text, score, [bias], [], [], mask)
     assert torch.equal(got[0, 0], torch.where(mask, (q - kv).float(), -torch.inf))
-    _, (grad,) = torch.ops.fusegrad.evaluate_score_mod_backward(score + 1, text, score, [bias], [], mask)
+    _, (grad,) = torch.ops.fusegrad.evaluate_score_mod_backward(score + 1, text, score, [bias], [], [], mask)
     assert grad.tolist() == [4.0, 3.0]
     with pytest.raises(IndexError):
-        torch.ops.fusegrad.evaluate_score_mod_backward(score + 1, text, score, [bias], [])
+        torch.ops.fusegrad.evaluate_score_mod_backward(score + 1, text, score, [bias], [], [])
 
 
 @pytest.mark.parametrize(
@@ -521,7 +597,7 @@ def test_out_of_range() -> None:
     [
         ("", "1:1: expected 'score_mod 1'"),
         ("score_mod 1\n%0 = add score\nreturn %0", "2:6: 'add' expects 2 operands, but got 1"),
-        ("score_mod 1\n\n  %0 = foo score", "3:8: expected a primitive or 'load', but got 'foo'"),
+        ("score_mod 1\n\n  %0 = foo score", "3:8: expected a primitive, 'load', 'backward' or 'custom', but got 'foo'"),
         ("mask_mod 1\n%0 = gt score 0\nreturn %0", "2:9: 'score' is not an input of a mask_mod"),
         ("score_mod 1\nbuffer @0 f 1\n%0 = load @0\n", "3:11: buffer @0 expects 1 indices, but got 0"),
         ("score_mod 1\nreturn score", None),

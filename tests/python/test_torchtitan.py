@@ -95,6 +95,10 @@ def test_bad_input() -> None:
         loss_fn.set_lm_head(nn.Embedding(V, H))
     with pytest.raises(ValueError, match="label_smoothing must be in"):
         LinearCrossEntropyLoss(label_smoothing=2.0)
+    with pytest.raises(TypeError, match="reduction"):
+        LinearCrossEntropyLoss(reduction="sum")
+    with pytest.raises(TypeError, match="LinearCrossEntropyLoss: inplace must be True or False, but got 'no'"):
+        LinearCrossEntropyLoss(inplace="no")
     head = nn.Linear(H, V)
     loss_fn.set_lm_head(head)
     with pytest.raises(ValueError, match="linear_cross_entropy: "):

@@ -15,6 +15,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_reference import dropout_weight
 from torch import Tensor, nn
 
 tf = pytest.importorskip("transformers")
@@ -597,11 +598,41 @@ def test_sinks_softcaps_and_position_biases() -> None:
     )
 
 
+def test_attention_dropout_of_one_layer() -> None:
+    query, key, value = (torch.randn(2, heads, 10, 8, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.randn(4, requires_grad=True)
+    weight = dropout_weight(0.3, (2, 4, 10, 10))
+    module = nn.Module()
+    out, _ = transformers_attention.attention(module, query, key, value, None, dropout=0.3, s_aux=sinks)
+    scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
+    scores = scores.masked_fill(torch.ones(10, 10).triu(1).bool(), -torch.inf)
+    scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(2, 4, 10, 1)], -1)
+    weights = scores.softmax(-1)[..., :-1] * weight.float()
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    upstream, leaves = torch.randn_like(out), (query, key, value, sinks)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_dropout_of_a_model(reentrant: bool) -> None:
+    model = make(attention="fusegrad", attention_dropout=0.2)
+    inputs = batch()
+    torch.manual_seed(4)
+    expected = step(model, **inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    torch.manual_seed(4)
+    torch.testing.assert_close(step(model, **inputs), expected)
+    model.gradient_checkpointing_disable()
+    assert model(**inputs).loss != expected[0]
+    model.eval()
+    assert model(**inputs).loss == model(**inputs).loss
+
+
 def test_what_attention_refuses() -> None:
     inputs = batch()
-    with pytest.raises(NotImplementedError, match="fusegrad attention: dropout must be 0"):
-        make(attention="fusegrad", attention_dropout=0.1)(**inputs)
-    make(attention="fusegrad", attention_dropout=0.1).eval()(**inputs)
     with pytest.raises(NotImplementedError, match="fusegrad attention: output_attentions must be False"):
         make(attention="fusegrad")(**inputs, output_attentions=True)
     with pytest.raises(ValueError, match=r"attention_mask must be a block mask or \[B or 1"):

@@ -95,13 +95,23 @@ def test_opcheck_of_what_front_ends_call(device, suffix) -> None:
     x = x.detach() if suffix else x
     torch.library.opcheck(getattr(ops, "cross_entropy" + suffix).default, (x, t), {"label_smoothing": 0.1})
     torch.library.opcheck(getattr(ops, "linear_cross_entropy" + suffix).default, (x, w, t), {"reduction": "sum"})
-    y, v, k = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device), torch.randn(4, 2, device=device)
-    top_k = {"teacher_indices": torch.tensor([[1, 0]] * 4, device=device), "aux": 1}
-    hard = {"labels": t, "hard_weight": 0.5, "aux": 3}
-    torch.library.opcheck(getattr(ops, "jsd" + suffix).default, (x, torch.randn_like(x)), {"reduction": "mean", **hard})
-    torch.library.opcheck(getattr(ops, "jsd" + suffix).default, (x, k), top_k)
-    torch.library.opcheck(getattr(ops, "linear_jsd" + suffix).default, (x, w, y, v), hard)
-    torch.library.opcheck(getattr(ops, "linear_jsd" + suffix).default, (x, w, k), {"reduction": "none", **top_k})
+    y, v = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device)
+    k = torch.randn(4, 5, device=device).log_softmax(1)[:, :2]
+    top_k = {"teacher_indices": torch.tensor([[1, 0]] * 4, device=device), "tail_log_prob": k[:, 0] - 3}
+    hard = {"labels": t, "hard_weight": 0.5}
+    # opcheck differentiates all outputs, and the aux values raise then: it has them of what needs no gradient.
+    for given, head, aux in ((x, w, 0), (x.detach(), w.detach(), 3)):
+        call = {"reduction": "mean", "aux": aux, **hard}
+        torch.library.opcheck(getattr(ops, "jsd" + suffix).default, (given, torch.randn_like(x)), call)
+        torch.library.opcheck(getattr(ops, "jsd" + suffix).default, (given, k), top_k)
+        torch.library.opcheck(getattr(ops, "linear_jsd" + suffix).default, (given, head, y, v), {"aux": aux, **hard})
+        call = {"reduction": "none", "aux": aux & 1, **top_k}
+        torch.library.opcheck(getattr(ops, "linear_jsd" + suffix).default, (given, head, k), call)
+    everything = {"aux": 63 - 1, "reduction": "sum"}
+    torch.library.opcheck(getattr(ops, "cross_entropy" + suffix).default, (x.detach(), t), everything)
+    value = torch.ones(4, device=device)
+    torch.library.opcheck(ops.constant_beside.default, (value, value.sum(), "an_op", "a_value"))
+    torch.library.opcheck(ops.refuse_gradient.default, (0 * value, "an_op", "a_value"))
 
 
 @everywhere
@@ -146,9 +156,9 @@ def test_opcheck_of_the_ops_below(device) -> None:
             [True] * 2 + [False],
         ),
     )
-    numbers = [0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5]
+    numbers = [0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     y, v = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device)
-    rows = (None, t % 6, None, None, numbers, False, False, -100, 1, 3)
+    rows = (None, None, t % 6, None, None, numbers, False, False, -100, 1, 3)
     for suffix in ("", "_"):
         divergence = (x.clone(), torch.randn_like(x), *rows, [True, not suffix])
         torch.library.opcheck(getattr(ops, "jsd_forward" + suffix).default, divergence)
@@ -156,7 +166,7 @@ def test_opcheck_of_the_ops_below(device) -> None:
         torch.library.opcheck(getattr(ops, "linear_jsd_forward" + suffix).default, heads)
     torch.library.opcheck(
         ops.linear_jsd_backward.default,
-        (one, h, w, None, y, v, None, None, t, None, scales, numbers, False, -100, None, None, 1, [True, True, False]),
+        (one, h, w, None, y, v, *[None] * 3, t, None, scales, numbers, False, -100, None, None, 1, [True, True, False]),
     )
     torch.library.opcheck(ops.scale_gradient.default, (x, one, None))
     torch.library.opcheck(ops.scale_gradient_.default, (x, one, one))
@@ -194,9 +204,9 @@ def test_autocast(device, dtype) -> None:
 def test_transforms_that_are_not_implemented_name_the_op(name) -> None:
     loss = make(name, "cpu")
     x = torch.randn(8, 8)
-    with pytest.raises(NotImplementedError, match=f"fusegrad::{name}.*vmap"):
+    with pytest.raises(NotImplementedError, match=f"^{name}: .*vmap"):
         torch.vmap(loss.ours)(torch.randn(3, 8, 8))
-    with pytest.raises(NotImplementedError, match=f"fusegrad::{name}.*torch.func"):
+    with pytest.raises(NotImplementedError, match=f"^{name}: .*torch.func"):
         torch.func.grad(loss.ours)(x)
-    with pytest.raises(NotImplementedError, match=f"fusegrad::{name}.*forward-mode"), forward_ad.dual_level():
+    with pytest.raises(NotImplementedError, match=f"^{name}: .*forward-mode"), forward_ad.dual_level():
         loss.ours(forward_ad.make_dual(x, torch.ones_like(x)))

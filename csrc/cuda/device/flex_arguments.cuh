@@ -32,12 +32,22 @@ enum FlexTileKind : int {
 };
 enum FlexBlock : unsigned char { kBlockNone, kBlockPartial, kBlockFull, kBlockBad };
 
+/// The largest threshold of dropout with which numbers are compared as they are, float16's infinity.
+constexpr unsigned kMostFinite = 0x7c00;
+/// Dropout; see flex_dropout.cuh.
+struct FlexDropout {
+  const long long* seed;
+  float scale;         // of what is kept
+  unsigned threshold;  // below which a pair's number drops it; the same in both halves
+};
+
 struct FlexForwardArguments {
   FlexTensor query, key, value, out, out_low;
   float *lse, *max_scores, *max_ties;  // [B, H, M]; the latter two may be null
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   float scale;
+  FlexDropout dropout;
 };
 
 /// A tensor map, as cuTensorMapEncodeTiled fills it.
@@ -84,6 +94,7 @@ struct FlexBackwardArguments {
   int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes
   float scale;
   int fixed_bits;  // fixed point: a unit is 2^-fixed_bits of the power of two above the largest contribution
+  FlexDropout dropout;
 };
 
 /// What the backward of sm_90a takes besides.

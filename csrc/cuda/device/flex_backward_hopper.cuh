@@ -29,8 +29,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
       Tiles::more_;
-  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::first_key, Tiles::masked, Tiles::pairs, Tiles::place_of,
-      Tiles::produce;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::begin_dropout, Tiles::drop_operand, Tiles::dropout_pairs,
+      Tiles::first_key, Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
@@ -41,7 +41,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
   using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
   using Tiles::warp;
-  using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
+      typename Tiles::T;
   // dQ of a warpgroup, transposed: 64 columns of the head, of its part of the queries where those are all columns.
   static constexpr bool kRowsShared = Config::kHead == 64;
   static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1), kBlocksQ = kSumRows / 8;
@@ -49,6 +50,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
   // Whether P needs nothing of dP's.
   static constexpr bool kApart = !kInOrder && Config::kGradScores;
+  // Whether dropout's numbers are made beside the exponentials, for which there must be registers.
+  static constexpr bool kDrawsAhead = Config::kDropout && kBlocksN == 8;
+  static constexpr int kDrawn = kDrawsAhead ? kBlocksN / 2 : 1;
   // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
   // asked for pairs beyond the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
@@ -138,6 +142,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         if (h >= 0) sums_.end_head(b, h, first_key());
         col_ = now.col();
         sums_.begin_head();
+        begin_dropout(now);
         b = now.b;
         h = now.h;
       }
@@ -200,7 +205,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   __device__ __forceinline__ void give_gradients(const float (&grad_key)[kBlocksD][4],
                                                  const float (&grad_value)[kBlocksE][4]) const {
-    if constexpr (Config::kGradValue) give_rows(grad_value, 1.0f);
+    if constexpr (Config::kGradValue) give_rows(grad_value, value_scale());
     if constexpr (Config::kGradKey) give_rows(grad_key, a_.scale);
   }
   template <int kBlocks>
@@ -225,7 +230,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
 #pragma unroll 1  // the same code for both
       for (int value = 0; value < 2; ++value) {
-        const float factor = value != 0 ? 1.0f : a_.scale;
+        const float factor = value != 0 ? value_scale() : a_.scale;
         store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(),
                              a_.keys, value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
 #pragma unroll
@@ -238,7 +243,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       if constexpr (Config::kGradValue) {
         store_rows<false, T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size,
-                             grad_value, {1.0f, 1.0f});
+                             grad_value, {value_scale(), value_scale()});
       }
     }
   }
@@ -260,8 +265,15 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
     }();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    DropoutPairs kept[kDrawn];
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
+      if constexpr (kDrawsAhead) {
+        if (n % 2 == 0) {
+          if (n % 4 == 0) hold_order();
+          kept[n / 2] = dropout_pairs(place, n);
+        }
+      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -282,11 +294,21 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if (place.last()) release(value_empty());
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
+      if constexpr (Config::kDropout) {
+        if (!kDrawsAhead && n % 2 == 0) {
+          hold_order();
+          kept[n / 2 % kDrawn] = dropout_pairs(place, n);
+        }
+        kept[n / 2 % kDrawn].drop(n, d[n]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[n][e] *= a_.dropout.scale;
+      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
       put_operand<T>(p + 2 * n, s[n]);
+      drop_operand(kept[n / 2 % kDrawn], n, p);
       if constexpr (kByElement) put_operand<T>(ds + 2 * n, d[n]);
     }
     if constexpr (kByElement) {

@@ -358,6 +358,24 @@ class FlexBackwardHopperTiles {
     return masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.kinds(), place.b, place.h,
                                                            place.row() + lane() % 4 * 2, first_key());
   }
+  /// Of 16 queries, n * 8 on.
+  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
+  __device__ __forceinline__ DropoutPairs dropout_pairs(const Place& place, int n) const {
+    return dropout_.template pairs<true>(a_.dropout, place.row() + n * 8, first_key() - lane() / 4, lane());
+  }
+  /// What dropout takes of an operand of probabilities; signs stay.
+  static __device__ __forceinline__ void drop_operand(const DropoutPairs& kept, int n, unsigned (&p)[kBlocksN * 2]) {
+    if constexpr (Config::kDropout) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept.mask(n, r) | 0x80008000;
+    }
+  }
+  /// Before the first tile of a query head.
+  __device__ __forceinline__ void begin_dropout(const Place& place) {
+    dropout_.begin(a_.dropout, place.b * a_.heads + place.h);
+  }
+  /// Of the values' gradient.
+  __device__ __forceinline__ float value_scale() const { return Config::kDropout ? a_.dropout.scale : 1.0f; }
   // P and dS of the warp's keys, as operands.
   __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
@@ -378,9 +396,14 @@ class FlexBackwardHopperTiles {
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
+    DropoutPairs kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
+      if constexpr (Config::kDropout) {
+        if (n % 2 == 0) kept = dropout_pairs(place, n);
+        kept.drop(n, d[n]);
+      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -394,7 +417,8 @@ class FlexBackwardHopperTiles {
           of.grad_max = there ? a_.grad_max[at] : 0.0f;
         }
         float value[Config::Derivative::kContributions + 1];
-        const float score = s[n][e], grad = Config::kGradScores ? d[n][e] : 0.0f;
+        const float score = s[n][e];
+        const float grad = !Config::kGradScores ? 0.0f : Config::kDropout ? d[n][e] * a_.dropout.scale : d[n][e];
         const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
                                                   value, reads.at(n * 8 + e % 2, e / 2 * 8));
@@ -403,6 +427,7 @@ class FlexBackwardHopperTiles {
       if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();
       sums_.end_block(0, n);
       put_operand<T>(p + 2 * n, s[n]);
+      drop_operand(kept, n, p);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
     }
   }
@@ -418,6 +443,7 @@ class FlexBackwardHopperTiles {
   const typename MaskMod::Captured& mask_;
   const unsigned key_;
   Sums sums_;
+  FlexDropoutHead<Config> dropout_;
   int col_tile_, col_, key_batch_, key_head_, group_;
 };
 

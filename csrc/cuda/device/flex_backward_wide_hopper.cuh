@@ -17,14 +17,16 @@ template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch, Tiles::key_head, Tiles::score_, Tiles::sums_;
-  using Tiles::alive, Tiles::begin, Tiles::grad_out_empty, Tiles::query_empty, Tiles::first_key, Tiles::lane;
+  using Tiles::alive, Tiles::begin, Tiles::begin_dropout, Tiles::drop_operand, Tiles::dropout_pairs, Tiles::value_scale,
+      Tiles::grad_out_empty, Tiles::query_empty, Tiles::first_key, Tiles::lane;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
   using Tiles::kBlocksHeld, Tiles::kLines, Tiles::kThreads, Tiles::lines, Tiles::load, Tiles::reads, Tiles::thread;
   using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
   using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out;
-  using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
+  using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
+      typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
   static constexpr bool kKeysNeeded = Config::kGradScores;
@@ -76,6 +78,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       if (now.b != b || now.h != h) {
         if (h >= 0) sums_.end_head(b, h, first_key());
         sums_.begin_head();
+        begin_dropout(now);
         b = now.b;
         h = now.h;
       }
@@ -116,7 +119,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void consume_for_values() {
     float grad[kBlocksE][4], s[kBlocksN][4];
     zero(grad);
-    int i = 0;
+    int i = 0, b = 0, h = -1;
     issue_next_scores(s, i);
     if constexpr (Config::kGradValue) bring_lines(i);
     Place now = place_of(i);
@@ -128,6 +131,11 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         pin<kBlocksN * 4>(s[0]);
         unsigned p[kBlocksN * 2];
         if constexpr (kLines) meet();
+        if (Config::kDropout && (now.b != b || now.h != h)) {
+          begin_dropout(now);
+          b = now.b;
+          h = now.h;
+        }
         probabilities(now, i, s, p);
         issue_grad_value(grad, p, i);
         wgmma_commit();
@@ -143,7 +151,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (Config::kGradValue) {
       pin<kBlocksN * 4>(s[0]);
       store_rows<false, T>(a_.grad_value, key_batch(now), key_head(now), first_key(), a_.keys, a_.value_size, grad,
-                           {1.0f, 1.0f});
+                           {value_scale(), value_scale()});
     }
   }
   __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {
@@ -168,9 +176,13 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     const int q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const auto reads = this->reads();
+    DropoutPairs kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if (kInOrder && n % kBlocksHeld == 0) hold_order();
+      if ((kInOrder && n % kBlocksHeld == 0) || Config::kDropout) hold_order();
+      if constexpr (Config::kDropout) {
+        if (n % 2 == 0) kept = dropout_pairs(place, n);
+      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -182,6 +194,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
                                                         reads.at(n * 8 + e % 2, e / 2 * 8));
       }
       put_operand<T>(p + 2 * n, s[n]);
+      drop_operand(kept, n, p);
     }
   }
 

@@ -4,13 +4,15 @@
 // Of a warp's part of the tile a thread has the pairs (kv, q) = (16 * m + g + 8 * (e / 2), 8 * n + 2 * t + e % 2) for m
 // below kBlocksM, n below kBlocksN and e below 4: keys are rows here. Config (flex_scores.cuh) also says:
 //   Derivative                 the rendered derivative
-//   Schemes::kScheme[]         the class of each contribution
+//   Schemes::kScheme[]         the class of each contribution; small letters, of 'a', 'b', 'c' and 'g', of those to
+//                              several places by axes: they are added element by element, when a warp has summed up an
+//                              element of its 16 keys by 8 queries as its class allows
 //   Schemes::kTable[]          the elements of a buffer of class F
 //   kFixedPoint                sums are 64-bit integers, the same in every order
 //   kPartialSums               those of classes A and B, of a head each, are stored, as a CTA has its keys to itself
 #pragma once
 
-#include "cuda/device/flex_scores.cuh"
+#include "cuda/device/flex_gradient.cuh"
 
 namespace fusegrad::device {
 
@@ -89,6 +91,7 @@ class FlexBufferSums {
   static constexpr int kLine = (kDiagonals + 5) / 16 * 16 + 10;
   static_assert(kLines == 1 || kBlocksM == 1);
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
+  static __device__ constexpr bool is_vector(int k) { return scheme(k) >= 'a'; }
 
   // Of a histogram's element: 32 bits and another 32 for what they leave.
   static constexpr int kCountBytes = 8;
@@ -178,7 +181,9 @@ class FlexBufferSums {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       const float v = value[k];
-      if constexpr (scheme(k) == 'A') {
+      if constexpr (is_vector(k)) {
+        return;
+      } else if constexpr (scheme(k) == 'A') {
         alone_[k] += v;
       } else if constexpr (scheme(k) == 'B') {
         row_[k][2 * m + e / 2] += v;
@@ -198,6 +203,11 @@ class FlexBufferSums {
         at_[k][e] = v == 0.0f ? -1 : at;  // of pairs that take no part too
       }
     });
+    if constexpr (D::kVectors) {
+      vectors_.set(e, value, score, q, kv);
+      b_ = b;
+      h_ = h;
+    }
   }
   /// After the pairs of 16 keys and 8 queries.
   __device__ __forceinline__ void end_block(int m, int n) {
@@ -216,7 +226,7 @@ class FlexBufferSums {
           above_[k] = 0.0f;
           if constexpr (kBlocksM > 1) __syncwarp();
         }
-      } else if constexpr (scheme(k) > 'D') {
+      } else if constexpr (scheme(k) > 'D' && !is_vector(k)) {
         // Only now: the reads of indices before are one with those of the score_mod.
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -228,6 +238,7 @@ class FlexBufferSums {
         }
       }
     });
+    if constexpr (D::kVectors) vectors_.scatter(captured_, b_, h_, VectorPut{*this});
   }
   /// After the pairs of a tile.
   __device__ __forceinline__ void end_tile(int parity = 0) {
@@ -422,9 +433,42 @@ class FlexBufferSums {
     if constexpr (!Config::kFixedPoint) put_if<k>(!near && at >= 0, at, v);
   }
 
+  // An element of a contribution by axes: what a thread has of its four pairs, (kv, q) = (g + 8 * (e / 2), 2 * t + e %
+  // 2).
+  struct VectorPut {
+    const FlexBufferSums& sums;
+    template <int k>
+    __device__ __forceinline__ void put(const float (&value)[4], const long long (&place)[4]) const {
+      const int lane = sums.lane();
+      if constexpr (scheme(k) == 'a') {
+        float sum = value[0] + value[1] + (value[2] + value[3]);
+#pragma unroll
+        for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+        if (lane == 0) sums.template put_there<k>(place[0], sum);
+      } else if constexpr (scheme(k) == 'b') {
+        const float first = row_sum(value[0] + value[1]), second = row_sum(value[2] + value[3]);
+        if (lane % 4 == 0) {
+          sums.template put_there<k>(place[0], first);
+          sums.template put_there<k>(place[2], second);
+        }
+      } else if constexpr (scheme(k) == 'c') {
+        float of_query[2] = {value[0] + value[2], value[1] + value[3]};
+        fold(of_query, lane);
+        if ((lane & 12) == 0) sums.template put_there<k>(lane & 16 ? place[1] : place[0], of_query[0]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums.template put_if<k>(value[e] != 0.0f && place[e] >= 0, place[e], value[e]);
+      }
+    }
+  };
+  template <int k>
+  __device__ __forceinline__ void put_there(long long at, float sum) const {
+    if (sum != 0.0f && at >= 0) put<k>(at, sum);
+  }
+
   // A contribution.
   template <int k>
-  __device__ __forceinline__ void put_if(bool there, long long at, float v) {
+  __device__ __forceinline__ void put_if(bool there, long long at, float v) const {
     if constexpr (Config::kFixedPoint) {
       int units, rest;
       split<k>(v, units, rest);
@@ -436,7 +480,7 @@ class FlexBufferSums {
   }
   // A sum of them, which may be beyond the limit.
   template <int k>
-  __device__ __forceinline__ void put(long long at, float v) {
+  __device__ __forceinline__ void put(long long at, float v) const {
     if constexpr (Config::kFixedPoint) {
       // One after the other: their product may be beyond a float.
       put_fixed<k>(at, __float2ll_rn(v * scale<k>() * rest_scale()));
@@ -445,7 +489,7 @@ class FlexBufferSums {
     }
   }
   template <int k>
-  __device__ __forceinline__ void put_fixed(long long at, long long x) {
+  __device__ __forceinline__ void put_fixed(long long at, long long x) const {
     atomicAdd(static_cast<unsigned long long*>(sums_[k].data) + at, static_cast<unsigned long long>(x));
   }
   template <int k>
@@ -479,6 +523,8 @@ class FlexBufferSums {
   float diagonal_[kCount + 1][2], four_[kCount + 1][4];  // of pairs of 16 keys and 8 queries
   float above_[kCount + 1], kept_[kCount + 1][2];
   long long at_[kCount + 1][4];
+  FlexVectorPairs<Config> vectors_;
+  int b_, h_;
 };
 
 }  // namespace fusegrad::device

@@ -41,6 +41,7 @@ class FlexForward {
     b_ = work.head / a_.heads;
     h_ = work.head % a_.heads;
     row_ = row_tile * Config::kRows;
+    dropout_.begin(a_.dropout, work.head);
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     begin();
     if (walk.count() > 0) {
@@ -96,6 +97,7 @@ class FlexForward {
     }
     apply_mods(s, tile & 3, col);
     softmax(s);
+    if constexpr (Config::kDropout) drop(s, col);
     multiply_accumulators<T, Config::kSplit>(out_, s, value_, ValueTile::kStride, lane());
   }
 
@@ -186,6 +188,20 @@ class FlexForward {
     }
   }
 
+  // Probabilities, whose sums are added.
+  __device__ __forceinline__ void drop(float (&s)[kBlocksM][kBlocksN][4], int col) const {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksN; n += 2) {
+        const auto kept = dropout_.template pairs<false>(a_.dropout, row_ + first_row() + m * 16, col + n * 8, lane());
+        kept.drop(n, s[m][n]);
+        kept.drop(n + 1, s[m][n + 1]);
+        hold_order();
+      }
+    }
+  }
+
   __device__ __forceinline__ void finish(bool bad) {
     wait_copies<0>();
     __syncthreads();  // the output takes the queries' place
@@ -197,7 +213,9 @@ class FlexForward {
         const bool none = max_[m][r] == -FUSEGRAD_INFINITY;
         const float sum = row_sum(sum_[m][r]);
         const float ties = Config::kMaxScores ? row_sum(ties_[m][r]) : 0.0f;
-        sum_[m][r] = bad ? __int_as_float(0x7fffffff) : none ? 0.0f : 1.0f / sum;
+        sum_[m][r] = bad    ? __int_as_float(0x7fffffff)
+                     : none ? 0.0f
+                            : (Config::kDropout ? a_.dropout.scale : 1.0f) / sum;
         if (lane() % 4 != 0 || row >= a_.queries) continue;
         const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + row;
         const float max = max_[m][r] * unit();
@@ -259,6 +277,7 @@ class FlexForward {
   const typename MaskMod::Captured& mask_;
   const unsigned query_, key_, value_;
   int b_, h_, row_;
+  FlexDropoutHead<Config> dropout_;
   float out_[kBlocksM][kBlocksE][4], max_[kBlocksM][2], sum_[kBlocksM][2], ties_[kBlocksM][2];
 };
 

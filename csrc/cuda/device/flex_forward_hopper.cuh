@@ -40,6 +40,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
   // and whether warpgroups take turns in issuing products.
   static constexpr bool kSeamless = Config::kGroups == 3;
+  static_assert(!kSeamless || !Config::kDropout);
   // Whether warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so that from the start one's
   // exponentials are beside the other's products. In smaller heads that is slower.
   static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
@@ -120,6 +121,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     float out[kBlocksE][4], s[kBlocksN][4];
     clear(out);
     if (tiles > 0) {
+      dropout_.begin(a_.dropout, b_ * a_.heads + h_);
       Barrier::wait(query_full(queries.stage()), queries.parity());
       // Nothing to overlap the first tile's scores with.
       wait_keys(keys);
@@ -231,6 +233,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       });
       Softmax::multiply(out, rescale);
       Softmax::pack(p, s);
+      if constexpr (Config::kDropout) {
+#pragma unroll
+        for (int n = 0; n < kBlocksN; n += 2) {
+          drop(p, now, n);
+          if (n % 4 == 2) hold_order();
+        }
+      }
       // Of a warpgroup, not of a warp: all its warps must wait for products by the same instructions. `again`: a warp
       // that computes a tile once more is here by itself.
       bool maxima = again;
@@ -262,7 +271,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         }
         apply_mods(s, now, 0);
         wait_output(out, values, true);
-        ended = softmax_.add_by_first(s, p);
+        ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, now, n); });
         if (!ended) {
           scores_again(s, (now >> kKindBits) * Config::kCols);
           again = true;
@@ -409,6 +418,14 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
 
+  /// Of an operand of probabilities, two blocks of keys, n on.
+  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int tile, int n) const {
+    const int q = first_query() - lane() / 4, kv = (tile >> kKindBits) * Config::kCols;
+    const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);
+  }
+
   /// The warp's scores once more, from memory: operands may be gone from shared memory.
   __device__ __forceinline__ void scores_again(float (&s)[kBlocksN][4], int col) const {
     const int q = first_query();
@@ -461,7 +478,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       const int q = first + 8 * r;
       const bool none = softmax_.max(r) == -FUSEGRAD_INFINITY;
       const float sum = row_sum(softmax_.sum(r)), ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
-      factor[r] = bad ? nan : none ? 0.0f : 1.0f / sum;
+      factor[r] = bad ? nan : none ? 0.0f : (Config::kDropout ? a_.dropout.scale : 1.0f) / sum;
       if (lane() % 4 != 0 || q >= a_.queries) continue;
       const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
       const float max = softmax_.max(r) * softmax_.unit();
@@ -479,6 +496,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   Softmax softmax_;
+  FlexDropoutHead<Config> dropout_;
   int b_, h_, row_, group_;
 };
 

@@ -44,7 +44,8 @@ class FlexGradQuery {
     b_ = work.head / a_.heads;
     h_ = work.head % a_.heads;
     row_ = row_tile * Config::kRows;
-    for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = 0.0f;
+    dropout_.begin(a_.dropout, work.head);
+    largest_.begin();
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) begin(m);
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
@@ -117,18 +118,27 @@ class FlexGradQuery {
                                         float (&d)[kBlocksN][4]) {
     const int q = row_ + first_row() + m * 16 + lane() / 4;
     const auto alive = pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, q, kv);
+    typename FlexDropoutHead<Config>::Pairs kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
+      if constexpr (Config::kDropout) {
+        hold_order();
+        if (n % 2 == 0)
+          kept = dropout_.template pairs<false>(a_.dropout, q - lane() / 4, kv - lane() % 4 * 2 + n * 8, lane());
+        kept.drop(n, d[n]);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
+        if constexpr (Config::kDropout) d[n][e] *= a_.dropout.scale;
         float value[Derivative::kContributions + 1];
         const bool takes = (alive >> (n * 4 + e) & 1) != 0;
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[m][e / 2], b_, h_,
-                                                  q + e / 2 * 8, kv + n * 8 + e % 2, takes, s[n][e], value);
-#pragma unroll
-        for (int k = 0; k < Derivative::kContributions; ++k)
-          largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
+        const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
+        const float score = s[n][e] * a_.scale;
+        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[m][e / 2], b_, h_, at_q,
+                                                  at_kv, takes, s[n][e], value);
+        largest_.add(e, value, score, at_q, at_kv);
       }
+      largest_.end_pairs(score_, b_, h_);
     }
   }
 
@@ -153,12 +163,7 @@ class FlexGradQuery {
 
   __device__ __forceinline__ void finish(bool bad) {
     if constexpr (Config::kGradQuery) store_sum(bad ? __int_as_float(0x7fffffff) : a_.scale);
-    // Magnitudes are ordered as their bits are, NaN above all.
-#pragma unroll
-    for (int k = 0; k < Derivative::kContributions; ++k) {
-      const unsigned most = __reduce_max_sync(~0u, __float_as_uint(fabsf(largest_[k])));
-      if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(a_.largest + Derivative::kBuffer[k]), most);
-    }
+    largest_.finish(a_.largest);
   }
 
   const FlexBackwardArguments& a_;
@@ -166,8 +171,10 @@ class FlexGradQuery {
   const typename MaskMod::Captured& mask_;
   const unsigned query_, grad_out_, stage_;
   int b_, h_, row_;
+  FlexDropoutHead<Config> dropout_;
   FlexQuery rows_[kBlocksM][2];
-  float sum_[kBlocksM][kBlocksD][4], largest_[Derivative::kContributions + 1];
+  float sum_[kBlocksM][kBlocksD][4];
+  FlexLargest<Config> largest_;
 };
 
 }  // namespace fusegrad::device

@@ -215,7 +215,7 @@ class FlexGradQueryHopper {
 
   __device__ __forceinline__ void consume() {
     float sum[kBlocksD][4], s[kBlocksN][4], d[kBlocksN][4];
-    for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = 0.0f;
+    largest_.begin();
     Keys keys;
     Values values;
     unsigned queries = 0;
@@ -281,6 +281,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ void take_queries(unsigned i) {
     Barrier::wait(query_full(stage_of(i)), parity_of(i));
     read_work(i, b_, h_, row_);
+    dropout_.begin(a_.dropout, b_ * a_.heads + h_);
   }
   __device__ __forceinline__ void read_work(unsigned i, int& b, int& h, int& row) const {
     int unused;
@@ -404,6 +405,13 @@ class FlexGradQueryHopper {
     wgmma_wait<0>();
     pin<kBlocksN * 4>(d[0]);
 #pragma unroll
+    for (int n = 0; n < kBlocksN && Config::kDropout; n += 2) {
+      hold_order();
+      const auto kept = dropout_pairs(tile, n);
+      drop_gradient(kept, n, d[n]);
+      drop_gradient(kept, n + 1, d[n + 1]);
+    }
+#pragma unroll
     for (int k = 0; k < kBlocksN * 4; ++k)
       d[k / 4][k % 4] = s[k / 4][k % 4] * (d[k / 4][k % 4] - rows_[k % 4 / 2].row.delta);
     if (masked) {
@@ -423,6 +431,17 @@ class FlexGradQueryHopper {
                                                             col_of(tile) + lane() % 4 * 2);
   }
 
+  /// Of 16 keys, n * 8 on.
+  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
+  __device__ __forceinline__ DropoutPairs dropout_pairs(int tile, int n) const {
+    return dropout_.template pairs<false>(a_.dropout, first_query() - lane() / 4, col_of(tile) + n * 8, lane());
+  }
+  /// Of grad_out by values, what dropout makes of it.
+  __device__ __forceinline__ void drop_gradient(const DropoutPairs& kept, int n, float (&d)[4]) const {
+    kept.drop(n, d);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[e] *= a_.dropout.scale;
+  }
   // The gradient by a tile's scores, as an operand.
   __device__ __forceinline__ void pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&ds)[kBlocksN * 2]) {
@@ -430,30 +449,35 @@ class FlexGradQueryHopper {
     const bool masked = this->masked(tile);
     if (!kUnmaskedToo<Config> || masked) {
       const auto alive = !masked ? ~Bits<kBlocksN * 4>(0) : mask_of(tile);
-      each_pair<true>(alive, q, kv, s, d, ds);
+      each_pair<true>(alive, tile, q, kv, s, d, ds);
     } else {
-      each_pair<false>(0, q, kv, s, d, ds);
+      each_pair<false>(0, tile, q, kv, s, d, ds);
     }
   }
   template <bool kMasked>
-  __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int q, int kv, float (&s)[kBlocksN][4],
+  __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int tile, int q, int kv, float (&s)[kBlocksN][4],
                                             float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
+    DropoutPairs kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
+      if constexpr (Config::kDropout) {
+        if (n % 2 == 0) kept = dropout_pairs(tile, n);
+        drop_gradient(kept, n, d[n]);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float value[Derivative::kContributions + 1];
         const bool takes = !kMasked || takes_part[n * 4 + e];
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_,
-                                                  q + e / 2 * 8, kv + n * 8 + e % 2, takes, s[n][e], value,
-                                                  reads.at(e / 2 * 8, n * 8 + e % 2));
-#pragma unroll
-        for (int k = 0; k < Derivative::kContributions; ++k)
-          largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
+        const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
+        const float score = s[n][e] * a_.scale;
+        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_, at_q, at_kv,
+                                                  takes, s[n][e], value, reads.at(e / 2 * 8, n * 8 + e % 2));
+        largest_.add(e, value, score, at_q, at_kv);
       }
+      largest_.end_pairs(score_, b_, h_);
       if constexpr (Config::kGradQuery) put_operand<T>(ds + 2 * n, d[n]);
     }
   }
@@ -474,14 +498,7 @@ class FlexGradQueryHopper {
       store_rows<false, T>(a_.grad_query, b, h, first_query(row), a_.queries, a_.head_size, sum, {a_.scale, a_.scale});
     }
   }
-  __device__ __forceinline__ void put_largest() const {
-    // Magnitudes are ordered as their bits are, NaN above all.
-#pragma unroll
-    for (int k = 0; k < Derivative::kContributions; ++k) {
-      const unsigned most = __reduce_max_sync(~0u, __float_as_uint(fabsf(largest_[k])));
-      if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(a_.largest + Derivative::kBuffer[k]), most);
-    }
-  }
+  __device__ __forceinline__ void put_largest() const { largest_.finish(a_.largest); }
 
   const FlexBackwardArguments& a_;
   const FlexBackwardHopperArguments& more_;
@@ -489,8 +506,9 @@ class FlexGradQueryHopper {
   const typename MaskMod::Captured& mask_;
   const unsigned query_, key_, barriers_;
   int b_, h_, row_, group_;
+  FlexDropoutHead<Config> dropout_;
   FlexQuery rows_[2];
-  float largest_[Derivative::kContributions + 1];
+  FlexLargest<Config> largest_;
 };
 
 }  // namespace fusegrad::device

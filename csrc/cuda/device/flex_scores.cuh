@@ -8,9 +8,10 @@
 //   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
 //   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
 //   kSplit                     float: products of two parts each
+//   kDropout, kMostDropped     see flex_dropout.cuh
 #pragma once
 
-#include "cuda/device/flex_arguments.cuh"
+#include "cuda/device/flex_dropout.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
@@ -207,7 +208,7 @@ __device__ __forceinline__ void wait_touches() { asm volatile("cp.async.wait_all
 template <class Config>
 constexpr bool kUnmaskedToo = [] {
   if constexpr (!kHas<typename Config::ScoreMod>) return true;
-  if (Config::kHead != 64 || Config::Derivative::kContributions != 1) return false;
+  if (Config::kHead != 64 || Config::Derivative::kContributions != 1 || Config::Derivative::kVectors) return false;
   return Config::kFixedPoint || (Config::kPartialSums && Config::Schemes::kScheme[0] <= 'B');
 }();
 

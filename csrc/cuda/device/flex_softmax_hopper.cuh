@@ -14,6 +14,8 @@ class FlexHopperSoftmax {
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
   // Of a tile's exponentials that are relative to a row's first maximum: far from where float32 and BFloat16 overflow.
   static constexpr float kMostSum = 0x1p64f;
+  // Blocks of keys whose dropout is computed at once.
+  static constexpr int kDropped = kBlocksN % 4 == 0 ? 4 : 2;
 
  public:
   __device__ __forceinline__ explicit FlexHopperSoftmax(const FlexForwardArguments& a) : a_(a) {}
@@ -78,8 +80,9 @@ class FlexHopperSoftmax {
     return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY;
   }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
-  /// their sums are not added.
-  __device__ __forceinline__ bool add_by_first(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2]) {
+  /// their sums are not added. drop(n): of the operand of two blocks, n on, what dropout takes.
+  template <class Drop>
+  __device__ __forceinline__ bool add_by_first(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2], const Drop& drop) {
     const float factor = unit() * kLog2E, origin[2] = {max_[0] * factor, max_[1] * factor};
     const auto scale = [&](int n) {
 #pragma unroll
@@ -99,6 +102,14 @@ class FlexHopperSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[e / 2] += s[n - 1][e];
         put_operand<T>(p + 2 * (n - 1), s[n - 1]);
+      }
+      if constexpr (Config::kDropout) {
+        // Its numbers are chains of products: several beside one another, and beside exponentials.
+        if (n % kDropped == 0) {
+#pragma unroll
+          for (int i = n == 0 ? 0 : n - kDropped; i < n; i += 2) drop(i);
+        }
+        if (n % kDropped != 0) continue;
       }
       if (n < kBlocksN) hold_order();
     }

@@ -31,9 +31,10 @@ struct JsdConstants {
   float beta;
   float student_share, teacher_share;  // of the divergences in the loss: 1 - b and b, at the ends 1 of the one
   float soft, hard;
-  bool mixed;        // 0 < b < 1
-  float relative;    // of the teacher's exponents to the student's: 1 exactly where they are scaled alike
-  bool label_apart;  // the hard part needs a normalizer of its own
+  bool mixed;                  // 0 < b < 1
+  float relative;              // of the teacher's exponents to the student's: 1 exactly where they are scaled alike
+  bool label_apart;            // the hard part needs a normalizer of its own
+  float log_error, sum_error;  // top-k: of a stored probability, relative, for each of -log2 p and for 1
 
   static LogitTransform tempered(const LogitTransform& t, double temperature) {
     return {t.scale / temperature, t.cap / temperature};
@@ -50,7 +51,9 @@ struct JsdConstants {
         hard(static_cast<float>(p.hard_weight)),
         mixed(p.beta > 0.0 && p.beta < 1.0),
         relative(exponent(teacher) / exponent(student)),
-        label_apart((p.hard_weight != 0.0 || p.hard != nullptr) && p.student_temperature != 1.0) {
+        label_apart((p.hard_weight != 0.0 || p.hard != nullptr) && p.student_temperature != 1.0),
+        log_error(static_cast<float>(p.roundoff * kInverseLog2E)),
+        sum_error(static_cast<float>(p.acc_roundoff)) {
     if (!mixed) (p.beta == 0.0 ? teacher_share : student_share) = 1.f;
   }
 };
@@ -120,6 +123,7 @@ __device__ inline void write_losses(const RowJsd& p, const JsdConstants& constan
   const auto put = [&](void* out, float value) {
     if (out != nullptr) static_cast<float*>(out)[row] = !info.in_range ? not_a_number() : info.kept ? value : 0.f;
   };
+  if (soft < 0.f && !p.partial) soft = 0.f;  // what rounding left of 0; NaN stays
   put(p.soft, soft);
   put(p.hard, hard);
   // A weight of 0 must not meet an infinite divergence.
@@ -529,11 +533,11 @@ struct JsdOfLogProbs : Jsd<T, false> {
       e.by_student = e.student * g.of_ratio;
       e.by_teacher = e.teacher * g.teacher_ratio;
     } else if (constants.beta == 0.f) {
-      e.teacher = p * d;
+      e.teacher = isnan(xq) ? xq : p * d;  // fmaxf drops a NaN, as that of -inf in both
       e.by_student = -p * g.of_difference;
       e.by_teacher = p * (Base::finite(d) + kLog2E) * g.teacher_ratio;
     } else {
-      e.student = q * reverse;
+      e.student = isnan(xp) ? xp : q * reverse;
       e.by_student = q * (Base::finite(reverse) + kLog2E) * g.of_ratio;
       e.by_teacher = -q * g.teacher_difference;
     }

@@ -71,7 +71,8 @@ class LogProbJsdWarp : public JsdWarpRows<T, kKind> {
         } else {
           // Of p over q, or the reverse.
           const float weight = exp2_fast((kForward ? xp[i] : xq[i]) * kLog2E);
-          (kForward ? of_p : of_q) = fmaf(weight, d, kForward ? of_p : of_q);
+          const float other = kForward ? xq[i] : xp[i];  // fmaxf drops its NaN, as that of -inf in both
+          (kForward ? of_p : of_q) = fmaf(weight, isnan(other) ? other : d, kForward ? of_p : of_q);
           xq[i] = weight * (kForward ? -factor : fmaf(fminf(d, 1e30f), kLn2, 1.f) * factor);
         }
       }

@@ -91,8 +91,16 @@ struct JsdTopK {
   }
   __device__ int64_t index(int64_t k) const { return static_cast<const int64_t*>(p.teacher_index)[row * p.topk + k]; }
   __device__ float top_logit(int64_t k) const { return static_cast<const float*>(p.topk_logits)[row * p.topk + k]; }
+  __device__ bool is_padding(int64_t k) const { return index(k) == -1; }
+  /// The student's logit times log2(e) over the temperature.
+  __device__ float top_y(int64_t k) const {
+    const auto z = logit(constants.student, top_logit(k));
+    return is_padding(k) ? minus_infinity() : z.x * z.k;
+  }
   __device__ float log2_p(const Parts& parts, int64_t k) const {
-    return static_cast<const float*>(p.teacher)[row * p.teacher_stride + k] * kLog2E - parts.log2_mass;
+    // Loaded before the choice, so that the two loads wait together.
+    const float stored = static_cast<const float*>(p.teacher)[row * p.teacher_stride + k];
+    return is_padding(k) ? minus_infinity() : stored * kLog2E - parts.log2_mass;
   }
   __device__ static Logit logit(const LogitConstants& constants, float x) {
     return !kPlain && constants.cap != 0.f ? Logit::capped<T>(constants, x) : Logit::plain(constants, x);
@@ -155,19 +163,30 @@ struct JsdTopK {
   struct Top {
     PowerSum student;
     float mass = 0.f;
+    float error = 0.f;  // with which the mass is known
+    bool all = false;   // the K are all columns
   };
+  __device__ bool has_all_columns(int lane, const OverLanes& over, int lanes) const {
+    float columns = 0.f;
+    for (int64_t k = lane; k < p.topk; k += lanes) columns += is_padding(k) ? 0.f : 1.f;
+    return over.sum(columns) == static_cast<float>(p.cols);
+  }
   /// By `lanes` lanes of a warp for each row; all lanes of the warp must take part.
   __device__ Top read_top(int lane, int lanes) const {
     Top top;
     for (int64_t k = lane; k < p.topk; k += lanes) {
-      const auto z = logit(constants.student, top_logit(k));
-      const float y = z.x * z.k;
+      const float y = top_y(k);
       top.student.rebase(fmaxf(top.student.m2, y));
       top.student.sum += exp2f(y - top.student.reference());
-      top.mass += exp2f(log2_p(Parts{}, k));
+      const float log2 = log2_p(Parts{}, k), probability = exp2f(log2);
+      top.mass += probability;
+      if (probability > 0.f) top.error += probability * (constants.sum_error - constants.log_error * log2);
     }
-    top.student.merge(OverLanes{lanes});
-    top.mass = OverLanes{lanes}.sum(top.mass);
+    const OverLanes over{lanes};
+    top.student.merge(over);
+    top.mass = over.sum(top.mass);
+    top.error = over.sum(top.error);
+    top.all = p.topk >= p.cols && has_all_columns(lane, over, lanes);
     return top;
   }
   /// By the same lanes.
@@ -183,8 +202,18 @@ struct JsdTopK {
     parts.log2_sum = log2f(sum);
     parts.log2_q_rest = log2_rest(all.sum / sum, (sums.rest.m2 - parts.m2) + log2f(sums.rest.sum) - parts.log2_sum);
     // Where the K are all columns, what is missing to 1 belongs to none.
-    const float p_rest = p.renormalize || p.topk == p.cols || mass > 1.f ? 0.f : 1.f - mass;
-    parts.log2_p_rest = p_rest == 0.f ? minus_infinity() : log2_rest(mass, log2f(p_rest));
+    float p_rest = 0.f;
+    parts.log2_p_rest = minus_infinity();
+    if (!p.renormalize && !top.all) {
+      if (p.tail != nullptr) {
+        parts.log2_p_rest = static_cast<const float*>(p.tail)[row] * kLog2E;
+        p_rest = exp2f(parts.log2_p_rest);
+      } else {
+        // Missing to 1 by less than the sum's own error is as much as that: the bucket's columns are not impossible.
+        p_rest = 1.f - mass < top.error ? top.error : 1.f - mass;
+        parts.log2_p_rest = log2_rest(mass, log2f(p_rest));
+      }
+    }
     if (p.renormalize) {
       parts.log2_mass = log2f(mass);
     } else {
@@ -195,7 +224,9 @@ struct JsdTopK {
       parts.soft += b.soft;
       parts.mean += b.of_q;
     };
-    for (int64_t k = lane; k < p.topk; k += lanes) add(log2_q(parts, top_logit(k)), log2_p(parts, k));
+    for (int64_t k = lane; k < p.topk; k += lanes) {
+      add(is_padding(k) ? minus_infinity() : log2_q(parts, top_logit(k)), log2_p(parts, k));
+    }
     if (lane == 0) add(parts.log2_q_rest, parts.log2_p_rest);
     parts.soft = over.sum(parts.soft);
     parts.mean = over.sum(parts.mean);

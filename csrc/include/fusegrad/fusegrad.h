@@ -8,4 +8,5 @@
 #include "fusegrad/linear_cross_entropy.h"
 #include "fusegrad/linear_jsd.h"
 #include "fusegrad/options.h"
+#include "fusegrad/reductions.h"
 #include "fusegrad/score_mod.h"

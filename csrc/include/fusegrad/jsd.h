@@ -4,7 +4,7 @@
 
 namespace fusegrad {
 
-/// Per-row values of the divergences, unweighted, float32 (float64 for float64), 0 at ignored rows, not differentiable.
+/// Per-row values of the divergences, unweighted, acc, 0 at ignored rows. A backward that reaches one raises.
 struct JSDAux {
   TORCH_ARG(bool, soft_loss) = false;  ///< the divergence
   TORCH_ARG(bool, hard_loss) = false;  ///< the labels' cross entropy; needs labels
@@ -29,8 +29,9 @@ enum JSDAuxBit : int64_t {
 
 /// A teacher that is stored as its K largest log-probabilities a row. They are a constant and taken as they are.
 struct TopK {
-  at::Tensor log_probs;  ///< [..., K], floating; -inf where a row has fewer
-  at::Tensor indices;    ///< [..., K], int64, in [0, V), distinct in a row
+  at::Tensor log_probs;  ///< [..., K], floating, in the dtype in which they were stored
+  at::Tensor indices;    ///< [..., K], int64 or int32, in [0, V), distinct in a row; -1 where a row has fewer
+  std::optional<at::Tensor> tail_log_prob = std::nullopt;  ///< [...], floating: log of the probability of all others
 };
 
 /// Options of jsd.

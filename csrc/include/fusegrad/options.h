@@ -13,9 +13,9 @@ namespace fusegrad {
 /// What replaces the divisor of reduction "mean": nothing, a number, or a 0-d tensor on the input's device.
 using Normalizer = std::variant<std::monostate, double, at::Tensor>;
 
-/// Per-row values that a loss can return beside itself. They are one per row whatever the reduction, float32
-/// (float64 for float64 inputs), in the shape of the class-index target. At ignored rows predicted_tokens is -1,
-/// lse is the row's own and the others are 0. Only lse is differentiable.
+/// Per-row values beside a loss: one a row whatever the reduction, float32 (float64 for float64), in the shape of the
+/// class-index target. At ignored rows predicted_tokens is -1, lse is the row's own and the others are 0. A backward
+/// that reaches a float but lse, which is differentiable, raises c10::NotImplementedError: detach() what is logged.
 struct Aux {
   TORCH_ARG(bool, lse) = false;               ///< log(sum(exp(z))) of the row
   TORCH_ARG(bool, z_loss) = false;            ///< z_loss * lse^2

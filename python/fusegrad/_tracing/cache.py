@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from .captures import Captures, Guard
 from .code import Untrusted
-from .errors import TraceError
+from .errors import TraceError, out_of_memory
 from .graph import INT64, Number
 from .lifted import Expression, Lifted, NumberWanted, evaluate
-from .run import Run, name_of, run
+from .run import Run, name_of, run, run_as_called
 from .steps import Steps
+from .tensor import grad_mode
 from .trees import mapped, tensors_of
 
-__all__ = ["Traced", "cache_info", "clear", "trace"]
+__all__ = ["Traced", "cache_info", "clear", "trace", "tracing_state"]
 
 Traced = tuple[str, tuple[Tensor, ...], tuple[Number, ...]]
 """Text, buffers, scalars."""
@@ -31,6 +37,7 @@ Traced = tuple[str, tuple[Tensor, ...], tuple[Number, ...]]
 log = logging.getLogger("fusegrad")
 
 _MAX_FUNCTIONS, _MAX_ENTRIES = 256, 32
+_CONSTANTS = ("prim::Constant", "prim::GetAttr", "prim::TracedAttr")  # nodes of torch.jit.trace
 
 
 class _Leaf(int):
@@ -55,8 +62,40 @@ class _Step:
     """Of the outputs, where they may depend on numbers."""
 
 
+def _ambient() -> tuple:
+    """What a function may depend on though it names it not."""
+    modes = tuple(
+        mode.device if isinstance(mode, DeviceContext) else mode for mode in _get_current_function_mode_stack()
+    )
+    return torch.get_default_dtype(), modes, any(map(len, _MODULE_HOOKS))
+
+
+_MODULE_HOOKS = [
+    value
+    for name, value in vars(torch.nn.modules.module).items()
+    if re.fullmatch("_global_(forward|backward).*_hooks", name)
+]
+"""Of all modules."""
+
+
 class _Miss(Exception):
     """What was recorded does not hold for these values."""
+
+
+@contextlib.contextmanager
+def tracing_state(state: Any) -> Iterator[None]:
+    """The state of torch.jit.trace for a while; None: nothing is recorded."""
+    before = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(state)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(before)
+
+
+def _node_of(tensor: Tensor) -> str:
+    """The kind of node that makes a tensor in the program of torch.jit.trace."""
+    return torch._C._get_value_trace(tensor).node().kind()
 
 
 class Entry:
@@ -65,30 +104,52 @@ class Entry:
     def __init__(self, captures: Captures, result: Run, lifted: set[int]) -> None:
         self.text = result.text
         steps = result.trace.steps
+        _, modes, hooks = _ambient()
+        if hooks or any(isinstance(mode, TorchFunctionMode) for mode in modes):
+            raise Untrusted("modules have global hooks, or a TorchFunctionMode is active")
         if steps.volatile is not None:
             raise Untrusted(steps.volatile)
         self._steps, self.buffers = _recorded(steps, result.buffers, captures)
+        self._measured = _leaves(steps, steps.measured, captures)
         self._scalars: list[tuple[Expression, type]] = [(s.expression, type(s.value)) for s in result.scalars]
         used: set[int] = set().union(*(s.paths() for s in result.scalars), *(_paths(s) for s in self._steps))
         self.lifted = lifted & used
-        self._default_dtype = torch.get_default_dtype()
+        self._ambient = _ambient()
         self._guard: Guard = captures.guard(self.lifted)
-        replayed = self.match(captures._root)
+        with grad_mode(True):  # as it was traced
+            replayed = self.match(captures._root)
         if replayed is None or not all(_same(*b) for b in zip(replayed[1], result.buffers, strict=True)):
             raise Untrusted("what it computes from captured tensors cannot be repeated")
 
-    def match(self, function: Any) -> Traced | None:
+    def match(self, function: Any, recorder: Any = None) -> Traced | None:
+        """What the trace says for the function as it is now; None where it does not hold. `recorder`: see trace."""
         try:
             found = self._guard(function)
-            if found is None or torch.get_default_dtype() is not self._default_dtype:
+            if found is None or _ambient() != self._ambient:
                 return None
             tensors, numbers = found
+            if recorder is not None:
+                self._check_sizes(tensors, recorder)
             scalars = tuple([self._scalar(*x, numbers) for x in self._scalars])
-            made = self._run_steps(tensors, numbers) if self._steps else []
-        except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError):
+            made = self._run_steps(tensors, numbers, recorder) if self._steps else []
+        except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if recorder is not None and (type(error) is RuntimeError or isinstance(error, TraceError)):
+                raise  # the recorder's own, such as of a constant that requires grad, and the one above
             return None  # it is traced anew, and raises there what there is to raise
         buffers = [tensors[b] if isinstance(b, _Leaf) else made[b.step][b.output] for b in self.buffers]
         return self.text, tuple(buffers), scalars
+
+    def _check_sizes(self, tensors: Sequence[Tensor], recorder: Any) -> None:
+        """A size that the function reads is a number of its text: that of what depends on the inputs must not be."""
+        with tracing_state(recorder):
+            for leaf in self._measured:
+                tensor = tensors[leaf]
+                if not isinstance(tensor, Parameter) and _node_of(tensor) not in _CONSTANTS:
+                    raise TraceError(
+                        "flex_attention: a score_mod or mask_mod must not read sizes of what depends on the inputs of "
+                        "torch.jit.trace, but got one that does, whose program would be right for these sizes alone: "
+                        "read them outside of the function, such as n = x.size(0)"
+                    )
 
     @staticmethod
     def _scalar(expression: Expression, kind: type, numbers: Sequence[Number]) -> Any:
@@ -99,7 +160,7 @@ class Entry:
             raise _Miss
         return value
 
-    def _run_steps(self, tensors: Sequence[Tensor], numbers: Sequence[Number]) -> list[list[Tensor]]:
+    def _run_steps(self, tensors: Sequence[Tensor], numbers: Sequence[Number], recorder: Any) -> list[list[Tensor]]:
         made: list[list[Tensor]] = []
 
         def resolve(x: Any) -> Any:
@@ -112,11 +173,12 @@ class Entry:
         with torch._C._DisableAutocast():
             for step in self._steps:
                 args, kwargs = mapped(step.args, resolve), mapped(step.kwargs, resolve)
-                if step.grad:
-                    out = step.func(*args, **kwargs)
-                else:
-                    with torch.no_grad():
+                with contextlib.nullcontext() if recorder is None else tracing_state(recorder):
+                    if step.grad:
                         out = step.func(*args, **kwargs)
+                    else:
+                        with torch.no_grad():
+                            out = step.func(*args, **kwargs)
                 made.append(tensors_of(out))
                 if step.expected is not None and [(t.shape, t.dtype) for t in made[-1]] != step.expected:
                     raise _Miss
@@ -185,6 +247,24 @@ def _recorded(steps: Steps, buffers: Sequence[Tensor], captures: Captures) -> tu
     return recorded, [renumbered(s) for s in sources]
 
 
+def _leaves(steps: Steps, tensors: Sequence[Tensor], captures: Captures) -> set[int]:
+    """The captured tensors, by their places, of which these are or are made."""
+    found: set[int] = set()
+    pending, seen = list(tensors), set[int]()
+    while pending:
+        tensor = pending.pop()
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        made = steps.known.get(id(tensor))
+        if made is not None:
+            step = steps.steps[made[0]]
+            pending.extend(tensors_of((step.args, step.kwargs)))
+        elif (leaf := captures.place_of(tensor)) is not None:
+            found.add(leaf)
+    return found
+
+
 def _with_lifted_numbers(
     function: Callable, kind: str, device: torch.device, captures: Captures, plain: Run
 ) -> tuple[Run, set[int]]:
@@ -220,6 +300,15 @@ class _Kept:
 
 
 _lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: another thread of the parent may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 _kept: OrderedDict[tuple, _Kept] = OrderedDict()
 _counts = {"hits": 0, "misses": 0, "untrusted": 0}
 
@@ -242,20 +331,39 @@ def _device_of(captures: Captures | None) -> torch.device:
 
 
 def trace(function: Callable, kind: str, device: torch.device | None) -> Traced:
-    """The function's trace, from the cache where it still holds."""
+    """The function's trace, from the cache where it still holds.
+
+    Within torch.jit.trace the function runs unseen by the recorder, whose graph would hold traced tensors as constants
+    (they have no memory: it crashes where it reads one). Only the steps that the buffers need are done again before its
+    eyes."""
+    recorder = torch._C._get_tracing_state()
+    if recorder is None:
+        return _trace(function, kind, device, None)
+    with tracing_state(None):
+        return _trace(function, kind, device, recorder)
+
+
+def _trace(function: Callable, kind: str, device: torch.device | None, recorder: Any) -> Traced:
     code = _code_of(function)
     key = (id(code), kind, device)
     kept = _kept.get(key)
     if kept is not None:
         for entry in kept.entries:
-            found = entry.match(function)
+            found = entry.match(function, recorder)
             if found is not None:
                 _counts["hits"] += 1
                 return found
-    return _trace_anew(function, kind, device, code, key)
+    try:
+        return _trace_anew(function, kind, device, code, key, recorder)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(f"flex_attention: {kind} {name_of(function)}: {error}") from error
 
 
-def _trace_anew(function: Callable, kind: str, device: torch.device | None, code: Any, key: tuple) -> Traced:
+def _trace_anew(
+    function: Callable, kind: str, device: torch.device | None, code: Any, key: tuple, recorder: Any
+) -> Traced:
     _counts["misses"] += 1
     captures, untrusted = None, None
     try:
@@ -263,13 +371,25 @@ def _trace_anew(function: Callable, kind: str, device: torch.device | None, code
     except Untrusted as reason:
         untrusted = reason
     device = device or _device_of(captures)
-    plain = run(function, kind, device)
+    plain = run_as_called(function, kind, device)
     try:
+        if kind == "score_mod" and not plain.trace.differentiable:
+            raise Untrusted("it is another function, or has no derivative, where gradients are not recorded")
         if captures is None:
             raise untrusted or Untrusted
         result, lifted = _with_lifted_numbers(function, kind, device, captures, plain)
         entry = Entry(captures, result, lifted)
+        traced: Traced | None = result.text, tuple(result.buffers), tuple(s.value for s in result.scalars)
+        if recorder is not None:
+            traced = entry.match(function, recorder)
+        if traced is None:
+            raise Untrusted("it gives something else each time it runs")
     except Untrusted as reason:
+        if recorder is not None:
+            raise TraceError(
+                f"{kind} {name_of(function)}: it cannot be run again within torch.jit.trace ({reason}); hand in "
+                f"fusegrad.trace_{kind}(function), made outside of it"
+            ) from reason
         _counts["untrusted"] += 1
         log.debug("%s %s is traced at each call: %s", kind, name_of(function), reason)
         return plain.text, tuple(plain.buffers), ()
@@ -279,7 +399,7 @@ def _trace_anew(function: Callable, kind: str, device: torch.device | None, code
         _kept.move_to_end(key)
         while len(_kept) > _MAX_FUNCTIONS:
             _kept.popitem(last=False)
-    return result.text, tuple(result.buffers), tuple(s.value for s in result.scalars)
+    return traced
 
 
 def cache_info() -> dict[str, int]:

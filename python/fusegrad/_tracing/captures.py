@@ -77,6 +77,8 @@ _NOT_CALLED = words(
     """
 )
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+# What is called with a module, but for its forward.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
 # They read more of a module than they name.
 _OF_MODULES = words(
     "parameters named_parameters buffers named_buffers children named_children modules named_modules state_dict "
@@ -402,7 +404,7 @@ class Captures:
         if isinstance(value, nn.Module):
             if _in(kind.__module__, ("torch.nn.utils", "torch.nn.parallel", "torch.ao")):
                 raise Untrusted(f"a captured {kind.__qualname__}")
-            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+            for hooks in _HOOKS:
                 if getattr(value, hooks):
                     raise Untrusted("a captured module has hooks")
                 self._need(f"not {name}.{hooks}")

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import Refused, TraceError
 from .lifted import Expression, Lifted, NumberWanted
-from .run import INPUTS, Run, run
+from .run import INPUTS, Run, run, run_as_called
 from .trees import mapped
 
 __all__ = ["trace_within"]
@@ -39,7 +39,7 @@ class _TraceWithin(HigherOrderOperator):
     def __call__(self, function: Callable, kind: str, device: torch.device) -> tuple[str, list, list]:
         """Without Dynamo: in torch.export, whose modes see what the function computes from captured tensors alone.
         Not kept: a guard on fake tensors would fix their sizes."""
-        result = run(function, kind, device)
+        result = run_as_called(function, kind, device)
         return result.text, list(result.buffers), [s.value for s in result.scalars]
 
 
@@ -132,7 +132,12 @@ def _graph_of(
             options = {"dtype": torch.float32 if name == "score" else torch.int64, "device": device}
             empty = VariableTracker.build(tx, torch.empty)
             options = {key: VariableTracker.build(tx, value) for key, value in options.items()}
-            inputs.append(empty.call_function(tx, [VariableTracker.build(tx, ())], options))
+            made = empty.call_function(tx, [VariableTracker.build(tx, ())], options)
+            if name == "score":  # else Dynamo takes autograd.Functions for their forward
+                grad = {"requires_grad": VariableTracker.build(tx, True)}
+                made = made.call_method(tx, "new_empty", [VariableTracker.build(tx, ())], grad)
+                made = made.call_method(tx, "clone", [], {})  # no leaf: it may be written to
+            inputs.append(made)
     with _IndexedByTensors():
         _, graph, captured = dynamo.speculate_subgraph(
             tx,

@@ -1,11 +1,15 @@
 """ATen operations on traced tensors.
 
 An elementwise operation is looked up in ops.py; what only moves elements about is done, by PyTorch itself, to the
-tensors of terms; sums and matrix products are unrolled; all else is decomposed by PyTorch's own rules.
+tensors of terms, or where there are axes to the indices; reductions and matrix products are loops over axes, or of few
+elements unrolled; all else is decomposed by PyTorch's own rules.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +17,12 @@ import torch
 from torch import Tensor
 
 from .errors import Refused
-from .graph import BOOL, INT
+from .graph import BOOL, INT, Graph
 from .ops import ELEMENTWISE, FOLDS, wrapped
 from .tensor import TracedTensor, terms_of
 from .trace import Trace, category
-from .trees import mapped, words
+from .trees import mapped, tensors_of, words
+from .vectors import SMALL, Source, axes_of, axis_of, common_axes, coordinates, result_axes, taken
 
 __all__ = ["dispatch"]
 
@@ -28,7 +33,7 @@ _MOVES = words(
     view _unsafe_view reshape expand permute t transpose select slice unsqueeze squeeze cat stack flip repeat split
     split_with_sizes unbind diagonal roll movedim alias clone _reshape_alias tile unfold view_as squeeze_
     repeat_interleave lift_fresh lift lift_fresh_copy _conj resolve_conj contiguous _to_copy_same chunk unsafe_split
-    diag_embed swapaxes
+    swapaxes
     """
 )
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "full_like": None, "new_full": None}
@@ -37,7 +42,9 @@ _NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, Fals
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     trace = _trace_of((args, kwargs))
-    name = func._schema.name.split("::")[1]
+    namespace, name = func._schema.name.split("::")
+    if namespace not in ("aten", "prims"):
+        return trace.python_op(func, args, kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise Refused(f"random numbers ({name})", "draw them outside and capture the tensor")
     if func._schema.is_mutable:
@@ -56,18 +63,27 @@ def _mark_viewed(x: Any) -> None:
 def _functional(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(name)
     if handler is not None:
+        if "self" not in {a.name for a in func._schema.arguments} and func._schema.name.startswith("prims::"):
+            raise _unknown(func)
         return handler(trace, func, args, kwargs)
     if name in ELEMENTWISE:
         return _elementwise(trace, func, ELEMENTWISE[name], args, kwargs)
     if name in _MOVES:
         return _move(trace, func, args, kwargs)
-    if name in FOLDS:
+    if name in FOLDS and not func._schema.name.startswith("prims::"):
         return _fold(trace, func, name, args, kwargs)
     decomposed = _decomposed(func, args, kwargs)
     if decomposed is not NotImplemented:
         return decomposed
-    raise Refused(
-        f"the operation {name}, which score_mods do not have", "write it with elementwise operations of torch"
+    raise _unknown(func)
+
+
+def _unknown(func: Any) -> Refused:
+    name = func._schema.name.removeprefix("aten::")
+    name = f"{name}.{func._overloadname}" if func._overloadname not in ("default", "Tensor") else name
+    return Refused(
+        f"the operation {name}, which score_mods do not have",
+        "write it with the functions that docs/score_mod.md lists",
     )
 
 
@@ -112,7 +128,14 @@ def _terms(trace: Trace, x: Any) -> Tensor:
     return terms_of(trace.graph.constant(x))
 
 
-def _result(trace: Trace, terms: Tensor, dtype: torch.dtype, arithmetic: bool = False) -> TracedTensor:
+def _packed(trace: Trace, x: Any) -> Tensor:
+    return x.packed if isinstance(x, TracedTensor) else _terms(trace, x)
+
+
+def _result(
+    trace: Trace, terms: Tensor, dtype: torch.dtype, arithmetic: bool = False, shape: Sequence[int] | None = None
+) -> TracedTensor:
+    """A value of these packed terms."""
     g = trace.graph
 
     def fitting(term: int) -> int:
@@ -121,7 +144,7 @@ def _result(trace: Trace, terms: Tensor, dtype: torch.dtype, arithmetic: bool = 
             term = wrapped(g, term, *_NARROW[dtype])
         return term
 
-    return trace.wrap(_each(terms, fitting), dtype)
+    return trace.wrap(_each(terms, fitting), dtype, shape)
 
 
 def _each(terms: Tensor, function: Callable[[int], int]) -> Tensor:
@@ -141,21 +164,34 @@ def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     return bound
 
 
+_signature = functools.lru_cache(inspect.signature)
+
+
 def _elementwise(trace: Trace, func: Any, emit: Callable[..., int], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     out = _on_ones(func, args, kwargs)
     first = out[0] if isinstance(out, tuple) else out
     bound = _bound(func, args, kwargs)
+    try:
+        _signature(emit).bind(trace.graph, **bound)
+        fits = all(x is None or isinstance(x, (Tensor, int, float, str)) for x in bound.values())
+    except TypeError:
+        fits = False
+    if not fits:
+        raise _unknown(func)
     named = {k: v for k, v in bound.items() if v is None or isinstance(v, str)}
-    operands = {
-        k: _terms(trace, v).expand(first.shape).reshape(-1).tolist()
-        for k, v in bound.items()
-        if isinstance(v, (Tensor, int, float))
-    }
+    given = {k: v for k, v in bound.items() if isinstance(v, (Tensor, int, float))}
+    packed = common_axes(
+        trace.graph,
+        [(_packed(trace, v), v.shape if isinstance(v, Tensor) else ()) for v in given.values()],
+        first.shape,
+    )
+    packed = list(torch.broadcast_tensors(*packed))
+    operands = {k: terms.reshape(-1).tolist() for k, terms in zip(given, packed, strict=True)}
     terms = [
         emit(trace.graph, **named, **dict(zip(operands, column, strict=True)))
         for column in zip(*operands.values(), strict=True)
     ]
-    result = _result(trace, terms_of(terms, first.shape), first.dtype, True)
+    result = _result(trace, terms_of(terms, packed[0].shape), first.dtype, True, first.shape)
     if isinstance(out, tuple):  # log_sigmoid_forward's second result is for its backward
         return (result, result)
     return result
@@ -167,14 +203,80 @@ def _move(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     if given and given[0].read is not None and func._schema.name in ("aten::alias", "aten::lift_fresh"):
         return given[0]
+    if any(x.axes for x in tensors_of(args) if isinstance(x, TracedTensor)):
+        return _move_axes(trace, func, args, kwargs, out)
     moved = func(*mapped(args, lambda x: _terms(trace, x) if isinstance(x, Tensor) else x), **kwargs)
     if isinstance(out, Tensor):
         return _result(trace, moved, out.dtype)
     return [_result(trace, terms, meta.dtype) for terms, meta in zip(moved, out, strict=True)]
 
 
+def _move_axes(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """PyTorch moves the indices of the elements: an element of the result is that of the indices which come there."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in ("cat", "stack"):
+        dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim()
+        parts = [_traced(trace, x) for x in args[0]]
+        if name == "stack":
+            parts = [torch.ops.aten.unsqueeze(x, dim) for x in parts]
+        return _joined(trace, [x for x in parts if x.shape != (0,)], dim, out)
+    tensor, *rest = args
+    places = [func(place, *mapped(rest, _no_tensor), **kwargs) for place in coordinates(tensor.shape)]
+    if isinstance(out, Tensor):
+        return _moved(trace, tensor, places, out)
+    return [_moved(trace, tensor, [of_dim[i] for of_dim in places], meta) for i, meta in enumerate(out)]
+
+
+def _no_tensor(x: Any) -> Any:
+    if isinstance(x, TracedTensor):
+        raise Refused("a number of elements that differs from score to score", "their number must be fixed")
+    return x
+
+
+def _moved(trace: Trace, tensor: TracedTensor, places: Sequence[Tensor], out: Tensor) -> TracedTensor:
+    source = Source(tensor.packed, tuple(tensor.shape), places)
+    axes = result_axes(out.shape, [source])
+    return _result(trace, taken(trace.graph, source, out.shape, axes), out.dtype, shape=out.shape)
+
+
+def _joined(trace: Trace, parts: Sequence[TracedTensor], dim: int, out: Tensor) -> TracedTensor:
+    """Parts one after the other. Along an axis an element is a choice of theirs, each at a place that it has."""
+    g = trace.graph
+    apart = [d for d in range(out.dim()) if d != dim and any(x.shape[d] > 1 and x.packed.shape[d] > 1 for x in parts)]
+    packed = [x.unrolled("cat", apart) for x in parts]
+    if all(dim not in axes_of(terms, x.shape) for terms, x in zip(packed, parts, strict=True)):
+        return _result(trace, torch.cat(packed, dim), out.dtype, shape=out.shape)
+    axis = axis_of(g, out.shape, dim)
+    begin, chosen = out.shape[dim], None
+    for terms, x in zip(reversed(packed), reversed(parts), strict=True):
+        size = x.shape[dim]
+        begin -= size
+        if dim in axes_of(terms, x.shape):
+            place = g.apply("sub", axis, g.constant(begin))
+            place = g.apply("clamp", place, g.constant(0), g.constant(size - 1))
+            own = axis_of(g, x.shape, dim)
+            elements = [(begin, _each(terms, lambda t, own=own, place=place: g.substitute(t, {own: place})))]  # type: ignore[misc]
+        else:
+            elements = [(begin + i, terms.narrow(dim, i, 1)) for i in reversed(range(size))]
+        for first, element in elements:
+            if chosen is None:
+                chosen = element
+                continue
+            here = g.apply("ge", axis, g.constant(first + (size if len(elements) == 1 else 1)))
+            chosen = terms_of(
+                [
+                    g.apply("where", here, later, term)
+                    for later, term in zip(chosen.reshape(-1).tolist(), element.reshape(-1).tolist(), strict=True)
+                ],
+                element.shape,
+            )
+    assert chosen is not None
+    return _result(trace, chosen, out.dtype, shape=out.shape)
+
+
 def _in_place(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`score += x` is a new value under the old name, as long as nothing else may show the old one."""
+    trace.functions.adopt_all()
     target = args[0] if args else None
     base = name[:-1]
     if not (isinstance(target, TracedTensor) and name.endswith("_") and hasattr(torch.ops.aten, base)):
@@ -193,7 +295,7 @@ def _in_place(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: d
         raise Refused(
             f"an in-place operation whose result is {value!r}, not {target!r}", "compute a new value: a = a + b"
         )
-    target.assign(_result(trace, value.terms, target.dtype))
+    target.assign(_result(trace, value.packed, target.dtype, shape=target.shape))
     return target
 
 
@@ -205,7 +307,7 @@ def _to_copy(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if dtype.is_complex:
         raise Refused(f"a cast to {dtype}", "scores are real")
     narrower = dtype in _NARROW and args[0].dtype != torch.bool
-    return _result(trace, args[0].terms, dtype, narrower)
+    return _result(trace, args[0].packed, dtype, narrower, args[0].shape)
 
 
 def _fill(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
@@ -213,13 +315,13 @@ def _fill(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     value = _FILLS[func._schema.name.removeprefix("aten::")]
     out = _on_ones(func, args, kwargs)
     term = trace.graph.constant(bound["fill_value"] if value is None else value)
-    return _result(trace, terms_of(term).expand(out.shape), out.dtype)
+    return trace.filled(trace.graph.cast(term, category(out.dtype)), out.shape, out.dtype)
 
 
 def _empty(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     out = _on_ones(func, args, kwargs)
     number = float("nan") if out.dtype.is_floating_point else 0
-    return _result(trace, terms_of(trace.graph.constant(number)).expand(out.shape), out.dtype)
+    return trace.filled(trace.graph.cast(trace.graph.constant(number), category(out.dtype)), out.shape, out.dtype)
 
 
 def _index(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
@@ -229,10 +331,10 @@ def _index(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return trace.index_by_terms(_traced(trace, tensor), items)
 
 
-def _integers(trace: Trace, x: Tensor) -> Tensor:
+def _integers(trace: Trace, x: Tensor) -> TracedTensor:
     if x.dtype.is_floating_point or x.dtype == torch.bool:
         raise Refused(f"an index of {x.dtype}", "index by integers, see .long() and torch.where")
-    return _terms(trace, x)
+    return _traced(trace, x)
 
 
 def _traced(trace: Trace, x: Tensor) -> TracedTensor:
@@ -242,7 +344,7 @@ def _traced(trace: Trace, x: Tensor) -> TracedTensor:
 def _index_select(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     tensor, dim, index = _traced(trace, args[0]), args[1], _integers(trace, args[2])
     items: list[Any] = [slice(None)] * tensor.dim()
-    items[dim] = index.reshape(-1)
+    items[dim] = torch.ops.aten.reshape(index, [-1])
     return trace.index_by_terms(tensor, items)
 
 
@@ -250,10 +352,11 @@ def _take(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     tensor, index = _traced(trace, args[0]), args[1]
     g = trace.graph
     items: list[Any] = []
-    rest = _integers(trace, index)
-    rest = _each(rest, lambda t: g.apply("mod", t, g.constant(max(tensor.numel(), 1))))
+    index = _integers(trace, index)
+    rest = _each(index.packed, lambda t: g.apply("mod", t, g.constant(max(tensor.numel(), 1))))
     for size in reversed(tensor.shape):
-        items.insert(0, _each(rest, lambda t, n=size: g.apply("mod", t, g.constant(n))))  # type: ignore[misc]
+        place = _each(rest, lambda t, n=size: g.apply("mod", t, g.constant(n)))  # type: ignore[misc]
+        items.insert(0, trace.wrap(place, torch.int64, index.shape))
         rest = _each(rest, lambda t, n=size: g.apply("floor_div", t, g.constant(n)))  # type: ignore[misc]
     return trace.index_by_terms(tensor, items)
 
@@ -268,10 +371,12 @@ def _gather(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
         if d == dim:
             items.append(index)
             continue
-        view = [1] * index.dim()
-        view[d] = index.shape[d]
-        places = terms_of([trace.graph.constant(i) for i in range(index.shape[d])], view)
-        items.append(places.expand(index.shape))
+        n = index.shape[d]
+        axis = n > SMALL
+        numbers = [axis_of(trace.graph, index.shape, d)] if axis else [trace.graph.constant(i) for i in range(n)]
+        view = [len(numbers) if i == d else 1 for i in range(index.dim())]
+        places = trace.wrap(terms_of(numbers, view), torch.int64, [n if i == d else 1 for i in range(index.dim())])
+        items.append(torch.ops.aten.expand(places, list(index.shape)))
     return trace.index_by_terms(tensor, items)
 
 
@@ -299,7 +404,13 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
     dims = list(range(tensor.dim())) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     dims = [d % max(tensor.dim(), 1) for d in dims] if tensor.dim() else []
     kept = [d for d in range(tensor.dim()) if d not in dims]
-    rows = tensor.terms.permute(kept + dims).reshape(out.numel(), -1).tolist()
+    packed, shape = tensor.packed, tuple(tensor.shape)
+    if name not in _ALONG:
+        packed = tensor.unrolled(name, dims)
+    axes = [axis_of(g, shape, d) for d in axes_of(packed, shape) if d in dims]
+    count = math.prod(shape[d] for d in dims)
+    left = [packed.shape[d] for d in kept]
+    rows = packed.permute(kept + dims).reshape(math.prod(left), -1).tolist()
     if bound.get("dtype") is not None:
         rows = [[g.cast(t, category(bound["dtype"])) for t in row] for row in rows]
     empty = {"sum": 0, "prod": 1, "any": False, "all": True, "mean": float("nan")}
@@ -312,10 +423,28 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
         total = row[0] if row else g.constant(empty[name])
         for term in row[1:]:
             total = FOLDS[name](g, total, term)
+        for axis in axes:
+            total = g.reduce(_ALONG[name], axis, total)
         if name == "mean" and row:
-            total = g.apply("div", total, g.constant(float(len(row))))
+            total = g.apply("div", total, g.constant(float(count)))
         terms.append(total)
-    return _result(trace, terms_of(terms, out.shape), out.dtype, True)
+    if out.dim() == tensor.dim():
+        left = [1 if d in dims else n for d, n in enumerate(packed.shape)]
+    else:
+        terms = _at_new_places(g, terms, [shape[d] for d in kept], left, [len(shape) - 1 - d for d in kept])
+    return _result(trace, terms_of(terms, left), out.dtype, True, out.shape)
+
+
+_ALONG = {"sum": "sum", "mean": "sum", "amax": "amax", "amin": "amin", "any": "amax", "all": "amin"}
+"""Folds that an axis has too."""
+
+
+def _at_new_places(
+    g: Graph, terms: Sequence[int], shape: Sequence[int], packed: Sequence[int], places: Sequence[int]
+) -> list[int]:
+    """With the axes of `shape`, which were at these places from the last dimension."""
+    images = {g.axis(n, places[d]): axis_of(g, shape, d) for d, n in enumerate(shape) if packed[d] != n}
+    return [g.substitute(t, images) for t in terms]
 
 
 def _extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -329,6 +458,14 @@ def _extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if "dim" not in bound:  # as amax: equals share the gradient
         return _fold(trace, getattr(torch.ops.aten, f"a{name}").default, f"a{name}", [tensor], {})
     dim = bound["dim"]
+    if dim is None and tensor.axes:
+        dim, tensor = 0, torch.ops.aten.reshape(tensor, [-1])
+        if bound["keepdim"]:
+            raise Refused(f"{name} over all dimensions that keeps them", "give the dimension")
+    if dim is not None and dim % max(tensor.dim(), 1) in tensor.axes:
+        return _extreme_along(trace, name, tensor, dim % tensor.dim(), bound["keepdim"], beats)
+    if tensor.axes:
+        tensor = trace.wrap(tensor.unrolled(name), tensor.dtype)
     rows = tensor.terms.reshape(-1) if dim is None else tensor.terms.movedim(dim, -1) if tensor.dim() else tensor.terms
     values, places = [], []
     for row in rows.reshape(-1, rows.shape[-1] if rows.dim() else 1).tolist():
@@ -343,6 +480,25 @@ def _extreme(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if name.startswith("arg"):
         return where
     return _result(trace, terms_of(values, shape), tensor.dtype), where
+
+
+def _extreme_along(trace: Trace, name: str, tensor: TracedTensor, dim: int, keepdim: bool, beats: str) -> Any:
+    """The first place of the extremum along an axis, NaN before all, and the element there."""
+    g = trace.graph
+    shape = [1 if d == dim else n for d, n in enumerate(tensor.shape)]
+    axis, end = axis_of(g, tensor.shape, dim), g.constant(tensor.shape[dim] - 1)
+    values, places = [], []
+    for term in tensor.packed.reshape(-1).tolist():
+        most = g.reduce("amax" if beats == "gt" else "amin", axis, term)
+        found = g.apply("or", g.apply("eq", term, most), g.apply("ne", term, term))
+        place = g.reduce("amin", axis, g.apply("where", found, axis, end))
+        places.append(place)
+        values.append(g.substitute(term, {axis: place}))
+    where = trace.wrap(terms_of(places, tensor.packed.shape), torch.int64, shape)
+    value = trace.wrap(terms_of(values, tensor.packed.shape), tensor.dtype, shape)
+    if not keepdim:
+        where, value = (torch.ops.aten.squeeze(x, dim) for x in (where, value))
+    return where if name.startswith("arg") else (value, where)
 
 
 def _products(trace: Trace, a: Tensor, b: Tensor) -> Tensor:
@@ -367,7 +523,10 @@ def _matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[s
         out = _on_ones(func, [torch.ones(x.shape, dtype=dtype, device="cpu") for x in args[:2]], kwargs)
     else:
         out = _on_ones(func, args, kwargs)
-    a, b = (_terms(trace, x) for x in args[:2])
+    left, right = (_traced(trace, x) for x in args[:2])
+    if left.axes or right.axes:
+        return _product_along(trace, left, right, out.dtype)
+    a, b = left.terms, right.terms
     if a.dim() == 3:  # bmm
         terms = torch.stack([_products(trace, x, y) for x, y in zip(a, b, strict=True)])
     else:
@@ -377,20 +536,147 @@ def _matrix_product(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[s
     return _result(trace, terms, out.dtype, True)
 
 
+def _product_along(trace: Trace, a: TracedTensor, b: TracedTensor, dtype: torch.dtype) -> TracedTensor:
+    aten = torch.ops.aten
+    if a.dim() == 1 or b.dim() == 1:  # dot
+        products = aten.mul(a, b)
+    else:  # [..., n, k] by [..., k, m] as [..., n, m, k]
+        products = aten.mul(aten.unsqueeze(a, -2), aten.unsqueeze(aten.transpose(b, -2, -1), -3))
+    total = aten.sum(products, [-1])
+    return _result(trace, total.packed, dtype, True, total.shape)
+
+
 def _cumsum(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     g = trace.graph
     out = _on_ones(func, args, kwargs)
     if args[0].dim() == 0:
         return _result(trace, args[0].terms, out.dtype)
+    primitive = "mul" if func._schema.name == "aten::cumprod" else "add"
+    terms = args[0].unrolled(func._schema.name.removeprefix("aten::")).movedim(args[1], -1)
     rows = []
-    terms = args[0].terms.movedim(args[1], -1)
     for row in terms.reshape(-1, terms.shape[-1]).tolist():
-        sums = row[:1]
+        sums = [g.cast(t, category(out.dtype)) for t in row[:1]]
         for term in row[1:]:
-            sums.append(g.apply("add", sums[-1], term))
+            sums.append(g.apply(primitive, sums[-1], g.cast(term, category(out.dtype))))
         rows.append(sums)
     sums_of = terms_of(rows, terms.shape).movedim(-1, args[1])
     return _result(trace, sums_of, out.dtype, True)
+
+
+def _variance(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """var, std, and both with the mean: of the deviations from the mean."""
+    aten = torch.ops.aten
+    name = func._schema.name.removeprefix("aten::")
+    bound = _bound(func, args, kwargs)
+    tensor, dims = _traced(trace, bound["self"]), bound.get("dim")
+    dims = list(range(tensor.dim())) if not dims else [dims] if isinstance(dims, int) else list(dims)
+    correction = bound.get("correction", 1 if bound.get("unbiased", True) else 0)
+    correction = 1 if correction is None else correction
+    keepdim = bool(bound.get("keepdim", False))
+    mean = aten.mean(tensor, dims, True)
+    squares = aten.sum(aten.square(aten.sub(tensor, mean)), dims, keepdim)
+    count = math.prod(tensor.shape[d] for d in dims)
+    value = aten.div(squares, max(float(count - correction), 0.0))
+    if name.startswith("std"):
+        value = aten.sqrt(value)
+    return (value, mean if keepdim else aten.mean(tensor, dims)) if name.endswith("_mean") else value
+
+
+_MAX_SORTED = 16
+"""A vector of so many elements can be sorted: in n² / 2 comparisons."""
+
+
+def _sorted(trace: Trace, tensor: TracedTensor, dim: int, descending: bool, name: str) -> tuple[Tensor, Tensor]:
+    """The terms in their order along the last dimension, and their places: equal ones in that of their places, NaN
+    the largest."""
+    g = trace.graph
+    if tensor.dim() == 0:
+        tensor = torch.ops.aten.unsqueeze(tensor, 0)
+    n = tensor.shape[dim]
+    if n > _MAX_SORTED:
+        raise Refused(f"{name} of {n} elements", f"sort at most {_MAX_SORTED}, or use amax, amin, argmax or argmin")
+    terms = tensor.unrolled(name).movedim(dim, -1)
+    values, places = [], []
+    for row in terms.reshape(-1, n).tolist():
+        places.append([g.constant(i) for i in range(n)])
+        at = places[-1]
+        for end in range(n - 1, 0, -1):
+            for i in range(end):
+                a, b = row[i], row[i + 1]
+                small, large = (b, a) if not descending else (a, b)
+                swap = g.apply("or", g.apply("lt", small, large), _only_first_nan(g, large, small))
+                row[i], row[i + 1] = g.apply("where", swap, b, a), g.apply("where", swap, a, b)
+                p, q = at[i], at[i + 1]
+                at[i], at[i + 1] = g.apply("where", swap, q, p), g.apply("where", swap, p, q)
+        values.append(row)
+    return terms_of(values, terms.shape), terms_of(places, terms.shape)
+
+
+def _only_first_nan(g: Graph, a: int, b: int) -> int:
+    return g.apply("and", g.apply("ne", a, a), g.apply("eq", b, b))
+
+
+def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """sort, argsort, topk, median and kthvalue."""
+    name = func._schema.name.removeprefix("aten::")
+    bound = _bound(func, args, kwargs)
+    tensor = _traced(trace, bound["self"])
+    out = _on_ones(func, args, kwargs)
+    if name == "median" and "dim" not in bound:
+        tensor, dim = torch.ops.aten.reshape(tensor, [-1]), 0
+    else:
+        dim = bound.get("dim", -1)
+    descending = bool(bound.get("descending", False)) or (name == "topk" and bound["largest"])
+    values, places = _sorted(trace, tensor, dim, descending, name)
+    if name in ("median", "kthvalue", "nanmedian"):
+        size = values.shape[-1]
+        k = (size - 1) // 2 if name == "median" else bound["k"] - 1
+        g = trace.graph
+        picked = []
+        for row, at in zip(values.reshape(-1, size).tolist(), places.reshape(-1, size).tolist(), strict=True):
+            value, place = row[k], at[k]
+            if name == "median":  # of a NaN the median is it; it is the last one
+                nan = g.apply("ne", row[-1], row[-1])
+                value, place = g.apply("where", nan, row[-1], value), g.apply("where", nan, at[-1], place)
+            picked.append((value, place))
+        values, places = (terms_of([x[i] for x in picked], values.shape[:-1]).unsqueeze(-1) for i in (0, 1))
+        if isinstance(out, Tensor):
+            return _result(trace, values.reshape(out.shape), out.dtype)
+        values, places = (x.movedim(-1, dim) if bound["keepdim"] else x.squeeze(-1) for x in (values, places))
+    else:
+        if name == "topk":
+            values, places = values[..., : bound["k"]], places[..., : bound["k"]]
+        values, places = (x.movedim(-1, dim) for x in (values, places))
+    if name == "argsort":
+        return _result(trace, places.reshape(out.shape), torch.int64)
+    return _result(trace, values.reshape(out[0].shape), out[0].dtype), _result(
+        trace, places.reshape(out[1].shape), torch.int64
+    )
+
+
+def _bucketize(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
+    """bucketize and searchsorted: how many boundaries lie before each value."""
+    aten = torch.ops.aten
+    bound = _bound(func, args, kwargs)
+    searched = func._schema.name == "aten::searchsorted"
+    boundaries = bound["sorted_sequence"] if searched else bound["boundaries"]
+    values = bound["self"]
+    if searched and (bound.get("sorter") is not None or boundaries.dim() != 1):
+        raise Refused("searchsorted with a sorter or in several rows", "give sorted boundaries of one dimension")
+    right = bool(bound["right"]) or (searched and bound.get("side") == "right")
+    boundaries = _traced(trace, boundaries)
+    values = _traced(trace, values) if isinstance(values, Tensor) else trace.stacked(values)
+    # Not `boundary < value`: a NaN is beyond all.
+    after = (aten.gt if right else aten.ge)(boundaries, aten.unsqueeze(values, -1))
+    count = aten.sum(aten.logical_not(after), [-1])
+    return aten._to_copy(count, dtype=torch.int32 if bound.get("out_int32") else torch.int64)
+
+
+def _count_nonzero(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
+    bound = _bound(func, args, kwargs)
+    dim = bound["dim"]
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else dim
+    return torch.ops.aten.sum(torch.ops.aten.ne(bound["self"], 0), dims)
 
 
 _HANDLERS: dict[str, Handler] = {
@@ -401,7 +687,11 @@ _HANDLERS: dict[str, Handler] = {
     "take": _take,
     "gather": _gather,
     "embedding": _embedding,
-    "cumsum": _cumsum,
+    **dict.fromkeys(("cumsum", "cumprod"), _cumsum),
+    **dict.fromkeys(("sort", "argsort", "topk", "median", "kthvalue"), _ordered),
+    **dict.fromkeys(("bucketize", "searchsorted"), _bucketize),
+    "count_nonzero": _count_nonzero,
+    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _variance),
     **dict.fromkeys(("max", "min", "argmax", "argmin"), _extreme),
     **dict.fromkeys(_FILLS, _fill),
     **dict.fromkeys(("empty_like", "new_empty", "new_empty_strided"), _empty),

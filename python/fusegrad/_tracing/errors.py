@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import traceback
-from types import TracebackType
+from collections.abc import Iterator
+from types import CodeType, TracebackType
 
 import torch
 
-__all__ = ["Refused", "TraceError", "located"]
+__all__ = ["Refused", "TraceError", "located", "out_of_memory", "within"]
 
 
 class TraceError(ValueError):
@@ -22,6 +24,17 @@ class Refused(Exception):
 
     def __init__(self, what: str, instead: str) -> None:
         super().__init__(f"{what}; {instead}")
+
+
+@contextlib.contextmanager
+def within(what: str) -> Iterator[None]:
+    """Names in the error's message what was at work, the innermost."""
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "within", None):
+            error.within = what  # type: ignore[attr-defined]
+        raise
 
 
 _OURS = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), torch.__file__))
@@ -41,9 +54,41 @@ def _users_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
     return file, line, linecache.getline(file, line).strip()
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Want of memory is no fault of the function's: it is no TraceError, but what handlers wait for."""
+    # PyTorch's CPU allocator raises a plain RuntimeError.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _applied_function(trace: TracebackType | None) -> str | None:
+    """The innermost autograd.Function whose forward was at work."""
+    name = None
+    for frame, _ in traceback.walk_tb(trace):
+        if frame.f_code.co_name == "forward":
+            name = next((f"the autograd.Function {c.__qualname__}" for c in _functions() if _is(c, frame.f_code)), name)
+    return name
+
+
+def _functions() -> Iterator[type]:
+    """All that are defined: PyTorch's apply has no frame of its own in all versions."""
+    found = [torch.autograd.Function]
+    for function in found:
+        found += function.__subclasses__()
+        yield function
+
+
+def _is(function: type, code: CodeType) -> bool:
+    """Whether the code is of the Function's own forward."""
+    forward = vars(function).get("forward")
+    return getattr(getattr(forward, "__func__", forward), "__code__", None) is code
+
+
 def located(error: BaseException, name: str) -> TraceError:
     """The error for the user of what went wrong in the function `name`."""
     message = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    inner = getattr(error, "within", None) or _applied_function(error.__traceback__)
+    if inner:
+        message = f"in {inner}: {message}"
     found = _users_line(error.__traceback__)
     if found is None:
         return TraceError(f"{name}: {message}")

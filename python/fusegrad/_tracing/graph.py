@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from fusegrad._C import score_mod as language
 
@@ -32,6 +32,12 @@ _RULES: tuple[Callable[[list[int]], int], ...] = (
 )
 _RESULT = {name: _RULES[rule] for name, _, rule in language.primitives()}
 _CASTS = ("to_bool", "to_int", "to_float")
+_REDUCTIONS = ("sum", "amax", "amin")
+_NONE: frozenset[int] = frozenset()
+_OWN_OVER_AXES = (
+    "a derivative of one's own (an autograd.Function or a custom op) over a vector of more than 2 elements",
+    "apply it to single values",
+)
 
 
 def type_of_number(value: Number) -> int:
@@ -53,21 +59,44 @@ class Graph:
     def __init__(self) -> None:
         self._nodes: list[tuple] = []
         self._types: list[int] = []
+        self._active: list[bool] = []
+        self._on_score: list[bool] = []
         self._known: dict[tuple, int] = {}
+        self._pairs: list[list[int]] = []  # of each backward
+        self._stripped: dict[int, int] = {}
+        self.upstreams = 0
+        self._open: list[frozenset[int]] = []  # of each term the axes that it depends on
+        self._bound = 0
 
-    def _insert(self, node: tuple, type_: int) -> int:
+    def _insert(self, node: tuple, type_: int, active: bool = False) -> int:
         term = self._known.get(node)
         if term is None:
             term = self._known[node] = len(self._nodes)
             self._nodes.append(node)
             self._types.append(type_)
+            self._active.append(active)
+            self._on_score.append(node[0] == "input" and node[1] == "score")
+            if active:
+                self._on_score[-1] = self._on_score[-1] or any(self._on_score[x] for x in self._operands(term))
+            open_: frozenset[int] = frozenset([term]) if node[0] == "axis" else _NONE
+            for x in self._operands(term):
+                open_ = open_ | self._open[x] if self._open[x] else open_
+            self._open.append(open_ - {node[1]} if node[0] in _REDUCTIONS else open_)
         return term
 
     def type(self, term: int) -> int:
         return self._types[term]
 
+    def active(self, term: int) -> bool:
+        """Whether a gradient flows through the term: from the score, or a tensor that requires grad."""
+        return self._active[term]
+
+    def on_score(self, term: int) -> bool:
+        """Whether a gradient flows through the term to the score."""
+        return self._on_score[term]
+
     def input(self, name: str) -> int:
-        return self._insert(("input", name), FLOAT if name == "score" else INT)
+        return self._insert(("input", name), FLOAT if name == "score" else INT, name == "score")
 
     def constant(self, value: Number) -> int:
         if isinstance(value, float):
@@ -83,11 +112,86 @@ class Graph:
         """A number that is known when the op is called; `value` is what it is now."""
         return self._insert(("scalar", index, _literal(value)), type_of_number(value))
 
-    def load(self, buffer: int, type_: int, indices: Sequence[int]) -> int:
-        return self._insert(("load", buffer, *indices), type_)
+    def load(self, buffer: int, type_: int, indices: Sequence[int], active: bool = False) -> int:
+        return self._insert(("load", buffer, *indices), type_, active)
 
     def apply(self, primitive: str, *operands: int) -> int:
-        return self._insert((primitive, *operands), _RESULT[primitive]([self._types[x] for x in operands]))
+        type_ = _RESULT[primitive]([self._types[x] for x in operands])
+        active = type_ == FLOAT and primitive != "detach" and any(self._active[x] for x in operands)
+        return self._insert((primitive, *operands), type_, active)
+
+    # --- values with a derivative of their own ---
+
+    def upstream(self) -> int:
+        """A new one: the gradient by the result of the custom that gets it."""
+        self.upstreams += 1
+        return self._insert(("upstream", self.upstreams - 1), FLOAT)
+
+    def backward(self) -> int:
+        """A new one, without pairs."""
+        self._pairs.append([])
+        return self._insert(("backward", len(self._pairs) - 1), FLOAT)
+
+    def add_pair(self, backward: int, x: int, gradient: int) -> None:
+        if self._open[x] or self._open[gradient]:
+            raise Refused(*_OWN_OVER_AXES)
+        self._pairs[self._nodes[backward][1]] += [x, self.stripped(self.cast(gradient, FLOAT))]
+
+    def custom(self, upstream: int, value: int, backward: int) -> int:
+        value = self.stripped(self.cast(value, FLOAT))
+        return self._insert(("custom", self._nodes[upstream][1], value, backward), FLOAT, True)
+
+    def stripped(self, term: int) -> int:
+        """The value alone: of derivatives, and of detachments, there is nothing left."""
+        for x in [] if term in self._stripped else self._reachable(term, self._stripped):
+            node = self._nodes[x]
+            if node[0] in ("custom", "detach"):
+                self._stripped[x] = self._stripped[node[2 if node[0] == "custom" else 1]]
+            elif node[0] == "load":
+                indices = [self._stripped[i] for i in node[2:]]
+                self._stripped[x] = self.load(node[1], self._types[x], indices, self._active[x])
+            elif node[0] in _REDUCTIONS:
+                reduced = (node[0], node[1], self._stripped[node[2]])
+                self._stripped[x] = self._insert(reduced, self._types[x], self._active[x])
+            elif node[0] == "backward" or not self._operands(x):
+                self._stripped[x] = x
+            else:
+                self._stripped[x] = self.apply(node[0], *(self._stripped[i] for i in node[1:]))
+        return self._stripped[term]
+
+    def axis(self, extent: int, place: int) -> int:
+        """A variable from 0 to `extent`, without that; the same for the same place."""
+        return self._insert(("axis", extent, place), INT)
+
+    def reduce(self, reduction: str, axis: int, term: int) -> int:
+        """The sum, amax or amin of a term over all values of an axis, which is renamed: it is the reduction's own."""
+        self._bound -= 1
+        own = self.axis(self._nodes[axis][1], self._bound)
+        term = self.cast(term, max(INT, self._types[term]))
+        return self._insert((reduction, own, self.substitute(term, {axis: own})), self._types[term], self._active[term])
+
+    def substitute(self, term: int, images: dict[int, int]) -> int:
+        """The term with other terms in place of axes."""
+        images = {axis: image for axis, image in images.items() if axis != image}
+        if not self._open[term].intersection(images):
+            return term
+        done = dict(images)
+        pending = [term]
+        while pending:
+            x = pending[-1]
+            if x in done:
+                pending.pop()
+            elif not self._open[x].intersection(images):
+                done[x] = x
+            elif missing := [y for y in self._operands(x) if y not in done]:
+                pending += missing
+            else:
+                node, new = self._nodes[x], tuple(done[y] for y in self._operands(x))
+                if node[0] in ("custom", "backward"):
+                    raise Refused(*_OWN_OVER_AXES)
+                node = (*node[:2], *new) if node[0] == "load" else (node[0], *new)
+                done[x] = self._insert(node, self._types[x], self._active[x])
+        return done[term]
 
     def cast(self, term: int, type_: int) -> int:
         return term if self._types[term] == type_ else self.apply(_CASTS[type_], term)
@@ -97,21 +201,30 @@ class Graph:
         node = self._nodes[term]
         return node[2] if node[0] == "constant" else None
 
-    def _reachable(self, result: int) -> list[int]:
+    def _reachable(self, result: int, known: Container[int] = ()) -> list[int]:
+        """Operands first; nothing below what is `known`."""
+        order: list[int] = []
         seen = {result}
-        pending = [result]
-        while pending:
-            for term in self._operands(pending.pop()):
-                if term not in seen:
-                    seen.add(term)
-                    pending.append(term)
-        return sorted(seen)
+        stack = [(result, iter(self._operands(result)))]
+        while stack:
+            term, operands = stack[-1]
+            for x in operands:
+                if x not in seen and x not in known:
+                    seen.add(x)
+                    stack.append((x, iter(self._operands(x))))
+                    break
+            else:
+                order.append(term)
+                stack.pop()
+        return order
 
-    def _operands(self, term: int) -> tuple:
+    def _operands(self, term: int) -> Sequence[int]:
         node = self._nodes[term]
-        if node[0] == "load":
+        if node[0] in ("load", "custom"):
             return node[2:]
-        return () if node[0] in ("input", "constant", "scalar") else node[1:]
+        if node[0] == "backward":
+            return self._pairs[node[1]]
+        return () if node[0] in ("input", "constant", "scalar", "upstream", "axis") else node[1:]
 
     def text(
         self, kind: str, result: int, buffers: Sequence[tuple[int, int]], scalars: Sequence[int], fixed: bool = False
@@ -130,8 +243,11 @@ class Graph:
                 names[term] = node[1]
             elif node[0] == "scalar":
                 names[term] = node[2] if fixed else f"${node[1]}"
+            elif node[0] == "upstream":
+                names[term] = f"^{node[1]}"
             else:
-                operation = f"load @{node[1]}" if node[0] == "load" else node[0]
+                signs = {"load": f"load @{node[1]}", "custom": f"custom ^{node[1]}", "axis": f"axis {node[1]}"}
+                operation = signs.get(node[0], node[0])
                 operands = [names[x] for x in self._operands(term)]
                 names[term] = f"%{statements}"
                 lines.append(" ".join([f"%{statements} =", operation, *operands]))

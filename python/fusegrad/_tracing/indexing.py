@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .errors import Refused
 from .graph import Graph
-from .tensor import MAX_ELEMENTS, terms_of
+from .tensor import MAX_ELEMENTS, TracedTensor, terms_of
+from .vectors import Source, check_size, packed_shape, result_axes, taken
 
 __all__ = ["is_full_slice", "normalized", "read_terms"]
 
@@ -38,10 +39,13 @@ def normalized(index: Any, dims: int) -> list[Any]:
     return items[:at] + fill + items[at + 1 :]
 
 
-def read_terms(g: Graph, shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...], list[Tensor]]:
-    """The shape of the result, and for each dimension of the tensor the terms that index it, of that shape.
+def read_terms(
+    g: Graph, packed: Tensor | None, shape: Sequence[int], items: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Tensor]]:
+    """The shape of the result, that of its packed terms, and for each dimension of the tensor the packed terms that
+    index it. `packed`: the tensor's own, None: each dimension may get an axis.
 
-    An item is None, a slice, an int, or an int64 tensor of terms. PyTorch itself places the dimensions: it indexes
+    An item is None, a slice, an int, or a traced tensor of integers. PyTorch itself places the dimensions: it indexes
     tensors of coordinates, in which a dimension that is indexed by n terms has n places.
     """
     sizes: list[int] = []
@@ -65,20 +69,35 @@ def read_terms(g: Graph, shape: Sequence[int], items: Sequence[Any]) -> tuple[tu
         return torch.arange(sizes[dim], device="cpu").reshape(view).expand(sizes)[tuple(stand_ins)]
 
     if not sizes:
-        return tuple(torch.empty((), device="cpu")[tuple(stand_ins)].shape), []
-    result_shape = torch.empty((), device="cpu").expand(sizes)[tuple(stand_ins)].shape
-    if math.prod(result_shape) > MAX_ELEMENTS:
+        result = tuple(torch.empty((), device="cpu")[tuple(stand_ins)].shape)
+        return result, result, []
+    result_shape = tuple(torch.empty((), device="cpu").expand(sizes)[tuple(stand_ins)].shape)
+    check_size(result_shape)
+    sources: list[Source | int] = []
+    for dim, item in enumerate(item for item in items if item is not None):
+        if isinstance(item, int):
+            sources.append(item)
+            continue
+        place = places(dim)
+        if isinstance(item, TracedTensor):
+            at: list[Tensor] = []
+            for size in reversed(item.shape):
+                at.insert(0, place % size)
+                place = place // size
+            sources.append(Source(item.packed, tuple(item.shape), at))
+        elif sizes[dim] == 1 or (packed is not None and packed.shape[dim] == sizes[dim]):
+            sources.append(Source(terms_of([g.constant(i) for i in range(sizes[dim])], (-1,)), [sizes[dim]], [place]))
+        else:
+            sources.append(Source(terms_of([g.axis(sizes[dim], 0)], (1,)), [sizes[dim]], [place]))
+    axes = result_axes(result_shape, [x for x in sources if isinstance(x, Source)])
+    out_shape = tuple(packed_shape(result_shape, axes))
+    if math.prod(out_shape) > MAX_ELEMENTS:
         raise Refused(
-            f"an index that leaves {math.prod(result_shape)} elements, shape {list(result_shape)}",
+            f"an index that leaves {math.prod(out_shape)} elements, shape {list(result_shape)}",
             f"index every dimension, or leave at most {MAX_ELEMENTS} elements",
         )
-    terms = []
-    for dim, item in enumerate(item for item in items if item is not None):
-        if isinstance(item, Tensor):
-            terms.append(item.reshape(-1)[places(dim)])
-        elif isinstance(item, int):
-            terms.append(terms_of(g.constant(item)).expand(result_shape))
-        else:
-            constants = terms_of([g.constant(i) for i in range(sizes[dim])], (-1,))
-            terms.append(constants[places(dim)])
-    return tuple(result_shape), terms
+    terms = [
+        taken(g, x, result_shape, axes) if isinstance(x, Source) else terms_of(g.constant(x)).expand(out_shape)
+        for x in sources
+    ]
+    return result_shape, out_shape, terms

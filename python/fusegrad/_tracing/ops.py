@@ -37,7 +37,10 @@ def _scaled(g: Graph, term: int, alpha: int) -> int:
 # --- the same under the same or another name ------------------------------------------------------------------
 
 _UNARY = words(
-    "neg abs sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu relu erf sin cos tan floor ceil trunc"
+    """
+    neg abs sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu relu erf erfc sin cos tan atan asin acos
+    sinh cosh asinh acosh atanh floor ceil trunc
+    """
 )
 _BINARY = {
     "remainder": "mod",
@@ -45,6 +48,8 @@ _BINARY = {
     "minimum": "min",
     "maximum": "max",
     "pow": "pow",
+    "atan2": "atan2",
+    "hypot": "hypot",
     "eq": "eq",
     "ne": "ne",
     "lt": "lt",
@@ -126,8 +131,10 @@ def _div(g: Graph, self: int, other: int, rounding_mode: str | None = None) -> i
 
 @_register("fmod")
 def _fmod(g: Graph, self: int, other: int) -> int:
-    size = g.apply("mod", g.apply("abs", self), g.apply("abs", other))
-    return g.apply("where", g.apply("lt", self, g.constant(0)), g.apply("neg", size), size)
+    # Of the absolute values, with the sign of the first; no abs of that, whose gradient at 0 is 0 where fmod's is 1.
+    size = g.apply("abs", other)
+    below = g.apply("neg", g.apply("mod", g.apply("neg", self), size))
+    return g.apply("where", g.apply("lt", self, g.constant(0)), below, g.apply("mod", self, size))
 
 
 @_register("reciprocal")
@@ -145,9 +152,42 @@ def _log10(g: Graph, self: int) -> int:
     return g.apply("div", g.apply("log", self), g.constant(math.log(10)))
 
 
-@_register("erfc")
-def _erfc(g: Graph, self: int) -> int:
-    return g.apply("sub", g.constant(1.0), g.apply("erf", self))
+def _log_of_sum(exponential: str, logarithm: Callable[[Graph, int], int]) -> Callable[..., int]:
+    """log(exp(a) + exp(b)): the larger, and what the difference adds. Equal infinities are the result themselves: their
+    difference is NaN."""
+
+    def emit(g: Graph, self: int, other: int) -> int:
+        equal = g.apply("eq", self, other)
+        difference = g.apply("abs", g.apply("sub", self, other))
+        added = logarithm(g, g.apply(exponential, g.apply("neg", difference)))
+        # The half of each, since max and abs give their gradients so where both are equal.
+        total = g.apply("add", g.apply("max", self, other), added)
+        infinite = g.apply("and", equal, g.apply("eq", g.apply("abs", self), g.constant(math.inf)))
+        return g.apply("where", infinite, self, total)
+
+    return emit
+
+
+ELEMENTWISE["logaddexp"] = _log_of_sum("exp", lambda g, x: g.apply("log1p", x))
+ELEMENTWISE["logaddexp2"] = _log_of_sum(
+    "exp2", lambda g, x: g.apply("div", g.apply("log1p", x), g.constant(math.log(2)))
+)
+
+
+def _times_logarithm(logarithm: str) -> Callable[..., int]:
+    """x · log(y), 0 where x is, but for y = NaN. Where the logarithm is finite its product has the right gradient."""
+
+    def emit(g: Graph, self: int, other: int) -> int:
+        value = g.apply(logarithm, other)
+        finite = g.apply("lt", g.apply("abs", value), g.constant(math.inf))
+        zero = g.apply("and", g.apply("eq", self, g.constant(0)), g.apply("not", finite))
+        product = g.apply("where", zero, g.constant(0.0), g.apply("mul", self, value))
+        return g.apply("where", g.apply("ne", other, other), other, product)
+
+    return emit
+
+
+ELEMENTWISE["xlogy"], ELEMENTWISE["special_xlog1py"] = _times_logarithm("log"), _times_logarithm("log1p")
 
 
 @_register("gelu")
@@ -195,15 +235,42 @@ def _clamp(g: Graph, self: int, min: int | None = None, max: int | None = None) 
     return g.apply("min", self, max)
 
 
-def _nan_ignoring(primitive: str) -> Callable[..., int]:
+@_register("hardtanh")
+def _hardtanh(g: Graph, self: int, min_val: int, max_val: int) -> int:
+    # Unlike clamp it has no gradient at the bounds.
+    below = g.apply("where", g.apply("le", self, min_val), min_val, self)
+    return g.apply("where", g.apply("ge", self, max_val), max_val, below)
+
+
+@_register("hardsigmoid")
+def _hardsigmoid(g: Graph, self: int) -> int:
+    return _hardtanh(
+        g, g.apply("add", g.apply("div", self, g.constant(6.0)), g.constant(0.5)), *map(g.constant, (0.0, 1.0))
+    )
+
+
+@_register("hardswish")
+def _hardswish(g: Graph, self: int) -> int:
+    middle = g.apply("div", g.apply("mul", self, g.apply("add", self, g.constant(3.0))), g.constant(6.0))
+    above = g.apply("where", g.apply("ge", self, g.constant(3.0)), self, middle)
+    return g.apply("where", g.apply("le", self, g.constant(-3.0)), g.constant(0.0), above)
+
+
+@_register("relu6")
+def _relu6(g: Graph, self: int) -> int:
+    return _hardtanh(g, self, g.constant(0.0), g.constant(6.0))
+
+
+def _nan_ignoring(wins: str) -> Callable[..., int]:
     def emit(g: Graph, self: int, other: int) -> int:
-        rest = g.apply("where", g.apply("ne", other, other), self, g.apply(primitive, self, other))
-        return g.apply("where", g.apply("ne", self, self), other, rest)
+        # Of equals the first gets the gradient.
+        first = g.apply("or", g.apply(wins, self, other), g.apply("ne", other, other))
+        return g.apply("where", first, self, other)
 
     return emit
 
 
-ELEMENTWISE["fmax"], ELEMENTWISE["fmin"] = _nan_ignoring("max"), _nan_ignoring("min")
+ELEMENTWISE["fmax"], ELEMENTWISE["fmin"] = _nan_ignoring("ge"), _nan_ignoring("le")
 
 
 # --- truth and choice -----------------------------------------------------------------------------------------

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fusegrad._C import score_mod as language
 
-from .errors import Refused, located
+from .errors import Refused, TraceError, located, out_of_memory
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
-from .tensor import TracedTensor, apart
+from .tensor import TracedTensor, apart, grad_mode
 from .trace import Trace, category
 
-__all__ = ["INPUTS", "Run", "name_of", "run"]
+__all__ = ["INPUTS", "Run", "name_of", "run", "run_as_called"]
+
+log = logging.getLogger("fusegrad")
 
 INPUTS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
 
@@ -44,22 +48,57 @@ def run(
     device: torch.device,
     call: Callable | None = None,
     stand_in: Callable[[Lifted], Tensor] | None = None,
+    grad: bool = True,
 ) -> Run:
-    """Traces `call`, which is `function` or a copy of it; TraceError names `function`. For `stand_in` see Trace."""
+    """Traces `call`, which is `function` or a copy of it; TraceError names `function`. For `stand_in` see Trace. `grad`
+    is the mode in which it runs; where that is off nothing has a derivative."""
     call = call or function
-    trace = Trace(device, stand_in)
+    trace = Trace(device, stand_in, grad and kind == "score_mod")
     name = f"{kind} {name_of(function)}"
     with apart():
-        inputs = [trace.input(x) for x in INPUTS[kind]]
+        inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
     try:
-        with torch.enable_grad(), trace.active():
+        with grad_mode(grad), trace.active():
             result = call(*inputs)
         with apart():
             term = _result(trace, kind, result)
+        trace.functions.pull_back()
+        with apart():
             trace.check_unchanged()
             return _texts(trace, kind, term)
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise located(error, name) from error
+
+
+def run_as_called(function: Callable, kind: str, device: torch.device) -> Run:
+    """Traces in the caller's grad mode. What comes out differs only where the function asks for the mode: else a call
+    without gradients has the text of one with them, and so its kernels."""
+    if torch.is_grad_enabled():
+        return run(function, kind, device)
+    without = run(function, kind, device, grad=False)
+    try:
+        result = run(function, kind, device)
+    except TraceError as error:  # such as an op that has no backward
+        log.debug("%s has no derivative: %s", name_of(function), error)
+        return without
+    return result if _same_values(result, without) else without
+
+
+def _same_values(a: Run, b: Run) -> bool:
+    (text, kept, _), (other, others, _) = (language.compact(language.forward(x.text)) for x in (a, b))
+    pairs = zip((a.buffers[i] for i in kept), (b.buffers[i] for i in others), strict=True)
+    return text == other and all(_same_values_of(*pair) for pair in pairs)
+
+
+def _same_values_of(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) or a.is_meta or type(a) not in (Tensor, Parameter):
+        return False
+    with grad_mode(False):
+        return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _result(trace: Trace, kind: str, result: Any) -> int:
@@ -67,6 +106,7 @@ def _result(trace: Trace, kind: str, result: Any) -> int:
         isinstance(result, Tensor) and not isinstance(result, TracedTensor)
     ):
         result = trace.stacked(result)
+    trace.functions.adopt(result)
     if not isinstance(result, TracedTensor):
         raise Refused(f"it returned {type(result).__name__}", "return one tensor, such as score + bias[h]")
     if result.trace is not trace:

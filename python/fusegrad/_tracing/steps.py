@@ -25,6 +25,8 @@ _METADATA = words(
     broadcast_shapes is_same_size __repr__
     """
 )
+# Of these, what torch.jit.trace would record of a tensor that depends on its inputs.
+_SIZES = words("shape.__get__ size numel nelement __len__ stride nbytes.__get__")
 
 
 def _storage(tensor: Tensor) -> int:
@@ -47,6 +49,7 @@ class Steps:
         self.steps: list[Step] = []
         self.known: dict[int, tuple[int, int]] = {}  # of a tensor: the step that made it, and which output
         self.writes = 0
+        self.measured: list[Tensor] = []  # of which it read a size
         self.volatile: str | None = None  # why the steps must not be done again without a new trace
         self._constants: dict[int, Tensor] = {}
         self._fresh: dict[int, Tensor] = {}  # by storage: made by the function
@@ -61,6 +64,8 @@ class Steps:
         writes = self.writes
         out = func(*real_args, **real_kwargs)
         if name in _METADATA:
+            if name in _SIZES:
+                self.measured.extend(inputs)
             return out
         outputs = tensors_of(out)
         values: list[Any] = []
@@ -87,6 +92,9 @@ class Steps:
         """After a write of what is not constant into one of them."""
         storages = {_storage(x) for x in inputs}
         self._constants = {k: t for k, t in self._constants.items() if _storage(t) not in storages}
+
+    def outputs(self) -> list[Tensor]:
+        return [x for step in self.steps for x in step.outputs]
 
     def made(self, inputs: Any, outputs: Any) -> None:
         """An ATen operation of a step: its outputs are new where they share no memory with its inputs."""

@@ -13,11 +13,12 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from .errors import Refused
+from .vectors import axes_of, unrolled
 
 if TYPE_CHECKING:
     from .trace import Trace
 
-__all__ = ["MAX_ELEMENTS", "Read", "TracedTensor", "apart", "terms_of"]
+__all__ = ["MAX_ELEMENTS", "Read", "TracedTensor", "apart", "grad_mode", "terms_of"]
 
 MAX_ELEMENTS = 1024
 """The most elements that a value within a score_mod may have."""
@@ -39,6 +40,19 @@ def apart() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def grad_mode(enabled: bool) -> Iterator[None]:
+    """torch.set_grad_enabled for the tracer itself; torch.export must not see it and make it a part of the program."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
+
+
 @dataclass(frozen=True)
 class Read:
     """A captured tensor of which some dimensions are indexed: nothing is read before all of them are, or before
@@ -48,38 +62,65 @@ class Read:
     shape: tuple[int, ...]  # of the captured tensor
     fixed: tuple[int | None, ...]  # for each of its dimensions the term that indexes it, None: a dimension that is left
 
+    @property
+    def left(self) -> list[int]:
+        return [n for n, term in zip(self.shape, self.fixed, strict=True) if term is None]
+
 
 class TracedTensor(Tensor):
     """A tensor without numbers. `trace` is where its terms belong."""
 
     trace: Trace
-    _terms: Tensor | None  # int64, of its shape
+    _terms: Tensor | None  # int64, packed: see vectors.py
     read: Read | None
     viewed: bool  # whether others may share its memory in PyTorch
+    adopted: bool  # whether its terms say by which autograd.Function it was made
 
     @staticmethod
     def __new__(
-        cls: type[TracedTensor], trace: Trace, terms: Tensor | None, dtype: torch.dtype, read: Read | None = None
+        cls: type[TracedTensor],
+        trace: Trace,
+        terms: Tensor | None,
+        dtype: torch.dtype,
+        read: Read | None = None,
+        shape: Sequence[int] | None = None,
     ) -> TracedTensor:
-        if terms is not None:
-            shape: Sequence[int] = terms.shape
-        else:
+        if shape is None and terms is not None:
+            shape = terms.shape
+        elif shape is None:
             assert read is not None
-            shape = [n for n, term in zip(read.shape, read.fixed, strict=True) if term is None]
+            shape = read.left
         self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=trace.device)
-        self.trace, self._terms, self.read, self.viewed = trace, terms, read, False
+        self.trace, self._terms, self.read, self.viewed, self.adopted = trace, terms, read, False, False
+        trace.functions.made.append(self)
         return self
 
     @property
-    def terms(self) -> Tensor:
+    def packed(self) -> Tensor:
+        """Its terms, in dimensions with an axis one."""
         if self._terms is None:
             assert self.read is not None
             self._terms = self.trace.read_all(self.read)
             self.read = None
         return self._terms
 
+    @property
+    def axes(self) -> list[int]:
+        """The dimensions that have an axis."""
+        return axes_of(self.packed, self.shape)
+
+    def unrolled(self, what: str, dims: Sequence[int] | None = None) -> Tensor:
+        """The packed terms with the elements of `dims`, or of all dimensions, one by one."""
+        dims = range(self.dim()) if dims is None else dims
+        return unrolled(self.trace.graph, self.packed, self.shape, dims, what)
+
+    @property
+    def terms(self) -> Tensor:
+        """Those of all elements."""
+        return self.unrolled("an operation")
+
     def assign(self, other: TracedTensor) -> None:
-        self._terms, self.read = other.terms, None
+        self._terms, self.read = other.packed, None
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"<traced {str(self.dtype).removeprefix('torch.')} of shape {list(self.shape)}>"
@@ -98,4 +139,6 @@ class TracedTensor(Tensor):
     ) -> Any:
         from .dispatch import dispatch
 
-        return dispatch(func, args, kwargs or {})
+        # PyTorch's own C++ code comes here too, where the function's mode is on.
+        with torch._C.DisableTorchFunction(), apart():
+            return dispatch(func, args, kwargs or {})

@@ -10,21 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import Refused
+from .errors import Refused, within
+from .functions import Functions
 from .graph import BOOL, FLOAT, INT, Graph, Number
 from .indexing import is_full_slice, normalized, read_terms
 from .lifted import Lifted
 from .steps import Steps
-from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, terms_of
+from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode, terms_of
 from .trees import contains, mapped, words
+from .vectors import axis_of, packed_shape
 
 __all__ = ["Trace", "category"]
 
 _DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES += (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
 _MAX_CONSTANTS = 64
 """A tensor of numbers that the function itself writes down is part of the text up to so many elements."""
 
@@ -35,6 +39,15 @@ _VALUES = words(
     equal allclose data_ptr __dlpack__ __reduce_ex__ __deepcopy__ nonzero
     """
 )
+# What asks for, or takes part in, a gradient that PyTorch computes.
+_GRADIENTS = words(
+    """
+    grad_fn.__get__ grad.__get__ is_leaf.__get__ output_nr.__get__ requires_grad.__set__ grad.__set__ data.__set__
+    register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ backward grad
+    """
+)
+_NAMESPACES = ("aten", "prims")
+"""The ops that the table of operations may say something of."""
 _IN_PLACE = words(
     "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__"
@@ -47,7 +60,20 @@ def category(dtype: torch.dtype) -> int:
     return FLOAT if dtype.is_floating_point else INT
 
 
+def _is_pytorchs(func: Any) -> bool:
+    """Whether a name says what it is: another's function may have the name of one of PyTorch's."""
+    if isinstance(func, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
+        return False
+    scope = getattr(func, "__globals__", None)
+    module = getattr(func, "__module__", None) if scope is None else scope.get("__name__")
+    return module is None or module.split(".")[0] in ("torch", "builtins")
+
+
 def _name(func: Callable) -> str:
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        return _qualified(func)
+    if not _is_pytorchs(func):
+        return f"{getattr(func, '__module__', '')}::{getattr(func, '__qualname__', func)}"
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):  # of a property
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
@@ -57,13 +83,22 @@ def _name(func: Callable) -> str:
 class Trace:
     """The graph, the captured tensors that it reads, and what was computed from captured tensors alone."""
 
-    def __init__(self, device: torch.device, stand_in: Callable[[Lifted], Tensor] | None = None) -> None:
-        """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars."""
+    def __init__(
+        self,
+        device: torch.device,
+        stand_in: Callable[[Lifted], Tensor] | None = None,
+        differentiable: bool = True,
+    ) -> None:
+        """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars. Without
+        `differentiable` nothing requires grad: the result has no derivative."""
         self.graph = Graph()
         self.device = device
         self.stand_in = stand_in
+        self.differentiable = differentiable
+        self.functions = Functions(self)
         self.buffers: list[Tensor] = []
         self.scalars: list[Lifted] = []
+        self._symbols: dict[Any, Tensor] = {}
         self.steps = Steps()
         self._versions: list[int] = []
         self._on_device: dict[int, Tensor] = {}
@@ -71,13 +106,26 @@ class Trace:
 
     # --- values ---
 
-    def wrap(self, terms: Tensor, dtype: torch.dtype) -> TracedTensor:
+    def wrap(self, terms: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> TracedTensor:
+        """A value of these packed terms."""
         if terms.numel() > MAX_ELEMENTS:
             raise Refused(
                 f"a value of {terms.numel()} elements",
                 f"compute on single scores, or on at most {MAX_ELEMENTS} numbers",
             )
-        return TracedTensor(self, terms, dtype)
+        return TracedTensor(self, terms, dtype, shape=shape)
+
+    def filled(self, term: int, shape: Sequence[int], dtype: torch.dtype) -> TracedTensor:
+        """A value whose elements are all one term."""
+        return self.wrap(terms_of(term).expand(packed_shape(shape)), dtype, shape)
+
+    def is_active(self, x: TracedTensor) -> bool:
+        """Whether a value requires grad."""
+        if not (self.differentiable and x.dtype.is_floating_point):
+            return False
+        if x.read is not None:
+            return self.buffers[x.read.buffer].requires_grad
+        return any(map(self.graph.active, x.packed.reshape(-1).tolist()))
 
     def input(self, name: str) -> TracedTensor:
         dtype = torch.float32 if name == "score" else torch.int64
@@ -101,7 +149,7 @@ class Trace:
 
     def captured(self, tensor: Tensor) -> TracedTensor:
         """A real tensor as operand: numbers that the function wrote down, or a buffer to be read."""
-        if self.steps.is_constant(tensor) and tensor.numel() <= _MAX_CONSTANTS:
+        if self.steps.is_constant(tensor) and tensor.numel() <= _MAX_CONSTANTS and all(n <= 8 for n in tensor.shape):
             return self.constants(tensor)
         if tensor.dim() == 0 and tensor.device.type == "cpu" != self.device.type:
             tensor = self._moved(tensor)  # PyTorch lets single numbers on the CPU meet tensors of a GPU
@@ -113,9 +161,21 @@ class Trace:
             self._versions.append(_version(tensor))
         return TracedTensor(self, None, tensor.dtype, Read(buffer, tuple(tensor.shape), (None,) * tensor.dim()))
 
+    def _symbol(self, x: Any) -> Any:
+        """A symbolic number of torch.export as a 0-d tensor, which its program makes of it."""
+        if not isinstance(x, _SYMBOLS):
+            return x
+        made = self._symbols.get(x.node)
+        if made is None:
+            dtype = torch.int64 if isinstance(x, torch.SymInt) else torch.float64
+            with torch._C.DisableTorchFunction():
+                made = torch.scalar_tensor(x, dtype=dtype, device=self.device)
+            self._symbols[x.node] = made
+        return made
+
     def _moved(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._on_device:
-            with torch.enable_grad():
+            with grad_mode(True):
                 self._on_device[id(tensor)] = self.steps.run(Tensor.to, "to", (tensor, self.device), {})
         return self._on_device[id(tensor)]
 
@@ -142,6 +202,11 @@ class Trace:
         if tensor.dim() > 8:
             raise Refused(f"a captured tensor of {tensor.dim()} dimensions", "use at most 8, see .flatten()")
         kind = type(tensor)
+        if getattr(kind.__torch_function__, "__func__", kind.__torch_function__) not in _PLAIN_TORCH_FUNCTIONS:
+            raise Refused(
+                f"a captured tensor of the subclass {kind.__name__}, which has functions of its own",
+                "capture a plain tensor, see .as_subclass(torch.Tensor)",
+            )
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not kind.__module__.startswith(
             ("torch._subclasses", "torch._dynamo")
         ):
@@ -158,23 +223,25 @@ class Trace:
                 raise IndexError(f"index {value} is out of bounds for a dimension of size {size}")
             if g.type(index) == FLOAT:
                 raise Refused("a float as an index", "convert it: .long()")
-        return g.load(buffer, category(tensor.dtype), [g.cast(x, INT) for x in indices])
+        return g.load(buffer, category(tensor.dtype), [g.cast(x, INT) for x in indices], tensor.requires_grad)
 
     def read_all(self, read: Read) -> Tensor:
         """The terms of all elements that are left."""
-        shape = [n for n, term in zip(read.shape, read.fixed, strict=True) if term is None]
-        if math.prod(shape) > MAX_ELEMENTS:
+        g, shape = self.graph, read.left
+        packed = packed_shape(shape)
+        if math.prod(packed) > MAX_ELEMENTS:
             raise Refused(
                 f"a captured tensor of shape {shape} as a whole",
                 f"index it, such as by [q_idx] or [h, kv_idx], or leave at most {MAX_ELEMENTS} elements",
             )
+        places = [
+            [axis_of(g, shape, d)] if packed[d] != n else [g.constant(i) for i in range(n)] for d, n in enumerate(shape)
+        ]
         terms = []
-        for place in itertools.product(*(range(n) for n in shape)):
+        for place in itertools.product(*places):
             free = iter(place)
-            terms.append(
-                self.load(read.buffer, [self.graph.constant(next(free)) if t is None else t for t in read.fixed])
-            )
-        return terms_of(terms, shape)
+            terms.append(self.load(read.buffer, [next(free) if t is None else t for t in read.fixed]))
+        return terms_of(terms, packed)
 
     # --- indexing ---
 
@@ -205,18 +272,19 @@ class Trace:
                 raise Refused("a float as an index", "convert it: .long()")
             if item.dtype == torch.bool:
                 raise Refused("a bool tensor as an index", "use torch.where, or .long() to index by 0 and 1")
-            return item.terms
+            return item
         if hasattr(item, "__index__"):
             return int(item)
         raise TypeError(f"a tensor cannot be indexed by {type(item).__name__}")
 
     def index_by_terms(self, tensor: TracedTensor, items: Sequence[Any]) -> TracedTensor:
+        """tensor[items]: None, slices, ints, and traced integers."""
         g = self.graph
         read = tensor.read
         if read is None:
-            shape, terms = read_terms(g, tensor.shape, items)
-            picked = [self._pick(tensor.terms, list(place)) for place in _columns(terms, shape)]
-            return self.wrap(terms_of(picked, shape), tensor.dtype)
+            shape, packed, terms = read_terms(g, tensor.packed, tensor.shape, items)
+            picked = [self._pick(tensor, list(place)) for place in _columns(terms, packed)]
+            return self.wrap(terms_of(picked, packed), tensor.dtype, shape)
         single = [isinstance(x, int) or (isinstance(x, Tensor) and x.dim() == 0) for x in items]
         if all(one or is_full_slice(item) for one, item in zip(single, items, strict=True)):
             # Some dimensions are indexed, the others stay as they are.
@@ -226,37 +294,43 @@ class Trace:
                 item = next(new) if term is None else None
                 if isinstance(item, int):
                     fixed.append(g.constant(item))
-                elif isinstance(item, Tensor):
-                    fixed.append(int(item))
+                elif isinstance(item, TracedTensor):
+                    fixed.append(int(item.packed))
                 else:
                     fixed.append(term)
             done = Read(read.buffer, read.shape, tuple(fixed))
             if None not in fixed:
                 return self.wrap(terms_of(self.load(read.buffer, [x for x in fixed if x is not None])), tensor.dtype)
             return TracedTensor(self, None, tensor.dtype, done)
-        shape, terms = read_terms(g, tensor.shape, items)
+        shape, packed, terms = read_terms(g, None, tensor.shape, items)
         loads = []
-        for place in _columns(terms, shape):
+        for place in _columns(terms, packed):
             free = iter(place)
             loads.append(self.load(read.buffer, [next(free) if t is None else t for t in read.fixed]))
-        return self.wrap(terms_of(loads, shape), tensor.dtype)
+        return self.wrap(terms_of(loads, packed), tensor.dtype, shape)
 
-    def _pick(self, terms: Tensor, place: list[int]) -> int:
-        """The element of values at a place that may depend on indices: a choice between all of them."""
-        if not place:
-            return int(terms)
-        g = self.graph
-        value = g.value(place[0])
-        if value is not None:
-            return self._pick(terms[int(value)], place[1:])
+    def _pick(self, tensor: TracedTensor, place: list[int]) -> int:
+        """The element at a place that may depend on indices: of an axis the term there, of single elements a choice
+        between all of them."""
         from .ops import inside
 
-        size = terms.shape[0]
-        index = inside(g, place[0], size)
-        result = self._pick(terms[size - 1], place[1:])
-        for i in reversed(range(size - 1)):
-            result = g.apply("where", g.apply("eq", index, g.constant(i)), self._pick(terms[i], place[1:]), result)
-        return result
+        g = self.graph
+        images = {axis_of(g, tensor.shape, d): inside(g, place[d], tensor.shape[d]) for d in tensor.axes}
+
+        def chosen(terms: Tensor, place: list[int]) -> int:
+            if not place:
+                return g.substitute(int(terms), images)
+            value = g.value(place[0])
+            size = terms.shape[0]
+            if value is not None or size == 1:
+                return chosen(terms[int(value or 0) if size > 1 else 0], place[1:])
+            index = inside(g, place[0], size)
+            result = chosen(terms[size - 1], place[1:])
+            for i in reversed(range(size - 1)):
+                result = g.apply("where", g.apply("eq", index, g.constant(i)), chosen(terms[i], place[1:]), result)
+            return result
+
+        return chosen(tensor.packed, place)
 
     def stacked(self, values: Any) -> TracedTensor:
         """torch.tensor(values), where some are traced."""
@@ -274,6 +348,8 @@ class Trace:
         if not parts:
             return self.constants(torch.tensor([], device="cpu"))
         dtype = max((x.dtype for x in parts), key=category)
+        if any(x.axes for x in parts):
+            return self._run(torch.stack, ([self._run(Tensor.to, (x, dtype), {}) for x in parts],), {})
         terms = [x.terms.apply_(lambda t: self.graph.cast(t, category(dtype))) for x in parts]
         return self.wrap(torch.stack(terms), dtype)
 
@@ -281,24 +357,42 @@ class Trace:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with _Mode(self), torch._C._DisableAutocast():
+        with _Mode(self):
             yield
 
     def call(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A PyTorch function that the traced function calls."""
-        if contains((args, kwargs), TracedTensor):
-            with apart():
-                return self._call_traced(func, args, kwargs)
-        if contains((args, kwargs), Lifted):
-            with apart():
-                made = self._made_of_numbers(func, args, kwargs)
-            if made is not None:
-                return made
-        with _Outside(self.steps):
-            return self.steps.run(func, _name(func), args, kwargs)
+        if func is torch._C._set_grad_enabled:
+            with torch._C.DisableTorchFunction():  # as in grad_mode
+                return func(*args)
+        with torch._C._DisableAutocast():
+            if contains((args, kwargs), TracedTensor):
+                if contains((args, kwargs), _SYMBOLS):
+                    args, kwargs = mapped((args, kwargs), self._symbol)
+                with apart():
+                    self.functions.adopt((args, kwargs))
+                    return self.functions.offered(self._call_traced(func, args, kwargs))
+            if contains((args, kwargs), Lifted):
+                with apart():
+                    made = self._made_of_numbers(func, args, kwargs)
+                if made is not None:
+                    return self.functions.offered(made)
+            with _Outside(self.steps):
+                return self.steps.run(func, _name(func), args, kwargs)
 
     def _call_traced(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if isinstance(func, (OpOverload, OpOverloadPacket)):
+            return self._call_op(func, args, kwargs)
         name = _name(func)
+        if not _is_pytorchs(func):
+            raise Refused(f"the function {name}, which is not PyTorch's", "write it with functions of torch")
+        if name in _GRADIENTS:
+            raise Refused(
+                f"{name.removesuffix('.__get__')} of a value of a score_mod, such as for a hook",
+                "write an autograd.Function whose backward does it",
+            )
+        if name == "requires_grad.__get__" and self._depends_on_score(args[0]):
+            raise Refused("whether the score requires grad, which is not known", "leave it to autograd")
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if kwargs.get("out") is not None or (in_place and not isinstance(args[0], TracedTensor)):
             raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
@@ -312,6 +406,35 @@ class Trace:
         args, kwargs = mapped((args, kwargs), self._operand)
         return self._run(func, args, kwargs)
 
+    def _depends_on_score(self, x: TracedTensor) -> bool:
+        return x.read is None and any(map(self.graph.on_score, x.terms.reshape(-1).tolist()))
+
+    def _call_op(self, func: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """torch.ops.namespace.name, or an overload of it."""
+        name = _qualified(func)
+        if kwargs.get("out") is not None or (name.endswith("_") and not isinstance(args[0], TracedTensor)):
+            raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
+        args, kwargs = mapped((args, kwargs), self._operand)
+        if name.split("::")[0] in _NAMESPACES or not _has_backward(name, self.device):
+            return self._run(func, args, kwargs)
+        with within(f"the op {name}"):
+            return func(*args, **kwargs)  # its backward is an autograd.Function, which PyTorch applies
+
+    def python_op(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An op of another's namespace, below autograd: its kernel, if that is a Python function."""
+        name = func._schema.name
+        if func._schema.is_mutable or not _has_python_kernel(func, self.device):
+            raise Refused(
+                f"the op {name}, which score_mods do not have",
+                "make it by torch.library.custom_op of functions of torch, and without writes",
+            )
+        self.steps.volatile = self.steps.volatile or f"{name} has a kernel in Python"
+        with within(f"the op {name}"), torch._C._EnableTorchFunction(), self.active():
+            backend = _backend(self.device)
+            kernel = torch._C._dispatch_get_computed_kernel_for_dispatch_key(func.name(), backend)
+            keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, backend))
+            return kernel.call_boxed(keys, *args, **kwargs)
+
     def _operand(self, x: Any) -> Any:
         if isinstance(x, Lifted):
             return self.lifted(x)
@@ -321,21 +444,26 @@ class Trace:
 
     def _run(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         detached = not torch.is_grad_enabled()
-        with torch.no_grad():
+        with grad_mode(False):
             out = func(*args, **kwargs)
             if detached:
                 # The function itself switched gradients off.
-                out = mapped(out, lambda x: x.detach() if isinstance(x, TracedTensor) else x)
+                out = mapped(out, lambda x: self._detached(x) if isinstance(x, TracedTensor) else x)
         return out
+
+    def _detached(self, x: TracedTensor) -> TracedTensor:
+        """Not by PyTorch's detach, which gives a view."""
+        if not self.is_active(x):
+            return x
+        return self.wrap(x.terms.clone().apply_(lambda t: self.graph.apply("detach", t)), x.dtype)
 
     def _made_of_numbers(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor | None:
         if _name(func) in ("tensor", "as_tensor", "scalar_tensor") and args:
             made = self.stacked(args[0])
         elif _name(func) == "full" and len(args) == 2 and contains(args[1], Lifted):
             made = self.lifted(args[1])
-            made = self.wrap(
-                made.terms.expand(args[0] if isinstance(args[0], (tuple, list)) else (args[0],)), made.dtype
-            )
+            shape = args[0] if isinstance(args[0], (tuple, list)) else (args[0],)
+            made = self.filled(int(made.terms), shape, made.dtype)
         else:
             return None
         dtype = kwargs.get("dtype")
@@ -375,14 +503,14 @@ class Trace:
             args[at] = zero
         if not contains((args, kwargs), TracedTensor):
             shape = self._run(func, args, {**kwargs, "device": "meta"})
-            made = self.wrap(terms_of(0).expand(shape.shape), shape.dtype)
+            made = self.filled(0, shape.shape, shape.dtype)
         else:
             made = self._run(func, args, kwargs)
         value = self.stacked(fill)
         if value.dim() != 0:
             raise Refused(f"a fill value of shape {list(value.shape)}", "fill with a single number")
         term = self.graph.cast(int(value.terms), category(made.dtype))
-        return self.wrap(terms_of(term).expand(made.shape), made.dtype)
+        return self.filled(term, made.shape, made.dtype)
 
     def _call_full_like(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return self._fill(func, args, kwargs, 1)
@@ -423,6 +551,33 @@ class Trace:
         return product if bias is None else self._run(torch.add, (product, bias), {})
 
     _call_clamp = _call_clip = _call_clamp_min = _call_clamp_max = _clamp
+
+
+_PLAIN_TORCH_FUNCTIONS = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+
+
+def _qualified(func: OpOverload | OpOverloadPacket) -> str:
+    return func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
+
+
+def _backend(device: torch.device | None) -> str:
+    return torch._C._dispatch_key_for_device("cpu" if device is None else device.type)
+
+
+def _has_backward(name: str, device: torch.device) -> bool:
+    keys = ("Autograd", f"Autograd{_backend(device)}")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
+
+
+def _has_python_kernel(func: OpOverload, device: torch.device) -> bool:
+    """Whether torch.library.impl registered the kernel for the device, from Python."""
+    namespace, name = func._schema.name.split("::")
+    overload = func._schema.overload_name
+    names = (f"{name}.{overload}",) if overload else (name, f"{name}.default")
+    for key in (_backend(device), "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return any(f"{namespace}/{n}/{key}" in torch.library._impls for n in names)
+    return False
 
 
 def _columns(terms: Sequence[Tensor], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -14,7 +14,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def contains(tree: Any, kind: type) -> bool:
+def contains(tree: Any, kind: type | tuple[type, ...]) -> bool:
     """Whether there is an instance among what a call's arguments hold."""
     if isinstance(tree, kind):
         return True

@@ -7,6 +7,7 @@ tail are in every process then.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Divergence:
         op: str,
         shards: VocabParallel,
         dtype: torch.dtype,
-        indices: Tensor | None,
+        top_k: TopK | None,
         labels: Tensor | None,
         token_weight: Tensor | None,
         normalizer: Tensor | None,
@@ -52,8 +53,10 @@ class Divergence:
         row_count: int,
         device: torch.device,
         deferred: bool,
+        stored: float = 0.0,
         hidden: Tensor | None = None,
     ) -> None:
+        """`stored`: the roundoff of the dtype in which log-probabilities came."""
         self.op = op
         self.shards = shards
         self.acc = acc = acc_of(dtype)
@@ -71,15 +74,14 @@ class Divergence:
         self.hard_wanted = self.hard_weight != 0 or bool(self.aux & 2)
         ignore_index = -100 if options["ignore_index"] is None else int(options["ignore_index"])
         self.rows, self.device = row_count, device
-        self.indices = indices
+        self.top_k = top_k
+        self.stored = stored
         self.labels = labels
         self.key = row_key(labels, hidden, acc)
         self.kept = torch.ones(row_count, dtype=torch.bool, device=device)
         if labels is not None:
             self.kept = labels != ignore_index
             check_index(op, "labels", labels, self.kept, shards.vocab, ignore_index)
-        if indices is not None:
-            _check_top_k(op, indices, shards.vocab)
         self.token_weight = None if token_weight is None else token_weight.reshape(-1).to(acc)
         self.scale = torch.ones((), dtype=acc, device=device)
         if self.reduction in ("mean", "batchmean"):
@@ -103,9 +105,9 @@ class Divergence:
 
     def _divergence(self, log_q: Tensor, log_p: Tensor, needs_grad: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Sums over these columns, and the gradients by the log-probabilities."""
-        numbers = [self.beta, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+        numbers = [self.beta, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
         loss, _, _, by_q, by_p = _ops.jsd_forward(
-            log_q, log_p, None, None, None, None, numbers, True, False, -100, 0, 0, list(needs_grad)
+            log_q, log_p, None, None, None, None, None, numbers, True, False, -100, 0, 0, list(needs_grad), partial=True
         )
         return loss, by_q, by_p
 
@@ -133,10 +135,10 @@ class Divergence:
             at = y.gather(1, label.unsqueeze(1)).squeeze(1) if size else torch.zeros_like(rest)
             # What lse of this part is above the label's logit.
             values = [largest, rest, torch.where(mine, (largest - at) + rest, 0)]
-        if self.indices is not None:
-            finish = self._top_k(s, teacher, part, values, needs_grad[0])
+        if self.top_k is not None:
+            finish = self._over_top_k(s, teacher, part, values, needs_grad[0])
         else:
-            finish = self._dense(s, teacher, values, needs_grad)
+            finish = self._dense(s, teacher, part, values, needs_grad)
         if self.key is not None:
             values.append(self.key[part])
         # Log-probabilities are taken as they are: there is nothing to normalise.
@@ -148,6 +150,7 @@ class Divergence:
             gathered = gathered[:, :-1]
         hard_of = _combine(gathered[:, 0], gathered[:, 1]) if self.hard_wanted else None
         soft, by_student, by_teacher = finish(gathered[:, 3:] if self.hard_wanted else gathered)
+        soft = torch.where(soft < 0, 0, soft)  # what rounding left of 0; NaN stays
         if different is not None:
             soft = torch.where(different, torch.nan, soft)
         self.soft[part] = torch.where(kept, soft, 0).to(self.acc)
@@ -194,7 +197,9 @@ class Divergence:
         # An ignored row may hold what is not finite.
         return by_z if self.labels is None else by_z.masked_fill_(~kept.unsqueeze(1), 0)
 
-    def _dense(self, s: Tensor, teacher: Tensor, values: list[Tensor], needs_grad: tuple[bool, bool]) -> Any:
+    def _dense(
+        self, s: Tensor, teacher: Tensor, part: slice, values: list[Tensor], needs_grad: tuple[bool, bool]
+    ) -> Any:
         _, t = self._logits(teacher, self.teacher_softcap, self.teacher_temperature)
         if not self.log_probs:
             values += [*_log_sum(s), *_log_sum(t)]
@@ -209,7 +214,13 @@ class Divergence:
             for gradient, wanted in ((by_q, needs_grad[0]), (by_p, needs_grad[1])):
                 if wanted and not self.log_probs:
                     sums.append(gradient.sum(1))
+            if self.log_probs:
+                sums += [s.exp().sum(1), t.exp().sum(1)]
             totals = list(self.shards.gather(torch.stack(sums)).double().sum(0))
+            if self.log_probs and _checked(s):
+                for name, sum_of in zip(("student", "teacher"), totals[-2:], strict=True):
+                    high = torch.zeros_like(self.kept[part])
+                    _check_sums(self.op, name, sum_of, high, self.kept[part], self.shards.vocab, self.stored, True)
             total = totals.pop(0)
             if not self.log_probs:
                 # log_q = z - lse: each gradient by z has the sum of those by log_q taken off, times q.
@@ -221,37 +232,39 @@ class Divergence:
 
         return finish
 
-    def _top_k(self, s: Tensor, teacher: Tensor, part: slice, values: list[Tensor], needs_grad: bool) -> Any:
+    def _over_top_k(self, s: Tensor, teacher: Tensor, part: slice, values: list[Tensor], needs_grad: bool) -> Any:
         """`teacher` holds log-probabilities [n, K] of the columns `indices`."""
-        assert self.indices is not None
-        shards, size, acc = self.shards, s.shape[1], self.acc
-        index = self.indices[part]
+        assert self.top_k is not None
+        top_k, shards, size, acc = self.top_k, self.shards, s.shape[1], self.acc
+        index = top_k.indices[part]
         mine = shards.owned(index)[shards.rank]
         # One more column takes what other processes have.
-        rest = torch.cat([s, s.new_full((s.shape[0], 1), -torch.inf)], 1)
+        others = torch.cat([s, s.new_full((s.shape[0], 1), -torch.inf)], 1)
         column = torch.where(mine, index - shards.start, size)
-        values += list(torch.where(mine, rest.gather(1, column), 0).t())
-        rest.scatter_(1, column, -torch.inf)
-        values += [*_log_sum(rest)]
+        values += list(torch.where(mine, others.gather(1, column), 0).t())
+        others.scatter_(1, column, -torch.inf)
+        values += [*_log_sum(others)]
 
         def finish(parts: Tensor) -> tuple[Tensor, Tensor | None, None]:
             z = parts[:, :-2].sum(0).t()  # [n, K]: each from the one process that has it
+            z = torch.where(index == -1, -torch.inf, z)
             top, log_sum = _combine(parts[:, -2], parts[:, -1])
             nothing = top == -torch.inf
             tail = torch.where(nothing, -torch.inf, top + log_sum)
             log_q = torch.cat([z, tail.unsqueeze(1)], 1).log_softmax(1)
-            log_p = teacher.double()
+            log_p = torch.where(index == -1, -torch.inf, teacher.double())
             if self.renormalize:
                 log_p = log_p - log_p.logsumexp(1, keepdim=True)
-            missing = (1 - log_p.exp().sum(1)).clamp_min(0)
-            if self.renormalize or index.shape[1] == shards.vocab:
-                missing = torch.zeros_like(missing)
-            log_p = torch.cat([log_p, missing.log().unsqueeze(1)], 1)
+                rest = torch.full_like(log_p[:, 0], -torch.inf)
+            else:
+                rest = top_k.log_rest(log_p, part)
+                rest = torch.where((index != -1).sum(1) == shards.vocab, -torch.inf, rest)
+            log_p = torch.cat([log_p, rest.unsqueeze(1)], 1)
             soft, by_q, _ = self._divergence(log_q.to(acc), log_p.to(acc).contiguous(), (needs_grad, False))
             if not needs_grad:
                 return soft, None, None
             by_z = by_q - log_q.to(acc).exp() * by_q.sum(1, keepdim=True)
-            spread = (rest - torch.where(nothing, 0, top).to(acc).unsqueeze(1)).exp_()
+            spread = (others - torch.where(nothing, 0, top).to(acc).unsqueeze(1)).exp_()
             per_tail = torch.where(nothing, 0, by_z[:, -1] * torch.where(nothing, 0, -log_sum).exp().to(acc))
             gradient = spread.mul_(per_tail.unsqueeze(1))
             gradient.scatter_add_(1, column, torch.where(mine, by_z[:, :-1], 0))
@@ -273,16 +286,85 @@ class Divergence:
         loss = loss.sum()
         return torch.where(loss == 0, 0, loss * self.scale).to(self.acc)
 
-    def values(self, shape: torch.Size) -> list[Tensor]:
-        wanted = ((1, self.soft), (2, self.hard))
-        return [torch.where(self.kept, value, 0).reshape(shape) for bit, value in wanted if self.aux & bit]
+    def values(self, loss: Tensor, shape: torch.Size) -> list[Tensor]:
+        wanted = ((1, "soft_loss", self.soft), (2, "hard_loss", self.hard))
+        return [
+            _ops.constant_beside(torch.where(self.kept, value, 0), loss, self.op, f"aux.{name}").reshape(shape)
+            for bit, name, value in wanted
+            if self.aux & bit
+        ]
+
+    def check_top_k(self, log_probs: Tensor) -> None:
+        """As the unsharded op's, of a teacher's [N, K], where there is one."""
+        if self.top_k is None or not _checked(log_probs):
+            return
+        _check_indices(self.op, self.top_k.indices, self.shards.vocab)
+        values = log_probs.double().masked_fill(self.top_k.indices == -1, -torch.inf)
+        sums = values.exp().sum(1)
+        if self.top_k.tail is not None:
+            sums = sums + self.top_k.tail.double().exp()
+        high = values.amax(1) > 16 * self.top_k.roundoff
+        _check_sums(self.op, "a top-k teacher", sums, high, self.kept, log_probs.shape[1], self.top_k.roundoff, False)
 
 
-def _check_top_k(op: str, indices: Tensor, vocab: int) -> None:
-    check_index(op, "the teacher's indices", indices.reshape(-1), torch.ones_like(indices.reshape(-1)) > 0, vocab, -1)
-    if indices.device.type == "cpu" and indices.shape[0]:
+class TopK:
+    """A top-k teacher's columns, -1 where a row has fewer, and what is known of the rest."""
+
+    def __init__(self, indices: Tensor, tail: Tensor | None, stored: torch.dtype, acc: torch.dtype) -> None:
+        self.indices = indices
+        self.tail = None if tail is None else tail.reshape(-1)
+        self.roundoff = max(roundoff(stored), roundoff(acc))
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.indices, self.tail]
+
+    def log_rest(self, log_p: Tensor, part: slice) -> Tensor:
+        """[n] of [n, K]: as in docs/distillation.md."""
+        if self.tail is not None:
+            return self.tail[part].to(log_p.dtype)
+        p = log_p.exp()
+        each = min(self.roundoff, roundoff(torch.float32)) - self.roundoff * log_p
+        return torch.maximum(1 - p.sum(1), torch.where(p > 0, p * each, 0).sum(1)).log()
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """Half the spacing of a dtype's numbers at 1."""
+    return torch.finfo(dtype).eps / 2
+
+
+def _checked(tensor: Tensor) -> bool:
+    from .. import check_targets_enabled
+
+    return tensor.numel() != 0 and (tensor.device.type == "cpu" or check_targets_enabled())
+
+
+def _check_sums(
+    op: str, name: str, sums: Tensor, high: Tensor, kept: Tensor, columns: int, stored: float, whole: bool
+) -> None:
+    """As the unsharded op's."""
+    tolerance = max(1e-3, 16 * stored * (1 + math.log(columns)))
+    wrong = (high | (sums > 1 + tolerance) | ((sums < 1 - tolerance) & whole)) & kept
+    rows = wrong.nonzero()
+    if rows.numel():
+        row = int(rows[0, 0])
+        raise ValueError(
+            f"{op}: {name} must be log-probabilities, none above 0, whose exponentials sum to "
+            f"{'1' if whole else 'at most 1'} (within {tolerance:g}), but got a sum of {float(sums[row]):g} at row "
+            f"{row}: logits need log_softmax, and probabilities log"
+        )
+
+
+def _check_indices(op: str, indices: Tensor, vocab: int) -> None:
+    wrong = ((indices < -1) | (indices >= vocab)).nonzero()
+    if wrong.numel():
+        row, column = wrong[0].tolist()
+        raise IndexError(
+            f"{op}: the teacher's indices must be in [0, {vocab}), or -1 as padding, but got "
+            f"{int(indices[row, column])} at row {row}, column {column}"
+        )
+    if indices.device.type == "cpu":
         ordered = indices.sort(1).values
-        twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != -1)).nonzero()
         if twice.numel():
             row, column = twice[0].tolist()
             raise ValueError(

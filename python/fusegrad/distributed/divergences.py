@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
-from .divergence_rows import Divergence
+from .divergence_rows import Divergence, TopK, roundoff
 from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward
 from .losses import (
     LinearOptions,
@@ -66,6 +66,7 @@ def jsd(
     student: Tensor,
     teacher: Tensor,
     indices: Tensor | None,
+    tail: Tensor | None,
     labels: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | None,
@@ -80,11 +81,12 @@ def jsd(
         raise ValueError(f"{op}: student must be a DTensor where the teacher is, but got a plain tensor")
     student = local_part(student)
     teacher = local_part(teacher) if indices is None else whole(teacher)
-    indices, labels, token_weight = whole(indices), whole(labels), whole(token_weight)
+    indices, tail, labels, token_weight = whole(indices), whole(tail), whole(labels), whole(token_weight)
     given = {
         "student": student,
         "teacher": teacher,
         "teacher_indices": indices,
+        "tail_log_prob": tail,
         "labels": labels,
         "token_weight": token_weight,
         "normalizer": normalizer,
@@ -100,19 +102,22 @@ def jsd(
         y = teacher.to(dtype).reshape(row_shape.numel(), shards.size)
     else:
         y = teacher.to(acc_of(dtype)).reshape(row_shape.numel(), -1)
-        indices = indices.reshape(row_shape.numel(), -1)
+        indices = indices.reshape(row_shape.numel(), -1).long()
     cast = student.to(dtype)
-    others = [teacher, indices, labels, token_weight, normalizer]
+    others = [teacher, indices, tail, labels, token_weight, normalizer]
     overwrite = cast is student and may_overwrite(inplace, student, others)
     x = cast.reshape(row_shape.numel(), shards.size)
     needs_grad = wanted_gradients(x, y)
     deferred = dtype == torch.float16 and any(needs_grad) and options["reduction"] in ("mean", "batchmean")
     flat = None if labels is None else labels.reshape(-1)
+    top_k = None if indices is None else TopK(indices, tail, teacher.dtype, acc_of(dtype))
+    stored = max(roundoff(student.dtype), roundoff(teacher.dtype))
     loss = Divergence(
-        op, shards, dtype, indices, flat, token_weight, normalizer, options, x.shape[0], x.device, deferred
+        op, shards, dtype, top_k, flat, token_weight, normalizer, options, x.shape[0], x.device, deferred, stored
     )
+    loss.check_top_k(y)
     out = Jsd.apply(loss, needs_grad, overwrite, x, y)
-    return out.reshape(row_shape) if loss.reduction == "none" else out, loss.values(row_shape)
+    return out.reshape(row_shape) if loss.reduction == "none" else out, loss.values(out, row_shape)
 
 
 class Teacher:
@@ -198,7 +203,7 @@ class LinearJsdRecompute(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         run_linear(loss, linear, teacher, input, weight, bias, (False, False, False))
         ctx.loss, ctx.linear, ctx.scale = loss, linear, teacher.scale
-        constants = [loss.labels, loss.indices, loss.token_weight]
+        constants = [loss.labels, *(loss.top_k.tensors() if loss.top_k else ()), loss.token_weight]
         # Saved so that a change of one of them in place is an error.
         ctx.save_for_backward(input, weight, bias, *teacher.tensors(), *constants)
         return loss.reduced()
@@ -221,6 +226,7 @@ def linear_jsd(
     teacher_input: Tensor,
     teacher_weight: Tensor | None,
     indices: Tensor | None,
+    tail: Tensor | None,
     student_bias: Tensor | None,
     teacher_bias: Tensor | None,
     labels: Tensor | None,
@@ -245,13 +251,14 @@ def linear_jsd(
     student_weight, teacher_weight = local_part(student_weight), local_part(teacher_weight)
     student_bias, teacher_bias = local_part(student_bias), local_part(teacher_bias)
     student_input, teacher_input, indices = whole(student_input), whole(teacher_input), whole(indices)
-    labels, token_weight = whole(labels), whole(token_weight)
+    tail, labels, token_weight = whole(tail), whole(labels), whole(token_weight)
     given = {
         "student_input": student_input,
         "student_weight": student_weight,
         "teacher_input": teacher_input,
         "teacher_weight": teacher_weight,
         "teacher_indices": indices,
+        "tail_log_prob": tail,
         "student_bias": student_bias,
         "teacher_bias": teacher_bias,
         "labels": labels,
@@ -279,7 +286,7 @@ def linear_jsd(
         rows = autocast_input(teacher_input).reshape(count, teacher_input.shape[-1])
     else:
         rows = teacher_input.to(acc_of(cast.dtype)).reshape(count, -1)
-        indices = indices.reshape(count, -1)
+        indices = indices.reshape(count, -1).long()
     teacher = Teacher(rows, teacher_weight, teacher_bias, options["teacher_logit_scale"])
     needs_grad = wanted_gradients(x, student_weight, student_bias)
     deferred = cast.dtype == torch.float16 and any(needs_grad) and options["reduction"] in ("mean", "batchmean")
@@ -288,7 +295,7 @@ def linear_jsd(
         op,
         shards,
         linear.dtype,
-        indices,
+        None if indices is None else TopK(indices, tail, teacher_input.dtype, acc_of(cast.dtype)),
         flat,
         token_weight,
         normalizer,
@@ -296,10 +303,11 @@ def linear_jsd(
         count,
         x.device,
         deferred and not recompute,
-        x,
+        hidden=x,
     )
+    loss.check_top_k(rows)
     if recompute:
         out = LinearJsdRecompute.apply(loss, linear, teacher, x, student_weight, student_bias)
     else:
         out = LinearJsd.apply(loss, linear, teacher, needs_grad, overwrite, x, student_weight, student_bias)
-    return out.reshape(row_shape) if loss.reduction == "none" else out, loss.values(row_shape)
+    return out.reshape(row_shape) if loss.reduction == "none" else out, loss.values(out, row_shape)

@@ -239,7 +239,7 @@ def cross_entropy(
     rows = Rows(op, shards, target, weight, token_weight, normalizer, options, input.dtype, input.dtype, overwrite)
     out = CrossEntropy.apply(rows, logits, overwrite)
     loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
-    return loss, rows.values(out[1] if len(out) > 1 else None, row_shape)
+    return loss, rows.values(loss, out[1] if len(out) > 1 else None, row_shape)
 
 
 def autocast_input(input: Tensor) -> Tensor:
@@ -320,4 +320,4 @@ def linear_cross_entropy(
     else:
         out = (LinearCrossEntropy.apply(rows, linear, needs_grad, overwrite, matrix, linear_weight, linear_bias),)
     loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
-    return loss, rows.values(out[1] if len(out) > 1 else None, row_shape)
+    return loss, rows.values(loss, out[1] if len(out) > 1 else None, row_shape)

@@ -261,23 +261,27 @@ class Rows:
     def unit(self) -> Tensor:
         return torch.ones((), dtype=self.acc, device=self.loss.device)
 
-    def values(self, lse: Tensor | None, shape: torch.Size) -> list[Tensor]:
-        """The aux values, in the order of their bits."""
+    def values(self, loss: Tensor, lse: Tensor | None, shape: torch.Size) -> list[Tensor]:
+        """The aux values, in the order of their bits; what is a constant raises where a backward reaches it."""
         made: list[Tensor] = []
+
+        def constant(value: Tensor, name: str) -> Tensor:
+            return _ops.constant_beside(value, loss, self.op, f"aux.{name}").reshape(shape)
+
         if self.aux & LSE:
             assert lse is not None
             made.append(lse.reshape(shape))
         if self.aux & Z_LOSS:
-            made.append(torch.where(self.kept, self.z_loss * self.lse.square(), 0).reshape(shape))
+            made.append(constant(torch.where(self.kept, self.z_loss * self.lse.square(), 0), "z_loss"))
         if self.aux & ACCURACY:
             right = (self.predicted == self.target) & self.kept
-            made.append(right.to(self.acc).reshape(shape))
+            made.append(constant(right.to(self.acc), "token_accuracy"))
         if self.aux & PREDICTED:
             assert self.predicted is not None
             made.append(self.predicted.reshape(shape))
-        for value in (self.entropy, self.log_prob):
+        for name, value in (("entropy", self.entropy), ("token_log_prob", self.log_prob)):
             if value is not None:
-                made.append(value.reshape(shape))
+                made.append(constant(value, name))
         return made
 
     # --- for the backward ---

@@ -35,6 +35,13 @@ class VocabParallel:
         ValueError: in all processes of the group, where the parts do not fit or this process is not in the group.
     """
 
+    bounds: tuple[tuple[int, int], ...]
+    rank: int
+    start: int
+    stop: int
+    vocab: int
+    largest: int
+
     def __init__(self, group: Any, start: int, stop: int) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(

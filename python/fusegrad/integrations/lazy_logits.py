@@ -1,8 +1,8 @@
 """Logits that are not computed until something needs them: cross entropy does not.
 
 :func:`lazy_linear` stands for ``torch.nn.functional.linear`` at the end of a language model. What models do between the
-head and the loss (casts, views of rows, a scale, a softcap) is recorded; ``torch.nn.functional.cross_entropy`` of it is
-:func:`fusegrad.linear_cross_entropy`. All else gets the logits themselves, computed once, with their gradients.
+head and the loss (casts, views of rows, a bias, a scale, a softcap) is recorded, and the cross entropy of PyTorch of it
+is :func:`fusegrad.linear_cross_entropy`. All else gets the logits themselves, computed once, with their gradients.
 Letters: N rows (tokens), V vocabulary, H hidden size.
 """
 
@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -104,9 +104,9 @@ class LazyLogits:
     # --- what is recorded -----------------------------------------------------------------------------------------
 
     def _changed(self, input: Tensor | None = None, **changes: Any) -> LazyLogits:
-        fields = {"dtype": self.dtype, "scale": self.scale, "cap": self.cap, **changes}
+        fields = {"bias": self.bias, "dtype": self.dtype, "scale": self.scale, "cap": self.cap, **changes}
         return LazyLogits(
-            self.input if input is None else input, self.weight, self.bias, self.options, like=self, **fields
+            self.input if input is None else input, self.weight, options=self.options, like=self, **fields
         )
 
     def _view(self, input: Tensor, view: Callable[[Tensor], Tensor]) -> LazyLogits:
@@ -125,6 +125,18 @@ class LazyLogits:
         if isinstance(other, bool) or not isinstance(other, (int, float)) or other == 0 or rounding_mode is not None:
             return NotImplemented
         return self._changed(scale=self.scale / other) if self.cap is None else self._changed(cap=self.cap / other)
+
+    @_recorded
+    def add(self, other: Any, *, alpha: Any = 1) -> Any:
+        """A bias of the vocabulary, as BART's ``final_logits_bias``: the head's, of which it is a part from here on."""
+        row = isinstance(other, Tensor) and 1 <= other.dim() <= self.ndim and other.numel() == self.weight.shape[0]
+        if not row or other.shape[-1] != other.numel() or not other.is_floating_point() or other.device != self.device:
+            return NotImplemented
+        if alpha != 1 or self.scale != 1.0 or self.cap is not None:
+            return NotImplemented
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            added = other.reshape(-1).clone() if self.bias is None else self.bias + other.reshape(-1)
+        return self._changed(bias=added, dtype=torch.promote_types(self.dtype, other.dtype))
 
     @_recorded
     def tanh(self) -> Any:
@@ -197,6 +209,7 @@ class LazyLogits:
         return self._view(self.input[rows], lambda z: z[rows])
 
     __mul__ = __rmul__ = mul
+    __add__ = __radd__ = add
     __truediv__ = div
 
     def __getattr__(self, name: str) -> Any:
@@ -303,7 +316,7 @@ class LazyLogits:
                 linear_bias=bias,
                 weight=weight,
                 ignore_index=ignore_index,
-                reduction=reduction,  # type: ignore[arg-type]
+                reduction=cast(Any, reduction),
                 label_smoothing=label_smoothing or smoothing,
                 softcap=self.cap,
                 logit_scale=self.scale if self.cap is None else self.scale * self.cap,
@@ -478,8 +491,9 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if made is not NotImplemented:
             return made
     elif name is not None and args:
-        # torch.mul's lazy operand may be the second.
-        first, *rest = args[::-1] if name == "mul" and len(args) == 2 and _lazy_of(args[0]) is None else args
+        # torch.mul's and torch.add's lazy operand may be the second.
+        swapped = name in ("mul", "add") and len(args) == 2 and _lazy_of(args[0]) is None
+        first, *rest = args[::-1] if swapped else args
         lazy = _lazy_of(first)
         if lazy is not None and not any(_lazy_of(value) for value in rest):
             made = getattr(lazy, name)(*rest, **kwargs)
@@ -512,4 +526,5 @@ _RECORDED: dict[Any, str] = {
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__), "mul"),
     **dict.fromkeys((torch.div, torch.divide, torch.true_divide, Tensor.divide, Tensor.true_divide), "div"),
     Tensor.__truediv__: "div",
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), "add"),
 }

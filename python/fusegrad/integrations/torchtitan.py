@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import fusegrad
+from fusegrad._arguments import checked
 
 from .lazy_logits import check_options
 
@@ -25,13 +27,37 @@ class LinearCrossEntropyLoss:
     The head is called as a module: FSDP gathers its weight once, frees it after the loss and reduces its gradient.
 
     Args:
-        options: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``softcap``, ``logit_scale``, ``inplace``,
-            ``accumulate_dtype``, ``workspace_mib`` of :func:`fusegrad.linear_cross_entropy`.
+        ignore_index, label_smoothing, z_loss, softcap, logit_scale, inplace, accumulate_dtype, workspace_mib: as in
+            :func:`fusegrad.linear_cross_entropy`.
+
+    Raises:
+        ValueError, TypeError: one of them is wrong.
     """
 
-    def __init__(self, **options: Any) -> None:
-        check_options(options)
-        self.options = options
+    @checked
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        inplace: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
+        workspace_mib: int | None = None,
+    ) -> None:
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "inplace": inplace,
+            "accumulate_dtype": accumulate_dtype,
+            "workspace_mib": workspace_mib,
+        }
+        check_options(self.options)
         self.lm_head: nn.Module | None = None
 
     def set_lm_head(self, lm_head: nn.Module) -> None:

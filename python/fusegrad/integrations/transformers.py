@@ -7,11 +7,12 @@ lets the Trainer's label smoothing take lazy logits. Models change by :func:`app
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -19,10 +20,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
+from fusegrad._arguments import checked
+
 from . import transformers_attention
 from .lazy_logits import LazyLogits, LazyLogitsTensor, check_options, lazy_linear
 
 __all__ = ["apply", "remove"]
+
+_Target = TypeVar("_Target")
+# Heads that apply has prepared, with the options that they were given.
+_heads: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 # The name of the record that apply leaves in a model or a class.
 _RECORD = "_fusegrad"
@@ -187,15 +194,16 @@ def _fused_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return fused
 
 
+@checked
 def apply(
-    target: Any,
+    target: _Target,
     *,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     inplace: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     workspace_mib: int | None = None,
-) -> Any:
+) -> _Target:
     """Lets a causal language model compute its loss without its logits.
 
     While the model runs with gradients or with labels, its head returns a
@@ -238,13 +246,17 @@ def apply(
         raise ValueError(f"apply: the model must have output embeddings, but got a {type(model).__name__}")
     record = _Record(options, vars(model).get("forward"))
     setattr(model, _RECORD, record)
-    _prepare(model, record.heads)
+    head = _prepare(model, record.heads)
+    if head is not None:
+        _heads[head] = options
+    if "trl.trainer.utils" in sys.modules:
+        from . import trl  # noqa: F401
     # A bound method, which a copy of the model binds to the copy.
     model.forward = types.MethodType(_fused_forward(type(model).forward), model)
     return target
 
 
-def remove(target: Any) -> Any:
+def remove(target: _Target) -> _Target:
     """Undoes :func:`apply` of the same target.
 
     Returns:
@@ -261,6 +273,7 @@ def remove(target: Any) -> Any:
     if not isinstance(model, type):
         heads |= {m for m in model.modules() if isinstance(m, _Head)}
     for head in heads:
+        _heads.pop(head, None)
         if "_fusegrad_bare" in vars(type(head)):  # not where another mixed itself in since: without options it is inert
             head.__class__ = type(head)._fusegrad_bare
     if record.forward is None:
@@ -269,6 +282,12 @@ def remove(target: Any) -> Any:
         model.forward = record.forward
     delattr(model, _RECORD)
     return target
+
+
+def options_of_head(weight: Tensor) -> dict[str, Any] | None:
+    """What apply was given for the model whose head has this weight; None where it has changed no such model."""
+    found = (options for head, options in list(_heads.items()) if getattr(head, "weight", None) is weight)
+    return next(found, None)
 
 
 def _name(model: Any) -> str:
@@ -310,6 +329,40 @@ def _smooth_lazily(
     return loss if items is None else loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
 
+def _refuse_unable(model: Any, requested: Any) -> None:
+    """Models that compute attention themselves would take the name, and fail deep in a forward or ignore it."""
+    if isinstance(requested, dict):
+        requested = requested.get("", None)
+    if requested == "fusegrad" and not model._can_set_attn_implementation():
+        raise ValueError(
+            f'attn_implementation: "fusegrad" must be set on a model that uses transformers\' AttentionInterface, but '
+            f'got {type(model).__name__}, which computes its attention itself: use "eager"; its loss can be fused'
+        )
+
+
+_check_attention = PreTrainedModel._check_and_adjust_attn_implementation
+_set_attention = PreTrainedModel.set_attn_implementation
+
+
+@functools.wraps(_check_attention)
+def _check_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_unable(self, attn_implementation)
+    return _check_attention(self, attn_implementation, *args, **kwargs)
+
+
+@functools.wraps(_set_attention)
+def _set_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_unable(self, attn_implementation)
+    if attn_implementation == "fusegrad":
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel):
+                _refuse_unable(part, attn_implementation)
+    return _set_attention(self, attn_implementation, *args, **kwargs)
+
+
+# Before the implementation is set, where transformers logs a warning at most.
+PreTrainedModel._check_and_adjust_attn_implementation = _check_attention_first
+PreTrainedModel.set_attn_implementation = _set_attention_first
 LabelSmoother.__call__ = _smooth_lazily
 transformers.AttentionInterface.register("fusegrad", transformers_attention.attention)
 transformers.AttentionMaskInterface.register("fusegrad", transformers_attention.block_mask)

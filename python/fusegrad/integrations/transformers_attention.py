@@ -29,6 +29,8 @@ _PAIRS = 1 << 24
 
 
 class _Mask(BlockMask):
+    ndim = 4  # GPT-2 asks, and makes four dimensions of fewer
+
     def contiguous(self) -> BlockMask:
         """As it is: generation with a static cache asks every mask for it."""
         return self
@@ -173,6 +175,7 @@ def attention(
         query, key, value: ``[B, H, M, D]``, ``[B, Hkv, N, D]`` twice.
         attention_mask: of :func:`block_mask`; or ``[B or 1, H or 1, M, N]``, bool, or added to the scores.
         scaling, softcap: of the scores.
+        dropout: the probability with which a weight becomes 0, in training.
         s_aux: sinks ``[H]``: scores of one more key, which has no value.
         position_bias: ``[B or 1, H or 1, M, N]``, added to the scores; gets its gradient.
         is_causal: of attention without a mask; None: the module's own.
@@ -181,14 +184,9 @@ def attention(
         ``[B, M, H, D]``, and None for the weights, which are never there.
 
     Raises:
-        NotImplementedError: dropout in training, or the weights are asked for.
+        NotImplementedError: the weights are asked for.
         ValueError: a mask that does not fit.
     """
-    if dropout > 0:
-        raise NotImplementedError(
-            f"fusegrad attention: dropout must be 0, as no weights are ever in memory, but got {dropout}: set "
-            "attention_dropout of the config to 0"
-        )
     if output_attentions:
         raise NotImplementedError(
             'fusegrad attention: output_attentions must be False, but got True: use attn_implementation="eager"'
@@ -207,6 +205,7 @@ def attention(
         scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if s_aux is None else AuxRequest(lse=True),
+        dropout_p=dropout,
     )
     if s_aux is None:
         out = result

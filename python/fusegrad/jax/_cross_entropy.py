@@ -113,6 +113,7 @@ def loss_and_rows(
     kind = _check.array(op, "target", target)
     if jnp.issubdtype(kind.dtype, jnp.floating):
         probabilities = _check.floating(op, "target", target)
+        _check.value(op, ignore_index < 0, "an ignore_index >= 0 must come with class indices", ignore_index)
         _check.shape(op, "target", probabilities, (*row_shape, vocab))
         # The kernels read them in the logits' dtype or in acc.
         rows_target = probabilities.reshape(-1, vocab).astype(dtype if kind.dtype == dtype else acc)

@@ -93,6 +93,7 @@ def jsd(
     finite = abs(soft) < float("inf") and abs(hard) < float("inf")
     _check.value(op, finite, "soft_weight and hard_weight must be finite", (soft, hard))
     _check.value(op, hard == 0 or labels is not None, "labels must be given with a hard_weight", "None")
+    _check.value(op, ignore_index == -100 or labels is not None, "an ignore_index must come with labels", ignore_index)
     _check.value(op, not log_probs or temperature == 1, "temperature must be 1 with log_probs", temperature)
     _check.value(op, not log_probs or hard == 0, "hard_weight must be 0 with log_probs", hard)
     acc, vocab, row_shape = _check.acc_type(q.dtype), q.shape[-1], q.shape[:-1]

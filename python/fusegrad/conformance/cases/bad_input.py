@@ -1,0 +1,257 @@
+"""Rules 15 and 16: what is wrong raises, what is extreme works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..adapter import NotOffered
+from ..case import case
+from ..problem import Loss, Problem, Tensors, plain
+from ..verdict import Wrong, check
+
+CLASSES = ("cross_entropy", "linear_cross_entropy")
+LINEAR = ("linear_cross_entropy", "linear_jsd")
+
+
+def must_raise(function: Callable[[], Any]) -> None:
+    """An error of whatever kind, asynchronous ones of the GPU included."""
+    try:
+        value = function()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except NotOffered:
+        raise
+    except Exception:
+        return
+    raise Wrong(f"no error, but a loss of {value.detach().float().mean().item():.4g}")
+
+
+def _out_of_range(problem: Problem, index: int) -> None:
+    """An error; or, where nothing may wait for the GPU, NaN, and the other rows as they are."""
+    problem.tensors["target"][3] = index
+    t = problem.leaves()
+    try:
+        value = problem.ours(problem.activations(t))
+        value.backward()
+        lost = value.isnan().all().item()
+    except NotOffered:
+        raise
+    except Exception:
+        return
+    if not lost:
+        raise Wrong(f"no error, but a loss of {value.item():.4g}")
+
+
+@case(15, "a target of V: an error, or NaN on the GPU", CLASSES)
+def target_too_large(problem: Problem) -> None:
+    _out_of_range(problem, 128)
+
+
+@case(15, "a target of -7", CLASSES)
+def target_negative(problem: Problem) -> None:
+    _out_of_range(problem, -7)
+
+
+@case(15, "a target far out of range", CLASSES)
+def target_far(problem: Problem) -> None:
+    _out_of_range(problem, 2**40)
+
+
+@case(15, "a target for fewer rows than there are", CLASSES)
+def target_too_short(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours({**t, "target": t["target"][:-3]}))
+
+
+@case(15, "a target for more rows than there are", CLASSES)
+def target_too_long(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours({**t, "target": torch.cat([t["target"], t["target"]])}))
+
+
+@case(15, "a target of bools", CLASSES)
+def target_of_bools(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours({**t, "target": t["target"] > 60}))
+
+
+@case(15, "a target on another device", CLASSES, devices=("cuda",))
+def target_elsewhere(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours({**t, "target": t["target"].cpu()}))
+
+
+@case(15, "a reduction that does not exist")
+def unknown_reduction(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours(t, reduction="average"))
+
+
+@case(15, "a teacher of other rows", ("jsd", "linear_jsd"))
+def teacher_of_other_rows(problem: Problem) -> None:
+    name = "teacher" if problem.op == "jsd" else "teacher_input"
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours({**t, name: t[name][:-5]}))
+
+
+@case(15, "a teacher of other classes", ("jsd", "linear_jsd"))
+def teacher_of_other_classes(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    part = {"teacher": t["teacher"][:, :-8]} if problem.op == "jsd" else {"teacher_weight": t["teacher_weight"][:-8]}
+    must_raise(lambda: problem.ours({**t, **part}))
+
+
+@case(15, "a weight of another hidden size", LINEAR)
+def weight_of_other_size(problem: Problem) -> None:
+    name = problem.leaf_names[1]
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours({**t, name: t[name][:, :-8]}))
+
+
+@case(15, "integer logits", ("cross_entropy", "jsd"))
+def integer_logits(problem: Problem) -> None:
+    t = problem.leaves(frozen=problem.leaf_names)
+    must_raise(lambda: problem.ours({**t, problem.first: (t[problem.first] * 10).long()}))
+
+
+@case(15, "class weights of the wrong length", CLASSES)
+def class_weights_too_short(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    weights = torch.ones(120, dtype=problem.dtype, device=problem.device)
+    must_raise(lambda: problem.ours(t, class_weight=weights))
+
+
+@case(15, "a label smoothing of 1.5", CLASSES)
+def too_much_smoothing(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours(t, label_smoothing=1.5))
+
+
+@case(16, "ignored rows: no loss, no gradient, not in the mean's divisor")
+def ignored(problem: Problem) -> None:
+    problem.ignore_rows()
+    problem.compare(plain)
+
+
+@case(16, "another ignore_index, that is a class too")
+def ignored_class(problem: Problem) -> None:
+    problem.ignore_rows()
+    name = "target" if "target" in problem.tensors else "labels"
+    problem.tensors[name][problem.tensors[name] == -100] = 5
+    problem.options["ignore_index"] = 5
+    problem.compare(plain)
+
+
+@case(16, "ignored rows with reduction 'none'")
+def ignored_none(problem: Problem) -> None:
+    problem.ignore_rows()
+    problem.compare(lambda loss, t: loss(t, reduction="none").sum())
+
+
+@case(16, "NaN in an ignored row reaches nothing")
+def ignored_nan(problem: Problem) -> None:
+    """Padding may hold anything; of a head it reaches the weight's gradient by a product with 0."""
+    problem.ignore_rows()
+    t, exact = problem.leaves(), problem.exact()
+    with torch.no_grad():
+        t[problem.first][3] = torch.nan
+    value = problem.ours(problem.activations(t))
+    found = torch.autograd.grad(value, t[problem.first])[0]
+    truth = problem.truth(exact)
+    expected = torch.autograd.grad(truth, exact[problem.first])[0]
+    check("loss", value, truth, problem.dtype)
+    kept = torch.ones(found.size(0), dtype=torch.bool)
+    kept[3] = False
+    check(f"gradient of the other rows of {problem.first}", found.cpu()[kept], expected[kept], problem.dtype)
+
+
+@case(16, "all rows ignored: gradients of zero")
+def all_ignored(problem: Problem) -> None:
+    """The mean may be NaN, as PyTorch's is, or 0; gradients are finite."""
+    problem.ignore_rows(slice(None))
+    t = problem.leaves()
+    value = problem.ours(problem.activations(t))
+    found = torch.autograd.grad(value, [t[n] for n in problem.leaf_names], torch.full_like(value, 0.37))
+    if value.isfinite().all() and value.abs().max() > 0:
+        raise Wrong("loss", value.abs().max().item())
+    for name, gradient in zip(problem.leaf_names, found, strict=True):
+        if not (gradient == 0).all():
+            raise Wrong(f"gradient of {name} is not zero: {gradient.abs().max().item():.3g}")
+
+
+@case(16, "no rows", rows=0)
+def no_rows(problem: Problem) -> None:
+    t = problem.leaves()
+    value = problem.ours(problem.activations(t))
+    found = torch.autograd.grad(value, [t[n] for n in problem.leaf_names], torch.full_like(value, 0.37))
+    for name, gradient in zip(problem.leaf_names, found, strict=True):
+        if not (gradient == 0).all():
+            raise Wrong(f"gradient of {name} is not zero")
+
+
+@case(16, "one class", classes=1)
+def one_class(problem: Problem) -> None:
+    problem.compare(plain)
+
+
+@case(16, "131 classes, hidden size 67, 33 rows", classes=131, hidden=67, rows=33)
+def odd_sizes(problem: Problem) -> None:
+    problem.compare(plain)
+
+
+@case(16, "one row", rows=1)
+def one_row(problem: Problem) -> None:
+    problem.compare(plain)
+
+
+@case(16, "columns that are not dense")
+def transposed(problem: Problem) -> None:
+    problem.compare(lambda loss, t: loss({**t, problem.first: (t[problem.first] * 1).T.contiguous().T}))
+
+
+@case(16, "rows with a stride")
+def strided(problem: Problem) -> None:
+    def program(loss: Loss, t: Tensors) -> Any:
+        x = t[problem.first] * 1
+        return loss({**t, problem.first: torch.stack([x, x * 0], 1)[:, 0]})
+
+    problem.compare(program)
+
+
+@case(16, "a weight that is not dense", LINEAR)
+def transposed_weight(problem: Problem) -> None:
+    name = problem.leaf_names[1]
+
+    def program(loss: Loss, t: Tensors) -> Any:
+        return loss({**t, name: (t[name] * 1).T.contiguous().T})
+
+    problem.compare(program)
+
+
+@case(16, "[batch, sequence, hidden]", LINEAR, may_raise=True)
+def three_dimensions(problem: Problem) -> None:
+    def program(loss: Loss, t: Tensors) -> Any:
+        shaped = {n: t[n].unflatten(0, (4, 8)) for n in t if n in (problem.first, "target", "teacher_input")}
+        return loss({**t, **shaped})
+
+    problem.compare(program)
+
+
+@case(16, "a target with a stride", CLASSES)
+def strided_target(problem: Problem) -> None:
+    problem.compare(lambda loss, t: loss({**t, "target": torch.stack([t["target"], t["target"] * 0], 1)[:, 0]}))
+
+
+@case(16, "int32 targets", CLASSES, may_raise=True)
+def int32_target(problem: Problem) -> None:
+    t = problem.leaves()
+    value = problem.ours(problem.activations(t) | {"target": t["target"].int()})
+    problem.compare_with(plain, value, dict(_gradients(problem, value, t)))
+
+
+def _gradients(problem: Problem, value: Any, t: Tensors) -> Any:
+    found = torch.autograd.grad(value, [t[n] for n in problem.leaf_names], torch.full_like(value, 0.37))
+    return zip(problem.leaf_names, found, strict=True)

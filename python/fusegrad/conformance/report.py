@@ -1,0 +1,129 @@
+"""The results as lines, as JSON and as a table for documents."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from .case import CASES, Result
+from .verdict import Verdict
+
+LETTERS = {
+    "cross_entropy": "C",
+    "linear_cross_entropy": "L",
+    "jsd": "J",
+    "linear_jsd": "K",
+    "flex_attention": "A",
+}
+
+
+def amount(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f" {error:.2g}" if math.isfinite(error) else " (not finite)"
+
+
+def line(result: Result) -> str:
+    """`implementation  op.case  verdict: detail`."""
+    what = result.verdict.value
+    if result.verdict is Verdict.WRONG:
+        what = f"SILENTLY WRONG{amount(result.error)}"
+    elif result.verdict is Verdict.RAISES and result.allowed:
+        what = "raises, as it may"
+    elif result.verdict is Verdict.CRASHES:
+        what = "CRASHES"
+    detail = "" if result.verdict is Verdict.RIGHT else f": {' '.join(result.detail.split())[:160]}"
+    return f"{result.implementation:16} {result.key:52} {what}{detail}"
+
+
+def counts(results: list[Result]) -> dict[str, Counter[str]]:
+    """Of each implementation, how often each verdict came; an allowed error by a name of its own."""
+    found: dict[str, Counter[str]] = {}
+    for r in results:
+        what = "raises, as it may" if r.verdict is Verdict.RAISES and r.allowed else r.verdict.value
+        found.setdefault(r.implementation, Counter())[what] += 1
+    return found
+
+
+def write_json(results: list[Result], device: str, path: Path) -> None:
+    rows = [asdict(r) | {"rule": CASES[r.key].rule, "title": CASES[r.key].title} for r in results]
+    for row in rows:
+        row["verdict"] = row["verdict"].value
+        if row["error"] is not None and not math.isfinite(row["error"]):
+            row["error"] = str(row["error"])
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    document = {"torch": torch.__version__, "device": where, "results": rows}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def read_json(path: Path) -> list[Result]:
+    """Results that were written before; those of cases that there are no more are left out."""
+    names = {f.name for f in fields(Result)}
+    found = []
+    for row in json.loads(path.read_text())["results"]:
+        kept = {k: v for k, v in row.items() if k in names}
+        kept |= {"verdict": Verdict(row["verdict"]), "error": None if row["error"] is None else float(row["error"])}
+        if row["key"] in CASES:
+            found.append(Result(**kept))
+    return found
+
+
+def write_markdown(table: str, device: str, path: Path) -> None:
+    """As a file; of a page that has the comments which mark the device's place, only what stands between them."""
+    begin, end = f"<!-- {device} -->\n", f"<!-- {device}: end -->"
+    page = path.read_text() if path.exists() else ""
+    if begin in page and end in page:
+        before, _, rest = page.partition(begin)
+        table = f"{before}{begin}{table}\n{end}{rest.partition(end)[2].rstrip()}"
+    path.write_text(table + "\n")
+
+
+SUMMARY = ("right", "raises, as it may", "raises", "silently wrong", "crashes", "not offered")
+
+
+def markdown(results: list[Result], names: list[str]) -> str:
+    """A table of counts, then one of all cases: a row a case, a column an implementation."""
+    found = counts(results)
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for what in SUMMARY:
+        lines.append(f"| {what} | " + " | ".join(str(found.get(n, Counter())[what]) for n in names) + " |")
+    by_place: dict[tuple[str, str], list[Result]] = {}
+    for r in results:
+        by_place.setdefault((CASES[r.key].name, r.implementation), []).append(r)
+    lines += ["", "| rule | case | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    seen: set[str] = set()
+    for case in sorted(CASES.values(), key=lambda c: c.rule):
+        if case.name in seen or not any((case.name, n) in by_place for n in names):
+            continue
+        seen.add(case.name)
+        cells = [_cell(by_place.get((case.name, n), [])) for n in names]
+        if any(cell != "–" for cell in cells):
+            lines.append(f"| {case.rule} | {case.title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(results: list[Result]) -> str:
+    """One word where all ops agree, else each with its letter."""
+    words: dict[str, list[str]] = {}
+    for r in results:
+        if r.verdict is Verdict.NOT_OFFERED:
+            continue
+        word = {
+            Verdict.RIGHT: "✓",
+            Verdict.RAISES: "raises" if r.allowed else "**raises**",
+            Verdict.WRONG: "**wrong**",
+            Verdict.CRASHES: "**crashes**",
+        }[r.verdict]
+        words.setdefault(word, []).append(LETTERS[r.key.split(".")[0]] + (amount(r.error) if r.error else ""))
+    if not words:
+        return "–"
+    parts = []
+    for word, ops in words.items():
+        plain = len(words) == 1 and not any(" " in op for op in ops)
+        parts.append(word if plain else f"{word} {', '.join(ops)}")
+    return "; ".join(parts)

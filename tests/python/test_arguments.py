@@ -1,0 +1,201 @@
+"""All public functions and modules x values of wrong types: an error of the contract's form, and nothing is done."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import fusegrad
+import numpy as np
+import pytest
+import torch
+from fusegrad._arguments import checked, kinds_of
+
+WRONG = {
+    "None": None,
+    "str": "x",
+    "float": 3.5,
+    "int": 3,
+    "bool": True,
+    "numpy": np.zeros(3),
+    "list": [1, 2],
+    "strided nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "jagged nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    "sparse": torch.eye(8).to_sparse(),
+    "complex": torch.zeros(8, 7, dtype=torch.complex64),
+    "meta": torch.zeros(8, 7, device="meta"),
+    "0-d tensor": torch.tensor(2.0),
+    "dtype": torch.float16,
+    "object": object(),
+}
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Calls that are right, of all that is public and takes arguments."""
+    x, h, w, t = torch.randn(8, 7), torch.randn(8, 5), torch.randn(7, 5), torch.randint(0, 7, (8,))
+    q, heads = torch.randn(1, 2, 8, 4), {"teacher_input": torch.randn(8, 3), "teacher_weight": torch.randn(7, 3)}
+    flags = ("lse", "z_loss", "token_accuracy", "predicted_tokens", "entropy", "token_log_prob")
+    given: dict[str, dict[str, Any]] = {
+        "cross_entropy": {"input": x, "target": t},
+        "linear_cross_entropy": {"input": h, "linear_weight": w, "target": t},
+        "jsd": {"student": x, "teacher": torch.randn(8, 7)},
+        "linear_jsd": {"student_input": h, "student_weight": w, **heads},
+        "flex_attention": {"query": q, "key": q.clone(), "value": q.clone()},
+        "compile_flex": {"head_size": 64, "requires_grad": False, "architecture": "90a"},
+        "trace_score_mod": {"function": lambda s, b, h, i, j: s},
+        "trace_mask_mod": {"function": causal},
+        "explain": {"score_mod": lambda s, b, h, i, j: s},
+        "ScoreMod": {"text": fusegrad.trace_mask_mod(causal).text},
+        "CrossEntropyLoss": {},
+        "JSDLoss": {},
+        "LinearCrossEntropyLoss": {"in_features": 5, "num_classes": 7},
+        "LinearJSDLoss": {"in_features": 5, "num_classes": 7},
+        "Aux": dict.fromkeys(flags, True),
+        "JSDAux": {"soft_loss": True, "hard_loss": True},
+        "set_check_targets": {"enabled": False},
+    }
+    return {name: (getattr(fusegrad, name), arguments) for name, arguments in given.items()}
+
+
+# What takes none, makes no checks of its own, or has its own test; VocabParallel's is in vocab_parallel_worker.py.
+OTHERS = {"__version__", "utils", "build_info", "check_targets_enabled", "AuxOutput", "JSDAuxOutput", "TraceError"}
+OTHERS |= {"VocabParallel"}
+
+
+def test_the_walk_is_whole() -> None:
+    assert set(fusegrad.__all__) == set(calls()) | OTHERS
+
+
+def parameters() -> list[tuple[str, str]]:
+    return [(op, name) for op, (function, _) in calls().items() for name in inspect.signature(function).parameters]
+
+
+def test_all_arguments_are_annotated() -> None:
+    """An argument that may be anything is one that nothing checks."""
+    for op, (function, _) in calls().items():
+        checked = function.__init__ if inspect.isclass(function) else function
+        kinds = kinds_of(checked)
+        missing = [name for name in inspect.signature(function).parameters if name not in kinds]
+        assert not missing, f"{op}: {missing} may be anything"
+        assert hasattr(checked, "__wrapped__"), f"{op}: @checked is missing"
+
+
+@pytest.mark.parametrize("op, name", parameters(), ids=lambda value: value)
+def test_wrong_types(op: str, name: str) -> None:
+    function, good = calls()[op]
+    kind = kinds_of(function.__init__ if inspect.isclass(function) else function)[name]
+    tensors = {n: v for n, v in good.items() if isinstance(v, torch.Tensor)}
+    before = {n: v.clone() for n, v in tensors.items()}
+    for which, value in WRONG.items():
+        allowed = type(value) in kind.plain or kind.holds(value)
+        try:
+            function(**{**good, name: value})
+        except (TypeError, ValueError, NotImplementedError) as error:
+            text = str(error)
+            assert text.startswith(f"{op}: ") and " must " in text and "but got" in text, f"{which}: {text}"
+            assert len(text) < 300, text
+        else:
+            assert allowed, f"{op}: {name}={which} was taken for something"
+        for n, tensor in tensors.items():
+            assert torch.equal(tensor, before[n]) and tensor._version == 0, f"{name}={which} wrote to {n}"
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda x, t: fusegrad.flex_attention(None, x, x),
+            TypeError,
+            "flex_attention: query must be a tensor, but got None",
+        ),
+        (
+            lambda x, t: fusegrad.jsd(x, None),
+            TypeError,
+            "jsd: teacher must be a tensor or a pair of tensors, but got None",
+        ),
+        (
+            lambda x, t: fusegrad.jsd(x, (x, 3)),
+            TypeError,
+            "jsd: teacher must be a tensor or a pair of tensors, but got tuple",
+        ),
+        (
+            lambda x, t: fusegrad.cross_entropy(x, t, normalizer="x"),
+            TypeError,
+            "cross_entropy: normalizer must be a number, a tensor or None, but got 'x'",
+        ),
+        (
+            lambda x, t: fusegrad.jsd(x, x, normalizer=1e308),
+            ValueError,
+            "jsd: normalizer must be a finite number in torch.float32, but got 1e+308",
+        ),
+        (
+            lambda x, t: fusegrad.linear_cross_entropy(x, x, t, normalizer=float("nan")),
+            ValueError,
+            "linear_cross_entropy: normalizer must be a finite number in torch.float32, but got nan",
+        ),
+        (
+            lambda x, t: fusegrad.jsd(x, x, log_probs=True, return_aux=fusegrad.JSDAux(hard_loss=True)),
+            ValueError,
+            "jsd: log_probs must come without a hard loss, which is of logits, but got return_aux with hard_loss",
+        ),
+        (
+            lambda x, t: fusegrad.cross_entropy(x, t, inplace="no"),
+            TypeError,
+            "cross_entropy: inplace must be True or False, but got 'no'",
+        ),
+        (
+            lambda x, t: fusegrad.cross_entropy(x, t, ignore_index=torch.float16),
+            TypeError,
+            "cross_entropy: ignore_index must be a whole number or None, but got torch.float16",
+        ),
+        # The dispatcher would read it, and its gradient would be lost.
+        (
+            lambda x, t: fusegrad.cross_entropy(x, t, z_loss=torch.tensor(0.1, requires_grad=True)),
+            TypeError,
+            "cross_entropy: z_loss must be a number, but got torch.Tensor",
+        ),
+        (
+            lambda x, t: fusegrad.cross_entropy(x, t, return_aux=True),
+            TypeError,
+            "cross_entropy: return_aux must be an Aux or None, but got True",
+        ),
+        (
+            lambda x, t: fusegrad.linear_jsd(x, x, x, x[0, 0]),
+            ValueError,
+            "linear_jsd: teacher_weight must have shape [V, H], but got []",
+        ),
+    ],
+    ids=range(12),
+)
+def test_message(call: Callable[..., Any], error: type, message: str) -> None:
+    with pytest.raises(error) as caught:
+        call(torch.zeros(4, 4), torch.zeros(4, dtype=torch.int64))
+    assert str(caught.value) == message
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    x, t = torch.randn(4, 4), torch.arange(4)
+    loss = fusegrad.cross_entropy(x, t, label_smoothing=np.float32(0.5), ignore_index=np.int64(2))
+    assert torch.equal(loss, fusegrad.cross_entropy(x, t, label_smoothing=0.5, ignore_index=2))
+
+
+@pytest.mark.cpu_only
+def test_compiled() -> None:
+    """torch.compile wraps the message."""
+    x, t = torch.randn(4, 4), torch.arange(4)
+    for wrong in ({"inplace": "no"}, {"z_loss": "x"}, {"return_aux": True}):
+        call = torch.compile(lambda x, t, w=wrong: fusegrad.cross_entropy(x, t, **w), backend="eager", fullgraph=True)
+        with pytest.raises(Exception, match=f"cross_entropy: {next(iter(wrong))} must be .*but got"):
+            call(x, t)
+    with pytest.raises(Exception, match="flex_attention: scale must be a number or None, but got 'x'"):
+        torch.compile(fusegrad.flex_attention, backend="eager", fullgraph=True)(*[x.view(1, 1, 4, 4)] * 3, scale="x")
+
+
+def test_a_kind_that_nobody_knows() -> None:
+    def function(x: set[int]) -> None: ...
+
+    with pytest.raises(NotImplementedError, match="no kind of argument is known"):
+        checked(function)

@@ -1,0 +1,239 @@
+"""What a score_mod may call: the table of docs/score_mod.md, each function against PyTorch's own autograd, values and
+gradients, at the points where they are special too."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fusegrad import TraceError, trace_score_mod
+from fusegrad._tracing import cache
+from fusegrad._tracing.dispatch import _FILLS, _HANDLERS, _MOVES
+from fusegrad._tracing.ops import ELEMENTWISE, FOLDS
+from fusegrad.score_mod import split_scalars
+from torch import Tensor
+
+DOCS = (Path(__file__).parents[2] / "docs" / "score_mod.md").read_text()
+TABLE = DOCS.split("### What it may call")[1].split("\n### ")[0]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    -0.5,
+    1.5,
+    2.0,
+    -2.0,
+    3.0,
+    -3.0,
+    6.0,
+    20.0,
+    21.0,
+    0.3,
+    -0.7,
+    2.6,
+    1e-20,
+    90.0,
+    -90.0,
+]
+SPECIAL += [math.inf, -math.inf, math.nan]
+NEW_SUBGRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
+def section(title: str) -> list[str]:
+    """The names in the row of the table."""
+    (row,) = [line for line in TABLE.splitlines() if line.startswith(f"| {title} |")]
+    return re.findall(r"`([^`]+)`", row.split("|")[2])
+
+
+def function(name: str) -> Callable:
+    owner, attribute = name.rsplit(".", 1)
+    return getattr({"torch": torch, "F": F, "torch.special": torch.special, "Tensor": Tensor}[owner], attribute)
+
+
+def on_columns(mod: Callable[..., Tensor], *columns: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Value and gradients of mod(score, second, third) at the points of the columns, by the library."""
+    cache.clear()
+    n = len(columns[0])
+    captured = [c.clone().requires_grad_() for c in columns[1:]]
+    traced = trace_score_mod(lambda s, b, h, q, kv: mod(s, *(c[kv] for c in captured)))
+    score = columns[0].reshape(1, 1, 1, n)
+    arguments = traced.text, score, [b.detach() for b in traced.buffers], *split_scalars(traced.scalars)
+    value = torch.ops.fusegrad.evaluate_score_mod(*arguments)
+    grad_score, grads = torch.ops.fusegrad.evaluate_score_mod_backward(torch.full_like(score, 1.25), *arguments)
+    found = [next((g for b, g in zip(traced.buffers, grads, strict=True) if b is c), torch.zeros(n)) for c in captured]
+    return value.reshape(-1), [grad_score.reshape(-1), *found]
+
+
+def by_pytorch(mod: Callable[..., Tensor], *columns: Tensor) -> tuple[Tensor, list[Tensor]]:
+    leaves = [c.clone().requires_grad_() for c in columns]
+    value = mod(*leaves)
+    if not value.requires_grad:
+        return value.double(), [torch.zeros_like(c) for c in columns]
+    weight = torch.full_like(value, 1.25)
+    return value.detach().double(), list(torch.autograd.grad(value, leaves, weight, materialize_grads=True))
+
+
+def compare(mod: Callable[..., Tensor], *columns: Tensor, rtol: float = 1e-9) -> None:
+    got, expected = on_columns(mod, *columns), by_pytorch(mod, *columns)
+    options = {"rtol": rtol, "atol": 1e-12, "equal_nan": True, "check_dtype": False}
+    points = lambda message: f"{message}\nat {[c.tolist() for c in columns]}"  # noqa: E731
+    torch.testing.assert_close(got[0], expected[0], msg=points, **options)
+    for g, e in zip(got[1], expected[1], strict=True):
+        # Nothing is said of the gradient of NaN, and where PyTorch's is NaN a number will do, such as the 0 of a branch
+        # that is not taken.
+        compared = ~(expected[0].isnan() | (e.isnan() & g.isfinite()))
+        torch.testing.assert_close(torch.where(compared, g, 0.0), torch.where(compared, e, 0.0), msg=points, **options)
+
+
+# Arguments after the first, for functions that want more.
+MORE: dict[str, tuple] = {
+    "torch.clamp": (-1.0, 2.0),
+    "torch.clip": (-1.0, 2.0),
+    "torch.clamp_min": (1.0,),
+    "torch.clamp_max": (1.0,),
+    "F.threshold": (1.0, -3.0),
+    "torch.nan_to_num": (0.5, 3.0, -3.0),
+    "F.elu": (1.5,),
+    "F.celu": (1.5,),
+    "F.leaky_relu": (0.1,),
+    "F.softplus": (2.0, 3.0),
+    "F.hardtanh": (-1.0, 1.0),
+    "F.hardshrink": (0.5,),
+    "F.softshrink": (0.5,),
+    "torch.pow": (3.0,),
+    "torch.logit": (1e-3,),
+}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", section("of one number"))
+def test_functions_of_one_number(name: str) -> None:
+    x = torch.tensor(SPECIAL)
+    if NEW_SUBGRADIENTS and ("clamp" in name or "clip" in name):
+        x = x[(x != 1) & (x != -1) & (x != 2)]
+    if name == "F.hardswish":
+        x = x[x != -math.inf]  # of which PyTorch makes NaN
+    # PyTorch takes the sixth of hardsigmoid in float32.
+    compare(lambda s: function(name)(s, *MORE.get(name, ())), x, rtol=1e-7 if "hard" in name else 1e-9)
+
+
+@pytest.mark.parametrize("name", section("of two numbers"))
+def test_functions_of_two_numbers(name: str) -> None:
+    pairs = torch.tensor(list(itertools.product(SPECIAL, [0.0, -0.0, 1.0, -1.0, 2.0, -2.5, 0.3, math.inf, math.nan])))
+    if name == "torch.floor_divide":  # which has no derivative in PyTorch
+        compare(lambda s, other: function(name)(s.detach(), other.detach()), *pairs.T)
+    else:
+        if NEW_SUBGRADIENTS and name in ("torch.fmin", "torch.fmax"):
+            pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+        if "xlog" in name:  # an infinite logarithm times 0 is 0, and has no gradient
+            pairs = pairs[pairs[:, 1] != math.inf]
+        compare(function(name), *pairs.T)
+
+
+@pytest.mark.parametrize("name", section("truth"))
+def test_truth(name: str) -> None:
+    pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
+    two = name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
+    compare(lambda s, other: torch.where(function(name)(s, *([other] if two else [])), 2.0, 3.0), *pairs.T)
+
+
+@pytest.mark.parametrize("name", section("of integers"))
+def test_functions_of_integers(name: str) -> None:
+    call = function(name)
+    other = (2,) if "not" not in name else ()
+    compare(lambda s: s + call((s.nan_to_num(0, 5, -5).clamp(-9, 9)).long(), *other), torch.tensor(SPECIAL))
+
+
+VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch.stack": lambda x: torch.stack([x, x * 2])[1, 0],
+    "torch.cat": lambda x: torch.cat([x, x * 2])[4],
+    "torch.dot": lambda x: torch.dot(x, x),
+    "torch.matmul": lambda x: (x @ x[:, None])[0],
+    "F.linear": lambda x: F.linear(x, x[None] * 2, x[:1])[0],
+    "torch.einsum": lambda x: torch.einsum("i,j->ij", x, x)[0, 1],
+    "torch.cumsum": lambda x: x.cumsum(0)[1],
+    "torch.softmax": lambda x: x.softmax(0)[1],
+    "torch.log_softmax": lambda x: x.log_softmax(0)[1],
+    "torch.logsumexp": lambda x: x.logsumexp(0),
+    "torch.gather": lambda x: x.gather(0, torch.tensor([1]))[0],
+    "torch.take": lambda x: x.take(torch.tensor(1)),
+    "torch.index_select": lambda x: x.index_select(0, torch.tensor([1]))[0],
+    "F.embedding": lambda x: F.embedding(torch.tensor(1), x[:, None])[0],
+    "torch.where": lambda x: torch.where(x > 0, x, x * 2).sum(),
+    "torch.full_like": lambda x: (torch.full_like(x, 2) * x).sum(),
+    "torch.max": lambda x: x.max(0).values + x.max(),
+    "torch.min": lambda x: x.min(0).values + x.min(),
+    "torch.argmax": lambda x: x[x.argmax()],
+    "torch.argmin": lambda x: x[x.argmin()],
+    "torch.any": lambda x: x.any() * x[0],
+    "torch.all": lambda x: (x > 0).all() * x[0],
+    "torch.cumprod": lambda x: x.cumprod(0)[2],
+    "torch.var_mean": lambda x: sum(torch.var_mean(x, dim=0)),
+    "torch.std_mean": lambda x: sum(torch.std_mean(x, dim=0)),
+    "torch.var": lambda x: x.var(0),
+    "torch.std": lambda x: x.std(0),
+    "F.layer_norm": lambda x: F.layer_norm(x, (3,))[1],
+    "torch.count_nonzero": lambda x: torch.count_nonzero(x > 0) * x[0],
+    "torch.bucketize": lambda x: torch.bucketize(x[0], torch.tensor([-0.5, 0.5])) * x[1],
+    "torch.searchsorted": lambda x: torch.searchsorted(torch.tensor([-0.5, 0.5]), x[0]) * x[1],
+    "torch.sort": lambda x: x.sort(0).values[1],
+    "torch.argsort": lambda x: x[x.argsort(0)[2]],
+    "torch.topk": lambda x: x.topk(2).values[1],
+    "torch.median": lambda x: x.median(0).values,
+    "torch.kthvalue": lambda x: x.kthvalue(1, 0).values,
+}
+
+
+@pytest.mark.parametrize("name", section("of several numbers"))
+def test_functions_of_several_numbers(name: str) -> None:
+    mod = VECTORS.get(name, lambda x: function(name)(x, 0))
+    x = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
+
+    def elements(*x: Tensor) -> Tensor:
+        if x[0].dim() == 0:
+            return mod(torch.stack(x))
+        return torch.stack([mod(torch.stack(column)) for column in zip(*x, strict=True)])
+
+    compare(elements, *x)
+
+
+def test_the_table_has_all_that_the_tracer_knows() -> None:
+    """By the names of ATen's operations, in place ones and synonyms aside."""
+    known = {*ELEMENTWISE, *FOLDS, *_HANDLERS} - {*_FILLS}
+    listed = {n.split(".")[-1] for n in re.findall(r"`([^`]+)`", TABLE)}
+    synonyms = {
+        "log_sigmoid_forward": "logsigmoid", "rsub": "sub", "__and__": "bitwise_and", "__or__": "bitwise_or",
+        "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
+        "special_xlog1py": "xlog1py", "mm": "matmul", "bmm": "matmul", "mv": "matmul", "vdot": "dot",
+        "masked_fill": "where", "index": "gather",
+    }  # fmt: skip
+    inner = {"_to_copy", "_local_scalar_dense", "empty_like", "new_empty", "new_empty_strided"}
+    assert {synonyms.get(n, n) for n in known - inner} - listed == set()
+    assert {"reshape", "permute", "flip"} <= _MOVES
+
+
+@pytest.mark.parametrize("name", section("not in the language"))
+def test_what_is_refused_is_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        TraceError, match=r"the operation .*, which score_mods do not have; write it with the functions"
+    ):
+        trace_score_mod(lambda s, b, h, q, kv: function(name)(s))
+
+
+def test_an_internal_failure_is_in_the_languages_words() -> None:
+    with pytest.raises(TraceError, match="the operation prims::sum, which score_mods do not have"):
+        trace_score_mod(lambda s, b, h, q, kv: torch.ops.prims.sum(torch.stack([s, s]), [0]))

@@ -1,0 +1,182 @@
+"""TRL's SFTTrainer: the same losses, metrics and weights as without fusegrad, and no logits."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("trl")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import fusegrad
+import transformers as tf
+import trl
+from datasets import Dataset
+from fusegrad.integrations.transformers import apply, remove
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+pytestmark = pytest.mark.cpu_only
+
+V, LENGTH = 512, 24
+
+
+def tokenizer() -> Any:
+    """One token a word; nothing is fetched."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, V)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def data(rows: int = 8) -> Dataset:
+    """Rows of different lengths, already tokens."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, V, (LENGTH - i % 5,), generator=generator).tolist() for i in range(rows)]
+    return Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(x) for x in ids]})
+
+
+def make(softcap: float | None = None) -> Any:
+    options: dict[str, Any] = {
+        **{"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
+    if softcap is None:
+        config: Any = tf.LlamaConfig(**options)
+    else:
+        config = tf.Gemma2Config(**options, final_logit_softcapping=softcap, query_pre_attn_scalar=8)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return tf.AutoModelForCausalLM.from_config(config)
+
+
+def trained(model: Any, folder: Path, *, after: bool = False, **options: Any) -> tuple[list[dict], dict[str, Tensor]]:
+    """The log and the weights after two steps; `after`: apply is called once the trainer is there."""
+    arguments = trl.SFTConfig(
+        str(folder), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        report_to=[], save_strategy="no", use_cpu=True, learning_rate=0.1, optim="sgd", disable_tqdm=True, seed=0,
+        gradient_checkpointing=False, bf16=False, **options,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        model, args=arguments, train_dataset=data(), eval_dataset=data(3), processing_class=tokenizer()
+    )
+    if after:
+        apply(model)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [*log, trainer.evaluate()], {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.fixture
+def no_logits(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts calls of linear_cross_entropy, which must not be beside a product [rows, V] of PyTorch's."""
+    calls = {"linear_cross_entropy": 0, "products": 0}
+    fused = fusegrad.linear_cross_entropy
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls["linear_cross_entropy"] += 1
+        return fused(*args, **kwargs)
+
+    monkeypatch.setattr(fusegrad, "linear_cross_entropy", counted)
+    for owner, name in ((torch, "mm"), (torch, "matmul"), (torch.nn.functional, "linear")):
+        product = getattr(owner, name)
+
+        def watched(*args: Any, _product: Any = product, **kwargs: Any) -> Any:
+            made = _product(*args, **kwargs)
+            calls["products"] += made.dim() > 0 and made.shape[-1] == V
+            return made
+
+        monkeypatch.setattr(owner, name, watched)
+    return calls
+
+
+def close(found: tuple[list[dict], dict[str, Tensor]], expected: tuple[list[dict], dict[str, Tensor]]) -> None:
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "eval_loss", "eval_entropy")
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert {n for n in names if n in one} == {n for n in names if n in other} != set()
+        for name in names:
+            if name in one:
+                assert math.isclose(one[name], other[name], rel_tol=1e-4, abs_tol=1e-5), (name, one[name], other[name])
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap, after", [(None, False), (None, True), (5.0, False)], ids=str)
+def test_a_run_is_trls_own(softcap: float | None, after: bool, tmp_path: Path, no_logits: dict[str, int]) -> None:
+    expected = trained(make(softcap), tmp_path)
+    assert no_logits["linear_cross_entropy"] == 0
+    assert no_logits["products"] > 0  # TRL's tiles, of which this small vocabulary is one
+    model = make(softcap)
+    if not after:
+        apply(model)
+    no_logits.update(linear_cross_entropy=0, products=0)
+    found = trained(model, tmp_path, after=after)
+    checked = int(after)  # apply tries its options
+    assert no_logits["linear_cross_entropy"] == 2 * 2 + 1 + checked  # steps times accumulation, and one evaluation
+    assert no_logits["products"] == 0
+    close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{"loss_type": "dft"}, {"label_smoothing_factor": 0.1}, {"packing": True}], ids=str)
+def test_other_losses_of_the_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    if options.get("packing"):
+        options = {**options, "max_length": 32}
+    expected = trained(make(), tmp_path, **options)
+    close(trained(apply(make()), tmp_path, **options), expected)
+
+
+def test_what_has_no_effect_there_raises(tmp_path: Path) -> None:
+    for option in ("z_loss", "label_smoothing"):
+        with pytest.raises(ValueError, match=f"^apply: {option} must be 0 where TRL takes log-probabilities"):
+            trained(apply(make(), **{option: 0.1}), tmp_path)
+
+
+def test_removed_models_are_trls_again(tmp_path: Path, no_logits: dict[str, int]) -> None:
+    model = make()
+    remove(apply(model))
+    no_logits.update(linear_cross_entropy=0)
+    trained(model, tmp_path)
+    assert no_logits["linear_cross_entropy"] == 0
+
+
+def test_what_trl_itself_would_do_otherwise() -> None:
+    """A gradient by the entropy is an error; what is not served is TRL's, loudly."""
+    from trl.trainer import utils
+
+    head = apply(make()).get_output_embeddings()
+    hidden, targets = torch.randn(5, 32, requires_grad=True), torch.randint(0, V, (5,))
+
+    def log_probs(*outputs: str) -> Any:
+        return utils._ChunkedLogProbFunction.apply(hidden, head.weight, None, targets, 2.0, 64, None, 1.5, outputs)
+
+    found, entropy, _, _, _ = log_probs("log_probs", "entropy")
+    truth = (hidden @ head.weight.T * 0.75).log_softmax(-1)
+    torch.testing.assert_close(found, truth.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(truth.exp() * truth).sum(-1))
+    with pytest.raises(NotImplementedError, match="entropy must not be differentiated"):
+        entropy.sum().backward()
+    with pytest.warns(UserWarning, match="steps aside, TRL's own head is used: it asks for log_probs, mean_logits"):
+        assert log_probs("log_probs", "mean_logits")[3] is not None
+
+
+def test_nothing_imports_trl_unasked() -> None:
+    program = """
+        import sys
+        import transformers as tf
+        from fusegrad.integrations.transformers import apply
+
+        config = tf.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                num_attention_heads=2, num_key_value_heads=2)
+        apply(tf.AutoModelForCausalLM.from_config(config))
+        assert "trl" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], check=True)

@@ -1,0 +1,284 @@
+"""score_mods and mask_mods over vectors of captured tensors: loops over axes in the language and in the kernels."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import fusegrad
+import pytest
+import torch
+import torch.nn.functional as F
+from fusegrad import TraceError
+from fusegrad._C import score_mod as language
+from test_compile_flex import needs_nvrtc
+from torch import Tensor, nn
+
+B, H, M, N, D = 2, 4, 5, 6, 12
+
+
+def floats(*sizes: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(sizes))
+    return torch.randn(sizes, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def dense(mod: Callable, score: Tensor, kind: str = "score_mod") -> Tensor:
+    """What the function gives for each pair, by PyTorch itself."""
+    rows = []
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in score.shape)):
+        b, h, q, kv = place
+        rows.append(mod(score[b, h, q, kv], b, h, q, kv) if kind == "score_mod" else mod(b, h, q, kv))
+    return torch.stack(rows).reshape(score.shape)
+
+
+def assert_like_dense(mod: Callable, captured: list[Tensor], m: int = M, n: int = N) -> None:
+    query, key, value = (floats(B, H, x, 8, seed=i) for i, x in enumerate((m, n, n)))
+    out = fusegrad.flex_attention(query, key, value, score_mod=mod)
+    score = query @ key.mT / 8**0.5
+    expected = dense(mod, score).softmax(-1) @ value
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    upstream = floats(*out.shape, seed=9).detach()
+    inputs = [query, key, value, *captured]
+    got = torch.autograd.grad(out, inputs, upstream, allow_unused=True)
+    wanted = torch.autograd.grad(expected, inputs, upstream, allow_unused=True)
+    for x, g, w in zip(inputs, got, wanted, strict=True):
+        zeros = torch.zeros_like(x)
+        torch.testing.assert_close(zeros if g is None else g, zeros if w is None else w, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("length", [3, 8, 9, 64, 256])
+def test_dot_product(length: int) -> None:
+    query, key = floats(B, H, M, length), floats(B, 2, N, length)
+
+    def mod(s, b, h, i, j):
+        return s + 0.125 * torch.dot(query[b, h, i, :], key[b, h // 2, j, :])
+
+    assert_like_dense(mod, [query, key])
+    text = fusegrad.trace_score_mod(mod).text
+    assert text.count("\n") == 12, "the text grows with the vectors"
+
+
+# Captured by the cases below.
+A, K, MATRIX, TABLE, SMALL = floats(M, D), floats(N, D, seed=1), floats(H, D, D), floats(D, seed=2), floats(M, 5)
+HIDDEN, OUTER, JOINED = floats(10, D), floats(10), floats(16, 2 * D)
+CHOSEN = torch.randint(0, D, (M, 10), generator=torch.Generator().manual_seed(3))
+BOUNDARIES = torch.linspace(-2, 2, 33, dtype=torch.float64)
+NET = nn.Sequential(nn.Linear(2 * D, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1)).double()
+
+CASES: dict[str, Callable] = {
+    "gather": lambda s, b, h, i, j: s + (A[i][CHOSEN[i]] * OUTER).sum() * K[j].mean(),
+    "gather of a table": lambda s, b, h, i, j: s + TABLE[CHOSEN[i]].sum() * TABLE.take(CHOSEN[i]).max() * K[j, 0],
+    "two layers": lambda s, b, h, i, j: s + torch.dot(OUTER, torch.tanh(HIDDEN @ (A[i] - K[j]))),
+    "concatenated": lambda s, b, h, i, j: s + (F.relu(F.linear(torch.cat([A[i], K[j]]), JOINED))).sum(),
+    "a module": lambda s, b, h, i, j: s + NET(torch.cat([A[i], K[j]]))[0],
+    "softmax": lambda s, b, h, i, j: s + torch.softmax(A[i], -1) @ K[j] + F.log_softmax(K[j], 0)[3],
+    "layer_norm": lambda s, b, h, i, j: s + F.layer_norm(A[i], (D,)) @ F.layer_norm(K[j], (D,), TABLE, TABLE),
+    "var and std": lambda s, b, h, i, j: s + A[i].var() * K[j].std() + torch.var(K[j], correction=0),
+    "var_mean": lambda s, b, h, i, j: s + torch.var_mean(MATRIX[h] * K[j], dim=1)[0].sum() - torch.std_mean(A[i])[1],
+    "norms": lambda s, b, h, i, j: s / A[i].norm() + F.normalize(A[i], dim=0) @ K[j] + (A[i] - K[j]).norm(p=1),
+    "cosine": lambda s, b, h, i, j: s + F.cosine_similarity(A[i], K[j], dim=0),
+    "bilinear": lambda s, b, h, i, j: s + A[i] @ MATRIX[h] @ K[j] + torch.einsum("i,ij,j->", A[i], MATRIX[h], K[j]),
+    "bmm": lambda s, b, h, i, j: s + (torch.bmm(MATRIX, MATRIX.mT)[h] @ K[j]).amax(),
+    "matrices": lambda s, b, h, i, j: s + (torch.outer(A[i], K[j]) @ MATRIX[h]).diagonal().sum(),
+    "extrema": lambda s, b, h, i, j: s + A[i].max() * K[j].amin() + A[i].max(0).values * K[j].min(dim=0).values,
+    "places": lambda s, b, h, i, j: s + TABLE[A[i].argmax()] * K[j][A[i].argmin()] + A[i][(K[j].argmax() + i) % D],
+    "slices": lambda s, b, h, i, j: s + A[i][2:].sum() * K[j][:4].prod() + (A[i][::2] * K[j][1::2]).sum(),
+    "views": lambda s, b, h, i, j: s + A[i].flip(0) @ K[j] + A[i].view(3, 4).sum(0)[1] * A[i].reshape(2, 6).amax(),
+    "flattened": lambda s, b, h, i, j: s + (MATRIX[h].flatten() * s).mean() + MATRIX[h].t().reshape(-1)[7 + j],
+    "rotary": lambda s, b, h, i, j: s + (torch.cos(TABLE * (i - j) / 3) * A[i]).sum(),
+    "of the score": lambda s, b, h, i, j: torch.logsumexp(s * A[i] + K[j], 0) + (torch.ones_like(A[i]) * s).mean(),
+    "where": lambda s, b, h, i, j: s + torch.where(K[j] > 0, A[i], -2 * A[i]).sum() + (A[i] > 0).sum(),
+    "stacked": lambda s, b, h, i, j: s + torch.stack([A[i], K[j], TABLE]).sum(0).square().sum().sqrt(),
+    "nested": lambda s, b, h, i, j: s + (A[i][:, None] - K[j][None]).abs().amin(0).sum(),
+    "bucketize": lambda s, b, h, i, j: s * TABLE[torch.bucketize(K[j, 0].detach(), BOUNDARIES).clamp(max=D - 1)],
+    "searchsorted": lambda s, b, h, i, j: s * torch.searchsorted(BOUNDARIES, K[j].detach(), right=True).sum() / 99,
+    "cumulative": lambda s, b, h, i, j: s + (A[i].cumsum(0) * K[j]).sum() + SMALL[i].cumprod(0)[-1] * K[j, 0],
+    "product": lambda s, b, h, i, j: s + A[i].prod() * K[j].sum(),
+    "sort": lambda s, b, h, i, j: s + SMALL[i].sort().values[1] * s + A[i].sort(descending=True)[0][0] * K[j, 0],
+    "topk": lambda s, b, h, i, j: s * SMALL[i].topk(2).values.sum() + SMALL[i].argsort()[0],
+    "median": lambda s, b, h, i, j: s * SMALL[i].median() + SMALL[i].kthvalue(2).values * K[j].median(0).values,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_like_pytorch(name: str) -> None:
+    assert_like_dense(CASES[name], [A, K, MATRIX, TABLE, SMALL, HIDDEN, OUTER, JOINED, *NET.parameters()])
+
+
+def test_ties_share_the_gradient_evenly() -> None:
+    vector = torch.tensor([2.0, 1.0, 2.0, 0.0, 2.0, 1.0, 0.5, 1.5, 1.9, -1.0], dtype=torch.float64).requires_grad_()
+    assert_like_dense(lambda s, b, h, i, j: s + j * vector.amax() * vector.amin(), [vector])
+
+
+def test_masks() -> None:
+    seen = torch.rand(N, D, generator=torch.Generator().manual_seed(5)) < 0.3
+
+    def mask(b, h, q, kv):
+        return (seen[kv] & (A[q] > 0)).any() | ((K[kv] * A[q]).sum() > 0) | (seen[kv].sum() > 5)
+
+    traced = fusegrad.trace_mask_mod(mask)
+    got = torch.ops.fusegrad.evaluate_mask_mod(traced.text, [B, H, M, N], traced.buffers, [], [])
+    assert torch.equal(got, dense(mask, torch.zeros(B, H, M, N), "mask_mod"))
+
+
+def test_half_precision_and_many_tiles() -> None:
+    """More than a tile in each direction, and gradients of buffers that are bfloat16."""
+    query, key = (floats(1, 2, 200, 32, seed=i).detach().bfloat16().requires_grad_() for i in range(2))
+    given = [floats(1, 2, 200, 16, seed=i).detach().float() for i in range(3)]
+
+    def mod(s, b, h, i, j):
+        return torch.where(i >= j, s + 0.1 * torch.dot(query[b, h, i], key[b, h, j]), -float("inf"))
+
+    out = fusegrad.flex_attention(*given, score_mod=mod)
+    grads = torch.autograd.grad(out.square().sum(), [query, key])
+    wide = [x.detach().double().requires_grad_() for x in (query, key)]
+    score = given[0].double() @ given[1].double().mT / 4 + 0.1 * wide[0] @ wide[1].mT
+    score = score.masked_fill(~torch.ones(200, 200, dtype=torch.bool).tril(), -float("inf"))
+    expected = score.softmax(-1) @ given[2].double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    for got, wanted in zip(grads, torch.autograd.grad(expected.square().sum(), wide), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mod", "message"),
+    [
+        (lambda s, b, h, i, j: s + LONG[j].cumsum(0)[3], "cumsum.*99 elements.*at most 64"),
+        (lambda s, b, h, i, j: s + LONG[j].prod(), "prod.*99 elements.*at most 64"),
+        (lambda s, b, h, i, j: s + LONG[j].sort().values[0], "sort of 99 elements.*at most 16"),
+        (lambda s, b, h, i, j: s + LONG[j].topk(3).values[0], "topk of 99 elements.*at most 16"),
+        (lambda s, b, h, i, j: s + LONG[j].median(), "median of 99 elements.*at most 16"),
+        (lambda s, b, h, i, j: s + LONG[j], r"shape \[99\]; return a single value"),
+    ],
+)
+def test_what_has_no_loop_is_refused(mod: Callable, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        fusegrad.trace_score_mod(mod)
+
+
+LONG = floats(N, 99)
+
+
+def test_what_runs_too_long_is_refused() -> None:
+    wide = torch.zeros(4, 256, 256)
+    with pytest.raises(TraceError, match=r"at most 4194304 operations for a pair .*, but got \d+"):
+        fusegrad.trace_score_mod(lambda s, b, h, i, j: s + (wide[h] @ wide[b] @ wide[0]).sum())
+
+
+TEXT = """score_mod 1
+buffer @0 f 2
+%0 = axis 64
+%1 = load @0 q_idx %0
+%2 = load @0 kv_idx %0
+%3 = mul %1 %2
+%4 = sum %0 %3
+%5 = amax %0 %1
+%6 = add %4 %5
+%7 = add score %6
+return %7
+"""
+
+
+def test_the_text() -> None:
+    assert language.canonical(TEXT) == TEXT
+    assert language.simplify(TEXT) == TEXT
+    # The names of axes do not matter, and reductions over equal axes share one.
+    renamed = TEXT.replace("%5 = amax %0 %1", "%5 = axis 64\n%6 = load @0 q_idx %5\n%7 = amax %5 %6")
+    end = "%8 = add %4 %7\n%9 = add score %8\nreturn %9"
+    renamed = renamed.replace("%6 = add %4 %5\n%7 = add score %6\nreturn %7", end)
+    assert language.simplify(renamed) == TEXT
+    derivative = language.derivative(TEXT, [True])
+    assert language.canonical(derivative) == derivative
+    assert derivative.count("scatter") == 2
+    assert "class C" in language.explain(TEXT, [True])
+    assert "for each of 64 elements of a vector" in language.explain(TEXT, [True])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("axis 64", "axis 0", "2:|extent of an axis must be 1 to 65536, but got 0"),
+        ("axis 64", "axis 65537", "but got 65537"),
+        ("axis 64", "axis", "expected the extent of an axis, but got the end of the line"),
+        ("sum %0 %3", "sum %3 %0", "'sum' expects an axis as its first operand"),
+        ("sum %0 %3", "sum %0", "'sum' expects an axis and a value, but got 1 operand"),
+        ("return %7", "return %3", "the result depends on an axis"),
+    ],
+)
+def test_texts_that_break_a_rule(old: str, new: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        language.canonical(TEXT.replace(old, new))
+
+
+def test_the_trip_count_of_a_text_is_bounded() -> None:
+    lines = ["score_mod 1", *(f"%{i} = axis 65536" for i in range(3)), "%3 = add %0 %1", "%4 = add %3 %2"]
+    lines += ["%5 = sum %0 %4", "%6 = sum %1 %5", "%7 = sum %2 %6", "return %7"]
+    with pytest.raises(ValueError, match="operations for a pair"):
+        language.canonical("\n".join(lines))
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------
+
+
+COMPILE = """
+import os, sys, torch, fusegrad
+length, architecture, deterministic = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "deterministic"
+def tensor(*sizes):
+    return torch.randn(sizes, dtype=torch.bfloat16).requires_grad_()
+query, key = tensor(2, 8, 256, length), tensor(2, 2, 256, length)
+def mod(s, b, h, i, j):
+    return s + 0.125 * torch.dot(query[b, h, i, :], key[b, h // 4, j, :])
+fusegrad.compile_flex(mod, lambda b, h, q, kv: q >= kv, head_size=64, dtype=torch.bfloat16,
+                      architecture=architecture, deterministic=deterministic)
+"""
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("length", "architecture", "how"),
+    [(64, "90a", "plain"), (64, "80", "plain"), (256, "90a", "plain"), (256, "90a", "deterministic")],
+)
+def test_a_dot_product_compiles(length: int, architecture: str, how: str, tmp_path) -> None:
+    """In a process of its own: NVRTC ended it when vectors were unrolled."""
+    environment = {**os.environ, "FUSEGRAD_CACHE_DIR": str(tmp_path)}
+    begin = time.perf_counter()
+    command = [sys.executable, "-c", inspect.cleandoc(COMPILE), str(length), architecture, how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("*.cubin"))) == (3 if how == "deterministic" else 2)
+    assert time.perf_counter() - begin < 240  # 10 s on a core of its own
+
+
+@needs_nvrtc
+def test_what_is_too_large_for_a_kernel_is_refused() -> None:
+    biases = floats(N, 40).unbind(-1)
+    many = fusegrad.trace_score_mod(lambda s, b, h, i, j: s + sum(bias[j] for bias in biases))
+    options = {"head_size": 64, "dtype": torch.bfloat16, "architecture": "90a"}
+    with pytest.raises(ValueError, match="gradients at no more than 32 places, but got 40"):
+        fusegrad.compile_flex(many, **options)
+
+    def long(s, b, h, i, j):
+        for step in range(550):
+            s = torch.tanh(s + j * step) * 0.5
+        return s
+
+    with pytest.raises(ValueError, match=r"at most 2048 operations, but got \d+"):
+        fusegrad.compile_flex(long, requires_grad=False, **options)
+
+
+def test_the_source_does_not_grow_with_the_vectors() -> None:
+    def source(length: int) -> str:
+        text = fusegrad.trace_score_mod(lambda s, b, h, i, j: s + torch.dot(a[i], k[j])).text
+        rendered = language.render_cuda(text, ["float32", "float32"])
+        derivative = language.render_cuda(language.derivative(text, [True, True]), ["float32", "float32"])
+        return (rendered + derivative).replace(str(length), "n")
+
+    sources = []
+    for length in (16, 256):
+        a, k = floats(M, length), floats(N, length)
+        sources.append(source(length))
+    assert len(sources[0]) == len(sources[1])
