@@ -13,7 +13,7 @@
 #include <string>
 #include <utility>
 
-#include "rows/row_kernels.h"
+#include "losses/row_kernels.h"
 
 namespace fusegrad::cuda {
 
@@ -127,7 +127,7 @@ struct TypeTag {
   using type = T;
 };
 
-/// The kernels of cuda/row_forward.cu, row_gradient.cu, row_reduce.cu and jsd.cu.
+/// The kernels of cuda/losses/host/row_forward.cu, row_gradient.cu, row_reduce.cu and jsd.cu.
 void row_forward(const RowForward& p, DType dtype, void* stream);
 void row_gradient(const RowGradient& p, DType dtype, void* stream);
 void row_scaling(const RowScaling& p, DType dtype, void* stream);

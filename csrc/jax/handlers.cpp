@@ -1,5 +1,5 @@
 // The row kernels as XLA's custom calls. python/fusegrad/jax/_rows.py calls them and says what they return; formulas in
-// rows/row_kernels.h. An optional array is absent where it has no elements.
+// losses/row_kernels.h. An optional array is absent where it has no elements.
 #include <xla/ffi/api/ffi.h>
 
 #include <exception>
@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "jax/host.h"
-#include "rows/linear_plan.h"
-#include "rows/row_kernels.h"
+#include "losses/linear_plan.h"
+#include "losses/row_kernels.h"
 
 namespace fusegrad::jax {
 
@@ -339,7 +339,7 @@ FUSEGRAD_EXPORT_ALL(cuda, Cuda)
 // The jaxlib whose headers these handlers were compiled with. Older ones refuse them.
 extern "C" const char* fusegrad_jax_jaxlib_version() { return FUSEGRAD_JAXLIB_VERSION; }
 
-// Rows of logits that linear_cross_entropy holds at a time. See rows/linear_plan.h; a budget below 0 is none.
+// Rows of logits that linear_cross_entropy holds at a time. See losses/linear_plan.h; a budget below 0 is none.
 extern "C" int64_t fusegrad_jax_plan(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size, bool cpu,
                                      bool weight_grad, bool low_precision_result, int64_t workspace_mib) {
   fusegrad::LinearSizes sizes;

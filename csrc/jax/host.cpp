@@ -1,4 +1,4 @@
-// cpu/host.h in XLA's processes: its pool of threads, and what the machine has.
+// common/host.h in XLA's processes: its pool of threads, and what the machine has.
 #include "jax/host.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <mutex>
 #include <new>
 
-#include "cpu/host.h"
+#include "common/host.h"
 
 namespace fusegrad::cpu {
 namespace {

@@ -16,9 +16,9 @@
 #include <thread>
 #include <vector>
 
+#include "common/process.h"
 #include "jit/cache.h"
 #include "jit/headers.h"
-#include "process.h"
 
 namespace fusegrad::jit {
 namespace {

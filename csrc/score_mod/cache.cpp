@@ -5,7 +5,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "process.h"
+#include "common/process.h"
 #include "score_mod/derivative.h"
 #include "score_mod/simplify.h"
 #include "score_mod/text.h"

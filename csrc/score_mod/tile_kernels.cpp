@@ -1,6 +1,6 @@
 #include "score_mod/tile_kernels.h"
 
-#include "cpu/capability.h"
+#include "common/capability.h"
 
 namespace fusegrad::score_mod {
 

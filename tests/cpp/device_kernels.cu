@@ -1,13 +1,13 @@
 // The kernels that are compiled at run time, ahead of time: for editors, clang-tidy and nvcc.
 #include "flex_config.cuh"
 
-#include "cuda/device/flex_backward.cuh"
-#include "cuda/device/flex_backward_hopper.cuh"
-#include "cuda/device/flex_backward_wide_hopper.cuh"
-#include "cuda/device/flex_forward.cuh"
-#include "cuda/device/flex_forward_hopper.cuh"
-#include "cuda/device/flex_grad_query.cuh"
-#include "cuda/device/flex_grad_query_hopper.cuh"
+#include "cuda/attention/hopper/backward.cuh"
+#include "cuda/attention/hopper/backward_wide.cuh"
+#include "cuda/attention/hopper/forward.cuh"
+#include "cuda/attention/hopper/grad_query.cuh"
+#include "cuda/attention/portable/backward.cuh"
+#include "cuda/attention/portable/forward.cuh"
+#include "cuda/attention/portable/grad_query.cuh"
 
 namespace {
 

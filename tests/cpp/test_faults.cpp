@@ -1,6 +1,6 @@
 // Errors that leave ops: their names, their types, and what was lost. Every allocation of every op fails in
 // tests/python/test_reliability.py.
-#include "ops/faults.h"
+#include "pytorch/ops/faults.h"
 
 #include <c10/core/CPUAllocator.h>
 
@@ -9,7 +9,7 @@
 #include <stdexcept>
 
 #include "common.h"
-#include "ops/dispatch.h"
+#include "pytorch/ops/dispatch.h"
 
 namespace fusegrad::testing {
 namespace {

@@ -44,18 +44,18 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "out[threadIdx.x] = copy[threadIdx.x];\n"
      "#endif",
      24},
-    {"cuda/device/flex_arguments.cuh",
+    {"cuda/attention/device/arguments.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(sizeof(FlexTensor) == 40 && sizeof(FlexRow) == 8 && sizeof(FlexSums) == 24);\n"
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
      "out[threadIdx.x] = tiles.list[threadIdx.x] % 4 == kTileMixed || tiles.blocks[threadIdx.x] == kBlockBad;",
      16},
-    {"cuda/device/flex_backward.cuh",
+    {"cuda/attention/portable/backward.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, shared).run();",
      160, true},
-    {"cuda/device/flex_backward_hopper.cuh",
+    {"cuda/attention/hopper/backward.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"
      // As a kernel's parameters are: what must be read from global memory stays in registers.
@@ -66,7 +66,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384, 160},
-    {"cuda/device/flex_backward_tiles_hopper.cuh",
+    {"cuda/attention/hopper/backward_tiles.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static_assert(FlexBackwardHopperTiles<HopperBackwardConfig>::kSharedBytes <= 227 << 10);\n"
      "static_assert(FlexBackwardHopperTiles<HopperWideConfig>::kSharedBytes <\n"
@@ -74,7 +74,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "#endif\n"
      "out[threadIdx.x] = in[threadIdx.x];",
      16, true},
-    {"cuda/device/flex_backward_wide_hopper.cuh",
+    {"cuda/attention/hopper/backward_wide.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"
      "static __constant__ FlexBackwardArguments arguments;\n"
@@ -84,7 +84,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384, 160},
-    {"cuda/device/flex_buffers.cuh",
+    {"cuda/attention/device/buffers.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
      "                            *(const ScoreMod::Captured*)in, shared);\n"
@@ -97,12 +97,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "sums.flush(0, 1, 2, 3);\n"
      "sums.end_head(0, 1, 3);",
      24, true},
-    {"cuda/device/flex_forward.cuh",
+    {"cuda/attention/portable/forward.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexForward<Config>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                    *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      96, true},
-    {"cuda/device/flex_forward_hopper.cuh",
+    {"cuda/attention/hopper/forward.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexForwardHopper<HopperConfig>(*(const FlexForwardArguments*)in, *(const FlexForwardHopperArguments*)in,\n"
@@ -110,18 +110,18 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                shared_address(shared)).run();\n"
      "#endif",
      168, true, 384},
-    {"cuda/device/flex_forward_tiles_hopper.cuh",
+    {"cuda/attention/hopper/forward_tiles.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static_assert(FlexForwardHopperTiles<HopperConfig>::kSharedBytes <= 227 << 10);\n"
      "#endif\n"
      "out[threadIdx.x] = in[threadIdx.x];",
      16, true},
-    {"cuda/device/flex_grad_query.cuh",
+    {"cuda/attention/portable/grad_query.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                      *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      152, true},
-    {"cuda/device/flex_grad_query_hopper.cuh",
+    {"cuda/attention/hopper/grad_query.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "static __constant__ FlexBackwardArguments arguments;\n"
@@ -131,14 +131,14 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                  shared_address(shared)).run();\n"
      "#endif",
      168, true, 384, 72},
-    {"cuda/device/flex_gradient.cuh",
+    {"cuda/attention/device/gradient.cuh",
      "float p, value[2];\n"
      "const FlexQuery row{{in[0], in[1]}, in[2], in[3]};\n"
      "out[threadIdx.x] = FlexPairGradient<Config>::apply(*(const ScoreMod::Captured*)in, in[4], in[threadIdx.x],\n"
      "                                                   in[5], row, 0, 1, 2, 3, threadIdx.x < 7, p, value);\n"
      "out[threadIdx.x + 32] = p + value[0];",
      24, true},
-    {"cuda/device/flex_scores.cuh",
+    {"cuda/attention/device/scores.cuh",
      "hold_order();\n"
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
      "const TileWalk walk(tiles, 0, 1, 2, 3, (Config*)nullptr);\n"
@@ -147,7 +147,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "}\n"
      "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod> && !kHas<NoMod>);",
      48, true},
-    {"cuda/device/flex_softmax_hopper.cuh",
+    {"cuda/attention/hopper/softmax.cuh",
      "FlexHopperSoftmax<HopperConfig> softmax(*(const FlexForwardArguments*)in);\n"
      "float s[8][4], rescale[2];\n"
      "for (int i = 0; i < 32; ++i) s[i / 4][i % 4] = in[32 * i + threadIdx.x];\n"
@@ -217,7 +217,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "add_pair(out + 64 + 2 * lane, row_sum(c[0]), row_max(c[1]));\n"
      "store((BFloat16*)out + lane, power_of_two(c[2]) + rounded<Float16>(c[3]));",
      48},
-    {"cuda/device/flex_dropout.cuh",
+    {"cuda/attention/device/dropout.cuh",
      "using namespace fusegrad::device;\n"
      "unsigned x[4] = {threadIdx.x, blockIdx.x, 2, 3};\n"
      "philox<7>(x, 4, 5);\n"

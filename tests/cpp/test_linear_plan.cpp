@@ -4,7 +4,7 @@
 #include <functional>
 #include <ostream>
 
-#include "rows/linear_plan.h"
+#include "losses/linear_plan.h"
 
 namespace fusegrad {
 

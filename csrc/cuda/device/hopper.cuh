@@ -5,7 +5,7 @@
 // the copy engine has swizzled; they begin at multiples of 1024 bytes.
 #pragma once
 
-#include "cuda/device/flex_arguments.cuh"
+#include "cuda/attention/device/arguments.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
@@ -215,7 +215,7 @@ __device__ __forceinline__ void zero(float (&x)[kBlocks][4]) {
 }
 
 /// d += a * b of a warpgroup, 64 rows by kCols columns, 16 of the common dimension. Its specialisations are generated
-/// with the kernel (csrc/cuda/flex_program.cpp), since the instruction names each register:
+/// with the kernel (csrc/cuda/attention/host/program.cpp), since the instruction names each register:
 ///   static void run(float* d, a, unsigned long long b, bool accumulate)
 /// with a: four words of operand A, or its descriptor. kTransposed: b lies as [common dimension][column], or, where
 /// both have descriptors, a as [common dimension][row].

@@ -1,4 +1,4 @@
-"""cross_entropy and linear_cross_entropy over a sharded vocabulary; formulas in csrc/rows/row_kernels.h.
+"""cross_entropy and linear_cross_entropy over a sharded vocabulary; formulas in csrc/losses/row_kernels.h.
 
 Each process reads its part of the logits, the processes tell each other a few numbers a row in one collective, and then
 each has what the gradient of its part needs.

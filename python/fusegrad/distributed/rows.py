@@ -1,5 +1,5 @@
 """What the processes find out about each row of a cross entropy over a sharded vocabulary, each from its part of the
-logits; formulas in csrc/rows/row_kernels.h."""
+logits; formulas in csrc/losses/row_kernels.h."""
 
 from __future__ import annotations
 

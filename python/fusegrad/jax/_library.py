@@ -53,7 +53,7 @@ def rows_at_a_time(
     low_precision_result: bool,
     workspace_mib: int | None,
 ) -> int:
-    """Rows of logits that linear_cross_entropy holds at a time: PyTorch's plan, see csrc/rows/linear_plan.h."""
+    """Rows of logits that linear_cross_entropy holds at a time: PyTorch's plan, see csrc/losses/linear_plan.h."""
     budget = -1 if workspace_mib is None else workspace_mib
     return int(
         _library.fusegrad_jax_plan(rows, hidden, vocab, element_size, cpu, weight_grad, low_precision_result, budget)

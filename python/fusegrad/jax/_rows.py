@@ -1,6 +1,6 @@
 """The row kernels as custom calls. Letters: N rows, V vocabulary; acc: float32, or float64 for float64 logits.
 
-Formulas in csrc/rows/row_kernels.h. A result that overwrites an argument is declared to XLA as its alias: XLA then
+Formulas in csrc/losses/row_kernels.h. A result that overwrites an argument is declared to XLA as its alias: XLA then
 knows who reads the argument before and who the result after, and copies the argument where it is needed again.
 """
 

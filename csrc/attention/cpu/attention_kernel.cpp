@@ -1,0 +1,451 @@
+// The vectorised loops of attention. This file is compiled once per instruction set, with CPU_CAPABILITY set.
+#include "attention/cpu/attention_kernels.h"
+#include "common/lanes.h"
+
+namespace fusegrad::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+// --- packing ------------------------------------------------------------------------------------------------
+
+// function(zero of the stored type), for the types that are computed in T.
+template <class T, class Function>
+void with_stored_type(DType dtype, Function&& function) {
+  if constexpr (std::is_same_v<T, double>) {
+    function(double{});
+  } else {
+    with_type(dtype, [&](auto zero) {
+      if constexpr (!std::is_same_v<decltype(zero), double>) function(zero);
+    });
+  }
+}
+
+template <class T, class S>
+const S* row_of(const Matrix& m, int64_t r) {
+  return static_cast<const S*>(m.data) + r * m.row_stride;
+}
+
+// One row, in T.
+template <class T, class S>
+inline void load_row(T* out, const S* in, int64_t stride, int64_t cols, T factor) {
+  if (stride != 1) {
+    for (int64_t c = 0; c < cols; ++c) out[c] = static_cast<T>(in[c * stride]) * factor;
+    return;
+  }
+  using L = Lanes<S>;
+  const typename L::Vec f(factor);
+  int64_t c = 0;
+  for (; c + L::kStep <= cols; c += L::kStep) {
+    const auto x = L::load(in + c);
+    (x.a * f).store(out + c);
+    (x.b * f).store(out + c + L::Vec::size());
+  }
+  for (; c < cols; ++c) out[c] = static_cast<T>(in[c]) * factor;
+}
+
+template <class T>
+void pack_rows(T* out, int64_t stride, const Matrix& in, int64_t rows, int64_t cols, T factor) {
+  with_stored_type<T>(in.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    for (int64_t r = 0; r < rows; ++r) {
+      load_row<T, S>(out + r * stride, row_of<T, S>(in, r), in.col_stride, cols, factor);
+    }
+  });
+}
+
+template <class T>
+constexpr int64_t kPanel = 2 * at::vec::Vectorized<T>::size();
+
+template <class T>
+void pack_panels(T* out, const Matrix& in, int64_t rows, int64_t cols, T factor) {
+  with_stored_type<T>(in.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    for (int64_t begin = 0; begin < cols; begin += kPanel<T>) {
+      const int64_t width = cols - begin < kPanel<T> ? cols - begin : kPanel<T>;
+      for (int64_t r = 0; r < rows; ++r, out += kPanel<T>) {
+        load_row<T, S>(out, row_of<T, S>(in, r) + begin * in.col_stride, in.col_stride, width, factor);
+        for (int64_t c = width; c < kPanel<T>; ++c) out[c] = 0;
+      }
+    }
+  });
+}
+
+template <class T>
+void pack_transposed(T* out, const Matrix& in, int64_t rows, int64_t cols) {
+  constexpr int64_t kChunk = 64;
+  alignas(64) T part[kPanel<T> * kChunk];
+  with_stored_type<T>(in.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    for (int64_t begin = 0; begin < rows; begin += kPanel<T>) {
+      const int64_t height = rows - begin < kPanel<T> ? rows - begin : kPanel<T>;
+      for (int64_t c0 = 0; c0 < cols; c0 += kChunk) {
+        const int64_t width = cols - c0 < kChunk ? cols - c0 : kChunk;
+        for (int64_t r = 0; r < kPanel<T>; ++r) {
+          if (r < height) {
+            load_row<T, S>(part + r * kChunk, row_of<T, S>(in, begin + r) + c0 * in.col_stride, in.col_stride, width,
+                           T(1));
+          } else {
+            for (int64_t c = 0; c < width; ++c) part[r * kChunk + c] = 0;
+          }
+        }
+        for (int64_t c = 0; c < width; ++c, out += kPanel<T>) {
+          for (int64_t r = 0; r < kPanel<T>; ++r) out[r] = part[r * kChunk + c];
+        }
+      }
+    }
+  });
+}
+
+template <class T>
+void unpack(const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols, const T* factor, T scale) {
+  with_stored_type<T>(out.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    using L = Lanes<S>;
+    for (int64_t r = 0; r < rows; ++r) {
+      S* o = static_cast<S*>(out.data) + r * out.row_stride;
+      const T* x = in + r * stride;
+      const T f = factor != nullptr ? factor[r] * scale : scale;
+      int64_t c = 0;
+      if (out.col_stride == 1) {
+        const typename L::Vec v(f);
+        for (; c + L::kStep <= cols; c += L::kStep) {
+          L{L::Vec::loadu(x + c) * v, L::Vec::loadu(x + c + L::Vec::size()) * v}.store(o + c);
+        }
+      }
+      for (; c < cols; ++c) o[c * out.col_stride] = static_cast<S>(x[c] * f);
+    }
+  });
+}
+
+template <class T>
+void unpack_low(const Matrix& low, const Matrix& out, const T* in, int64_t stride, int64_t rows, int64_t cols,
+                const T* factor) {
+  with_stored_type<T>(out.dtype, [&](auto zero) {
+    using S = decltype(zero);
+    for (int64_t r = 0; r < rows; ++r) {
+      S* l = static_cast<S*>(low.data) + r * low.row_stride;
+      const S* o = row_of<T, S>(out, r);
+      for (int64_t c = 0; c < cols; ++c) {
+        l[c * low.col_stride] = static_cast<S>(in[r * stride + c] * factor[r] - static_cast<T>(o[c * out.col_stride]));
+      }
+    }
+  });
+}
+
+// --- products -----------------------------------------------------------------------------------------------
+
+// As many accumulators as leave registers for a row of b and an element of a.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kMicroRows = 12;
+#else
+constexpr int kMicroRows = 6;
+#endif
+
+template <class T, int kRows>
+inline void micro(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, T* c, int64_t c_stride,
+                  bool accumulate) {
+  using Vec = at::vec::Vectorized<T>;
+  Vec sum[kRows][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = Vec(0);
+  for (int64_t l = 0; l < k; ++l) {
+    const Vec b0 = Vec::loadu(b), b1 = Vec::loadu(b + Vec::size());
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Vec x(a[r * a_row]);
+      sum[r][0] = at::vec::fmadd(x, b0, sum[r][0]);
+      sum[r][1] = at::vec::fmadd(x, b1, sum[r][1]);
+    }
+    a += a_col;
+    b += 2 * Vec::size();
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    T* o = c + r * c_stride;
+    if (accumulate) {
+      sum[r][0] = sum[r][0] + Vec::loadu(o);
+      sum[r][1] = sum[r][1] + Vec::loadu(o + Vec::size());
+    }
+    sum[r][0].store(o);
+    sum[r][1].store(o + Vec::size());
+  }
+}
+
+template <class T, int kRows>
+void micro_rest(int64_t rows, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, T* c, int64_t c_stride,
+                bool accumulate) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return micro<T, kRows>(k, a, a_row, a_col, b, c, c_stride, accumulate);
+    micro_rest<T, kRows - 1>(rows, k, a, a_row, a_col, b, c, c_stride, accumulate);
+  }
+}
+
+// Sums of so many terms are added up: the error of one long sum would grow with its length.
+constexpr int64_t kTerms = 64;
+
+// A panel of b stays in the first-level cache while all of a passes.
+template <class T>
+void multiply(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t b_stride,
+              T* c, int64_t c_stride, bool accumulate) {
+  for (int64_t j = 0; j < n; j += kPanel<T>, b += b_stride, c += kPanel<T>) {
+    // Once at least: a sum of no terms is 0.
+    for (int64_t l = 0; l == 0 || l < k; l += kTerms) {
+      const int64_t terms = k - l < kTerms ? k - l : kTerms;
+      const T* a_part = a + l * a_col;
+      const T* b_part = b + l * kPanel<T>;
+      const bool add = accumulate || l > 0;
+      int64_t i = 0;
+      for (; i + kMicroRows <= m; i += kMicroRows) {
+        micro<T, kMicroRows>(terms, a_part + i * a_row, a_row, a_col, b_part, c + i * c_stride, c_stride, add);
+      }
+      micro_rest<T, kMicroRows - 1>(m - i, terms, a_part + i * a_row, a_row, a_col, b_part, c + i * c_stride, c_stride,
+                                    add);
+    }
+  }
+}
+
+// --- scores -------------------------------------------------------------------------------------------------
+
+template <class T>
+constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+// body(vector) -> vector over a row in place; the last vector's other lanes hold `pad`.
+template <class T, class Body>
+inline void each_vector(T* row, int64_t cols, T pad, Body&& body) {
+  using Vec = at::vec::Vectorized<T>;
+  int64_t c = 0;
+  for (; c + Vec::size() <= cols; c += Vec::size()) body(Vec::loadu(row + c), c).store(row + c);
+  if (c < cols) {
+    alignas(64) T last[Vec::size()];
+    for (int64_t i = 0; i < Vec::size(); ++i) last[i] = c + i < cols ? row[c + i] : pad;
+    body(Vec::loadu(last), c).store(last);
+    for (int64_t i = 0; c + i < cols; ++i) row[c + i] = last[i];
+  }
+}
+
+template <class T>
+void apply_mask(T* score, const uint8_t* mask, int64_t cols) {
+  for (int64_t c = 0; c < cols; ++c) score[c] = mask[c] != 0 ? score[c] : -kInfinity<T>;
+}
+
+template <class T>
+void softmax(const ScoreTile<T>& tile, const OnlineSoftmax<T>& state) {
+  using Vec = at::vec::Vectorized<T>;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    T* s = tile.score + r * tile.stride;
+    if (tile.mask != nullptr) apply_mask(s, tile.mask + r * tile.mask_stride, tile.cols);
+    const T before = state.max[r];
+    Vec largest(before);
+    each_vector<T>(s, tile.cols, -kInfinity<T>, [&](const Vec& x, int64_t) {
+      largest = at::vec::maximum(largest, x);
+      return x;
+    });
+    const T max = reduce_max(largest);
+    if (max == -kInfinity<T>) {
+      for (int64_t c = 0; c < tile.cols; ++c) s[c] = 0;
+      continue;
+    }
+    if (state.ties != nullptr) {
+      T ties = max == before ? state.ties[r] : T(0);
+      for (int64_t c = 0; c < tile.cols; ++c) ties += s[c] == max ? T(1) : T(0);
+      state.ties[r] = ties;
+    }
+    Vec sum(T(0));
+    const Vec offset(max);
+    each_vector<T>(s, tile.cols, -kInfinity<T>, [&](const Vec& x, int64_t) {
+      const auto p = exp_nonpositive(x - offset);
+      sum = sum + p;
+      return p;
+    });
+    if (max != before) {
+      alignas(64) T lane[Vec::size()];
+      exp_nonpositive(Vec(before - max)).store(lane);
+      const T shrink = lane[0];
+      state.max[r] = max;
+      state.sum[r] *= shrink;
+      T* o = state.out + r * state.out_stride;
+      for (int64_t c = 0; c < state.out_cols; ++c) o[c] *= shrink;
+    }
+    state.sum[r] += reduce_add(sum);
+  }
+}
+
+template <class T>
+bool probabilities(const ScoreTile<T>& tile, const T* lse) {
+  using Vec = at::vec::Vectorized<T>;
+  bool infinite = false;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    T* s = tile.score + r * tile.stride;
+    const uint8_t* mask = tile.mask == nullptr ? nullptr : tile.mask + r * tile.mask_stride;
+    if (lse[r] == -kInfinity<T>) {
+      infinite = true;
+      for (int64_t c = 0; c < tile.cols; ++c) s[c] = 0;
+      continue;
+    }
+    // Scores that are not masked are counted before the mask makes others -inf.
+    Vec infinities(T(0));
+    const Vec offset(lse[r]), one(T(1)), lowest(-kInfinity<T>);
+    if (mask != nullptr) {
+      bool found = false;
+      for (int64_t c = 0; c < tile.cols; ++c) found |= (mask[c] != 0) & (s[c] == -kInfinity<T>);
+      infinite |= found;
+      apply_mask(s, mask, tile.cols);
+    }
+    each_vector<T>(s, tile.cols, T(0), [&](const Vec& x, int64_t) {
+      infinities = infinities + ((x == lowest) & one);
+      return exp_nonpositive(x - offset);
+    });
+    if (mask == nullptr) infinite |= reduce_add(infinities) != 0;
+  }
+  return infinite;
+}
+
+template <class T>
+void alive(uint8_t* alive, int64_t alive_stride, const T* p, int64_t stride, int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) alive[r * alive_stride + c] = p[r * stride + c] != 0 ? 1 : 0;
+  }
+}
+
+template <class T>
+void score_gradient(T* grad, const T* p, int64_t stride, int64_t rows, int64_t cols, const T* delta) {
+  using Vec = at::vec::Vectorized<T>;
+  for (int64_t r = 0; r < rows; ++r) {
+    T* g = grad + r * stride;
+    const T* q = p + r * stride;
+    const Vec d(delta[r]);
+    int64_t c = 0;
+    for (; c + Vec::size() <= cols; c += Vec::size()) {
+      product_or_zero(Vec::loadu(q + c), Vec::loadu(g + c) - d).store(g + c);
+    }
+    for (; c < cols; ++c) g[c] = q[c] == 0 ? T(0) : q[c] * (g[c] - delta[r]);
+  }
+}
+
+template <class T>
+void add_max_gradient(T* grad, const ScoreTile<T>& tile, const T* max, const T* grad_max) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    T* g = grad + r * tile.stride;
+    const T* s = tile.score + r * tile.stride;
+    const uint8_t* mask = tile.mask == nullptr ? nullptr : tile.mask + r * tile.mask_stride;
+    if (max[r] == -kInfinity<T>) continue;
+    for (int64_t c = 0; c < tile.cols; ++c) {
+      if (s[c] == max[r] && (mask == nullptr || mask[c] != 0)) g[c] += grad_max[r];
+    }
+  }
+}
+
+template <class T>
+void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t cols) {
+  constexpr int64_t kChunk = 256;
+  T x[kChunk], y[kChunk];
+  const auto load = [](T* to, const Matrix& m, int64_t r, int64_t begin, int64_t count) {
+    with_stored_type<T>(m.dtype, [&](auto zero) {
+      using S = decltype(zero);
+      load_row<T, S>(to, row_of<T, S>(m, r) + begin * m.col_stride, m.col_stride, count, T(1));
+    });
+  };
+  for (int64_t r = 0; r < rows; ++r) {
+    double total = 0;
+    for (int64_t begin = 0; begin < cols; begin += kChunk) {
+      const int64_t count = cols - begin < kChunk ? cols - begin : kChunk;
+      load(x, a, r, begin, count);
+      load(y, b, r, begin, count);
+      for (int64_t c = 0; c < count; ++c) total += static_cast<double>(x[c]) * static_cast<double>(y[c]);
+    }
+    out[r] = static_cast<T>(total);
+  }
+}
+
+// Philox4x32 of 32 counters side by side; see cuda/attention/device/dropout.cuh.
+constexpr int kDropoutBlock = 16, kDropoutLanes = 32;
+void dropout_numbers(uint32_t (&word)[4][kDropoutLanes], const HeadDropout& head, int64_t q_block, int64_t kv_block) {
+  for (int i = 0; i < kDropoutLanes; ++i) {
+    word[0][i] = static_cast<uint32_t>(kv_block) * kDropoutLanes + static_cast<uint32_t>(i);
+    word[1][i] = static_cast<uint32_t>(q_block);
+    word[2][i] = head.key[0];
+    word[3][i] = head.key[1];
+  }
+  uint32_t key[2] = {};
+  for (int round = 0; round < 7; ++round) {
+    for (int i = 0; i < kDropoutLanes; ++i) {
+      const uint64_t a = uint64_t{0xD2511F53} * word[0][i], b = uint64_t{0xCD9E8D57} * word[2][i];
+      word[0][i] = static_cast<uint32_t>(b >> 32) ^ word[1][i] ^ key[0];
+      word[1][i] = static_cast<uint32_t>(b);
+      word[2][i] = static_cast<uint32_t>(a >> 32) ^ word[3][i] ^ key[1];
+      word[3][i] = static_cast<uint32_t>(a);
+    }
+    key[0] += 0x9E3779B9;
+    key[1] += 0xBB67AE85;
+  }
+}
+
+template <class T>
+void dropout(T* factor, int64_t stride, const HeadDropout& head, int64_t q, int64_t kv, int64_t rows, int64_t cols) {
+  const T scale = static_cast<T>(head.scale);
+  alignas(64) uint32_t word[4][kDropoutLanes];
+  for (int64_t qb = q / kDropoutBlock; qb * kDropoutBlock < q + rows; ++qb) {
+    for (int64_t kb = kv / kDropoutBlock; kb * kDropoutBlock < kv + cols; ++kb) {
+      dropout_numbers(word, head, qb, kb);
+      // A word's halves, lane after lane, are eight rows of eight numbers.
+      T number[4][2 * kDropoutLanes];
+      for (int w = 0; w < 4; ++w) {
+        for (int i = 0; i < kDropoutLanes; ++i) {
+          number[w][2 * i] = (word[w][i] & 0x7fff) - head.first < head.count ? scale : T(0);
+          number[w][2 * i + 1] = (word[w][i] >> 16 & 0x7fff) - head.first < head.count ? scale : T(0);
+        }
+      }
+      for (int64_t r = 0; r < kDropoutBlock; ++r) {
+        const int64_t row = qb * kDropoutBlock + r - q;
+        if (row < 0 || row >= rows) continue;
+        for (int64_t c = 0; c < kDropoutBlock; ++c) {
+          const int64_t col = kb * kDropoutBlock + c - kv;
+          if (col >= 0 && col < cols) factor[row * stride + col] = number[r / 8 + c / 8 * 2][r % 8 * 8 + c % 8];
+        }
+      }
+    }
+  }
+}
+
+template <class T>
+void drop(T* out, const T* in, const T* factor, int64_t stride, int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = r * stride; c < r * stride + cols; ++c) out[c] = factor[c] != 0 ? in[c] * factor[c] : T(0);
+  }
+}
+
+template <class T>
+void add(T* __restrict out, const T* in, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] += in[i];
+}
+
+template <class T>
+constexpr AttentionKernels<T> make_kernels() {
+  return {kPanel<T>,
+          kMicroRows,
+          pack_rows<T>,
+          pack_panels<T>,
+          pack_transposed<T>,
+          unpack<T>,
+          unpack_low<T>,
+          multiply<T>,
+          softmax<T>,
+          probabilities<T>,
+          alive<T>,
+          score_gradient<T>,
+          add_max_gradient<T>,
+          row_dot<T>,
+          dropout<T>,
+          drop<T>,
+          add<T>};
+}
+
+}  // namespace
+
+extern const AttentionKernels<float> kAttentionFloat;
+extern const AttentionKernels<double> kAttentionDouble;
+const AttentionKernels<float> kAttentionFloat = make_kernels<float>();
+const AttentionKernels<double> kAttentionDouble = make_kernels<double>();
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusegrad::cpu

@@ -1,0 +1,429 @@
+// The backward of flex_attention: the scores once more, then five products a tile.
+//
+// The unit of work is a block of keys of one key head, with all query heads that share it: it alone sums the gradients
+// of its keys and values. Units are cut into as many consecutive ranges as there are threads ("lanes"), by their cost.
+// A lane sums the gradients of the queries it meets by itself; where several lanes meet a head, their sums are added up
+// afterwards in the order of the lanes. Who runs a lane does not matter: the result is always the same bits.
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "attention/cpu/buffer_sums.h"
+#include "attention/cpu/flex_attention.h"
+#include "pytorch/ops/check.h"
+#include "pytorch/ops/faults.h"
+
+namespace fusegrad::cpu {
+namespace {
+
+constexpr int64_t kKeyBlock = 128;
+// Lanes that share a head have a sum of its query gradients each; all together at most about this much.
+constexpr int64_t kQuerySumBytes = int64_t{256} << 20;
+
+// What the tensors of a call hold, row by row.
+template <class T>
+struct RowValues {
+  at::Tensor delta;     // [B, H, M]: sum of grad_out * out, less grad_lse
+  at::Tensor grad_max;  // [B, H, M]: grad_max_scores / ties, or undefined
+};
+
+// Which units a lane computes, and in which order they stand.
+struct Units {
+  int64_t groups, blocks;  // key heads (of all batches), key blocks
+  bool block_major;        // unit = block * groups + group, else group * blocks + block
+
+  int64_t count() const { return groups * blocks; }
+  int64_t group(int64_t unit) const { return block_major ? unit % groups : unit / blocks; }
+  int64_t block(int64_t unit) const { return block_major ? unit / groups : unit % blocks; }
+};
+
+template <class T>
+class Backward {
+ public:
+  Backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+           const FlexOutputs& saved, const FlexScores& scores, const std::vector<bool>& needs_grad,
+           const FlexGradients& grads, bool inplace)
+      : p_(query, key, value, scores),
+        inplace_(inplace),
+        scores_(scores),
+        needs_(needs_grad),
+        lse_(saved.lse),
+        max_(saved.max_scores),
+        sums_(scores.score_mod, {needs_grad.begin() + 3, needs_grad.end()}, p_.lengths(), p_.key_batches, p_.key_heads,
+              grads.buffers) {
+    if (upstream.out.defined()) grad_out_.emplace(upstream.out);
+    if (needs_[0]) grad_query_.emplace(inplace ? query : grads.query);
+    if (needs_[1]) grad_key_.emplace(inplace ? key : grads.key);
+    if (needs_[2]) grad_value_.emplace(inplace ? value : grads.value);
+    wants_buffers_ = std::any_of(needs_.begin() + 3, needs_.end(), [](bool wanted) { return wanted; });
+    wants_scores_ = needs_[0] || needs_[1] || wants_buffers_;
+    if (p_.score_program && wants_scores_) {
+      derivative_.emplace(*score_mod::cached_derivative(scores.score_mod.text, {needs_.begin() + 3, needs_.end()}),
+                          p_.lengths(), p_.score_tensors.buffers(), p_.score_tensors.scalars());
+    }
+    row_values(upstream, saved);
+    divide();
+  }
+
+  void run();
+
+ private:
+  class Lane;
+  friend class Lane;
+
+  int64_t group_heads() const { return p_.batches / p_.key_batches * p_.group(); }
+
+  // Query heads of a key head, by number.
+  std::pair<int64_t, int64_t> member(int64_t group, int64_t i) const {
+    const int64_t key_batch = group / p_.key_heads, key_head = group % p_.key_heads;
+    const int64_t b = p_.key_batches == 1 ? i / p_.group() : key_batch;
+    return {b, key_head * p_.group() + i % p_.group()};
+  }
+
+  void row_values(const FlexUpstream& upstream, const FlexOutputs& saved);
+  void divide();
+  void add_shared_query_sums(const std::vector<std::unique_ptr<Lane>>& lanes);
+  void store_query_gradient(int64_t group, const T* sum);
+
+  const FlexProblem<T> p_;
+  const bool inplace_;
+  const FlexScores& scores_;
+  const std::vector<bool> needs_;
+  bool wants_buffers_, wants_scores_;
+  const at::Tensor lse_, max_;
+  std::optional<HeadView> grad_out_, grad_query_, grad_key_, grad_value_;
+  std::optional<score_mod::TileProgram<T>> derivative_;
+  BufferSums<T> sums_;
+  RowValues<T> rows_;
+  Units units_{};
+  std::vector<Range> lanes_;       // of units
+  std::vector<int32_t> visitors_;  // of each group: lanes that meet it
+};
+
+template <class T>
+void Backward<T>::row_values(const FlexUpstream& upstream, const FlexOutputs& saved) {
+  rows_.delta = upstream.lse.defined() ? upstream.lse.neg().contiguous() : at::zeros_like(saved.lse);
+  if (upstream.max_scores.defined()) rows_.grad_max = (upstream.max_scores / saved.max_ties).contiguous();
+  if (!grad_out_ || !wants_scores_) return;
+  std::vector<HeadView> parts{HeadView(saved.out)};
+  if (saved.out_low.numel() != 0) parts.emplace_back(saved.out_low);
+  T* delta = rows_.delta.template mutable_data_ptr<T>();
+  at::parallel_for(
+      0, p_.batches * p_.heads, 1 + (1 << 16) / (p_.queries * (p_.value_size + 1)), [&](int64_t begin, int64_t end) {
+        const Scratch<T> dot(p_.queries);
+        for (int64_t head = begin; head < end; ++head) {
+          const int64_t b = head / p_.heads, h = head % p_.heads;
+          for (const auto& part : parts) {
+            p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), part.at(b, h, 0), p_.queries, p_.value_size);
+            p_.kernels.add(delta + head * p_.queries, dot.data(), p_.queries);
+          }
+        }
+      });
+}
+
+template <class T>
+void Backward<T>::divide() {
+  units_ = {p_.key_batches * p_.key_heads, tiles_in(p_.keys, kKeyBlock), sums_.cut() == LaneCut::kKeys};
+  const int64_t head_bytes = p_.batches * p_.heads / units_.groups * p_.queries * p_.padded_head() * int64_t{sizeof(T)};
+  const int64_t lane_bytes = std::max<int64_t>(units_.block_major ? head_bytes * units_.groups : head_bytes, 1);
+  const int64_t most =
+      std::min({int64_t{at::get_num_threads()}, sums_.most_lanes(), std::max<int64_t>(kQuerySumBytes / lane_bytes, 2)});
+
+  std::vector<int64_t> cost(static_cast<size_t>(units_.count()) + 1, 0);
+  for (int64_t u = 0; u < units_.count(); ++u) {
+    const int64_t begin = units_.block(u) * kKeyBlock;
+    const Range keys{begin, std::min(begin + kKeyBlock, p_.keys)};
+    int64_t pairs = kTileRows * keys.size();
+    for (int64_t i = 0; i < group_heads(); ++i) {
+      const auto [b, h] = member(units_.group(u), i);
+      pairs += p_.blocks.listed_pairs(b, h, {0, p_.queries}, keys);
+    }
+    cost[static_cast<size_t>(u) + 1] = cost[static_cast<size_t>(u)] + pairs;
+  }
+  // Where lanes may be cut without meeting in a buffer.
+  const int64_t step = sums_.cut() == LaneCut::kAnywhere  ? 1
+                       : sums_.cut() == LaneCut::kHeads   ? units_.blocks
+                       : sums_.cut() == LaneCut::kBatches ? units_.blocks * p_.key_heads
+                                                          : units_.groups;
+  int64_t begin = 0;
+  for (int64_t lane = 1; lane <= most && begin < units_.count(); ++lane) {
+    int64_t end = units_.count();
+    if (lane < most) {
+      const int64_t target = cost.back() / most * lane;
+      end = begin;
+      // The nearest cut to the target.
+      while (end < units_.count()) {
+        const int64_t next = std::min(end + step, units_.count());
+        const int64_t middle = (cost[static_cast<size_t>(end)] + cost[static_cast<size_t>(next)]) / 2;
+        if (end > begin && middle > target) break;
+        end = next;
+      }
+    }
+    lanes_.push_back({begin, end});
+    begin = end;
+  }
+  visitors_.assign(static_cast<size_t>(units_.groups), 0);
+  std::vector<int64_t> last(static_cast<size_t>(units_.groups), -1);
+  for (size_t lane = 0; lane < lanes_.size(); ++lane) {
+    for (int64_t u = lanes_[lane].begin; u < lanes_[lane].end; ++u) {
+      const auto group = static_cast<size_t>(units_.group(u));
+      if (last[group] != static_cast<int64_t>(lane)) ++visitors_[group];
+      last[group] = static_cast<int64_t>(lane);
+    }
+  }
+}
+
+// What one lane works with.
+template <class T>
+class Backward<T>::Lane {
+ public:
+  Lane(Backward& call, size_t lane)
+      : c_(call),
+        p_(call.p_),
+        range_(call.lanes_[lane]),
+        sinks_(call.sums_.lane_sinks(lane)),
+        query_(kTileRows * p_.head_size),
+        query_panels_(kTileRows * p_.padded_head()),
+        grad_out_(kTileRows * p_.value_size),
+        grad_out_panels_(kTileRows * p_.padded_value()),
+        key_transposed_(kPaddedKeys * p_.head_size),
+        key_panels_(kKeyBlock * p_.padded_head()),
+        value_transposed_(kPaddedKeys * p_.value_size),
+        grad_key_(kKeyBlock * p_.padded_head()),
+        grad_value_(kKeyBlock * p_.padded_value()),
+        score_(kTileRows * kStride),
+        probability_(kTileRows * kStride),
+        gradient_(kTileRows * kStride),
+        alive_(kTileRows * kKeyBlock),
+        masker_(p_.blocks, p_.mask(), kTileRows, kKeyBlock, p_.kernels.panel) {
+    if (call.rows_.grad_max.defined()) max_gradient_ = Scratch<T>(kTileRows * kStride);
+    if (p_.dropout) {
+      dropout_ = Scratch<T>(kTileRows * kStride);
+      kept_ = Scratch<T>(kTileRows * kStride);
+    }
+    if (p_.score_program) score_mod_.emplace(*p_.score_program, kTileRows, kKeyBlock);
+    if (call.derivative_) derivative_.emplace(*call.derivative_, kTileRows, kKeyBlock);
+  }
+
+  void run() {
+    std::map<int64_t, int64_t> left;
+    for (int64_t u = range_.begin; u < range_.end; ++u) ++left[c_.units_.group(u)];
+    for (int64_t u = range_.begin; u < range_.end; ++u) {
+      const int64_t group = c_.units_.group(u);
+      unit(group, c_.units_.block(u));
+      if (--left[group] > 0 || !c_.needs_[0] || c_.visitors_[static_cast<size_t>(group)] > 1) continue;
+      c_.store_query_gradient(group, query_sums_[group].data());
+      query_sums_.erase(group);
+    }
+  }
+
+  /// The sum of a head's query gradients, [heads of the group, M, padded head size]; null: this lane never met it.
+  T* query_sum(int64_t group) {
+    const auto found = query_sums_.find(group);
+    return found == query_sums_.end() ? nullptr : found->second.data();
+  }
+
+ private:
+  static constexpr int64_t kMostPanel = 64;
+  static constexpr int64_t kPaddedKeys = kKeyBlock + kMostPanel;
+  static constexpr int64_t kStride = kKeyBlock + 16;
+
+  void unit(int64_t group, int64_t block) {
+    const auto& kernels = p_.kernels;
+    const Range keys{block * kKeyBlock, std::min((block + 1) * kKeyBlock, p_.keys)};
+    const int64_t b = group / p_.key_heads, h = group % p_.key_heads;
+    const int64_t head = p_.padded_head(), values = p_.padded_value();
+    const Matrix key = p_.key.at(b, h, keys.begin), value = p_.value.at(b, h, keys.begin);
+    kernels.pack_transposed(key_transposed_.data(), key, keys.size(), p_.head_size);
+    if (c_.needs_[0]) kernels.pack_panels(key_panels_.data(), key, keys.size(), p_.head_size, T(1));
+    if (c_.wants_scores_) kernels.pack_transposed(value_transposed_.data(), value, keys.size(), p_.value_size);
+    std::fill_n(grad_key_.data(), keys.size() * head, T(0));
+    std::fill_n(grad_value_.data(), keys.size() * values, T(0));
+    T* query_sum = nullptr;
+    if (c_.needs_[0]) {
+      auto& sum = query_sums_[group];
+      const int64_t size = c_.group_heads() * p_.queries * head;
+      if (!sum) {
+        sum = Scratch<T>(size);
+        std::fill_n(sum.data(), size, T(0));
+      }
+      query_sum = sum.data();
+    }
+    for (int64_t i = 0; i < c_.group_heads(); ++i) {
+      const auto [query_b, query_h] = c_.member(group, i);
+      for (int64_t q = 0; q < p_.queries; q += kTileRows) {
+        tile(query_b, query_h, {q, std::min(q + kTileRows, p_.queries)}, keys,
+             query_sum == nullptr ? nullptr : query_sum + (i * p_.queries + q) * head);
+      }
+    }
+    // The queries were scaled when they were packed.
+    if (c_.needs_[1]) {
+      kernels.unpack(c_.grad_key_->at(b, h, keys.begin), grad_key_.data(), head, keys.size(), p_.head_size, nullptr,
+                     T(1));
+    }
+    if (c_.needs_[2]) {
+      kernels.unpack(c_.grad_value_->at(b, h, keys.begin), grad_value_.data(), values, keys.size(), p_.value_size,
+                     nullptr, T(1));
+    }
+  }
+
+  void tile(int64_t b, int64_t h, Range queries, Range keys, T* query_sum) {
+    const auto& kernels = p_.kernels;
+    const TileMask mask = masker_.mask(b, h, queries, keys);
+    if (mask.begin == mask.end) return;
+    const int64_t rows = queries.size(), cols = mask.end - mask.begin, panel = kernels.panel;
+    const int64_t row = (b * p_.heads + h) * p_.queries + queries.begin;
+    const score_mod::Tile where{b, h, queries.begin, keys.begin + mask.begin, rows, cols};
+    const ScoreTile<T> scores{probability_.data(), kStride, mask.bytes, mask.stride, rows, cols};
+    const Matrix query = p_.query.at(b, h, queries.begin);
+
+    // P = exp(score_mod(scale * Q K^T) - lse)
+    kernels.pack_rows(query_.data(), p_.head_size, query, rows, p_.head_size, p_.scale);
+    T* raw = score_mod_ ? score_.data() : probability_.data();
+    kernels.multiply(rows, cols, p_.head_size, query_.data(), p_.head_size, 1,
+                     key_transposed_.data() + mask.begin * p_.head_size, panel * p_.head_size, raw, kStride, false);
+    if (score_mod_) {
+      const bool in_range =
+          score_mod_->score_mod(where, {raw, kStride}, {mask.bytes, mask.stride}, {probability_.data(), kStride});
+      TORCH_CHECK_INDEX(in_range, "flex_attention: score_mod: ", score_mod_->out_of_range().message());
+    }
+    if (max_gradient_) {
+      std::fill_n(max_gradient_.data(), rows * kStride, T(0));
+      kernels.add_max_gradient(max_gradient_.data(), scores, c_.max_.template const_data_ptr<T>() + row,
+                               c_.rows_.grad_max.template const_data_ptr<T>() + row);
+    }
+    const bool infinite = kernels.probabilities(scores, c_.lse_.template const_data_ptr<T>() + row);
+
+    if (p_.dropout) {
+      kernels.dropout(dropout_.data(), kStride, p_.dropout_of(b, h), queries.begin, where.kv, rows, cols);
+      kernels.drop(kept_.data(), probability_.data(), dropout_.data(), kStride, rows, cols);
+    }
+
+    // dV += P^T dO, of what dropout makes of P
+    if (c_.grad_out_ && c_.needs_[2]) {
+      kernels.pack_panels(grad_out_panels_.data(), c_.grad_out_->at(b, h, queries.begin), rows, p_.value_size, T(1));
+      kernels.multiply(cols, p_.value_size, rows, p_.dropout ? kept_.data() : probability_.data(), 1, kStride,
+                       grad_out_panels_.data(), rows * panel, grad_value_.data() + mask.begin * p_.padded_value(),
+                       p_.padded_value(), true);
+    }
+    if (!c_.wants_scores_) return;
+
+    // dS' = P (dO V^T - delta), then through the score_mod
+    if (c_.grad_out_) {
+      kernels.pack_rows(grad_out_.data(), p_.value_size, c_.grad_out_->at(b, h, queries.begin), rows, p_.value_size,
+                        T(1));
+      kernels.multiply(rows, cols, p_.value_size, grad_out_.data(), p_.value_size, 1,
+                       value_transposed_.data() + mask.begin * p_.value_size, panel * p_.value_size, gradient_.data(),
+                       kStride, false);
+      if (p_.dropout) kernels.drop(gradient_.data(), gradient_.data(), dropout_.data(), kStride, rows, cols);
+    } else {
+      std::fill_n(gradient_.data(), rows * kStride, T(0));
+    }
+    kernels.score_gradient(gradient_.data(), probability_.data(), kStride, rows, cols,
+                           c_.rows_.delta.template const_data_ptr<T>() + row);
+    if (max_gradient_) {
+      for (int64_t r = 0; r < rows; ++r) {
+        kernels.add(gradient_.data() + r * kStride, max_gradient_.data() + r * kStride, cols);
+      }
+    }
+    if (derivative_) {
+      // A score that the score_mod made -inf behaves as one that is masked.
+      score_mod::Rectangle<const uint8_t> takes_part{mask.bytes, mask.stride};
+      if (infinite) {
+        kernels.alive(alive_.data(), kKeyBlock, probability_.data(), kStride, rows, cols);
+        takes_part = {alive_.data(), kKeyBlock};
+      }
+      const bool in_range = derivative_->backward(where, {raw, kStride}, {gradient_.data(), kStride}, takes_part,
+                                                  {gradient_.data(), kStride}, sinks_);
+      TORCH_CHECK_INDEX(in_range, "flex_attention: score_mod: ", derivative_->out_of_range().message());
+    }
+
+    // dK += dS^T Q, dQ += dS K
+    if (c_.needs_[1]) {
+      kernels.pack_panels(query_panels_.data(), query, rows, p_.head_size, p_.scale);
+      kernels.multiply(cols, p_.head_size, rows, gradient_.data(), 1, kStride, query_panels_.data(), rows * panel,
+                       grad_key_.data() + mask.begin * p_.padded_head(), p_.padded_head(), true);
+    }
+    if (query_sum != nullptr) {
+      kernels.multiply(rows, p_.head_size, cols, gradient_.data(), kStride, 1, key_panels_.data() + mask.begin * panel,
+                       keys.size() * panel, query_sum, p_.padded_head(), true);
+    }
+  }
+
+  Backward& c_;
+  const FlexProblem<T>& p_;
+  Range range_;
+  std::vector<score_mod::GradientSink<T>> sinks_;
+  Scratch<T> query_, query_panels_, grad_out_, grad_out_panels_, key_transposed_, key_panels_, value_transposed_,
+      grad_key_, grad_value_, score_, probability_, gradient_, max_gradient_, dropout_, kept_;
+  Scratch<uint8_t> alive_;
+  TileMasker<T> masker_;
+  std::optional<score_mod::TileEvaluator<T>> score_mod_, derivative_;
+  std::map<int64_t, Scratch<T>> query_sums_;
+};
+
+template <class T>
+void Backward<T>::store_query_gradient(int64_t group, const T* sum) {
+  for (int64_t i = 0; i < group_heads(); ++i) {
+    const auto [b, h] = member(group, i);
+    p_.kernels.unpack(grad_query_->at(b, h, 0), sum + i * p_.queries * p_.padded_head(), p_.padded_head(), p_.queries,
+                      p_.head_size, nullptr, p_.scale);
+  }
+}
+
+template <class T>
+void Backward<T>::add_shared_query_sums(const std::vector<std::unique_ptr<Lane>>& lanes) {
+  const int64_t size = group_heads() * p_.queries * p_.padded_head();
+  for (int64_t group = 0; group < units_.groups; ++group) {
+    if (visitors_[static_cast<size_t>(group)] < 2) continue;
+    T* sum = nullptr;
+    for (const auto& lane : lanes) {
+      T* part = lane->query_sum(group);
+      if (sum == nullptr) {
+        sum = part;
+      } else if (part != nullptr) {
+        at::parallel_for(0, size, 1 << 15,
+                         [&](int64_t begin, int64_t end) { p_.kernels.add(sum + begin, part + begin, end - begin); });
+      }
+    }
+    store_query_gradient(group, sum);
+  }
+}
+
+template <class T>
+void Backward<T>::run() {
+  sums_.prepare(lanes_.size());
+  std::vector<std::unique_ptr<Lane>> lanes(lanes_.size());
+  if (inplace_) begin_overwriting("query, key and value");
+  share_tasks(static_cast<int64_t>(lanes_.size()), [&](const auto& next) {
+    while (const auto lane = next()) {
+      auto& state = lanes[static_cast<size_t>(*lane)];
+      state = std::make_unique<Lane>(*this, static_cast<size_t>(*lane));
+      state->run();
+    }
+  });
+  if (needs_[0]) add_shared_query_sums(lanes);
+  lanes.clear();
+  sums_.finish();
+}
+
+}  // namespace
+
+void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
+                             const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                             bool /*deterministic*/, const std::vector<bool>& needs_grad, const FlexGradients& grads,
+                             bool inplace) {
+  if (saved.lse.numel() == 0 || key.numel() == 0) {
+    if (inplace) begin_overwriting("query, key and value");
+    for (const auto& t : {inplace ? query : grads.query, inplace ? key : grads.key, inplace ? value : grads.value}) {
+      t.zero_();
+    }
+    for (const auto& t : grads.buffers) t.zero_();
+  } else if (query.scalar_type() == at::kDouble) {
+    Backward<double>(upstream, query, key, value, saved, scores, needs_grad, grads, inplace).run();
+  } else {
+    Backward<float>(upstream, query, key, value, saved, scores, needs_grad, grads, inplace).run();
+  }
+}
+
+}  // namespace fusegrad::cpu

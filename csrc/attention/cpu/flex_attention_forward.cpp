@@ -1,0 +1,216 @@
+// The forward of flex_attention: online softmax over tiles of scores.
+#include <algorithm>
+#include <cmath>
+
+#include "attention/cpu/flex_attention.h"
+#include "common/capability.h"
+#include "cuda/attention/device/arguments.cuh"
+#include "pytorch/attention/outputs.h"
+#include "pytorch/ops/check.h"
+
+namespace fusegrad::cpu {
+
+template <>
+const AttentionKernels<float>& attention_kernels<float>() {
+  static const auto& chosen =
+      for_this_machine(DEFAULT::kAttentionFloat, AVX2::kAttentionFloat, AVX512::kAttentionFloat);
+  return chosen;
+}
+
+template <>
+const AttentionKernels<double>& attention_kernels<double>() {
+  static const auto& chosen =
+      for_this_machine(DEFAULT::kAttentionDouble, AVX2::kAttentionDouble, AVX512::kAttentionDouble);
+  return chosen;
+}
+
+// Philox4x32-10 of the head's number, its key the seed.
+HeadDropout head_dropout(const FlexDropoutRule& rule, uint64_t seed, int64_t head) {
+  uint32_t word[4] = {static_cast<uint32_t>(head)};
+  uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * word[0], b = uint64_t{0xCD9E8D57} * word[2];
+    word[0] = static_cast<uint32_t>(b >> 32) ^ word[1] ^ key[0];
+    word[1] = static_cast<uint32_t>(b);
+    word[2] = static_cast<uint32_t>(a >> 32) ^ word[3] ^ key[1];
+    word[3] = static_cast<uint32_t>(a);
+    key[0] += 0x9E3779B9;
+    key[1] += 0xBB67AE85;
+  }
+  const auto threshold = static_cast<uint32_t>(rule.threshold);
+  return {{word[0], word[1]},
+          threshold > device::kMostFinite ? 0 : threshold,
+          FlexDropoutRule::kNumbers - threshold,
+          rule.scale};
+}
+
+void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask) {
+  const FlexDropoutRule rule(p);
+  const auto number = static_cast<uint64_t>(seed.item<int64_t>());
+  const int64_t rows = mask.size(2), cols = mask.size(3);
+  bool* out = mask.mutable_data_ptr<bool>();
+  at::parallel_for(0, mask.size(0) * mask.size(1), 1, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kRows = 16;
+    const Scratch<float> factor(kRows * cols);
+    for (int64_t head = begin; head < end; ++head) {
+      const HeadDropout dropout = head_dropout(rule, number, head);
+      for (int64_t q = 0; q < rows; q += kRows) {
+        const int64_t height = std::min(kRows, rows - q);
+        attention_kernels<float>().dropout(factor.data(), cols, dropout, q, 0, height, cols);
+        std::transform(factor.data(), factor.data() + height * cols, out + (head * rows + q) * cols,
+                       [](float f) { return f != 0; });
+      }
+    }
+  });
+}
+
+namespace {
+
+// A packed tile of keys serves so many queries, unless there would be too few tasks for the threads.
+constexpr int64_t kMostRows = 256;
+
+// Rows of a head that one task computes.
+template <class T>
+int64_t rows_of_a_task(const FlexProblem<T>& p) {
+  int64_t rows = kMostRows;
+  const int64_t heads = p.batches * p.heads;
+  while (rows > kTileRows && heads * tiles_in(p.queries, rows) < 4 * at::get_num_threads()) rows /= 2;
+  return std::min(rows, round_up(p.queries, kTileRows));
+}
+
+// One thread's memory and evaluators.
+template <class T>
+class Worker {
+ public:
+  Worker(const FlexProblem<T>& problem, const FlexOutputs& outputs, int64_t rows)
+      : p_(problem),
+        out_(outputs.out),
+        lse_(outputs.lse.mutable_data_ptr<T>()),
+        max_(outputs.max_scores.numel() != 0 ? outputs.max_scores.mutable_data_ptr<T>() : nullptr),
+        ties_(max_ != nullptr ? outputs.max_ties.mutable_data_ptr<T>() : nullptr),
+        out_low_(outputs.out_low.numel() != 0 ? std::optional<HeadView>(outputs.out_low) : std::nullopt),
+        query_(rows * p_.head_size),
+        key_(kTileCols * p_.head_size + p_.kernels.panel * p_.head_size),
+        value_(kTileCols * p_.padded_value()),
+        score_(kTileRows * kScoreStride),
+        sum_of_values_(rows * p_.padded_value()),
+        row_max_(rows),
+        row_sum_(rows),
+        row_ties_(rows),
+        masker_(p_.blocks, p_.mask(), kTileRows, kTileCols, p_.kernels.panel) {
+    if (p_.score_program) evaluator_.emplace(*p_.score_program, kTileRows, kTileCols);
+    if (p_.dropout) dropout_ = Scratch<T>(kTileRows * kScoreStride);
+  }
+
+  void run(int64_t b, int64_t h, Range queries) {
+    const auto& kernels = p_.kernels;
+    const int64_t values = p_.padded_value();
+    std::fill_n(sum_of_values_.data(), queries.size() * values, T(0));
+    std::fill_n(row_max_.data(), queries.size(), -std::numeric_limits<T>::infinity());
+    std::fill_n(row_sum_.data(), queries.size(), T(0));
+    std::fill_n(row_ties_.data(), queries.size(), T(0));
+    kernels.pack_rows(query_.data(), p_.head_size, p_.query.at(b, h, queries.begin), queries.size(), p_.head_size,
+                      p_.scale);
+    const int64_t key_head = h / p_.group();
+    for (const Range keys : p_.blocks.keys_of(b, h, queries, kTileCols)) {
+      kernels.pack_transposed(key_.data(), p_.key.at(b, key_head, keys.begin), keys.size(), p_.head_size);
+      kernels.pack_panels(value_.data(), p_.value.at(b, key_head, keys.begin), keys.size(), p_.value_size, T(1));
+      for (int64_t q = queries.begin; q < queries.end; q += kTileRows) {
+        tile(b, h, {q, std::min(q + kTileRows, queries.end)}, q - queries.begin, keys);
+      }
+    }
+    finish(b, h, queries);
+  }
+
+ private:
+  // Rows of scores do not begin at a multiple of the cache's way size.
+  static constexpr int64_t kScoreStride = kTileCols + 16;
+
+  // `row`: of the queries in the task.
+  void tile(int64_t b, int64_t h, Range queries, int64_t row, Range keys) {
+    const auto& kernels = p_.kernels;
+    const TileMask mask = masker_.mask(b, h, queries, keys);
+    if (mask.begin == mask.end) return;
+    const int64_t cols = mask.end - mask.begin, rows = queries.size();
+    const int64_t values = p_.padded_value();
+    kernels.multiply(rows, cols, p_.head_size, query_.data() + row * p_.head_size, p_.head_size, 1,
+                     key_.data() + mask.begin * p_.head_size, kernels.panel * p_.head_size, score_.data(), kScoreStride,
+                     false);
+    if (evaluator_) {
+      const bool in_range = evaluator_->score_mod({b, h, queries.begin, keys.begin + mask.begin, rows, cols},
+                                                  {score_.data(), kScoreStride}, {mask.bytes, mask.stride},
+                                                  {score_.data(), kScoreStride});
+      TORCH_CHECK_INDEX(in_range, "flex_attention: score_mod: ", evaluator_->out_of_range().message());
+    }
+    T* out = sum_of_values_.data() + row * values;
+    kernels.softmax({score_.data(), kScoreStride, mask.bytes, mask.stride, rows, cols},
+                    {row_max_.data() + row, row_sum_.data() + row, ties_ != nullptr ? row_ties_.data() + row : nullptr,
+                     out, values, p_.value_size});
+    if (p_.dropout) {
+      kernels.dropout(dropout_.data(), kScoreStride, p_.dropout_of(b, h), queries.begin, keys.begin + mask.begin, rows,
+                      cols);
+      kernels.drop(score_.data(), score_.data(), dropout_.data(), kScoreStride, rows, cols);
+    }
+    kernels.multiply(rows, p_.value_size, cols, score_.data(), kScoreStride, 1,
+                     value_.data() + mask.begin * kernels.panel, keys.size() * kernels.panel, out, values, true);
+  }
+
+  void finish(int64_t b, int64_t h, Range queries) {
+    const int64_t first = (b * p_.heads + h) * p_.queries + queries.begin;
+    for (int64_t r = 0; r < queries.size(); ++r) {
+      const T sum = row_sum_.data()[r], max = row_max_.data()[r];
+      const bool none = max == -std::numeric_limits<T>::infinity();
+      lse_[first + r] = none ? max : max + std::log(sum);
+      if (max_ != nullptr) {
+        max_[first + r] = max;
+        ties_[first + r] = row_ties_.data()[r];
+      }
+      row_sum_.data()[r] = none ? T(0) : T(1) / sum;
+    }
+    p_.kernels.unpack(out_.at(b, h, queries.begin), sum_of_values_.data(), p_.padded_value(), queries.size(),
+                      p_.value_size, row_sum_.data(), T(1));
+    if (out_low_) {
+      p_.kernels.unpack_low(out_low_->at(b, h, queries.begin), out_.at(b, h, queries.begin), sum_of_values_.data(),
+                            p_.padded_value(), queries.size(), p_.value_size, row_sum_.data());
+    }
+  }
+
+  const FlexProblem<T>& p_;
+  const HeadView out_;
+  T *lse_, *max_, *ties_;
+  const std::optional<HeadView> out_low_;
+  Scratch<T> query_, key_, value_, score_, sum_of_values_, row_max_, row_sum_, row_ties_, dropout_;
+  TileMasker<T> masker_;
+  std::optional<score_mod::TileEvaluator<T>> evaluator_;
+};
+
+template <class T>
+void run(const FlexProblem<T>& problem, const FlexOutputs& outputs) {
+  const int64_t heads = problem.batches * problem.heads, rows = rows_of_a_task(problem);
+  const int64_t row_tasks = tiles_in(problem.queries, rows);
+  share_tasks(heads * row_tasks, [&](const auto& next) {
+    Worker<T> worker(problem, outputs, rows);
+    while (const auto task = next()) {
+      // The last queries first: under a causal mask they have the most keys.
+      const int64_t head = *task % heads, begin = (row_tasks - 1 - *task / heads) * rows;
+      worker.run(head / problem.heads, head % problem.heads, {begin, std::min(begin + rows, problem.queries)});
+    }
+  });
+}
+
+}  // namespace
+
+FlexOutputTuple flex_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                       const FlexScores& scores, int64_t aux) {
+  const FlexOutputs outputs = empty_flex_outputs(query, value, aux);
+  if (outputs.lse.numel() != 0) {
+    if (query.scalar_type() == at::kDouble) {
+      run(FlexProblem<double>(query, key, value, scores), outputs);
+    } else {
+      run(FlexProblem<float>(query, key, value, scores), outputs);
+    }
+  }
+  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
+}
+
+}  // namespace fusegrad::cpu

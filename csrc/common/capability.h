@@ -1,0 +1,15 @@
+// Which of the kernels that are compiled once for each instruction set this machine runs.
+#pragma once
+
+#include "common/host.h"
+
+namespace fusegrad::cpu {
+
+/// The one for the machine's instruction set.
+template <class T>
+const T& for_this_machine(const T& plain, const T& avx2, const T& avx512) {
+  const auto set = instruction_set();
+  return set == InstructionSet::kAvx512 ? avx512 : set == InstructionSet::kAvx2 ? avx2 : plain;
+}
+
+}  // namespace fusegrad::cpu

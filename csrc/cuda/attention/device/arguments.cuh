@@ -1,0 +1,110 @@
+// What the kernels of flex attention are launched with; the host includes this too. Letters as in
+// pytorch/attention/flex_attention.h. Strides are in elements; those that kernels read by 16 bytes at a time (query,
+// key, value, grad_out) have an innermost stride of 1, and rows at multiples of 16 bytes.
+#pragma once
+
+namespace fusegrad::device {
+
+struct FlexTensor {
+  void* data;
+  long long batch_stride, head_stride, row_stride, col_stride;
+};
+
+/// The tiles of scores that take part: of each row of tiles (query tiles in the forward, key tiles in the backward)
+/// how many, and which: 4 * column + FlexTileKind, ascending; where parts of a tile's rows have kinds of their own,
+/// column * 4^parts + the sum of kind_i * 4^i, and for key tiles, whose query tiles then begin at any part, that part
+/// in place of the column. `count` is null: all of them, fully. A negative count says that the block mask lists a block
+/// that there is not: the result is NaN.
+struct FlexTiles {
+  const int* count;  // [batches, heads, rows]
+  const int* list;   // [batches, heads, rows, cols]
+  int batches, heads, rows, cols;
+  // Where tiles lie in several blocks: the state of each block (FlexBlock), [batches, heads, block_rows, block_cols].
+  const unsigned char* blocks;
+  int block_rows, block_cols;
+  long long block_size_q, block_size_kv;
+};
+enum FlexTileKind : int {
+  kTileFull,     // every pair takes part
+  kTilePartial,  // those that the mask_mod allows
+  kTileMixed,    // as the block of the pair says
+  kTileNone,     // of a part: no pair does
+};
+enum FlexBlock : unsigned char { kBlockNone, kBlockPartial, kBlockFull, kBlockBad };
+
+/// The largest threshold of dropout with which numbers are compared as they are, float16's infinity.
+constexpr unsigned kMostFinite = 0x7c00;
+/// Dropout; see flex_dropout.cuh.
+struct FlexDropout {
+  const long long* seed;
+  float scale;         // of what is kept
+  unsigned threshold;  // below which a pair's number drops it; the same in both halves
+};
+
+struct FlexForwardArguments {
+  FlexTensor query, key, value, out, out_low;
+  float *lse, *max_scores, *max_ties;  // [B, H, M]; the latter two may be null
+  FlexTiles tiles;
+  int batches, key_batches, heads, group, queries, keys, head_size, value_size;
+  float scale;
+  FlexDropout dropout;
+};
+
+/// A tensor map, as cuTensorMapEncodeTiled fills it.
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+
+/// What the forward of sm_90a takes besides.
+struct FlexForwardHopperArguments {
+  TensorMap query, key, value;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
+  int* next;    // with a block mask, 0 before: how many tiles of queries were begun beyond the first of each CTA
+  int section;  // heads whose tiles of queries are begun in the order of their place in the head, the last ones first
+};
+
+/// What the backward needs of a row of scores.
+struct FlexRow {
+  float lse;    // of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0
+  float delta;  // sum of grad_out * out, less grad_lse
+};
+
+/// Fixed point has at most so many bits below the power of two above the largest contribution.
+constexpr int kFlexFixedBits = 34;
+
+/// The sums of a contribution to a captured buffer's gradient.
+struct FlexSums {
+  void* data;            // of the buffer's elements: float, or long long where they are fixed point
+  const float* largest;  // fixed point: the largest magnitude of a contribution
+  // Partial sums: `data` has floats, zeros before, of each head of queries, part of the queries (kShare) and key, keys
+  // rounded up to whole tiles; here is the element of each that is not 0.
+  long long* elements;
+};
+
+struct FlexBackwardArguments {
+  FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
+  const FlexRow* rows;                 // [B, H, row_stride]
+  const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
+  // What grad_query is made of where CTAs add it up, less the scale; zeros before. In blocks of 8 queries and 8
+  // columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in those of sm_90a columns come before queries.
+  float* query_sum;
+  int sum_rows, sum_cols;  // M rounded up to whole tiles, D to a multiple of 16
+  float* largest;          // [captured buffers], zeros before: where the largest magnitudes are wanted
+  FlexTiles tiles;
+  int batches, key_batches, heads, group, queries, keys, head_size, value_size;
+  int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes
+  float scale;
+  int fixed_bits;  // fixed point: a unit is 2^-fixed_bits of the power of two above the largest contribution
+  FlexDropout dropout;
+};
+
+/// What the backward of sm_90a takes besides.
+struct FlexBackwardHopperArguments {
+  TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
+  TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so
+  TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
+  int* next;                              // as FlexForwardHopperArguments has it
+  int section;                            // heads of keys whose tiles are begun in the order of their place in the head
+  int first_head, heads;                  // heads of keys of the launch
+};
+
+}  // namespace fusegrad::device

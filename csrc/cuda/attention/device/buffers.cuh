@@ -1,0 +1,530 @@
+// The gradients of captured buffers: how the contributions of a tile's pairs get to their places. One scheme for each
+// class of the planner (csrc/score_mod/scatter_plan.h); docs/score_mod.md explains the classes.
+//
+// Of a warp's part of the tile a thread has the pairs (kv, q) = (16 * m + g + 8 * (e / 2), 8 * n + 2 * t + e % 2) for m
+// below kBlocksM, n below kBlocksN and e below 4: keys are rows here. Config (flex_scores.cuh) also says:
+//   Derivative                 the rendered derivative
+//   Schemes::kScheme[]         the class of each contribution; small letters, of 'a', 'b', 'c' and 'g', of those to
+//                              several places by axes: they are added element by element, when a warp has summed up an
+//                              element of its 16 keys by 8 queries as its class allows
+//   Schemes::kTable[]          the elements of a buffer of class F
+//   kFixedPoint                sums are 64-bit integers, the same in every order
+//   kPartialSums               those of classes A and B, of a head each, are stored, as a CTA has its keys to itself
+#pragma once
+
+#include "cuda/attention/device/gradient.cuh"
+
+namespace fusegrad::device {
+
+template <int kValue>
+struct Index {
+  static constexpr int value = kValue;
+};
+/// f(Index<0>()), f(Index<1>()), ...
+template <int kCount, int kFirst = 0, class F>
+__device__ __forceinline__ void for_each_index(F&& f) {
+  if constexpr (kFirst < kCount) {
+    f(Index<kFirst>());
+    for_each_index<kCount, kFirst + 1>(f);
+  }
+}
+
+/// Adds up x over the lanes that differ in bits 2 to 4, and shares the sums out among them: x[i] of a lane is then the
+/// sum at fold_index(i), for i below kCount / 8, at least 1. A butterfly: 7 shuffles for 8 sums.
+template <int kCount>
+__device__ __forceinline__ void fold(float (&x)[kCount], int lane) {
+  int left = kCount;
+#pragma unroll
+  for (int bit = 16; bit >= 4; bit /= 2) {
+    if (left == 1) {
+      x[0] += __shfl_xor_sync(~0u, x[0], bit);
+      continue;
+    }
+    left /= 2;
+    const bool upper = (lane & bit) != 0;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      if (i >= left) break;
+      const float sent = upper ? x[i] : x[i + left], kept = upper ? x[i + left] : x[i];
+      x[i] = kept + __shfl_xor_sync(~0u, sent, bit);
+    }
+  }
+}
+template <int kCount>
+__device__ __forceinline__ int fold_index(int i, int lane) {
+  return i + (lane & 16 ? kCount / 2 : 0) + (lane & 8 ? kCount / 4 : 0) + (lane & 4 ? kCount / 8 : 0);
+}
+
+/// Adds to shared or device memory where `there`, without a branch.
+__device__ __forceinline__ void add_shared_if(bool there, unsigned address, int x) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.shared.add.u32 [%0], %1;\n}" ::"r"(address),
+               "r"(x), "r"(static_cast<int>(there))
+               : "memory");
+}
+__device__ __forceinline__ void add_global_if(bool there, float* p, float x) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.global.add.f32 [%0], %1;\n}" ::"l"(p),
+               "f"(x), "r"(static_cast<int>(there))
+               : "memory");
+}
+__device__ __forceinline__ void add_global_if(bool there, unsigned long long* p, unsigned long long x) {
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.global.add.u64 [%0], %1;\n}" ::"l"(p),
+               "l"(x), "r"(static_cast<int>(there))
+               : "memory");
+}
+
+/// kTeams: of so many parts the warps add up a tile's sums together, each for its own keys. A team's threads must meet
+/// between a tile's end_tile and its flush; with one set of lines (kLines = 1), and where kOnce, also after flush.
+template <class Config, int kTeams = 1, int kLines = 1>
+class FlexBufferSums {
+  using D = typename Config::Derivative;
+  using Captured = typename Config::ScoreMod::Captured;
+  static constexpr int kCount = D::kContributions;
+  static constexpr int kThreads = kLanes * Config::kWarps;
+  static constexpr int kCols = Config::kRows / Config::kShare;  // queries of a warp's part
+  static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16, kKeys = 16 * kBlocksM;
+  static constexpr int kBlocksN = kCols / 8;
+  static constexpr int kTeamWarps = Config::kWarps / kTeams, kTeamThreads = kLanes * kTeamWarps;
+  static constexpr int kTeamKeys = Config::kCols / kTeams;
+  static constexpr int kDiagonals = kCols + kKeys - 1;  // of a warp's part
+  // Lines of floats, each of two of eight rows of keys: 10 or 26 more than a multiple of 32, so that what a warp stores
+  // together lies in 32 banks.
+  static constexpr int kLine = (kDiagonals + 5) / 16 * 16 + 10;
+  static_assert(kLines == 1 || kBlocksM == 1);
+  static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
+  static __device__ constexpr bool is_vector(int k) { return scheme(k) >= 'a'; }
+
+  // Of a histogram's element: 32 bits and another 32 for what they leave.
+  static constexpr int kCountBytes = 8;
+
+  // Whether any is kept from pair to pair: of more than eight queries they would not fit registers.
+  static __device__ constexpr bool held() {
+    for (int k = 0; k < kCount; ++k) {
+      if (scheme(k) >= 'D') return true;
+    }
+    return false;
+  }
+  static constexpr bool kHeld = held();
+
+  // Bytes of shared memory that a contribution takes, of class F a team's.
+  static __device__ constexpr int table_bytes(int k) {
+    return 16 + (Config::Schemes::kTable[k] * kCountBytes + 15) / 16 * 16;
+  }
+  static __device__ constexpr int bytes(int k) {
+    if (scheme(k) == 'C') return Config::kWarps * kLines * kCols * 4;
+    if (scheme(k) == 'D') return Config::kWarps * 4 * kLine * 4;
+    if (scheme(k) == 'F') return kTeams * table_bytes(k);
+    return 0;
+  }
+  static __device__ constexpr int offset(int k) {
+    int sum = 0;
+    for (int i = 0; i < k; ++i) sum += bytes(i);
+    return sum;
+  }
+  static __device__ constexpr bool flushes() {
+    for (int k = 0; k < kCount; ++k) {
+      if (scheme(k) == 'C' || scheme(k) == 'D' || scheme(k) == 'F') return true;
+    }
+    return false;
+  }
+  static __device__ constexpr bool once() {
+    for (int k = 0; k < kCount; ++k) {
+      if (scheme(k) == 'D' || scheme(k) == 'F') return true;
+    }
+    return false;
+  }
+
+ public:
+  static constexpr int kSharedBytes = offset(kCount);
+  /// Whether flush() does anything.
+  static constexpr bool kFlushes = flushes();
+  /// Whether there is one place for a tile's sums and the next one's, of classes D and F.
+  static constexpr bool kOnce = once();
+
+  __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
+                                            const Captured& captured, char* shared)
+      : a_(a), sums_(sums), captured_(captured), shared_(shared) {}
+
+  /// Before the first tile, by all threads; a barrier must follow.
+  __device__ __forceinline__ void begin() {
+    for (int i = static_cast<int>(threadIdx.x); i < kSharedBytes / 4; i += kThreads)
+      reinterpret_cast<int*>(shared_)[i] = 0;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      if (Config::kFixedPoint && keeps_limit(k)) limit_[k] = limit_above(__float_as_int(*sums_[k].largest));
+    }
+    begin_head();
+  }
+  /// Before the tiles of a query head.
+  __device__ __forceinline__ void begin_head() {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      alone_[k] = 0.0f;
+      diagonal_[k][0] = diagonal_[k][1] = above_[k] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocksM; ++i) row_[k][i] = 0.0f;
+    }
+  }
+  /// Before a tile.
+  __device__ __forceinline__ void begin_tile() {
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+#pragma unroll
+      for (int i = 0; i < kBlocksN * 2; ++i) col_[k][i] = 0.0f;
+      largest_[k] = 0.0f;
+      if constexpr (scheme(k) == 'F' && !Config::kFixedPoint) limit_[k] = table<k>()[1];
+    });
+  }
+
+  /// What the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
+  __device__ __forceinline__ void add(const float* value, int m, int n, int e, float score, int b, int h, int q, int kv,
+                                      bool takes_part) {
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      const float v = value[k];
+      if constexpr (is_vector(k)) {
+        return;
+      } else if constexpr (scheme(k) == 'A') {
+        alone_[k] += v;
+      } else if constexpr (scheme(k) == 'B') {
+        row_[k][2 * m + e / 2] += v;
+      } else if constexpr (scheme(k) == 'C') {
+        col_[k][n * 2 + e % 2] += v;
+      } else if constexpr (scheme(k) == 'D') {
+        // 8 keys on, 8 queries back is the same diagonal.
+        if (e < 2) {
+          four_[k][e] = v;
+        } else {
+          diagonal_[k][e - 2] += v;
+        }
+      } else {
+        four_[k][e] = v;
+        const bool reads = kAllRead || takes_part;
+        const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, reads);
+        at_[k][e] = v == 0.0f ? -1 : at;  // of pairs that take no part too
+      }
+    });
+    if constexpr (D::kVectors) {
+      vectors_.set(e, value, score, q, kv);
+      b_ = b;
+      h_ = h;
+    }
+  }
+  /// After the pairs of 16 keys and 8 queries.
+  __device__ __forceinline__ void end_block(int m, int n) {
+    if constexpr (kTeams == 1 && kHeld) hold_order();
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      if constexpr (scheme(k) == 'D') {
+        keep_diagonals<k>(m, n - 1);
+        diagonal_[k][0] = four_[k][0];
+        diagonal_[k][1] = four_[k][1];
+        if (n + 1 == kBlocksN) {
+          keep_diagonals<k>(m, n);
+          diagonal_[k][0] = diagonal_[k][1] = 0.0f;
+          keep_diagonals<k>(m, n + 1);
+          if (lane() % 8 == 4) keep<k>(m, n + 1);
+          above_[k] = 0.0f;
+          if constexpr (kBlocksM > 1) __syncwarp();
+        }
+      } else if constexpr (scheme(k) > 'D' && !is_vector(k)) {
+        // Only now: the reads of indices before are one with those of the score_mod.
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (scheme(k) == 'F') {
+            histogram<k>(at_[k][e], four_[k][e]);
+          } else {
+            put_if<k>(at_[k][e] >= 0, at_[k][e], four_[k][e]);
+          }
+        }
+      }
+    });
+    if constexpr (D::kVectors) vectors_.scatter(captured_, b_, h_, VectorPut{*this});
+  }
+  /// After the pairs of a tile.
+  __device__ __forceinline__ void end_tile(int parity = 0) {
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      if constexpr (scheme(k) == 'C') {
+        fold(col_[k], lane());
+#pragma unroll
+        for (int i = 0; i < (kBlocksN * 2 + 7) / 8; ++i) {
+          const int j = fold_index<kBlocksN * 2>(i, lane());
+          line<k>(warp(), parity)[j / 2 * 8 + lane() % 4 * 2 + j % 2] = col_[k][i];
+        }
+      } else if constexpr (scheme(k) == 'F' && !Config::kFixedPoint) {
+        const unsigned most = __reduce_max_sync(~0u, __float_as_uint(largest_[k]));
+        if (lane() == 0 && most != 0) atomicMax(reinterpret_cast<unsigned*>(table<k>()), most);
+      }
+    });
+  }
+  /// The tile's sums to their places, by a team's threads. (q, kv): of the tile.
+  __device__ __forceinline__ void flush(int b, int h, int q, int kv, int parity = 0) {
+    const int thread = static_cast<int>(threadIdx.x) % kTeamThreads, first = team() * kTeamWarps;
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      if constexpr (scheme(k) == 'C') {
+        for (int i = thread; i < Config::kRows; i += kTeamThreads) {
+          float sum = 0.0f;
+          // Of kShare warps with the same keys each has its own part of the queries.
+#pragma unroll
+          for (int w = 0; w < kTeamWarps / Config::kShare; ++w)
+            sum += line<k>(first + w * Config::kShare + i / kCols, parity)[i % kCols];
+          put_at<k>(b, h, q + i, 0, sum);
+        }
+      } else if constexpr (scheme(k) == 'D') {
+        constexpr int kAll = Config::kRows + kTeamKeys - 1;
+        for (int i = thread; i < kAll; i += kTeamThreads) {
+          const int difference = i - (kTeamKeys - 1);  // of q and kv within the team's part of the tile
+          float sum = 0.0f;
+#pragma unroll
+          for (int w = 0; w < kTeamWarps; ++w) {
+            const int d = difference + w / Config::kShare * kKeys - w % Config::kShare * kCols + kKeys - 1;
+            if (d < 0 || d >= kDiagonals) continue;
+            float* of_warp = lines<k>(first + w) + d;
+#pragma unroll
+            for (int g = 0; g < 4; ++g) {
+              sum += of_warp[g * kLine];
+              if constexpr (kBlocksM > 1) of_warp[g * kLine] = 0.0f;
+            }
+          }
+          // The diagonal's representative lies in the tile, and so within the lengths if any pair of it does.
+          const int down = difference < 0 ? -difference : 0;
+          put_at<k>(b, h, q + difference + down, kv + team() * kTeamKeys + down, sum);
+        }
+      } else if constexpr (scheme(k) == 'F') {
+        int* counts = table<k>() + 4;
+        for (int i = thread; i < Config::Schemes::kTable[k]; i += kTeamThreads) {
+          int &high = counts[i], &low = counts[Config::Schemes::kTable[k] + i];
+          if constexpr (Config::kFixedPoint) {
+            if ((high | low) != 0) put_fixed<k>(i, joined(high, low));
+          } else {
+            const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
+            if (sum != 0.0f) put<k>(i, sum * unit<k>());
+          }
+          high = low = 0;
+        }
+        if (!Config::kFixedPoint && thread == 0) {
+          const int most = table<k>()[0];
+          if (most != 0 && most < kInfinite) table<k>()[1] = limit_above(most);
+          table<k>()[0] = 0;
+        }
+      }
+    });
+  }
+  /// After the tiles of a query head. kv: the thread's first key.
+  __device__ __forceinline__ void end_head(int b, int h, int kv) {
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      if constexpr (scheme(k) == 'A') {
+        float sum = alone_[k];
+#pragma unroll
+        for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+        if (lane() == 0) put_of_head<k>(b, h, kv, sum);
+      } else if constexpr (scheme(k) == 'B') {
+#pragma unroll
+        for (int r = 0; r < 2 * kBlocksM; ++r) {
+          const float sum = row_sum(row_[k][r]);
+          if (lane() % 4 == 0 && kv + 8 * r < a_.keys) put_of_head<k>(b, h, kv + 8 * r, sum);
+        }
+      }
+    });
+  }
+
+ private:
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
+  __device__ __forceinline__ int team() const { return kTeams == 1 ? 0 : warp() / kTeamWarps; }
+  // A warp's, of class C, and its four of class D.
+  template <int k>
+  __device__ __forceinline__ float* line(int warp, int parity) const {
+    return reinterpret_cast<float*>(shared_ + offset(k)) + (warp * kLines + (kLines == 1 ? 0 : parity)) * kCols;
+  }
+  template <int k>
+  __device__ __forceinline__ float* lines(int warp) const {
+    return reinterpret_cast<float*>(shared_ + offset(k)) + warp * 4 * kLine;
+  }
+  // Of class F: the largest contribution of this tile, and a limit for the next one, as bits of a float; two words of
+  // nothing; the counts.
+  template <int k>
+  __device__ __forceinline__ int* table() const {
+    return reinterpret_cast<int*>(shared_ + offset(k) + team() * table_bytes(k));
+  }
+
+  // Class D. Of 16 keys m and 8 queries a thread has sums of two elements each, of 8 keys by 8 queries in all: of row g
+  // columns 2 * t and 2 * t + 1, on diagonals 8 * n + 2 * t - g and the next one. Of rows 2 * i and 2 * i + 1 a
+  // thread's second diagonal is another one's first: by a shuffle both rows together have each of theirs once, in a
+  // line.
+  template <int k>
+  __device__ __forceinline__ void keep_diagonals(int m, int n) {
+    const int t = lane() % 4;
+    const bool odd = lane() % 8 >= 4;
+    const float sent = !odd && t == 3 ? above_[k] : diagonal_[k][1];
+    const float received = __shfl_sync(~0u, sent, odd ? lane() - (t == 0 ? 1 : 5) : lane() + 4);
+    // A block later: what is received takes a while.
+    if (n >= 0) keep<k>(m, n - 1);
+    above_[k] = diagonal_[k][1];
+    kept_[k][0] = diagonal_[k][0];
+    kept_[k][1] = received;
+  }
+  template <int k>
+  __device__ __forceinline__ void keep(int m, int n) {
+    const int at = lane() / 8 * kLine + lane() % 4 * 2 - lane() / 4 + 15 + (kBlocksM - 1 - m) * 16 + n * 8;
+    float& to = lines<k>(warp())[at];
+    to = kBlocksM > 1 ? to + (kept_[k][0] + kept_[k][1]) : kept_[k][0] + kept_[k][1];
+  }
+
+  // Contributions as integers: of 2^kFixedBits units and of what those leave. Class F sums both in shared memory, by 32
+  // bits each. In float the unit goes by the largest contribution of the tile before, and what lies beyond goes to its
+  // place directly: all of the first tile. In fixed point it goes by the largest one of all.
+  static constexpr int kFixedBits = kFlexFixedBits / 2;  // 2^14 pairs of a tile times 2^17 fit
+  static_assert(kCount == 0 || Config::kRows * Config::kCols <= 1 << 14);
+  static constexpr int kInfinite = 255 << 23;
+  // Above a contribution, unless that is infinite: a power of two whose unit and its reciprocal are numbers.
+  static __device__ __forceinline__ int limit_above(int bits) {
+    constexpr int kLeast = 27 << 23, kMost = 254 << 23;
+    return min(max((bits & kInfinite) + (1 << 23), kLeast), kMost);
+  }
+  // Of what is needed once a tile the portable kernels have no register, nor have those with several contributions.
+  static __device__ constexpr bool keeps_limit(int k) { return scheme(k) > 'D' || (kLines == 2 && kCount == 1); }
+  template <int k>
+  __device__ __forceinline__ int limit() const {
+    return keeps_limit(k) ? limit_[k] : limit_above(__float_as_int(*sums_[k].largest));
+  }
+  // The limit is 2^kFixedBits units, both powers of two; units in a contribution of 1.
+  template <int k>
+  __device__ __forceinline__ float unit() const {
+    return __int_as_float(limit<k>()) * (1.0f / (1 << kFixedBits));
+  }
+  template <int k>
+  __device__ __forceinline__ float scale() const {
+    constexpr unsigned kScale = (254u + kFixedBits) << 23;  // bits of scale * limit, but for the bias of an exponent
+    return __uint_as_float(kScale - static_cast<unsigned>(limit<k>()));
+  }
+  // What is left of units counts by 2^-rest_bits() of one.
+  __device__ __forceinline__ int rest_bits() const {
+    return Config::kFixedPoint ? a_.fixed_bits - kFixedBits : kFixedBits - 1;
+  }
+  __device__ __forceinline__ float rest_scale() const { return __int_as_float((127 + rest_bits()) << 23); }
+  // Rounded by adding 1.5 * 2^23, where a float's unit is 1, since conversions are slow.
+  template <int k>
+  __device__ __forceinline__ void split(float v, int& units, int& rest) const {
+    constexpr float kRound = 12582912.0f;
+    constexpr int kBits = 0x4b400000;
+    const float high = fmaf(v, scale<k>(), kRound), left = fmaf(v, scale<k>(), kRound - high);
+    units = __float_as_int(high) - kBits;
+    rest = __float_as_int(fmaf(left, rest_scale(), kRound)) - kBits;
+  }
+  __device__ __forceinline__ long long joined(int units, int rest) const {
+    return static_cast<long long>(units) * (1 << rest_bits()) + rest;
+  }
+  template <int k>
+  __device__ __forceinline__ void histogram(long long place, float v) {
+    const int at = static_cast<int>(place);
+    bool near = true;
+    if constexpr (!Config::kFixedPoint) {
+      near = fabsf(v) < __int_as_float(limit_[k]);
+      largest_[k] = fmaxf(largest_[k], fabsf(v));
+    }
+    int units, rest;
+    split<k>(v, units, rest);
+    const unsigned to = shared_address(table<k>() + 4) + static_cast<unsigned>(at) * 4;
+    add_shared_if(near && at >= 0, to, units);
+    add_shared_if(near && at >= 0, to + Config::Schemes::kTable[k] * 4, rest);
+    if constexpr (!Config::kFixedPoint) put_if<k>(!near && at >= 0, at, v);
+  }
+
+  // An element of a contribution by axes: what a thread has of its four pairs, (kv, q) = (g + 8 * (e / 2), 2 * t + e %
+  // 2).
+  struct VectorPut {
+    const FlexBufferSums& sums;
+    template <int k>
+    __device__ __forceinline__ void put(const float (&value)[4], const long long (&place)[4]) const {
+      const int lane = sums.lane();
+      if constexpr (scheme(k) == 'a') {
+        float sum = value[0] + value[1] + (value[2] + value[3]);
+#pragma unroll
+        for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+        if (lane == 0) sums.template put_there<k>(place[0], sum);
+      } else if constexpr (scheme(k) == 'b') {
+        const float first = row_sum(value[0] + value[1]), second = row_sum(value[2] + value[3]);
+        if (lane % 4 == 0) {
+          sums.template put_there<k>(place[0], first);
+          sums.template put_there<k>(place[2], second);
+        }
+      } else if constexpr (scheme(k) == 'c') {
+        float of_query[2] = {value[0] + value[2], value[1] + value[3]};
+        fold(of_query, lane);
+        if ((lane & 12) == 0) sums.template put_there<k>(lane & 16 ? place[1] : place[0], of_query[0]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums.template put_if<k>(value[e] != 0.0f && place[e] >= 0, place[e], value[e]);
+      }
+    }
+  };
+  template <int k>
+  __device__ __forceinline__ void put_there(long long at, float sum) const {
+    if (sum != 0.0f && at >= 0) put<k>(at, sum);
+  }
+
+  // A contribution.
+  template <int k>
+  __device__ __forceinline__ void put_if(bool there, long long at, float v) const {
+    if constexpr (Config::kFixedPoint) {
+      int units, rest;
+      split<k>(v, units, rest);
+      add_global_if(there, static_cast<unsigned long long*>(sums_[k].data) + at,
+                    static_cast<unsigned long long>(joined(units, rest)));
+    } else {
+      add_global_if(there, static_cast<float*>(sums_[k].data) + at, v);
+    }
+  }
+  // A sum of them, which may be beyond the limit.
+  template <int k>
+  __device__ __forceinline__ void put(long long at, float v) const {
+    if constexpr (Config::kFixedPoint) {
+      // One after the other: their product may be beyond a float.
+      put_fixed<k>(at, __float2ll_rn(v * scale<k>() * rest_scale()));
+    } else {
+      atomicAdd(static_cast<float*>(sums_[k].data) + at, v);
+    }
+  }
+  template <int k>
+  __device__ __forceinline__ void put_fixed(long long at, long long x) const {
+    atomicAdd(static_cast<unsigned long long*>(sums_[k].data) + at, static_cast<unsigned long long>(x));
+  }
+  template <int k>
+  __device__ __forceinline__ void put_at(int b, int h, int q, int kv, float sum) {
+    if (sum == 0.0f) return;
+    const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, q, kv, true);
+    if (at >= 0) put<k>(at, sum);
+  }
+  // That of a head's queries, which the thread puts for this key alone.
+  template <int k>
+  __device__ __forceinline__ void put_of_head(int b, int h, int kv, float sum) {
+    if constexpr (Config::kPartialSums) {
+      if (sum == 0.0f) return;
+      const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, 0, kv, true);
+      if (at < 0) return;
+      const int keys = (a_.keys + Config::kCols - 1) / Config::kCols * Config::kCols;
+      const long long part = static_cast<long long>(b * a_.heads + h) * Config::kShare + warp() % Config::kShare;
+      static_cast<float*>(sums_[k].data)[part * keys + kv] = sum;
+      sums_[k].elements[part * keys + kv] = at;
+    } else {
+      put_at<k>(b, h, 0, kv, sum);
+    }
+  }
+
+  const FlexBackwardArguments& a_;
+  const FlexSums* sums_;
+  const Captured& captured_;
+  char* shared_;
+  float alone_[kCount + 1], row_[kCount + 1][2 * kBlocksM], col_[kCount + 1][kBlocksN * 2], largest_[kCount + 1];
+  int limit_[kCount + 1];                                // bits of a float
+  float diagonal_[kCount + 1][2], four_[kCount + 1][4];  // of pairs of 16 keys and 8 queries
+  float above_[kCount + 1], kept_[kCount + 1][2];
+  long long at_[kCount + 1][4];
+  FlexVectorPairs<Config> vectors_;
+  int b_, h_;
+};
+
+}  // namespace fusegrad::device

@@ -1,0 +1,163 @@
+// The gradient by the scores, which the kernels of the backward share, and where a thread's pairs lie.
+#pragma once
+
+#include "cuda/attention/device/scores.cuh"
+
+namespace fusegrad::device {
+
+/// In place of a derivative.
+struct NoDerivative {
+  struct Captured {
+    long long nothing;
+  };
+  static constexpr int kContributions = 0;
+  static constexpr bool kVectors = false;
+  static constexpr int kBuffer[] = {-1};
+  template <int>
+  static __device__ long long offset(const Captured&, float, int, int, int, int, bool) {
+    return -1;
+  }
+};
+
+/// What is known of a query in the backward.
+struct FlexQuery {
+  FlexRow row;
+  float max, grad_max;  // where there is a gradient of max_scores
+};
+
+template <class Config>
+struct FlexPairGradient {
+  using ScoreMod = typename Config::ScoreMod;
+  using Derivative = typename Config::Derivative;
+
+  /// The probability of a pair, 0 where it does not take part (kRaw: anything); `changed` is the score that the
+  /// score_mod makes of it.
+  template <bool kRaw = false, class Reads = score_mod::ReadThere>
+  static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
+                                                      float score, float lse, int b, int h, int q, int kv,
+                                                      bool takes_part, float& changed, const Reads& reads = Reads()) {
+    changed = score * scale;
+    if constexpr (kHas<ScoreMod>)
+      changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part, reads);
+    float p;
+    if constexpr (kSame<typename Config::Element, float>) {
+      p = expf(changed - lse);
+    } else if constexpr (kHas<ScoreMod>) {
+      p = power_of_two(changed * kLog2E - lse);
+    } else {
+      p = power_of_two(score * (scale * kLog2E) - lse);
+    }
+    return kRaw || takes_part ? p : 0.0f;
+  }
+
+  /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions, and where there
+  /// are vectors, behind them the gradient by what the score_mod gives; returns the gradient by scale * query * key.
+  /// All of them are 0 where the pair does not take part.
+  template <class Reads = score_mod::ReadThere>
+  static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
+                                                float grad, const FlexQuery& row, int b, int h, int q, int kv,
+                                                bool takes_part, float& p, float* value, const Reads& reads = Reads()) {
+    float changed;
+    // What p is of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable
+    // kernels spill more where it is replaced last.
+    p = probability<kAllRead>(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed, reads);
+    float d = p * (grad - row.row.delta);
+    if constexpr (kAllRead) p = takes_part ? p : 0.0f;
+    if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
+    if constexpr (kHas<ScoreMod>) {
+      // A score that the score_mod made -inf is as one that is masked.
+      const bool counts = takes_part && changed != -FUSEGRAD_INFINITY;
+      if constexpr (Derivative::kVectors) value[Derivative::kContributions] = counts ? d : 0.0f;
+      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts, value,
+                            reads);
+      if constexpr (kAllRead) {
+        d = counts ? d : 0.0f;
+#pragma unroll
+        for (int k = 0; k < Derivative::kContributions; ++k) value[k] = counts ? value[k] : 0.0f;
+      }
+      return d;
+    } else {
+      return takes_part ? d : 0.0f;
+    }
+  }
+};
+
+/// Pairs whose contributions with axes are computed together, as a reader of Derivative::scatter: all of an
+/// accumulator's four. A pair whose gradient is 0 contributes nothing.
+template <class Config>
+struct FlexVectorPairs {
+  using Derivative = typename Config::Derivative;
+  static constexpr int kPairs = 4;
+  float score[kPairs], grad[kPairs];
+  int q[kPairs], kv[kPairs];
+
+  /// Pair i, with what FlexPairGradient::apply left in `value`.
+  __device__ __forceinline__ void set(int i, const float* value, float score_of, int at_q, int at_kv) {
+    if constexpr (Derivative::kVectors) {
+      score[i] = score_of;
+      grad[i] = value[Derivative::kContributions];
+      q[i] = at_q;
+      kv[i] = at_kv;
+    }
+  }
+  /// By all lanes of a warp.
+  template <class Captured, class Put>
+  __device__ __forceinline__ void scatter(const Captured& captured, int b, int h, const Put& put) const {
+    if constexpr (Derivative::kVectors) {
+      bool valid[kPairs], some = false;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        valid[i] = grad[i] != 0.0f;
+        some |= valid[i];
+      }
+      if (!__any_sync(~0u, some)) return;
+      Derivative::template scatter<kPairs>(captured_of<Derivative>(captured), score, grad, b, h, q, kv, valid, put);
+    }
+  }
+};
+
+/// The largest of what pairs contribute, of each contribution: what fixed point goes by.
+template <class Config>
+class FlexLargest {
+  using Derivative = typename Config::Derivative;
+
+ public:
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = 0.0f;
+  }
+  /// Of pair i of four, as FlexVectorPairs::set.
+  __device__ __forceinline__ void add(int i, const float* value, float score, int q, int kv) {
+#pragma unroll
+    for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
+    pairs_.set(i, value, score, q, kv);
+  }
+  /// After four pairs.
+  template <class Captured>
+  __device__ __forceinline__ void end_pairs(const Captured& captured, int b, int h) {
+    pairs_.scatter(captured, b, h, Put{largest_});
+  }
+  /// Magnitudes are ordered as their bits are, NaN above all.
+  __device__ __forceinline__ void finish(float* to) const {
+#pragma unroll
+    for (int k = 0; k < Derivative::kContributions; ++k) {
+      const unsigned most = __reduce_max_sync(~0u, __float_as_uint(fabsf(largest_[k])));
+      if (static_cast<int>(threadIdx.x) % kLanes == 0 && most != 0)
+        atomicMax(reinterpret_cast<unsigned*>(to + Derivative::kBuffer[k]), most);
+    }
+  }
+
+ private:
+  struct Put {
+    float* largest;
+    template <int k, int kPairs>
+    __device__ __forceinline__ void put(const float (&value)[kPairs], const long long (&)[kPairs]) const {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) largest[k] = score_mod::maximum(largest[k], fabsf(value[i]));
+    }
+  };
+  float largest_[Derivative::kContributions + 1];
+  FlexVectorPairs<Config> pairs_;
+};
+
+}  // namespace fusegrad::device

@@ -1,0 +1,405 @@
+// Scores of a tile between the products: which pairs take part, and what the score_mod makes of them.
+//
+// A Config, which the host generates, says what a kernel is compiled for:
+//   Element                    BFloat16, Float16 or float
+//   kHead, kValue              the head sizes, rounded up to 16
+//   kRows, kCols               queries and keys of a tile
+//   kWarps                     of a CTA
+//   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
+//   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
+//   kSplit                     float: products of two parts each
+//   kDropout, kMostDropped     see flex_dropout.cuh
+#pragma once
+
+#include "cuda/attention/device/dropout.cuh"
+#include "cuda/device/mma.cuh"
+
+namespace fusegrad::device {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+/// In place of a score_mod or a mask_mod.
+struct NoMod {
+  struct Captured {
+    long long nothing;
+  };
+  static constexpr int kLines = 0;
+  static constexpr char kLineOf[] = {0};
+  template <int>
+  static __device__ float line(const Captured&, int, int, int, int, bool) {
+    return 0.0f;
+  }
+};
+/// A derivative's view of what its score_mod captured.
+template <class Mod, class Captured>
+__device__ __forceinline__ const typename Mod::Captured& captured_of(const Captured& captured) {
+  static_assert(sizeof(Captured) == sizeof(typename Mod::Captured));
+  return reinterpret_cast<const typename Mod::Captured&>(captured);
+}
+
+template <class Mod>
+constexpr bool kHas = !kSame<Mod, NoMod>;
+
+/// What of a score_mod's reads can be asked for before its pairs are computed (csrc/score_mod/render_cuda.h).
+template <class Mod>
+constexpr bool kTouchesKeys = [] {
+  if constexpr (kHas<Mod>) return Mod::kTouchesKeys;
+  return false;
+}();
+template <class Mod>
+constexpr bool kTouchesDiagonals = [] {
+  if constexpr (kHas<Mod>) return Mod::kTouchesDiagonals;
+  return false;
+}();
+/// By `kThreads` threads, of which this is number `thread`: what a score_mod reads at places of keys or of diagonals
+/// for kQueries queries from q on and kKeys keys from kv on comes to the first-level cache. Read where it is needed, a
+/// few pairs after a few, each line would be waited for. Nothing waits here. Of places of keys alone all are meant
+/// where there are as many keys as queries, or more.
+template <class Mod, int kQueries, int kKeys, int kThreads>
+__device__ __forceinline__ void touch_tile(const typename Mod::Captured& captured, int b, int h, int q, int kv,
+                                           int thread, unsigned nowhere) {
+  if constexpr (kTouchesKeys<Mod>) {
+    // The diagonals of the first and the last one of the shorter side are all of them.
+    constexpr bool kAlongKeys = kQueries <= kKeys;
+    constexpr int kLong = kAlongKeys ? kKeys : kQueries, kShort = kAlongKeys ? kQueries : kKeys;
+    constexpr int kPlaces = kLong * (kTouchesDiagonals<Mod> ? 2 : 1);
+#pragma unroll
+    for (int i = 0; i < kPlaces; i += kThreads) {
+      const int at = i + thread;
+      if (kPlaces % kThreads != 0 && at >= kPlaces) break;
+      const int along = at % kLong, across = at / kLong * (kShort - 1);
+      Mod::touch(captured, b, h, q + (kAlongKeys ? across : along), kv + (kAlongKeys ? along : across), true, nowhere);
+    }
+  }
+}
+/// What a score_mod reads at places of keys or of diagonals that no other read says, and a mask_mod at those of queries
+/// too (csrc/score_mod/render_cuda.h), for kQueries queries and kKeys keys: a line of each such read in shared memory.
+/// Of a line an element is one instruction, where a read of the tensor takes eight to ten.
+template <class Mod, int kQueries, int kKeys, int kThreads>
+class TileLines {
+  using Captured = typename Mod::Captured;
+  static __device__ constexpr int places(int k) {
+    const char of = Mod::kLineOf[k];
+    return of == 'D' ? kQueries + kKeys : of == 'K' ? kKeys : kQueries;
+  }
+  /// What line k is of.
+  template <int k>
+  using Element = decltype(Mod::template line<k>(*static_cast<const Captured*>(nullptr), 0, 0, 0, 0, true));
+  /// Words before line k, an even number.
+  template <int k, int kBefore = 0>
+  static __device__ constexpr int offset(int sum = 0) {
+    if constexpr (kBefore < k) {
+      return offset<k, kBefore + 1>(sum + places(kBefore) * (sizeof(Element<kBefore>) == 8 ? 2 : 1));
+    } else {
+      return sum;
+    }
+  }
+  static constexpr int kEach = (kQueries + kKeys + kThreads - 1) / kThreads;
+
+ public:
+  static constexpr int kWords = offset<Mod::kLines>();
+  /// Of a score_mod: whether there are lines of all reads by keys or diagonals.
+  static __device__ constexpr bool all() {
+    if constexpr (kHas<Mod>) return Mod::kLines > 0 && !Mod::kTouchesBesides;
+    return false;
+  }
+
+  /// By kThreads threads, their part of the lines from (q, kv) on.
+  __device__ __forceinline__ void load(const typename Mod::Captured& captured, int b, int h, int q, int kv,
+                                       int thread) {
+    for_each_line([&](auto line, int i, int) {
+      constexpr int k = decltype(line)::value;
+      const int at = i * kThreads + thread;
+      constexpr char kOf = Mod::kLineOf[k];
+      const auto element = Mod::template line<k>(captured, b, h, kOf == 'K' ? q : q + at,
+                                                 kOf == 'K'   ? kv + at
+                                                 : kOf == 'D' ? kv + kKeys - 1
+                                                              : kv,
+                                                 true);
+      if constexpr (kSame<Element<k>, float>) {
+        ahead_[k][i] = __float_as_int(element);
+      } else {
+        ahead_[k][i] = static_cast<long long>(element);
+      }
+    });
+  }
+  __device__ __forceinline__ void store(unsigned lines, int thread) const {
+    for_each_line([&](auto line, int i, int places) {
+      constexpr int k = decltype(line)::value;
+      const int at = i * kThreads + thread;
+      if (places % kThreads != 0 && at >= places) return;
+      if constexpr (sizeof(Element<k>) == 8) {
+        asm volatile("st.shared.b64 [%0], %1;" ::"r"(lines + offset<k>() * 4 + at * 8), "l"(ahead_[k][i]) : "memory");
+      } else {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(lines + (offset<k>() + at) * 4),
+                     "r"(static_cast<int>(ahead_[k][i]))
+                     : "memory");
+      }
+    });
+  }
+
+  /// Of a pair: so many queries and keys from the first ones.
+  struct Reads {
+    unsigned lines, of_query, of_key, of_diagonal;
+    __device__ __forceinline__ Reads(unsigned lines, int q, int kv)
+        : lines(lines), of_query(lines + q * 4), of_key(lines + kv * 4), of_diagonal(lines + (q - kv + kKeys - 1) * 4) {
+      // Or they would be computed anew for each pair.
+      asm volatile("" : "+r"(of_key), "+r"(of_diagonal));
+    }
+    /// So many queries and keys on.
+    __device__ __forceinline__ Reads at(int q, int kv) const {
+      Reads result = *this;
+      result.of_query += q * 4;
+      result.of_key += kv * 4;
+      result.of_diagonal += (q - kv) * 4;
+      return result;
+    }
+    template <int k, class T>
+    __device__ __forceinline__ Element<k> read(const T*, bool) const {
+      const unsigned from = Mod::kLineOf[k] == 'D' ? of_diagonal : Mod::kLineOf[k] == 'K' ? of_key : of_query;
+      if constexpr (sizeof(Element<k>) == 8) {
+        return *static_cast<const long long*>(__cvta_shared_to_generic(2 * from - lines + offset<k>() * 4));
+      } else if constexpr (kSame<Element<k>, float>) {
+        return static_cast<const float*>(__cvta_shared_to_generic(from))[offset<k>()];
+      } else {
+        return static_cast<Element<k>>(static_cast<const int*>(__cvta_shared_to_generic(from))[offset<k>()]);
+      }
+    }
+  };
+
+ private:
+  template <int kValue>
+  struct Number {
+    static constexpr int value = kValue;
+  };
+  template <int k = 0, class F>
+  static __device__ __forceinline__ void for_each_line(const F& f) {
+    if constexpr (k < Mod::kLines) {
+#pragma unroll
+      for (int i = 0; i < (places(k) + kThreads - 1) / kThreads; ++i) f(Number<k>(), i, places(k));
+      for_each_line<k + 1>(f);
+    }
+  }
+  long long ahead_[Mod::kLines + 1][kEach];
+};
+
+/// Bytes of the widest element that a score_mod reads for each pair by itself, at a place that can be asked for; or 0.
+template <class Mod>
+constexpr int kPairBytes = [] {
+  if constexpr (kHas<Mod>) return Mod::kPairBytes;
+  return 0;
+}();
+/// As touch_tile, of such reads, which are taken for 32 bytes of keys side by side.
+template <class Mod, int kQueries, int kKeys, int kThreads>
+__device__ __forceinline__ void touch_pairs(const typename Mod::Captured& captured, int b, int h, int q, int kv,
+                                            int thread, unsigned nowhere) {
+  if constexpr (kPairBytes<Mod> > 0) {
+    constexpr int kTogether = 32 / kPairBytes<Mod>, kAcross = kKeys / kTogether;
+    static_assert(kQueries * kAcross % kThreads == 0);
+#pragma unroll
+    for (int i = thread; i < kQueries * kAcross; i += kThreads)
+      Mod::touch_pair(captured, b, h, q + i / kAcross, kv + i % kAcross * kTogether, true, nowhere);
+  }
+}
+/// Shared memory must be there until all is written.
+__device__ __forceinline__ void wait_touches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// Whether a kernel has a score_mod's pairs twice, with and without a mask, though that is twice as long to compile.
+template <class Config>
+constexpr bool kUnmaskedToo = [] {
+  if constexpr (!kHas<typename Config::ScoreMod>) return true;
+  if (Config::kHead != 64 || Config::Derivative::kContributions != 1 || Config::Derivative::kVectors) return false;
+  return Config::kFixedPoint || (Config::kPartialSums && Config::Schemes::kScheme[0] <= 'B');
+}();
+
+/// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
+/// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
+__device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
+
+/// Whether pairs that take no part read captured tensors too, where their indices are inside: reads then have no
+/// condition of their own, and a thread's equal ones are one. A branch around a mask_mod would wait for each of them.
+#if defined(FUSEGRAD_SHARED_READS) || defined(FUSEGRAD_PREDICATED_READS)
+constexpr bool kAllRead = true;
+#else
+constexpr bool kAllRead = false;
+#endif
+
+/// One bit each for so many pairs. For more than 64 there is no such number.
+struct TooManyPairs;
+template <int kCount>
+struct BitsFor {
+  using Type = TooManyPairs;
+};
+template <int kCount>
+  requires(kCount > 32 && kCount <= 64)
+struct BitsFor<kCount> {
+  using Type = unsigned long long;
+};
+template <int kCount>
+  requires(kCount <= 32)
+struct BitsFor<kCount> {
+  using Type = unsigned;
+};
+template <int kCount>
+using Bits = typename BitsFor<kCount>::Type;
+/// Bits that are tested by one instruction each: of a shift, which compilers make of a constant mask, it would be
+/// three, of 64 bits four.
+template <class Bits>
+class Tested {
+ public:
+  __device__ __forceinline__ explicit Tested(Bits bits) {
+    if constexpr (sizeof(Bits) == 4) {
+      word_[0] = bits;
+    } else {
+      asm("mov.b64 {%0, %1}, %2;" : "=r"(word_[0]), "=r"(word_[1]) : "l"(bits));
+    }
+  }
+  __device__ __forceinline__ bool operator[](int i) const {
+    int set;
+    asm("{\n.reg .pred set;\n.reg .b32 masked;\nand.b32 masked, %1, %2;\nsetp.ne.b32 set, masked, 0;\n"
+        "selp.b32 %0, 1, 0, set;\n}"
+        : "=r"(set)
+        : "r"(word_[i / 32]), "r"(1u << i % 32));
+    return set != 0;
+  }
+
+ private:
+  unsigned word_[sizeof(Bits) / 4];
+};
+
+/// The tiles of one row of tiles, in order.
+class TileWalk {
+ public:
+  template <class Config>
+  __device__ __forceinline__ TileWalk(const FlexTiles& tiles, int b, int h, int row, int all, const Config*) {
+    if constexpr (Config::kBlocks) {
+      const long long head =
+          static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
+      count_ = tiles.count[head * tiles.rows + row];
+      list_ = tiles.list + (head * tiles.rows + row) * tiles.cols;
+    } else {
+      count_ = all;
+    }
+  }
+  __device__ __forceinline__ int count() const { return count_; }
+  /// 4 * column + kind.
+  __device__ __forceinline__ int operator[](int i) const { return list_ == nullptr ? 4 * i : list_[i]; }
+
+ private:
+  int count_;
+  const int* list_ = nullptr;
+};
+
+/// Whether a pair of a tile that is not full takes part.
+template <class Config, class Reads = score_mod::ReadThere>
+__device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typename Config::MaskMod::Captured& mask,
+                                           int kind, int b, int h, int q, int kv, bool inside,
+                                           const Reads& reads = Reads()) {
+  if constexpr (!Config::kBlocks) {
+    return inside;
+  } else {
+    bool full = kind == kTileFull;
+    if (Config::kMixed && kind == kTileMixed && inside) {
+      const long long head =
+          static_cast<long long>(tiles.batches == 1 ? 0 : b) * tiles.heads + (tiles.heads == 1 ? 0 : h);
+      const unsigned char state =
+          tiles
+              .blocks[(head * tiles.block_rows + q / tiles.block_size_q) * tiles.block_cols + kv / tiles.block_size_kv];
+      inside = state != kBlockNone;
+      full = state == kBlockFull;
+    }
+    if constexpr (kHas<typename Config::MaskMod> && kAllRead) {
+      return inside & (full | Config::MaskMod::apply(mask, b, h, q, kv, true, reads));
+    } else if constexpr (kHas<typename Config::MaskMod>) {
+      if (!full) return inside && Config::MaskMod::apply(mask, b, h, q, kv, inside);
+    }
+    return inside;
+  }
+}
+
+/// Which of a thread's pairs take part, bit 4 * n + e for element e of accumulator n. (q, kv): the first pair.
+/// kKeyRows: keys are the accumulators' rows, and queries their columns. As bits, and before the score_mod: so the code
+/// of a mask_mod is there but kTogether times, and that of a score_mod once an element, whether pairs are masked or
+/// not.
+template <class Config, int kBlocks, bool kKeyRows, int kTogether, class Arguments>
+__device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
+                                                          const typename Config::MaskMod::Captured& mask, int kind,
+                                                          int b, int h, int q, int kv) {
+  using Result = Bits<kBlocks * 4>;
+  static_assert(kTogether % 2 == 0 && kBlocks * 4 % kTogether == 0);
+  Result alive = 0;
+#pragma unroll 1
+  for (int i = 0; i < kBlocks * 4; i += kTogether) {
+    unsigned some = 0;
+#pragma unroll
+    for (int e = 0; e < kTogether; ++e) {
+      const int row = (kKeyRows ? kv : q) + (i + e) / 2 % 2 * 8, col = (kKeyRows ? q : kv) + (i + e) / 4 * 8 + e % 2;
+      const int at_q = kKeyRows ? col : row, at_kv = kKeyRows ? row : col;
+      const bool inside = at_kv < a.keys && at_q < a.queries;
+      some |= static_cast<unsigned>(takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside)) << e;
+    }
+    alive |= Result(some) << i;
+  }
+  return alive;
+}
+/// All pairs where not `masked`.
+template <class Config, int kBlocks, bool kKeyRows, class Arguments>
+__device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Arguments& a,
+                                                                  const typename Config::MaskMod::Captured& mask,
+                                                                  int kind, bool masked, int b, int h, int q, int kv) {
+  if (!masked) return ~Bits<kBlocks * 4>(0);
+  return masked_pairs<Config, kBlocks, kKeyRows, 2>(a, mask, kind, b, h, q, kv);
+}
+
+/// Which tile of which head a CTA takes. The same tile of a few heads comes before the next one, so that tiles of like
+/// work end together; of few heads only, so that what they read stays in the L2 cache.
+struct Work {
+  int head, tile;
+  __device__ __forceinline__ Work(int heads, int tiles, int id = static_cast<int>(blockIdx.x)) {
+    constexpr int kTogether = 8;
+    const int first = id / (kTogether * tiles) * kTogether;
+    const int together = min(kTogether, heads - first), rest = id - first * tiles;
+    head = first + rest % together;
+    tile = rest / together;
+  }
+};
+
+/// A tile of a head's rows from `row` on, by all threads of the CTA; what lies beyond `rows` and `cols` is zeros.
+template <class Into, int kThreads>
+__device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
+                                          int cols) {
+  using T = typename Into::Element;
+  constexpr int kVector = 16 / sizeof(T);
+  const T* p = static_cast<const T*>(from.data) + b * from.batch_stride + h * from.head_stride + row * from.row_stride;
+  Into::template load<kThreads>(to, reinterpret_cast<const char*>(p),
+                                from.row_stride * static_cast<long long>(sizeof(T)), rows - row,
+                                (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
+}
+
+/// What a warp or a CTA of kThreads threads has in shared memory, kRows rows as in a tile, to a head's rows from `row`
+/// on of a tensor of any strides, which has `rows` rows and `cols` columns.
+template <class From, int kRows, int kThreads>
+__device__ __forceinline__ void store_tile(const FlexTensor& to, int b, int h, int row, int rows, int cols,
+                                           unsigned from) {
+  using T = typename From::Element;
+  constexpr int kVector = 16 / sizeof(T);
+  T* out = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride + row * to.row_stride;
+  const bool vectors = to.col_stride == 1 && cols % kVector == 0 && to.row_stride % kVector == 0 &&
+                       reinterpret_cast<unsigned long long>(out) % 16 == 0;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % kThreads; i < kRows * From::kVectors; i += kThreads) {
+    const int r = i / From::kVectors, col = i % From::kVectors * kVector;
+    if (row + r >= rows || col >= cols) continue;
+    const unsigned at = from + r * From::kStride + col * static_cast<int>(sizeof(T));
+    T* there = out + r * to.row_stride + col * to.col_stride;
+    if (vectors) {
+      *reinterpret_cast<uint4*>(there) = load_shared<uint4>(at);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < kVector && col + e < cols; ++e)
+        there[e * to.col_stride] = load_shared<T>(at + e * static_cast<int>(sizeof(T)));
+    }
+  }
+}
+
+}  // namespace fusegrad::device

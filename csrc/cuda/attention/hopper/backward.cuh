@@ -1,0 +1,484 @@
+// The backward of flex attention on sm_90a. A CTA owns kCols keys of a key head, 64 for each warpgroup that computes,
+// and goes over the tiles of queries of all query heads that share it; a producer warp brings them by the copy engine.
+// A CTA stays for other keys, which come while the gradients of the former are stored; where there is room for two
+// tiles of keys (kSeamless), the next keys' first scores are beside the last products of the former ones, whose
+// gradients go to memory by way of dQ's place in shared memory and the copy engine. As in flex_backward.cuh scores and
+// their gradients are transposed (keys are rows): from registers they are operands of the gradients of values and keys.
+// That of the queries has dS of all keys from shared memory, and the copy engine adds it up in float32 in memory, a
+// warp for each warpgroup giving it the sums.
+//
+// A warpgroup's step, for the tile i of queries; the warpgroups take turns in issuing products, so that one's pairs are
+// computed while the other's products run:
+//   pairs   waits for the scores and for dP; probabilities P and dS, as operands; dS to shared memory too
+//   turn    issues dV += P dO, dQ(i - 1) = dS(i - 1) K, dK += dS Q; dQ goes to shared memory; the scores and dP of tile
+//           i + 1. dQ is a step late: dS of the other warpgroup's keys has been there for long
+// The turns are what limits a step, so what can be done before or after is not in them: the fence that lets the copy
+// engine and products read dS and dQ is behind the turn.
+// Without a score_mod P is computed while dP is still being multiplied.
+//
+// See flex_backward_tiles_hopper.cuh for Config; here also:
+//   kStoresBoxes               the gradients of keys and values are given to the copy engine, by way of where dQ goes
+#pragma once
+
+#include "cuda/attention/hopper/backward_tiles.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
+  using Tiles = FlexBackwardHopperTiles<Config>;
+  using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
+      Tiles::more_;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::begin_dropout, Tiles::drop_operand, Tiles::dropout_pairs,
+      Tiles::first_key, Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
+  using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
+  using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
+  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty,
+      Tiles::value_empty;
+  using Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows,
+      Tiles::sum;
+  using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
+  using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
+  using Tiles::warp;
+  using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
+      typename Tiles::T;
+  // dQ of a warpgroup, transposed: 64 columns of the head, of its part of the queries where those are all columns.
+  static constexpr bool kRowsShared = Config::kHead == 64;
+  static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1), kBlocksQ = kSumRows / 8;
+  static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float)), kEightRows = 8 * kBlockBytes;
+  using QueryProduct = Wgmma<T, kSumRows, false, true>;
+  // Whether P needs nothing of dP's.
+  static constexpr bool kApart = !kInOrder && Config::kGradScores;
+  // Whether dropout's numbers are made beside the exponentials, for which there must be registers.
+  static constexpr bool kDrawsAhead = Config::kDropout && kBlocksN == 8;
+  static constexpr int kDrawn = kDrawsAhead ? kBlocksN / 2 : 1;
+  // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
+  // asked for pairs beyond the lengths too, so the code has no branches.
+  static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
+  static_assert(Config::kParts == 1 || (kApart && kByElement));
+  static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
+  // Of the barriers between a warpgroup and the warp that has its dQ added up.
+  static constexpr int kWithWarp = kWarpgroup + kLanes;
+  static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
+
+ public:
+  using Tiles::kSharedBytes, Tiles::Tiles;
+
+  __device__ __forceinline__ void run() {
+    begin(kConsumerWarps);
+    if (group_ == Config::kGroups) {
+      give_registers<24>();
+      const int warp = __shfl_sync(~0u, this->warp() - kConsumerWarps, 0);
+      if (warp == 0) {
+        if (lane() == 0) produce();
+      } else if (Config::kGradQuery && warp <= Config::kGroups) {
+        add_grad_query(warp - 1);
+      }
+    } else {
+      take_registers<240>();
+      consume();
+    }
+  }
+
+ private:
+  // --- a consumer warpgroup ---
+
+  __device__ __forceinline__ void consume() {
+    float grad_key[kBlocksD][4], grad_value[kBlocksE][4], s[kBlocksN][4], d[kBlocksN][4];
+    sums_.begin();
+    named_sync(kAll, kThreads);
+    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    int i = 0;
+    for (;; ++i) {
+      const bool more = add_tiles(i, s, d, grad_key, grad_value);
+      if constexpr (!kSeamless) {
+        release(key_empty(0));
+        if constexpr (Config::kStoresBoxes) {
+          give_gradients(grad_key, grad_value);
+        } else {
+          store_gradients(place_of(i), grad_key, grad_value);
+        }
+      }
+      if constexpr (Config::kGradQuery) {
+        // Of no tile, the place of tile i.
+        named_sync(kSumEmpty + group_, kWithWarp);
+        named_arrive(kSumFull + group_, kWithWarp);
+      }
+      if (!more) break;
+    }
+    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+    if constexpr (Tiles::kTouches) wait_touches();
+  }
+
+  // All tiles of the keys; the first one is tile i, and i becomes what is in place of one. Returns whether other keys
+  // follow.
+  __device__ __forceinline__ bool add_tiles(int& i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                            float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4]) {
+    zero(grad_key);
+    zero(grad_value);
+    const int first = i;
+    int b = 0, h = -1;
+    wait_query(i);
+    issue_scores(s, i, 0);
+    wait_grad_out(i);
+    issue_grad_probabilities(d, i);
+    if constexpr (kApart) wait_scores(s);
+    if constexpr (kLines) {
+      Lines lines;
+      load(lines, i);
+      lines.store(this->lines(), thread() % kWarpgroup);
+      named_sync(kAlone + group_, kWarpgroup);
+    }
+    Place now = place_of(i);
+    for (; now.tile >= 0; now = place_of(++i)) {
+      if constexpr (!kApart) {
+        wgmma_wait<0>();
+        pin<kBlocksN * 4>(s[0]);
+        if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
+      }
+      if (now.b != b || now.h != h || (kSeamless && now.first())) {
+        if (h >= 0) sums_.end_head(b, h, first_key());
+        col_ = now.col();
+        sums_.begin_head();
+        begin_dropout(now);
+        b = now.b;
+        h = now.h;
+      }
+      unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
+      if constexpr (kApart) {
+        pairs_apart(now, i, s, d, p, ds);
+      } else {
+        pairs(now, i, s, d, p, ds);
+        if (now.last()) release(value_empty());
+      }
+      if constexpr (Config::kGradQuery) {
+        keep(ds, i);
+        if (i != first) named_sync(kSumEmpty + group_, kWithWarp);
+      }
+      named_sync(kTurn + group_, 2 * kWarpgroup);
+      turn(i, i == first, now, p, ds, s, d, grad_key, grad_value);
+      named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
+      if constexpr (Config::kGradQuery) {
+        fence_before_copy();  // products too read by the asynchronous proxy
+        release(gradient_full(stage_of(i)));
+        if (i != first) {
+          named_arrive(kSumFull + group_, kWithWarp);
+          release(gradient_empty(stage_of(i - 1)));
+          if (kSeamless && now.first()) release(key_empty(now.stage_before()));
+        }
+      }
+      if (kSeamless && now.last()) {
+        give_gradients(grad_key, grad_value);
+        zero(grad_key);
+        zero(grad_value);
+      }
+      touch(i + 1);
+      Lines lines;
+      if constexpr (kLines) load(lines, i + 1);
+      // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
+      if constexpr (Sums::kFlushes) {
+        const Place done = place_of(i);
+        sums_.flush(done.b, done.h, done.row(), col_, i & 1);
+      }
+      if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
+      if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
+      // Here, and not where the loop begins, or the compiler would wait for each product.
+      if constexpr (kApart) wait_scores(s);
+    }
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(s[0]);
+    if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
+    if constexpr (Config::kGradQuery) {
+      if (i > first) last_grad_query(i - 1, now.stage());
+      // What is in place of a tile has stages too.
+      Barrier::wait(gradient_empty(stage_of(i)), parity_of(i) ^ 1);
+      release(gradient_full(stage_of(i)));
+      release(gradient_empty(stage_of(i)));
+    }
+    release(grad_out_empty(stage_of(i)));
+    release(query_empty(query_stage_of(i)));
+    if (h >= 0) sums_.end_head(b, h, first_key());
+    return now.tile != kNoMore;
+  }
+
+  __device__ __forceinline__ void give_gradients(const float (&grad_key)[kBlocksD][4],
+                                                 const float (&grad_value)[kBlocksE][4]) const {
+    if constexpr (Config::kGradValue) give_rows(grad_value, value_scale());
+    if constexpr (Config::kGradKey) give_rows(grad_key, a_.scale);
+  }
+  template <int kBlocks>
+  __device__ __forceinline__ void give_rows(const float (&x)[kBlocks][4], float factor) const {
+    named_sync(kSumEmpty + group_, kWithWarp);
+    const int matrix = lane() / 8, row = lane() % 8;
+    const unsigned to = sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kChunkBytes + (matrix / 2 ^ row) * 16;
+#pragma unroll
+    for (int n = 0; n < kBlocks; n += 2) {
+      unsigned words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        words[e] = pack(T{}, x[n + e / 2][e % 2 * 2] * factor, x[n + e / 2][e % 2 * 2 + 1] * factor);
+      store_matrices((to ^ n % 8 * 16) + n / 8 * kGroupBytes, words);
+    }
+    fence_before_copy();
+    named_arrive(kSumFull + group_, kWithWarp);
+  }
+
+  __device__ __forceinline__ void store_gradients(const Place& last, float (&grad_key)[kBlocksD][4],
+                                                  float (&grad_value)[kBlocksE][4]) const {
+    if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
+#pragma unroll 1  // the same code for both
+      for (int value = 0; value < 2; ++value) {
+        const float factor = value != 0 ? value_scale() : a_.scale;
+        store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(),
+                             a_.keys, value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
+#pragma unroll
+        for (int i = 0; i < kBlocksD * 4; ++i) grad_key[i / 4][i % 4] = grad_value[i / 4][i % 4];
+      }
+    } else {
+      if constexpr (Config::kGradKey) {
+        store_rows<false, T>(a_.grad_key, key_batch(last), key_head(last), first_key(), a_.keys, a_.head_size, grad_key,
+                             {a_.scale, a_.scale});
+      }
+      if constexpr (Config::kGradValue) {
+        store_rows<false, T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size,
+                             grad_value, {value_scale(), value_scale()});
+      }
+    }
+  }
+
+  /// Until the scores are there; dP is still being multiplied.
+  static __device__ __forceinline__ void wait_scores(float (&s)[kBlocksN][4]) {
+    wgmma_wait<1>();
+    pin<kBlocksN * 4>(s[0]);
+  }
+  // As pairs(), with its own wait for dP. What a mask leaves out is replaced in a loop of its own: beside the
+  // exponentials it would not fit registers.
+  __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
+                                              float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
+                                              unsigned (&ds)[kBlocksN * 2]) const {
+    const auto of_alive = [&] {
+      if constexpr (kByElement)
+        return 0;
+      else
+        return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
+    }();
+    const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    DropoutPairs kept[kDrawn];
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      if constexpr (kDrawsAhead) {
+        if (n % 2 == 0) {
+          if (n % 4 == 0) hold_order();
+          kept[n / 2] = dropout_pairs(place, n);
+        }
+      }
+      FlexRow of_row[2];
+      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float changed;
+        s[n][e] = FlexPairGradient<Config>::template probability<true>(this->score_, a_.scale, s[n][e],
+                                                                       of_row[e % 2].lse, 0, 0, 0, 0, true, changed);
+      }
+    }
+    if constexpr (kByElement) {
+      mark_others(s, place);
+    } else {
+      if (masked(place)) keep_those(s, [&](int i) { return of_alive[i]; });
+    }
+    pin<kBlocksN * 4>(s[0]);
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(d[0]);
+    if (place.last()) release(value_empty());
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      if constexpr (Config::kDropout) {
+        if (!kDrawsAhead && n % 2 == 0) {
+          hold_order();
+          kept[n / 2 % kDrawn] = dropout_pairs(place, n);
+        }
+        kept[n / 2 % kDrawn].drop(n, d[n]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[n][e] *= a_.dropout.scale;
+      }
+      FlexRow of_row[2];
+      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
+      put_operand<T>(p + 2 * n, s[n]);
+      drop_operand(kept[n / 2 % kDrawn], n, p);
+      if constexpr (kByElement) put_operand<T>(ds + 2 * n, d[n]);
+    }
+    if constexpr (kByElement) {
+      if (masked(place)) {
+#pragma unroll
+        for (int n = 0; n < kBlocksN * 2; ++n) ds[n] &= ~sign_masks(p[n]);
+      }
+    } else {
+      if (masked(place)) keep_those(d, [&](int i) { return of_alive[i]; });
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
+    }
+  }
+  /// Of two numbers of 16 bits, all bits of those whose sign is set.
+  static __device__ __forceinline__ unsigned sign_masks(unsigned x) {
+    unsigned masks;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(masks) : "r"(x));
+    return masks;
+  }
+  /// Probabilities of pairs that take no part become -0, which no others are: so their gradients are known, and a mask
+  /// is computed once.
+  __device__ __forceinline__ void mark_others(float (&p)[kBlocksN][4], const Place& place) const {
+    const int q = place.row() + lane() % 4 * 2, kv = first_key();
+    if constexpr (kHas<typename Config::MaskMod> || Config::kParts > 1) {
+      if (const int kinds = place.kinds(); kinds != kTileFull) {
+        keep_those(p, [&](int i) {
+          const int kind = Config::kParts == 1 ? kTilePartial : kinds >> i * Config::kParts / (kBlocksN * 4) * 2 & 3;
+          bool takes = kind != kTileNone;
+          if constexpr (kHas<typename Config::MaskMod>) {
+            takes &= kind == kTileFull |
+                     Config::MaskMod::apply(mask_, place.b, place.h, q + i / 4 * 8 + i % 2, kv + i / 2 % 2 * 8, true);
+          }
+          return takes;
+        });
+      }
+    }
+    if (at_edge(place)) {
+      keep_those(p, [&](int i) { return q + i / 4 * 8 + i % 2 < a_.queries & kv + i / 2 % 2 * 8 < a_.keys; });
+    }
+  }
+  /// The others become -0.
+  template <class Takes>
+  static __device__ __forceinline__ void keep_those(float (&x)[kBlocksN][4], const Takes& takes) {
+#pragma unroll
+    for (int i = 0; i < kBlocksN * 4; ++i) x[i / 4][i % 4] = takes(i) ? x[i / 4][i % 4] : -0.0f;
+  }
+
+  /// The products of tile i, and the first ones of the next tile. None of them is under a condition, which would make
+  /// the compiler wait for them: of a tile that there is not they are made of whatever lies in shared memory, and not
+  /// used.
+  __device__ __forceinline__ void turn(int i, bool first, const Place& now, const unsigned (&p)[kBlocksN * 2],
+                                       const unsigned (&ds)[kBlocksN * 2], float (&s)[kBlocksN][4],
+                                       float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
+                                       float (&grad_value)[kBlocksE][4]) const {
+    float c[kBlocksQ][4];
+    issue_grad_value(grad_value, p, i);
+    if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1, now.stage_before());
+    issue_grad_key(grad_key, ds, i);
+    wgmma_commit();
+    wgmma_wait<1>();
+    pin<kBlocksE * 4>(grad_value[0]);
+    if constexpr (Config::kGradQuery) {
+      pin<kBlocksQ * 4>(c[0]);
+      if (!first) store_grad_query(c);
+    }
+    wait_query(i + 1);
+    wgmma_wait<0>();
+    pin<kBlocksD * 4>(grad_key[0]);
+    issue_scores(s, i + 1, now.next_stage());
+    release(grad_out_empty(stage_of(i)));
+    release(query_empty(query_stage_of(i)));
+    // Here, and not before the turn: it keeps the compiler from having dP's registers before dQ's are free.
+    wait_grad_out(i + 1);
+    issue_grad_probabilities(d, i + 1);
+  }
+
+  // --- dS and dQ through shared memory ---
+
+  // The warp's 16 keys of dS, transposed: a row is a query. Matrix i of a store is keys 8 * (i % 2) on and queries
+  // 8 * (i / 2) on; a lane has the address of row lane % 8 of matrix lane / 8.
+  __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], int i) const {
+    const int s = stage_of(i);
+    Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
+    const int matrix = lane() / 8, row = lane() % 8, part = warp() % 4 * 2 + matrix % 2;
+    const unsigned to =
+        gradient(s) + group_ * Config::kRows * kChunkBytes + (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
+#pragma unroll
+    for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
+  }
+  /// The warpgroup's columns and queries of tile i, when dS of it is there. Of the tile before the first one (i = -1)
+  /// the barrier's phase counts as over.
+  __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage) const {
+    Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
+    const auto a = descriptor(key(key_stage) + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
+    const auto b = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kCols / 16; ++k) {
+      QueryProduct::run(c[0], advanced(a, k * 16 * kChunkBytes), advanced(b, step_bytes<Config::kRows>(k)), k != 0);
+    }
+    wgmma_commit();
+  }
+  static __device__ __forceinline__ int first_row(int group) { return kRowsShared ? group * kSumRows : 0; }
+  static __device__ __forceinline__ int first_col(int group) { return kRowsShared ? 0 : group * 64; }
+
+  // To the warp that has it added up, in blocks as they lie in memory: of eight queries after eight those of 64
+  // columns, of which a warp has two, side by side.
+  __device__ __forceinline__ void give_grad_query(const float (&c)[kBlocksQ][4], int i) const {
+    release(gradient_empty(stage_of(i)));
+    named_sync(kSumEmpty + group_, kWithWarp);
+    store_grad_query(c);
+    fence_before_copy();
+    named_arrive(kSumFull + group_, kWithWarp);
+  }
+  __device__ __forceinline__ void store_grad_query(const float (&c)[kBlocksQ][4]) const {
+    const unsigned to = sum(group_) + warp() % 4 * 2 * kBlockBytes + lane() * 8;
+#pragma unroll
+    for (int n = 0; n < kBlocksQ; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) store_pair(to + n * kEightRows + r * kBlockBytes, c[n][2 * r], c[n][2 * r + 1]);
+    }
+  }
+  __device__ __forceinline__ void last_grad_query(int i, int key_stage) const {
+    float c[kBlocksQ][4];
+    issue_grad_query(c, i, key_stage);
+    wgmma_wait<0>();
+    pin<kBlocksQ * 4>(c[0]);
+    give_grad_query(c, i);
+  }
+
+  /// A warp: a warpgroup's dQ of each tile, to the copy engine. Issuing that, and waiting for it, would take the
+  /// warpgroup as long as a product.
+  __device__ __forceinline__ void add_grad_query(int group) const {
+    const int cols = min(a_.sum_cols - first_col(group), 64);
+    const bool adds = lane() < kBlocksQ;  // eight queries
+    named_arrive(kSumEmpty + group, kWithWarp);
+    for (int i = 0;; ++i) {
+      named_sync(kSumFull + group, kWithWarp);
+      const Place place = place_of(i);
+      if (Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0)) {
+        if constexpr (Config::kGradValue) store_gradient<Config::kValue>(more_.grad_value, group, place);
+        if constexpr (Config::kGradKey) store_gradient<Config::kHead>(more_.grad_key, group, place);
+      }
+      if (place.tile == kNoMore) break;
+      const int row = place.row() + first_row(group) + lane() * 8;
+      if (adds && place.tile >= 0 && row < a_.sum_rows) {
+        const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
+        add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
+                   cols / 8 * kBlockBytes);
+        commit_sums();
+        wait_sums_read();
+      }
+      __syncwarp();
+      named_arrive(kSumEmpty + group, kWithWarp);
+    }
+    if (adds) wait_sums_added();
+  }
+  // And waits for what comes next.
+  template <int kCols>
+  __device__ __forceinline__ void store_gradient(const TensorMap& to, int group, const Place& place) const {
+    if (const int chunk = lane(); chunk < kCols / kChunk) {
+      store_box(to, sum(group) + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64, key_head(place),
+                key_batch(place));
+      commit_sums();
+      wait_sums_read();
+    }
+    __syncwarp();
+    named_arrive(kSumEmpty + group, kWithWarp);
+    named_sync(kSumFull + group, kWithWarp);
+  }
+};
+
+}  // namespace fusegrad::device

@@ -1,0 +1,450 @@
+// What the backwards of flex attention on sm_90a have in common: the places in shared memory, the producer, products
+// and the pairs of a tile. Two warpgroups or more compute. Either each has 64 keys of its own
+// (flex_backward_hopper.cuh), or all have the same 64 (flex_backward_wide_hopper.cuh).
+//
+// See flex_scores.cuh and flex_backward.cuh for Config; kWarps are those that have keys of their own. Here also:
+//   kGroups                    warpgroups that compute
+//   kQueryStages, kStages      tiles of queries, and of grad_out and dS, in shared memory
+//   kKeyStages                 tiles of keys: with 2, those of the next keys are there before the last products of the
+//                              former ones, and between them there is no seam
+//   kParts                     1, or parts of a tile's queries, at any of which it may begin, each with a kind of tile
+//                              of its own
+#pragma once
+
+#include "cuda/attention/device/buffers.cuh"
+#include "cuda/attention/device/gradient.cuh"
+#include "cuda/device/hopper.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexBackwardHopperTiles {
+ protected:
+  using T = typename Config::Element;
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  using ScoreProduct = Wgmma<T, Config::kRows, false, false>;
+  using KeyProduct = Wgmma<T, Config::kHead, true, true>;
+  using ValueProduct = Wgmma<T, Config::kValue, true, true>;
+  static constexpr bool kOwnKeys = Config::kCols == 64 * Config::kGroups;
+  static constexpr bool kSeamless = Config::kKeyStages == 2;
+  static constexpr int kThreads = Config::kGroups * kWarpgroup;
+  // Named barriers: each warpgroup's turn to issue products, each warpgroup by itself, all that compute; and of each
+  // warpgroup, between it and the warp that has dQ added up: that there is dQ, and that its place is free.
+  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups, kAll = kAlone + Config::kGroups;
+  static constexpr int kSumFull = kAll + 1, kSumEmpty = kSumFull + Config::kGroups;
+  // Two sets of lines: a tile's sums are read until after the next one's pairs have begun.
+  using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
+  static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
+  static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
+  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
+  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
+  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
+  static constexpr int kGradOutBytes = Config::kRows * Config::kValue * 2;
+  static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
+  // dS lies as [query][key], in chunks of 64 keys.
+  static constexpr int kGradientBytes = Config::kGradQuery ? Config::kRows * Config::kCols * 2 : 0;
+  // dQ on its way to memory.
+  static constexpr int kSumBytes = Config::kGradQuery ? Config::kRows * Config::kHead * 4 : 0;
+  static constexpr int kConsumerWarps = kThreads / kLanes;
+  // Of what there is once for keys, then of stages; even numbers. Behind them is what touches write, 4 bytes of each
+  // thread, or lines.
+  static constexpr int kKeyBarriers = 2 * Config::kKeyStages;
+  static constexpr int kBarriers = kKeyBarriers + 2 * Config::kQueryStages + 4 * Config::kStages;
+  static constexpr int kWords = !kHas<ScoreMod> ? 0 : kOwnKeys ? 512 : kThreads;  // of those
+  // A tile's place is read until after its stages were released, with dQ.
+  static constexpr int kPlaces = 8;
+  // In place of a tile, behind the last one of keys: others of other keys follow, or none.
+  static constexpr int kOtherKeys = -2, kNoMore = -1;
+  static constexpr int kKindBits = 2 * Config::kParts;
+  // Of the pairs that a mask_mod is asked for at once.
+  static constexpr int kTogether = 8;
+  // Whether pairs are computed eight queries after eight, as numbers of many at a time would not fit registers.
+  static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
+  static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
+  static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 16 == 0);
+
+ public:
+  static constexpr int kSharedBytes = Config::kKeyStages * kKeyBytes + kValueBytes +
+                                      Config::kQueryStages * kQueryBytes +
+                                      Config::kStages * (kGradOutBytes + kRowBytes + kGradientBytes) + kSumBytes +
+                                      kPlaces * 16 + 8 * kBarriers + 4 * kWords + Sums::kSharedBytes;
+
+  __device__ __forceinline__ FlexBackwardHopperTiles(const FlexBackwardArguments& a, const FlexSums* sums,
+                                                     const FlexBackwardHopperArguments& more,
+                                                     const typename ScoreMod::Captured& score,
+                                                     const typename MaskMod::Captured& mask, char* shared)
+      : a_(a),
+        more_(more),
+        score_(score),
+        mask_(mask),
+        // As it is aligned already: computed, it stays in a register, where compilers would make it anew of constants.
+        key_((shared_address(shared) + 1023) / 1024 * 1024),
+        sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
+
+ protected:
+  /// Before all else; `releasing` warps release a tile's stages.
+  __device__ __forceinline__ void begin(int releasing) {
+    if (threadIdx.x == 0) {
+      Barrier::init(value_empty(), kConsumerWarps);
+      for (int s = 0; s < Config::kKeyStages; ++s) Barrier::init(key_empty(s), kConsumerWarps);
+      for (int s = 0; s < Config::kQueryStages; ++s) {
+        Barrier::init(query_full(s), 1);
+        Barrier::init(query_empty(s), releasing);
+      }
+      for (int s = 0; s < Config::kStages; ++s) {
+        Barrier::init(grad_out_full(s), 1);
+        Barrier::init(grad_out_empty(s), releasing);
+        Barrier::init(gradient_full(s), kConsumerWarps);
+        Barrier::init(gradient_empty(s), kConsumerWarps);
+      }
+      Barrier::fence_inits();
+    }
+    __syncthreads();
+    // The same in all threads of a warp, and known to be.
+    group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  }
+  __device__ __forceinline__ int col_tiles() const { return (a_.keys + Config::kCols - 1) / Config::kCols; }
+  // The keys of number `id`. A head's first keys come first: under a causal mask they have the most queries, and what
+  // is begun last should not take long.
+  __device__ __forceinline__ void take(int id) {
+    const int col_tiles = this->col_tiles(), key_heads = a_.heads / a_.group;
+    const int first = id / (more_.section * col_tiles) * more_.section;
+    const int heads = min(more_.section, more_.heads - first), place = id - first * col_tiles;
+    const int head = more_.first_head + first + place % heads;
+    col_tile_ = place / heads;
+    key_batch_ = head / key_heads;
+    key_head_ = head % key_heads;
+  }
+
+  // Tiles of queries are counted: the stages of tile i and how their barriers' parity goes. One number instead of
+  // several: registers are scarce.
+  static_assert(Config::kStages == 2);
+  static __device__ __forceinline__ int stage_of(int i) { return i & 1; }
+  static __device__ __forceinline__ int parity_of(int i) { return i >> 1 & 1; }
+  static __device__ __forceinline__ int query_stage_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) % Config::kQueryStages);
+  }
+  static __device__ __forceinline__ int query_parity_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
+  }
+  /// A tile of queries of one of the query heads that share the keys; `tile` is as FlexTiles lists it, or less than 0.
+  /// `keys`: the first key, and whether it is their first and their last tile, and the stage that the keys are in.
+  struct Place {
+    int b, h, tile, keys;
+    static constexpr int kLast = 1, kStage = 2, kFirst = 4;
+    __device__ __forceinline__ int row() const { return (tile >> kKindBits) * (Config::kRows / Config::kParts); }
+    __device__ __forceinline__ int kinds() const { return tile & ((1 << kKindBits) - 1); }  // 0: all kTileFull
+    __device__ __forceinline__ int col() const { return keys & ~63; }
+    __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
+    __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
+    __device__ __forceinline__ int stage() const { return keys / kStage & 1; }
+    __device__ __forceinline__ int stage_before() const { return stage() ^ (keys / kFirst & 1); }
+    __device__ __forceinline__ int next_stage() const { return stage() ^ (keys & kLast); }
+  };
+
+  // Where all lies in shared memory, in this order.
+  __device__ __forceinline__ unsigned key(int s) const { return key_ + (kSeamless ? s * kKeyBytes : 0); }
+  __device__ __forceinline__ unsigned value() const { return key_ + Config::kKeyStages * kKeyBytes; }
+  __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kQueryBytes; }
+  __device__ __forceinline__ unsigned grad_out(int s) const { return query(Config::kQueryStages) + s * kGradOutBytes; }
+  __device__ __forceinline__ unsigned gradient(int s) const { return grad_out(Config::kStages) + s * kGradientBytes; }
+  __device__ __forceinline__ unsigned sum(int group) const {
+    return gradient(Config::kStages) + group * (kSumBytes / Config::kGroups);
+  }
+  __device__ __forceinline__ unsigned rows(int s) const {
+    return gradient(Config::kStages) + kSumBytes + s * kRowBytes;
+  }
+  /// Of tile i.
+  __device__ __forceinline__ unsigned place(int i) const { return rows(Config::kStages) + i % kPlaces * 16; }
+  __device__ __forceinline__ unsigned barrier(int i) const { return rows(Config::kStages) + kPlaces * 16 + i * 8; }
+  __device__ __forceinline__ unsigned value_empty() const { return barrier(0); }
+  __device__ __forceinline__ unsigned key_empty(int s) const { return barrier(1 + (kSeamless ? s : 0)); }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barrier(kKeyBarriers + s); }
+  __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
+  __device__ __forceinline__ unsigned grad_out_full(int s) const { return query_empty(Config::kQueryStages + s); }
+  __device__ __forceinline__ unsigned grad_out_empty(int s) const { return grad_out_full(Config::kStages + s); }
+  __device__ __forceinline__ unsigned gradient_full(int s) const { return grad_out_empty(Config::kStages + s); }
+  __device__ __forceinline__ unsigned gradient_empty(int s) const { return gradient_full(Config::kStages + s); }
+
+  static __device__ __forceinline__ int thread() { return thread_anew(); }
+  static __device__ __forceinline__ int lane() { return thread() % kLanes; }
+  static __device__ __forceinline__ int warp() { return thread() / kLanes; }
+  /// Of the warpgroups with keys of their own; else 0.
+  __device__ __forceinline__ int key_group() const { return kOwnKeys ? group_ : 0; }
+  __device__ __forceinline__ int first_key() const { return col_ + (kOwnKeys ? warp() : warp() % 4) * 16 + lane() / 4; }
+
+  // --- the producer: one thread, which alone reads lists ---
+
+  /// Of the CTA's keys all tiles of queries, and of other keys that are nobody's yet.
+  __device__ __forceinline__ void produce() {
+    const int all = more_.heads * col_tiles(), row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    int id = static_cast<int>(blockIdx.x), i = 0;
+    for (int keys = 0; id < all; ++keys) {
+      take(id);
+      // Keys that have fewer get tiles beyond the queries: a stage of keys is free when the first tile of the next
+      // ones is done, and their second one asks for the keys after them. The last tile is of the last head.
+      constexpr int kLeast = kSeamless ? 2 : 1;
+      int brought = 0, h = key_head_ * a_.group, b = key_batch_;
+#pragma unroll 1
+      for (int left = (a_.key_batches == 1 ? a_.batches : 1) * a_.group; left > 0; --left) {
+        const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
+#pragma unroll 1  // or its registers would be more than it has
+        for (int tile = 0; tile < walk.count() || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
+          const Place p{b, h, tile < walk.count() ? walk[tile] : row_tiles * Config::kParts << kKindBits, 0};
+          const bool last = left == 1 && tile + 1 >= walk.count() && brought + 1 >= kLeast;
+          if (last) id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+          load(i++, p, keys, brought++ == 0, last);
+        }
+        if (++h % a_.group == 0) {
+          h -= a_.group;
+          ++b;
+        }
+      }
+      if (!kSeamless || id >= all) end(i++, id < all ? kOtherKeys : kNoMore, keys);
+    }
+  }
+  static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+  }
+  // In place of a tile, behind the last one of keys.
+  __device__ __forceinline__ void end(int i, int kind, int keys) const {
+    const int s = stage_of(i), query_stage = query_stage_of(i);
+    Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
+    store(place(i), key_batch_, key_head_ * a_.group, kind,
+          col_tile_ * Config::kCols | (kSeamless ? keys & 1 : 0) * Place::kStage);
+    Barrier::arrive(query_full(query_stage));
+    Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
+    Barrier::arrive(grad_out_full(s));
+  }
+  // With the first tile of keys, number `keys`, those and their values.
+  __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) const {
+    const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
+    const int key_stage = kSeamless ? keys & 1 : 0;
+    store(place(i), p.b, p.h, p.tile, col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst);
+    Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
+    Barrier::expect(query_full(query_stage), kQueryBytes + (first ? kKeyBytes : 0));
+    copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
+                                             p.b);
+    const auto load_keys = [&] {
+      Barrier::wait(key_empty(key_stage), (kSeamless ? keys >> 1 : keys) & 1 ^ 1);
+      copy_boxes<Config::kCols, Config::kHead>(key(key_stage), more_.key, query_full(query_stage), col, key_head_,
+                                               key_batch_);
+    };
+    if (kSeamless && first) load_keys();
+    const bool with_values = Config::kGradScores && first;
+    Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
+    Barrier::expect(grad_out_full(s), kGradOutBytes + kRowBytes + (with_values ? kValueBytes : 0));
+    copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
+    // Beyond the head's last row are those of the next one, of pairs that take no part.
+    copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
+    if (with_values) {
+      Barrier::wait(value_empty(), keys & 1 ^ 1);
+      copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, grad_out_full(s), col, key_head_, key_batch_);
+    }
+    // Behind the first queries, for which there is room before.
+    if (!kSeamless && first) load_keys();
+  }
+
+  // --- what consumers wait for ---
+
+  /// Until the producer has brought the queries of tile i, and its place.
+  __device__ __forceinline__ void wait_query(int i) const {
+    Barrier::wait(query_full(query_stage_of(i)), query_parity_of(i));
+  }
+  /// With them come the row values.
+  __device__ __forceinline__ void wait_grad_out(int i) const {
+    Barrier::wait(grad_out_full(stage_of(i)), parity_of(i));
+  }
+  /// The same in all threads of a warp, and known to be: read by the lane that releases stages.
+  __device__ __forceinline__ Place place_of(int i) const {
+    Place p;
+    load_four_by_first(lane(), place(i), p.b, p.h, p.tile, p.keys);
+    return p;
+  }
+  __device__ __forceinline__ int key_head(const Place& p) const { return p.h / a_.group; }
+  __device__ __forceinline__ int key_batch(const Place& p) const { return a_.key_batches == 1 ? 0 : p.b; }
+  /// What the warpgroup will read for tile i, which is there: of diagonals, and for each pair by itself where it stays
+  /// in the first-level cache, of which dQ leaves 28 KiB; what it reads of keys it has.
+  static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 &&
+                                        (!Config::kGradQuery ||
+                                         Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
+  // Of reads by keys alone a thread has two a tile. With diagonals all are of lines, each warpgroup's its own.
+  using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
+  static constexpr bool kLines =
+      kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
+  // Of eight queries, that are computed together where registers are left.
+  static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
+  __device__ __forceinline__ void touch(int i) const {
+    if constexpr (!kTouches) return;
+    const Place p = place_of(i);
+    const int kv = p.col() + key_group() * 64, thread = this->thread() % kWarpgroup;
+    const unsigned nowhere = barrier(kBarriers) + this->thread() * 4;
+    if constexpr (kTouchesDiagonals<ScoreMod> && !kLines)
+      touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
+    if constexpr (kTouchesPairs)
+      touch_pairs<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
+  }
+  __device__ __forceinline__ unsigned lines() const { return barrier(kBarriers) + group_ * Lines::kWords * 4; }
+  __device__ __forceinline__ void load(Lines& lines, int i) const {
+    const Place p = place_of(i);
+    lines.load(score_, p.b, p.h, p.row(), p.col() + key_group() * 64, thread() % kWarpgroup);
+  }
+  /// Of the thread's first pair.
+  __device__ __forceinline__ auto reads() const {
+    if constexpr (kLines) {
+      return typename Lines::Reads(lines(), lane() % 4 * 2, warp() % 4 * 16 + lane() / 4);
+    } else {
+      return score_mod::ReadThere();
+    }
+  }
+  // By each warp, when all its lanes are done with what the barrier guards.
+  __device__ __forceinline__ void release(unsigned barrier) const {
+    __syncwarp();
+    if (lane() == 0) Barrier::arrive(barrier);
+  }
+
+  // --- products ---
+
+  // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int i, int key_stage) const {
+    issue_rows<Config::kHead>(s, key(key_stage), query(query_stage_of(i)));
+  }
+  __device__ __forceinline__ void issue_grad_probabilities(float (&d)[kBlocksN][4], int i) const {
+    if constexpr (Config::kGradScores) issue_rows<Config::kValue>(d, value(), grad_out(stage_of(i)));
+  }
+  /// The warpgroup's 64 rows of `a` by all rows of `b`.
+  template <int kCommon>
+  __device__ __forceinline__ void issue_rows(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
+    const auto row = descriptor(anew(a + key_group() * kGroupBytes), 16), col = descriptor(b, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kCommon / 16; ++k) {
+      ScoreProduct::run(c[0], advanced(row, step_bytes<Config::kCols>(k)), advanced(col, step_bytes<Config::kRows>(k)),
+                        k != 0);
+    }
+    wgmma_commit();
+  }
+  // These two are committed where they are issued.
+  __device__ __forceinline__ void issue_grad_value(float (&c)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
+                                                   int i) const {
+    if constexpr (Config::kGradValue) issue_operand<ValueProduct>(c[0], p, grad_out(stage_of(i)));
+  }
+  __device__ __forceinline__ void issue_grad_key(float (&c)[kBlocksD][4], const unsigned (&ds)[kBlocksN * 2],
+                                                 int i) const {
+    if constexpr (Config::kGradKey) issue_operand<KeyProduct>(c[0], ds, query(query_stage_of(i)));
+  }
+  template <class Product>
+  __device__ __forceinline__ void issue_operand(float* c, const unsigned (&a)[kBlocksN * 2], unsigned b) const {
+    const auto from = descriptor(b, Config::kRows * kChunkBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kRows / 16; ++k) Product::run(c, a + 4 * k, advanced(from, k * 16 * kChunkBytes), true);
+  }
+  // --- pairs ---
+
+  /// Whether some pairs of a tile may not take part.
+  __device__ __forceinline__ bool masked(const Place& place) const {
+    return place.kinds() != kTileFull || at_edge(place);
+  }
+  /// Whether some are beyond the lengths.
+  __device__ __forceinline__ bool at_edge(const Place& place) const {
+    return place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+  }
+  __device__ __forceinline__ Bits<kBlocksN * 4> alive(const Place& place, bool masked) const {
+    static_assert(Config::kParts == 1);
+    if (!masked) return ~Bits<kBlocksN * 4>(0);
+    return masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.kinds(), place.b, place.h,
+                                                           place.row() + lane() % 4 * 2, first_key());
+  }
+  /// Of 16 queries, n * 8 on.
+  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
+  __device__ __forceinline__ DropoutPairs dropout_pairs(const Place& place, int n) const {
+    return dropout_.template pairs<true>(a_.dropout, place.row() + n * 8, first_key() - lane() / 4, lane());
+  }
+  /// What dropout takes of an operand of probabilities; signs stay.
+  static __device__ __forceinline__ void drop_operand(const DropoutPairs& kept, int n, unsigned (&p)[kBlocksN * 2]) {
+    if constexpr (Config::kDropout) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept.mask(n, r) | 0x80008000;
+    }
+  }
+  /// Before the first tile of a query head.
+  __device__ __forceinline__ void begin_dropout(const Place& place) {
+    dropout_.begin(a_.dropout, place.b * a_.heads + place.h);
+  }
+  /// Of the values' gradient.
+  __device__ __forceinline__ float value_scale() const { return Config::kDropout ? a_.dropout.scale : 1.0f; }
+  // P and dS of the warp's keys, as operands.
+  __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                        unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
+    const bool masked = this->masked(place);
+    sums_.begin_tile();
+    if (!kUnmaskedToo<Config> || masked) {
+      each_pair<true>(place, i, alive(place, masked), s, d, p, ds);
+    } else {
+      each_pair<false>(place, i, 0, s, d, p, ds);
+    }
+    sums_.end_tile(i & 1);
+  }
+  template <bool kMasked>
+  __device__ __forceinline__ void each_pair(const Place& place, int i, Bits<kBlocksN * 4> alive,
+                                            float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                            unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
+    const int b = place.b, h = place.h, q = place.row() + lane() % 4 * 2, kv = first_key();
+    const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+    const auto reads = this->reads();
+    DropoutPairs kept;
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      if (kInOrder && n % kBlocksHeld == 0) hold_order();
+      if constexpr (Config::kDropout) {
+        if (n % 2 == 0) kept = dropout_pairs(place, n);
+        kept.drop(n, d[n]);
+      }
+      FlexRow of_row[2];
+      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
+        FlexQuery of{of_row[e % 2], 0.0f, 0.0f};
+        if constexpr (Config::kMaxGradient) {
+          const bool there = at_q < a_.queries;
+          const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
+          of.max = there ? a_.max_scores[at] : 0.0f;
+          of.grad_max = there ? a_.grad_max[at] : 0.0f;
+        }
+        float value[Config::Derivative::kContributions + 1];
+        const float score = s[n][e];
+        const float grad = !Config::kGradScores ? 0.0f : Config::kDropout ? d[n][e] * a_.dropout.scale : d[n][e];
+        const bool takes = !kMasked || takes_part[n * 4 + e];
+        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
+                                                  value, reads.at(n * 8 + e % 2, e / 2 * 8));
+        sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
+      }
+      if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();
+      sums_.end_block(0, n);
+      put_operand<T>(p + 2 * n, s[n]);
+      drop_operand(kept, n, p);
+      if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
+    }
+  }
+  static __device__ __forceinline__ void load_rows(FlexRow (&rows)[2], unsigned address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(rows[0].lse), "=f"(rows[0].delta), "=f"(rows[1].lse), "=f"(rows[1].delta)
+                 : "r"(address));
+  }
+
+  const FlexBackwardArguments& a_;
+  const FlexBackwardHopperArguments& more_;
+  const typename ScoreMod::Captured& score_;
+  const typename MaskMod::Captured& mask_;
+  const unsigned key_;
+  Sums sums_;
+  FlexDropoutHead<Config> dropout_;
+  int col_tile_, col_, key_batch_, key_head_, group_;
+};
+
+}  // namespace fusegrad::device

@@ -1,0 +1,503 @@
+// The forward of flex attention on sm_90a. A CTA for each multiprocessor computes kRows queries of a head at a time: a
+// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While one's
+// products run, the scores of a tile and the output of the one before, the others' warps are at their exponentials. The
+// producer goes on to the next queries while the last output is written. See flex_scores.cuh for Config and
+// flex_forward.cuh; here also:
+//   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
+//   kStages                    tiles of keys and of values in shared memory
+//   kQueryStages               1 or 2 tiles of queries: with 2, a warpgroup that is ahead stays ahead between queries
+//   kParts                     1, or kGroups: each warpgroup's queries have kinds of tiles of their own
+//   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
+//   kLineBytes                 of shared memory, for lines of what mods read
+//   kFirstMaximum              exponentials are relative to the first maximum of a row, and no other is looked for,
+//                              until a tile's sums are too large
+#pragma once
+
+#include "cuda/attention/hopper/forward_tiles.cuh"
+#include "cuda/attention/hopper/softmax.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexForwardHopper : FlexForwardHopperTiles<Config> {
+  using Tiles = FlexForwardHopperTiles<Config>;
+  using Tiles::a_, Tiles::key_, Tiles::mask_, Tiles::query_, Tiles::score_, Tiles::value_, Tiles::zeros_;
+  using Tiles::key_empty, Tiles::key_full, Tiles::query_empty, Tiles::query_full, Tiles::value_empty, Tiles::value_full;
+  using Tiles::kKeyBytes, Tiles::kKindBits, Tiles::kQueryBytes, Tiles::kValueBytes;
+  using Tiles::lane, Tiles::produce, Tiles::release, Tiles::tile, Tiles::work, Tiles::work_empty, Tiles::work_full;
+  using typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod, typename Tiles::Stages;
+  using typename Tiles::Work, typename Tiles::Works;
+  using T = typename Config::Element;
+  using Softmax = FlexHopperSoftmax<Config>;
+  using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
+  using OutProduct = Wgmma<T, Config::kValue, true, true>;
+  static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
+  // Whether pairs are masked element by element: by way of bits a tile's mask takes as long as its softmax, but beside
+  // a score_mod's reads of each pair by itself it leaves more of those in flight. And of the pairs that a mask_mod then
+  // is asked for at once.
+  static constexpr bool kByElement = kPairBytes<ScoreMod> == 0;
+  static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
+  // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
+  // and whether warpgroups take turns in issuing products.
+  static constexpr bool kSeamless = Config::kGroups == 3;
+  static_assert(!kSeamless || !Config::kDropout);
+  // Whether warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so that from the start one's
+  // exponentials are beside the other's products. In smaller heads that is slower.
+  static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
+  // Two barriers in turn: warpgroup 0 may be one work ahead, but not two, as keys have two stages.
+  static_assert(!kStaggered || Config::kStages == 2);
+  // Named barriers: each warpgroup's turn, and each by itself.
+  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
+  // What mods read by keys, diagonals or queries is of lines in shared memory where there is room for them, each
+  // warpgroup's its own. There are two sets: a tile's are written while its scores are multiplied, and other warps may
+  // still read the former's.
+  using ScoreLines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
+  using MaskLines = TileLines<MaskMod, 64, Config::kCols, kWarpgroup>;
+  static constexpr int kLineSets = 2, kSetBytes = Config::kLineBytes / (Config::kGroups * kLineSets);
+  static constexpr bool kMaskLines = kByElement && MaskLines::kWords > 0 && 4 * MaskLines::kWords <= kSetBytes;
+  static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
+  static constexpr bool kScoreLines = ScoreLines::kWords > 0 && kMaskLineBytes + 4 * ScoreLines::kWords <= kSetBytes;
+  static_assert(kSetBytes % 8 == 0 && Config::kStages % 2 == 0 && !(kSeamless && (kMaskLines || kScoreLines)));
+
+ public:
+  using Tiles::kSharedBytes;
+
+  __device__ __forceinline__ FlexForwardHopper(const FlexForwardArguments& a, const FlexForwardHopperArguments& more,
+                                               const typename ScoreMod::Captured& score,
+                                               const typename MaskMod::Captured& mask, unsigned shared)
+      : Tiles(a, more, score, mask, shared), softmax_(a) {}
+
+  __device__ __forceinline__ void run() {
+    Tiles::begin();
+    // The same in all threads of a warp, and known to be.
+    group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+    if (group_ == Config::kGroups) {
+      give_registers<Config::kGroups == 3 ? 32 : 40>();
+      if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
+    } else {
+      take_registers<Config::kGroups == 3 ? 160 : 232>();
+      consume();
+    }
+  }
+
+ private:
+  // --- a consumer warpgroup ---
+
+  __device__ __forceinline__ void consume() {
+    Stages keys, values;
+    QueryStages queries;
+    Works works;
+    if constexpr (kSeamless) {
+      seamless(keys, values, queries, works);
+      return;
+    }
+    while (true) {
+      const int tiles = take(works);
+      if (row_ == Work::kNoMore) break;
+      compute(tiles, keys, values, queries, works.stage());
+    }
+  }
+  /// The next work; how many tiles it has.
+  __device__ __forceinline__ int take(Works& works) {
+    int tiles;
+    Barrier::wait(work_full(works.stage()), works.parity());
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b_), "=r"(h_), "=r"(row_), "=r"(tiles)
+                 : "r"(work(works.stage()))
+                 : "memory");
+    // The same in all threads of a warp, and known to be.
+    b_ = __shfl_sync(~0u, b_, 0);
+    h_ = __shfl_sync(~0u, h_, 0);
+    row_ = __shfl_sync(~0u, row_, 0);
+    tiles = __shfl_sync(~0u, tiles, 0);
+    __syncwarp();
+    release(work_empty(works.stage()));
+    works.next();
+    return tiles;
+  }
+
+  /// One work after the other; `parity`: of how many there were.
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries, int parity) {
+    float out[kBlocksE][4], s[kBlocksN][4];
+    clear(out);
+    if (tiles > 0) {
+      dropout_.begin(a_.dropout, b_ * a_.heads + h_);
+      Barrier::wait(query_full(queries.stage()), queries.parity());
+      // Nothing to overlap the first tile's scores with.
+      wait_keys(keys);
+      if (kStaggered && group_ == 1) named_sync(kTurn + parity, 2 * kWarpgroup);
+      issue_scores(s, queries.stage(), keys.stage);
+      if (kStaggered && group_ == 0) named_arrive(kTurn + parity, 2 * kWarpgroup);
+      const int now = number(keys, 0);
+      // Others may still read the last tile's.
+      if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
+      bring_lines(now, 0);
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      attend(tiles, now, out, s, keys, values, queries);
+      wait_output(out, values, true);
+    }
+    finish(out, tiles < 0, b_, h_, first_query());
+  }
+
+  /// All work.
+  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Works& works) {
+    float out[kBlocksE][4], s[kBlocksN][4];
+    // Warpgroup 0 begins; each gives the turn to the next with its products in the queue. The last turn is nobody's.
+    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    int tiles = begin(s, keys, queries, works);
+    while (row_ != Work::kNoMore) {
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      const int b = b_, h = h_, first = first_query();
+      const bool some = tiles > 0, bad = tiles < 0, skips = skips_last();
+      clear(out);
+      if (tiles > 0) {
+        if (skips) --tiles;
+        attend(tiles, number(keys, 0), out, s, keys, values, queries);
+        if (skips) {
+          wait_keys(keys);
+          begin_turn();
+          end_turn();
+          release(key_empty(keys.stage));
+          keys.next();
+        }
+      }
+      tiles = begin(s, keys, queries, works);
+      wgmma_wait<1>();
+      pin<kBlocksE * 4>(out[0]);
+      if (some) release_values(values);
+      if (skips) {
+        Barrier::wait(value_full(values.stage), values.parity);
+        release_values(values);
+      }
+      finish(out, bad, b, h, first);
+    }
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(s[0]);
+    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+  }
+  /// Takes the next work, and issues its first scores; where it has no tiles they are made of whatever lies in shared
+  /// memory, and not used: under a condition the compiler would wait for products.
+  __device__ __forceinline__ int begin(float (&s)[kBlocksN][4], const Stages& keys, const QueryStages& queries,
+                                       Works& works) {
+    const int tiles = take(works);
+    if (tiles > 0) {
+      Barrier::wait(query_full(queries.stage()), queries.parity());
+      wait_keys(keys);
+    }
+    issue_scores(s, queries.stage(), keys.stage);
+    if constexpr (Config::kParts > 1) {
+      if (row_ != Work::kNoMore) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
+    }
+    return tiles;
+  }
+
+  /// The thread's first query.
+  __device__ __forceinline__ int first_query() const {
+    return (row_ & ~Work::kSkips) + static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4;
+  }
+
+  __device__ __forceinline__ void wait_keys(const Stages& keys) const {
+    Barrier::wait(key_full(keys.stage), keys.parity);
+  }
+  /// Which tile the stage's keys are, as in its list. After wait_keys.
+  __device__ __forceinline__ int number(const Stages& keys, int i) const {
+    return Config::kBlocks ? load_by_first(lane(), tile(keys.stage)) : i << kKindBits;
+  }
+  /// The kind of the warpgroup's part of a tile.
+  __device__ __forceinline__ int kind_of(int tile) const {
+    return (Config::kParts > 1 ? tile >> 2 * group_ : tile) & 3;
+  }
+  /// Whether the last tile has no pair of the warpgroup's, but is not the only one.
+  __device__ __forceinline__ bool skips_last() const { return Config::kParts > 1 && (row_ & 1) != 0; }
+  __device__ __forceinline__ bool has_none(int tile) const { return Config::kParts > 1 && kind_of(tile) == kTileNone; }
+
+  __device__ __forceinline__ void clear(float (&out)[kBlocksE][4]) {
+    zero(out);
+    softmax_.begin();
+  }
+  /// All tiles, `now` the first one, whose scores are there; the output's last product is still in flight then.
+  __device__ __forceinline__ void attend(int tiles, int now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
+                                         Stages& keys, Stages& values, QueryStages& queries) {
+    unsigned p[kBlocksN * 2];
+    float rescale[2];
+    release(key_empty(keys.stage));
+    keys.next();
+    if (tiles == 1) release(query_empty(queries.stage()));
+    bool in_flight = false, ended = false, again = false;
+    for (int i = 1; !ended;) {
+      apply_mods(s, now, (i - 1) % kLineSets);
+      softmax_.add(s, rescale, [&] {
+        if constexpr (!Config::kFirstMaximum) wait_output(out, values, in_flight);
+      });
+      Softmax::multiply(out, rescale);
+      Softmax::pack(p, s);
+      if constexpr (Config::kDropout) {
+#pragma unroll
+        for (int n = 0; n < kBlocksN; n += 2) {
+          drop(p, now, n);
+          if (n % 4 == 2) hold_order();
+        }
+      }
+      // Of a warpgroup, not of a warp: all its warps must wait for products by the same instructions. `again`: a warp
+      // that computes a tile once more is here by itself.
+      bool maxima = again;
+      if constexpr (Config::kFirstMaximum) {
+        if (!again) maxima = !named_any(kAlone + group_, kWarpgroup, softmax_.without_maximum());
+      }
+      ended = true;
+      while (i < tiles) {
+        wait_keys(keys);
+        if constexpr (kSeamless) begin_turn();
+        issue_scores(s, queries.stage(), keys.stage);
+        Barrier::wait(value_full(values.stage), values.parity);
+        pin<kBlocksE * 4>(out[0]);
+        issue_out(out, p, values.stage, now);
+        if constexpr (kSeamless) end_turn();
+        now = number(keys, i);
+        bring_lines(now, i % kLineSets);
+        wgmma_wait<1>();
+        pin<kBlocksN * 4>(s[0]);
+        release(key_empty(keys.stage));
+        keys.next();
+        if (++i == tiles) release(query_empty(queries.stage()));
+        in_flight = true;
+        ended = maxima;
+        again = false;  // known here already, so that it does not live through the loop
+        if (!maxima) {
+          if constexpr (Config::kFirstMaximum) wait_output(out, values, true);
+          break;
+        }
+        apply_mods(s, now, 0);
+        wait_output(out, values, true);
+        ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, now, n); });
+        if (!ended) {
+          scores_again(s, (now >> kKindBits) * Config::kCols);
+          again = true;
+          break;
+        }
+      }
+    }
+    Barrier::wait(value_full(values.stage), values.parity);
+    issue_out(out, p, values.stage, now);
+    queries.next();
+  }
+  __device__ __forceinline__ void release_values(Stages& values) const {
+    release(value_empty(values.stage));
+    values.next();
+  }
+  // For the product in flight, where one is.
+  __device__ __forceinline__ void wait_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight) const {
+    wgmma_wait<0>();
+    pin<kBlocksE * 4>(out[0]);
+    if (in_flight) release_values(values);
+  }
+
+  __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 2 * kWarpgroup); }
+  __device__ __forceinline__ void end_turn() const {
+    named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, int stage) const {
+    // The same in all threads of a warp, and known to be: descriptors are made of it.
+    query_stage = Config::kQueryStages == 1 ? 0 : __shfl_sync(~0u, query_stage, 0);
+    const auto query = descriptor(query_ + query_stage * kQueryBytes + group_ * 64 * kChunkBytes, 16);
+    const auto key = descriptor(key_ + stage * kKeyBytes, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kHead / 16; ++k) {
+      ScoreProduct::run(s[0], advanced(query, step_bytes<Config::kRows>(k)),
+                        advanced(key, step_bytes<Config::kCols>(k)), k != 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2], int stage,
+                                            int tile) const {
+    const unsigned at = has_none(tile) ? zeros_ : value_ + stage * kValueBytes;
+    const auto value = descriptor(at, Config::kCols * kChunkBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kCols / 16; ++k) {
+      OutProduct::run(out[0], p + 4 * k, advanced(value, k * 16 * kChunkBytes), true);
+    }
+    wgmma_commit();
+  }
+
+  // Queries that there are not may get any result: it is not stored.
+  __device__ __forceinline__ bool masked(int tile) const {
+    return kind_of(tile) != kTileFull || (tile >> kKindBits) * Config::kCols + Config::kCols > a_.keys;
+  }
+  /// A set of the warpgroup's; of a mask_mod first.
+  __device__ __forceinline__ unsigned lines(int set) const {
+    return tile(Config::kStages) + (group_ * kLineSets + set) * kSetBytes;
+  }
+  /// Writes what mods will read of a tile.
+  __device__ __forceinline__ void bring_lines(int tile, int set) const {
+    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
+    const int q = row_ + group_ * 64, kv = (tile >> kKindBits) * Config::kCols;
+    if constexpr (kScoreLines) {
+      ScoreLines of_score;
+      of_score.load(score_, b_, h_, q, kv, thread);
+      of_score.store(lines(set) + kMaskLineBytes, thread);
+    }
+    if constexpr (kMaskLines) {
+      if (masked(tile)) {
+        MaskLines of_mask;
+        of_mask.load(mask_, b_, h_, q, kv, thread);
+        of_mask.store(lines(set), thread);
+      }
+    }
+  }
+  /// Of the thread's first pair.
+  template <bool kOfLines, class Lines>
+  __device__ __forceinline__ auto reads(unsigned lines) const {
+    if constexpr (kOfLines) {
+      return typename Lines::Reads(lines, static_cast<int>(threadIdx.x) % kWarpgroup / kLanes * 16 + lane() / 4,
+                                   lane() % 4 * 2);
+    } else {
+      return score_mod::ReadThere();
+    }
+  }
+
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile, int set) const {
+    const int q = first_query(), kv = (tile >> kKindBits) * Config::kCols + lane() % 4 * 2;
+    if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
+    // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
+    if constexpr (!Config::kUnscaled) change(s, q, kv, reads<kScoreLines, ScoreLines>(lines(set) + kMaskLineBytes));
+    if (!masked(tile)) return;
+    if constexpr (!kByElement) {
+      mask(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind_of(tile), b_, h_, q, kv));
+      return;
+    }
+    const auto mask_reads = reads<kMaskLines, MaskLines>(lines(set));
+    if (Config::kMixed || !Config::kBlocks) {
+      mask(s, tile, kind_of(tile), q, kv, mask_reads);
+    } else if (kind_of(tile) == kTileFull) {
+      mask(s, tile, kTileFull, q, kv, mask_reads);
+    } else {
+      mask(s, tile, kTilePartial, q, kv, mask_reads);
+    }
+  }
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = (alive >> (n * 4 + e) & 1) != 0 ? s[n][e] : -FUSEGRAD_INFINITY;
+    }
+  }
+  template <class Reads>
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], int tile, int kind, int q, int kv,
+                                       const Reads& reads) const {
+    int keys[2];  // of a row, below which a pair may take part
+#pragma unroll
+    for (int r = 0; r < 2; ++r) keys[r] = has_none(tile) || q + 8 * r >= a_.queries ? 0 : a_.keys;
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
+        const bool takes = takes_part<Config>(a_.tiles, mask_, kind, b_, h_, at_q, at_kv, at_kv < keys[e / 2],
+                                              reads.at(e / 2 * 8, n * 8 + e % 2));
+        s[n][e] = takes ? s[n][e] : -FUSEGRAD_INFINITY;
+      }
+      if (n % 2 == 1) hold_order();
+    }
+  }
+  template <class Reads>
+  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv, const Reads& reads) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[n][e] *= a_.scale;
+        if constexpr (kHas<ScoreMod>) {
+          s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, true,
+                                    reads.at(e / 2 * 8, n * 8 + e % 2));
+        }
+      }
+    }
+  }
+
+  /// Of an operand of probabilities, two blocks of keys, n on.
+  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int tile, int n) const {
+    const int q = first_query() - lane() / 4, kv = (tile >> kKindBits) * Config::kCols;
+    const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);
+  }
+
+  /// The warp's scores once more, from memory: operands may be gone from shared memory.
+  __device__ __forceinline__ void scores_again(float (&s)[kBlocksN][4], int col) const {
+    const int q = first_query();
+    const long long key_step = 8 * a_.key.row_stride, query_step = 8 * a_.query.row_stride;
+    const T* query = static_cast<const T*>(a_.query.data) + b_ * a_.query.batch_stride + h_ * a_.query.head_stride +
+                     q * a_.query.row_stride;
+    const T* key = static_cast<const T*>(a_.key.data) + (a_.key_batches == 1 ? 0 : b_) * a_.key.batch_stride +
+                   h_ / a_.group * a_.key.head_stride + (col + lane() / 4) * a_.key.row_stride;
+    zero(s);
+#pragma unroll 1
+    for (int step = 0; step < Config::kHead; step += 16) {
+      const int k = step + lane() % 4 * 2;
+      unsigned word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        word[i] = pair_if(q + i % 2 * 8 < a_.queries && k + i / 2 * 8 < a_.head_size,
+                          query + i % 2 * query_step + k + i / 2 * 8);
+      }
+      const auto rows = Mma<T>::factor(word);
+      const T* at = key + k;
+#pragma unroll
+      for (int n = 0; n < kBlocksN; n += 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          word[i] =
+              pair_if(col + lane() / 4 + (n + i / 2) * 8 < a_.keys && k + i % 2 * 8 < a_.head_size, at + i % 2 * 8);
+          if (i % 2 == 1) at += key_step;
+        }
+        const auto cols = Mma<T>::factor(word);
+        Mma<T>::template step<0>(s[n], rows, cols);
+        Mma<T>::template step<1>(s[n + 1], rows, cols);
+        hold_order();
+      }
+    }
+  }
+  /// Two elements, or zeros.
+  __device__ __forceinline__ static unsigned pair_if(bool there, const T* at) {
+    unsigned word = 0;
+    asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.b32 %0, [%1];\n}"
+                 : "+r"(word)
+                 : "l"(at), "r"(static_cast<int>(there))
+                 : "memory");
+    return word;
+  }
+  __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad, int b, int h, int first) const {
+    const float nan = __int_as_float(0x7fffffff);
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = first + 8 * r;
+      const bool none = softmax_.max(r) == -FUSEGRAD_INFINITY;
+      const float sum = row_sum(softmax_.sum(r)), ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
+      factor[r] = bad ? nan : none ? 0.0f : (Config::kDropout ? a_.dropout.scale : 1.0f) / sum;
+      if (lane() % 4 != 0 || q >= a_.queries) continue;
+      const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
+      const float max = softmax_.max(r) * softmax_.unit();
+      a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : max + logf(sum);
+      if constexpr (Config::kMaxScores) {
+        a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
+        a_.max_ties[at] = ties;
+      }
+    }
+#pragma unroll 1  // the same code for both
+    for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
+      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b, h, first, a_.queries, a_.value_size, out,
+                                     factor, low != 0);
+    }
+  }
+
+  Softmax softmax_;
+  FlexDropoutHead<Config> dropout_;
+  int b_, h_, row_, group_;
+};
+
+}  // namespace fusegrad::device

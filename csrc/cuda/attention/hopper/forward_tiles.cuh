@@ -1,0 +1,222 @@
+// What a CTA of the forward of flex attention on sm_90a has: where all lies in shared memory, its barriers, and its
+// producer. See flex_forward_hopper.cuh.
+#pragma once
+
+#include "cuda/attention/device/scores.cuh"
+#include "cuda/device/hopper.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexForwardHopperTiles {
+ protected:
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
+  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
+  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
+  // Where parts of a tile have kinds of their own: zeros in place of the values of a tile that a part has none of, as
+  // what is not attended to may be infinite.
+  static constexpr int kZeroBytes = Config::kParts > 1 ? kValueBytes : 0;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
+  static constexpr int kKindBits = 2 * Config::kParts;
+  static constexpr int kBarriers = 4 + 2 * Config::kQueryStages + 4 * Config::kStages;
+  // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
+  // would get the next longest too, and early enough for what it reads then to come.
+  static constexpr int kAskBefore = 4;
+  // How many tiles later than keys values are brought: 1 is the order of their products, so that keys do not wait until
+  // there is room for values. It helps where tiles are so large that there is one of queries.
+  static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
+  static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
+  static_assert(Config::kCols % 16 == 0);
+  static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
+
+ public:
+  static constexpr int kSharedBytes = kAlignment + Config::kQueryStages * kQueryBytes +
+                                      Config::kStages * (kKeyBytes + kValueBytes) + kZeroBytes + 8 * kBarriers +
+                                      2 * 16 + 4 * Config::kStages + Config::kLineBytes;
+
+  __device__ __forceinline__ FlexForwardHopperTiles(const FlexForwardArguments& a,
+                                                    const FlexForwardHopperArguments& more,
+                                                    const typename ScoreMod::Captured& score,
+                                                    const typename MaskMod::Captured& mask, unsigned shared)
+      : a_(a),
+        more_(more),
+        score_(score),
+        mask_(mask),
+        query_((shared + kAlignment - 1) / kAlignment * kAlignment),
+        key_(query_ + Config::kQueryStages * kQueryBytes),
+        value_(key_ + Config::kStages * kKeyBytes),
+        zeros_(value_ + Config::kStages * kValueBytes),
+        barriers_(zeros_ + kZeroBytes) {}
+
+ protected:
+  /// Before all else.
+  __device__ __forceinline__ void begin() {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < Config::kQueryStages; ++s) {
+        Barrier::init(query_full(s), 1);
+        Barrier::init(query_empty(s), kConsumerWarps);
+      }
+      for (int s = 0; s < 2; ++s) {
+        Barrier::init(work_full(s), 1);
+        Barrier::init(work_empty(s), kConsumerWarps);
+      }
+      for (int s = 0; s < Config::kStages; ++s) {
+        Barrier::init(key_full(s), 1);
+        Barrier::init(value_full(s), 1);
+        Barrier::init(key_empty(s), kConsumerWarps);
+        Barrier::init(value_empty(s), kConsumerWarps);
+      }
+      Barrier::fence_inits();
+    }
+    if constexpr (kZeroBytes > 0) {
+      constexpr int kStep = (Config::kGroups + 1) * kWarpgroup * 16;
+      static_assert(kZeroBytes % kStep == 0);
+#pragma unroll
+      for (int i = 0; i < kZeroBytes; i += kStep) {
+        const int at = i + static_cast<int>(threadIdx.x) * 16;
+        asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(zeros_ + at), "r"(0) : "memory");
+      }
+      fence_before_copy();
+    }
+    __syncthreads();
+    if constexpr (Config::kBlocks) wait_for_kernel_before();
+  }
+
+  using Stages = Ring<Config::kStages>;
+  /// As Ring, in one register.
+  template <int kCount>
+  struct Counted {
+    unsigned i = 0;
+    __device__ __forceinline__ int stage() const { return static_cast<int>(i % kCount); }
+    __device__ __forceinline__ int parity() const { return static_cast<int>(i / kCount & 1); }
+    __device__ __forceinline__ void next() { ++i; }
+  };
+  using QueryStages = Counted<Config::kQueryStages>;
+  using Works = Counted<2>;
+
+  __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * s; }
+  __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (2 + s); }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barriers_ + 8 * (4 + s); }
+  __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
+  __device__ __forceinline__ unsigned key_full(int s) const { return query_full(2 * Config::kQueryStages + s); }
+  __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
+  __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
+  __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
+  /// A Work, of two stages; a tile's number and kind, of each stage of keys.
+  __device__ __forceinline__ unsigned work(int s) const { return barriers_ + 8 * kBarriers + 16 * s; }
+  __device__ __forceinline__ unsigned tile(int s) const { return work(2) + 4 * s; }
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  // By each warp.
+  __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
+
+  /// kRows queries of a head from `row` on, and how many tiles of keys they have: negative if the block mask is bad.
+  struct Work {
+    int b, h, row, tiles;
+    static constexpr int kNoMore = -1;  // as row
+    // Beside a row, which is a multiple of 64: bit 2 * i says that the last of several tiles has no pair of part i.
+    static constexpr int kSkips = Config::kParts > 1 ? 0x15 : 0;
+  };
+
+  // --- the producer: one thread, which alone divides indices and reads lists ---
+
+  __device__ __forceinline__ void produce() const {
+    Counted<Config::kStages> tiles;
+    QueryStages queries;
+    Works works;
+    int first = 0, next_first = 0;
+    Work next, w = work_at(static_cast<int>(blockIdx.x), first);
+    for (int id = static_cast<int>(blockIdx.x); w.row != Work::kNoMore; w = next, first = next_first) {
+      tell(w, works);
+      if (w.tiles <= 0) {
+        id = next_id(id);
+        next = work_at(id, next_first);
+        continue;
+      }
+      const int key_head = w.h / a_.group, key_batch = a_.key_batches == 1 ? 0 : w.b;
+      const TileWalk walk = walk_of(w);
+      const int ask = max(w.tiles - kAskBefore, 0);
+      int col = 0;
+#pragma unroll 1  // or its code would be a third of the kernel's
+      for (int i = 0, now = first; i < w.tiles + kLag; ++i) {
+        if (i == ask) id = next_id(id);
+        int value_col = col;
+        if (i < w.tiles) {
+          const int stage = tiles.stage();
+          col = (now >> kKindBits) * Config::kCols;
+          Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
+          if constexpr (Config::kBlocks)
+            asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
+          copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
+                                                  key_batch);
+          now = !Config::kBlocks ? now + (1 << kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
+        }
+        if (i == 0) {
+          Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
+          copy_tile<Config::kRows, Config::kHead>(query_ + queries.stage() * kQueryBytes, more_.query,
+                                                  query_full(queries.stage()), w.row & ~Work::kSkips, w.h, w.b);
+          queries.next();
+        }
+        if (kLag == 0) value_col = col;
+        if (i >= kLag) {
+          const Counted<Config::kStages> brought{tiles.i - kLag};
+          const int stage = brought.stage();
+          Barrier::wait(value_empty(stage), brought.parity() ^ 1);
+          copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage),
+                                                   value_col, key_head, key_batch);
+        }
+        if (i < w.tiles) tiles.next();
+        // What it reads comes while tiles do.
+        if (i == ask) next = work_at(id, next_first);
+      }
+    }
+    tell(w, works);
+  }
+  // Without a block mask all work takes the same time; with one, who is done first goes on first.
+  __device__ __forceinline__ int next_id(int id) const {
+    return static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+  }
+  __device__ __forceinline__ TileWalk walk_of(const Work& w) const {
+    return TileWalk(a_.tiles, w.b, w.h, w.row / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
+                    (Config*)nullptr);
+  }
+  // `first`: its first tile, where it has one.
+  __device__ __forceinline__ Work work_at(int id, int& first) const {
+    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    if (id >= a_.batches * a_.heads * row_tiles) return {0, 0, Work::kNoMore, 0};
+    // The last queries first: under a causal mask they have the most keys, and what is begun last should not take long.
+    const int section = id / (more_.section * row_tiles) * more_.section, place = id - section * row_tiles;
+    const int heads = min(more_.section, a_.batches * a_.heads - section);
+    const int head = section + place % heads, b = head / a_.heads;
+    Work w{b, head - b * a_.heads, (row_tiles - 1 - place / heads) * Config::kRows, 0};
+    const TileWalk walk = walk_of(w);
+    w.tiles = walk.count();
+    first = walk[0];
+    if constexpr (Config::kParts > 1) {
+      static_assert(kTileNone == 3 && Config::kParts <= 3);
+      if (w.tiles > 1) {
+        const int last = walk[w.tiles - 1];
+        w.row |= last & last >> 1 & Work::kSkips;
+      }
+    }
+    return w;
+  }
+  __device__ __forceinline__ void tell(const Work& w, Works& works) const {
+    Barrier::wait(work_empty(works.stage()), works.parity() ^ 1);
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(work(works.stage())), "r"(w.b), "r"(w.h), "r"(w.row),
+                 "r"(w.tiles)
+                 : "memory");
+    Barrier::arrive(work_full(works.stage()));
+    works.next();
+  }
+
+  const FlexForwardArguments& a_;
+  const FlexForwardHopperArguments& more_;
+  const typename ScoreMod::Captured& score_;
+  const typename MaskMod::Captured& mask_;
+  const unsigned query_, key_, value_, zeros_, barriers_;
+};
+
+}  // namespace fusegrad::device

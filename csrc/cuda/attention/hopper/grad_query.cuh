@@ -1,0 +1,514 @@
+// The gradient of the queries by itself on sm_90a, where it must be the same bits each time; what flex_grad_query.cuh
+// says holds here too. A CTA computes kRows queries of a head at a time, 64 for each warpgroup that computes, and goes
+// over the tiles of keys in order; a producer warp brings them by the copy engine. The warpgroups take turns in issuing
+// products, so that one's pairs are computed while the other's products run. A CTA stays for other queries, whose first
+// products run while the former ones' gradient is stored. See flex_scores.cuh and flex_backward_hopper.cuh for Config;
+// also:
+//   kStages                    tiles of values in shared memory, at least 1; of keys there is one more, as they are
+//                              needed for longer
+//   kQueryStages               tiles of queries and grad_out
+#pragma once
+
+#include "cuda/attention/device/gradient.cuh"
+#include "cuda/device/hopper.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexGradQueryHopper {
+  using T = typename Config::Element;
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  using Derivative = typename Config::Derivative;
+  using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
+  using QueryProduct = Wgmma<T, Config::kHead, true, true>;
+  static constexpr int kBlocksN = Config::kCols / 8, kBlocksD = Config::kHead / 8;
+  static constexpr int kKeyStages = Config::kStages + 1, kValueStages = Config::kStages;
+  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
+  static constexpr int kGradOutBytes = Config::kRows * Config::kValue * 2;
+  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
+  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
+  static constexpr int kAlignment = 1024;
+  static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
+  static constexpr int kQueryStages = Config::kQueryStages, kQueryStageBytes = kQueryBytes + kGradOutBytes;
+  // Whose queries they are is read until after their stage was released, with dQ.
+  static constexpr int kWorks = 2 * kQueryStages;
+  static constexpr int kBarriers = 2 * (kQueryStages + kKeyStages + kValueStages);
+  // Beside a tile's kind: whether it is the last one of its queries; and in place of a tile.
+  static constexpr int kLast = 4, kNoMore = -1;
+  // Named barriers: each warpgroup's turn to issue products, and each by itself.
+  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
+  // Of the pairs that a mask_mod is asked for at once.
+  static constexpr int kTogether = 8;
+  static constexpr bool kPairs = kPairBytes<ScoreMod> > 0 && Config::kHead <= 128;
+  // Whether reads by keys and diagonals are of lines in shared memory, each warpgroup's its own, where the tiles leave
+  // room for them; else whether they are asked for a tile ahead.
+  using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
+  static constexpr int kWords = Config::kRows * (Config::kHead == 64 && Config::kValue == 64 ? 10 : 3);
+  static constexpr bool kSmall = Config::kHead <= 128;
+  static constexpr bool kLines = !kPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
+  // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
+  // registers; and how many. What they wait for, they wait for together.
+  static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
+  // Whether probabilities are computed while grad_out by values is being multiplied.
+  static constexpr bool kApart = !kInOrder;
+  static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead == 64 ? 4 : 2;
+  static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
+  static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
+
+ public:
+  static constexpr int kSharedBytes = kAlignment + kQueryStages * kQueryStageBytes + kKeyStages * kKeyBytes +
+                                      kValueStages * kValueBytes + 8 * kBarriers + 16 * kWorks +
+                                      4 * (kKeyStages + kWords);
+
+  __device__ __forceinline__ FlexGradQueryHopper(const FlexBackwardArguments& a,
+                                                 const FlexBackwardHopperArguments& more,
+                                                 const typename ScoreMod::Captured& score,
+                                                 const typename MaskMod::Captured& mask, unsigned shared)
+      : a_(a),
+        more_(more),
+        score_(score),
+        mask_(mask),
+        query_((shared + kAlignment - 1) / kAlignment * kAlignment),
+        key_(query_ + kQueryStages * kQueryStageBytes),
+        barriers_(key_ + kKeyStages * kKeyBytes + kValueStages * kValueBytes) {}
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < kQueryStages; ++s) {
+        Barrier::init(query_full(s), 1);
+        Barrier::init(query_empty(s), kConsumerWarps);
+      }
+      for (int s = 0; s < kKeyStages; ++s) {
+        Barrier::init(key_full(s), 1);
+        Barrier::init(key_empty(s), kConsumerWarps);
+      }
+      for (int s = 0; s < kValueStages; ++s) {
+        Barrier::init(value_full(s), 1);
+        Barrier::init(value_empty(s), kConsumerWarps);
+      }
+      Barrier::fence_inits();
+    }
+    __syncthreads();
+    // The same in all threads of a warp, and known to be.
+    group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+    if (group_ == Config::kGroups) {
+      give_registers<24>();
+      const int warp = static_cast<int>(threadIdx.x) / kLanes - kConsumerWarps;
+      if (warp == 0 && lane() == 0) produce();
+      if (Config::kBlocks && Config::kGradQuery && warp == 1) store_empty();
+    } else {
+      take_registers<240>();
+      consume();
+    }
+  }
+
+ private:
+  using Keys = Ring<kKeyStages>;
+  using Values = Ring<kValueStages>;
+
+  // Queries are counted: the stage of number i, and how its barriers' parity goes.
+  static __device__ __forceinline__ int stage_of(unsigned i) { return static_cast<int>(i % kQueryStages); }
+  static __device__ __forceinline__ int parity_of(unsigned i) { return static_cast<int>(i / kQueryStages & 1); }
+
+  // Where all lies in shared memory, in this order; grad_out after the queries.
+  __device__ __forceinline__ unsigned query(int s) const { return query_ + s * kQueryStageBytes; }
+  __device__ __forceinline__ unsigned grad_out(int s) const { return query(s) + kQueryBytes; }
+  __device__ __forceinline__ unsigned key(int s) const { return key_ + s * kKeyBytes; }
+  __device__ __forceinline__ unsigned value(int s) const { return key(kKeyStages) + s * kValueBytes; }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barriers_ + 8 * s; }
+  __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(kQueryStages + s); }
+  __device__ __forceinline__ unsigned key_full(int s) const { return query_full(2 * kQueryStages + s); }
+  __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(kKeyStages + s); }
+  __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * kKeyStages + s); }
+  __device__ __forceinline__ unsigned value_empty(int s) const { return value_full(kValueStages + s); }
+  /// Whose queries number i are.
+  __device__ __forceinline__ unsigned work(unsigned i) const { return barriers_ + 8 * kBarriers + 16 * (i % kWorks); }
+  /// 8 * column + kLast + kind of a tile, of each stage of keys; behind them what touches write, 4 bytes of each
+  /// thread, or lines.
+  __device__ __forceinline__ unsigned tile(int s) const { return work(0) + 16 * kWorks + 4 * s; }
+
+  // Anew where registers are scarce.
+  static __device__ __forceinline__ int thread() { return kSmall ? static_cast<int>(threadIdx.x) : thread_anew(); }
+  static __device__ __forceinline__ int lane() { return thread() % kLanes; }
+  /// The thread's first query.
+  __device__ __forceinline__ int first_query() const { return first_query(row_); }
+  __device__ __forceinline__ int first_query(int row) const { return row + thread() / kLanes * 16 + lane() / 4; }
+
+  // --- the producer: one thread, which alone divides indices and reads lists ---
+
+  __device__ __forceinline__ void produce() {
+    Keys keys;
+    Values values;
+    unsigned queries = 0;
+    for (int id = static_cast<int>(blockIdx.x); take(id);) {
+      const TileWalk walk = this->walk();
+      const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_, tiles = walk.count();
+#pragma unroll 1  // or its code would be a quarter of the kernel's
+      for (int i = 0; i < tiles; ++i) {
+        const int now = walk[i], col = (now >> 2) * Config::kCols;
+        Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
+        tell(now + (now & ~3) + (i + 1 == tiles ? kLast : 0), keys.stage);
+        copy_tile<Config::kCols, Config::kHead>(key(keys.stage), more_.key, key_full(keys.stage), col, key_head,
+                                                key_batch);
+        keys.next();
+        if (i == 0) {
+          const int s = stage_of(queries);
+          Barrier::wait(query_empty(s), parity_of(queries) ^ 1);
+          asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(work(queries)), "r"(b_), "r"(h_), "r"(row_)
+                       : "memory");
+          Barrier::expect(query_full(s), kQueryStageBytes);
+          copy_boxes<Config::kRows, Config::kHead>(query(s), more_.query, query_full(s), row_, h_, b_);
+          copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, query_full(s), row_, h_, b_);
+          ++queries;
+        }
+        Barrier::wait(value_empty(values.stage), values.parity ^ 1);
+        copy_tile<Config::kCols, Config::kValue>(value(values.stage), more_.value, value_full(values.stage), col,
+                                                 key_head, key_batch);
+        values.next();
+      }
+      // Without a block mask all queries take the same time; with one, who is done first goes on first.
+      id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+    }
+    Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
+    tell(kNoMore, keys.stage);
+    Barrier::arrive(key_full(keys.stage));
+    Barrier::wait(value_empty(values.stage), values.parity ^ 1);
+    Barrier::arrive(value_full(values.stage));
+  }
+  /// Whose queries are next; whether there are any.
+  __device__ __forceinline__ bool take(int id) {
+    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    if (id >= a_.batches * a_.heads * row_tiles) return false;
+    const Work work(a_.batches * a_.heads, row_tiles, id);
+    // The last queries first: under a causal mask they have the most keys.
+    row_ = (row_tiles - 1 - work.tile) * Config::kRows;
+    b_ = work.head / a_.heads;
+    h_ = work.head % a_.heads;
+    return true;
+  }
+  __device__ __forceinline__ TileWalk walk() const {
+    return TileWalk(a_.tiles, b_, h_, row_ / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
+                    (Config*)nullptr);
+  }
+  // Another warp: the gradient of queries that have no tiles.
+  __device__ __forceinline__ void store_empty() {
+    for (int id = static_cast<int>(blockIdx.x); take(id); id += static_cast<int>(gridDim.x)) {
+      const int tiles = walk().count();
+      if (tiles > 0) continue;
+      const FlexTensor& to = a_.grad_query;
+      T* p = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
+      const unsigned short none = tiles < 0 ? 0x7fff : 0;
+#pragma unroll 1
+      for (int q = row_; q < min(row_ + Config::kRows, a_.queries); ++q) {
+#pragma unroll 1
+        for (int c = lane(); c < a_.head_size; c += kLanes) p[q * to.row_stride + c * to.col_stride] = T{none};
+      }
+    }
+  }
+  __device__ __forceinline__ void tell(int now, int stage) const {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
+  }
+
+  // --- a consumer warpgroup ---
+
+  __device__ __forceinline__ void consume() {
+    float sum[kBlocksD][4], s[kBlocksN][4], d[kBlocksN][4];
+    largest_.begin();
+    Keys keys;
+    Values values;
+    unsigned queries = 0;
+    wait_keys(keys);
+    int now = number(keys);
+    if (now != kNoMore) {
+      // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+      if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+      take_queries(queries);
+      load_rows();
+      zero(sum);
+      issue_scores(s, 0, keys);
+      Barrier::wait(value_full(values.stage), values.parity);
+      issue_grad_probabilities(d, 0, values);
+      touch(now);
+      if constexpr (kLines) {
+        Lines lines;
+        load(lines, now);
+        lines.store(this->lines(), thread() % kWarpgroup);
+      }
+      if constexpr (kApart) wait_scores(s);
+      while (now != kNoMore) {
+        unsigned ds[kBlocksN * 2];
+        if constexpr (kApart) {
+          pairs_apart(now, s, d, ds);
+        } else {
+          wgmma_wait<0>();
+          pin<kBlocksN * 4>(s[0]);
+          pin<kBlocksN * 4>(d[0]);
+        }
+        release(value_empty(values.stage));
+        values.next();
+        const bool last_tile = (now & kLast) != 0;
+        if (last_tile) {
+          release(query_empty(stage_of(queries)));
+          ++queries;
+        }
+        if constexpr (kLines) named_sync(kAlone + group_, kWarpgroup);
+        if constexpr (!kApart) pairs(now, s, d, ds);
+        const Keys last = keys;
+        keys.next();
+        begin_turn();
+        now = turn(last_tile, last, keys, values, queries, ds, sum, s, d);
+        if (last_tile) {
+          // Where registers are left, they come while the former queries' gradient is stored.
+          if constexpr (kSmall) load_rows();
+          store(sum, queries - 1);
+          zero(sum);
+          if constexpr (!kSmall) load_rows();
+        }
+        // Here, and not where the loop begins, or the compiler would wait for each product.
+        if constexpr (kApart) wait_scores(s);
+      }
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(s[0]);
+      pin<kBlocksN * 4>(d[0]);
+      if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+    }
+    if constexpr (kTouches || kPairs) wait_touches();
+    put_largest();
+  }
+  /// Until queries number i are there; whose they are.
+  __device__ __forceinline__ void take_queries(unsigned i) {
+    Barrier::wait(query_full(stage_of(i)), parity_of(i));
+    read_work(i, b_, h_, row_);
+    dropout_.begin(a_.dropout, b_ * a_.heads + h_);
+  }
+  __device__ __forceinline__ void read_work(unsigned i, int& b, int& h, int& row) const {
+    int unused;
+    load_four_by_first(lane(), work(i), b, h, row, unused);
+  }
+  __device__ __forceinline__ void load_rows() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = first_query() + r * 8;
+      const bool there = q < a_.queries;
+      const long long head = b_ * a_.heads + h_, at = head * a_.queries + q;
+      rows_[r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
+      if constexpr (Config::kMaxGradient) {
+        rows_[r].max = there ? a_.max_scores[at] : 0.0f;
+        rows_[r].grad_max = there ? a_.grad_max[at] : 0.0f;
+      }
+    }
+  }
+
+  /// Adds up the gradient by a tile, and issues the first products of the next one, which is returned. None of the
+  /// products is under a condition, which would make the compiler wait for them: of a tile that there is not they are
+  /// made of whatever lies in shared memory, and not used.
+  __device__ __forceinline__ int turn(bool last_tile, const Keys& last, const Keys& keys, const Values& values,
+                                      unsigned queries, const unsigned (&ds)[kBlocksN * 2], float (&sum)[kBlocksD][4],
+                                      float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
+    if constexpr (Config::kGradQuery) issue_grad_query(sum, ds, last);
+    wait_keys(keys);
+    if (last_tile && number(keys) != kNoMore) take_queries(queries);
+    issue_scores(s, stage_of(queries), keys);
+    // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
+    end_turn();
+    const int next = number(keys);
+    touch(next);
+    Lines lines;
+    if constexpr (kLines) load(lines, next);
+    wgmma_wait<1>();
+    pin<kBlocksD * 4>(sum[0]);
+    release(key_empty(last.stage));
+    // The operands' registers are free only now.
+    Barrier::wait(value_full(values.stage), values.parity);
+    issue_grad_probabilities(d, stage_of(queries), values);
+    // All threads are done with the last tile's, as the turn has begun.
+    if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
+    return next;
+  }
+
+  static __device__ __forceinline__ void wait_scores(float (&s)[kBlocksN][4]) {
+    wgmma_wait<1>();
+    pin<kBlocksN * 4>(s[0]);
+  }
+  __device__ __forceinline__ void wait_keys(const Keys& keys) const {
+    Barrier::wait(key_full(keys.stage), keys.parity);
+  }
+  /// Which tile the stage's keys are. After wait_keys.
+  __device__ __forceinline__ int number(const Keys& keys) const { return load_by_first(lane(), tile(keys.stage)); }
+  /// What the warpgroup will read of captured tensors.
+  __device__ __forceinline__ void touch(int tile) const {
+    const int q = row_ + group_ * 64, kv = col_of(tile), thread = this->thread() % kWarpgroup;
+    const unsigned nowhere = this->tile(kKeyStages) + this->thread() * 4;
+    if constexpr (kTouches) touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
+    if constexpr (kPairs) touch_pairs<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
+  }
+  __device__ __forceinline__ unsigned lines() const { return tile(kKeyStages) + group_ * Lines::kWords * 4; }
+  __device__ __forceinline__ void load(Lines& lines, int tile) const {
+    lines.load(score_, b_, h_, row_ + group_ * 64, col_of(tile), thread() % kWarpgroup);
+  }
+  // By each warp, when all its lanes are done with what the barrier guards.
+  __device__ __forceinline__ void release(unsigned barrier) const {
+    __syncwarp();
+    if (lane() == 0) Barrier::arrive(barrier);
+  }
+  __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 2 * kWarpgroup); }
+  __device__ __forceinline__ void end_turn() const {
+    named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
+  }
+
+  // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, const Keys& keys) const {
+    issue_rows<Config::kHead>(s, query(query_stage), key(keys.stage));
+  }
+  __device__ __forceinline__ void issue_grad_probabilities(float (&d)[kBlocksN][4], int query_stage,
+                                                           const Values& values) const {
+    issue_rows<Config::kValue>(d, grad_out(query_stage), value(values.stage));
+  }
+  /// The warpgroup's 64 rows of `a` by all rows of `b`.
+  template <int kCommon>
+  __device__ __forceinline__ void issue_rows(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
+    const auto row = descriptor(anew(a + group_ * 64 * kChunkBytes), 16), col = descriptor(anew(b), 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kCommon / 16; ++k) {
+      ScoreProduct::run(c[0], advanced(row, step_bytes<Config::kRows>(k)), advanced(col, step_bytes<Config::kCols>(k)),
+                        k != 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void issue_grad_query(float (&sum)[kBlocksD][4], const unsigned (&ds)[kBlocksN * 2],
+                                                   const Keys& keys) const {
+    const auto from = descriptor(key(keys.stage), Config::kCols * kChunkBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kCols / 16; ++k)
+      QueryProduct::run(sum[0], ds + 4 * k, advanced(from, k * 16 * kChunkBytes), true);
+    wgmma_commit();
+  }
+
+  // As pairs(), with its own wait for grad_out by values. The branch of the mask is between the probabilities and that
+  // wait, or ptxas would have it come first.
+  __device__ __forceinline__ void pairs_apart(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                              unsigned (&ds)[kBlocksN * 2]) const {
+#pragma unroll
+    for (int k = 0; k < kBlocksN * 4; ++k) {
+      float changed;
+      s[k / 4][k % 4] = FlexPairGradient<Config>::template probability<true>(
+          score_, a_.scale, s[k / 4][k % 4], rows_[k % 4 / 2].row.lse, 0, 0, 0, 0, true, changed);
+    }
+    pin<kBlocksN * 4>(s[0]);
+    auto alive = ~Bits<kBlocksN * 4>(0);
+    const bool masked = this->masked(tile);
+    if (masked) alive = mask_of(tile);
+    wgmma_wait<0>();
+    pin<kBlocksN * 4>(d[0]);
+#pragma unroll
+    for (int n = 0; n < kBlocksN && Config::kDropout; n += 2) {
+      hold_order();
+      const auto kept = dropout_pairs(tile, n);
+      drop_gradient(kept, n, d[n]);
+      drop_gradient(kept, n + 1, d[n + 1]);
+    }
+#pragma unroll
+    for (int k = 0; k < kBlocksN * 4; ++k)
+      d[k / 4][k % 4] = s[k / 4][k % 4] * (d[k / 4][k % 4] - rows_[k % 4 / 2].row.delta);
+    if (masked) {
+      const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+#pragma unroll
+      for (int k = 0; k < kBlocksN * 4; ++k) d[k / 4][k % 4] = takes_part[k] ? d[k / 4][k % 4] : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
+  }
+  static __device__ __forceinline__ int col_of(int tile) { return (tile >> 3) * Config::kCols; }
+  __device__ __forceinline__ bool masked(int tile) const {
+    return (tile & 3) != kTileFull || col_of(tile) + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+  }
+  __device__ __forceinline__ Bits<kBlocksN * 4> mask_of(int tile) const {
+    return masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, tile & 3, b_, h_, first_query(),
+                                                            col_of(tile) + lane() % 4 * 2);
+  }
+
+  /// Of 16 keys, n * 8 on.
+  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
+  __device__ __forceinline__ DropoutPairs dropout_pairs(int tile, int n) const {
+    return dropout_.template pairs<false>(a_.dropout, first_query() - lane() / 4, col_of(tile) + n * 8, lane());
+  }
+  /// Of grad_out by values, what dropout makes of it.
+  __device__ __forceinline__ void drop_gradient(const DropoutPairs& kept, int n, float (&d)[4]) const {
+    kept.drop(n, d);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d[e] *= a_.dropout.scale;
+  }
+  // The gradient by a tile's scores, as an operand.
+  __device__ __forceinline__ void pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                        unsigned (&ds)[kBlocksN * 2]) {
+    const int q = first_query(), kv = col_of(tile) + lane() % 4 * 2;
+    const bool masked = this->masked(tile);
+    if (!kUnmaskedToo<Config> || masked) {
+      const auto alive = !masked ? ~Bits<kBlocksN * 4>(0) : mask_of(tile);
+      each_pair<true>(alive, tile, q, kv, s, d, ds);
+    } else {
+      each_pair<false>(0, tile, q, kv, s, d, ds);
+    }
+  }
+  template <bool kMasked>
+  __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int tile, int q, int kv, float (&s)[kBlocksN][4],
+                                            float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
+    const Tested<Bits<kBlocksN * 4>> takes_part(alive);
+    const auto reads = this->reads();
+    DropoutPairs kept;
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      if (kInOrder && n % kBlocksHeld == 0) hold_order();
+      if constexpr (Config::kDropout) {
+        if (n % 2 == 0) kept = dropout_pairs(tile, n);
+        drop_gradient(kept, n, d[n]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float value[Derivative::kContributions + 1];
+        const bool takes = !kMasked || takes_part[n * 4 + e];
+        const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
+        const float score = s[n][e] * a_.scale;
+        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_, at_q, at_kv,
+                                                  takes, s[n][e], value, reads.at(e / 2 * 8, n * 8 + e % 2));
+        largest_.add(e, value, score, at_q, at_kv);
+      }
+      largest_.end_pairs(score_, b_, h_);
+      if constexpr (Config::kGradQuery) put_operand<T>(ds + 2 * n, d[n]);
+    }
+  }
+
+  /// Of the thread's first pair.
+  __device__ __forceinline__ auto reads() const {
+    if constexpr (kLines) {
+      return typename Lines::Reads(lines(), thread() % kWarpgroup / kLanes * 16 + lane() / 4, lane() % 4 * 2);
+    } else {
+      return score_mod::ReadThere();
+    }
+  }
+
+  __device__ __forceinline__ void store(const float (&sum)[kBlocksD][4], unsigned queries) const {
+    if constexpr (Config::kGradQuery) {
+      int b, h, row;
+      read_work(queries, b, h, row);
+      store_rows<false, T>(a_.grad_query, b, h, first_query(row), a_.queries, a_.head_size, sum, {a_.scale, a_.scale});
+    }
+  }
+  __device__ __forceinline__ void put_largest() const { largest_.finish(a_.largest); }
+
+  const FlexBackwardArguments& a_;
+  const FlexBackwardHopperArguments& more_;
+  const typename ScoreMod::Captured& score_;
+  const typename MaskMod::Captured& mask_;
+  const unsigned query_, key_, barriers_;
+  int b_, h_, row_, group_;
+  FlexDropoutHead<Config> dropout_;
+  FlexQuery rows_[2];
+  FlexLargest<Config> largest_;
+};
+
+}  // namespace fusegrad::device

@@ -1,0 +1,162 @@
+// The softmax of a warpgroup's tiles of scores, of the forward of flex attention on sm_90a: of a thread's two rows
+// their maxima, sums and what earlier sums are rescaled by. See flex_forward_hopper.cuh.
+#pragma once
+
+#include "cuda/attention/device/scores.cuh"
+#include "cuda/device/hopper.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexHopperSoftmax {
+  using T = typename Config::Element;
+  static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
+  static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
+  // Of a tile's exponentials that are relative to a row's first maximum: far from where float32 and BFloat16 overflow.
+  static constexpr float kMostSum = 0x1p64f;
+  // Blocks of keys whose dropout is computed at once.
+  static constexpr int kDropped = kBlocksN % 4 == 0 ? 4 : 2;
+
+ public:
+  __device__ __forceinline__ explicit FlexHopperSoftmax(const FlexForwardArguments& a) : a_(a) {}
+
+  /// What scores are still to be multiplied by.
+  __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
+
+  /// Before a row's first tile.
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max_[r] = -FUSEGRAD_INFINITY;
+      sum_[r] = ties_[r] = 0.0f;
+    }
+  }
+  /// Of row r, in the units of scores here; sums of the thread alone.
+  __device__ __forceinline__ float max(int r) const { return max_[r]; }
+  __device__ __forceinline__ float sum(int r) const { return sum_[r]; }
+  __device__ __forceinline__ float ties(int r) const { return ties_[r]; }
+
+  /// A tile: in place of scores their exponentials; by `rescale` the output of earlier tiles is to be multiplied. As
+  /// FlexForward::softmax. `wait`: for the product in flight, once there are maxima. By then it is done, or nearly so,
+  /// and operands of the next one are packed while exponentials are computed, which take eight cycles each.
+  template <class Wait>
+  __device__ __forceinline__ void add(float (&s)[kBlocksN][4], float (&rescale)[2], const Wait& wait) {
+    const float factor = unit() * kLog2E;
+    float max[2] = {max_[0], max_[1]}, sum[2] = {}, origin[2];
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
+    }
+    // Not less or equal: NaN too, and a row that had no score yet.
+    bool follows = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      origin[r] = max_[r] * factor;
+      rescale[r] = 1.0f;
+      follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
+    }
+    // The lanes of a row ask each other for its maximum only if a score of the warp's is so much larger.
+    if (Config::kMaxScores || __any_sync(~0u, follows)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
+    }
+    wait();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) {
+          s[n][e] = power_of_two(s[n][e] * factor - origin[r]);
+          sum[r] += s[n][e];
+        }
+      }
+      sum_[r] = sum_[r] * rescale[r] + sum[r];
+    }
+  }
+  /// Whether one of the thread's rows has no score yet.
+  __device__ __forceinline__ bool without_maximum() const {
+    return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY;
+  }
+  /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
+  /// their sums are not added. drop(n): of the operand of two blocks, n on, what dropout takes.
+  template <class Drop>
+  __device__ __forceinline__ bool add_by_first(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2], const Drop& drop) {
+    const float factor = unit() * kLog2E, origin[2] = {max_[0] * factor, max_[1] * factor};
+    const auto scale = [&](int n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * factor - origin[e / 2];
+    };
+    float sum[2] = {};
+    scale(0);
+    // In this order, or ptxas would put what waits for an exponential right behind it.
+#pragma unroll
+    for (int n = 0; n <= kBlocksN; ++n) {
+      if (n < kBlocksN) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] = power_of_two(s[n][e]);
+      }
+      if (n + 1 < kBlocksN) scale(n + 1);
+      if (n > 0) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e / 2] += s[n - 1][e];
+        put_operand<T>(p + 2 * (n - 1), s[n - 1]);
+      }
+      if constexpr (Config::kDropout) {
+        // Its numbers are chains of products: several beside one another, and beside exponentials.
+        if (n % kDropped == 0) {
+#pragma unroll
+          for (int i = n == 0 ? 0 : n - kDropped; i < n; i += 2) drop(i);
+        }
+        if (n % kDropped != 0) continue;
+      }
+      if (n < kBlocksN) hold_order();
+    }
+    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMostSum)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum_[r] += sum[r];
+    return true;
+  }
+  static __device__ __forceinline__ void multiply(float (&out)[kBlocksE][4], const float (&rescale)[2]) {
+    if (!__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < kBlocksE; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][e] *= rescale[e / 2];
+    }
+  }
+  /// Exponentials as an operand, once the product in flight no longer reads p: computed before, ptxas would put it into
+  /// the same registers.
+  static __device__ __forceinline__ void pack(unsigned (&p)[kBlocksN * 2], const float (&s)[kBlocksN][4]) {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) put_operand<T>(p + 2 * n, s[n]);
+  }
+
+ private:
+  __device__ __forceinline__ static float larger(const float (&x)[4], int r) {
+    return score_mod::maximum(x[2 * r], x[2 * r + 1]);
+  }
+  // What a row's exponentials are relative to, given a lane's maximum.
+  __device__ __forceinline__ float follow(const float (&s)[kBlocksN][4], float max, int r, float factor,
+                                          float (&rescale)[2]) {
+    max = row_max(max);
+    if constexpr (Config::kMaxScores) {
+      ties_[r] = max != max_[r] ? 0.0f : ties_[r];
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max) + (s[n][2 * r + 1] == max);
+    }
+    // Not less or equal: NaN and the first score (infinity) go on.
+    max = (max - max_[r]) * factor <= kSlack ? max_[r] : max;
+    // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+    const float from = max == -FUSEGRAD_INFINITY ? 0.0f : max;
+    rescale[r] = power_of_two((max_[r] - from) * factor);
+    max_[r] = max;
+    return from * factor;
+  }
+
+  const FlexForwardArguments& a_;
+  float max_[2], sum_[2], ties_[2];
+};
+
+}  // namespace fusegrad::device

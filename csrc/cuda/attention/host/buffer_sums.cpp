@@ -1,0 +1,98 @@
+#include "cuda/attention/host/buffer_sums.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "cuda/attention/host/call.h"
+#include "cuda/attention/host/fixed_point.h"
+#include "pytorch/ops/check.h"
+#include "score_mod/cache.h"
+
+namespace fusegrad::cuda {
+
+using at::Tensor;
+
+FlexBufferSums::FlexBufferSums(const FlexScores& scores, const FlexCase& c, const FlexPlan& plan, const Tensor& query,
+                               const Tensor& key, const std::vector<Tensor>& grads)
+    : derivative_(scores.score_mod.text.empty() ? nullptr
+                                                : score_mod::cached_derivative(scores.score_mod.text, c.wants_grad)) {
+  const auto floats = query.options().dtype(at::kFloat), integers = floats.dtype(at::kLong);
+  const auto& buffers = scores.score_mod.buffers;
+  const int64_t heads = query.size(0) * query.size(1), pairs = heads * query.size(2) * key.size(2);
+  const int64_t partial = heads * plan.tile.share * tiles_in(key.size(2), plan.tile.cols) * plan.tile.cols;
+  std::vector<bool> fixed(buffers.size(), c.fixed_point);
+  for (size_t k = 0; k < contributions(); ++k) {
+    partial_.emplace_back();
+    if (!c.partial_sums || plan.schemes[k] > 'B') continue;
+    partial_[k] = {at::zeros({partial}, floats), at::empty({partial}, integers)};
+    fixed[buffer_of(k)] = true;
+  }
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const bool there = c.wants_grad[i] && !fixed[i] && grads[i].scalar_type() == at::kFloat && grads[i].is_contiguous();
+    sums_.push_back(!c.wants_grad[i] ? Tensor()
+                    : there          ? grads[i].view({grads[i].numel()}).zero_()
+                                     : at::zeros({buffers[i].numel()}, fixed[i] ? integers : floats));
+  }
+  if (std::find(fixed.begin(), fixed.end(), true) != fixed.end())
+    largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
+  // So that no sum overflows.
+  const int64_t each = c.fixed_point ? pairs : partial;
+  int64_t places = 0;
+  for (size_t k = 0; k < contributions(); ++k)
+    places += derivative_->values(derivative_->open_axes(derivative_->contributions()[k]));
+  const auto count = static_cast<uint64_t>(places) * static_cast<uint64_t>(each);
+  fixed_bits_ = 62 - static_cast<int>(std::bit_width(count));
+  if (c.fixed_point) fixed_bits_ = std::min(fixed_bits_, device::kFlexFixedBits);
+  TORCH_CHECK_VALUE(!c.fixed_point || 2 * fixed_bits_ >= device::kFlexFixedBits,
+                    "flex_attention: with deterministic=True B * H * M * N must be below 2^45, but got ", pairs);
+}
+
+std::vector<device::FlexSums> FlexBufferSums::arguments() const {
+  std::vector<device::FlexSums> result(contributions() + 1);
+  for (size_t k = 0; k < contributions(); ++k) {
+    const auto& [sums, elements] = partial_[k];
+    if (sums.defined()) {
+      result[k] = {sums.mutable_data_ptr(), nullptr,
+                   reinterpret_cast<long long*>(elements.mutable_data_ptr<int64_t>())};
+    } else {
+      result[k] = {sums_[buffer_of(k)].mutable_data_ptr(), largest_.defined() ? largest() + buffer_of(k) : nullptr,
+                   nullptr};
+    }
+  }
+  return result;
+}
+
+void FlexBufferSums::finish(const std::vector<Tensor>& grads, void* stream) const {
+  add_partial_sums(stream);
+  for (size_t i = 0; i < sums_.size(); ++i) {
+    Tensor sum = sums_[i];
+    if (!sum.defined()) continue;
+    if (sum.scalar_type() == at::kLong) {
+      const Tensor floats = at::empty(sum.sizes(), sum.options().dtype(at::kFloat));
+      flex_fixed_to_float(sum.const_data_ptr<int64_t>(), largest() + i, fixed_bits_, sum.numel(),
+                          floats.mutable_data_ptr<float>(), stream);
+      sum = floats;
+    }
+    if (!sum.is_alias_of(grads[i])) grads[i].copy_(sum.view(grads[i].sizes()));
+  }
+}
+
+void FlexBufferSums::add_partial_sums(void* stream) const {
+  for (const bool add : {false, true}) {
+    for (size_t k = 0; k < partial_.size(); ++k) {
+      const auto& [sums, elements] = partial_[k];
+      if (!sums.defined()) continue;
+      float* largest = this->largest() + buffer_of(k);
+      if (add) {
+        flex_add_partial_sums(sums.const_data_ptr<float>(), elements.const_data_ptr<int64_t>(), sums.numel(), largest,
+                              fixed_bits_, sums_[buffer_of(k)].mutable_data_ptr<int64_t>(), stream);
+      } else {
+        flex_largest(sums.const_data_ptr<float>(), sums.numel(), largest, stream);
+      }
+    }
+  }
+}
+
+}  // namespace fusegrad::cuda

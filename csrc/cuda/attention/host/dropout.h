@@ -1,0 +1,14 @@
+// Which pairs attention dropout keeps, for tests. Compiled ahead of time.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/device/arguments.cuh"
+
+namespace fusegrad::cuda {
+
+/// mask[head, q, kv] of `heads` heads, contiguous; `most`: device::FlexDropoutPairs.
+void flex_dropout_mask(const device::FlexDropout& dropout, bool most, bool* mask, int64_t heads, int64_t queries,
+                       int64_t keys, void* stream);
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,236 @@
+#include "cuda/attention/host/flex_attention.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+#include <utility>
+
+#include "cuda/attention/host/buffer_sums.h"
+#include "cuda/attention/host/call.h"
+#include "cuda/attention/host/dropout.h"
+#include "cuda/attention/host/prepare.h"
+#include "cuda/attention/host/program.h"
+#include "jit/compile.h"
+#include "pytorch/attention/outputs.h"
+#include "pytorch/ops/faults.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+using at::Tensor;
+using device::FlexTensor;
+
+/// What the kernels of a backward have in common, made of what a forward's has; and in how many launches the kernel by
+/// keys runs, so that sums come in one order.
+std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexCall& call, const FlexScores& scores,
+                                           const Tensor& key, const std::vector<bool>& needs_grad, bool deterministic) {
+  c.tall = call.pays_tall();
+  c.max_scores = c.out_low = c.unscaled = false;
+  c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
+  for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
+  int64_t launches = 1;
+  if (deterministic && c.wants_buffers()) {
+    launches =
+        ordered_launches(c, key.size(0), key.size(1), key.size(2),
+                         at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
+  }
+  c.fixed_point = launches == 0;
+  c.partial_sums = deterministic && c.wants_buffers() && !c.fixed_point;
+  return {std::move(c), std::max<int64_t>(launches, 1)};
+}
+
+/// Where a kernel that stores boxes writes a gradient, whose rows may not be as those are.
+Tensor rows_for(const Tensor& grad) {
+  return grad.numel() == 0 || has_aligned_rows(grad) ? grad : new_aligned_rows(grad, false);
+}
+
+/// Of a Hopper kernel whose CTAs stay for more of the work: one a multiprocessor, from which they count on.
+int64_t staying_ctas(int64_t work) {
+  const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+  check_ctas(work + processors);
+  return std::min(work, processors);
+}
+
+device::FlexDropout dropout_of(const Tensor& seed, double p) {
+  static_assert(sizeof(long long) == sizeof(int64_t));
+  const FlexDropoutRule rule(p);
+  const auto below = static_cast<unsigned>(drops_most(p) ? FlexDropoutRule::kNumbers - rule.threshold : rule.threshold);
+  return {reinterpret_cast<const long long*>(seed.const_data_ptr<int64_t>()), static_cast<float>(rule.scale),
+          below | below << 16};
+}
+
+}  // namespace
+
+void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {
+  const c10::cuda::CUDAGuard guard(seed.device());
+  flex_dropout_mask(dropout_of(seed, p), drops_most(p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1),
+                    mask.size(2), mask.size(3), at::cuda::getCurrentCUDAStream());
+}
+
+FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                       const FlexScores& scores, int64_t aux) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const FlexOutputs outputs = empty_flex_outputs(query, value, aux);
+  if (outputs.lse.numel() != 0 && key.numel() == 0) {
+    outputs.out.zero_();
+    outputs.out_low.zero_();
+    outputs.lse.fill_(-INFINITY);
+    outputs.max_scores.fill_(-INFINITY);
+    outputs.max_ties.zero_();
+  } else if (outputs.lse.numel() != 0) {
+    FlexCall call(query, key, value, scores);
+    FlexCase& c = call.kernel_case();
+    c.kernel = FlexKernel::kForward;
+    c.max_scores = outputs.max_scores.numel() != 0;
+    c.out_low = outputs.out_low.numel() != 0 && c.dtype != DType::kFloat32;
+    if (!c.out_low) outputs.out_low.zero_();  // float32 loses nothing
+    c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
+    const FlexPlan plan = call.plan();
+    device::FlexForwardArguments a{};
+    call.fill(a);
+    a.out = view(outputs.out);
+    a.out_low = view(outputs.out_low);
+    a.lse = outputs.lse.mutable_data_ptr<float>();
+    if (c.max_scores) {
+      a.max_scores = outputs.max_scores.mutable_data_ptr<float>();
+      a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
+    }
+    if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
+    a.tiles = call.tiles(plan.tile, /*by_key=*/false);
+    // As the backward has them for gradients of the output alone.
+    const auto ahead = [&](const std::string& architecture) {
+      if ((aux & kFlexBackward) == 0) return;
+      std::vector<bool> needs_grad;
+      for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
+      for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
+      const bool ordered = (aux & kFlexOrdered) != 0;
+      const FlexCase backward = backward_case(c, call, scores, key, needs_grad, ordered).first;
+      for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
+        jit::compile_ahead(flex_program(next, FlexCall::plan_of(next), architecture).program);
+      }
+    };
+    const int64_t row_tiles = query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows);
+    if (plan.tile.family == FlexFamily::kHopper) {
+      auto more = call.hopper_forward(plan.tile);
+      call.launch(plan, &a, staying_ctas(row_tiles), {&more}, ahead);
+    } else {
+      call.launch(plan, &a, row_tiles, {}, ahead);
+    }
+  }
+  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
+}
+
+void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key, const Tensor& value,
+                             const FlexOutputs& saved, const FlexScores& scores, bool deterministic,
+                             const std::vector<bool>& needs_grad, const FlexGradients& grads, bool inplace) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const Tensor grad_query = inplace ? query : grads.query, grad_key = inplace ? key : grads.key,
+               grad_value = inplace ? value : grads.value;
+  if (saved.lse.numel() == 0 || key.numel() == 0) {
+    if (inplace) begin_overwriting("query, key and value");
+    for (const auto& t : {grad_query, grad_key, grad_value}) t.zero_();
+    for (const auto& t : grads.buffers) t.zero_();
+    return;
+  }
+  FlexCall call(query, key, value, scores);
+  FlexCase& c = call.kernel_case();
+  int64_t launches = 1;
+  std::tie(c, launches) = backward_case(c, call, scores, key, needs_grad, deterministic);
+  c.max_gradient = upstream.max_scores.defined();
+
+  const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));
+  const auto floats = query.options().dtype(at::kFloat);
+  const int64_t row_stride = (query.size(2) + 1) / 2 * 2;
+  const Tensor row_values = at::empty({query.size(0) * query.size(1) * row_stride, 2}, floats);
+  const int64_t heads = query.size(0) * query.size(1);
+  const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
+  std::vector<FlexPlan> plans;
+  for (const FlexCase& kernel : kernels) plans.push_back(FlexCall::plan_of(kernel));
+  const bool apart = kernels.front().kernel == FlexKernel::kGradQuery;
+  const FlexTileSize& tile = plans.back().tile;
+  const bool boxes = stores_boxes(kernels.back(), tile);
+  const Tensor key_rows = boxes && needs_grad[1] ? rows_for(grad_key) : grad_key,
+               value_rows = boxes && needs_grad[2] ? rows_for(grad_value) : grad_value;
+  const int64_t sum_rows = tiles_in(query.size(2), tile.rows) * tile.rows, sum_cols = tiles_in(query.size(3), 16) * 16;
+  // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
+  Tensor query_sum, query_apart;
+  if (needs_grad[0] && !apart) query_sum = at::empty({heads, sum_rows, sum_cols}, floats);
+  if (needs_grad[0] && apart) query_apart = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
+  const Tensor lse = saved.lse.contiguous();
+  const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
+  auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
+  flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
+             data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
+             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride),
+             query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr, static_cast<int>(sum_rows),
+             static_cast<int>(sum_cols)},
+            row_data, c.dtype, call.stream());
+  const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
+  const Tensor max_scores = saved.max_scores.contiguous();
+  const FlexBufferSums sums(scores, c, plans.back(), query, key, grads.buffers);
+
+  device::FlexBackwardArguments a{};
+  call.fill(a);
+  a.grad_out = view(grad_out);
+  a.grad_query = view(query_apart);
+  a.grad_key = view(key_rows);
+  a.grad_value = view(value_rows);
+  a.rows = row_data;
+  a.row_stride = static_cast<int>(row_stride);
+  a.max_scores = data_of(max_scores);
+  a.grad_max = data_of(grad_max);
+  a.query_sum = query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr;
+  a.sum_rows = static_cast<int>(sum_rows);
+  a.sum_cols = static_cast<int>(sum_cols);
+  a.largest = sums.largest();
+  a.fixed_bits = sums.fixed_bits();
+  if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
+
+  auto sum_arguments = sums.arguments();
+  if (inplace) {
+    // A kernel that cannot be compiled or loaded must not be found after another has begun to write.
+    for (size_t i = 0; i < kernels.size(); ++i) {
+      c = kernels[i];
+      call.kernel(plans[i]);
+    }
+  }
+  for (size_t i = 0; i < kernels.size(); ++i) {
+    c = kernels[i];
+    const bool by_key = c.kernel == FlexKernel::kBackward;
+    const FlexPlan& plan = plans[i];
+    a.tiles = call.tiles(plan.tile, by_key);
+    int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
+                          : heads * tiles_in(query.size(2), plan.tile.rows);
+    std::vector<void*> further;
+    if (by_key) further.push_back(sum_arguments.data());
+    device::FlexBackwardHopperArguments more;
+    if (plan.tile.family == FlexFamily::kHopper) {
+      more = call.hopper_backward(plan.tile, grad_out, row_values, key_rows, value_rows);
+      further.push_back(&more);
+      if (!by_key || (launches == 1 && !keys_shared(c, plan.tile))) ctas = staying_ctas(ctas);
+    }
+    if (by_key && inplace) begin_overwriting("query, key and value");
+    if (!by_key || launches == 1) {
+      call.launch(plan, &a, ctas, further);
+      continue;
+    }
+    more.heads /= static_cast<int>(launches);
+    for (; more.first_head < key.size(0) * key.size(1); more.first_head += more.heads)
+      call.launch(plan, &a, ctas / launches, further);
+  }
+  if (query_sum.defined()) {
+    flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows,
+                          a.sum_cols, tile.family == FlexFamily::kHopper, a.scale},
+                         c.dtype, call.stream());
+  } else if (needs_grad[0] && inplace) {
+    grad_query.copy_(query_apart);
+  }
+  if (!key_rows.is_same(grad_key)) grad_key.copy_(key_rows);
+  if (!value_rows.is_same(grad_value)) grad_value.copy_(value_rows);
+  sums.finish(grads.buffers, call.stream());
+}
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,350 @@
+#include "cuda/attention/host/plan.h"
+
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <functional>
+
+#include "cuda/attention/device/arguments.cuh"
+#include "pytorch/attention/flex_attention.h"
+#include "score_mod/cache.h"
+#include "score_mod/index_analysis.h"
+#include "score_mod/scatter_plan.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+using score_mod::Reads;
+
+std::atomic<char> forced_scheme{0};
+std::atomic<std::optional<FlexFamily>> forced_family{};
+
+// Head sizes are multiples of it.
+constexpr int kPortableCols = 16, kHopperCols = 64;
+int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+int multiple_of(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? kHopperCols : kPortableCols; }
+int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+/// Of a row of a tile in shared memory (device::Tile).
+int row_bytes(const FlexCase& c, int cols) { return cols * element_bytes(c.dtype) + 16; }
+int head_cols(const FlexCase& c, int multiple = kPortableCols) { return round_up(c.head_size, multiple); }
+int value_cols(const FlexCase& c, int multiple = kPortableCols) {
+  return round_up(std::max(c.value_size, 1), multiple);
+}
+bool has_mods(const FlexCase& c) {
+  return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient || c.dropout;
+}
+
+// Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
+int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
+  const int warps = warps_with_keys(c, t), cols = t.rows / t.share, keys = t.cols * t.share / warps;
+  const bool hopper = t.family == FlexFamily::kHopper;
+  const int teams = hopper ? warps / 4 : 1, lines = hopper ? 2 : 1;
+  if (scheme == 'C') return warps * lines * cols * 4;
+  if (scheme == 'D') return warps * 4 * ((cols + keys + 4) / 16 * 16 + 10) * 4;
+  if (scheme == 'F') return teams * (16 + round_up(table * 8, 16));
+  return 0;
+}
+
+int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+  if (t.family == FlexFamily::kHopper) {
+    const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
+    if (c.kernel == FlexKernel::kBackward) {
+      const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;  // dS and dQ
+      const int nowhere = c.score_mod.text.empty() ? 0 : 4 * (keys_shared(c, t) ? 256 : 512);
+      return 2 * t.cols * (t.key_stages * head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) +
+             sums + t.stages * 8 * t.rows + 8 * 16 + 8 * (2 * t.key_stages + 2 * t.query_stages + 4 * t.stages) +
+             nowhere;
+    }
+    if (c.kernel == FlexKernel::kGradQuery) {
+      return 1024 + 2 * ((t.query_stages * t.rows + t.stages * t.cols) * (head + value) + t.cols * head) +
+             8 * (2 + 2 * t.query_stages + 4 * t.stages) + 32 * t.query_stages +
+             4 * (t.stages + 1 + t.rows * (head == 64 && value == 64 ? 10 : 3));
+    }
+    return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
+           (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 +
+           4 * t.stages + t.line_bytes;
+  }
+  const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
+  switch (c.kernel) {
+    case FlexKernel::kForward:
+      return t.rows * row_bytes(c, std::max(head_cols(c), value_cols(c))) + t.cols * both;
+    case FlexKernel::kGradQuery:
+      return (t.rows + 2 * t.cols) * both;
+    case FlexKernel::kBackward:
+      return t.cols * both + t.stages * t.rows * (both + 8) +
+             (t.gradient_stages + (t.share > 1 ? 1 : 0)) * t.cols * row_bytes(c, t.rows);
+  }
+  return 0;
+}
+
+// Whether a score_mod or mask_mod has a read of one of these kinds.
+bool reads_by(const FlexMod& mod, std::initializer_list<Reads> kinds) {
+  if (mod.dtypes.empty()) return false;
+  const auto graph = score_mod::cached_graph(mod.text);
+  const auto reads = score_mod::reads(*graph);
+  for (size_t id = 0; id < reads.size(); ++id) {
+    const bool load = graph->nodes()[id].op == score_mod::Op::kLoad;
+    if (load && std::find(kinds.begin(), kinds.end(), reads[id]) != kinds.end()) return true;
+  }
+  return false;
+}
+
+int line_bytes(const FlexCase& c) {
+  const bool lines = reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal}) ||
+                     reads_by(c.mask_mod, {Reads::kRow, Reads::kKey, Reads::kDiagonal});
+  return lines ? 12 << 10 : 0;
+}
+
+FlexTileSize hopper_forward(const FlexCase& c) {
+  const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
+  const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.dropout ? 3 : 2;
+  FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
+  // Where there are lines, 80 would leave no room for them.
+  t.line_bytes = line_bytes(c);
+  if (head > 128) t.cols = c.blocks || t.line_bytes > 0 ? 64 : 80;
+  if (groups == 3 && c.blocks) t.parts = groups;
+  // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
+  t.query_stages = groups == 2 && first_maximum(c) ? 1 : 2;
+  if (shared_bytes(c, t) > flex_shared_limit(90)) t.query_stages = 1;
+  return t;
+}
+
+// Whether 64 keys' gradients fit the registers of one warpgroup.
+bool fits_hopper_backward(const FlexCase& c) {
+  const int head = head_cols(c, kHopperCols);
+  return head <= 128 && value_cols(c, kHopperCols) <= head;
+}
+// 64 keys of each of two warpgroups, whose gradients stay in registers, and scores of as many queries as then fit; else
+// 64 keys of both.
+std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
+  if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
+  const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
+  // What products read of keys and values is less for each query then; there are registers for it where pairs need few.
+  const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
+  if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
+  // The next keys beside the present ones, where they fit.
+  if (c.score_mod.text.empty() && c.grad_query)
+    return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3, 2}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2, 2}};
+  return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
+}
+std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
+  if (fits_hopper_backward(c)) {
+    // What a score_mod reads for each pair by itself is asked for a tile ahead, and should stay in the first-level
+    // cache.
+    if (reads_pairs(c.score_mod)) return {{128, 64, 12, 1, 2, FlexFamily::kHopper}};
+    return {{128, 128, 12, 1, 2, FlexFamily::kHopper, 2}, {128, 128, 12, 1, 2, FlexFamily::kHopper}};
+  }
+  return {{128, 64, 12, 1, 2, FlexFamily::kHopper}, {128, 64, 12, 1, 1, FlexFamily::kHopper}};
+}
+
+std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
+  if (c.dtype == DType::kFloat32) {
+    if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
+    if (head <= 128) return {{32, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+    return {{64, 32, 8, 4, 1}, {32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
+  }
+  if (head > 128) return {{64, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+  // The gradients of captured buffers need the shared memory, and their sums a barrier after each tile anyway.
+  const bool delayed = c.grad_query && !c.wants_buffers();
+  std::vector<FlexTileSize> found;
+  const auto add = [&](FlexTileSize t) {
+    if (t.stages == 2 && delayed) {
+      t.gradient_stages = 2;
+      found.push_back(t);
+      t.gradient_stages = 1;
+    }
+    found.push_back(t);
+  };
+  if (head <= 64) {
+    add({128, 128, 8, 2, 2});
+    add({64, 128, 8, 2, 1});
+  } else {
+    add({64, 128, 8, 2, 2});
+    add({64, 128, 8, 2, 1});
+    add({32, 64, 4, 1, 2});
+    add({32, 64, 4, 1, 1});
+  }
+  return found;
+}
+
+// From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
+std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
+  if (takes_hopper(c, architecture)) {
+    switch (c.kernel) {
+      case FlexKernel::kForward:
+        return {hopper_forward(c)};
+      case FlexKernel::kGradQuery:
+        return hopper_grad_query(c);
+      case FlexKernel::kBackward:
+        return hopper_backward(c);
+    }
+  }
+  const int head = std::max(head_cols(c), value_cols(c));
+  const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
+  switch (c.kernel) {
+    case FlexKernel::kForward:
+      if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
+      if (head <= 64) return {{128, 64, 4}};
+      if (head <= 128) return {mods ? FlexTileSize{128, 32, 4} : FlexTileSize{128, 64, 4}, {64, 32, 4}};
+      return {mods ? FlexTileSize{128, 32, 8} : FlexTileSize{128, 64, 8}, {64, 32, 4}};
+    case FlexKernel::kGradQuery:
+      if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
+      if (head <= 128) return {{128, 32, 4}, {64, 32, 4}};
+      return {{64, 32, 4}, {32, 32, 2}};
+    case FlexKernel::kBackward:
+      return portable_backward(c, head);
+  }
+  return {};
+}
+
+// The classes whose schemes are right for a contribution of a class, which are its special cases.
+bool allows(char scheme, char wanted) {
+  if (wanted == 'G' || wanted == 'F') return true;
+  return scheme == wanted || (scheme == 'A' && (wanted == 'B' || wanted == 'C' || wanted == 'D'));
+}
+
+char scheme_of(score_mod::ScatterClass planned) {
+  const char scheme = static_cast<char>(planned), forced = forced_scheme;
+  return forced != 0 && allows(scheme, forced) ? forced : scheme;
+}
+// Of what is added element by element (device::FlexBufferSums).
+char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
+
+// The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
+bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
+  const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+  const auto& contributions = derivative->contributions();
+  const auto steps = score_mod::plan_scatter(*derivative, c.elements);
+  bool all_fit = true;
+  for (size_t k = 0; k < steps.size(); ++k) {
+    char scheme = scheme_of(steps[k].scheme);
+    const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
+    if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
+    if (steps[k].is_vector) scheme = vector_scheme(scheme);
+    int table = scheme == 'F' ? static_cast<int>(elements) : 0;
+    int bytes = scheme_bytes(c, plan.tile, scheme, table);
+    if (bytes > left) {
+      all_fit = false;
+      scheme = 'G';
+      table = bytes = 0;
+    }
+    left -= bytes;
+    plan.schemes += scheme;
+    plan.tables.push_back(table);
+    plan.shared_bytes += bytes;
+  }
+  return all_fit;
+}
+
+}  // namespace
+
+bool takes_hopper(const FlexCase& c, const std::string& architecture) {
+  if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
+  if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
+  if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
+  return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
+}
+int head_cols(const FlexCase& c, const FlexTileSize& t) { return head_cols(c, multiple_of(t)); }
+int value_cols(const FlexCase& c, const FlexTileSize& t) { return value_cols(c, multiple_of(t)); }
+bool mixed(const FlexCase& c, const FlexTileSize& t) {
+  return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
+}
+std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
+  if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;
+  const bool small = head_cols(c, kHopperCols) == 64;
+  const FlexTileSize t{small ? 144 : 80, 128, 12, 1, 2, FlexFamily::kHopper, 2, 1, c.blocks ? 5 : 1};
+  if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
+  return t;
+}
+bool drops_most(double dropout_p) { return FlexDropoutRule(dropout_p).threshold > device::kMostFinite; }
+bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
+bool first_maximum(const FlexCase& c) {
+  return c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 &&
+         std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
+}
+bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
+bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
+int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
+bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);
+}
+bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
+         c.score_mod.text.empty();
+}
+bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
+int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
+  return computing_warps(t) / (keys_shared(c, t) ? 2 : 1);
+}
+
+int flex_shared_limit(int capability) {
+  constexpr int kReserved = 1 << 10;  // of a multiprocessor's, for each CTA
+  const int kib = capability == 80 || capability == 87                                 ? 164
+                  : capability == 90 || capability / 10 == 10 || capability / 10 == 11 ? 228
+                                                                                       : 100;
+  return (kib << 10) - kReserved;
+}
+
+FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
+  const int limit = flex_shared_limit(std::stoi(architecture));
+  const std::vector<FlexTileSize> tiles = candidates(c, architecture);
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    FlexPlan plan{tiles[i], {}, {}, shared_bytes(c, tiles[i])};
+    if (plan.shared_bytes > limit) continue;
+    if (has_derivative(c)) {
+      const bool sums = c.kernel == FlexKernel::kBackward;
+      const int left = sums ? limit - plan.shared_bytes : 0;
+      // Sums in shared memory are worth more than a stage.
+      const bool another = sums && i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
+      if (!choose_schemes(c, left, plan) && another) continue;
+    }
+    return plan;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
+                              " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
+                              " of ", element_bytes(c.dtype), " bytes");
+}
+
+std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
+                                       const std::string& architecture) {
+  c.kernel = FlexKernel::kBackward;
+  const bool apart = deterministic || (takes_hopper(c, architecture) && !fits_hopper_backward(c));
+  std::vector<FlexCase> kernels;
+  // In fixed point the contributions' largest must be known before they are added up.
+  if (c.fixed_point || (apart && needs_grad[0])) {
+    FlexCase query = c;
+    query.kernel = FlexKernel::kGradQuery;
+    query.grad_query = needs_grad[0];
+    query.grad_key = query.grad_value = false;
+    if (!c.fixed_point) query.wants_grad.assign(c.wants_grad.size(), false);
+    kernels.push_back(std::move(query));
+  }
+  c.grad_query = needs_grad[0] && !apart;
+  c.grad_key = needs_grad[1];
+  c.grad_value = needs_grad[2];
+  if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
+  return kernels;
+}
+
+int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
+                         const std::string& architecture) {
+  if (c.score_mod.text.empty()) return 0;
+  auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  if (std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step.is_vector; })) return 0;
+  std::erase_if(steps, [](const auto& step) { return scheme_of(step.scheme) <= 'B'; });
+  if (steps.empty()) return 1;
+  if (!takes_hopper(c, architecture)) return 0;
+  const auto all = [&](auto member) { return std::all_of(steps.begin(), steps.end(), std::mem_fn(member)); };
+  if (!all(&score_mod::ScatterStep::once_a_batch)) return 0;
+  if (batches == 1 || all(&score_mod::ScatterStep::exclusive)) return 1;
+  // Fixed point takes one and a half times as long at least: so much may wait for the last CTAs of a launch.
+  const int cols = hopper_backward(c).front().cols;
+  const int64_t ctas = heads * ((keys + cols - 1) / cols);
+  const int64_t waves = (ctas + processors - 1) / processors;
+  return 2 * waves * processors <= 3 * ctas ? batches : 0;
+}
+
+void force_flex_family(std::optional<FlexFamily> family) { forced_family = family; }
+void force_flex_scheme(char scheme) { forced_scheme = scheme; }
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,33 @@
+// What flex attention on CUDA computes of rows: a few numbers of each before its backward, their rounding after it.
+// Compiled ahead of time.
+#pragma once
+
+#include "cuda/attention/device/arguments.cuh"
+#include "losses/row_kernels.h"
+
+namespace fusegrad::cuda {
+
+/// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
+/// null). With `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, that becomes zeros.
+struct FlexRows {
+  device::FlexTensor grad_out, out, out_low;
+  const float *lse, *grad_lse;
+  int batches, heads, queries, value_size;
+  int row_stride;  // of what is made: [batches, heads, row_stride]
+  float* query_sum;
+  int sum_rows, sum_cols;  // not below queries; a multiple of 4
+};
+void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
+
+/// grad_query[b, h, m, d] = sum[b, h, m, d] * scale, rounded once.
+struct FlexQuerySum {
+  device::FlexTensor grad_query;
+  const float* sum;  // in blocks as FlexBackwardArguments::query_sum
+  int batches, heads, queries, head_size;
+  int sum_rows, sum_cols;
+  bool transposed;  // in a block columns come before rows
+  float scale;
+};
+void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream);
+
+}  // namespace fusegrad::cuda

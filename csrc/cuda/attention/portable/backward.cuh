@@ -1,0 +1,461 @@
+// The backward of flex attention for every GPU from sm_80 on: a CTA owns kCols keys of a key head and goes over the
+// tiles of queries of all query heads that share it. Five products a tile; scores and their gradients are transposed
+// (keys are rows), so that from registers they are operands of the gradients of values and keys; through shared memory
+// of that of the queries, which is added up in float32 in memory. See flex_scores.cuh and flex_buffers.cuh for Config;
+// here also:
+//   kShare                     warps that share keys, each with its part of the queries for the scores, and of the head
+//                              sizes for the gradients of keys and values: 1, 2 or 4. Sharing halves what a warp keeps
+//                              in registers, so that it has more keys, and reads shared memory less; but then
+//                              probabilities go through shared memory too
+//   kStages                    tiles of queries in shared memory
+//   kGradientStages            tiles of dS: with 2, the queries' gradient is that of the tile before, for half of the
+//                              warps before a tile's scores and for the others after its products: so exponentials of
+//                              some meet products of others, and a tile takes one barrier of all warps
+//   kGradQuery, kGradKey, kGradValue   which of them are wanted
+//   kGradScores                whether anything but the values' gradient is
+//   kMaxGradient               whether max_scores has a gradient
+#pragma once
+
+#include "cuda/attention/device/buffers.cuh"
+#include "cuda/attention/device/gradient.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexBackward {
+  using T = typename Config::Element;
+  using Product = Mma<T, Config::kSplit>;
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  using Sums = FlexBufferSums<Config>;
+  using KeyTile = Tile<T, Config::kCols, Config::kHead>;
+  using ValueTile = Tile<T, Config::kCols, Config::kValue>;
+  using QueryTile = Tile<T, Config::kRows, Config::kHead>;
+  using GradOutTile = Tile<T, Config::kRows, Config::kValue>;
+  using ScoreTile = Tile<T, Config::kCols, Config::kRows>;
+  static constexpr int kThreads = kLanes * Config::kWarps;
+  static constexpr int kPart = Config::kRows / Config::kShare;                           // queries of a warp's scores
+  static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16;  // of 16 keys, of a warp
+  static constexpr int kBlocksN = kPart / 8;
+  static constexpr int kOperands = kBlocksN * kOperandWords<T>;
+  // Blocks of 16 columns of a head, and how many of them a warp has.
+  static constexpr int kBlocksD = Config::kHead / 16, kMineD = (kBlocksD + Config::kShare - 1) / Config::kShare;
+  static constexpr int kBlocksE = Config::kValue / 16, kMineE = (kBlocksE + Config::kShare - 1) / Config::kShare;
+  // For the queries' gradient: warps are groups of queries by parts of the head.
+  static constexpr int kBlocksQ = Config::kRows % 32 == 0 ? 2 : 1;  // of 16 queries, of a warp
+  static constexpr int kGroupsQ = Config::kRows / 16 / kBlocksQ;
+  static constexpr int kPartsQ = Config::kWarps / kGroupsQ, kMineQ = (kBlocksD + kPartsQ - 1) / kPartsQ;
+  static_assert(Config::kCols == 16 * kBlocksM * Config::kWarps / Config::kShare && kPart % 16 == 0);
+  static_assert(Config::kWarps % kGroupsQ == 0);
+
+  static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
+  static constexpr int kStageBytes = QueryTile::kBytes + GradOutTile::kBytes + kRowBytes;
+  static constexpr int kScoreTiles = Config::kGradientStages + (Config::kShare > 1 ? 1 : 0);
+  static constexpr bool kDelayed = Config::kGradientStages == 2;
+  static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
+  static_assert(Config::kRows <= kThreads);
+  // Where registers are left: operands are loaded a step ahead, and of P and dS a warp keeps its own part.
+  static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
+  // Tiles of like work together; where nothing is captured, whose reads and sums are better of one head at a time.
+  static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
+
+ public:
+  static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + Config::kStages * kStageBytes +
+                                      kScoreTiles * ScoreTile::kBytes + Sums::kSharedBytes;
+
+  __device__ __forceinline__ FlexBackward(const FlexBackwardArguments& a, const FlexSums* sums,
+                                          const typename ScoreMod::Captured& score,
+                                          const typename MaskMod::Captured& mask, char* shared)
+      : a_(a),
+        score_(score),
+        mask_(mask),
+        shared_(shared),
+        key_(shared_address(shared)),
+        value_(key_ + KeyTile::kBytes),
+        stage_(value_ + ValueTile::kBytes),
+        gradient_(stage_ + Config::kStages * kStageBytes),
+        probability_(gradient_ + Config::kGradientStages * ScoreTile::kBytes),
+        sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
+
+  __device__ __forceinline__ void run() {
+    const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
+    const int key_heads = a_.heads / a_.group;
+    int head = static_cast<int>(blockIdx.x / col_tiles);
+    col_tile_ = static_cast<int>(blockIdx.x % col_tiles);
+    if constexpr (kLikeTogether) {
+      const Work work(a_.key_batches * key_heads, col_tiles);
+      head = work.head;
+      col_tile_ = work.tile;
+    }
+    key_batch_ = head / key_heads;
+    key_head_ = head % key_heads;
+    col_ = col_tile_ * Config::kCols;
+    row_tiles_ = (a_.queries + Config::kRows - 1) / Config::kRows;
+    load_tile<KeyTile, kThreads>(key_, a_.key, key_batch_, key_head_, col_, a_.keys, a_.head_size);
+    load_tile<ValueTile, kThreads>(value_, a_.value, key_batch_, key_head_, col_, a_.keys, a_.value_size);
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+      zero(grad_key_[m]);
+      zero(grad_value_[m]);
+    }
+    sums_.begin();
+
+    if constexpr (kDelayed) later_ = __shfl_sync(~0u, static_cast<int>(warp() >= Config::kWarps / 2), 0) != 0;
+    Place place = first();
+    if (place.b < last_batch_) load_stage(place, 0);
+    commit_copies();
+    int b = -1, h = -1, stage = 0;
+    Place last = place;
+    while (place.b < last_batch_) {
+      const Place next = after(place);
+      wait_copies<0>();
+      __syncthreads();
+      if constexpr (Config::kStages == 2 && !kAhead) load_next(next, 1 - stage);
+      const bool first = h < 0;
+      if (kDelayed && !first && !later_) finish(last, 1 - stage);
+      if (b != place.b || h != place.h) {
+        if (!first) sums_.end_head(b, h, first_key());
+        sums_.begin_head();
+        b = place.b;
+        h = place.h;
+        dropout_.begin(a_.dropout, b * a_.heads + h);
+      }
+      step(place, next, stage);
+      if constexpr (kDelayed) {
+        if (!first && later_) finish(last, 1 - stage);
+      } else {
+        if constexpr (Config::kStages == 1 || Config::kGradQuery || Sums::kFlushes) __syncthreads();
+        if constexpr (Config::kStages == 1) load_next(next, 0);
+        finish(place, 0);
+      }
+      last = place;
+      place = next;
+      if (Config::kStages == 2) stage = 1 - stage;
+    }
+    wait_copies<0>();
+    __syncthreads();
+    if (h >= 0) {
+      if constexpr (kDelayed) {
+        finish(last, 1 - stage);
+        __syncthreads();
+      }
+      sums_.end_head(b, h, first_key());
+    }
+    // The tiles of keys and values are read no more.
+    if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
+    if constexpr (Config::kGradValue)
+      keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, Config::kDropout ? a_.dropout.scale : 1.0f);
+    __syncthreads();
+    if constexpr (Config::kGradKey) store<KeyTile>(a_.grad_key, a_.head_size, key_);
+    if constexpr (Config::kGradValue) store<ValueTile>(a_.grad_value, a_.value_size, value_);
+  }
+
+ private:
+  /// A tile of queries of one of the query heads that share the keys.
+  struct Place {
+    int b, h, i, tile;  // i: in the head's list; tile: 4 * row of tiles + kind
+  };
+  __device__ __forceinline__ Place first() {
+    first_head_ = key_head_ * a_.group;
+    last_batch_ = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
+    return settle({key_batch_, first_head_, 0, 0});
+  }
+  __device__ __forceinline__ Place after(const Place& p) const { return settle({p.b, p.h, p.i + 1, 0}); }
+  __device__ __forceinline__ Place settle(Place p) const {
+    while (p.b < last_batch_) {
+      const TileWalk tiles(a_.tiles, p.b, p.h, col_tile_, row_tiles_, (Config*)nullptr);
+      if (p.i < tiles.count()) {
+        p.tile = tiles[p.i];
+        break;
+      }
+      p.i = 0;
+      if (++p.h == first_head_ + a_.group) {
+        p.h = first_head_;
+        ++p.b;
+      }
+    }
+    return p;
+  }
+
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
+  __device__ __forceinline__ int key_group() const {
+    return warp() / Config::kShare * 16 * kBlocksM;
+  }  // first key of the warp
+  __device__ __forceinline__ int part() const { return warp() % Config::kShare; }
+  __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
+
+  __device__ __forceinline__ void load_stage(const Place& p, int stage) const {
+    const unsigned to = stage_ + stage * kStageBytes;
+    const int b = p.b, h = p.h, row = (p.tile >> 2) * Config::kRows;
+    load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
+    load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
+    if (const int i = static_cast<int>(threadIdx.x); i < Config::kRows) {
+      const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.row_stride + row;
+      const bool there = row + i < a_.queries;
+      copy_async_pair(to + QueryTile::kBytes + GradOutTile::kBytes + i * sizeof(FlexRow), rows + (there ? i : 0),
+                      there);
+    }
+  }
+  __device__ __forceinline__ void load_next(const Place& next, int stage) const {
+    if (next.b < last_batch_) load_stage(next, stage);
+    commit_copies();
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void zero(float (&x)[kCount][2][4]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[i][e / 4][e % 4] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void step(const Place& place, const Place& next, int stage) {
+    const unsigned query = stage_ + stage * kStageBytes, grad_out = query + QueryTile::kBytes;
+    const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes;
+    unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
+    scores(query, grad_out, place, p, ds);
+    // Here, not before the scores: other warps compute what these wait for.
+    if constexpr (Config::kStages == 2 && kAhead) load_next(next, 1 - stage);
+    if constexpr (Config::kShare > 1 && Config::kGradValue) keep(probability_, p);
+    if constexpr (Config::kGradScores) keep(gradient, ds);
+    if constexpr (Config::kShare == 1 || kAhead) {
+      if constexpr (Config::kGradValue)
+        accumulate_own<kMineE, kBlocksE>(grad_value_, p, grad_out, GradOutTile::kStride);
+      if constexpr (Config::kGradKey) accumulate_own<kMineD, kBlocksD>(grad_key_, ds, query, QueryTile::kStride);
+    }
+    if constexpr (Config::kShare > 1) {
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + warp() / Config::kShare), "n"(Config::kShare * kLanes) : "memory");
+      // Of the others' queries, or of all at once.
+      constexpr int kQueries = kAhead ? kPart : Config::kRows;
+#pragma unroll 1
+      for (int i = kAhead ? 1 : 0; i < (kAhead ? Config::kShare : 1); ++i) {
+        const int from = kAhead ? (part() + i) % Config::kShare * kPart : 0;
+        if constexpr (Config::kGradValue) {
+          accumulate_kept<kMineE, kBlocksE, kQueries>(grad_value_, probability_, from, grad_out, GradOutTile::kStride);
+        }
+        if constexpr (Config::kGradKey) {
+          accumulate_kept<kMineD, kBlocksD, kQueries>(grad_key_, gradient, from, query, QueryTile::kStride);
+        }
+      }
+    }
+  }
+  // After all warps' part of a tile: what they compute of it together.
+  __device__ __forceinline__ void finish(const Place& place, int stage) {
+    const int row = (place.tile >> 2) * Config::kRows;
+    // In the order that spills less.
+    if constexpr (Config::kShare == 1) sums_.flush(place.b, place.h, row, col_);
+    if constexpr (Config::kGradQuery) {
+      add_grad_query(place.b, place.h, row, gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes);
+    }
+    if constexpr (Config::kShare > 1) sums_.flush(place.b, place.h, row, col_);
+  }
+
+  // Of the warp's keys and its part of the queries; two blocks of 8 queries make one of 16.
+  using Scores = float[kBlocksM][kBlocksN / 2][2][4];
+
+  template <int kCommon>
+  __device__ __forceinline__ void multiply_tiles(Scores& c, unsigned a, int a_stride, unsigned b, int b_stride) const {
+    multiply_loaded<T, Config::kSplit, kCommon / Product::kDepth, kUnrolledSteps<T>, true, kAhead>(
+        c, [&](auto& words, int k, int m) { load_a(words, a, a_stride, key_group() + m * 16, k, lane()); },
+        [&](auto& words, int k, int i) { load_b(words, b, b_stride, part() * kPart + i * 16, k, lane()); },
+        [](int) { return true; });
+  }
+
+  // P and dS of the warp's keys and its part of the queries, as operands.
+  __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const Place& place,
+                                         unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
+    Scores s = {}, d = {};
+    // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
+    multiply_tiles<Config::kHead>(s, key_, KeyTile::kStride, query, QueryTile::kStride);
+    if constexpr (Config::kGradScores) {
+      multiply_tiles<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
+    }
+    const int row = (place.tile >> 2) * Config::kRows;
+    const bool masked =
+        (place.tile & 3) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+    const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
+                                                        (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
+    sums_.begin_tile();
+    // The code of a score_mod is there once, so that it is compiled quickly.
+    if (kHas<ScoreMod> || masked) {
+      pairs<true>(place, masked, rows, s, d, p, ds);
+    } else {
+      pairs<false>(place, masked, rows, s, d, p, ds);
+    }
+    sums_.end_tile();
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void pairs(const Place& place, bool masked, const FlexRow* rows, Scores& s, Scores& d,
+                                        unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
+    const int b = place.b, h = place.h, q = (place.tile >> 2) * Config::kRows + part() * kPart + lane() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+      const int kv = first_key() + m * 16;
+      const auto alive =
+          pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile & 3, kMasked && masked, b, h, q, kv);
+      typename FlexDropoutHead<Config>::Pairs kept;
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+        if constexpr (Config::kDropout) {
+          hold_order();
+          if (n % 2 == 0)
+            kept = dropout_.template pairs<true>(a_.dropout, q - lane() % 4 * 2 + n * 8, kv - lane() / 4, lane());
+          if constexpr (Config::kGradScores) kept.drop(n, d[m][n / 2][n % 2]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
+          FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f};
+          if constexpr (Config::kMaxGradient) {
+            const bool there = at_q < a_.queries;
+            const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
+            of.max = there ? a_.max_scores[at] : 0.0f;
+            of.grad_max = there ? a_.grad_max[at] : 0.0f;
+          }
+          float value[Config::Derivative::kContributions + 1];
+          float &x = s[m][n / 2][n % 2][e], &dx = d[m][n / 2][n % 2][e];
+          const float score = x;
+          if constexpr (Config::kDropout) dx *= a_.dropout.scale;
+          const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
+          dx = FlexPairGradient<Config>::apply(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes, x, value);
+          sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
+        }
+        sums_.end_block(m, n);
+        if constexpr (Config::kDropout && Config::kGradValue) kept.drop(n, s[m][n / 2][n % 2]);
+        put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n / 2][n % 2]);
+        if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n / 2][n % 2]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void keep(unsigned tile, const unsigned (&words)[kBlocksM][kOperands]) const {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+        store_operand<T>(tile, ScoreTile::kStride, key_group() + m * 16, part() * kBlocksN + n,
+                         words[m] + n * kOperandWords<T>, lane());
+      }
+    }
+  }
+
+  // c += (P or dS) * (grad_out or query), for the warp's blocks of columns: over its own queries, from registers, or
+  // over kQueries of them from shared memory.
+  template <int kMine, int kBlocks>
+  __device__ __forceinline__ void accumulate_own(float (&c)[kBlocksM][kMine][2][4],
+                                                 const unsigned (&words)[kBlocksM][kOperands], unsigned b,
+                                                 int b_stride) const {
+    accumulate<kMine, kBlocks, kPart>(
+        c,
+        [&](auto& to, int k, int m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) to[i] = words[m][k * 4 + i];
+        },
+        b + part() * kPart * b_stride, b_stride);
+  }
+  template <int kMine, int kBlocks, int kQueries>
+  __device__ __forceinline__ void accumulate_kept(float (&c)[kBlocksM][kMine][2][4], unsigned tile, int from,
+                                                  unsigned b, int b_stride) const {
+    tile += from * static_cast<int>(sizeof(T));
+    accumulate<kMine, kBlocks, kQueries>(
+        c, [&](auto& to, int k, int m) { load_transposed_order(to, tile, m, k); }, b + from * b_stride, b_stride);
+  }
+  template <int kMine, int kBlocks, int kQueries, class Row>
+  __device__ __forceinline__ void accumulate(float (&c)[kBlocksM][kMine][2][4], const Row& row, unsigned b,
+                                             int b_stride) const {
+    const auto block = [&](int i) { return i * Config::kShare + part(); };
+    multiply_loaded<T, Config::kSplit, kQueries / Product::kDepth, kQueries, false, kAhead>(
+        c, row,
+        [&](auto& words, int k, int i) {
+          Product::load_b_transposed(words, b, b_stride, k * Product::kDepth, block(i) * 16, lane());
+        },
+        [&](int i) { return kBlocks % Config::kShare == 0 || block(i) < kBlocks; });
+  }
+  // Operand A as it lies, with floats in the order of operands that are read transposed.
+  __device__ __forceinline__ void load_transposed_order(unsigned (&a)[4], unsigned tile, int m, int step) const {
+    if constexpr (sizeof(T) == 2) {
+      load_a(a, tile, ScoreTile::kStride, key_group() + m * 16, step, lane());
+    } else {
+      const unsigned at = tile + (key_group() + m * 16 + lane() / 4) * ScoreTile::kStride + step * 32 + lane() % 4 * 8;
+      a[0] = load_word(at);
+      a[1] = load_word(at + 8 * ScoreTile::kStride);
+      a[2] = load_word(at + 4);
+      a[3] = load_word(at + 8 * ScoreTile::kStride + 4);
+    }
+  }
+
+  __device__ __forceinline__ void add_grad_query(int b, int h, int row, unsigned gradient) const {
+    const int part = warp() / kGroupsQ, group = warp() % kGroupsQ * 16 * kBlocksQ;
+    const auto block = [&](int i) { return i * kPartsQ + part; };
+    const auto there = [&](int i) { return kBlocksD % kPartsQ == 0 || block(i) < kBlocksD; };
+    float c[kBlocksQ][kMineQ][2][4];
+#pragma unroll
+    for (int j = 0; j < kBlocksQ; ++j) zero(c[j]);
+    multiply_loaded<T, Config::kSplit, Config::kCols / Product::kDepth, kUnrolledSteps<T>, false, kAhead>(
+        c,
+        [&](auto& words, int k, int j) {
+          Product::load_a_transposed(words, gradient, ScoreTile::kStride, k * Product::kDepth, group + j * 16, lane());
+        },
+        [&](auto& words, int k, int i) {
+          Product::load_b_transposed(words, key_, KeyTile::kStride, k * Product::kDepth, block(i) * 16, lane());
+        },
+        there);
+    // A warp adds whole lines of 128 bytes; rows beyond the queries are there.
+    const long long head = static_cast<long long>(b * a_.heads + h) * a_.sum_rows;
+    float* to = a_.query_sum + (head + row + group) * Config::kHead + lane() * 2;
+#pragma unroll
+    for (int j = 0; j < kBlocksQ; ++j) {
+#pragma unroll
+      for (int i = 0; i < kMineQ; ++i) {
+        if (!there(i)) break;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          float* at = to + j * 16 * Config::kHead + (block(i) * 2 + n) * 64;
+          add_pair(at, c[j][i][n][0], c[j][i][n][1]);
+          add_pair(at + 8 * Config::kHead, c[j][i][n][2], c[j][i][n][3]);
+        }
+      }
+    }
+  }
+
+  // The warp's part of a gradient to shared memory, in which it lies as the keys do.
+  template <class Into, int kMine, int kBlocks>
+  __device__ __forceinline__ void keep_gradient(float (&c)[kBlocksM][kMine][2][4], unsigned tile, float factor) const {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        const int block = i * Config::kShare + part();
+        if (kBlocks % Config::kShare != 0 && block >= kBlocks) break;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          unsigned words[kOperandWords<T>];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) c[m][i][n][e] *= factor;
+          put_operand<T>(words, c[m][i][n]);
+          store_operand<T>(tile, Into::kStride, key_group() + m * 16, block * 2 + n, words, lane());
+        }
+      }
+    }
+  }
+  template <class From>
+  __device__ __forceinline__ void store(const FlexTensor& to, int cols, unsigned from) const {
+    store_tile<From, Config::kCols, kThreads>(to, key_batch_, key_head_, col_, a_.keys, cols, from);
+  }
+
+  const FlexBackwardArguments& a_;
+  const typename ScoreMod::Captured& score_;
+  const typename MaskMod::Captured& mask_;
+  char* const shared_;
+  const unsigned key_, value_, stage_, gradient_, probability_;
+  bool later_ = false;
+  FlexDropoutHead<Config> dropout_;
+  Sums sums_;
+  int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;
+  float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];
+};
+
+}  // namespace fusegrad::device

@@ -1,0 +1,284 @@
+// The forward of flex attention for every GPU from sm_80 on: a CTA computes kRows queries of a head, a warp kRows /
+// kWarps of them, over the tiles of keys in order, with an online softmax. See flex_scores.cuh for Config; here also:
+//   kUnscaled                  the scale, which is positive, is left to the exponent: there is no score_mod
+//   kMaxScores                 whether max_scores and max_ties are wanted
+//   kOutLow                    whether what rounding takes from the output is
+#pragma once
+
+#include "cuda/attention/device/scores.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexForward {
+  using T = typename Config::Element;
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  using QueryTile = Tile<T, Config::kRows, Config::kHead>;
+  using KeyTile = Tile<T, Config::kCols, Config::kHead>;
+  using ValueTile = Tile<T, Config::kCols, Config::kValue>;
+  using OutTile = Tile<T, Config::kRows, Config::kValue>;
+  static constexpr int kThreads = kLanes * Config::kWarps;
+  static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
+  static constexpr int kBlocksN = Config::kCols / 8;
+  static constexpr int kBlocksE = Config::kValue / 8;
+  static constexpr int kOutBytes = Config::kWarps * kBlocksM * 16 * OutTile::kStride;
+  static constexpr int kQueryBytes = QueryTile::kBytes > kOutBytes ? QueryTile::kBytes : kOutBytes;
+  static_assert(kBlocksM * 16 * Config::kWarps == Config::kRows && kBlocksN * kBlocksM * 4 <= 128);
+
+ public:
+  static constexpr int kSharedBytes = kQueryBytes + KeyTile::kBytes + ValueTile::kBytes;
+
+  __device__ __forceinline__ FlexForward(const FlexForwardArguments& a, const typename ScoreMod::Captured& score,
+                                         const typename MaskMod::Captured& mask, unsigned shared)
+      : a_(a), score_(score), mask_(mask), query_(shared), key_(shared + kQueryBytes), value_(key_ + KeyTile::kBytes) {}
+
+  __device__ __forceinline__ void run() {
+    const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    // The last queries first: under a causal mask they have the most keys.
+    const Work work(a_.batches * a_.heads, row_tiles);
+    const int row_tile = row_tiles - 1 - work.tile;
+    b_ = work.head / a_.heads;
+    h_ = work.head % a_.heads;
+    row_ = row_tile * Config::kRows;
+    dropout_.begin(a_.dropout, work.head);
+    const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+    begin();
+    if (walk.count() > 0) {
+      int tile = walk[0];
+      load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, (tile >> 2) * Config::kCols, a_.keys, a_.head_size);
+      commit_copies();
+      for (int i = 0; i < walk.count(); ++i) {
+        const int next = i + 1 < walk.count() ? walk[i + 1] : -1;
+        step(tile, next);
+        tile = next;
+      }
+    }
+    finish(walk.count() < 0);
+  }
+
+ private:
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * kBlocksM * 16; }
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        max_[m][r] = -FUSEGRAD_INFINITY;
+        sum_[m][r] = 0.0f;
+        ties_[m][r] = 0.0f;
+      }
+#pragma unroll
+      for (int n = 0; n < kBlocksE; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out_[m][n][e] = 0.0f;
+      }
+    }
+  }
+
+  // One tile of keys; copies of its keys are under way, those of the next are left so.
+  __device__ __forceinline__ void step(int tile, int next) {
+    const int col = (tile >> 2) * Config::kCols;
+    wait_copies<0>();
+    __syncthreads();
+    load_tile<ValueTile, kThreads>(value_, a_.value, b_, h_ / a_.group, col, a_.keys, a_.value_size);
+    commit_copies();
+    float s[kBlocksM][kBlocksN][4] = {};
+    multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key_, KeyTile::kStride,
+                                                    0, lane());
+    wait_copies<0>();
+    __syncthreads();
+    if (next >= 0) {
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, (next >> 2) * Config::kCols, a_.keys, a_.head_size);
+      commit_copies();
+    }
+    apply_mods(s, tile & 3, col);
+    softmax(s);
+    if constexpr (Config::kDropout) drop(s, col);
+    multiply_accumulators<T, Config::kSplit>(out_, s, value_, ValueTile::kStride, lane());
+  }
+
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksM][kBlocksN][4], int kind, int col) const {
+    const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+    if (Config::kUnscaled && !masked) return;
+    const int row = row_ + first_row() + lane() / 4;
+    col += lane() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+      const auto alive =
+          pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, row + m * 16, col);
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+          float x = s[m][n][e];
+          if constexpr (!Config::kUnscaled) x *= a_.scale;
+          if constexpr (kHas<ScoreMod>) {
+            x = ScoreMod::apply(score_, x, b_, h_, row + m * 16 + e / 2 * 8, col + n * 8 + e % 2, takes);
+          }
+          s[m][n][e] = takes ? x : -FUSEGRAD_INFINITY;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
+
+  // Exponentials are relative to `max_`, a score that the row has had: not always the largest, since to follow each new
+  // one means to rescale the output. It follows where a score is larger by 2^kSlack in the exponential, so that neither
+  // sums nor 16-bit probabilities overflow. Of a small output the rescaling costs less than the branch around it.
+  static constexpr bool kLazy = Config::kValue > 64;
+  static constexpr float kSlack = kLazy && !Config::kMaxScores ? 8.0f : 0.0f;
+
+  __device__ __forceinline__ void softmax(float (&s)[kBlocksM][kBlocksN][4]) {
+    const float factor = unit() * kLog2E;
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+      float rescale[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float max = max_[m][r];
+#pragma unroll
+        for (int n = 0; n < kBlocksN; ++n)
+          max = score_mod::maximum(max, score_mod::maximum(s[m][n][2 * r], s[m][n][2 * r + 1]));
+        max = row_max(max);
+        if constexpr (Config::kMaxScores) {
+          if (max != max_[m][r]) ties_[m][r] = 0.0f;
+#pragma unroll
+          for (int n = 0; n < kBlocksN; ++n) ties_[m][r] += (s[m][n][2 * r] == max) + (s[m][n][2 * r + 1] == max);
+        }
+        // Not less or equal: NaN and the first score (infinity) go on.
+        rescale[r] = 1.0f;
+        if (!((max - max_[m][r]) * factor <= kSlack)) {
+          // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+          rescale[r] = max == -FUSEGRAD_INFINITY ? 0.0f : power_of_two((max_[m][r] - max) * factor);
+          max_[m][r] = max;
+        }
+      }
+      // Of few tiles but the first any row of a warp's has such a score.
+      if (!kLazy || __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+        for (int n = 0; n < kBlocksE; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out_[m][n][e] *= rescale[e / 2];
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r], origin = most * factor;
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+          for (int e = 2 * r; e < 2 * r + 2; ++e) {
+            if constexpr (kSame<T, float>) {
+              s[m][n][e] = expf((s[m][n][e] - most) * unit());
+            } else {
+              s[m][n][e] = power_of_two(s[m][n][e] * factor - origin);
+            }
+            sum += s[m][n][e];
+          }
+        }
+        sum_[m][r] = sum_[m][r] * rescale[r] + sum;
+      }
+    }
+  }
+
+  // Probabilities, whose sums are added.
+  __device__ __forceinline__ void drop(float (&s)[kBlocksM][kBlocksN][4], int col) const {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksN; n += 2) {
+        const auto kept = dropout_.template pairs<false>(a_.dropout, row_ + first_row() + m * 16, col + n * 8, lane());
+        kept.drop(n, s[m][n]);
+        kept.drop(n + 1, s[m][n + 1]);
+        hold_order();
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(bool bad) {
+    wait_copies<0>();
+    __syncthreads();  // the output takes the queries' place
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
+        const bool none = max_[m][r] == -FUSEGRAD_INFINITY;
+        const float sum = row_sum(sum_[m][r]);
+        const float ties = Config::kMaxScores ? row_sum(ties_[m][r]) : 0.0f;
+        sum_[m][r] = bad    ? __int_as_float(0x7fffffff)
+                     : none ? 0.0f
+                            : (Config::kDropout ? a_.dropout.scale : 1.0f) / sum;
+        if (lane() % 4 != 0 || row >= a_.queries) continue;
+        const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + row;
+        const float max = max_[m][r] * unit();
+        a_.lse[at] = bad ? __int_as_float(0x7fffffff) : none ? -FUSEGRAD_INFINITY : max + logf(sum);
+        if constexpr (Config::kMaxScores) {
+          a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
+          a_.max_ties[at] = ties;
+        }
+      }
+    }
+    write<false>(a_.out);
+    if constexpr (Config::kOutLow) {
+      __syncwarp();
+      write<true>(a_.out_low);
+    }
+  }
+
+  // By way of shared memory, each warp its own rows, so that rows are written by 16 bytes a lane.
+  template <bool kLow>
+  __device__ __forceinline__ void write(const FlexTensor& to) const {
+    extern __shared__ __align__(16) char shared[];
+    char* mine = shared + first_row() * OutTile::kStride;
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksE; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float x = out_[m][n][e] * sum_[m][e / 2];
+          T* at = reinterpret_cast<T*>(mine + (m * 16 + e / 2 * 8 + lane() / 4) * OutTile::kStride) + n * 8 +
+                  lane() % 4 * 2 + e % 2;
+          store(at, kLow ? x - rounded<T>(x) : x);
+        }
+      }
+    }
+    __syncwarp();
+    T* out = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
+    const int rows = min(kBlocksM * 16, a_.queries - row_ - first_row());
+    constexpr int kVector = 16 / sizeof(T);
+    if (to.col_stride == 1 && a_.value_size % kVector == 0 && to.row_stride % kVector == 0 &&
+        to.head_stride % kVector == 0 && to.batch_stride % kVector == 0) {
+      const int vectors = a_.value_size / kVector;
+      for (int i = lane(); i < rows * vectors; i += kLanes) {
+        const int row = i / vectors, vector = i % vectors;
+        *reinterpret_cast<int4*>(out + (row_ + first_row() + row) * to.row_stride + vector * kVector) =
+            *reinterpret_cast<const int4*>(mine + row * OutTile::kStride + vector * 16);
+      }
+    } else {
+      for (int i = lane(); i < rows * a_.value_size; i += kLanes) {
+        const int row = i / a_.value_size, col = i % a_.value_size;
+        out[(row_ + first_row() + row) * to.row_stride + col * to.col_stride] =
+            reinterpret_cast<const T*>(mine + row * OutTile::kStride)[col];
+      }
+    }
+  }
+
+  const FlexForwardArguments& a_;
+  const typename ScoreMod::Captured& score_;
+  const typename MaskMod::Captured& mask_;
+  const unsigned query_, key_, value_;
+  int b_, h_, row_;
+  FlexDropoutHead<Config> dropout_;
+  float out_[kBlocksM][kBlocksE][4], max_[kBlocksM][2], sum_[kBlocksM][2], ties_[kBlocksM][2];
+};
+
+}  // namespace fusegrad::device

@@ -1,0 +1,342 @@
+// The vectorised row kernels. This file is compiled once per instruction set, with CPU_CAPABILITY set: keep library
+// templates and inline functions of other headers out, or the linker may pick a copy with instructions that the
+// machine does not have.
+#include <cmath>
+#include <limits>
+
+#include "common/lanes.h"
+#include "losses/cpu/row_range.h"
+
+namespace fusegrad::cpu {
+namespace CPU_CAPABILITY {
+namespace {
+
+// A row's target, read once.
+template <class T>
+struct Target {
+  using Acc = AccOf<T>;
+  using Vec = at::vec::Vectorized<Acc>;
+
+  int64_t index = -1;  // -1: probabilities
+  bool kept = true;
+  bool dense;
+  Acc token_weight = 1;
+  Acc at_index = 0;  // a[index] less its share of smoothing
+  Acc uniform;       // smoothing / V
+  Acc keep;          // 1 - smoothing
+  const Acc* class_weight;
+  const T* low = nullptr;
+  const Acc* full = nullptr;
+
+  Target(const RowTargets& t, int64_t n, int64_t vocab)
+      : dense(t.dense),
+        uniform(static_cast<Acc>(t.smoothing / static_cast<double>(vocab))),
+        keep(static_cast<Acc>(1 - t.smoothing)),
+        class_weight(static_cast<const Acc*>(t.class_weight)) {
+    if (t.token_weight != nullptr) token_weight = static_cast<const Acc*>(t.token_weight)[n];
+    if (t.index != nullptr) {
+      index = t.index_is_int32 ? static_cast<const int32_t*>(t.index)[n] : static_cast<const int64_t*>(t.index)[n];
+      kept = index != t.ignore_index;
+      if (kept) at_index = keep * (class_weight != nullptr ? class_weight[index] : Acc(1));
+    } else if (t.probability_is_acc) {
+      full = static_cast<const Acc*>(t.probability) + n * t.probability_stride;
+    } else {
+      low = static_cast<const T*>(t.probability) + n * t.probability_stride;
+    }
+  }
+
+  // a[c] of dense targets but for at_index. `column` is where the row pointers start in class_weight.
+  Lanes<T> coefficients(int64_t c, int64_t count, int64_t column) const {
+    using L = Lanes<T>;
+    Lanes<T> a{Vec(uniform), Vec(uniform)};
+    if (low != nullptr || full != nullptr) {
+      Vec ta, tb;
+      if (low != nullptr) {
+        const auto t = count == L::kStep ? L::load(low + c) : L::load(low + c, count, 0);
+        ta = t.a, tb = t.b;
+      } else {
+        const auto t = count == L::kStep ? Lanes<Acc>::load(full + c) : Lanes<Acc>::load(full + c, count, 0);
+        ta = t.a, tb = t.b;
+      }
+      a.a = at::vec::fmadd(ta, Vec(keep), a.a);
+      a.b = at::vec::fmadd(tb, Vec(keep), a.b);
+    }
+    if (class_weight != nullptr) {
+      const Acc* from = class_weight + column + c;
+      const auto w = count == L::kStep ? Lanes<Acc>::load(from) : Lanes<Acc>::load(from, count, 0);
+      a.a = a.a * w.a;
+      a.b = a.b * w.b;
+    } else if (count < L::kStep) {
+      // Lanes beyond the row: their coefficient must not count.
+      const auto ones = Lanes<Acc>::load(kOnes, count, 0);
+      a.a = a.a * ones.a;
+      a.b = a.b * ones.b;
+    }
+    return a;
+  }
+
+ private:
+  static constexpr Acc kOnes[64] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+};
+
+// Sums over one row with its maximum m known.
+template <class Acc>
+struct RowStats {
+  Acc max, sum = 0;    // m, sum exp(z - m)
+  Acc shifted = 0;     // sum of (z - m), for smoothing of sparse targets
+  Acc target_dot = 0;  // dense: sum a[c] * (z - m), mass: sum a[c], both without at_index
+  Acc mass = 0;
+  Acc entropy_dot = 0;  // sum exp(z - m) * (z - m)
+};
+
+// `exps`, unless null, gets exp(z - m), padded to whole lanes.
+template <class T>
+RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T>>& transform, const Target<T>& target,
+                             bool entropy, AccOf<T>* exps = nullptr) {
+  using Acc = AccOf<T>;
+  using Vec = at::vec::Vectorized<Acc>;
+  const Acc kLow = -std::numeric_limits<Acc>::infinity();
+  RowStats<Acc> stats;
+  Vec max_a(kLow), max_b(kLow);
+  each_lanes(row, cols, kLow, [&](int64_t, int64_t count, const Lanes<T>& x) {
+    if (transform.identity()) {
+      max_a = at::vec::maximum(max_a, x.a);
+      max_b = at::vec::maximum(max_b, x.b);
+    } else if (count == Lanes<T>::kStep) {
+      max_a = at::vec::maximum(max_a, transform(x.a));
+      max_b = at::vec::maximum(max_b, transform(x.b));
+    } else {
+      // The padding must stay below everything under any transform: repeat a value of the row instead.
+      const auto tail = Lanes<T>::load(row + cols - count, count, static_cast<Acc>(row[cols - 1]));
+      max_a = at::vec::maximum(max_a, transform(tail.a));
+      max_b = at::vec::maximum(max_b, transform(tail.b));
+    }
+  });
+  stats.max = reduce_max(at::vec::maximum(max_a, max_b));
+
+  const Vec m(stats.max);
+  const bool smooth = !target.dense && target.uniform != Acc(0);
+  const bool extra = target.dense || smooth || entropy;
+  Vec sum_a(0), sum_b(0), shifted(0), dot(0), mass(0), entropy_dot(0);
+  // Plain: nothing but the sum of exp(x - m), without a test in the loop.
+  const auto add_up = [&](auto plain) {
+    each_lanes(row, cols, kLow, [&](int64_t c, int64_t count, const Lanes<T>& x) {
+      auto za = x.a - m, zb = x.b - m;
+      if constexpr (!plain) za = transform(x.a) - m, zb = transform(x.b) - m;
+      auto ea = exp_nonpositive(za), eb = exp_nonpositive(zb);
+      if (!plain && count < Lanes<T>::kStep) {
+        // exp of the padding is 0 only where the transform leaves -inf as it is.
+        ea = Vec::set(Vec(0), ea, std::min<int64_t>(count, Vec::size()));
+        eb = Vec::set(Vec(0), eb, std::max<int64_t>(count - Vec::size(), 0));
+        za = Vec::set(Vec(0), za, std::min<int64_t>(count, Vec::size()));
+        zb = Vec::set(Vec(0), zb, std::max<int64_t>(count - Vec::size(), 0));
+      }
+      sum_a = sum_a + ea;
+      sum_b = sum_b + eb;
+      if (exps != nullptr) {
+        ea.store(exps + c);
+        eb.store(exps + c + Vec::size());
+      }
+      if constexpr (!plain) {
+        if (smooth) shifted = shifted + za + zb;
+        if (entropy) entropy_dot = entropy_dot + product_or_zero(ea, za) + product_or_zero(eb, zb);
+        if (target.dense) {
+          const auto a = target.coefficients(c, count, 0);
+          dot = dot + product_or_zero(a.a, za) + product_or_zero(a.b, zb);
+          mass = mass + a.a + a.b;
+        }
+      }
+    });
+  };
+  transform.identity() && !extra ? add_up(std::true_type{}) : add_up(std::false_type{});
+  stats.sum = reduce_add(sum_a + sum_b);
+  if (extra) {
+    stats.shifted = reduce_add(shifted);
+    stats.target_dot = reduce_add(dot);
+    stats.mass = reduce_add(mass);
+    stats.entropy_dot = reduce_add(entropy_dot);
+  }
+  return stats;
+}
+
+// grad[c] = (P * p[c] - Q * a[c]) * dz/dx,  p = exp((z - shift) - low) * inverse_sum; kExps: the exponentials are in
+// `exps`.
+template <bool kExps, class T>
+void row_gradient(const T* row, const AccOf<T>* exps, T* grad, int64_t cols, int64_t column,
+                  const Transform<AccOf<T>>& transform, const Target<T>& target, AccOf<T> P, AccOf<T> Q, AccOf<T> shift,
+                  AccOf<T> low, AccOf<T> inverse_sum) {
+  using Acc = AccOf<T>;
+  using Vec = at::vec::Vectorized<Acc>;
+  const Vec m(shift), l(low), scale(P * inverse_sum), q(Q), uniform(Q * target.uniform);
+  // The target's own logit, before its place is overwritten.
+  const int64_t y = target.kept ? target.index - column : -1;
+  const bool has_index = target.index >= 0 && y >= 0 && y < cols;
+  const Acc at_index = has_index ? static_cast<Acc>(row[y]) : Acc(0);
+  const bool sloped = !transform.identity();
+  each_lanes(row, cols, Acc(0), [&](int64_t c, int64_t count, const Lanes<T>& x) {
+    Vec za, zb;
+    if (!kExps || sloped) za = transform(x.a), zb = transform(x.b);
+    Lanes<T> g;
+    if constexpr (kExps) {
+      const auto e = Lanes<Acc>::load(exps + c);
+      g = {e.a * scale, e.b * scale};
+    } else {
+      g = {exp_nonpositive((za - m) - l) * scale, exp_nonpositive((zb - m) - l) * scale};
+    }
+    if (target.dense) {
+      const auto a = target.coefficients(c, count, column);
+      g.a = g.a - q * a.a;
+      g.b = g.b - q * a.b;
+    } else {
+      g.a = g.a - uniform;
+      g.b = g.b - uniform;
+    }
+    if (sloped) {
+      g.a = g.a * transform.slope(za);
+      g.b = g.b * transform.slope(zb);
+    }
+    if (count == Lanes<T>::kStep) {
+      g.store(grad + c);
+    } else {
+      g.store(grad + c, count);
+    }
+  });
+  if (has_index) {
+    const Acc z = transform.one(at_index);
+    Acc a = target.uniform + target.at_index;
+    if (target.dense) a = target.uniform * target.class_weight[column + y] + target.at_index;
+    const Acc p = std::exp((z - shift) - low) * inverse_sum;
+    grad[y] = static_cast<T>((P * p - Q * a) * transform.one_slope(z));
+  }
+}
+
+template <class T>
+int64_t first_of_largest(const T* row, int64_t cols, double scale) {
+  int64_t best = 0;
+  for (int64_t c = 1; c < cols; ++c) {
+    const auto x = static_cast<AccOf<T>>(row[c]), top = static_cast<AccOf<T>>(row[best]);
+    if (scale >= 0 ? x > top : x < top) best = c;
+  }
+  return best;
+}
+
+template <class T>
+void forward_rows(const RowForward& p, int64_t begin, int64_t end, void* scratch) {
+  using Acc = AccOf<T>;
+  auto* exps = static_cast<Acc*>(scratch);
+  const Transform<Acc> transform(p.transform);
+  const auto* scales = static_cast<const Acc*>(p.scales);
+  const Acc ce_scale = scales != nullptr ? scales[0] : Acc(1), z_scale = scales != nullptr ? scales[1] : Acc(1);
+  for (int64_t n = begin; n < end; ++n) {
+    const T* row = static_cast<const T*>(p.logits) + n * p.logits_stride;
+    T* grad = p.grad != nullptr ? static_cast<T*>(p.grad) + n * p.grad_stride : nullptr;
+    const Target<T> target(p.targets, n, p.cols);
+    if (!target.kept) {
+      put(p.loss, n, Acc(0));
+      put(p.lse_low, n, Acc(0));
+      put(p.mass, n, Acc(0));
+      put(p.z_loss_term, n, Acc(0));
+      put(p.predicted, n, int64_t{-1});
+      put(p.token_log_prob, n, Acc(0));
+      put(p.entropy, n, Acc(0));
+      Acc lse = 0;
+      if (p.lse_of_ignored) {
+        const auto stats = row_stats(row, p.cols, transform, target, /*entropy=*/false);
+        lse = stats.max + std::log(stats.sum);
+        put(p.lse_low, n, (stats.max - lse) + std::log(stats.sum));
+      }
+      put(p.lse, n, lse);
+      if (grad != nullptr) fill_zero(grad, p.cols);
+      continue;
+    }
+    const auto stats = row_stats(row, p.cols, transform, target, p.entropy != nullptr, exps);
+    const Acc log_sum = std::log(stats.sum), lse = stats.max + log_sum;
+    const Acc at_index = target.index >= 0 ? transform.one(static_cast<Acc>(row[target.index])) : Acc(0);
+    Acc mass = target.dense ? stats.mass + target.at_index : target.at_index + target.uniform * Acc(p.cols);
+    Acc ce = mass * log_sum - (target.dense ? stats.target_dot : Acc(0));
+    if (!target.dense && target.uniform != Acc(0)) ce -= target.uniform * stats.shifted;
+    if (target.index >= 0 && target.at_index != Acc(0)) ce -= target.at_index * (at_index - stats.max);
+    const Acc z_term = p.z_loss != 0 ? static_cast<Acc>(p.z_loss) * lse * lse : Acc(0);
+    const Acc weight = target.token_weight;
+    put(p.loss, n, weight * (ce_scale * ce + (p.z_loss != 0 ? z_scale * z_term : Acc(0))));
+    put(p.lse, n, lse);
+    put(p.lse_low, n, (stats.max - lse) + log_sum);
+    put(p.mass, n, mass);
+    put(p.z_loss_term, n, z_term);
+    if (p.predicted != nullptr) put(p.predicted, n, first_of_largest(row, p.cols, p.transform.scale));
+    put(p.token_log_prob, n, (at_index - stats.max) - log_sum);
+    put(p.entropy, n, log_sum - stats.entropy_dot / stats.sum);
+    if (grad != nullptr) {
+      Acc P = weight * ce_scale * mass;
+      if (p.z_loss != 0) P += weight * z_scale * Acc(2 * p.z_loss) * lse;
+      row_gradient<true>(row, exps, grad, p.cols, 0, transform, target, P, weight * ce_scale, stats.max, Acc(0),
+                         Acc(1) / stats.sum);
+    }
+  }
+}
+
+template <class T>
+void gradient_rows(const RowGradient& p, int64_t begin, int64_t end) {
+  using Acc = AccOf<T>;
+  const Transform<Acc> transform(p.transform);
+  const auto* scales = static_cast<const Acc*>(p.scales);
+  const Acc ce_scale = scales != nullptr ? scales[0] : Acc(1), z_scale = scales != nullptr ? scales[1] : Acc(1);
+  for (int64_t n = begin; n < end; ++n) {
+    const T* row = static_cast<const T*>(p.logits) + n * p.logits_stride;
+    T* grad = static_cast<T*>(p.grad) + n * p.grad_stride;
+    const Target<T> target(p.targets, n, p.vocab);
+    const Acc lse = static_cast<const Acc*>(p.lse)[n];
+    const Acc low = p.lse_low != nullptr ? static_cast<const Acc*>(p.lse_low)[n] : Acc(0);
+    Acc P = 0, Q = 0;
+    if (target.kept && p.grad_loss != nullptr) {
+      const Acc upstream = static_cast<const Acc*>(p.grad_loss)[n * p.grad_loss_stride] * target.token_weight;
+      const Acc mass =
+          target.dense ? static_cast<const Acc*>(p.mass)[n] : target.at_index + target.uniform * Acc(p.vocab);
+      Q = upstream * ce_scale;
+      P = Q * mass;
+      if (p.z_loss != 0) P += upstream * z_scale * Acc(2 * p.z_loss) * lse;
+    }
+    if (p.grad_lse != nullptr) P += static_cast<const Acc*>(p.grad_lse)[n * p.grad_lse_stride];
+    if (P == Acc(0) && Q == Acc(0)) {
+      fill_zero(grad, p.cols);
+    } else {
+      row_gradient<false, T>(row, nullptr, grad, p.cols, p.col_offset, transform, target, P, Q, lse, low, Acc(1));
+    }
+  }
+}
+
+template <class T>
+void scaling_rows(const RowScaling& p, int64_t begin, int64_t end) {
+  using Acc = AccOf<T>;
+  using Vec = at::vec::Vectorized<Acc>;
+  const Acc factor = p.factor != nullptr ? *static_cast<const Acc*>(p.factor) : Acc(1);
+  for (int64_t n = begin; n < end; ++n) {
+    const T* in = static_cast<const T*>(p.in) + n * p.in_stride;
+    T* out = static_cast<T*>(p.out) + n * p.out_stride;
+    const Acc scale = factor * (p.scale != nullptr ? static_cast<const Acc*>(p.scale)[n * p.scale_stride] : Acc(1));
+    if (in == out && scale == Acc(1)) continue;
+    each_lanes(in, p.cols, Acc(0), [&](int64_t c, int64_t count, const Lanes<T>& x) {
+      const Lanes<T> y{x.a * Vec(scale), x.b * Vec(scale)};
+      count == Lanes<T>::kStep ? y.store(out + c) : y.store(out + c, count);
+    });
+  }
+}
+
+void forward(const RowForward& p, DType dtype, int64_t begin, int64_t end, void* scratch) {
+  with_type(dtype, [&](auto zero) { forward_rows<decltype(zero)>(p, begin, end, scratch); });
+}
+void gradient(const RowGradient& p, DType dtype, int64_t begin, int64_t end) {
+  with_type(dtype, [&](auto zero) { gradient_rows<decltype(zero)>(p, begin, end); });
+}
+void scaling(const RowScaling& p, DType dtype, int64_t begin, int64_t end) {
+  with_type(dtype, [&](auto zero) { scaling_rows<decltype(zero)>(p, begin, end); });
+}
+
+}  // namespace
+
+const RowRangeKernels kRowRangeKernels = {forward, gradient, scaling};
+
+}  // namespace CPU_CAPABILITY
+}  // namespace fusegrad::cpu

@@ -1,0 +1,227 @@
+// What a device has to offer for the losses: six kernels over rows of logits, as plain functions of raw
+// pointers, 64-bit sizes and a stream, so that front ends other than ATen can call them too.
+//
+// Letters: N rows, V columns (the vocabulary). `acc` is float for float32, bfloat16 and float16 logits, and
+// double for float64: every per-row value and every scale is stored as acc.
+#pragma once
+
+#include <cstdint>
+
+namespace fusegrad {
+
+enum class DType : int8_t { kFloat32, kBFloat16, kFloat16, kFloat64 };
+
+/// What a row is compared with. Row n has coefficients a[c] >= 0 with sum A, its cross entropy is
+/// A * lse - sum_c a[c] * z[c], and the gradient of that by z[c] is A * softmax(z)[c] - a[c].
+///
+/// Class indices, no class weights or no smoothing ("sparse"):
+///   w = class_weight ? class_weight[y] : 1,   a[c] = (1 - e) * w * [c == y] + e / V,   A = w
+///   (with class weights e is 0 here)
+/// Otherwise ("dense": probabilities, or class weights together with smoothing):
+///   a[c] = class_weight[c] * ((1 - e) * t[c] + e / V)                                  for probabilities t
+///   a[c] = (1 - e) * class_weight[y] * [c == y] + (e / V) * class_weight[c]            for indices
+///   A    = sum_c a[c], computed by the forward kernel and stored in `mass`
+/// A coefficient of 0 contributes 0, also where z is -inf.
+struct RowTargets {
+  const void* index = nullptr;  // [N] class indices, int32 or int64; null for probabilities
+  bool index_is_int32 = false;
+  const void* probability = nullptr;   // [N, V] row-major, innermost stride 1; null for indices
+  bool probability_is_acc = false;     // dtype acc; otherwise the dtype of the logits
+  int64_t probability_stride = 0;      // elements between rows
+  const void* class_weight = nullptr;  // [V] acc; null: all 1
+  const void* token_weight = nullptr;  // [N] acc; null: all 1
+  int64_t ignore_index = -100;         // rows with this index are ignored: loss 0, gradient 0
+  double smoothing = 0.0;              // e
+  bool dense = false;
+};
+
+/// z = cap * tanh(scale * x / cap); without a cap (0), z = scale * x. x are the stored logits.
+struct LogitTransform {
+  double scale = 1.0;
+  double cap = 0.0;
+};
+
+/// Forward over whole rows; optionally writes the gradient in the same pass over memory.
+///
+/// For a kept row, with m = max z, l = sum exp(z - m), lse = m + log l:
+///   cross entropy  ce   = A * log l - sum_c a[c] * (z[c] - m)      (exact for large offsets)
+///   loss[n]        = token_weight[n] * (scales[0] * ce + scales[1] * z_loss * lse^2)
+///   grad[n, c]     = token_weight[n] * (scales[0] * (A * p[c] - a[c]) + scales[1] * 2 * z_loss * lse * p[c])
+///                    * dz/dx,   p = exp(z - lse)
+/// An ignored row: loss 0, gradient 0 (written). An index outside [0, V): loss and gradient NaN, nothing is
+/// read or written out of bounds (the CPU kernels never meet one: it is refused before).
+struct RowForward {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  const void* logits = nullptr;  // [N, V], innermost stride 1
+  int64_t logits_stride = 0;
+  void* grad = nullptr;  // [N, V] in the dtype of the logits, or null: not wanted. May be `logits` itself.
+  int64_t grad_stride = 0;
+  RowTargets targets;
+  LogitTransform transform;
+  double z_loss = 0.0;
+  const void* scales = nullptr;  // [2] acc on the device: cross entropy's, z-loss's; null: both 1
+  bool lse_of_ignored = false;   // lse wanted for ignored rows too; otherwise they need not be read (lse 0)
+  // Outputs, [N], any may be null. acc but for predicted, which is int64. At ignored rows predicted is -1, lse
+  // is the row's own (if lse_of_ignored), all others are 0.
+  void* loss = nullptr;
+  void* lse = nullptr;
+  void* lse_low = nullptr;         // what rounding took from lse: (m - lse) + log l
+  void* mass = nullptr;            // A, dense targets only
+  void* z_loss_term = nullptr;     // z_loss * lse^2, unscaled
+  void* predicted = nullptr;       // the first index of the row's maximum
+  void* token_log_prob = nullptr;  // z[y] - lse; indices only
+  void* entropy = nullptr;         // lse - sum_c p[c] * z[c]
+};
+
+/// Gradient from saved statistics: element-wise over a block of columns [col_offset, col_offset + cols) of a
+/// vocabulary of `vocab` columns.
+///   grad[n, c] = (g[n] * token_weight[n] * (scales[0] * (A * p[c] - a[c]) + scales[1] * 2 * z_loss * lse * p[c])
+///                 + grad_lse[n] * p[c]) * dz/dx
+/// with the first part 0 in ignored rows. class_weight and index count in the whole vocabulary, logits, grad
+/// and probability start at the block's first column.
+struct RowGradient {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t vocab = 0;
+  int64_t col_offset = 0;
+  const void* logits = nullptr;
+  int64_t logits_stride = 0;
+  void* grad = nullptr;  // may be `logits` itself
+  int64_t grad_stride = 0;
+  RowTargets targets;
+  LogitTransform transform;
+  double z_loss = 0.0;
+  const void* scales = nullptr;     // [2] acc, or null
+  const void* lse = nullptr;        // [N] acc
+  const void* lse_low = nullptr;    // [N] acc: p = exp((z - lse) - lse_low), exact for large offsets
+  const void* mass = nullptr;       // [N] acc, dense targets only
+  const void* grad_loss = nullptr;  // [N] or one value (stride 0), acc; null: zero
+  int64_t grad_loss_stride = 0;
+  const void* grad_lse = nullptr;  // [N] acc, or null: zero
+  int64_t grad_lse_stride = 0;
+};
+
+/// The scales of reduction 'mean': out[0] = 1 / D, out[1] = 1 / K, out[2] = the factor left for later, out[3] = D.
+///   K = number of kept rows, D = sum of class_weight over the kept rows (N for probabilities);
+///   a normalizer (one acc value) replaces both.
+/// `defer`: float16 gradients would underflow, so out = {1, D / K, 1 / D}; otherwise out[2] = 1.
+/// Where no row is kept, what would be a factor 1 / 0 of a gradient is 0 in out[2], inf in out[0] and out[1].
+/// With `mean_loss`: mean_loss = (sum_n loss[n]) / D in a fixed order of summation, NaN where D is 0: one launch less
+/// than a RowSum, where the rows' losses do not need the scales.
+struct RowScales {
+  int64_t rows = 0;
+  int64_t cols = 0;  // indices outside [0, cols) count as kept with weight 1, and are not used to read
+  RowTargets targets;
+  const void* normalizer = nullptr;
+  double values_per_row = 1.0;  // D and K are multiplied by it: V for a mean over all values of a row
+  bool defer = false;
+  void* out = nullptr;         // [4] acc
+  const void* loss = nullptr;  // [N] acc
+  void* mean_loss = nullptr;   // one acc value, or null
+};
+
+/// out = (sum_n loss[n]) * (factor ? factor[0] : 1): one value, in a fixed order of summation.
+/// Where nan_if_zero[0] is 0 the result is NaN: the mean of no rows.
+struct RowSum {
+  int64_t rows = 0;
+  const void* loss = nullptr;         // [N] acc
+  const void* factor = nullptr;       // one acc value
+  const void* nan_if_zero = nullptr;  // one acc value; null: never
+  void* out = nullptr;                // one acc value
+};
+
+/// out[n, c] = in[n, c] * scale[n * scale_stride] * (factor ? factor[0] : 1), computed in acc, rounded once.
+/// Where in == out, rows whose whole factor is exactly 1 are neither read nor written.
+struct RowScaling {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  const void* in = nullptr;
+  int64_t in_stride = 0;
+  void* out = nullptr;
+  int64_t out_stride = 0;
+  const void* scale = nullptr;  // acc: one value (stride 0) or one a row (stride 1); null: 1
+  int64_t scale_stride = 0;
+  const void* factor = nullptr;
+};
+
+/// The generalised Jensen-Shannon divergence between rows of a student's and a teacher's logits, with labels' cross
+/// entropy mixed in, and its gradients in the same pass over memory.
+///
+/// z = cap * tanh(scale * x / cap) (see LogitTransform) for each; q = softmax(z_student / T_student) and
+/// p = softmax(z_teacher / T_teacher), or with `log_probs` q = exp(x_student), p = exp(x_teacher) as they are.
+///   0 < b < 1   m = (1 - b) q + b p,  soft = (1 - b) * KL(q | m) + b * KL(p | m)
+///   b = 0       soft = KL(p | q),     b = 1  soft = KL(q | p);        KL(x | y) = sum_c x[c] * (log x[c] - log y[c])
+///   hard        = cross entropy of softmax(z_student) (no temperature) at the label
+///   loss[n]     = token_weight[n] * scales[0] * (soft_weight * soft + hard_weight * hard)
+///   grad_*[n,c] = upstream[n] * d loss[n] / d x_*[n, c]
+/// 0 * log 0 = 0 throughout: x -inf in either or both leaves what is finite finite. Ignored rows: loss 0, gradients 0.
+///
+/// By logits, before the factor dz/dx / T:
+///   0 < b < 1   d soft / d student = (1 - b) * q * (log q - log m - KL(q | m)), teacher: b * p * (log p - log m - KL(p
+///   | m)) b = 0       student: q - p, teacher: p * (log p - log q - soft);  b = 1  student: q * (log q - log p -
+///   soft), teacher: p - q
+/// By log-probabilities, which are independent of each other:
+///   0 < b < 1   student: (1 - b) * q * (log q - log m), teacher: b * p * (log p - log m)
+///   b = 0       student: -p, teacher: p * (log p - log q + 1);  b = 1  student: q * (log q - log p + 1), teacher: -q
+///
+/// A top-k teacher has K columns a row, `teacher_index`, whose log-probabilities `teacher` holds; all other columns are
+/// one bucket: q_tail = 1 - sum of q over them, and p_tail = exp(tail) where that is given, else max(1 - sum of p, sum
+/// of p * (u * |log p| + u_acc)), the resolution of the sum; or, renormalised, p / sum of p and p_tail = 0. An index of
+/// -1 pads. The sums are over these K + 1; where p_tail = 0 its column counts only as q_tail does. The same formulas
+/// with log q_tail; columns outside the K have d soft / dz = q[c] / q_tail * (d soft / dz of the tail).
+struct RowJsd {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  const void* student = nullptr;  // [N, V], innermost stride 1
+  int64_t student_stride = 0;
+  const void* teacher = nullptr;  // [N, V] of the student's dtype, innermost stride 1; top-k: [N, K] acc
+  int64_t teacher_stride = 0;
+  const void* teacher_index = nullptr;  // top-k: [N, K] int64, contiguous, distinct in a row but for -1; null: dense
+  int64_t topk = 0;                     // K
+  void* topk_logits = nullptr;          // top-k on CUDA: [N, K] float of scratch
+  const void* tail = nullptr;           // top-k: [N] acc, log p_tail; null: what is missing to 1
+  double roundoff = 0.0;                // top-k: u, half the spacing of numbers at 1, in which log p was stored
+  double acc_roundoff = 0.0;            // u_acc: in which log p was computed
+  bool partial = false;                 // log_probs: columns of longer rows, whose divergence may be negative
+  bool renormalize = false;
+  bool log_probs = false;  // not with a top-k teacher, a hard part, transforms or temperatures
+  LogitTransform student_transform;
+  LogitTransform teacher_transform;
+  double student_temperature = 1.0;
+  double teacher_temperature = 1.0;
+  double beta = 0.5;
+  double soft_weight = 1.0;
+  double hard_weight = 0.0;
+  const void* label = nullptr;  // [N] int32 or int64; null: every row counts (and hard_weight is 0)
+  bool label_is_int32 = false;
+  int64_t ignore_index = -100;
+  const void* token_weight = nullptr;  // [N] acc; null: all 1
+  const void* scales = nullptr;        // one acc value; null: 1
+  const void* upstream = nullptr;      // acc: one value (stride 0) or one a row (stride 1); null: 1
+  int64_t upstream_stride = 0;
+  void* grad_student = nullptr;  // [N, V] in the student's dtype, or null: not wanted. May be `student` itself.
+  int64_t grad_student_stride = 0;
+  void* grad_teacher = nullptr;  // the same for the teacher's logits; null for a top-k teacher
+  int64_t grad_teacher_stride = 0;
+  // Outputs, [N] acc, any may be null. 0 at ignored rows.
+  void* loss = nullptr;
+  void* soft = nullptr;  // unweighted
+  void* hard = nullptr;
+};
+
+/// A device's kernels. `stream` is a cudaStream_t on CUDA; on the CPU what common/host.h's parallel_for takes, null for
+/// ATen's threads. Errors are exceptions of the standard library.
+struct RowKernels {
+  void (*forward)(const RowForward&, DType, void* stream);
+  void (*gradient)(const RowGradient&, DType, void* stream);
+  void (*scales)(const RowScales&, DType, void* stream);
+  void (*sum)(const RowSum&, DType, void* stream);
+  void (*scaling)(const RowScaling&, DType, void* stream);
+  void (*jsd)(const RowJsd&, DType, void* stream);
+};
+
+extern const RowKernels kCpuRowKernels;
+extern const RowKernels kCudaRowKernels;
+
+}  // namespace fusegrad

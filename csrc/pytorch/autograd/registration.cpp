@@ -1,0 +1,48 @@
+// The dispatcher keys that every op has alike.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "pytorch/autograd/inplace.h"
+
+namespace fusegrad {
+namespace {
+
+// Functorch can make no batching rule for backwards that return a list of tensors.
+void refuse_batched_gradients(torch::Library& m) {
+  for (const auto* op : {"flex_attention_backward", "flex_attention_backward_"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_batched_gradient>());
+  }
+}
+
+}  // namespace
+
+// What front ends call. They are composite, so autograd needs no kernel here.
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
+  for (const auto* op : {"cross_entropy", "cross_entropy_", "flex_attention", "jsd", "jsd_", "linear_cross_entropy",
+                         "linear_cross_entropy_", "linear_jsd", "linear_jsd_"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
+  }
+}
+
+// torch.vmap has the first key, is_grads_batched the second.
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { refuse_batched_gradients(m); }
+TORCH_LIBRARY_IMPL(fusegrad, Batched, m) { refuse_batched_gradients(m); }
+
+// The ops below cannot be differentiated: a graph through them (create_graph=True) raises an error with their name.
+TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
+  for (const auto* op : {"cross_entropy_forward", "cross_entropy_backward", "cross_entropy_shard_gradient",
+                         "flex_attention_forward", "flex_attention_backward", "flex_attention_dropout_mask",
+                         "jsd_forward", "linear_cross_entropy_forward", "linear_cross_entropy_backward",
+                         "linear_jsd_forward", "linear_jsd_backward", "refuse_gradient", "scale_gradient"}) {
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  }
+}
+
+TORCH_LIBRARY_IMPL(fusegrad, ADInplaceOrView, m) {
+  for (const auto* op : {"cross_entropy_forward_", "cross_entropy_shard_gradient_", "flex_attention_backward_",
+                         "jsd_forward_", "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_overwritten>());
+  }
+}
+
+}  // namespace fusegrad

@@ -1,0 +1,137 @@
+// How the losses' Functions keep what their backward needs.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "pytorch/autograd/inplace.h"
+#include "pytorch/ops/dispatch.h"
+#include "pytorch/ops/faults.h"
+
+namespace fusegrad::autograd {
+
+/// An autograd Function whose backward is `T::gradients`, in whose errors the op has its name.
+template <class T, OpName kOp>
+struct NamedFunction : torch::autograd::Function<T> {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    return named_errors(kOp.text, [&] { return T::gradients(ctx, grads); });
+  }
+};
+
+/// In a backward that records no graph, the ops below skip autograd's keys, whose kernels are boxed and slow.
+struct BelowAutogradUnlessRecording {
+  std::optional<at::AutoDispatchBelowAutograd> guard;
+  BelowAutogradUnlessRecording() {
+    if (!at::GradMode::is_enabled()) guard.emplace();
+  }
+};
+
+/// What a Function returns: the loss alone, which costs least, or with it what aux values are made of.
+inline torch::autograd::variable_list visible(const RowOutputs& out, const LossOptions& options) {
+  if (options.aux == 0) return {out.loss};
+  return {out.loss, out.lse, out.stats, out.predicted_tokens};
+}
+
+inline RowOutputs from_visible(const torch::autograd::variable_list& out) {
+  if (out.size() == 1) return {out[0], {}, {}, {}, {}};
+  return {out[0], out[1], out[2], out[3], {}};
+}
+
+inline torch::autograd::variable_list visible(const JsdOutputs& out, const JsdSettings& settings) {
+  if (settings.aux == 0) return {out.loss};
+  return {out.loss, out.stats};
+}
+
+inline JsdOutputs from_visible_jsd(const torch::autograd::variable_list& out) {
+  return {out[0], out.size() == 1 ? at::Tensor() : out[1], {}};
+}
+
+/// The upstream gradient of lse, undefined where there is none.
+inline at::Tensor lse_gradient(const torch::autograd::variable_list& grads) {
+  return grads.size() > 1 ? grads[1] : at::Tensor();
+}
+
+/// The options that a backward reads.
+inline void save_options(torch::autograd::AutogradContext* ctx, const LossOptions& options) {
+  auto& data = ctx->saved_data;
+  data["ignore_index"] = options.ignore_index;
+  data["label_smoothing"] = options.label_smoothing;
+  data["z_loss"] = options.z_loss;
+  data["softcap"] = options.softcap;
+}
+
+inline LossOptions load_options(torch::autograd::AutogradContext* ctx) {
+  auto& data = ctx->saved_data;
+  LossOptions options;
+  options.ignore_index = data["ignore_index"].toInt();
+  options.label_smoothing = data["label_smoothing"].toDouble();
+  options.z_loss = data["z_loss"].toDouble();
+  options.softcap = data["softcap"].toDouble();
+  return options;
+}
+
+inline std::optional<at::Tensor> optional_of(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
+/// Which gradients of a linear loss are wanted. Inside Function::forward nothing requires grad any more: asked here, by
+/// the arguments themselves.
+inline std::array<bool, 3> wanted_gradients(const at::Tensor& input, const at::Tensor& weight,
+                                            const std::optional<at::Tensor>& bias) {
+  const bool enabled = at::GradMode::is_enabled();
+  return {enabled && input.requires_grad(), enabled && weight.requires_grad(),
+          enabled && bias.has_value() && bias->requires_grad()};
+}
+
+/// The factor that the forward left out of a saved gradient: it applies 1 / D itself, but for float16, whose range
+/// is too small for it (see RowScales).
+inline std::optional<at::Tensor> deferred_factor(const at::Tensor& scales, at::ScalarType dtype) {
+  if (scales.numel() == 0 || dtype != at::kHalf) return std::nullopt;
+  return scales.narrow(0, 2, 1);
+}
+
+/// A gradient saved for an upstream gradient of 1, times the upstream gradient: in the buffer itself where this
+/// is its last use, else in a fresh tensor, since AccumulateGrad steals what it is given.
+inline at::Tensor scale_saved(const at::Tensor& saved, const at::Tensor& upstream,
+                              const std::optional<at::Tensor>& factor, bool hooks_were_active) {
+  const BelowAutogradUnlessRecording below;
+  if (!may_reuse_saved(saved, hooks_were_active)) return dispatch::scale_gradient(saved.detach(), upstream, factor);
+  dispatch::scale_gradient_(saved, upstream, factor);
+  return saved.detach();
+}
+
+/// Places of the linear losses' differentiable arguments in their Functions, and of what their backwards return. An
+/// absent bias has no edge, and the last place.
+enum { kInput, kWeight, kBias, kInputs };
+
+/// Keeps the gradients that a linear loss made for an upstream gradient of 1; in place the input's lies in the input.
+inline void save_linear_gradients(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
+                                  const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                  const LinearGradients& gradients, const at::Tensor& scales, bool inplace) {
+  ctx->set_materialize_grads(false);
+  ctx->saved_data["hooks"] = saved_tensor_hooks_active();
+  ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
+  // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
+  ctx->save_for_backward({input, weight, bias.value_or(at::Tensor()), inplace ? input : gradients.input,
+                          gradients.weight, gradients.bias, scales});
+}
+
+/// The backward of what save_linear_gradients() kept, for a Function of `arguments` arguments.
+inline torch::autograd::variable_list scale_linear_gradients(const char* op, torch::autograd::AutogradContext* ctx,
+                                                             const torch::autograd::variable_list& grads,
+                                                             size_t arguments) {
+  check_differentiable_outputs(op, grads, 1);
+  const auto saved = ctx->get_saved_variables();
+  torch::autograd::variable_list result(arguments);
+  if (!grads[0].defined()) return result;
+  const bool hooks = ctx->saved_data["hooks"].toBool();
+  const auto factor = deferred_factor(saved[6], ctx->saved_data["half"].toBool() ? at::kHalf : at::kFloat);
+  const std::vector<at::Tensor> inputs(saved.begin(), saved.begin() + (saved[kBias].defined() ? 3 : 2));
+  for (size_t i = 0; i < kInputs; ++i) {
+    if (!saved[i].defined() || !ctx->needs_input_grad(i)) continue;
+    result[i] = refuse_double_backward(op, scale_saved(saved[kInputs + i], grads[0], factor, hooks), inputs);
+  }
+  return result;
+}
+
+}  // namespace fusegrad::autograd

@@ -1,0 +1,138 @@
+#include "pytorch/bindings/cuda.h"
+
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "cuda/attention/host/program.h"
+#include "pytorch/bindings/score_mod.h"
+
+namespace py = pybind11;
+
+namespace fusegrad::cuda {
+namespace {
+
+FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes, std::array<bool, 2> small) {
+  FlexMod mod;
+  mod.text = text;
+  mod.small_buffers = small[0];
+  mod.small_scalars = small[1];
+  for (const auto& dtype : dtypes) mod.dtypes.push_back(score_mod::dtype_named(dtype));
+  return mod;
+}
+
+FlexCase make_case(const std::string& kernel, const std::string& dtype, int head_size, int value_size,
+                   const std::pair<std::string, std::vector<std::string>>& score_mod,
+                   const std::pair<std::string, std::vector<std::string>>& mask_mod,
+                   const std::optional<std::array<int64_t, 2>>& block_size, const std::vector<bool>& wants_grad,
+                   const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
+                   bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
+                   std::array<bool, 2> mask_mod_small) {
+  FlexCase c;
+  c.kernel = kernel == "forward"    ? FlexKernel::kForward
+             : kernel == "backward" ? FlexKernel::kBackward
+                                    : FlexKernel::kGradQuery;
+  c.dtype = dtype == "float32" ? DType::kFloat32 : dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
+  c.head_size = head_size;
+  c.value_size = value_size;
+  c.score_mod = make_mod(score_mod.first, score_mod.second, score_mod_small);
+  c.mask_mod = make_mod(mask_mod.first, mask_mod.second, mask_mod_small);
+  c.split = split;
+  c.tall = tall;
+  c.dropout = dropout_p > 0;
+  c.most_dropped = drops_most(dropout_p);
+  c.blocks = block_size.has_value();
+  if (c.blocks) c.block_size = *block_size;
+  c.unscaled = c.kernel == FlexKernel::kForward && c.score_mod.text.empty();
+  c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
+  c.out_low = training && c.kernel == FlexKernel::kForward && c.dtype != DType::kFloat32;
+  if (c.kernel != FlexKernel::kForward) {
+    c.wants_grad = wants_grad;
+    c.elements = elements;
+    c.grad_query = needs_grad && (c.kernel == FlexKernel::kGradQuery) == deterministic;
+    c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;
+    c.max_gradient = max_scores;
+    if (deterministic && c.wants_buffers()) {
+      // As for all lengths and architectures.
+      c.partial_sums = ordered_launches(c, 2, 1, 1, 2, "80") != 0;
+      c.fixed_point = !c.partial_sums;
+      if (c.partial_sums && c.kernel == FlexKernel::kGradQuery) c.wants_grad.assign(wants_grad.size(), false);
+    }
+  }
+  return c;
+}
+
+std::optional<FlexFamily> family_named(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  if (name == "portable") return FlexFamily::kPortable;
+  if (name == "hopper") return FlexFamily::kHopper;
+  throw std::invalid_argument("force_family: must be 'portable', 'hopper' or '', but got " + name);
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  py::class_<FlexCase>(m, "Case", "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.")
+      .def(py::init(&make_case), py::arg("kernel"), py::arg("dtype"), py::arg("head_size"), py::arg("value_size"),
+           py::arg("score_mod") = std::pair<std::string, std::vector<std::string>>(),
+           py::arg("mask_mod") = std::pair<std::string, std::vector<std::string>>(), py::arg("block_size") = py::none(),
+           py::arg("wants_grad") = std::vector<bool>(), py::arg("elements") = std::vector<int64_t>(),
+           py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
+           py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true, py::arg("dropout_p") = 0.0,
+           py::arg("score_mod_small") = std::array<bool, 2>{true, true},
+           py::arg("mask_mod_small") = std::array<bool, 2>{true, true});
+  m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
+  m.def(
+      "backward_kernels",
+      [](const FlexCase& c, bool deterministic, const std::string& architecture) {
+        const std::vector<bool> needs_grad(3, c.grad_key);
+        auto kernels = backward_kernels(c, needs_grad, deterministic, architecture);
+        // Whether they will be in one order without fixed point, lengths decide.
+        if (c.fixed_point && ordered_launches(c, 1, 1, 1, 1, architecture) != 0) {
+          FlexCase floats = c;
+          floats.fixed_point = false;
+          floats.partial_sums = true;
+          for (auto& kernel : backward_kernels(floats, needs_grad, deterministic, architecture))
+            kernels.push_back(std::move(kernel));
+        }
+        // They decide which tiles take less time, too.
+        for (size_t i = 0, made = kernels.size(); i < made; ++i) {
+          FlexCase other = kernels[i];
+          other.tall = false;
+          const auto rows = [&](const FlexCase& of) { return plan_flex(of, architecture).tile.rows; };
+          if (rows(other) != rows(kernels[i])) kernels.push_back(std::move(other));
+        }
+        return kernels;
+      },
+      py::arg("case"), py::arg("deterministic"), py::arg("architecture"),
+      "The cases of the kernels that a backward runs, of one of kernel 'backward'.");
+  m.def(
+      "plan",
+      [](const FlexCase& c, const std::string& architecture) {
+        const FlexPlan plan = plan_flex(c, architecture);
+        py::dict result;
+        result["family"] = plan.tile.family == FlexFamily::kHopper ? "hopper" : "portable";
+        result["tile"] =
+            py::make_tuple(plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages);
+        result["schemes"] = plan.schemes;
+        result["shared_bytes"] = plan.shared_bytes;
+        return result;
+      },
+      py::arg("case"), py::arg("architecture"),
+      "{family: 'portable' or 'hopper', tile: (rows, cols, warps, share, stages), schemes, shared_bytes}.");
+  m.def(
+      "program",
+      [](const FlexCase& c, const std::string& architecture) {
+        return flex_program(c, plan_flex(c, architecture), architecture).program;
+      },
+      py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
+  m.def(
+      "force_family", [](const std::string& family) { force_flex_family(family_named(family)); }, py::arg("family"),
+      "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
+  m.def(
+      "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
+      py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");
+}
+
+}  // namespace fusegrad::cuda

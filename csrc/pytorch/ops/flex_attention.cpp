@@ -1,0 +1,282 @@
+#include "fusegrad/flex_attention.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+
+#include "pytorch/attention/flex_attention.h"
+#include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/inplace.h"
+#include "pytorch/ops/check.h"
+#include "pytorch/ops/faults.h"
+#include "score_mod/cache.h"
+#include "score_mod/tensors.h"
+
+namespace fusegrad {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using Floats = at::ArrayRef<double>;
+using Ints = at::IntArrayRef;
+
+constexpr const char* kOp = "flex_attention";
+
+// What cannot be cast is for check_heads to refuse, 8-bit floats among it: they have a scale.
+Tensor as_autocast_wants(const Tensor& t) {
+  if (!t.defined() || !t.is_floating_point() || t.scalar_type() == at::kDouble) return t;
+  if (c10::isFloat8Type(t.scalar_type())) return t;
+  const auto dtype = autocast_dtype(t);
+  return dtype.has_value() ? t.to(*dtype) : t;
+}
+
+void check_heads(const Tensor& query, const Tensor& key, const Tensor& value, bool enable_gqa) {
+  check_floating(kOp, "query", query);
+  check_dense(kOp, "key", key);
+  check_dense(kOp, "value", value);
+  const auto check_dim = [](const char* name, const char* shape, const Tensor& t) {
+    FUSEGRAD_CHECK_VALUE(t.dim() == 4, kOp, name, " must have shape ", shape, ", but got ", t.sym_sizes());
+  };
+  check_dim("query", "[B, H, M, D]", query);
+  check_dim("key", "[B, Hkv, N, D]", key);
+  check_dim("value", "[B, Hkv, N, E]", value);
+  for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"key", key}, {"value", value}}) {
+    FUSEGRAD_CHECK_VALUE(t.device() == query.device(), kOp, name, " must be on the query's device ", query.device(),
+                         ", but got ", t.device());
+    FUSEGRAD_CHECK_TYPE(t.scalar_type() == query.scalar_type(), kOp, name, " must have the query's dtype ",
+                        query.scalar_type(), ", but got ", t.scalar_type(), ": take ", name, ".to(query.dtype)",
+                        c10::isFloat8Type(t.scalar_type()) ? ", times the scale that it was quantized with" : "");
+  }
+  FUSEGRAD_CHECK_VALUE(query.sym_size(3) >= 1, kOp, "query must have a head size D of at least 1, but got ",
+                       query.sym_sizes());
+  FUSEGRAD_CHECK_VALUE(key.sym_size(3) == query.sym_size(3), kOp, "key must have the query's head size ",
+                       query.sym_size(3), ", but got ", key.sym_size(3));
+  FUSEGRAD_CHECK_VALUE(key.sym_sizes().slice(0, 3) == value.sym_sizes().slice(0, 3), kOp,
+                       "value must have the key's batch, heads and length ", key.sym_sizes().slice(0, 3), ", but got ",
+                       value.sym_sizes().slice(0, 3));
+  if (query.is_cuda()) {
+    constexpr int64_t kMostHead = 256;
+    for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"query", query}, {"value", value}}) {
+      TORCH_CHECK_NOT_IMPLEMENTED(t.sym_size(3) <= kMostHead, kOp, ": ", name, " must have a head size of at most ",
+                                  kMostHead, " on CUDA, but got ", t.sym_size(3));
+    }
+  }
+  FUSEGRAD_CHECK_VALUE(key.sym_size(0) == query.sym_size(0) || key.sym_size(0) == 1, kOp,
+                       "key must have the query's batch size ", query.sym_size(0), " or 1, but got ", key.sym_size(0));
+  const auto heads = query.sym_size(1), key_heads = key.sym_size(1);
+  if (enable_gqa) {
+    FUSEGRAD_CHECK_VALUE(key_heads > 0 && heads % key_heads == 0, kOp,
+                         "query must have a multiple of the key's heads with enable_gqa, but got ", heads, " and ",
+                         key_heads);
+  } else {
+    FUSEGRAD_CHECK_VALUE(key_heads == heads, kOp, "key must have the query's heads ", heads,
+                         " unless enable_gqa is set, but got ", key_heads);
+  }
+}
+
+// The text, and that what is captured is what it declares.
+ScoreMod check_mod(const char* name, score_mod::Kind kind, std::string_view text, TensorList buffers, Floats floats,
+                   Ints ints, const Tensor& query) {
+  if (text.empty()) {
+    FUSEGRAD_CHECK_VALUE(buffers.empty() && floats.empty() && ints.empty(), kOp, name,
+                         " must have a text where it captures something, but got an empty one");
+    return {};
+  }
+  std::shared_ptr<const score_mod::Graph> graph;
+  try {
+    graph = score_mod::cached_graph(text);
+  } catch (const score_mod::GraphError& error) {
+    FUSEGRAD_CHECK_VALUE(false, kOp, name, " must be a text of the score_mod language, but got ", error.what());
+  }
+  FUSEGRAD_CHECK_VALUE(graph->kind() == kind, kOp, name, " must be a ", score_mod::kind_name(kind), ", but got a ",
+                       score_mod::kind_name(graph->kind()));
+  const auto& declared = graph->buffers();
+  FUSEGRAD_CHECK_VALUE(buffers.size() == declared.size(), kOp, name, " must come with the ", declared.size(),
+                       " buffers that it declares, but got ", buffers.size());
+  for (size_t i = 0; i < declared.size(); ++i) {
+    const auto& buffer = buffers[i];
+    const std::string what = std::string(name) + "'s buffer @" + std::to_string(i);
+    check_dense(kOp, what.c_str(), buffer);
+    FUSEGRAD_CHECK_VALUE(buffer.device() == query.device(), kOp, what, " must be on the query's device ",
+                         query.device(), ", but got ", buffer.device());
+    const auto type = score_mod::type_of(score_mod::dtype_of(buffer));
+    FUSEGRAD_CHECK_TYPE(type == declared[i].type, kOp, what, " must hold ", score_mod::type_name(declared[i].type),
+                        ", as the text says, but got ", buffer.scalar_type());
+    FUSEGRAD_CHECK_VALUE(buffer.dim() == declared[i].rank, kOp, what, " must have ", declared[i].rank,
+                         " dimensions, as the text says, but got ", buffer.dim());
+  }
+  try {
+    return {std::string(text), buffers.vec(), score_mod::scalars_of(*graph, floats, ints)};
+  } catch (const score_mod::GraphError& error) {
+    FUSEGRAD_CHECK_VALUE(false, kOp, name, "'s ", error.what());
+  }
+}
+
+// [.., rows] and [.., rows, columns] with leading dimensions that stand for the query's; as [B or 1, H or 1, ...]. Of
+// lists for more batches, heads or rows than there are, the first count, as in PyTorch.
+std::vector<Tensor> check_blocks(const char* name, TensorList lists, const Tensor& query, const c10::SymInt& length,
+                                 int64_t block, const char* advice) {
+  FUSEGRAD_CHECK_VALUE(lists.empty() || lists.size() == 2 || lists.size() == 4, kOp, name,
+                       " must be num_blocks and indices of the partial and perhaps of the full blocks, but got ",
+                       lists.size(), " tensors");
+  std::vector<Tensor> result;
+  const auto rows = (length + (block - 1)) / block;
+  for (size_t i = 0; i < lists.size(); ++i) {
+    auto list = lists[i];
+    check_dense(kOp, name, list);
+    const auto dtype = list.scalar_type();
+    FUSEGRAD_CHECK_TYPE(dtype == at::kInt || dtype == at::kLong, kOp, name, " must hold int32 or int64, but got ",
+                        dtype);
+    FUSEGRAD_CHECK_VALUE(list.device() == query.device(), kOp, name, " must be on the query's device ", query.device(),
+                         ", but got ", list.device(), ": take block_mask.to(query.device)");
+    const int64_t dims = 3 + static_cast<int64_t>(i % 2);
+    while (list.dim() < dims) list = list.unsqueeze(0);
+    FUSEGRAD_CHECK_VALUE(list.dim() == dims && (list.sym_size(0) == 1 || list.sym_size(0) >= query.sym_size(0)) &&
+                             (list.sym_size(1) == 1 || list.sym_size(1) >= query.sym_size(1)),
+                         kOp, name, " must have the query's batch size and heads ", query.sym_sizes().slice(0, 2),
+                         ", more, or 1 in their place, but got shape ", lists[i].sym_sizes());
+    FUSEGRAD_CHECK_VALUE(list.sym_size(2) >= rows || length == 0, kOp, name, " must list the blocks of ", rows,
+                         " rows of blocks for ", length, " indices in blocks of ", block, ", but got ",
+                         list.sym_size(2), advice);
+    const std::array<c10::SymInt, 3> wanted{query.sym_size(0), query.sym_size(1), rows};
+    for (int64_t d = 0; d < 3; ++d) {
+      const bool one = d < 2 && list.sym_size(d) == 1;
+      if (!one && list.sym_size(d) != wanted[d]) list = list.slice_symint(d, 0, wanted[d]);
+    }
+    FUSEGRAD_CHECK_VALUE(i == 0 || list.sym_sizes().slice(0, 3) == result[0].sym_sizes().slice(0, 3), kOp, name,
+                         " must have leading dimensions in common, but got ", list.sym_sizes(), " beside ",
+                         result[0].sym_sizes());
+    result.push_back(list);
+  }
+  return result;
+}
+
+// One number of PyTorch's generator of the query's device. It is drawn by ATen's own op, so that what PyTorch knows of
+// random ops holds: compilers neither drop nor merge it, checkpoints draw it again, replays of a CUDA graph another
+// one.
+Tensor dropout_seed_for(const Tensor& query) {
+  return at::randint(std::numeric_limits<int64_t>::max(), {}, query.options().dtype(at::kLong).requires_grad(false));
+}
+
+std::tuple<Tensor, Tensor, Tensor> flex_attention_op(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                     std::string_view score_mod, TensorList score_mod_buffers,
+                                                     Floats score_mod_floats, Ints score_mod_ints,
+                                                     std::string_view mask_mod, TensorList mask_mod_buffers,
+                                                     Floats mask_mod_floats, Ints mask_mod_ints, TensorList kv_blocks,
+                                                     TensorList q_blocks, at::IntArrayRef block_size,
+                                                     std::optional<double> scale, bool enable_gqa, bool inplace,
+                                                     std::optional<bool> deterministic, int64_t aux, double dropout_p) {
+  refuse_transforms(kOp, {query, key, value});
+  for (const auto& buffer : score_mod_buffers) refuse_transforms(kOp, {buffer});
+  const Tensor q = as_autocast_wants(query), k = as_autocast_wants(key), v = as_autocast_wants(value);
+  check_heads(q, k, v, enable_gqa);
+  FlexScores scores;
+  scores.score_mod = check_mod("score_mod", score_mod::Kind::kScoreMod, score_mod, score_mod_buffers, score_mod_floats,
+                               score_mod_ints, query);
+  scores.mask_mod = check_mod("mask_mod", score_mod::Kind::kMaskMod, mask_mod, mask_mod_buffers, mask_mod_floats,
+                              mask_mod_ints, query);
+  FUSEGRAD_CHECK_VALUE(scores.mask_mod.text.empty() || !kv_blocks.empty(), kOp,
+                       "mask_mod must come with a block mask, but got none");
+  if (!kv_blocks.empty()) {
+    FUSEGRAD_CHECK_VALUE(kv_blocks.size() == 2 || kv_blocks.size() == 4, kOp,
+                         "kv_blocks must be num_blocks and indices of the partial and perhaps of the full blocks, but "
+                         "got ",
+                         kv_blocks.size(), " tensors");
+    FUSEGRAD_CHECK_VALUE(block_size.size() == 2 && block_size[0] > 0 && block_size[1] > 0, kOp,
+                         "block_size must be two positive numbers, but got ", block_size);
+    scores.block_size = {block_size[0], block_size[1]};
+    scores.kv_blocks = check_blocks("kv_blocks", kv_blocks, query, query.sym_size(2), block_size[0], "");
+    scores.q_blocks = check_blocks("q_blocks", q_blocks, query, key.sym_size(2), block_size[1],
+                                   "; or leave them out: compute_q_blocks=False");
+  }
+  // The head size alone as a number: size() would make one of every length, and each length a compilation.
+  const int64_t head_size = query.sym_size(3).guard_int(__FILE__, __LINE__);
+  scores.scale = scale.has_value() ? *scale : 1.0 / std::sqrt(static_cast<double>(head_size));
+  FUSEGRAD_CHECK_VALUE(std::isfinite(scores.scale), kOp, "scale must be a finite number, but got ", scores.scale);
+  FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be 0 or 1 (max_scores), but got ", aux);
+  FUSEGRAD_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, kOp, "dropout_p must be at least 0 and less than 1, but got ",
+                       dropout_p);
+
+  bool overwrite = inplace && q.is_same(query);
+  if (overwrite) {
+    std::vector<Tensor> others = score_mod_buffers.vec();
+    others.insert(others.end(), mask_mod_buffers.begin(), mask_mod_buffers.end());
+    // All three are asked, so that what would corrupt raises whichever it is.
+    const Tensor inputs[] = {query, key, value};
+    for (size_t i = 0; i < 3; ++i) {
+      std::vector<Tensor> rest = others;
+      for (size_t j = 0; j < 3; ++j) {
+        if (i != j) rest.push_back(inputs[j]);
+      }
+      overwrite &= may_overwrite_strided(inputs[i], rest);
+    }
+  }
+  const bool ordered = deterministic.value_or(at::globalContext().deterministicAlgorithms());
+  if (dropout_p > 0) {
+    scores.dropout_p = dropout_p;
+    scores.dropout_seed = dropout_seed_for(query);
+  }
+  auto out = autograd::flex_attention(q, k, v, scores, aux, ordered, overwrite);
+  if (!out.max_scores.defined()) out.max_scores = at::empty({0}, out.lse.options().requires_grad(false));
+  return {out.out, out.lse, out.max_scores};
+}
+
+FlexAttentionOutput call(const Tensor& query, const Tensor& key, const Tensor& value,
+                         const FlexAttentionOptions& options, int64_t aux) {
+  using Signature = std::tuple<Tensor, Tensor, Tensor>(
+      const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Floats, Ints, std::string_view,
+      TensorList, Floats, Ints, TensorList, TensorList, at::IntArrayRef, std::optional<double>, bool, bool,
+      std::optional<bool>, int64_t, double);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::flex_attention", "").typed<Signature>();
+  const auto& score_mod = options.score_mod();
+  std::vector<Tensor> kv_blocks, q_blocks;
+  ScoreMod mask_mod;
+  std::array<int64_t, 2> block_size{};
+  if (options.block_mask().has_value()) {
+    const BlockMask& mask = *options.block_mask();
+    FUSEGRAD_CHECK_VALUE(
+        query.dim() != 4 || key.dim() != 4 || (mask.lengths[0] == query.size(2) && mask.lengths[1] == key.size(2)), kOp,
+        "block_mask must be made for ", query.size(2), " queries and ", key.size(2), " keys, but got one for ",
+        mask.lengths[0], " and ", mask.lengths[1]);
+    const auto lists = [](const Tensor& count, const Tensor& index, const Tensor& full_count,
+                          const Tensor& full_index) {
+      std::vector<Tensor> result;
+      if (count.defined()) result = {count, index};
+      if (count.defined() && full_count.defined()) result.insert(result.end(), {full_count, full_index});
+      return result;
+    };
+    kv_blocks = lists(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices);
+    FUSEGRAD_CHECK_VALUE(!kv_blocks.empty(), kOp, "block_mask must have kv_num_blocks, but got an undefined tensor");
+    q_blocks = lists(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices);
+    mask_mod = mask.mask_mod;
+    block_size = mask.block_size;
+  }
+  const auto numbers = score_mod::numbers_of(score_mod), mask_numbers = score_mod::numbers_of(mask_mod);
+  auto [out, lse, max_scores] = op.call(
+      query, key, value, score_mod.text, score_mod.buffers, numbers.floats, numbers.ints, mask_mod.text,
+      mask_mod.buffers, mask_numbers.floats, mask_numbers.ints, kv_blocks, q_blocks, block_size, options.scale(),
+      options.enable_gqa(), options.inplace(), options.deterministic(), aux, options.dropout_p());
+  return {out, lse, max_scores};
+}
+
+}  // namespace
+
+Tensor flex_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                      const FlexAttentionOptions& options) {
+  return call(query, key, value, options, 0).out;
+}
+
+FlexAttentionOutput flex_attention_with_aux(const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const FlexAttentionOptions& options) {
+  return call(query, key, value, options, kFlexMaxScores);
+}
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  m.impl("flex_attention", named_kernel<"flex_attention", flex_attention_op>());
+}
+
+}  // namespace fusegrad

@@ -1,0 +1,105 @@
+#include "pytorch/ops/front.h"
+
+#include <cmath>
+#include <limits>
+
+#include "pytorch/autograd/constant.h"
+
+namespace fusegrad {
+
+using at::Tensor;
+
+LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const LossOptions& options) {
+  const c10::SymIntArrayRef shape(rows.row_shape);
+  std::vector<Tensor> aux;
+  if (options.aux != 0) {
+    const StatRows stat_rows(dense_target(rows.target, rows.weight.has_value(), options.label_smoothing), options.aux);
+    const auto put = [&](int64_t bit, const auto& value) {
+      if ((options.aux & bit) != 0) aux.push_back(value().reshape_symint(shape));
+    };
+    const auto put_constant = [&](int64_t bit, const char* name, const auto& value) {
+      put(bit, [&] { return constant_beside(value(), out.loss, op, name); });
+    };
+    const auto stat = [&](int64_t row) { return out.stats.detach().select(0, row); };
+    put(kAuxLse, [&] { return out.lse; });
+    put_constant(kAuxZLoss, "aux.z_loss", [&] { return stat(stat_rows.z_loss); });
+    put_constant(kAuxTokenAccuracy, "aux.token_accuracy", [&] {
+      // At ignored rows the prediction is -1: it must not equal an ignore_index of -1.
+      const auto right = out.predicted_tokens.eq(rows.target).logical_and(rows.target.ne(options.ignore_index));
+      return right.to(out.lse.scalar_type());
+    });
+    put(kAuxPredictedTokens, [&] { return out.predicted_tokens; });
+    put_constant(kAuxEntropy, "aux.entropy", [&] { return stat(stat_rows.entropy); });
+    put_constant(kAuxTokenLogProb, "aux.token_log_prob", [&] { return stat(stat_rows.token_log_prob); });
+  }
+  return {options.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
+}
+
+LossTuple to_front(const char* op, const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings) {
+  const c10::SymIntArrayRef shape(rows.row_shape);
+  std::vector<Tensor> aux;
+  const auto put = [&](int64_t bit, const char* name) {
+    if ((settings.aux & bit) == 0) return;
+    const auto value = out.stats.detach().select(0, static_cast<int64_t>(aux.size())).reshape_symint(shape);
+    aux.push_back(constant_beside(value, out.loss, op, name));
+  };
+  put(kJSDAuxSoftLoss, "aux.soft_loss");
+  put(kJSDAuxHardLoss, "aux.hard_loss");
+  return {settings.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
+}
+
+LossOutput from_front(const LossTuple& out, const Aux& aux) {
+  auto next = std::get<1>(out).begin();
+  const auto take = [&](bool wanted) { return wanted ? *next++ : Tensor(); };
+  LossOutput result{std::get<0>(out), {}};
+  result.aux.lse = take(aux.lse());
+  result.aux.z_loss = take(aux.z_loss());
+  result.aux.token_accuracy = take(aux.token_accuracy());
+  result.aux.predicted_tokens = take(aux.predicted_tokens());
+  result.aux.entropy = take(aux.entropy());
+  result.aux.token_log_prob = take(aux.token_log_prob());
+  return result;
+}
+
+int64_t aux_bits(const Aux& aux) {
+  int64_t bits = 0;
+  const auto add = [&](bool wanted, int64_t bit) { bits |= wanted ? bit : 0; };
+  add(aux.lse(), kAuxLse);
+  add(aux.z_loss(), kAuxZLoss);
+  add(aux.token_accuracy(), kAuxTokenAccuracy);
+  add(aux.predicted_tokens(), kAuxPredictedTokens);
+  add(aux.entropy(), kAuxEntropy);
+  add(aux.token_log_prob(), kAuxTokenLogProb);
+  return bits;
+}
+
+JSDOutput from_front(const LossTuple& out, const JSDAux& aux) {
+  auto next = std::get<1>(out).begin();
+  const auto take = [&](bool wanted) { return wanted ? *next++ : Tensor(); };
+  JSDOutput result{std::get<0>(out), {}};
+  result.aux.soft_loss = take(aux.soft_loss());
+  result.aux.hard_loss = take(aux.hard_loss());
+  return result;
+}
+
+int64_t aux_bits(const JSDAux& aux) {
+  int64_t bits = 0;
+  if (aux.soft_loss()) bits |= kJSDAuxSoftLoss;
+  if (aux.hard_loss()) bits |= kJSDAuxHardLoss;
+  return bits;
+}
+
+std::optional<Tensor> normalizer_on(const char* op, const Normalizer& normalizer, const Tensor& input) {
+  if (!input.defined()) return std::nullopt;  // which the op refuses
+  if (const auto* number = std::get_if<double>(&normalizer)) {
+    const auto dtype = acc_type(input.scalar_type());
+    const double most = dtype == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+    FUSEGRAD_CHECK_VALUE(std::abs(*number) <= most, op, "normalizer must be a finite number in ", dtype, ", but got ",
+                         *number);
+    return at::full({}, *number, input.options().dtype(dtype).requires_grad(false));
+  }
+  if (const auto* tensor = std::get_if<Tensor>(&normalizer)) return *tensor;
+  return std::nullopt;
+}
+
+}  // namespace fusegrad

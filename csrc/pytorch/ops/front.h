@@ -1,0 +1,29 @@
+// What the front ends of the losses share: from per-row outputs to what a caller gets, and back from an op's tuple.
+#pragma once
+
+#include <tuple>
+#include <vector>
+
+#include "fusegrad/jsd.h"
+#include "fusegrad/options.h"
+#include "pytorch/ops/dispatch.h"
+
+namespace fusegrad {
+
+/// The loss, and the aux values that were asked for in the order of their bits, as the schemas have it.
+using LossTuple = std::tuple<at::Tensor, std::vector<at::Tensor>>;
+
+/// Aux values in the shape of a row's target. Those that are constants raise where a backward reaches them.
+LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const LossOptions& options);
+LossTuple to_front(const char* op, const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings);
+
+LossOutput from_front(const LossTuple& out, const Aux& aux);
+JSDOutput from_front(const LossTuple& out, const JSDAux& aux);
+
+int64_t aux_bits(const Aux& aux);
+int64_t aux_bits(const JSDAux& aux);
+
+/// A normalizer given as a number, as a 0-d tensor on the input's device, without a copy from the host.
+std::optional<at::Tensor> normalizer_on(const char* op, const Normalizer& normalizer, const at::Tensor& input);
+
+}  // namespace fusegrad

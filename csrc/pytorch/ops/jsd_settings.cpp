@@ -1,0 +1,247 @@
+#include "pytorch/ops/jsd_settings.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "fusegrad/jsd.h"
+
+namespace fusegrad {
+
+using at::Tensor;
+
+std::vector<double> JsdSettings::numbers() const {
+  return {beta,
+          student_temperature,
+          teacher_temperature,
+          student_softcap,
+          teacher_softcap,
+          student_logit_scale,
+          teacher_logit_scale,
+          soft_weight,
+          hard_weight,
+          roundoff};
+}
+
+JsdSettings JsdSettings::from(at::ArrayRef<double> numbers, bool log_probs, bool renormalize, int64_t ignore_index,
+                              int64_t reduction, int64_t aux) {
+  TORCH_CHECK_VALUE(numbers.size() == 10, "fusegrad: numbers must hold 10 numbers, but got ", numbers.size());
+  return {numbers[0], numbers[1], numbers[2], numbers[3],  numbers[4],   numbers[5], numbers[6], numbers[7],
+          numbers[8], numbers[9], log_probs,  renormalize, ignore_index, reduction,  aux};
+}
+
+bool JsdSettings::hard_wanted() const { return hard_weight != 0.0 || (aux & kJSDAuxHardLoss) != 0; }
+
+void complete_settings(const char* op, JsdSettings& s, const JsdTensors& tensors, std::optional<int64_t> ignore_index,
+                       std::string_view reduction, std::string_view tail) {
+  const auto check_finite = [&](const char* name, double value) {
+    FUSEGRAD_CHECK_VALUE(std::isfinite(value), op, name, " must be a finite number, but got ", value);
+  };
+  const auto check_weight = [&](const char* name, double value) {
+    FUSEGRAD_CHECK_VALUE(value >= 0.0 && std::isfinite(value), op, name, " must be a finite number >= 0, but got ",
+                         value);
+  };
+  const auto check_temperature = [&](const char* name, double value) {
+    FUSEGRAD_CHECK_VALUE(value > 0.0 && std::isfinite(value), op, name, " must be a finite number > 0, but got ",
+                         value);
+  };
+  FUSEGRAD_CHECK_VALUE(s.beta >= 0.0 && s.beta <= 1.0, op, "beta must be in [0, 1], but got ", s.beta);
+  check_temperature("temperature", s.student_temperature);
+  check_temperature("teacher_temperature", s.teacher_temperature);
+  check_finite("student_logit_scale", s.student_logit_scale);
+  check_finite("teacher_logit_scale", s.teacher_logit_scale);
+  check_weight("soft_weight", s.soft_weight);
+  check_weight("hard_weight", s.hard_weight);
+  FUSEGRAD_CHECK_VALUE(s.aux >= 0 && s.aux < 4, op, "aux must be a set of the two JSDAuxBit bits, but got ", s.aux);
+  s.ignore_index = ignore_index.value_or(-100);
+  if (reduction == "batchmean") {
+    s.reduction = kBatchMean;
+  } else {
+    FUSEGRAD_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum", op,
+                         "reduction must be 'none', 'mean', 'sum' or 'batchmean', but got '", reduction, "'");
+    s.reduction = parse_reduction(op, reduction);
+  }
+  FUSEGRAD_CHECK_VALUE(tail == "bucket" || tail == "renormalize", op,
+                       "tail must be 'bucket' or 'renormalize', but got '", tail, "'");
+  s.renormalize = tail == "renormalize";
+  FUSEGRAD_CHECK_VALUE(!tensors.normalizer.has_value() || s.averaged(), op,
+                       "a normalizer must come with reduction 'mean' or 'batchmean', whose number of rows it replaces, "
+                       "but got reduction '",
+                       reduction, "'");
+  // Before the labels: with log_probs no labels would help.
+  FUSEGRAD_CHECK_VALUE(
+      !s.log_probs || !s.hard_wanted(), op, "log_probs must come without a hard loss, which is of logits, but got ",
+      s.hard_weight != 0.0 ? "hard_weight " + std::to_string(s.hard_weight) : "return_aux with hard_loss");
+  FUSEGRAD_CHECK_VALUE(s.ignore_index == -100 || tensors.labels.has_value(), op,
+                       "an ignore_index must come with labels, whose rows it leaves out, but got ", s.ignore_index,
+                       " without them");
+  FUSEGRAD_CHECK_VALUE(!s.hard_wanted() || tensors.labels.has_value(), op,
+                       "labels must be given where the hard loss is wanted, but got hard_weight ", s.hard_weight,
+                       s.hard_weight != 0.0 ? "" : " and return_aux with hard_loss", " without them");
+  if (s.log_probs) {
+    FUSEGRAD_CHECK_VALUE(s.student_temperature == 1.0, op,
+                         "log_probs must come with temperature 1, since log-probabilities have none, but got ",
+                         s.student_temperature);
+    FUSEGRAD_CHECK_VALUE(!tensors.teacher_indices.has_value(), op,
+                         "log_probs must come with a dense teacher, but got a top-k teacher");
+  }
+  FUSEGRAD_CHECK_VALUE(tensors.teacher_indices.has_value() || !s.renormalize, op,
+                       "tail 'renormalize' must come with a top-k teacher, but got a dense one, which has no tail");
+  if (tensors.tail_log_prob.has_value()) {
+    FUSEGRAD_CHECK_VALUE(tensors.teacher_indices.has_value(), op,
+                         "tail_log_prob must come with a top-k teacher, but got a dense one, which has no tail");
+    FUSEGRAD_CHECK_VALUE(!s.renormalize, op,
+                         "tail_log_prob must come with tail 'bucket', whose probability it is, but got 'renormalize'");
+  }
+  FUSEGRAD_CHECK_VALUE(!tensors.teacher_indices.has_value() || !s.renormalize || s.beta != 1.0, op,
+                       "tail 'renormalize' must come with beta < 1, since KL(student | teacher) is infinite where the "
+                       "teacher has no tail, but got beta ",
+                       s.beta);
+}
+
+double checked_softcap(const char* op, const char* name, std::optional<double> softcap) {
+  FUSEGRAD_CHECK_VALUE(!softcap.has_value() || (*softcap > 0.0 && std::isfinite(*softcap)), op, name,
+                       " must be a finite number > 0 or None, but got ", *softcap);
+  return softcap.value_or(0.0);
+}
+
+JsdRows make_jsd_rows(const char* op, const Tensor& student, const JsdTensors& tensors,
+                      std::vector<c10::SymInt> row_shape, at::ScalarType acc) {
+  const c10::SymIntArrayRef rows_ref(row_shape);
+  JsdRows rows;
+  if (tensors.labels.has_value()) {
+    const auto& labels = *tensors.labels;
+    check_dense(op, "labels", labels);
+    FUSEGRAD_CHECK_TYPE(labels.scalar_type() == at::kLong || labels.scalar_type() == at::kInt, op,
+                        "labels must be int64 or int32 class indices, but got ", labels.scalar_type());
+    FUSEGRAD_CHECK_VALUE(labels.sym_sizes() == rows_ref, op, "labels must have shape ", rows_ref, ", but got ",
+                         labels.sym_sizes());
+    check_same_device(op, "labels", labels, student);
+    rows.labels = (labels.dim() == 1 ? labels : labels.reshape({-1})).contiguous();
+  }
+  rows.token_weight = make_row_value(op, "token_weight", student, tensors.token_weight, rows_ref, acc);
+  rows.normalizer = make_normalizer(op, student, tensors.normalizer, acc);
+  if (tensors.teacher_indices.has_value()) {
+    rows.teacher_index = as_rows(tensors.teacher_indices->to(at::kLong)).contiguous();
+  }
+  rows.tail_log_prob = make_row_value(op, "tail_log_prob", student, tensors.tail_log_prob, rows_ref, acc);
+  rows.row_shape = std::move(row_shape);
+  return rows;
+}
+
+Tensor make_top_k(const char* op, const char* name, const Tensor& log_probs, const Tensor& indices,
+                  const Tensor& student, c10::SymIntArrayRef row_shape, at::ScalarType acc) {
+  check_floating(op, name, log_probs);
+  check_dense(op, "the teacher's indices", indices);
+  const auto shape = log_probs.sym_sizes();
+  FUSEGRAD_CHECK_VALUE(log_probs.dim() >= 1 && shape.slice(0, shape.size() - 1) == row_shape, op, name,
+                       " of a top-k teacher must have shape [..., K] with rows ", row_shape, ", but got ", shape);
+  FUSEGRAD_CHECK_VALUE(shape.back() >= 1, op, name, " of a top-k teacher must have K >= 1, but got ", shape);
+  FUSEGRAD_CHECK_TYPE(indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt, op,
+                      "the teacher's indices must be int64 or int32, but got ", indices.scalar_type());
+  FUSEGRAD_CHECK_VALUE(indices.sym_sizes() == shape, op,
+                       "the teacher's indices must have its log-probabilities' shape ", shape, ", but got ",
+                       indices.sym_sizes());
+  check_same_device(op, name, log_probs, student);
+  check_same_device(op, "the teacher's indices", indices, student);
+  check_no_grad(op, name, log_probs);
+  return as_rows(log_probs.to(acc)).contiguous();
+}
+
+Tensor as_rows(const Tensor& tensor) {
+  if (tensor.dim() == 2) return tensor;
+  c10::SymInt rows = 1;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) rows = rows * tensor.sym_size(i);
+  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
+}
+
+double roundoff_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return 0x1p-53;
+    case at::kHalf:
+      return 0x1p-11;
+    case at::kBFloat16:
+      return 0x1p-8;
+    default:
+      return 0x1p-24;
+  }
+}
+
+namespace {
+
+void check_indices(const char* op, const Tensor& index, int64_t vocab) {
+  if (index.numel() == 0) return;
+  const auto refuse = [&](int64_t row, int64_t column, int64_t value) {
+    TORCH_CHECK_INDEX(false, op, ": the teacher's indices must be in [0, ", vocab, "), or -1 as padding, but got ",
+                      value, " at row ", row, ", column ", column);
+  };
+  const int64_t count = index.size(1);
+  if (index.is_cpu()) {
+    const int64_t* values = index.const_data_ptr<int64_t>();
+    std::vector<int64_t> seen(vocab, -1);  // the last row that had the index
+    for (int64_t n = 0; n < index.size(0); ++n) {
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t value = values[n * count + k];
+        if (value == -1) continue;
+        if (value < 0 || value >= vocab) refuse(n, k, value);
+        FUSEGRAD_CHECK_VALUE(seen[value] != n, op, "the teacher's indices must be distinct in a row, but got ", value,
+                             " twice at row ", n);
+        seen[value] = n;
+      }
+    }
+  } else if (check_targets_enabled()) {
+    const auto positions = index.lt(-1).logical_or(index.ge(vocab)).nonzero();
+    if (positions.size(0) == 0) return;
+    const auto row = positions[0][0].item<int64_t>(), column = positions[0][1].item<int64_t>();
+    refuse(row, column, index[row][column].item<int64_t>());
+  }
+}
+
+// Raises where in a row that counts the exponentials sum to more than 1 + tolerance, or to less than 1 - tolerance
+// where the row is whole. NaN passes, and makes the loss NaN.
+void check_sums(const char* op, const char* name, const Tensor& log_probs, const JsdRows& rows,
+                const JsdSettings& settings, bool whole) {
+  const int64_t count = log_probs.size(0), columns = log_probs.size(1);
+  if (log_probs.numel() == 0 || !(log_probs.is_cpu() || check_targets_enabled())) return;
+  // A user's own normaliser was rounded too, perhaps far from 1: what is meant to be caught is far from 1 as well.
+  const double tolerance = std::max(1e-3, 16 * settings.roundoff * (1 + std::log(static_cast<double>(columns))));
+  const int64_t step = std::max<int64_t>(1, (int64_t{1} << 22) / columns);
+  for (int64_t first = 0; first < count; first += step) {
+    const auto part = [&](const Tensor& tensor) { return tensor.narrow(0, first, std::min(step, count - first)); };
+    auto values = part(log_probs);
+    if (rows.teacher_index.has_value()) {
+      values = values.masked_fill(part(*rows.teacher_index).eq(-1), -std::numeric_limits<double>::infinity());
+    }
+    auto sum = values.to(acc_type(values.scalar_type())).exp().sum(1);
+    if (rows.tail_log_prob.has_value()) sum = sum + part(*rows.tail_log_prob).exp();
+    auto wrong = sum.gt(1 + tolerance);
+    if (whole) wrong = wrong.logical_or(sum.lt(1 - tolerance));
+    // Of K = 1 a probability in place of its logarithm is near enough.
+    if (!whole) wrong = wrong.logical_or(values.amax(1).gt(16 * settings.roundoff));
+    if (rows.labels.has_value()) wrong = wrong.logical_and(part(*rows.labels).ne(settings.ignore_index));
+    const auto positions = wrong.nonzero();
+    if (positions.size(0) == 0) continue;
+    const auto row = positions[0].item<int64_t>();
+    FUSEGRAD_CHECK_VALUE(false, op, name, " must be log-probabilities, none above 0, whose exponentials sum to ",
+                         whole ? "1" : "at most 1", " (within ", tolerance, "), but got a sum of ",
+                         sum[row].item<double>(), " and a largest of ", values[row].max().item<double>(), " at row ",
+                         first + row, ": logits need log_softmax, and probabilities log");
+  }
+}
+
+}  // namespace
+
+void check_top_k(const char* op, const Tensor& teacher, const JsdRows& rows, const JsdSettings& settings,
+                 int64_t vocab) {
+  check_indices(op, *rows.teacher_index, vocab);
+  check_sums(op, "a top-k teacher", teacher, rows, settings, /*whole=*/false);
+}
+
+void check_log_probs(const char* op, const char* name, const Tensor& log_probs, const JsdRows& rows,
+                     const JsdSettings& settings) {
+  check_sums(op, name, log_probs, rows, settings, /*whole=*/true);
+}
+
+}  // namespace fusegrad

@@ -1,0 +1,101 @@
+// cross_entropy_forward(_), cross_entropy_backward and scale_gradient(_) on the CPU and on CUDA.
+#include <ATen/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "pytorch/ops/faults.h"
+#include "pytorch/rows/job.h"
+#include "pytorch/rows/registration.h"
+
+namespace fusegrad {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <bool inplace>
+RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
+                               const OptionalTensor& token_weight, const OptionalTensor& normalizer,
+                               int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
+                               double softcap, int64_t aux) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(logits));
+  const auto vocab = logits.size(1);
+  check_target_range("cross_entropy", target, vocab, ignore_index);
+  const LossOptions options{{}, {}, {}, ignore_index, reduction, label_smoothing, z_loss, softcap, aux};
+  RowJob job(target, weight, token_weight, options, /*logit_scale=*/1.0, logits.size(0), vocab, logits.scalar_type());
+  using Gradients = RowJob::Gradients;
+  job.begin_forward(normalizer, !inplace                            ? Gradients::kNone
+                                : logits.scalar_type() == at::kHalf ? Gradients::kDeferred
+                                                                    : Gradients::kStored);
+  if (inplace) begin_overwriting("the logits");
+  job.forward(inplace ? logits : dense_rows(logits), 0, /*gradient_over_logits=*/inplace);
+  return to_tuple(job.finish_forward());
+}
+
+Tensor cross_entropy_backward(const OptionalTensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
+                              const Tensor& target, const OptionalTensor& weight, const Tensor& lse,
+                              const Tensor& stats, const Tensor& scales, const OptionalTensor& token_weight,
+                              int64_t ignore_index, double label_smoothing, double z_loss, double softcap) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(logits));
+  const LossOptions options{{}, {}, {}, ignore_index, 0, label_smoothing, z_loss, softcap, 0};
+  RowJob job(target, weight, token_weight, options, /*logit_scale=*/1.0, logits.size(0), logits.size(1),
+             logits.scalar_type());
+  job.resume(lse, stats, scales);
+  const auto rows = dense_rows(logits);
+  const auto grad = empty_result(logits.sizes(), logits.options());
+  job.gradient(grad_loss.value_or(Tensor()), grad_lse.value_or(Tensor()), rows, 0, grad);
+  return grad;
+}
+
+// A gradient of any shape as rows, one for each value of the scale; a single value sees rows of the last dimension.
+void scale_rows(const Tensor& in, const Tensor& out, const Tensor& scale, const OptionalTensor& factor) {
+  if (in.numel() == 0) return;
+  const bool per_row = scale.dim() == 1;
+  const bool matrix = in.dim() == 2;
+  RowScaling p;
+  p.rows = matrix || per_row ? in.size(0) : 1;
+  p.cols = in.numel() / p.rows;
+  p.in = in.const_data_ptr();
+  p.in_stride = matrix ? in.stride(0) : p.cols;
+  p.out = out.data_ptr();
+  p.out_stride = matrix ? out.stride(0) : p.cols;
+  p.scale = scale.const_data_ptr();
+  p.scale_stride = per_row ? scale.stride(0) : 0;
+  p.factor = factor.has_value() ? factor->const_data_ptr() : nullptr;
+  const auto device = row_device(in.device());
+  device.kernels->scaling(p, to_dtype(out.scalar_type()), device.stream);
+}
+
+Tensor scale_gradient(const Tensor& gradient, const Tensor& scale, const OptionalTensor& factor) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(gradient));
+  const auto in = gradient.dim() == 2 ? dense_rows(gradient) : gradient.contiguous();
+  const auto out = empty_result(in.sizes(), in.options());
+  scale_rows(in, out, scale, factor);
+  return out;
+}
+
+void scale_gradient_(const Tensor& gradient, const Tensor& scale, const OptionalTensor& factor) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(gradient));
+  begin_overwriting("the gradient that the forward saved");
+  scale_rows(gradient, gradient, scale, factor);
+}
+
+void implement(torch::Library& m) {
+  m.impl("cross_entropy_forward", named_kernel<"cross_entropy", cross_entropy_forward<false>>());
+  m.impl("cross_entropy_forward_", named_kernel<"cross_entropy", cross_entropy_forward<true>>());
+  m.impl("cross_entropy_backward", named_kernel<"cross_entropy", cross_entropy_backward>());
+  m.impl("scale_gradient", named_kernel<"scale_gradient", scale_gradient>());
+  m.impl("scale_gradient_", named_kernel<"scale_gradient", scale_gradient_>());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+#ifdef FUSEGRAD_WITH_CUDA
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+#endif
+
+}  // namespace fusegrad

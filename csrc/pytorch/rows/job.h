@@ -1,0 +1,105 @@
+// One call of a loss over rows: its tensors, and the device's kernels run on ranges of its rows.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "losses/row_kernels.h"
+#include "pytorch/ops/dispatch.h"
+
+namespace fusegrad {
+
+/// Inside a kernel: neither autograd nor autocast may touch what the kernel calls.
+struct BelowAutogradAndAutocast {
+  at::AutoDispatchBelowADInplaceOrView autograd;
+  c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
+};
+
+/// A device's kernels and its current stream.
+struct RowDevice {
+  const RowKernels* kernels;
+  void* stream;
+};
+RowDevice row_device(const at::Device& device);
+
+DType to_dtype(at::ScalarType dtype);
+
+/// Where index `index` of the first dimension starts. Null for a tensor that is absent or has no elements: the kernels
+/// take it as "not wanted".
+void* pointer_at(const at::Tensor& tensor, int64_t index);
+const void* pointer_at(const std::optional<at::Tensor>& tensor, int64_t index);
+/// Where element [i, j] of a matrix is, or null as above.
+void* pointer_at(const at::Tensor& matrix, int64_t i, int64_t j);
+
+/// [first, first + count) of a dimension: the tensor itself where that is all of it. A view takes a microsecond to
+/// make.
+inline at::Tensor part(const at::Tensor& tensor, int64_t dim, int64_t first, int64_t count) {
+  return count == tensor.size(dim) ? tensor : tensor.narrow(dim, first, count);
+}
+
+/// An upstream gradient for each row, or one for all, as the kernels take it; left alone where there is none.
+void put_upstream(const at::Tensor& gradient, const void*& pointer, int64_t& stride);
+
+/// Rows with a dense last dimension, as the kernels read them.
+at::Tensor dense_rows(const at::Tensor& matrix);
+
+/// Asks for huge pages for what of a CPU tensor lies in whole ones: the first touch of hundreds of MiB in pages of 4
+/// KiB takes eight times as long. Advice: where the system has none, nothing changes.
+void ask_for_huge_pages(const at::Tensor& tensor);
+
+/// An empty contiguous tensor for a result. Large ones on the CPU ask for huge pages: the first touch of 4 KiB pages
+/// takes longer than the kernel that writes them.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+/// The options and tensors of one call, on rows [0, N) of V columns.
+class RowJob {
+ public:
+  RowJob(const at::Tensor& target, const std::optional<at::Tensor>& weight,
+         const std::optional<at::Tensor>& token_weight, const LossOptions& options, double logit_scale, int64_t rows,
+         int64_t vocab, at::ScalarType logits_dtype);
+
+  /// What the forward does with gradients for an upstream gradient of 1: it makes none, stores them, or stores them in
+  /// float16, where they leave a factor for later, see RowScales.
+  enum class Gradients { kNone, kStored, kDeferred };
+  /// Allocates the outputs and computes the scales of reduction 'mean', or leaves them to finish_forward().
+  void begin_forward(const std::optional<at::Tensor>& normalizer, Gradients gradients);
+  /// Rows [first, first + logits.size(0)): statistics and loss; the gradient over the logits where asked for.
+  void forward(const at::Tensor& logits, int64_t first, bool gradient_over_logits);
+  /// Reduces the loss and hands out the outputs.
+  RowOutputs finish_forward();
+
+  /// Saved by a forward.
+  void resume(const at::Tensor& lse, const at::Tensor& stats, const at::Tensor& scales);
+  /// All rows, columns [column, column + logits.size(1)): the gradient from saved statistics into `grad`, which may
+  /// be the logits. An undefined upstream gradient is zero.
+  void gradient(const at::Tensor& grad_loss, const at::Tensor& grad_lse, const at::Tensor& logits, int64_t column,
+                const at::Tensor& grad);
+
+  /// What resume() would be given in a forward that goes on to gradients: upstream gradient 1.
+  at::Tensor unit_gradient() const;
+
+ private:
+  RowTargets targets(int64_t first_row, int64_t first_column) const;
+  void* stat(int64_t row, int64_t first) const;
+  void compute_scales();
+
+  at::Tensor target_;
+  std::optional<at::Tensor> weight_;
+  std::optional<at::Tensor> token_weight_;
+  LossOptions options_;
+  double logit_scale_;
+  int64_t rows_;
+  int64_t vocab_;
+  at::ScalarType dtype_;
+  at::TensorOptions acc_;
+  RowDevice device_;
+  bool dense_;
+  StatRows stat_rows_;
+  std::optional<at::Tensor> normalizer_;
+  bool deferred_ = false;
+  bool scales_come_last_ = false;
+  at::Tensor row_loss_;
+  RowOutputs out_;
+};
+
+}  // namespace fusegrad

@@ -1,0 +1,148 @@
+// What the linear losses share: a head's products in chunks, and gradients that add up over them.
+#pragma once
+
+#include "losses/linear_plan.h"
+#include "pytorch/ops/faults.h"
+#include "pytorch/rows/job.h"
+#include "pytorch/rows/registration.h"
+
+namespace fusegrad {
+
+// The dtype of the products. The CPU's low-precision matmuls cannot add to float32, so they run in float32 there.
+inline at::ScalarType product_type(const at::Tensor& input) {
+  const bool low = at::isReducedFloatingType(input.scalar_type());
+  return input.is_cpu() && low ? at::kFloat : input.scalar_type();
+}
+
+/// One head: logits of chunks, and the products that carry gradients back. All tensors are in the products' dtype.
+struct Head {
+  Head(const at::Tensor& linear_weight, const std::optional<at::Tensor>& linear_bias, at::ScalarType dtype)
+      : weight(linear_weight.to(dtype)), bias(linear_bias.has_value() ? linear_bias->to(dtype) : at::Tensor()) {}
+
+  // out = input @ weight[columns].T + bias[columns]
+  void logits(const at::Tensor& out, const at::Tensor& input, int64_t column) const {
+    const auto w = part(weight, 0, column, out.size(1)).t();
+    auto result = out;
+    if (bias.defined()) {
+      at::addmm_out(result, part(bias, 0, column, out.size(1)), input, w);
+    } else {
+      at::mm_out(result, input, w);
+    }
+  }
+
+  at::Tensor weight;
+  at::Tensor bias;
+};
+
+// out (+)= a @ b, where a float32 out may take low-precision factors on CUDA: one rounding less, and no copy.
+inline void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool add) {
+  auto result = out;
+  if (out.scalar_type() == a.scalar_type()) {
+    add ? at::addmm_out(result, out, a, b) : at::mm_out(result, a, b);
+  } else {
+    TORCH_INTERNAL_ASSERT(out.is_cuda() && out.scalar_type() == at::kFloat);
+    add ? at::addmm_out(result, out, a, b, at::kFloat) : at::mm_out(result, a, b, at::kFloat);
+  }
+}
+
+// A gradient that is added up chunk by chunk in `accumulator`, which is `result` itself where the dtypes agree. Only
+// the first `used` rows are: those of a vocabulary without its padding. The others are zero.
+struct Sum {
+  at::Tensor result;
+  at::Tensor accumulator;
+  bool started = false;
+
+  void allocate(at::IntArrayRef shape, const at::TensorOptions& options, at::ScalarType accumulate, int64_t used_rows) {
+    used = used_rows;
+    if (options.dtype() == accumulate) {
+      result = accumulator = empty_result(shape, options);
+    } else {
+      accumulator = empty_result(shape, options.dtype(accumulate));
+    }
+    result_options = options;
+  }
+  bool wanted() const { return accumulator.defined(); }
+  void add_product(const at::Tensor& a, const at::Tensor& b) {
+    multiply(part(accumulator, 0, 0, used), a, b, started);
+    started = true;
+  }
+  void add(const at::Tensor& values) {
+    const auto rows = part(accumulator, 0, 0, used);
+    started ? rows.add_(values) : rows.copy_(values);
+    started = true;
+  }
+  at::Tensor finish() {
+    if (!wanted()) return result;
+    const int64_t zeros_from = started ? used : 0;
+    if (zeros_from < accumulator.size(0)) accumulator.slice(0, zeros_from).zero_();
+    if (!result.defined()) result = accumulator.to(result_options.dtype());
+    accumulator = at::Tensor();
+    return result;
+  }
+
+ private:
+  at::TensorOptions result_options;
+  int64_t used = 0;
+};
+
+inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorOptions& options) {
+  const int64_t stride = logits_row_elements(columns, static_cast<int64_t>(options.dtype().itemsize()));
+  return part(empty_result({rows, stride}, options), 1, 0, columns);
+}
+
+/// The gradients of a head's input, weight and bias, from those of chunks of its logits. With `inplace` the input's are
+/// written over the input.
+class ChunkGradients {
+ public:
+  ChunkGradients(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                 int64_t vocab, const LinearPlan& plan, std::array<bool, 3> needs_grad, bool inplace)
+      : needs_grad_(needs_grad), inplace_(inplace) {
+    const auto product = product_type(input), acc = acc_type(product);
+    if (needs_grad[0]) input_ = inplace ? input : at::empty_like(input, at::MemoryFormat::Contiguous);
+    // One chunk, or the lean choice, adds up in the result itself, where a product can be written into it.
+    const bool direct = weight.scalar_type() == product && !plan.accumulator;
+    if (needs_grad[1]) weight_.allocate(weight.sizes(), weight.options(), direct ? product : acc, vocab);
+    if (needs_grad[2]) bias_.allocate(bias->sizes(), bias->options(), acc, vocab);
+    if (needs_grad[0] && vocab == 0) {  // no product will write it
+      if (inplace) begin_overwriting("the input");
+      input_.zero_();
+    }
+  }
+
+  /// `x` are rows [first, first + x.size(0)) of the input in the products' dtype, `z` the gradient of their logits.
+  void add(const Head& head, const at::Tensor& x, const at::Tensor& z, int64_t first) {
+    // The weight's gradient reads the input, which the input's may overwrite: first it, then the other.
+    if (needs_grad_[1]) weight_.add_product(z.t(), x);
+    if (needs_grad_[2]) bias_.add(z.sum(0, /*keepdim=*/false, acc_type(z.scalar_type())));
+    if (!needs_grad_[0]) return;
+    const auto block = part(input_, 0, first, x.size(0));
+    const bool direct = block.scalar_type() == z.scalar_type();
+    const auto product = direct ? at::Tensor() : at::mm(z, head.weight);
+    if (inplace_) begin_overwriting("the input");
+    if (direct) {
+      multiply(block, z, head.weight, /*add=*/false);
+    } else {
+      block.copy_(product);
+    }
+  }
+
+  LinearGradients finish() { return {input_, weight_.finish(), bias_.finish()}; }
+
+ private:
+  std::array<bool, 3> needs_grad_;
+  bool inplace_;
+  at::Tensor input_;
+  Sum weight_, bias_;
+};
+
+// The gradients as the ops return them, empty where not wanted.
+inline LinearGradientTuple to_tuple(const LinearGradients& gradients, const at::Tensor& input, const at::Tensor& weight,
+                                    const std::optional<at::Tensor>& bias) {
+  const auto or_empty = [](const at::Tensor& gradient, const at::Tensor& like) {
+    return gradient.defined() ? gradient : at::empty({0}, like.options().requires_grad(false));
+  };
+  return {or_empty(gradients.input, input), or_empty(gradients.weight, weight),
+          or_empty(gradients.bias, bias.value_or(input))};
+}
+
+}  // namespace fusegrad

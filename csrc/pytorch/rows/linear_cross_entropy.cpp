@@ -1,0 +1,155 @@
+// linear_cross_entropy_forward(_) and linear_cross_entropy_backward on the CPU and on CUDA: matrix products by
+// ATen, in chunks, around the row kernels.
+#include <ATen/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "pytorch/ops/faults.h"
+#include "pytorch/rows/linear.h"
+#include "pytorch/rows/registration.h"
+
+namespace fusegrad {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Gradients from saved statistics: the logits a block of columns at a time, so that each block of the weight's
+// gradient is complete, in one product, and only the input's needs an accumulator.
+LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Tensor& grad_loss, const Tensor& grad_lse,
+                                     const Tensor& input, int64_t columns, const at::TensorOptions& weight_options,
+                                     const at::TensorOptions& bias_options, const at::TensorOptions& input_options,
+                                     std::array<bool, 3> needs_grad) {
+  const auto x = input.to(head.weight.scalar_type());
+  const int64_t rows = x.size(0), hidden = x.size(1), vocab = head.weight.size(0);
+  const auto acc = acc_type(x.scalar_type());
+  LinearGradients gradients;
+  Sum input_sum;
+  if (needs_grad[0]) input_sum.allocate({rows, hidden}, input_options, columns >= vocab ? x.scalar_type() : acc, rows);
+  if (needs_grad[1]) gradients.weight = empty_result({vocab, hidden}, weight_options);
+  if (needs_grad[2]) gradients.bias = at::empty({vocab}, bias_options);
+  {
+    const auto buffer = logits_buffer(rows, std::min(columns, vocab), x.options());
+    for (int64_t column = 0; column < vocab; column += columns) {
+      const int64_t width = std::min(columns, vocab - column);
+      const auto z = part(buffer, 1, 0, width);
+      head.logits(z, x, column);
+      job.gradient(grad_loss, grad_lse, z, column, z);
+      if (needs_grad[0]) input_sum.add_product(z, part(head.weight, 0, column, width));
+      if (needs_grad[1]) {
+        const auto block = part(gradients.weight, 0, column, width);
+        if (block.scalar_type() == x.scalar_type() || (block.is_cuda() && block.scalar_type() == at::kFloat)) {
+          multiply(block, z.t(), x, /*add=*/false);
+        } else {
+          block.copy_(at::mm(z.t(), x));
+        }
+      }
+      if (needs_grad[2]) part(gradients.bias, 0, column, width).copy_(z.sum(0, /*keepdim=*/false, acc));
+    }
+  }
+  if (needs_grad[0]) gradients.input = input_sum.finish();
+  return gradients;
+}
+
+template <bool inplace>
+LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                                         const OptionalTensor& linear_bias, const OptionalTensor& weight,
+                                         const OptionalTensor& token_weight, const OptionalTensor& normalizer,
+                                         int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
+                                         double softcap, int64_t aux, double logit_scale,
+                                         std::optional<at::ScalarType> accumulate_dtype,
+                                         std::optional<int64_t> workspace_mib, std::array<bool, 3> needs_grad) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(input));
+  const int64_t rows = input.size(0), hidden = input.size(1), vocab = linear_weight.size(0);
+  check_target_range("linear_cross_entropy", target, vocab, ignore_index);
+  const auto dtype = product_type(input);
+  const auto acc = acc_type(dtype);
+  const LossOptions options{{}, {}, {}, ignore_index, reduction, label_smoothing, z_loss, softcap, aux};
+  const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
+
+  LinearSizes sizes;
+  sizes.rows = rows;
+  sizes.hidden = hidden;
+  sizes.vocab = vocab;
+  sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
+  sizes.cpu = input.is_cpu();
+  sizes.weight_grad = needs_grad[1];
+  sizes.low_precision_result = linear_weight.scalar_type() != accumulate_dtype.value_or(acc);
+  const auto plan = plan_linear(sizes, budget_bytes(workspace_mib));
+  const bool over_rows = any_gradient && plan.columns == 0;
+
+  const Head head(linear_weight, linear_bias, dtype);
+  RowJob job(target, weight, token_weight, options, logit_scale, rows, vocab, dtype);
+  using Gradients = RowJob::Gradients;
+  job.begin_forward(normalizer, !any_gradient                      ? Gradients::kNone
+                                : input.scalar_type() == at::kHalf ? Gradients::kDeferred
+                                                                   : Gradients::kStored);
+
+  const std::array<bool, 3> over = over_rows ? needs_grad : std::array<bool, 3>{};
+  ChunkGradients chunks(input, linear_weight, linear_bias, vocab, plan, over, inplace);
+  if (vocab != 0) {
+    const auto buffer = logits_buffer(std::min(plan.rows, rows), vocab, input.options().dtype(dtype));
+    for (int64_t first = 0; first < rows; first += plan.rows) {
+      const int64_t count = std::min(plan.rows, rows - first);
+      const auto z = part(buffer, 0, 0, count);
+      const auto x = part(input, 0, first, count).to(dtype);
+      head.logits(z, x, 0);
+      job.forward(z, first, over_rows);
+      if (over_rows) chunks.add(head, x, z, first);
+    }
+  }
+  auto out = job.finish_forward();
+  auto gradients = chunks.finish();
+  if (!over_rows && any_gradient) {
+    job.resume(out.lse, out.stats, out.scales);
+    gradients =
+        gradients_by_columns(job, head, job.unit_gradient(), Tensor(), input, plan.columns, linear_weight.options(),
+                             linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
+    if (inplace && needs_grad[0]) {
+      begin_overwriting("the input");
+      input.copy_(gradients.input);
+    }
+  }
+  if (inplace) gradients.input = Tensor();
+  return std::tuple_cat(fusegrad::to_tuple(out), to_tuple(gradients, input, linear_weight, linear_bias));
+}
+
+LinearGradientTuple linear_cross_entropy_backward(
+    const OptionalTensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& input, const Tensor& linear_weight,
+    const Tensor& target, const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor& lse,
+    const Tensor& stats, const Tensor& scales, const OptionalTensor& token_weight, int64_t ignore_index,
+    double label_smoothing, double z_loss, double softcap, double logit_scale, std::optional<int64_t> workspace_mib,
+    std::array<bool, 3> needs_grad) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(input));
+  const auto dtype = product_type(input);
+  const LossOptions options{{}, {}, {}, ignore_index, 0, label_smoothing, z_loss, softcap, 0};
+  RowJob job(target, weight, token_weight, options, logit_scale, input.size(0), linear_weight.size(0), dtype);
+  job.resume(lse, stats, scales);
+  LinearSizes sizes;
+  sizes.rows = input.size(0);
+  sizes.hidden = input.size(1);
+  sizes.vocab = linear_weight.size(0);
+  sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
+  sizes.cpu = input.is_cpu();
+  const auto gradients = gradients_by_columns(
+      job, Head(linear_weight, linear_bias, dtype), grad_loss.value_or(Tensor()), grad_lse.value_or(Tensor()), input,
+      plan_columns(sizes, budget_bytes(workspace_mib)), linear_weight.options(),
+      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
+  return to_tuple(gradients, input, linear_weight, linear_bias);
+}
+
+void implement(torch::Library& m) {
+  m.impl("linear_cross_entropy_forward", named_kernel<"linear_cross_entropy", linear_cross_entropy_forward<false>>());
+  m.impl("linear_cross_entropy_forward_", named_kernel<"linear_cross_entropy", linear_cross_entropy_forward<true>>());
+  m.impl("linear_cross_entropy_backward", named_kernel<"linear_cross_entropy", linear_cross_entropy_backward>());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+#ifdef FUSEGRAD_WITH_CUDA
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+#endif
+
+}  // namespace fusegrad

@@ -1,0 +1,173 @@
+// linear_jsd_forward(_) and linear_jsd_backward on the CPU and on CUDA: matrix products by ATen, in chunks, around the
+// row kernel.
+#include <ATen/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "pytorch/ops/faults.h"
+#include "pytorch/rows/jsd_job.h"
+#include "pytorch/rows/linear.h"
+
+namespace fusegrad {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+OptionalTensor first_rows(const OptionalTensor& tensor, int64_t count) {
+  return tensor.has_value() ? OptionalTensor(part(*tensor, 0, 0, count)) : std::nullopt;
+}
+
+/// Tensors and options of a call that forward and backward have alike.
+struct Call {
+  const Tensor& input;
+  const Tensor& weight;
+  const OptionalTensor& bias;
+  const JsdTeacher teacher;
+  int64_t vocab;
+  std::optional<at::ScalarType> accumulate_dtype;
+  std::optional<int64_t> workspace_mib;
+
+  int64_t rows() const { return input.size(0); }
+  at::ScalarType dtype() const { return product_type(input); }
+
+  LinearPlan plan(bool weight_grad) const {
+    LinearSizes sizes;
+    sizes.rows = rows();
+    sizes.hidden = input.size(1);
+    sizes.vocab = vocab;
+    sizes.element_size = static_cast<int64_t>(at::elementSize(dtype()));
+    sizes.cpu = input.is_cpu();
+    sizes.weight_grad = weight_grad;
+    sizes.low_precision_result = weight.scalar_type() != accumulate_dtype.value_or(acc_type(dtype()));
+    sizes.by_columns = false;
+    if (teacher.weight.has_value()) {
+      sizes.logits_per_row = 2;
+      // Logits of another dtype are rounded from a buffer of their own.
+      const auto size = static_cast<int64_t>(at::elementSize(product_type(teacher.input)));
+      if (product_type(teacher.input) != dtype()) {
+        sizes.logits_per_row += (size + sizes.element_size - 1) / sizes.element_size;
+      }
+    }
+    return plan_linear(sizes, budget_bytes(workspace_mib));
+  }
+};
+
+/// The teacher's logits of chunks, or its log-probabilities.
+class TeacherChunks {
+ public:
+  TeacherChunks(const Call& call, int64_t rows) : input_(call.teacher.input) {
+    if (!call.teacher.weight.has_value()) return;
+    const auto product = product_type(input_);
+    head_.emplace(part(*call.teacher.weight, 0, 0, call.vocab), first_rows(call.teacher.bias, call.vocab), product);
+    logits_ = logits_buffer(rows, call.vocab, input_.options().dtype(call.dtype()));
+    if (product != call.dtype()) own_ = logits_buffer(rows, call.vocab, input_.options().dtype(product));
+  }
+
+  Tensor rows(int64_t first, int64_t count) const {
+    const auto x = part(input_, 0, first, count);
+    if (!head_.has_value()) return x;
+    const auto z = part(logits_, 0, 0, count);
+    const auto own = own_.defined() ? part(own_, 0, 0, count) : z;
+    head_->logits(own, x.to(own.scalar_type()), 0);
+    if (own_.defined()) z.copy_(own);
+    return z;
+  }
+
+ private:
+  Tensor input_;
+  std::optional<Head> head_;
+  Tensor logits_, own_;
+};
+
+LinearGradients run(JsdJob& job, const Call& call, std::array<bool, 3> needs_grad, bool inplace) {
+  const auto plan = call.plan(needs_grad[1]);
+  const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
+  ChunkGradients gradients(call.input, call.weight, call.bias, call.vocab, plan, needs_grad, inplace);
+  if (call.vocab != 0 && call.rows() != 0) {
+    const Head head(part(call.weight, 0, 0, call.vocab), first_rows(call.bias, call.vocab), call.dtype());
+    const int64_t chunk = std::min(plan.rows, call.rows());
+    const TeacherChunks teacher(call, chunk);
+    const auto buffer = logits_buffer(chunk, call.vocab, call.input.options().dtype(call.dtype()));
+    for (int64_t first = 0; first < call.rows(); first += chunk) {
+      const int64_t count = std::min(chunk, call.rows() - first);
+      const auto z = part(buffer, 0, 0, count);
+      const auto x = part(call.input, 0, first, count).to(call.dtype());
+      head.logits(z, x, 0);
+      job.run(z, teacher.rows(first, count), first, any_gradient ? z : Tensor(), Tensor());
+      if (any_gradient) gradients.add(head, x, z, first);
+    }
+  }
+  return gradients.finish();
+}
+
+template <bool inplace>
+LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                  const Tensor& teacher, const OptionalTensor& teacher_weight,
+                                  const OptionalTensor& teacher_bias, const OptionalTensor& teacher_index,
+                                  const OptionalTensor& tail_log_prob, const OptionalTensor& labels,
+                                  const OptionalTensor& token_weight, const OptionalTensor& normalizer,
+                                  at::ArrayRef<double> numbers, bool log_probs, bool renormalize, int64_t ignore_index,
+                                  int64_t reduction, int64_t aux, std::optional<int64_t> vocab_size,
+                                  std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib,
+                                  std::array<bool, 3> needs_grad) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(input));
+  const Call call{input,
+                  weight,
+                  bias,
+                  {teacher, teacher_weight, teacher_bias},
+                  vocab_size.value_or(weight.size(0)),
+                  accumulate_dtype,
+                  workspace_mib};
+  if (labels.has_value()) check_target_range("linear_jsd", *labels, call.vocab, ignore_index, "labels");
+  const auto settings = JsdSettings::from(numbers, log_probs, renormalize, ignore_index, reduction, aux);
+  const JsdRows rows{teacher_index, tail_log_prob, labels, token_weight, normalizer, {}};
+  if (teacher_index.has_value()) check_top_k("linear_jsd", teacher, rows, settings, call.vocab);
+  JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
+  const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
+  job.begin_forward(/*defer=*/any_gradient && input.scalar_type() == at::kHalf);
+  auto gradients = run(job, call, needs_grad, inplace);
+  const auto out = job.finish_forward();
+  if (inplace) gradients.input = Tensor();
+  return std::tuple_cat(std::make_tuple(out.loss, out.stats, out.scales), to_tuple(gradients, input, weight, bias));
+}
+
+LinearGradientTuple linear_jsd_backward(const Tensor& grad_loss, const Tensor& input, const Tensor& weight,
+                                        const OptionalTensor& bias, const Tensor& teacher,
+                                        const OptionalTensor& teacher_weight, const OptionalTensor& teacher_bias,
+                                        const OptionalTensor& teacher_index, const OptionalTensor& tail_log_prob,
+                                        const OptionalTensor& labels, const OptionalTensor& token_weight,
+                                        const Tensor& scales, at::ArrayRef<double> numbers, bool renormalize,
+                                        int64_t ignore_index, std::optional<int64_t> vocab_size,
+                                        std::optional<at::ScalarType> accumulate_dtype,
+                                        std::optional<int64_t> workspace_mib, std::array<bool, 3> needs_grad) {
+  BelowAutogradAndAutocast below;
+  const c10::OptionalDeviceGuard device(at::device_of(input));
+  const Call call{input,
+                  weight,
+                  bias,
+                  {teacher, teacher_weight, teacher_bias},
+                  vocab_size.value_or(weight.size(0)),
+                  accumulate_dtype,
+                  workspace_mib};
+  const auto settings = JsdSettings::from(numbers, /*log_probs=*/false, renormalize, ignore_index, 0, 0);
+  JsdJob job({teacher_index, tail_log_prob, labels, token_weight, {}, {}}, settings, call.rows(), call.vocab,
+             call.dtype(), input);
+  job.begin_backward(scales, grad_loss);
+  return to_tuple(run(job, call, needs_grad, /*inplace=*/false), input, weight, bias);
+}
+
+void implement(torch::Library& m) {
+  m.impl("linear_jsd_forward", named_kernel<"linear_jsd", linear_jsd_forward<false>>());
+  m.impl("linear_jsd_forward_", named_kernel<"linear_jsd", linear_jsd_forward<true>>());
+  m.impl("linear_jsd_backward", named_kernel<"linear_jsd", linear_jsd_backward>());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+#ifdef FUSEGRAD_WITH_CUDA
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+#endif
+
+}  // namespace fusegrad
