@@ -4,7 +4,7 @@
 
 A wrong gradient without an error makes the program fail, as does an error that does not name the op. `--output` writes
 the table into that page, between the comments that mark its place for the device. The ops and transforms are those of
-tests/python/compat_ops.py and compat_transforms.py.
+tests/python/support/compat_ops.py and compat_transforms.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python" / "support"))
 
 from compat_ops import OPS, Case
 from compat_transforms import TRANSFORMS, SilentDifference, Transform, outcome

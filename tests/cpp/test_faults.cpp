@@ -1,5 +1,5 @@
 // Errors that leave ops: their names, their types, and what was lost. Every allocation of every op fails in
-// tests/python/test_reliability.py.
+// tests/python/contract/test_reliability.py.
 #include "pytorch/ops/faults.h"
 
 #include <c10/core/CPUAllocator.h>

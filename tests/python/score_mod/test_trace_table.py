@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,10 @@ from fusegrad._tracing import cache
 from fusegrad._tracing.dispatch import _FILLS, _HANDLERS, _MOVES
 from fusegrad._tracing.ops import ELEMENTWISE, FOLDS
 from fusegrad.score_mod import split_scalars
+from support import ROOT
 from torch import Tensor
 
-DOCS = (Path(__file__).parents[2] / "docs" / "score_mod.md").read_text()
+DOCS = (ROOT / "docs" / "score_mod.md").read_text()
 TABLE = DOCS.split("### What it may call")[1].split("\n### ")[0]
 SPECIAL = [
     0.0,

@@ -18,7 +18,8 @@ import pytest
 import torch
 from fusegrad import TraceError
 from fusegrad._tracing import cache
-from support import DEVICES
+from needs import needs_nvrtc
+from support import DEVICES, SUPPORT
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -84,7 +85,7 @@ print([child(n) for n in map(int, sys.argv[1:])], same(step(given), truth))
 
 def in_process(code: str, *arguments: str, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
     here = os.path.dirname(os.path.abspath(__file__))
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [here, str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": path, **environment},
@@ -141,17 +142,6 @@ status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 thread.join()
 print(status, len(_C.jit.compile(program)) > 0)
 """
-
-
-def has_nvrtc() -> bool:
-    try:
-        fusegrad._C.jit.nvrtc()
-    except RuntimeError:
-        return False
-    return True
-
-
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC was not found")
 
 
 @needs_nvrtc

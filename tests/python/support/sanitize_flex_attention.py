@@ -1,8 +1,8 @@
 """Small calls of flex_attention through each kind of CUDA kernel, for compute-sanitizer: a program, not a test.
 
-    python tests/python/sanitize_flex_attention.py  # compiles what is not in the cache
+    python tests/python/support/sanitize_flex_attention.py  # compiles what is not in the cache
     compute-sanitizer --tool racecheck --kernel-name kns=flex \\
-        python tests/python/sanitize_flex_attention.py --family portable --part 0 --parts 2
+        python tests/python/support/sanitize_flex_attention.py --family portable --part 0 --parts 2
 
 Of memcheck, synccheck and racecheck each takes some minutes; initcheck needs all kernels, also PyTorch's (no
 --kernel-name). On Hopper racecheck reports two things that are none: what `touch` reads ahead into a place that

@@ -23,19 +23,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from fusegrad import _C, ScoreMod, trace_mask_mod, trace_score_mod
+from needs import needs_flex_compiler
 
 flex = getattr(_C, "flex", None)
-
-
-def has_nvrtc() -> bool:
-    try:
-        _C.jit.nvrtc()
-    except RuntimeError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(flex is None or not has_nvrtc(), reason="needs a build with CUDA, and NVRTC")
+pytestmark = needs_flex_compiler
 
 MODE = os.environ.get("FUSEGRAD_FLEX_KERNELS", "")
 TABLE = Path(__file__).with_name("flex_kernels.txt")

@@ -1,16 +1,12 @@
 """examples/graph_transformer.py: the molecules, and both attentions."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import graph_transformer
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-import graph_transformer
 from graph.data import DISTANCES, MAX_DISTANCE, Molecule, batches, from_rdkit, load_molecules, pack
 from graph.model import ATTENTIONS, GraphTransformer, block_mask
 

@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import faults
 import pytest
 import reliability_table
-from support import DEVICES
+from needs import has_nvrtc
+from support import DEVICES, SUPPORT
 
 pytestmark = pytest.mark.skipif(faults.compiler() is None, reason="faults.cpp needs a C++ compiler")
 
@@ -123,14 +123,10 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory) -> dict[str, Any]:
     """What a process found in which calls of the cache of kernels fail, each in turn."""
-    from fusegrad import _C
-
-    try:
-        _C.jit.nvrtc()
-    except RuntimeError:
+    if not has_nvrtc():
         pytest.skip("NVRTC was not found")
     folder = tmp_path_factory.mktemp("faulty")
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, "-c", FAULTY],
         env={

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import SUPPORT
 
-HERE = Path(__file__).parent
 # What these cases compile takes seconds each; they are run by hand, see docs/conformance.md.
 QUICK = r"^(?!.*compiled)"
 
@@ -19,7 +19,7 @@ QUICK = r"^(?!.*compiled)"
 def conformance(tmp_path: Path, *arguments: str) -> tuple[int, str, dict[tuple[str, str], dict[str, Any]]]:
     """Exit status, output, and the results by implementation and case."""
     output = tmp_path / "out.json"
-    environment = os.environ | {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "fusegrad.conformance", "--device", "cpu", "--json", str(output), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert output.exists(), done.stdout + done.stderr

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -631,7 +630,6 @@ def test_a_build_without_jax_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FUSEGRAD_TORCH", "1")  # the program sets it where it is not: not for the tests after this one
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
     import jax_train
 
     losses = jax_train.train(6, devices=2)

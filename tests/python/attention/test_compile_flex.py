@@ -8,24 +8,14 @@ import re
 import pytest
 import torch
 from fusegrad import _C, ScoreMod, compile_flex, trace_mask_mod
+from needs import has_flex_compiler, needs_flex_compiler
 from torch.nn.attention.flex_attention import create_block_mask
-
-
-def has_nvrtc() -> bool:
-    try:
-        _C.jit.nvrtc()
-    except RuntimeError:
-        return False
-    return hasattr(_C, "flex")
-
-
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="needs a build with CUDA, and NVRTC")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> pathlib.Path:
     monkeypatch.setenv("FUSEGRAD_CACHE_DIR", str(tmp_path / "cache"))
-    if has_nvrtc():
+    if has_flex_compiler():
         _C.jit.forget()
     return tmp_path / "cache"
 
@@ -41,7 +31,7 @@ def causal(b, h, q, kv):
     return q >= kv
 
 
-@needs_nvrtc
+@needs_flex_compiler
 def test_the_same_again_is_there(folder) -> None:
     bias = torch.randn(50, requires_grad=True)
 
@@ -74,7 +64,7 @@ def test_the_same_again_is_there(folder) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@needs_nvrtc
+@needs_flex_compiler
 def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
     def call(number: int, buffer: torch.Tensor) -> None:
         text = "score_mod 1\nbuffer @0 f 1\nscalar $0 i64\n%0 = add kv_idx $0\n%1 = load @0 %0\nreturn %1\n"
@@ -87,7 +77,7 @@ def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
     assert stats(lambda: call(1, large))["compilations"] == 1
 
 
-@needs_nvrtc
+@needs_flex_compiler
 @pytest.mark.parametrize(
     "head_size, deterministic, kernels",
     [
@@ -106,7 +96,7 @@ def test_all_kernels_of_a_backward(folder, head_size: int, deterministic: bool, 
     assert found == sorted([*kernels, "forward_hopper"])
 
 
-@needs_nvrtc
+@needs_flex_compiler
 def test_a_block_mask_gives_its_mask_and_block_size() -> None:
     mask = create_block_mask(causal, None, None, 100, 100, device="cpu", BLOCK_SIZE=48)
     options = {"head_size": 16, "requires_grad": False, "architecture": "90a"}
@@ -117,7 +107,7 @@ def test_a_block_mask_gives_its_mask_and_block_size() -> None:
     assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == 1
 
 
-@needs_nvrtc
+@needs_flex_compiler
 def test_tf32_is_another_kernel() -> None:
     options = {"head_size": 16, "dtype": torch.float32, "requires_grad": False, "architecture": "80"}
     assert stats(lambda: compile_flex(**options))["compilations"] == 1

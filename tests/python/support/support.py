@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = Path(__file__).resolve().parent
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 # Of flex attention's kernels: where the GPU has but one, it needs no name.

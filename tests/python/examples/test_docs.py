@@ -20,8 +20,8 @@ from pathlib import Path
 import fusegrad
 import pytest
 import torch
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # By page: what the reader has already; by (page, number of the block), from 0: what is told between the blocks.

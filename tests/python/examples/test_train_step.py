@@ -2,14 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import train_step
 from harness import llama
 from harness.cli import main

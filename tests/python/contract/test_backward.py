@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from losses import NAMES, make
+from all_losses import NAMES, make
 from support import DEVICES
 
 each = pytest.mark.parametrize("name", NAMES)

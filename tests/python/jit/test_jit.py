@@ -11,23 +11,14 @@ import sys
 import fusegrad.__main__ as command
 import pytest
 from fusegrad import _C
+from needs import needs_nvrtc
+from support import ROOT
 
 jit = _C.jit
 SOURCE = """
 #include "cuda/device/score_mod.cuh"
 extern "C" __global__ void probe(float* x) { x[threadIdx.x] = fusegrad::device::score_mod::gelu(x[threadIdx.x]); }
 """
-
-
-def has_nvrtc() -> bool:
-    try:
-        jit.nvrtc()
-    except RuntimeError:
-        return False
-    return True
-
-
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC was not found")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +93,7 @@ def test_missing_nvrtc_is_named() -> None:
 
 
 def test_headers_are_the_files() -> None:
-    root = pathlib.Path(__file__).parents[2] / "csrc"
+    root = ROOT / "csrc"
     headers = jit.headers()
     assert "cuda/device/score_mod.cuh" in headers
     for name, text in headers.items():

@@ -22,8 +22,9 @@ import train_lm
 from distributed_lm_worker import KINDS, LOSS, STEPS
 from lm import data
 from lm.training import Trainer, read_checkpoint
+from support import SUPPORT
 
-WORKER = Path(__file__).with_name("distributed_lm_worker.py")
+WORKER = SUPPORT / "distributed_lm_worker.py"
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from all_losses import NAMES, make
 from fusegrad import reference
-from losses import NAMES, make
 from support import DEVICES
 
 each = pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("tokenizers")
 pytest.importorskip("tqdm")
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from lm.training import StopRequest, Trainer, TrainingConfig  # noqa: E402

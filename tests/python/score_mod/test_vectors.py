@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from fusegrad import TraceError
 from fusegrad._C import score_mod as language
-from test_compile_flex import needs_nvrtc
+from needs import needs_flex_compiler
 from torch import Tensor, nn
 
 B, H, M, N, D = 2, 4, 5, 6, 12
@@ -237,7 +237,7 @@ fusegrad.compile_flex(mod, lambda b, h, q, kv: q >= kv, head_size=64, dtype=torc
 """
 
 
-@needs_nvrtc
+@needs_flex_compiler
 @pytest.mark.parametrize(
     ("length", "architecture", "how"),
     [(64, "90a", "plain"), (64, "80", "plain"), (256, "90a", "plain"), (256, "90a", "deterministic")],
@@ -253,7 +253,7 @@ def test_a_dot_product_compiles(length: int, architecture: str, how: str, tmp_pa
     assert time.perf_counter() - begin < 240  # 10 s on a core of its own
 
 
-@needs_nvrtc
+@needs_flex_compiler
 def test_what_is_too_large_for_a_kernel_is_refused() -> None:
     biases = floats(N, 40).unbind(-1)
     many = fusegrad.trace_score_mod(lambda s, b, h, i, j: s + sum(bias[j] for bias in biases))

@@ -4,7 +4,7 @@ import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
-from losses import NAMES, make
+from all_losses import NAMES, make
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 each = pytest.mark.parametrize("name", NAMES)

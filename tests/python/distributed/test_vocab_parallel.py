@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ import torch.distributed as dist
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
 
+from support import SUPPORT
 from vocab_parallel_worker import CASES, CUTS, runs
 
-WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
+WORKER = SUPPORT / "vocab_parallel_worker.py"
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])

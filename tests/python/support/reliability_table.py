@@ -1,6 +1,6 @@
 """Lets every allocation of every op fail in turn, and says what happened: the numbers of docs/reliability.md.
 
-    python tests/python/reliability_table.py [--device cuda] [--json]
+    python tests/python/support/reliability_table.py [--device cuda] [--json]
 
 It starts itself again with faults.cpp before the C library. What must hold, for each allocation that failed:
 

@@ -1,6 +1,6 @@
 """Random shapes, functions and masks through flex_attention for some minutes, against float64: a program, not a test.
 
-    python tests/python/soak_flex_attention.py --minutes 10 [--device cpu] [--workers 8] [--seed 0]
+    python tests/python/support/soak_flex_attention.py --minutes 10 [--device cpu] [--workers 8] [--seed 0]
 
 Each worker process draws cases by itself. Of a case all heads that share one key head are compared, where functions
 capture nothing, and all heads otherwise: outputs, lse and gradients by their relative error. A case that takes more
