@@ -139,6 +139,7 @@ wheels:
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
 lint: .venv-lint/.installed $(VENV)/.installed-build
 	$(LINT)/clang-format --dry-run --Werror $(CXX_FILES) || { echo "To mend it: make format" >&2; exit 1; }
+	$(LINT)/python tools/performance.py --check
 	$(LINT)/ruff check . && $(LINT)/ruff format --check . || { echo "To mend it: make format" >&2; exit 1; }
 	$(LINT)/mypy
 	# What users' own checkers see, with torch's types.

@@ -15,7 +15,6 @@ from harness.environment import environment, in_file_names
 from harness.goals import Verdict, judge
 from harness.launch import run_launch
 from harness.model import DTYPES, Case
-from harness.plot import plot_document
 from harness.report import as_json, print_case, print_verdicts, write_json
 from harness.training import TrainingBenchmark
 
@@ -57,7 +56,7 @@ def main(benchmark: AnyBenchmark) -> int:
     if extra:
         document["extra"] = extra
         _write(arguments, benchmark, document)
-    _finish(arguments, benchmark, document, verdicts)
+    _finish(verdicts)
     print(f"{time.monotonic() - started:.0f} s in all")
     return int(arguments.strict and not (launches_pass and all(one.passed for one in verdicts)))
 
@@ -75,7 +74,7 @@ def _parser(benchmark: AnyBenchmark) -> argparse.ArgumentParser:
     parser.add_argument("--no-accuracy", action="store_true", help="skip the comparison with float64")
     parser.add_argument("--no-memory", action="store_true", help="skip the peak memory")
     parser.add_argument("--no-launch", dest="launch", action="store_false", help="skip the launch overhead")
-    parser.add_argument("--output", type=Path, help="folder for the JSON and the plot")
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     parser.add_argument("--strict", action="store_true", help="exit with 1 unless every goal is reached")
     return parser
@@ -118,15 +117,11 @@ def _write(arguments: argparse.Namespace, benchmark: AnyBenchmark, document: dic
         write_json(arguments.output / f"{_stem(benchmark, document)}.json", document)
 
 
-def _finish(
-    arguments: argparse.Namespace, benchmark: AnyBenchmark, document: dict[str, Any], verdicts: list[Verdict]
-) -> None:
+def _finish(verdicts: list[Verdict]) -> None:
     missed = [one for one in verdicts if one.passed is False]
     unknown = [one for one in verdicts if one.passed is None]
     print(f"\n{len(verdicts)} goals, {len(missed)} missed, {len(unknown)} not measured")
     print_verdicts(verdicts)
-    if arguments.output is not None:
-        plot_document(document, arguments.output / f"{_stem(benchmark, document)}.png")
 
 
 def _stem(benchmark: AnyBenchmark, document: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Every Python block of README.md and docs/*.md runs as it stands, every C++ block compiles.
+"""Every Python block of README.md and docs/**/*.md runs as it stands, every C++ block compiles.
 
 The blocks of a page run in their order, in one namespace, on the CPU. What a page takes for given (a model, a batch) is
 in BEFORE; what one process without a GPU cannot be asked for is in INSTEAD. A statement that imports a package which is
@@ -22,7 +22,7 @@ import pytest
 import torch
 from support import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # By page: what the reader has already; by (page, number of the block), from 0: what is told between the blocks.
 TRAINING = """
@@ -33,7 +33,6 @@ hidden, target = torch.randn(8, 32, requires_grad=True), torch.arange(8)
 head, tokens_in_all_microbatches = nn.Linear(32, 16, bias=False), 24
 """
 BEFORE = {
-    "README.md": TRAINING,
     "docs/distributed.md": TRAINING
     + """
 head = nn.Linear(32, 128256, bias=False)
@@ -80,7 +79,6 @@ model.lm_head = nn.Linear(32, 16)
 }
 INSTEAD = {
     "all": [('device="cuda"', 'device="cpu"'), ('"nccl"', '"gloo"')],
-    "README.md": [("in_features=4096, num_classes=128256", "in_features=64, num_classes=512")],
     "docs/flex_attention.md": [(", head_size=128)", ', head_size=128, architecture="90a")')],
 }
 NEEDS_CUDA = {"docs/jit.md", "docs/flex_attention.md"}  # NVRTC, for sm_90a: no GPU
@@ -176,9 +174,9 @@ def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_numbers_of_readme(capsys: pytest.CaptureFixture) -> None:
-    """What its second block prints is what stands beside it."""
-    source = blocks(ROOT / "README.md", "python")[1]
-    run("README.md", 1, source, {"__name__": "docs"}, set())
+    """What its first block prints is what stands beside it."""
+    source = blocks(ROOT / "README.md", "python")[0]
+    run("README.md", 0, source, {"__name__": "docs"}, set())
     told = re.search(r"# (tensor\(.*?\))", source)
     assert told is not None and capsys.readouterr().out.startswith(told[1].removesuffix(")"))
 

@@ -1,0 +1,358 @@
+"""Write docs/performance.md, the charts in docs/charts and the table in README.md from benchmarks/results/*.json.
+
+    python tools/performance.py [--check]
+
+--check writes nothing, and fails where a file is not what this program writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from charts import CLASSES, PEERS_OF_ATTENTION, charts, results, teraflops
+
+ROOT = Path(__file__).parents[1]
+START, END = "<!-- written by tools/performance.py -->", "<!-- end -->"
+Document = dict[str, Any]
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def mib(one: dict[str, Any]) -> str:
+    return f"{one['peak_mib']:,.0f}"
+
+
+def bold(name: str) -> str:
+    return f"**{name}**" if name.startswith("fusegrad") else name
+
+
+def documents(device: str) -> dict[str, Document]:
+    found = (ROOT / "benchmarks/results").glob(f"*-{device}.json")
+    return {path.name.removesuffix(f"-{device}.json"): json.loads(path.read_text()) for path in found}
+
+
+# --- sections ---------------------------------------------------------------------------------------------------
+
+
+def summary(gpu: dict[str, Document]) -> str:
+    """Six rows: each op beside its fastest and its leanest peer."""
+
+    def loss(label: str, op: str, ours: str, **sizes: int) -> list[str]:
+        found = results(gpu[op], **sizes)
+        peers = {n: r for n, r in found.items() if not r["ours"] and n != "eager" and "log_probs" not in n}
+        fastest = min(peers, key=lambda name: peers[name]["ms"])
+        cells = [f"{number(one['ms'])} ms, {mib(one)} MiB" for one in (found[ours], peers[fastest], found["eager"])]
+        return [label, cells[0], f"{cells[1]} ({fastest.split()[0]})", cells[2], f"{found[ours]['floor_ratio']:.2f}"]
+
+    def attention(work: str) -> list[str]:
+        found = results(gpu["flex_attention"], D=128, S=4096)
+        ours, *peers = (found[f"{name} plain {work}"] for name in ("fusegrad", "fa4", "compile"))
+        names = "FlashAttention 4", "compiled flex_attention"
+        cells = [f"{number(one['ms'])} ms ({name})" for one, name in zip(peers, names, strict=True)]
+        return [f"attention {work}", f"{number(ours['ms'])} ms", *cells, f"{ours['floor_ratio']:.2f}"]
+
+    rows = [
+        loss("cross entropy, in place", "cross_entropy", "fusegrad inplace", N=8192, V=128256),
+        loss("linear cross entropy", "linear_cross_entropy", "fusegrad", N=8192, H=4096, V=128256),
+        loss("JSD", "jsd", "fusegrad", N=8192, V=128256),
+        loss("linear JSD, lean", "linear_jsd", "fusegrad lean", N=8192, V=128256),
+        attention("forward"),
+        attention("backward"),
+    ]
+    return table(["", "fusegrad", "fastest peer", "PyTorch", "fusegrad / limit"], rows)
+
+
+LOSSES = (
+    "fusegrad inplace",
+    "fusegrad",
+    "fusegrad lean",
+    "fusegrad beta=0",
+    "fusegrad beta=1",
+    "fusegrad topk",
+    "quack",
+    "quack inplace",
+    "liger",
+    "compile",
+    "eager",
+)
+
+
+def cell(one: dict[str, Any] | None) -> str:
+    return "–" if one is None else f"{number(one['ms'])} / {mib(one)} / {one['floor_ratio']:.2f}"
+
+
+def losses(gpu: dict[str, Document]) -> str:
+    found = [results(gpu[op], N=8192, V=128256) for op in ("cross_entropy", "jsd", "linear_jsd")]
+    rows = [[bold(name), *(cell(one.get(name)) for one in found)] for name in LOSSES]
+    sizes = "N 8192 V 128256"
+    headings = [f"cross entropy {sizes}", f"JSD {sizes}", f"linear JSD {sizes}, H 2048, teacher's 4096"]
+    return table(["ms / MiB / time over the limit", *headings], rows)
+
+
+LINEAR = (
+    "fusegrad",
+    "fusegrad lean",
+    "compile",
+    "liger chunk_mem=16",
+    "liger float32 chunk_mem=16",
+    "liger sm90",
+    "quack chunk=2048",
+    "quack chunk=8192",
+    "cce",
+    "eager",
+)
+
+
+def _is(found: str, name: str) -> bool:
+    """Lean runs have their memory in their name."""
+    return found == name or (name == "fusegrad lean" and found.startswith(name))
+
+
+def linear_cross_entropy(document: Document) -> str:
+    cases = [case for case in document["cases"] if case["sizes"]["N"] >= 4096]
+    rows = []
+    for name in LINEAR:
+        cells = []
+        for case in cases:
+            found = [one for one in case["results"] if "ms" in one and _is(one["name"], name)]
+            cells.append(cell(min(found, key=lambda one: one["ms"], default=None)))
+        rows.append([bold(name), *cells])
+    sizes = ["N {N} H {H} V {V}".format(**case["sizes"]) for case in cases]
+    return table(["linear cross entropy", *sizes], rows)
+
+
+def attention(document: Document) -> str:
+    """Our time over each peer's, forward and backward, and TFLOP/s."""
+    rows = []
+    for case in document["cases"]:
+        found = {one["name"]: one["ms"] for one in case["results"]}
+        for kind in ("plain", "causal"):
+            works = ("forward", "backward")
+            ours = {work: found[f"fusegrad {kind} {work}"] for work in works}
+            speeds = " / ".join(f"{teraflops(case['sizes'], work, kind, ours[work]):.0f}" for work in works)
+            cells = []
+            for peer in list(PEERS_OF_ATTENTION)[1:]:
+                theirs = [found.get(f"{peer} {kind} {work}") for work in works]
+                cells.append(" / ".join(f"{ours[w] / t:.2f}" for w, t in zip(works, theirs, strict=True) if t) or "–")
+            sizes = "B{B} H{H} S{S} D{D}".format(**case["sizes"])
+            rows.append([sizes if kind == "plain" else "… causal", speeds, *cells])
+    peers = list(PEERS_OF_ATTENTION.values())[1:]
+    return table(["", "TFLOP/s", *(f"/ {peer}" for peer in peers)], rows)
+
+
+def captured(document: Document) -> str:
+    found = {name: one["ms"] for name, one in results(document, D=128, S=4096).items()}
+    rows = []
+    for name, label in CLASSES.items():
+        frozen, default, exact = (
+            found[f"fusegrad {name} {kind}backward"] for kind in ("frozen ", "", "deterministic ")
+        )
+        ratios = f"{default / frozen:.2f}", f"{exact / default:.2f}"
+        rows.append([name[0], f"`{label}`", number(frozen), number(default), *ratios])
+    plain, exact = found["fusegrad plain backward"], found["fusegrad plain deterministic backward"]
+    rows.append(["–", "no captured tensor", "–", number(plain), "–", f"{exact / plain:.2f}"])
+    return table(["class", "read", "frozen, ms", "with its gradient, ms", "ratio", "deterministic / default"], rows)
+
+
+def score_mods(document: Document) -> str:
+    found = {name: one["ms"] for name, one in results(document, D=128, S=4096).items()}
+    names = {
+        "alibi": "ALiBi, causal",
+        "softcap": "softcap, causal",
+        "relative": "relative bias, causal",
+        "document": "documents, causal",
+        "window": "window of 256 keys",
+        "grouped": "4 query heads a key, causal",
+    }
+    peers = ("compile", "fa4", "cudnn")
+    rows = []
+    for name, label in names.items():
+        cells = []
+        for who in ("fusegrad", *peers):
+            times = [found.get(f"{who} {name} {work}") for work in ("forward", "backward")]
+            cells.append(" / ".join(number(ms) for ms in times if ms is not None) or "–")
+        rows.append([label, *cells])
+    return table(["ms, forward / backward", "**fusegrad**", *(PEERS_OF_ATTENTION[peer] for peer in peers)], rows)
+
+
+def steps(document: Document) -> str:
+    titles = {
+        "train_step": "training",
+        "train_step with checkpoints": "… with checkpoints",
+        "distillation step": "distillation",
+        "relative bias step": "learned relative bias",
+    }
+    rows = []
+    for case in document["cases"]:
+        found = sorted(case["results"], key=lambda one: -one["tokens_per_s"])
+        ours = next(one for one in found if one["ours"])
+        peers = [one for one in found if not one["ours"]][:3]
+        cells = [
+            f"{one['tokens_per_s']:,.0f} at {one['peak_mib'] / 1024:.1f} ({one['name']})" for one in (ours, *peers)
+        ]
+        sizes = "B{B} S{S}".format(**case["sizes"])
+        rows.append([f"{titles[case['op']]}, {sizes}", cells[0], ", ".join(cells[1:])])
+    return table(["tokens/s at GiB", "**fusegrad**", "peers"], rows)
+
+
+def cpu(ones: dict[str, Document]) -> str:
+    rows = []
+    for case in ones["flex_attention"]["cases"][:1]:
+        found = {one["name"]: one["ms"] for one in case["results"]}
+        sizes = "attention B{B} H{H} S{S} D{D} causal".format(**case["sizes"])
+        rows.append(
+            [
+                f"{sizes}, forward",
+                number(found["fusegrad forward"]),
+                number(found["compile forward"]),
+                number(found["sdpa forward"]),
+            ]
+        )
+        rows.append([f"{sizes}, forward and backward", number(found["fusegrad"]), "–", number(found["sdpa"])])
+    for op in ("cross_entropy", "linear_cross_entropy"):
+        for case in ones[op]["cases"]:
+            found = {one["name"]: one["ms"] for one in case["results"]}
+            sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items())
+            name = f"{op.replace('_', ' ')} {sizes} {case['dtype']}"
+            rows.append([name, *(number(found[who]) for who in ("fusegrad", "compile", "eager"))])
+    return table(["ms", "**fusegrad**", "compiled", "eager or SDPA"], rows)
+
+
+def goals(gpu: dict[str, Document]) -> str:
+    """How many goals each run met, and the missed ones with what is too much."""
+    rows = []
+    for op in ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd", "flex_attention", "train_step"):
+        verdicts = [goal for case in gpu[op]["cases"] for goal in case["goals"] if goal["passed"] is not None]
+        missed = sorted((g for g in verdicts if not g["passed"]), key=lambda goal: -goal["worst_excess"])
+        text = "; ".join(f"{goal['goal']} (by {100 * goal['worst_excess']:.1f}%)" for goal in missed)
+        rows.append([op, f"{len(verdicts) - len(missed)} of {len(verdicts)}", text or "none"])
+    return table(["run", "goals met", "missed"], rows)
+
+
+def runs(gpu: dict[str, Document], host: dict[str, Document]) -> str:
+    named = [*((f"{op}, H200", d) for op, d in gpu.items()), *((f"{op}, CPU", d) for op, d in host.items())]
+    named = sorted((name, d) for name, d in named if "op" in d)
+    return "; ".join(f"{name}: {d['date'][:10]} `{d['commit'][:7]}`" for name, d in named) + "."
+
+
+PAGE: Callable[..., str] = """# Performance
+
+<!-- tools/performance.py writes this page from benchmarks/results/*.json; `make lint` fails where it differs. -->
+
+One NVIDIA H200, bfloat16, {versions}. MiB are the peak above the
+inputs, gradients included. A GPU's rate varies with its power and with what ran before: compare numbers of one run; a
+difference of 2% is noise. [How the numbers are taken](../benchmarks/results/README.md); `make bench` repeats them.
+What was tried on the way is in the [lab log](lab/README.md), how the kernels work in [design](design/README.md).
+
+## Summary
+
+8192 tokens, 128256 classes; attention with B 4, H 16, S 4096, D 128, no mask. The limit is a copy of the logits (1.5
+copies where the gradient is a new tensor), or the op's matrix products alone.
+
+{summary}
+
+## Losses
+
+`inplace` writes the gradient into the input, `lean` accumulates the weight's gradient in bfloat16, `topk` has a
+teacher of the 64 largest log-probabilities; divergences have β 0.5 where nothing is said and start from logits.
+
+{losses}
+
+{linear_cross_entropy}
+
+## Attention
+
+The first column is our speed, forward / backward; the others are our time over each peer's: below 1 fusegrad is faster.
+
+{attention}
+
+Score_mods and masks, B 4, H 16, S 4096, D 128:
+
+{score_mods}
+
+## Gradients of captured tensors
+
+The backward of the same size; the letters are the classes of [flex_attention.md](flex_attention.md#cuda).
+
+{captured}
+
+The first forward and backward with a new score_mod took {first}, from the disk {disk}; a known call
+takes the host {host}.
+
+## Training steps
+
+A Llama-3.2-1B-shaped model with random weights and AdamW; the relative bias has 8 layers at S 8192. Peers are the three
+fastest. A vocabulary over several GPUs: [distributed.md](distributed.md#what-is-sent).
+
+{steps}
+
+## CPU
+
+Two cores of an AMD EPYC with AVX2, float32 where nothing else is said.
+
+{cpu}
+
+## Goals
+
+{goals}
+
+Runs: {runs}
+""".format
+
+
+def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
+    found = gpu["cross_entropy"]["versions"]
+    names = {"torch": "torch", "liger-kernel": "Liger", "quack-kernels": "quack", "cut-cross-entropy": "CCE"}
+    took = [f"{number(one['value'])} {one['unit']}" for one in gpu["flex_attention"]["extra"].values()]
+    return PAGE(
+        versions=", ".join(f"{name} {found[key]}" for key, name in names.items()),
+        summary=summary(gpu),
+        losses=losses(gpu),
+        linear_cross_entropy=linear_cross_entropy(gpu["linear_cross_entropy"]),
+        attention=attention(gpu["flex_attention"]),
+        score_mods=score_mods(gpu["flex_attention"]),
+        captured=captured(gpu["flex_attention"]),
+        first=took[0],
+        disk=took[1],
+        host=took[2],
+        steps=steps(gpu["train_step"]),
+        cpu=cpu(host),
+        goals=goals(gpu),
+        runs=runs(gpu, host),
+    )
+
+
+def main() -> int:
+    gpu, host = documents("nvidia-h200"), documents("amd-epyc")
+    readme = (ROOT / "README.md").read_text()
+    before, rest = readme.split(START + "\n", 1)
+    after = rest.split(END, 1)[1]
+    written = {
+        "docs/performance.md": page(gpu, host),
+        "README.md": f"{before}{START}\n{summary(gpu)}\n{END}{after}",
+        **{f"docs/charts/{name}": text for name, text in charts(gpu).items()},
+    }
+    stale = [name for name, text in written.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != text]
+    if "--check" in sys.argv[1:]:
+        for name in stale:
+            print(f"{name} is not what tools/performance.py writes from benchmarks/results", file=sys.stderr)
+        return bool(stale)
+    for name in stale:
+        (ROOT / name).write_text(written[name])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
