@@ -33,6 +33,7 @@ hidden, target = torch.randn(8, 32, requires_grad=True), torch.arange(8)
 head, tokens_in_all_microbatches = nn.Linear(32, 16, bias=False), 24
 """
 BEFORE = {
+    "docs/python.md": TRAINING,
     "docs/distributed.md": TRAINING
     + """
 head = nn.Linear(32, 128256, bias=False)
@@ -72,6 +73,17 @@ arguments = TrainingArguments(FOLDER + "/out", max_steps=1, report_to=[], use_cp
 class self: head = head
 """,
     ("docs/transformers.md", 2): """
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+words = Tokenizer(models.WordLevel({str(i): i for i in range(31)} | {"<eos>": 31}, unk_token="0"))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+import importlib.util
+if importlib.util.find_spec("trl"):
+    import datasets, trl
+    dataset = datasets.Dataset.from_list(dataset)
+    arguments = trl.SFTConfig(FOLDER + "/sft", max_steps=1, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True)
+""",
+    ("docs/transformers.md", 3): """
 hidden_states, labels, global_valid_tokens = hidden, target, 8
 model = nn.Module()
 model.lm_head = nn.Linear(32, 16)
@@ -79,6 +91,7 @@ model.lm_head = nn.Linear(32, 16)
 }
 INSTEAD = {
     "all": [('device="cuda"', 'device="cpu"'), ('"nccl"', '"gloo"')],
+    "docs/python.md": [("in_features=4096, num_classes=128256", "in_features=64, num_classes=512")],
     "docs/flex_attention.md": [(", head_size=128)", ', head_size=128, architecture="90a")')],
 }
 NEEDS_CUDA = {"docs/jit.md", "docs/flex_attention.md"}  # NVRTC, for sm_90a: no GPU
