@@ -248,7 +248,6 @@ def runs(gpu: dict[str, Document], host: dict[str, Document]) -> str:
 
 
 PAGE: Callable[..., str] = """# Performance
-
 <!-- tools/performance.py writes this page from benchmarks/results/*.json; `make lint` fails where it differs. -->
 
 One NVIDIA H200, bfloat16, {versions}. MiB are the peak above the
@@ -262,6 +261,8 @@ What was tried on the way is in the [lab log](lab/README.md), how the kernels wo
 copies where the gradient is a new tensor), or the op's matrix products alone.
 
 {summary}
+
+![attention](charts/attention.svg) ![losses](charts/losses.svg) ![biases](charts/learned_biases.svg)
 
 ## Losses
 
