@@ -139,7 +139,7 @@ def kind_of(annotation: Any) -> Kind | None:
 
 
 def described(value: Any) -> str:
-    """A value as messages show it: small ones themselves, of others the type."""
+    """A value as messages show it: a small one itself, else its type."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         text = repr(value)
         return text if len(text) <= 80 else text[:77] + "..."
@@ -149,7 +149,7 @@ def described(value: Any) -> str:
 
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Kind]:
-    """By argument, without those that may be anything."""
+    """The kind of each argument, without those that may be anything."""
     hints = get_type_hints(function)
     kinds = {name: kind_of(hints[name]) for name in inspect.signature(function).parameters if name in hints}
     return {name: kind for name, kind in kinds.items() if kind is not None}

@@ -57,16 +57,16 @@ def compile_flex(
 
     Args:
         score_mod: As for the call. Captured tensors count with their dtypes, numbers of elements and ``requires_grad``.
-        mask_mod: That of the call's block mask; none: there is no block mask.
+        mask_mod: The mask_mod of the call's block mask; None where there is no block mask.
         head_size: D of query and key, at most 256.
         value_size: E of the values; by default D.
         dtype: bfloat16, float16 or float32.
-        block_mask: In place of mask_mod and block_size: those of this block mask.
-        block_size: Of the call's block mask, for queries and keys.
+        block_mask: A block mask whose mask_mod and block size are used, in place of mask_mod and block_size.
+        block_size: The block size of the call's block mask, for queries and keys.
         requires_grad: Whether query, key and value all get gradients, or none of them; a backward that is asked for
             some of them only has a kernel of its own.
         deterministic: As for the call.
-        dropout_p: As for the call; which it is does not matter, but that it is 0, or above 0.968.
+        dropout_p: As for the call. Only whether it is 0, and whether it is above 0.968, makes a difference.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
             device.
 

@@ -112,8 +112,8 @@ def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.de
 
     Args:
         function: Returns the new score, a 0-d tensor. A :class:`ScoreMod` is returned as it is.
-        device: Of ``score`` and the indices as the function sees it. Default: that of the first captured tensor which
-            is not on the CPU.
+        device: The device of ``score`` and the indices as the function sees it. Default: that of
+            the first captured tensor which is not on the CPU.
 
     Returns:
         The text with the captured tensors and numbers of this call.
@@ -131,7 +131,7 @@ def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.dev
 
     Args:
         function: Returns a 0-d bool tensor, whether the key takes part. A :class:`ScoreMod` is returned as it is.
-        device: Of the indices as the function sees them.
+        device: The device of the indices as the function sees them.
 
     Returns:
         The text with the captured tensors and numbers of this call.
@@ -156,7 +156,7 @@ def _traced(function: Callable[..., Any] | ScoreMod, kind: str, device: torch.de
 
 
 def _made(kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int | float | bool, ...]) -> ScoreMod:
-    """Without the checks: what the tracer makes is right."""
+    """Makes a ScoreMod without the checks, since what the tracer makes is right."""
     made = object.__new__(ScoreMod)
     for name, value in (("text", text), ("buffers", buffers), ("scalars", scalars), ("kind", kind)):
         object.__setattr__(made, name, value)
@@ -164,13 +164,13 @@ def _made(kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int 
 
 
 def split_scalars(scalars: Sequence[int | float | bool]) -> tuple[list[float], list[int]]:
-    """As the ops take them: the floats, and the integers and bools (0 or 1), each in the text's order."""
+    """The scalars as the ops take them: the floats, and the integers and bools (0 or 1), each in the text's order."""
     return [s for s in scalars if isinstance(s, float)], [int(s) for s in scalars if not isinstance(s, float)]
 
 
 @checked
 def explain(score_mod: Callable[..., Any] | ScoreMod) -> str:
-    """What becomes of a score_mod: its text, its derivative, and how the gradient of each captured read is summed, and
+    """Explains a score_mod: its text, its derivative, and how the gradient of each captured read is summed, and
     why (docs/score_mod.md). A captured tensor counts as differentiable where it requires grad.
 
     Args:

@@ -1,4 +1,4 @@
-"""Traces are kept: by the function's code, and a guard over everything that the function can reach."""
+"""The cache of traces: keyed by the function's code, with a guard over everything that the function can reach."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class _Step:
     kwargs: Any
     grad: bool
     expected: list[tuple[torch.Size, torch.dtype]] | None
-    """Of the outputs, where they may depend on numbers."""
+    """The outputs' shapes and dtypes, where they may depend on numbers."""
 
 
 def _ambient() -> tuple:
-    """What a function may depend on though it names it not."""
+    """The global state that a function may depend on without naming it."""
     modes = tuple(
         mode.device if isinstance(mode, DeviceContext) else mode for mode in _get_current_function_mode_stack()
     )
@@ -75,11 +75,11 @@ _MODULE_HOOKS = [
     for name, value in vars(torch.nn.modules.module).items()
     if re.fullmatch("_global_(forward|backward).*_hooks", name)
 ]
-"""Of all modules."""
+"""The hooks of all modules."""
 
 
 class _Miss(Exception):
-    """What was recorded does not hold for these values."""
+    """The recorded trace does not hold for these values."""
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ class Entry:
         except (_Miss, AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             if recorder is not None and (type(error) is RuntimeError or isinstance(error, TraceError)):
                 raise  # the recorder's own, such as of a constant that requires grad, and the one above
-            return None  # it is traced anew, and raises there what there is to raise
+            return None  # the function is traced again, which raises the user's error
         buffers = [tensors[b] if isinstance(b, _Leaf) else made[b.step][b.output] for b in self.buffers]
         return self.text, tuple(buffers), scalars
 
@@ -190,7 +190,7 @@ def _kind(tensor: Tensor) -> tuple:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether one may stand for the other, values included."""
+    """Whether one tensor may stand for the other, values included."""
     if a is b:
         return True
     if _kind(a) != _kind(b) or a.is_meta or type(a) not in (Tensor, Parameter):
@@ -292,7 +292,7 @@ def _with_lifted_numbers(
 
 
 class _Kept:
-    """What is known of one code object, which it keeps alive: its id stays its own."""
+    """The facts and traces of one code object. It keeps the code alive, so that its id stays unique."""
 
     def __init__(self, code: Any) -> None:
         self.code = code

@@ -77,9 +77,9 @@ _NOT_CALLED = words(
     """
 )
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
-# What is called with a module, but for its forward.
+# The attributes that calling a module reads, apart from its forward.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
-# They read more of a module than they name.
+# These functions read more of a module than they name.
 _OF_MODULES = words(
     "parameters named_parameters buffers named_buffers children named_children modules named_modules state_dict "
     "get_parameter get_buffer get_submodule"
@@ -170,7 +170,7 @@ class Captures:
         lines = list(self._lines)
         for i, (name, value) in enumerate(zip(self._number_variables, self.numbers, strict=True)):
             if i not in lifted:
-                # As text: 0.0 is not -0.0, and NaN is NaN.
+                # Compared as text, since 0.0 must differ from -0.0 and NaN equal NaN.
                 lines.append(f"if repr({name}) != {repr(value)!r}: return None")
         tensors = ", ".join(self._tensor_variables())
         lines.append(f"return [{tensors}], [{', '.join(self._number_variables)}]")
@@ -184,7 +184,7 @@ class Captures:
         return [self._seen[id(t)][1] for t in self.tensors]
 
     def place_of(self, tensor: Tensor) -> int | None:
-        """Which of the captured tensors it is."""
+        """The tensor's place among the captured ones."""
         return self._places.get(id(tensor))
 
     # --- the walk ---
@@ -380,7 +380,7 @@ class Captures:
         self._holders[id(value)] = _Holder(value, name, liftable)
 
     def _special_methods(self, cls: type) -> list[str]:
-        """What no instruction names: how objects of the class are called, indexed, added…"""
+        """The special methods of a class, which no instruction names: calls, indexing, arithmetic."""
         names = []
         for base in cls.__mro__:
             if _in(base.__module__, _TRUSTED):
@@ -410,7 +410,7 @@ class Captures:
                 self._need(f"not {name}.{hooks}")
 
     def _implicit_names(self, holder: _Holder) -> list[str]:
-        """Of an object that may be called or handed on: what is used of it without its being named."""
+        """The attributes that code may use of an object without naming them, when it is called or handed on."""
         value = holder.value
         if isinstance(value, (type, types.ModuleType)):
             return [*self._special_methods(value), *_CONSTRUCTORS] if isinstance(value, type) else []

@@ -16,7 +16,7 @@ class Untrusted(Exception):
     """Why the results of a function cannot be kept: it is traced at each call."""
 
 
-# They reach what no instruction names, or keep state.
+# These builtins reach what no instruction names, or keep state.
 _DYNAMIC_BUILTINS = words(
     """
     getattr setattr delattr hasattr vars eval exec globals locals compile __import__ open input next super id print
@@ -27,7 +27,7 @@ _DYNAMIC_ATTRIBUTES = words(
     __dict__ __getattribute__ __globals__ attrgetter methodcaller
     """
 )
-# They tell a number that is lifted from a Python number.
+# These builtins can tell a lifted number from a Python number.
 _TYPE_TESTS = words(
     """
     isinstance issubclass type callable __class__

@@ -37,8 +37,8 @@ class _TraceWithin(HigherOrderOperator):
         super().__init__("fusegrad_trace_within")
 
     def __call__(self, function: Callable, kind: str, device: torch.device) -> tuple[str, list, list]:
-        """Without Dynamo: in torch.export, whose modes see what the function computes from captured tensors alone.
-        Not kept: a guard on fake tensors would fix their sizes."""
+        """Traces without Dynamo, in torch.export, whose modes see what is computed from captured tensors alone.
+        The trace is not kept: a guard on fake tensors would fix their sizes."""
         result = run_as_called(function, kind, device)
         return result.text, list(result.buffers), [s.value for s in result.scalars]
 

@@ -1,8 +1,8 @@
 """ATen operations on traced tensors.
 
-An elementwise operation is looked up in ops.py; what only moves elements about is done, by PyTorch itself, to the
-tensors of terms, or where there are axes to the indices; reductions and matrix products are loops over axes, or of few
-elements unrolled; all else is decomposed by PyTorch's own rules.
+An elementwise operation is looked up in ops.py. An operation that only moves elements is applied, by PyTorch itself, to
+the tensors of terms, or to the indices where there are axes. Reductions and matrix products are loops over axes, or for
+few elements unrolled. All else is decomposed by PyTorch's own rules.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _trace_of(tree: Any) -> Trace:
 
 
 def _on_ones(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The results for ones: their shapes and dtypes, with PyTorch's checks of the arguments. On the CPU: many meta
+    """The results for ones: their shapes and dtypes, with PyTorch's checks of the arguments. On the CPU, as many meta
     kernels are Python, which imports torch._dynamo."""
 
     def stand_in(x: Any) -> Any:
@@ -442,7 +442,7 @@ _ALONG = {"sum": "sum", "mean": "sum", "amax": "amax", "amin": "amin", "any": "a
 def _at_new_places(
     g: Graph, terms: Sequence[int], shape: Sequence[int], packed: Sequence[int], places: Sequence[int]
 ) -> list[int]:
-    """With the axes of `shape`, which were at these places from the last dimension."""
+    """The terms with the axes of `shape`, which were at these places from the last dimension."""
     images = {g.axis(n, places[d]): axis_of(g, shape, d) for d, n in enumerate(shape) if packed[d] != n}
     return [g.substitute(t, images) for t in terms]
 
@@ -635,7 +635,7 @@ def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         picked = []
         for row, at in zip(values.reshape(-1, size).tolist(), places.reshape(-1, size).tolist(), strict=True):
             value, place = row[k], at[k]
-            if name == "median":  # of a NaN the median is it; it is the last one
+            if name == "median":  # where there is a NaN it is the median; NaN is sorted last
                 nan = g.apply("ne", row[-1], row[-1])
                 value, place = g.apply("where", nan, row[-1], value), g.apply("where", nan, at[-1], place)
             picked.append((value, place))
@@ -666,7 +666,7 @@ def _bucketize(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, A
     right = bool(bound["right"]) or (searched and bound.get("side") == "right")
     boundaries = _traced(trace, boundaries)
     values = _traced(trace, values) if isinstance(values, Tensor) else trace.stacked(values)
-    # Not `boundary < value`: a NaN is beyond all.
+    # `boundary < value` would be wrong for NaN, which lies beyond all boundaries.
     after = (aten.gt if right else aten.ge)(boundaries, aten.unsqueeze(values, -1))
     count = aten.sum(aten.logical_not(after), [-1])
     return aten._to_copy(count, dtype=torch.int32 if bound.get("out_int32") else torch.int64)

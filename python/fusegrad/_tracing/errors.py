@@ -55,7 +55,7 @@ def _users_line(trace: TracebackType | None) -> tuple[str, int, str] | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Want of memory is no fault of the function's: it is no TraceError, but what handlers wait for."""
+    """Whether memory ran out: not the function's fault, so it is no TraceError but the error that handlers expect."""
     # PyTorch's CPU allocator raises a plain RuntimeError.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
@@ -70,7 +70,7 @@ def _applied_function(trace: TracebackType | None) -> str | None:
 
 
 def _functions() -> Iterator[type]:
-    """All that are defined: PyTorch's apply has no frame of its own in all versions."""
+    """All Functions that are defined: PyTorch's apply does not have a frame of its own in every version."""
     found = [torch.autograd.Function]
     for function in found:
         found += function.__subclasses__()

@@ -38,13 +38,13 @@ class _Applied:
     upstreams: list[Tensor]
     """Terms, of the shape of each output."""
     inputs: list[tuple[int, Tensor]]
-    """Of each argument that wants a gradient its place and its terms."""
+    """The place and the terms of each argument that wants a gradient."""
     values: dict[int, Tensor] = field(default_factory=dict)
     """The terms of outputs that are used."""
 
 
 class Functions:
-    """Those of one trace."""
+    """The applications of one trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -54,7 +54,7 @@ class Functions:
         self._pulling = False
 
     def offered(self, tree: Any) -> Any:
-        """What the traced function gets: those that require grad say so, from here on."""
+        """The results for the traced function: those that require grad say so, from here on."""
         for x in tensors_of(tree):
             if isinstance(x, TracedTensor) and not x.requires_grad and self.trace.is_active(x):
                 x.requires_grad_()
@@ -67,7 +67,7 @@ class Functions:
                 self._adopt(x)
 
     def adopt_all(self) -> None:
-        """Before a tensor is written to, which may be an argument of a Function whose result nothing has used yet."""
+        """Called before a write to a tensor, which may be an argument of a Function whose result is not used yet."""
         self.adopt(list(self.made))
 
     def _adopt(self, x: TracedTensor) -> None:
@@ -119,7 +119,7 @@ class Functions:
         return variable.terms
 
     def pull_back(self) -> None:
-        """Runs the backwards of all that were applied."""
+        """Runs the backwards of all Functions that were applied."""
         self._pulling = True
         for applied in self._applied.values():
             if applied.values:

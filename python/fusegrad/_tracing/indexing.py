@@ -1,4 +1,4 @@
-"""What `tensor[index]` reads, by PyTorch's rules for the shapes, where indices are terms."""
+"""The elements that `tensor[index]` reads, by PyTorch's rules for the shapes, where indices are terms."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _div(g: Graph, self: int, other: int, rounding_mode: str | None = None) -> i
 
 @_register("fmod")
 def _fmod(g: Graph, self: int, other: int) -> int:
-    # Of the absolute values, with the sign of the first; no abs of that, whose gradient at 0 is 0 where fmod's is 1.
+    # The remainder of the absolute values, with the sign of the first. abs(x) would have gradient 0 at 0, fmod has 1.
     size = g.apply("abs", other)
     below = g.apply("neg", g.apply("mod", g.apply("neg", self), size))
     return g.apply("where", g.apply("lt", self, g.constant(0)), below, g.apply("mod", self, size))
@@ -263,7 +263,7 @@ def _relu6(g: Graph, self: int) -> int:
 
 def _nan_ignoring(wins: str) -> Callable[..., int]:
     def emit(g: Graph, self: int, other: int) -> int:
-        # Of equals the first gets the gradient.
+        # The first of equal values gets the gradient.
         first = g.apply("or", g.apply(wins, self, other), g.apply("ne", other, other))
         return g.apply("where", first, self, other)
 
@@ -325,7 +325,7 @@ FOLDS: dict[str, Callable[[Graph, int, int], int]] = {
     "sum": _fold("add"),
     "mean": _fold("add"),
     "prod": _fold("mul"),
-    # Of equals PyTorch's amax and amin share the gradient evenly; halves are shared by two.
+    # PyTorch's amax and amin share the gradient evenly among equal values; min and max of two share it in halves.
     "amax": _fold("max"),
     "amin": _fold("min"),
     "any": lambda g, a, b: g.apply("or", g.cast(a, BOOL), g.cast(b, BOOL)),

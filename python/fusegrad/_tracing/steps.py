@@ -15,7 +15,7 @@ from .trees import contains, mapped, tensors_of, words
 
 __all__ = ["Step", "Steps"]
 
-# What depends on a tensor's shape, dtype and strides alone.
+# Operations that depend on a tensor's shape, dtype and strides alone.
 _METADATA = words(
     """
     shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
@@ -25,7 +25,7 @@ _METADATA = words(
     broadcast_shapes is_same_size __repr__
     """
 )
-# Of these, what torch.jit.trace would record of a tensor that depends on its inputs.
+# Those of them that torch.jit.trace records for a tensor that depends on its inputs.
 _SIZES = words("shape.__get__ size numel nelement __len__ stride nbytes.__get__")
 
 
@@ -89,7 +89,7 @@ class Steps:
         return out
 
     def _no_longer_constant(self, inputs: Sequence[Tensor]) -> None:
-        """After a write of what is not constant into one of them."""
+        """Called after a value that is not constant was written into one of them."""
         storages = {_storage(x) for x in inputs}
         self._constants = {k: t for k, t in self._constants.items() if _storage(t) not in storages}
 

@@ -31,8 +31,8 @@ def terms_of(values: Any, shape: Sequence[int] = ()) -> Tensor:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """For the tracer's own work on terms: neither traced tensors nor others' modes (fake tensors, graphs in the making)
-    are to take part in it."""
+    """A context for the tracer's own work on terms, in which neither traced tensors nor others' modes (fake tensors,
+    graphs in the making) take part."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunctionSubclass())
         if is_in_torch_dispatch_mode(include_infra_modes=True) or _len_torch_dispatch_stack_pre_dispatch() != 0:
@@ -116,7 +116,7 @@ class TracedTensor(Tensor):
 
     @property
     def terms(self) -> Tensor:
-        """Those of all elements."""
+        """The terms of all elements."""
         return self.unrolled("an operation")
 
     def assign(self, other: TracedTensor) -> None:

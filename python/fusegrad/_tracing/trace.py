@@ -39,7 +39,7 @@ _VALUES = words(
     equal allclose data_ptr __dlpack__ __reduce_ex__ __deepcopy__ nonzero
     """
 )
-# What asks for, or takes part in, a gradient that PyTorch computes.
+# Functions that ask for, or take part in, a gradient that PyTorch computes.
 _GRADIENTS = words(
     """
     grad_fn.__get__ grad.__get__ is_leaf.__get__ output_nr.__get__ requires_grad.__set__ grad.__set__ data.__set__
@@ -452,7 +452,7 @@ class Trace:
         return out
 
     def _detached(self, x: TracedTensor) -> TracedTensor:
-        """Not by PyTorch's detach, which gives a view."""
+        """A new value; PyTorch's detach would give a view."""
         if not self.is_active(x):
             return x
         return self.wrap(x.terms.clone().apply_(lambda t: self.graph.apply("detach", t)), x.dtype)
@@ -534,7 +534,7 @@ class Trace:
         return self._run(func, args, kwargs)
 
     def _call_matmul(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        # Of a vector and a matrix PyTorch reshapes the result in place, which a tensor without memory cannot follow.
+        # PyTorch reshapes the product of a vector and a matrix in place, which a tensor without memory cannot follow.
         a, b = mapped(tuple(args), self._operand)
         if _name(func) == "__rmatmul__":
             a, b = b, a

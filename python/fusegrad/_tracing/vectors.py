@@ -38,7 +38,7 @@ SMALL = 2
 """Dimensions of more elements have an axis: one by one, a dot product of four that require gradients takes NVRTC three
 times as long."""
 MAX_UNROLLED = 64
-"""What cannot be computed along an axis is computed element by element for at most so many."""
+"""An operation that has no loop along an axis is done element by element, for at most so many elements."""
 MAX_ELEMENTS = 1 << 16
 """The most elements that a value with axes may have."""
 
@@ -53,7 +53,7 @@ def axes_of(packed: Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def packed_shape(shape: Sequence[int], axes: Sequence[int] | None = None) -> list[int]:
-    """With axes in these dimensions, or in all that are not small."""
+    """The tensor with axes in these dimensions, or in all that are not small."""
     check_size(shape)
     return [1 if (n > SMALL if axes is None else d in axes) else n for d, n in enumerate(shape)]
 
@@ -67,7 +67,7 @@ def check_size(shape: Sequence[int]) -> None:
 
 
 def unrolled(g: Graph, packed: Tensor, shape: Sequence[int], dims: Sequence[int], what: str = "") -> Tensor:
-    """With the elements of these dimensions one by one."""
+    """The tensor with the elements of these dimensions one by one."""
     from .tensor import terms_of
 
     dims = [d for d in dims if packed.shape[d] != shape[d]]
@@ -221,7 +221,7 @@ def taken(g: Graph, source: Source, shape: Sequence[int], dims: Sequence[int]) -
 
 
 def coordinates(shape: Sequence[int]) -> Iterator[Tensor]:
-    """Of each dimension the index of every element."""
+    """The index of every element, for each dimension."""
     for d, n in enumerate(shape):
         view = [1] * len(shape)
         view[d] = n

@@ -16,7 +16,7 @@ Tensors = dict[str, Tensor]
 Loss = Callable[..., Any]
 Program = Callable[[Loss, Tensors], Any]
 
-# What each op takes by position; other tensors are given by name.
+# The tensors that each op takes by position; others are given by name.
 ORDER = {
     "cross_entropy": ("input", "target"),
     "linear_cross_entropy": ("input", "weight", "target"),
@@ -24,7 +24,7 @@ ORDER = {
     "linear_jsd": ("student_input", "student_weight", "teacher_input", "teacher_weight"),
     "flex_attention": ("query", "key", "value"),
 }
-# Those of them that get gradients; the first is what an implementation in place overwrites.
+# The tensors that get gradients; an implementation in place overwrites the first.
 LEAVES = {
     "cross_entropy": ("input",),
     "linear_cross_entropy": ("input", "weight"),
@@ -70,7 +70,7 @@ class Problem:
         return self.leaf_names[0]
 
     def normal(self, *sizes: int, scale: float = 1.0) -> Tensor:
-        """float64, on the CPU, of values that the dtype has."""
+        """A float64 tensor on the CPU, of values that the dtype can hold."""
         made = torch.randn(sizes, generator=self.generator, dtype=torch.float64) * scale
         return made.to(self.dtype).double()
 
@@ -168,7 +168,7 @@ class Problem:
     def compare_with(
         self, program: Program, value: Tensor | None, found: Mapping[str, Tensor | None], frozen: tuple[str, ...] = ()
     ) -> None:
-        """Of a loss (where there is one) and gradients that were computed in some other way."""
+        """Compares a loss (where there is one) and gradients that were computed in some other way."""
         truth, expected = self.gradients(program, self.truth, self.exact(frozen))
         if value is not None:
             check("loss", value, truth, self.dtype)

@@ -42,7 +42,7 @@ def line(result: Result) -> str:
 
 
 def counts(results: list[Result]) -> dict[str, Counter[str]]:
-    """Of each implementation, how often each verdict came; an allowed error by a name of its own."""
+    """How often each verdict came, for each implementation; an allowed error has a name of its own."""
     found: dict[str, Counter[str]] = {}
     for r in results:
         what = "raises, as it may" if r.verdict is Verdict.RAISES and r.allowed else r.verdict.value
@@ -74,7 +74,7 @@ def read_json(path: Path) -> list[Result]:
 
 
 def write_markdown(table: str, device: str, path: Path) -> None:
-    """As a file; of a page that has the comments which mark the device's place, only what stands between them."""
+    """Writes the table to a file; in a page with the comments that mark the device's place, only between them."""
     begin, end = f"<!-- {device} -->\n", f"<!-- {device}: end -->"
     page = path.read_text() if path.exists() else ""
     if begin in page and end in page:

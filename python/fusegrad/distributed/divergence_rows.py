@@ -133,7 +133,7 @@ class Divergence:
             label = torch.where(mine, self.labels[part] - shards.start, 0)
             largest, rest = _log_sum(y)
             at = y.gather(1, label.unsqueeze(1)).squeeze(1) if size else torch.zeros_like(rest)
-            # What lse of this part is above the label's logit.
+            # The difference of this part's lse and the label's logit.
             values = [largest, rest, torch.where(mine, (largest - at) + rest, 0)]
         if self.top_k is not None:
             finish = self._over_top_k(s, teacher, part, values, needs_grad[0])
@@ -295,7 +295,7 @@ class Divergence:
         ]
 
     def check_top_k(self, log_probs: Tensor) -> None:
-        """As the unsharded op's, of a teacher's [N, K], where there is one."""
+        """The unsharded op's check of a teacher's [N, K], where there is one."""
         if self.top_k is None or not _checked(log_probs):
             return
         _check_indices(self.op, self.top_k.indices, self.shards.vocab)
@@ -341,7 +341,7 @@ def _checked(tensor: Tensor) -> bool:
 def _check_sums(
     op: str, name: str, sums: Tensor, high: Tensor, kept: Tensor, columns: int, stored: float, whole: bool
 ) -> None:
-    """As the unsharded op's."""
+    """The unsharded op's check."""
     tolerance = max(1e-3, 16 * stored * (1 + math.log(columns)))
     wrong = (high | (sums > 1 + tolerance) | ((sums < 1 - tolerance) & whole)) & kept
     rows = wrong.nonzero()

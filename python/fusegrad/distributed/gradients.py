@@ -54,7 +54,7 @@ def check(
 
 
 def check_index(op: str, name: str, index: Tensor, kept: Tensor, vocab: int, ignore_index: int) -> None:
-    """As the unsharded op: on the CPU, and elsewhere where set_check_targets asks for it."""
+    """The unsharded op's check: on the CPU, and elsewhere where set_check_targets asks for it."""
     from .. import check_targets_enabled
 
     if index.device.type != "cpu" and not check_targets_enabled():

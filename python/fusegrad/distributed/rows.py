@@ -86,7 +86,7 @@ class Rows:
         self.predicted = torch.empty(rows, dtype=torch.int64, device=device) if self.predict else None
 
     def _scales(self, normalizer: Tensor | None, defer: bool) -> None:
-        """Those of RowScales: 1 / D and 1 / K, and the factor that a float16 gradient leaves for later."""
+        """The scales of RowScales: 1 / D and 1 / K, and the factor that a float16 gradient leaves for later."""
         self.factor = self.divisor = None
         ones = torch.ones(2, dtype=self.acc, device=self.kept.device)
         self.scales = ones
@@ -230,7 +230,7 @@ class Rows:
         logit_scale: float = 1.0,
         inplace: bool = True,
     ) -> Tensor:
-        """Of these rows' logits z, times logit_scale; over z where `inplace`."""
+        """The gradient of these rows' logits z, times logit_scale; it is written over z where `inplace`."""
         each = grad_loss if grad_loss is None or grad_loss.dim() == 0 else grad_loss[part]
         lse = None if grad_lse is None else grad_lse[part]
         scales = self.scales

@@ -226,7 +226,7 @@ class LazyLogits:
     # --- what is computed -----------------------------------------------------------------------------------------
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As they were when the head was called, or an error."""
+        """The head and its input as they were when the head was called, or an error."""
         for name, tensor, version in self.guarded:
             if tensor._version != version:
                 raise RuntimeError(

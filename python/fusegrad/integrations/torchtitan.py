@@ -20,7 +20,7 @@ __all__ = ["LinearCrossEntropyLoss"]
 
 
 class LinearCrossEntropyLoss:
-    """In place of torchtitan's ``ChunkedCELoss``: ``loss(hidden_states, labels, global_valid_tokens)``.
+    """A replacement for torchtitan's ``ChunkedCELoss``: ``loss(hidden_states, labels, global_valid_tokens)``.
 
     The chunks, and the gradients of the hidden states and of the head, are :func:`fusegrad.linear_cross_entropy`'s; the
     loss is differentiable as any other, so gradient accumulation, ``retain_graph`` and pipeline schedules need nothing.

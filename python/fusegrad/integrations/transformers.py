@@ -168,7 +168,7 @@ def _prepare(model: Any, heads: weakref.WeakSet[nn.Module]) -> Any:
 
 
 def _run(model: Any, forward: Callable[..., Any], record: _Record, args: Any, kwargs: Any) -> Any:
-    # Without gradients and labels, as in generation, logits are all that is asked for.
+    # A call without gradients and labels, as in generation, asks for logits alone.
     if not torch.is_grad_enabled() and kwargs.get("labels") is None:
         return forward(*args, **kwargs)
     head = _prepare(model, record.heads)
@@ -360,7 +360,7 @@ def _set_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwar
     return _set_attention(self, attn_implementation, *args, **kwargs)
 
 
-# Before the implementation is set, where transformers logs a warning at most.
+# Refuses a model before the implementation is set; transformers itself logs a warning at most.
 PreTrainedModel._check_and_adjust_attn_implementation = _check_attention_first
 PreTrainedModel.set_attn_implementation = _set_attention_first
 LabelSmoother.__call__ = _smooth_lazily

@@ -32,7 +32,7 @@ class _Mask(BlockMask):
     ndim = 4  # GPT-2 asks, and makes four dimensions of fewer
 
     def contiguous(self) -> BlockMask:
-        """As it is: generation with a static cache asks every mask for it."""
+        """The mask as it is; generation with a static cache asks every mask for this."""
         return self
 
 

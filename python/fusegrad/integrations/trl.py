@@ -22,7 +22,7 @@ from .transformers import options_of_head
 __all__: list[str] = []
 
 _chunked: Any = getattr(utils, "_ChunkedLogProbFunction", None)
-# What linear_cross_entropy gives of what TRL may ask for.
+# The values that TRL may ask for and linear_cross_entropy gives.
 _SERVED = {"log_probs", "entropy", "is_top1"}
 
 
@@ -31,7 +31,7 @@ def _step_aside(reason: str) -> None:
 
 
 class _NoGradient(torch.autograd.Function):
-    """TRL's entropy has a gradient; where one is asked for, an error instead of none."""
+    """TRL's entropy has a gradient; where one is asked for, this raises an error."""
 
     @staticmethod
     def forward(ctx: Any, entropy: Tensor, log_probs: Tensor) -> Tensor:

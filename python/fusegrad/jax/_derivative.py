@@ -1,4 +1,4 @@
-"""What the ops' derivative rules share."""
+"""Code that the ops' derivative rules share."""
 
 from __future__ import annotations
 

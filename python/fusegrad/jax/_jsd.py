@@ -19,7 +19,7 @@ REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 @dataclass(frozen=True)
 class Divergence:
-    """What a divergence is, hashable."""
+    """The options of a divergence, hashable."""
 
     reduction: str
     ignore_index: int

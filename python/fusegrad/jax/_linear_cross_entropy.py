@@ -123,7 +123,7 @@ def linear_cross_entropy(
 
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
-# From a chunk's logits and the arrays of its rows: values of its rows, and the logits' gradient over them.
+# A kernel takes a chunk's logits and the arrays of its rows, and returns values of its rows and the logits' gradient.
 RowKernel = Callable[[jax.Array, Any], tuple[Any, jax.Array | None]]
 
 
@@ -325,7 +325,7 @@ def _forward(options: Options, x: Any, w: Any, b: Any, rows: Any) -> tuple[jax.A
     out, statistics, gradients, scales = _forward_of(options, wanted, *head, rows)
     if options.loss.reduction != "none":
         return out, (gradients, scales)
-    # What was wanted travels as which of the gradients are None.
+    # None among the gradients says which of them were not wanted.
     places = tuple(h[:0] if h is not None and want else None for h, want in zip(head, wanted, strict=True))
     return out, (places, head, rows, statistics)
 

@@ -19,7 +19,7 @@ from ._manual import result
 
 @dataclass(frozen=True)
 class Loss:
-    """What a cross entropy is, hashable."""
+    """The options of a cross entropy, hashable."""
 
     op: str
     reduction: str = "mean"
@@ -42,7 +42,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows are compared with: [N] class indices or [N, V] probabilities, [V], [N] and [1] of acc."""
+    """The targets of the rows: [N] class indices or [N, V] probabilities, [V], [N] and [1] of acc."""
 
     target: jax.Array
     weight: jax.Array | None = None
@@ -100,7 +100,8 @@ def gradient(
     statistics: tuple[jax.Array, ...],
     upstream: jax.Array,
 ) -> jax.Array:
-    """Over the logits the gradient from the forward's statistics, for an upstream gradient of one value or [N]."""
+    """Writes the gradient over the logits, from the forward's statistics, for an upstream gradient of one value or
+    [N]."""
     acc = acc_type(logits.dtype)
     (out,) = _call("gradient", [result(logits, logits.shape, logits.dtype)], {0: 0})(
         logits,

@@ -20,7 +20,7 @@ def _step(problem: Problem, t: Tensors) -> list[Any]:
 
 @case(7, "nothing synchronises with the GPU", EVERY, devices=CUDA)
 def no_synchronisation(problem: Problem) -> None:
-    """After a first call, that may compile. A synchronisation raises in this mode."""
+    """Runs after a first call, which may compile. A synchronisation raises in this mode."""
     t = problem.leaves()
     _step(problem, t)
     _step(problem, t)

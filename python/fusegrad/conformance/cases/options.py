@@ -110,7 +110,7 @@ def equal_teacher(problem: Problem) -> None:
     t = problem.leaves()
     value = problem.ours(problem.activations(t))
     (found,) = torch.autograd.grad(value, t["student"])
-    # Of a probability of 1/128 in float32, 1e-8 is its rounding.
+    # 1e-8 is the rounding of a probability of 1/128 in float32.
     check("loss", value + 1, torch.ones((), dtype=torch.float64), torch.float32)
     check("gradient of student + 1", found + 1, torch.ones_like(found, dtype=torch.float64), torch.float32)
 
