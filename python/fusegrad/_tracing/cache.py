@@ -27,6 +27,7 @@ from .lifted import Expression, Lifted, NumberWanted, evaluate
 from .run import Run, name_of, run, run_as_called
 from .steps import Steps
 from .tensor import grad_mode
+from .thread_state import restoring
 from .trees import mapped, tensors_of
 
 __all__ = ["Traced", "cache_info", "clear", "trace", "tracing_state"]
@@ -361,6 +362,7 @@ def _trace(function: Callable, kind: str, device: torch.device | None, recorder:
         raise torch.OutOfMemoryError(f"flex_attention: {kind} {name_of(function)}: {error}") from error
 
 
+@restoring
 def _trace_anew(
     function: Callable, kind: str, device: torch.device | None, code: Any, key: tuple, recorder: Any
 ) -> Traced:

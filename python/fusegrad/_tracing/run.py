@@ -17,6 +17,7 @@ from .errors import Refused, TraceError, located, out_of_memory
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
 from .tensor import TracedTensor, apart, grad_mode
+from .thread_state import restoring
 from .trace import Trace, category
 
 __all__ = ["INPUTS", "Run", "name_of", "run", "run_as_called"]
@@ -42,6 +43,7 @@ def name_of(function: Any) -> str:
     return name or type(function).__qualname__
 
 
+@restoring
 def run(
     function: Callable,
     kind: str,

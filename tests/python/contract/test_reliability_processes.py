@@ -18,6 +18,7 @@ import pytest
 import torch
 from fusegrad import TraceError
 from fusegrad._tracing import cache
+from fusegrad._tracing.thread_state import ThreadState
 from needs import needs_nvrtc
 from support import DEVICES, SUPPORT
 from torch import Tensor
@@ -270,6 +271,7 @@ def test_an_interrupt_at_any_line_of_tracing(error: type[BaseException]) -> None
     stops = 0
     for nth in range(1, lines[0], max(1, lines[0] // 60)):
         cache.clear()
+        state = ThreadState()
         with raising(error, nth, folder):
             try:
                 result = step(given)
@@ -278,6 +280,7 @@ def test_an_interrupt_at_any_line_of_tracing(error: type[BaseException]) -> None
                 assert isinstance(raised, error | torch.OutOfMemoryError)
             else:
                 assert same(result, truth)
+        assert ThreadState() == state, nth
         assert same(step(given), truth), nth
     assert stops > 30
 
