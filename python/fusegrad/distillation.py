@@ -303,7 +303,7 @@ def linear_jsd(
     vocab_parallel: VocabParallel | None = None,
     return_aux: JSDAux | None = None,
 ) -> Tensor | tuple[Tensor, JSDAuxOutput]:
-    r""":func:`jsd` of two linear heads without ever holding all logits of either.
+    r""":func:`jsd` of two linear heads without keeping the logits of either.
 
     Each side's logits are z = softcap(logit_scale * (input @ weight.T + bias)). The student's gradients are computed in
     the forward, chunk by chunk, and scaled in the backward: any number of backwards gives bitwise the same. With

@@ -330,7 +330,7 @@ def linear_cross_entropy(
     return_aux: Aux | None = None,
     options: LinearCrossEntropyOptions | None = None,
 ) -> Tensor | tuple[Tensor, AuxOutput]:
-    r"""Cross entropy of ``input @ linear_weight.T + linear_bias`` without ever holding all its logits.
+    r"""Cross entropy of ``input @ linear_weight.T + linear_bias`` without keeping its logits for the backward.
 
     z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)). The gradients are computed in the forward, chunk
     by chunk, and scaled in the backward: any number of backwards gives bitwise the same. With reduction 'none', with a

@@ -27,7 +27,7 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
 };
 
-/// cross_entropy(linear(input, linear_weight, linear_bias), target) without ever holding all logits.
+/// cross_entropy(linear(input, linear_weight, linear_bias), target) without keeping the logits for the backward.
 ///
 /// input: [..., H]; linear_weight: [V, H]; target: class indices [...] or class probabilities [..., V] (which get no
 /// gradient). The products are computed in the input's dtype (autocast's under autocast); every gradient has its

@@ -35,7 +35,7 @@ struct LinearJSDOptions {
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
 };
 
-/// jsd(linear(student_input, student_weight), linear(teacher_input, teacher_weight)) without ever holding all logits
+/// jsd(linear(student_input, student_weight), linear(teacher_input, teacher_weight)) without keeping the logits
 /// of either.
 ///
 /// student_input: [..., H]; student_weight: [V, H]; teacher_input: [..., H'], teacher_weight: [V, H'], of any floating

@@ -47,7 +47,7 @@ def linear_cross_entropy(
     accumulate_dtype: Any = None,
     workspace_mib: int | None = None,
 ) -> jax.Array:
-    r"""Cross entropy of ``input @ linear_weight.T + linear_bias`` without ever holding all its logits,
+    r"""Cross entropy of ``input @ linear_weight.T + linear_bias`` without keeping its logits,
     :func:`fusegrad.linear_cross_entropy` for JAX.
 
     z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)). Under differentiation the gradients are computed
