@@ -10,7 +10,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _AUTOCAST = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
 
