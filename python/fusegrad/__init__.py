@@ -1,6 +1,6 @@
-"""Fused losses for PyTorch whose gradients cannot be silently wrong.
+"""Fused losses and flex attention for PyTorch whose gradients cannot be silently wrong.
 
-``fusegrad.cross_entropy`` and ``fusegrad.linear_cross_entropy`` are drop-ins for PyTorch's own; see README.md. Where
+``fusegrad.cross_entropy``, ``linear_cross_entropy`` and ``flex_attention`` are drop-ins for PyTorch's own; see README.md. Where
 torch is not installed, or FUSEGRAD_TORCH=0 is in the environment, the package has ``fusegrad.jax`` alone.
 """
 
