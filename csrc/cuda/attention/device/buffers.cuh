@@ -13,6 +13,7 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
 
@@ -86,15 +87,13 @@ class FlexBufferSums {
   static constexpr int kTeamWarps = Config::kWarps / kTeams, kTeamThreads = kLanes * kTeamWarps;
   static constexpr int kTeamKeys = Config::kCols / kTeams;
   static constexpr int kDiagonals = kCols + kKeys - 1;  // of a warp's part
-  // Lines of floats, each of two of eight rows of keys: 10 or 26 more than a multiple of 32, so that what a warp stores
-  // together lies in 32 banks.
-  static constexpr int kLine = (kDiagonals + 5) / 16 * 16 + 10;
+  static constexpr CapturedMemory kMemory{
+      .warps = Config::kWarps, .teams = kTeams, .sets = kLines, .queries = kCols, .keys = kKeys};
+  // Of floats, each of two of eight rows of keys.
+  static constexpr int kLine = kMemory.diagonal_line();
   static_assert(kLines == 1 || kBlocksM == 1);
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
   static __device__ constexpr bool is_vector(int k) { return scheme(k) >= 'a'; }
-
-  // Of a histogram's element: 32 bits and another 32 for what they leave.
-  static constexpr int kCountBytes = 8;
 
   // Whether any is kept from pair to pair: of more than eight queries they would not fit registers.
   static __device__ constexpr bool held() {
@@ -105,16 +104,7 @@ class FlexBufferSums {
   }
   static constexpr bool kHeld = held();
 
-  // Bytes of shared memory that a contribution takes, of class F a team's.
-  static __device__ constexpr int table_bytes(int k) {
-    return 16 + (Config::Schemes::kTable[k] * kCountBytes + 15) / 16 * 16;
-  }
-  static __device__ constexpr int bytes(int k) {
-    if (scheme(k) == 'C') return Config::kWarps * kLines * kCols * 4;
-    if (scheme(k) == 'D') return Config::kWarps * 4 * kLine * 4;
-    if (scheme(k) == 'F') return kTeams * table_bytes(k);
-    return 0;
-  }
+  static __device__ constexpr int bytes(int k) { return kMemory.bytes(scheme(k), Config::Schemes::kTable[k]); }
   static __device__ constexpr int offset(int k) {
     int sum = 0;
     for (int i = 0; i < k; ++i) sum += bytes(i);
@@ -347,7 +337,7 @@ class FlexBufferSums {
   // nothing; the counts.
   template <int k>
   __device__ __forceinline__ int* table() const {
-    return reinterpret_cast<int*>(shared_ + offset(k) + team() * table_bytes(k));
+    return reinterpret_cast<int*>(shared_ + offset(k) + team() * CapturedMemory::histogram_bytes(Config::Schemes::kTable[k]));
   }
 
   // Class D. Of 16 keys m and 8 queries a thread has sums of two elements each, of 8 keys by 8 queries in all: of row g

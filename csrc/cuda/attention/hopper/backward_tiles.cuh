@@ -13,6 +13,7 @@
 
 #include "cuda/attention/device/buffers.cuh"
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
@@ -37,23 +38,20 @@ class FlexBackwardHopperTiles {
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
   static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
-  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
-  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
-  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
-  static constexpr int kGradOutBytes = Config::kRows * Config::kValue * 2;
-  static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
-  // dS lies as [query][key], in chunks of 64 keys.
-  static constexpr int kGradientBytes = Config::kGradQuery ? Config::kRows * Config::kCols * 2 : 0;
-  // dQ on its way to memory.
-  static constexpr int kSumBytes = Config::kGradQuery ? Config::kRows * Config::kHead * 4 : 0;
+  static constexpr HopperBackwardMemory kMemory{{.rows = Config::kRows,
+                                                 .cols = Config::kCols,
+                                                 .head = Config::kHead,
+                                                 .value = Config::kValue,
+                                                 .stages = Config::kStages,
+                                                 .query_stages = Config::kQueryStages,
+                                                 .key_stages = Config::kKeyStages,
+                                                 .adds_grad_query = Config::kGradQuery,
+                                                 .own_keys = kOwnKeys,
+                                                 .has_score_mod = kHas<ScoreMod>,
+                                                 .captured_bytes = Sums::kSharedBytes}};
   static constexpr int kConsumerWarps = kThreads / kLanes;
-  // Of what there is once for keys, then of stages; even numbers. Behind them is what touches write, 4 bytes of each
-  // thread, or lines.
+  // What is there once for the keys; an even number.
   static constexpr int kKeyBarriers = 2 * Config::kKeyStages;
-  static constexpr int kBarriers = kKeyBarriers + 2 * Config::kQueryStages + 4 * Config::kStages;
-  static constexpr int kWords = !kHas<ScoreMod> ? 0 : kOwnKeys ? 512 : kThreads;  // of those
-  // A tile's place is read until after its stages were released, with dQ.
-  static constexpr int kPlaces = 8;
   // In place of a tile, behind the last one of keys: others of other keys follow, or none.
   static constexpr int kOtherKeys = -2, kNoMore = -1;
   static constexpr int kKindBits = 2 * Config::kParts;
@@ -65,10 +63,7 @@ class FlexBackwardHopperTiles {
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 16 == 0);
 
  public:
-  static constexpr int kSharedBytes = Config::kKeyStages * kKeyBytes + kValueBytes +
-                                      Config::kQueryStages * kQueryBytes +
-                                      Config::kStages * (kGradOutBytes + kRowBytes + kGradientBytes) + kSumBytes +
-                                      kPlaces * 16 + 8 * kBarriers + 4 * kWords + Sums::kSharedBytes;
+  static constexpr int kSharedBytes = kMemory.bytes();
 
   __device__ __forceinline__ FlexBackwardHopperTiles(const FlexBackwardArguments& a, const FlexSums* sums,
                                                      const FlexBackwardHopperArguments& more,
@@ -79,8 +74,8 @@ class FlexBackwardHopperTiles {
         score_(score),
         mask_(mask),
         // As it is aligned already: computed, it stays in a register, where compilers would make it anew of constants.
-        key_((shared_address(shared) + 1023) / 1024 * 1024),
-        sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
+        shared_((shared_address(shared) + kSwizzleAlignment - 1) / kSwizzleAlignment * kSwizzleAlignment),
+        sums_(a, sums, score, shared + kMemory.captured.offset) {}
 
  protected:
   /// Before all else; `releasing` warps release a tile's stages.
@@ -143,21 +138,18 @@ class FlexBackwardHopperTiles {
     __device__ __forceinline__ int next_stage() const { return stage() ^ (keys & kLast); }
   };
 
-  // Where all lies in shared memory, in this order.
-  __device__ __forceinline__ unsigned key(int s) const { return key_ + (kSeamless ? s * kKeyBytes : 0); }
-  __device__ __forceinline__ unsigned value() const { return key_ + Config::kKeyStages * kKeyBytes; }
-  __device__ __forceinline__ unsigned query(int s) const { return value() + kValueBytes + s * kQueryBytes; }
-  __device__ __forceinline__ unsigned grad_out(int s) const { return query(Config::kQueryStages) + s * kGradOutBytes; }
-  __device__ __forceinline__ unsigned gradient(int s) const { return grad_out(Config::kStages) + s * kGradientBytes; }
+  __device__ __forceinline__ unsigned key(int s) const { return kMemory.key.at(shared_, kSeamless ? s : 0); }
+  __device__ __forceinline__ unsigned value() const { return kMemory.value.at(shared_); }
+  __device__ __forceinline__ unsigned query(int s) const { return kMemory.query.at(shared_, s); }
+  __device__ __forceinline__ unsigned grad_out(int s) const { return kMemory.grad_out.at(shared_, s); }
+  __device__ __forceinline__ unsigned gradient(int s) const { return kMemory.grad_scores.at(shared_, s); }
   __device__ __forceinline__ unsigned sum(int group) const {
-    return gradient(Config::kStages) + group * (kSumBytes / Config::kGroups);
+    return shared_ + kMemory.grad_query.offset + group * (kMemory.grad_query.bytes() / Config::kGroups);
   }
-  __device__ __forceinline__ unsigned rows(int s) const {
-    return gradient(Config::kStages) + kSumBytes + s * kRowBytes;
-  }
+  __device__ __forceinline__ unsigned rows(int s) const { return kMemory.rows.at(shared_, s); }
   /// Of tile i.
-  __device__ __forceinline__ unsigned place(int i) const { return rows(Config::kStages) + i % kPlaces * 16; }
-  __device__ __forceinline__ unsigned barrier(int i) const { return rows(Config::kStages) + kPlaces * 16 + i * 8; }
+  __device__ __forceinline__ unsigned place(int i) const { return kMemory.places.at(shared_, i % kMemory.places.count); }
+  __device__ __forceinline__ unsigned barrier(int i) const { return kMemory.barriers.at(shared_, i); }
   __device__ __forceinline__ unsigned value_empty() const { return barrier(0); }
   __device__ __forceinline__ unsigned key_empty(int s) const { return barrier(1 + (kSeamless ? s : 0)); }
   __device__ __forceinline__ unsigned query_full(int s) const { return barrier(kKeyBarriers + s); }
@@ -223,7 +215,7 @@ class FlexBackwardHopperTiles {
     const int key_stage = kSeamless ? keys & 1 : 0;
     store(place(i), p.b, p.h, p.tile, col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
-    Barrier::expect(query_full(query_stage), kQueryBytes + (first ? kKeyBytes : 0));
+    Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
                                              p.b);
     const auto load_keys = [&] {
@@ -234,7 +226,7 @@ class FlexBackwardHopperTiles {
     if (kSeamless && first) load_keys();
     const bool with_values = Config::kGradScores && first;
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
-    Barrier::expect(grad_out_full(s), kGradOutBytes + kRowBytes + (with_values ? kValueBytes : 0));
+    Barrier::expect(grad_out_full(s), kMemory.grad_out.piece + kMemory.rows.piece + (with_values ? kMemory.value.piece : 0));
     copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
     // Beyond the head's last row are those of the next one, of pairs that take no part.
     copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
@@ -272,7 +264,7 @@ class FlexBackwardHopperTiles {
   // Of reads by keys alone a thread has two a tile. With diagonals all are of lines, each warpgroup's its own.
   using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
   static constexpr bool kLines =
-      kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
+      kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() && 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
   // Of eight queries, that are computed together where registers are left.
   static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
@@ -280,13 +272,13 @@ class FlexBackwardHopperTiles {
     if constexpr (!kTouches) return;
     const Place p = place_of(i);
     const int kv = p.col() + key_group() * 64, thread = this->thread() % kWarpgroup;
-    const unsigned nowhere = barrier(kBarriers) + this->thread() * 4;
+    const unsigned nowhere = shared_ + kMemory.lines.offset + this->thread() * 4;
     if constexpr (kTouchesDiagonals<ScoreMod> && !kLines)
       touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
     if constexpr (kTouchesPairs)
       touch_pairs<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
   }
-  __device__ __forceinline__ unsigned lines() const { return barrier(kBarriers) + group_ * Lines::kWords * 4; }
+  __device__ __forceinline__ unsigned lines() const { return shared_ + kMemory.lines.offset + group_ * Lines::kWords * 4; }
   __device__ __forceinline__ void load(Lines& lines, int i) const {
     const Place p = place_of(i);
     lines.load(score_, p.b, p.h, p.row(), p.col() + key_group() * 64, thread() % kWarpgroup);
@@ -441,7 +433,7 @@ class FlexBackwardHopperTiles {
   const FlexBackwardHopperArguments& more_;
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
-  const unsigned key_;
+  const unsigned shared_;
   Sums sums_;
   FlexDropoutHead<Config> dropout_;
   int col_tile_, col_, key_batch_, key_head_, group_;

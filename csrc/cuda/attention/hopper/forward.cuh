@@ -21,9 +21,9 @@ namespace fusegrad::device {
 template <class Config>
 class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   using Tiles = FlexForwardHopperTiles<Config>;
-  using Tiles::a_, Tiles::key_, Tiles::mask_, Tiles::query_, Tiles::score_, Tiles::value_, Tiles::zeros_;
+  using Tiles::a_, Tiles::mask_, Tiles::query_, Tiles::score_, Tiles::zeros_;
   using Tiles::key_empty, Tiles::key_full, Tiles::query_empty, Tiles::query_full, Tiles::value_empty, Tiles::value_full;
-  using Tiles::kKeyBytes, Tiles::kKindBits, Tiles::kQueryBytes, Tiles::kValueBytes;
+  using Tiles::key, Tiles::kKindBits, Tiles::kMemory, Tiles::query, Tiles::value;
   using Tiles::lane, Tiles::produce, Tiles::release, Tiles::tile, Tiles::work, Tiles::work_empty, Tiles::work_full;
   using typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod, typename Tiles::Stages;
   using typename Tiles::Work, typename Tiles::Works;
@@ -301,8 +301,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, int stage) const {
     // The same in all threads of a warp, and known to be: descriptors are made of it.
     query_stage = Config::kQueryStages == 1 ? 0 : __shfl_sync(~0u, query_stage, 0);
-    const auto query = descriptor(query_ + query_stage * kQueryBytes + group_ * 64 * kChunkBytes, 16);
-    const auto key = descriptor(key_ + stage * kKeyBytes, 16);
+    const auto query = descriptor(this->query(query_stage) + group_ * 64 * kChunkBytes, 16);
+    const auto key = descriptor(this->key(stage), 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kHead / 16; ++k) {
@@ -313,7 +313,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
   __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2], int stage,
                                             int tile) const {
-    const unsigned at = has_none(tile) ? zeros_ : value_ + stage * kValueBytes;
+    const unsigned at = has_none(tile) ? zeros_ : this->value(stage);
     const auto value = descriptor(at, Config::kCols * kChunkBytes);
     wgmma_fence();
 #pragma unroll
@@ -329,7 +329,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
   /// A set of the warpgroup's; of a mask_mod first.
   __device__ __forceinline__ unsigned lines(int set) const {
-    return tile(Config::kStages) + (group_ * kLineSets + set) * kSetBytes;
+    return query_ + kMemory.lines.offset + (group_ * kLineSets + set) * kSetBytes;
   }
   /// Writes what mods will read of a tile.
   __device__ __forceinline__ void bring_lines(int tile, int set) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
@@ -12,16 +13,16 @@ class FlexForwardHopperTiles {
  protected:
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
-  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
-  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
-  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
-  // Where parts of a tile have kinds of their own: zeros in place of the values of a tile that a part has none of, as
-  // what is not attended to may be infinite.
-  static constexpr int kZeroBytes = Config::kParts > 1 ? kValueBytes : 0;
-  static constexpr int kAlignment = 1024;
+  static constexpr HopperForwardMemory kMemory{{.rows = Config::kRows,
+                                                .cols = Config::kCols,
+                                                .head = Config::kHead,
+                                                .value = Config::kValue,
+                                                .stages = Config::kStages,
+                                                .query_stages = Config::kQueryStages,
+                                                .parts = Config::kParts,
+                                                .line_bytes = Config::kLineBytes}};
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   static constexpr int kKindBits = 2 * Config::kParts;
-  static constexpr int kBarriers = 4 + 2 * Config::kQueryStages + 4 * Config::kStages;
   // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
   // would get the next longest too, and early enough for what it reads then to come.
   static constexpr int kAskBefore = 4;
@@ -33,9 +34,7 @@ class FlexForwardHopperTiles {
   static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
 
  public:
-  static constexpr int kSharedBytes = kAlignment + Config::kQueryStages * kQueryBytes +
-                                      Config::kStages * (kKeyBytes + kValueBytes) + kZeroBytes + 8 * kBarriers +
-                                      2 * 16 + 4 * Config::kStages + Config::kLineBytes;
+  static constexpr int kSharedBytes = kMemory.bytes();
 
   __device__ __forceinline__ FlexForwardHopperTiles(const FlexForwardArguments& a,
                                                     const FlexForwardHopperArguments& more,
@@ -45,11 +44,11 @@ class FlexForwardHopperTiles {
         more_(more),
         score_(score),
         mask_(mask),
-        query_((shared + kAlignment - 1) / kAlignment * kAlignment),
-        key_(query_ + Config::kQueryStages * kQueryBytes),
-        value_(key_ + Config::kStages * kKeyBytes),
-        zeros_(value_ + Config::kStages * kValueBytes),
-        barriers_(zeros_ + kZeroBytes) {}
+        query_((shared + kSwizzleAlignment - 1) / kSwizzleAlignment * kSwizzleAlignment),
+        key_(query_ + kMemory.key.offset),
+        value_(query_ + kMemory.value.offset),
+        zeros_(query_ + kMemory.zeros.offset),
+        barriers_(query_ + kMemory.barriers.offset) {}
 
  protected:
   /// Before all else.
@@ -71,11 +70,11 @@ class FlexForwardHopperTiles {
       }
       Barrier::fence_inits();
     }
-    if constexpr (kZeroBytes > 0) {
+    if constexpr (Config::kParts > 1) {
       constexpr int kStep = (Config::kGroups + 1) * kWarpgroup * 16;
-      static_assert(kZeroBytes % kStep == 0);
+      static_assert(kMemory.zeros.bytes() % kStep == 0);
 #pragma unroll
-      for (int i = 0; i < kZeroBytes; i += kStep) {
+      for (int i = 0; i < kMemory.zeros.bytes(); i += kStep) {
         const int at = i + static_cast<int>(threadIdx.x) * 16;
         asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(zeros_ + at), "r"(0) : "memory");
       }
@@ -97,17 +96,22 @@ class FlexForwardHopperTiles {
   using QueryStages = Counted<Config::kQueryStages>;
   using Works = Counted<2>;
 
-  __device__ __forceinline__ unsigned work_full(int s) const { return barriers_ + 8 * s; }
-  __device__ __forceinline__ unsigned work_empty(int s) const { return barriers_ + 8 * (2 + s); }
-  __device__ __forceinline__ unsigned query_full(int s) const { return barriers_ + 8 * (4 + s); }
+  __device__ __forceinline__ unsigned query(int s) const { return query_ + s * kMemory.query.piece; }
+  __device__ __forceinline__ unsigned key(int s) const { return key_ + s * kMemory.key.piece; }
+  __device__ __forceinline__ unsigned value(int s) const { return value_ + s * kMemory.value.piece; }
+  __device__ __forceinline__ unsigned barrier(int i) const { return barriers_ + i * kBarrierBytes; }
+  __device__ __forceinline__ unsigned work_full(int s) const { return barrier(s); }
+  __device__ __forceinline__ unsigned work_empty(int s) const { return barrier(2 + s); }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barrier(4 + s); }
   __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(Config::kQueryStages + s); }
   __device__ __forceinline__ unsigned key_full(int s) const { return query_full(2 * Config::kQueryStages + s); }
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
-  /// A Work, of two stages; a tile's number and kind, of each stage of keys.
-  __device__ __forceinline__ unsigned work(int s) const { return barriers_ + 8 * kBarriers + 16 * s; }
-  __device__ __forceinline__ unsigned tile(int s) const { return work(2) + 4 * s; }
+  /// A Work.
+  __device__ __forceinline__ unsigned work(int s) const { return kMemory.works.at(query_, s); }
+  /// A tile's number and kind, of each stage of keys.
+  __device__ __forceinline__ unsigned tile(int s) const { return kMemory.entries.at(query_, s); }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   // By each warp.
   __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
@@ -149,13 +153,13 @@ class FlexForwardHopperTiles {
           Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
           if constexpr (Config::kBlocks)
             asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
-          copy_tile<Config::kCols, Config::kHead>(key_ + stage * kKeyBytes, more_.key, key_full(stage), col, key_head,
+          copy_tile<Config::kCols, Config::kHead>(key(stage), more_.key, key_full(stage), col, key_head,
                                                   key_batch);
           now = !Config::kBlocks ? now + (1 << kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
         }
         if (i == 0) {
           Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
-          copy_tile<Config::kRows, Config::kHead>(query_ + queries.stage() * kQueryBytes, more_.query,
+          copy_tile<Config::kRows, Config::kHead>(query(queries.stage()), more_.query,
                                                   query_full(queries.stage()), w.row & ~Work::kSkips, w.h, w.b);
           queries.next();
         }
@@ -164,7 +168,7 @@ class FlexForwardHopperTiles {
           const Counted<Config::kStages> brought{tiles.i - kLag};
           const int stage = brought.stage();
           Barrier::wait(value_empty(stage), brought.parity() ^ 1);
-          copy_tile<Config::kCols, Config::kValue>(value_ + stage * kValueBytes, more_.value, value_full(stage),
+          copy_tile<Config::kCols, Config::kValue>(value(stage), more_.value, value_full(stage),
                                                    value_col, key_head, key_batch);
         }
         if (i < w.tiles) tiles.next();

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
@@ -24,16 +25,14 @@ class FlexGradQueryHopper {
   using QueryProduct = Wgmma<T, Config::kHead, true, true>;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksD = Config::kHead / 8;
   static constexpr int kKeyStages = Config::kStages + 1, kValueStages = Config::kStages;
-  static constexpr int kQueryBytes = Config::kRows * Config::kHead * 2;
-  static constexpr int kGradOutBytes = Config::kRows * Config::kValue * 2;
-  static constexpr int kKeyBytes = Config::kCols * Config::kHead * 2;
-  static constexpr int kValueBytes = Config::kCols * Config::kValue * 2;
-  static constexpr int kAlignment = 1024;
+  static constexpr HopperGradQueryMemory kMemory{{.rows = Config::kRows,
+                                                  .cols = Config::kCols,
+                                                  .head = Config::kHead,
+                                                  .value = Config::kValue,
+                                                  .stages = Config::kStages,
+                                                  .query_stages = Config::kQueryStages}};
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
-  static constexpr int kQueryStages = Config::kQueryStages, kQueryStageBytes = kQueryBytes + kGradOutBytes;
-  // Whose queries they are is read until after their stage was released, with dQ.
-  static constexpr int kWorks = 2 * kQueryStages;
-  static constexpr int kBarriers = 2 * (kQueryStages + kKeyStages + kValueStages);
+  static constexpr int kQueryStages = Config::kQueryStages;
   // Beside a tile's kind: whether it is the last one of its queries; and in place of a tile.
   static constexpr int kLast = 4, kNoMore = -1;
   // Named barriers: each warpgroup's turn to issue products, and each by itself.
@@ -44,9 +43,8 @@ class FlexGradQueryHopper {
   // Whether reads by keys and diagonals are of lines in shared memory, each warpgroup's its own, where the tiles leave
   // room for them; else whether they are asked for a tile ahead.
   using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
-  static constexpr int kWords = Config::kRows * (Config::kHead == 64 && Config::kValue == 64 ? 10 : 3);
   static constexpr bool kSmall = Config::kHead <= 128;
-  static constexpr bool kLines = !kPairs && Lines::all() && Config::kGroups * Lines::kWords <= kWords;
+  static constexpr bool kLines = !kPairs && Lines::all() && 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
   // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
   // registers; and how many. What they wait for, they wait for together.
@@ -58,9 +56,7 @@ class FlexGradQueryHopper {
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
 
  public:
-  static constexpr int kSharedBytes = kAlignment + kQueryStages * kQueryStageBytes + kKeyStages * kKeyBytes +
-                                      kValueStages * kValueBytes + 8 * kBarriers + 16 * kWorks +
-                                      4 * (kKeyStages + kWords);
+  static constexpr int kSharedBytes = kMemory.bytes();
 
   __device__ __forceinline__ FlexGradQueryHopper(const FlexBackwardArguments& a,
                                                  const FlexBackwardHopperArguments& more,
@@ -70,9 +66,9 @@ class FlexGradQueryHopper {
         more_(more),
         score_(score),
         mask_(mask),
-        query_((shared + kAlignment - 1) / kAlignment * kAlignment),
-        key_(query_ + kQueryStages * kQueryStageBytes),
-        barriers_(key_ + kKeyStages * kKeyBytes + kValueStages * kValueBytes) {}
+        query_((shared + kSwizzleAlignment - 1) / kSwizzleAlignment * kSwizzleAlignment),
+        key_(query_ + kMemory.key.offset),
+        barriers_(query_ + kMemory.barriers.offset) {}
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
@@ -112,22 +108,24 @@ class FlexGradQueryHopper {
   static __device__ __forceinline__ int stage_of(unsigned i) { return static_cast<int>(i % kQueryStages); }
   static __device__ __forceinline__ int parity_of(unsigned i) { return static_cast<int>(i / kQueryStages & 1); }
 
-  // Where all lies in shared memory, in this order; grad_out after the queries.
-  __device__ __forceinline__ unsigned query(int s) const { return query_ + s * kQueryStageBytes; }
-  __device__ __forceinline__ unsigned grad_out(int s) const { return query(s) + kQueryBytes; }
-  __device__ __forceinline__ unsigned key(int s) const { return key_ + s * kKeyBytes; }
-  __device__ __forceinline__ unsigned value(int s) const { return key(kKeyStages) + s * kValueBytes; }
-  __device__ __forceinline__ unsigned query_full(int s) const { return barriers_ + 8 * s; }
+  __device__ __forceinline__ unsigned query(int s) const { return query_ + s * kMemory.query.piece; }
+  __device__ __forceinline__ unsigned grad_out(int s) const {
+    return query(s) + swizzled_tile_bytes(Config::kRows, Config::kHead);
+  }
+  __device__ __forceinline__ unsigned key(int s) const { return key_ + s * kMemory.key.piece; }
+  __device__ __forceinline__ unsigned value(int s) const { return key(kKeyStages) + s * kMemory.value.piece; }
+  __device__ __forceinline__ unsigned query_full(int s) const { return barriers_ + s * kBarrierBytes; }
   __device__ __forceinline__ unsigned query_empty(int s) const { return query_full(kQueryStages + s); }
   __device__ __forceinline__ unsigned key_full(int s) const { return query_full(2 * kQueryStages + s); }
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(kKeyStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * kKeyStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return value_full(kValueStages + s); }
   /// Whose queries number i are.
-  __device__ __forceinline__ unsigned work(unsigned i) const { return barriers_ + 8 * kBarriers + 16 * (i % kWorks); }
-  /// 8 * column + kLast + kind of a tile, of each stage of keys; behind them what touches write, 4 bytes of each
-  /// thread, or lines.
-  __device__ __forceinline__ unsigned tile(int s) const { return work(0) + 16 * kWorks + 4 * s; }
+  __device__ __forceinline__ unsigned work(unsigned i) const {
+    return barriers_ + kMemory.barriers.bytes() + kMemory.works.piece * (i % kMemory.works.count);
+  }
+  /// 8 * column + kLast + kind of a tile, of each stage of keys.
+  __device__ __forceinline__ unsigned tile(int s) const { return work(0) + kMemory.works.bytes() + s * kMemory.entries.piece; }
 
   // Anew where registers are scarce.
   static __device__ __forceinline__ int thread() { return kSmall ? static_cast<int>(threadIdx.x) : thread_anew(); }
@@ -158,7 +156,7 @@ class FlexGradQueryHopper {
           Barrier::wait(query_empty(s), parity_of(queries) ^ 1);
           asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(work(queries)), "r"(b_), "r"(h_), "r"(row_)
                        : "memory");
-          Barrier::expect(query_full(s), kQueryStageBytes);
+          Barrier::expect(query_full(s), kMemory.query.piece);
           copy_boxes<Config::kRows, Config::kHead>(query(s), more_.query, query_full(s), row_, h_, b_);
           copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, query_full(s), row_, h_, b_);
           ++queries;

@@ -18,6 +18,7 @@
 
 #include "cuda/attention/device/buffers.cuh"
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
 
@@ -48,9 +49,15 @@ class FlexBackward {
   static_assert(Config::kCols == 16 * kBlocksM * Config::kWarps / Config::kShare && kPart % 16 == 0);
   static_assert(Config::kWarps % kGroupsQ == 0);
 
-  static constexpr int kRowBytes = Config::kRows * static_cast<int>(sizeof(FlexRow));
-  static constexpr int kStageBytes = QueryTile::kBytes + GradOutTile::kBytes + kRowBytes;
-  static constexpr int kScoreTiles = Config::kGradientStages + (Config::kShare > 1 ? 1 : 0);
+  static constexpr BackwardMemory kMemory{{.rows = Config::kRows,
+                                           .cols = Config::kCols,
+                                           .head = Config::kHead,
+                                           .value = Config::kValue,
+                                           .element_bytes = static_cast<int>(sizeof(T)),
+                                           .stages = Config::kStages,
+                                           .gradient_stages = Config::kGradientStages,
+                                           .shares_keys = Config::kShare > 1,
+                                           .captured_bytes = Sums::kSharedBytes}};
   static constexpr bool kDelayed = Config::kGradientStages == 2;
   static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
   static_assert(Config::kRows <= kThreads);
@@ -60,8 +67,7 @@ class FlexBackward {
   static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
 
  public:
-  static constexpr int kSharedBytes = KeyTile::kBytes + ValueTile::kBytes + Config::kStages * kStageBytes +
-                                      kScoreTiles * ScoreTile::kBytes + Sums::kSharedBytes;
+  static constexpr int kSharedBytes = kMemory.bytes();
 
   __device__ __forceinline__ FlexBackward(const FlexBackwardArguments& a, const FlexSums* sums,
                                           const typename ScoreMod::Captured& score,
@@ -71,11 +77,11 @@ class FlexBackward {
         mask_(mask),
         shared_(shared),
         key_(shared_address(shared)),
-        value_(key_ + KeyTile::kBytes),
-        stage_(value_ + ValueTile::kBytes),
-        gradient_(stage_ + Config::kStages * kStageBytes),
-        probability_(gradient_ + Config::kGradientStages * ScoreTile::kBytes),
-        sums_(a, sums, score, shared + (kSharedBytes - Sums::kSharedBytes)) {}
+        value_(key_ + kMemory.value.offset),
+        stage_(key_ + kMemory.stages.offset),
+        gradient_(key_ + kMemory.grad_scores.offset),
+        probability_(key_ + kMemory.probabilities.offset),
+        sums_(a, sums, score, shared + kMemory.captured.offset) {}
 
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
@@ -186,7 +192,7 @@ class FlexBackward {
   __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
 
   __device__ __forceinline__ void load_stage(const Place& p, int stage) const {
-    const unsigned to = stage_ + stage * kStageBytes;
+    const unsigned to = stage_ + stage * kMemory.stages.piece;
     const int b = p.b, h = p.h, row = (p.tile >> 2) * Config::kRows;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
@@ -212,8 +218,8 @@ class FlexBackward {
   }
 
   __device__ __forceinline__ void step(const Place& place, const Place& next, int stage) {
-    const unsigned query = stage_ + stage * kStageBytes, grad_out = query + QueryTile::kBytes;
-    const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes;
+    const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
+    const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * kMemory.grad_scores.piece;
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
     scores(query, grad_out, place, p, ds);
     // Here, not before the scores: other warps compute what these wait for.
@@ -247,7 +253,7 @@ class FlexBackward {
     // In the order that spills less.
     if constexpr (Config::kShare == 1) sums_.flush(place.b, place.h, row, col_);
     if constexpr (Config::kGradQuery) {
-      add_grad_query(place.b, place.h, row, gradient_ + (kDelayed ? stage : 0) * ScoreTile::kBytes);
+      add_grad_query(place.b, place.h, row, gradient_ + (kDelayed ? stage : 0) * kMemory.grad_scores.piece);
     }
     if constexpr (Config::kShare > 1) sums_.flush(place.b, place.h, row, col_);
   }

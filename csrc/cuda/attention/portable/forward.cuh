@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
 
@@ -22,16 +23,19 @@ class FlexForward {
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksE = Config::kValue / 8;
-  static constexpr int kOutBytes = Config::kWarps * kBlocksM * 16 * OutTile::kStride;
-  static constexpr int kQueryBytes = QueryTile::kBytes > kOutBytes ? QueryTile::kBytes : kOutBytes;
+  static constexpr ForwardMemory kMemory{{.rows = Config::kRows,
+                                          .cols = Config::kCols,
+                                          .head = Config::kHead,
+                                          .value = Config::kValue,
+                                          .element_bytes = static_cast<int>(sizeof(T))}};
   static_assert(kBlocksM * 16 * Config::kWarps == Config::kRows && kBlocksN * kBlocksM * 4 <= 128);
 
  public:
-  static constexpr int kSharedBytes = kQueryBytes + KeyTile::kBytes + ValueTile::kBytes;
+  static constexpr int kSharedBytes = kMemory.bytes();
 
   __device__ __forceinline__ FlexForward(const FlexForwardArguments& a, const typename ScoreMod::Captured& score,
                                          const typename MaskMod::Captured& mask, unsigned shared)
-      : a_(a), score_(score), mask_(mask), query_(shared), key_(shared + kQueryBytes), value_(key_ + KeyTile::kBytes) {}
+      : a_(a), score_(score), mask_(mask), query_(shared), key_(shared + kMemory.key.offset), value_(shared + kMemory.value.offset) {}
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;

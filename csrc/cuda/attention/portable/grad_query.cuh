@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
 
@@ -22,11 +23,15 @@ class FlexGradQuery {
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 queries, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksD = Config::kHead / 8;
+  static constexpr GradQueryMemory kMemory{{.rows = Config::kRows,
+                                            .cols = Config::kCols,
+                                            .head = Config::kHead,
+                                            .value = Config::kValue,
+                                            .element_bytes = static_cast<int>(sizeof(T))}};
   static_assert(Config::kRows == 16 * kBlocksM * Config::kWarps);
 
  public:
-  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
-  static constexpr int kSharedBytes = QueryTile::kBytes + GradOutTile::kBytes + 2 * kStageBytes;
+  static constexpr int kSharedBytes = kMemory.bytes();
 
   __device__ __forceinline__ FlexGradQuery(const FlexBackwardArguments& a, const typename ScoreMod::Captured& score,
                                            const typename MaskMod::Captured& mask, unsigned shared)
@@ -34,8 +39,8 @@ class FlexGradQuery {
         score_(score),
         mask_(mask),
         query_(shared),
-        grad_out_(query_ + QueryTile::kBytes),
-        stage_(grad_out_ + GradOutTile::kBytes) {}
+        grad_out_(shared + kMemory.grad_out.offset),
+        stage_(shared + kMemory.stages.offset) {}
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
@@ -60,7 +65,7 @@ class FlexGradQuery {
       const int next = i + 1 < walk.count() ? walk[i + 1] : -1;
       if (next >= 0) load_stage(next, (i + 1) % 2);
       commit_copies();
-      step(tile, stage_ + i % 2 * kStageBytes);
+      step(tile, stage_ + i % 2 * kMemory.stages.piece);
       tile = next;
     }
     wait_copies<0>();
@@ -92,7 +97,7 @@ class FlexGradQuery {
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16 * kBlocksM; }
 
   __device__ __forceinline__ void load_stage(int tile, int stage) const {
-    const unsigned key = stage_ + stage * kStageBytes;
+    const unsigned key = stage_ + stage * kMemory.stages.piece;
     const int b = a_.key_batches == 1 ? 0 : b_, h = h_ / a_.group, col = (tile >> 2) * Config::kCols;
     load_tile<KeyTile, kThreads>(key, a_.key, b, h, col, a_.keys, a_.head_size);
     load_tile<ValueTile, kThreads>(key + KeyTile::kBytes, a_.value, b, h, col, a_.keys, a_.value_size);

@@ -1,0 +1,204 @@
+// Where each kernel of flex attention keeps what in shared memory, as constexpr descriptions.
+//
+// The planner on the host and the kernels compile the same description: the planner for the bytes of a launch and for
+// which tiles fit a GPU, a kernel for its addresses. So neither repeats the other's arithmetic. Includes nothing, and
+// uses nothing of CUDA.
+//
+// Sizes are in bytes but for those of tiles, which are in rows and columns. Offsets count from the start of the dynamic
+// shared memory, in the Hopper kernels from its first multiple of kSwizzleAlignment.
+#pragma once
+
+namespace fusegrad::device {
+
+/// A swizzled tile of TMA begins at a multiple of it.
+constexpr int kSwizzleAlignment = 1024;
+/// An mbarrier.
+constexpr int kBarrierBytes = 8;
+/// FlexRow: lse and delta of a query.
+constexpr int kRowStatisticsBytes = 8;
+
+constexpr int round_up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+/// A named part of a CTA's shared memory: `count` equal pieces, such as the stages of a pipeline.
+struct Region {
+  int offset = 0, piece = 0, count = 0;
+  constexpr int bytes() const { return piece * count; }
+  constexpr int end() const { return offset + bytes(); }
+  /// The address of piece i, where shared memory begins at `base`. In this order, which decides what compilers share.
+  constexpr unsigned at(unsigned base, int i = 0) const { return base + offset + i * piece; }
+  /// The region behind this one.
+  constexpr Region then(int piece_bytes, int pieces = 1) const { return {end(), piece_bytes, pieces}; }
+};
+
+// --- portable kernels ---------------------------------------------------------------------------------------
+
+/// A row of a padded tile (Tile in cuda/device/mma.cuh): an odd multiple of 16 bytes, against bank conflicts.
+constexpr int padded_row_bytes(int cols, int element_bytes) { return cols * element_bytes + 16; }
+constexpr int padded_tile_bytes(int rows, int cols, int element_bytes) {
+  return rows * padded_row_bytes(cols, element_bytes);
+}
+
+struct ForwardMemory {
+  struct Sizes {
+    int rows, cols, head, value, element_bytes;
+  };
+  Region query;  // the epilogue's output takes the same place
+  Region key, value;
+
+  constexpr explicit ForwardMemory(const Sizes& s)
+      : query{0, padded_tile_bytes(s.rows, s.head > s.value ? s.head : s.value, s.element_bytes), 1},
+        key(query.then(padded_tile_bytes(s.cols, s.head, s.element_bytes))),
+        value(key.then(padded_tile_bytes(s.cols, s.value, s.element_bytes))) {}
+  constexpr int bytes() const { return value.end(); }
+};
+
+struct GradQueryMemory {
+  struct Sizes {
+    int rows, cols, head, value, element_bytes;
+  };
+  Region query, grad_out;
+  Region stages;  // each a tile of keys and behind it one of values
+
+  constexpr explicit GradQueryMemory(const Sizes& s)
+      : query{0, padded_tile_bytes(s.rows, s.head, s.element_bytes), 1},
+        grad_out(query.then(padded_tile_bytes(s.rows, s.value, s.element_bytes))),
+        stages(grad_out.then(padded_tile_bytes(s.cols, s.head, s.element_bytes) +
+                                 padded_tile_bytes(s.cols, s.value, s.element_bytes),
+                             2)) {}
+  constexpr int bytes() const { return stages.end(); }
+};
+
+struct BackwardMemory {
+  struct Sizes {
+    int rows, cols, head, value, element_bytes, stages, gradient_stages;
+    bool shares_keys;    // warps that share keys exchange probabilities
+    int captured_bytes;  // sums of captured buffers' gradients
+  };
+  Region key, value;
+  Region stages;         // each a tile of queries, one of grad_out and the row statistics
+  Region grad_scores;    // dS
+  Region probabilities;  // P, where warps share keys
+  Region captured;
+
+  constexpr explicit BackwardMemory(const Sizes& s)
+      : key{0, padded_tile_bytes(s.cols, s.head, s.element_bytes), 1},
+        value(key.then(padded_tile_bytes(s.cols, s.value, s.element_bytes))),
+        stages(value.then(padded_tile_bytes(s.rows, s.head, s.element_bytes) +
+                              padded_tile_bytes(s.rows, s.value, s.element_bytes) + kRowStatisticsBytes * s.rows,
+                          s.stages)),
+        grad_scores(stages.then(padded_tile_bytes(s.cols, s.rows, s.element_bytes), s.gradient_stages)),
+        probabilities(grad_scores.then(padded_tile_bytes(s.cols, s.rows, s.element_bytes), s.shares_keys ? 1 : 0)),
+        captured(probabilities.then(s.captured_bytes)) {}
+  constexpr int bytes() const { return captured.end(); }
+};
+
+// --- Hopper kernels, of 16-bit elements ---------------------------------------------------------------------
+
+/// A swizzled tile of TMA.
+constexpr int swizzled_tile_bytes(int rows, int cols) { return rows * cols * 2; }
+
+struct HopperForwardMemory {
+  struct Sizes {
+    int rows, cols, head, value, stages, query_stages, parts, line_bytes;
+  };
+  static constexpr int kWorkStages = 2;
+  Region query, key, value;
+  Region zeros;     // in place of values of which a part of a tile's queries has none, as those may be infinite
+  Region barriers;  // full and empty of works, queries, keys and values
+  Region works;     // the next tiles of queries, from the producer
+  Region entries;   // the list entry of each stage of keys
+  Region lines;     // what mods read
+
+  constexpr explicit HopperForwardMemory(const Sizes& s)
+      : query{0, swizzled_tile_bytes(s.rows, s.head), s.query_stages},
+        key(query.then(swizzled_tile_bytes(s.cols, s.head), s.stages)),
+        value(key.then(swizzled_tile_bytes(s.cols, s.value), s.stages)),
+        zeros(value.then(swizzled_tile_bytes(s.cols, s.value), s.parts > 1 ? 1 : 0)),
+        barriers(zeros.then(kBarrierBytes, 2 * (kWorkStages + s.query_stages + 2 * s.stages))),
+        works(barriers.then(16, kWorkStages)),
+        entries(works.then(4, s.stages)),
+        lines(entries.then(s.line_bytes)) {}
+  constexpr int bytes() const { return kSwizzleAlignment + lines.end(); }
+};
+
+struct HopperGradQueryMemory {
+  struct Sizes {
+    int rows, cols, head, value, stages, query_stages;
+  };
+  Region query;     // each stage a tile of queries and behind it one of grad_out
+  Region key;       // a stage more than of values, as dQ needs them for longer
+  Region value;
+  Region barriers;  // full and empty of queries, keys and values
+  Region works;     // whose queries they are; read until after their stage was released
+  Region entries;   // the list entry of each stage of keys
+  Region lines;     // of what a score_mod reads, or where prefetches write
+
+  constexpr explicit HopperGradQueryMemory(const Sizes& s)
+      : query{0, swizzled_tile_bytes(s.rows, s.head) + swizzled_tile_bytes(s.rows, s.value), s.query_stages},
+        key(query.then(swizzled_tile_bytes(s.cols, s.head), s.stages + 1)),
+        value(key.then(swizzled_tile_bytes(s.cols, s.value), s.stages)),
+        barriers(value.then(kBarrierBytes, 2 * (s.query_stages + 2 * s.stages + 1))),
+        works(barriers.then(16, 2 * s.query_stages)),
+        entries(works.then(4, s.stages + 1)),
+        lines(entries.then(4 * s.rows * (s.head == 64 && s.value == 64 ? 10 : 3))) {}
+  constexpr int bytes() const { return kSwizzleAlignment + lines.end(); }
+};
+
+/// It has no bytes for alignment: the dynamic shared memory itself begins at a multiple.
+struct HopperBackwardMemory {
+  struct Sizes {
+    int rows, cols, head, value, stages, query_stages, key_stages;
+    bool adds_grad_query;  // whether the CTA adds to dQ
+    bool own_keys;         // each warpgroup has 64 keys of its own
+    bool has_score_mod;
+    int captured_bytes;  // sums of captured buffers' gradients
+  };
+  static constexpr int kPlaces = 8;
+  Region key, value, query, grad_out;
+  Region grad_scores;  // dS as [query][key], in chunks of 64 keys
+  Region grad_query;   // dQ in float32, on its way to global memory; dK and dV too where TMA stores them
+  Region rows;         // row statistics of each stage of grad_out
+  Region places;       // whose queries a tile is; read until after the tile's stages were released, with dQ
+  Region barriers;     // value empty, key empty, then full and empty of queries, of grad_out and of dS
+  Region lines;        // of what a score_mod reads, or where prefetches write
+  Region captured;
+
+  constexpr explicit HopperBackwardMemory(const Sizes& s)
+      : key{0, swizzled_tile_bytes(s.cols, s.head), s.key_stages},
+        value(key.then(swizzled_tile_bytes(s.cols, s.value))),
+        query(value.then(swizzled_tile_bytes(s.rows, s.head), s.query_stages)),
+        grad_out(query.then(swizzled_tile_bytes(s.rows, s.value), s.stages)),
+        grad_scores(grad_out.then(s.adds_grad_query ? swizzled_tile_bytes(s.rows, s.cols) : 0, s.stages)),
+        grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * s.head : 0)),
+        rows(grad_query.then(kRowStatisticsBytes * s.rows, s.stages)),
+        places(rows.then(16, kPlaces)),
+        barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages))),
+        lines(barriers.then(s.has_score_mod ? 4 * (s.own_keys ? 512 : 256) : 0)),
+        captured(lines.then(s.captured_bytes)) {}
+  constexpr int bytes() const { return captured.end(); }
+};
+
+// --- sums of captured buffers' gradients --------------------------------------------------------------------
+
+/// What the backward keeps for each contribution to a captured buffer (FlexBufferSums in buffers.cuh).
+struct CapturedMemory {
+  int warps;     // that have keys of their own
+  int teams;     // warps of a team sum up a tile together
+  int sets;      // 2: a tile's sums are read until after the next one's pairs have begun
+  int queries;   // of a warp's part of a tile
+  int keys;      // of a warp's part of a tile
+
+  /// A line of floats of class D, 10 or 26 more than a multiple of 32, so that what a warp stores together lies in 32
+  /// banks.
+  constexpr int diagonal_line() const { return (queries + keys + 4) / 16 * 16 + 10; }
+  /// A team's histogram of class F: 16 bytes, then a high and a low word of each element.
+  static constexpr int histogram_bytes(int elements) { return 16 + round_up_to(elements * 8, 16); }
+  constexpr int bytes(char scheme, int elements) const {
+    return scheme == 'C'   ? warps * sets * queries * 4
+           : scheme == 'D' ? warps * 4 * diagonal_line() * 4
+           : scheme == 'F' ? teams * histogram_bytes(elements)
+                           : 0;
+  }
+};
+
+}  // namespace fusegrad::device
