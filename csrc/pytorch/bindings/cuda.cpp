@@ -5,6 +5,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cuda/attention/host/plan.h"
 #include "cuda/attention/host/program.h"
 #include "pytorch/bindings/score_mod.h"
 
@@ -100,7 +101,7 @@ void bind(py::module_& m) {
         for (size_t i = 0, made = kernels.size(); i < made; ++i) {
           FlexCase other = kernels[i];
           other.tall = false;
-          const auto rows = [&](const FlexCase& of) { return plan_flex(of, architecture).tile.rows; };
+          const auto rows = [&](const FlexCase& of) { return plan_kernel(of, architecture).tile().rows; };
           if (rows(other) != rows(kernels[i])) kernels.push_back(std::move(other));
         }
         return kernels;
@@ -110,13 +111,13 @@ void bind(py::module_& m) {
   m.def(
       "plan",
       [](const FlexCase& c, const std::string& architecture) {
-        const FlexPlan plan = plan_flex(c, architecture);
+        const KernelSpec spec = plan_kernel(c, architecture);
+        const FlexTileSize& tile = spec.tile();
         py::dict result;
-        result["family"] = plan.tile.family == FlexFamily::kHopper ? "hopper" : "portable";
-        result["tile"] =
-            py::make_tuple(plan.tile.rows, plan.tile.cols, plan.tile.warps, plan.tile.share, plan.tile.stages);
-        result["schemes"] = plan.schemes;
-        result["shared_bytes"] = plan.shared_bytes;
+        result["family"] = tile.family == FlexFamily::kHopper ? "hopper" : "portable";
+        result["tile"] = py::make_tuple(tile.rows, tile.cols, tile.warps, tile.share, tile.stages);
+        result["schemes"] = spec.facts().schemes;
+        result["shared_bytes"] = spec.facts().shared_bytes;
         return result;
       },
       py::arg("case"), py::arg("architecture"),
@@ -124,7 +125,7 @@ void bind(py::module_& m) {
   m.def(
       "program",
       [](const FlexCase& c, const std::string& architecture) {
-        return flex_program(c, plan_flex(c, architecture), architecture).program;
+        return flex_program(plan_kernel(c, architecture), architecture).program;
       },
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
   m.def(

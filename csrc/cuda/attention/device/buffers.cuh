@@ -337,7 +337,8 @@ class FlexBufferSums {
   // nothing; the counts.
   template <int k>
   __device__ __forceinline__ int* table() const {
-    return reinterpret_cast<int*>(shared_ + offset(k) + team() * CapturedMemory::histogram_bytes(Config::Schemes::kTable[k]));
+    return reinterpret_cast<int*>(shared_ + offset(k) +
+                                  team() * CapturedMemory::histogram_bytes(Config::Schemes::kTable[k]));
   }
 
   // Class D. Of 16 keys m and 8 queries a thread has sums of two elements each, of 8 keys by 8 queries in all: of row g

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cuda/attention/device/dropout.cuh"
+#include "cuda/attention/device/tile_entry.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
@@ -282,8 +283,10 @@ class TileWalk {
     }
   }
   __device__ __forceinline__ int count() const { return count_; }
-  /// 4 * column + kind.
-  __device__ __forceinline__ int operator[](int i) const { return list_ == nullptr ? 4 * i : list_[i]; }
+  /// The word of a TileEntry; without a block mask, whose tiles have no parts, a full tile.
+  __device__ __forceinline__ int operator[](int i) const {
+    return list_ == nullptr ? i * (1 << TileEntry<>::kKindBits) : list_[i];
+  }
 
  private:
   int count_;
@@ -353,9 +356,9 @@ __device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Argument
 
 /// Which tile of which head a CTA takes. The same tile of a few heads comes before the next one, so that tiles of like
 /// work end together; of few heads only, so that what they read stays in the L2 cache.
-struct Work {
+struct HeadTile {
   int head, tile;
-  __device__ __forceinline__ Work(int heads, int tiles, int id = static_cast<int>(blockIdx.x)) {
+  __device__ __forceinline__ HeadTile(int heads, int tiles, int id = static_cast<int>(blockIdx.x)) {
     constexpr int kTogether = 8;
     const int first = id / (kTogether * tiles) * kTogether;
     const int together = min(kTogether, heads - first), rest = id - first * tiles;

@@ -62,9 +62,9 @@ struct GradQueryMemory {
   constexpr explicit GradQueryMemory(const Sizes& s)
       : query{0, padded_tile_bytes(s.rows, s.head, s.element_bytes), 1},
         grad_out(query.then(padded_tile_bytes(s.rows, s.value, s.element_bytes))),
-        stages(grad_out.then(padded_tile_bytes(s.cols, s.head, s.element_bytes) +
-                                 padded_tile_bytes(s.cols, s.value, s.element_bytes),
-                             2)) {}
+        stages(grad_out.then(
+            padded_tile_bytes(s.cols, s.head, s.element_bytes) + padded_tile_bytes(s.cols, s.value, s.element_bytes),
+            2)) {}
   constexpr int bytes() const { return stages.end(); }
 };
 
@@ -125,8 +125,8 @@ struct HopperGradQueryMemory {
   struct Sizes {
     int rows, cols, head, value, stages, query_stages;
   };
-  Region query;     // each stage a tile of queries and behind it one of grad_out
-  Region key;       // a stage more than of values, as dQ needs them for longer
+  Region query;  // each stage a tile of queries and behind it one of grad_out
+  Region key;    // a stage more than of values, as dQ needs them for longer
   Region value;
   Region barriers;  // full and empty of queries, keys and values
   Region works;     // whose queries they are; read until after their stage was released
@@ -182,11 +182,11 @@ struct HopperBackwardMemory {
 
 /// What the backward keeps for each contribution to a captured buffer (FlexBufferSums in buffers.cuh).
 struct CapturedMemory {
-  int warps;     // that have keys of their own
-  int teams;     // warps of a team sum up a tile together
-  int sets;      // 2: a tile's sums are read until after the next one's pairs have begun
-  int queries;   // of a warp's part of a tile
-  int keys;      // of a warp's part of a tile
+  int warps;    // that have keys of their own
+  int teams;    // warps of a team sum up a tile together
+  int sets;     // 2: a tile's sums are read until after the next one's pairs have begun
+  int queries;  // of a warp's part of a tile
+  int keys;     // of a warp's part of a tile
 
   /// A line of floats of class D, 10 or 26 more than a multiple of 32, so that what a warp stores together lies in 32
   /// banks.

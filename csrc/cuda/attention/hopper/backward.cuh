@@ -49,14 +49,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float)), kEightRows = 8 * kBlockBytes;
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
   // Whether P needs nothing of dP's.
-  static constexpr bool kApart = !kInOrder && Config::kGradScores;
+  static constexpr bool kOverlapped = !kInOrder && Config::kGradScores;
   // Whether dropout's numbers are made beside the exponentials, for which there must be registers.
   static constexpr bool kDrawsAhead = Config::kDropout && kBlocksN == 8;
   static constexpr int kDrawn = kDrawsAhead ? kBlocksN / 2 : 1;
   // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
   // asked for pairs beyond the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
-  static_assert(Config::kParts == 1 || (kApart && kByElement));
+  static_assert(Config::kParts == 1 || (kOverlapped && kByElement));
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Of the barriers between a warpgroup and the warp that has its dQ added up.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
@@ -124,7 +124,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     issue_scores(s, i, 0);
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
-    if constexpr (kApart) wait_scores(s);
+    if constexpr (kOverlapped) wait_scores(s);
     if constexpr (kLines) {
       Lines lines;
       load(lines, i);
@@ -133,7 +133,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     Place now = place_of(i);
     for (; now.tile >= 0; now = place_of(++i)) {
-      if constexpr (!kApart) {
+      if constexpr (!kOverlapped) {
         wgmma_wait<0>();
         pin<kBlocksN * 4>(s[0]);
         if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
@@ -147,8 +147,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         h = now.h;
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
-      if constexpr (kApart) {
-        pairs_apart(now, i, s, d, p, ds);
+      if constexpr (kOverlapped) {
+        overlapped_pairs(now, i, s, d, p, ds);
       } else {
         pairs(now, i, s, d, p, ds);
         if (now.last()) release(value_empty());
@@ -185,7 +185,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
       if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
       // Here, and not where the loop begins, or the compiler would wait for each product.
-      if constexpr (kApart) wait_scores(s);
+      if constexpr (kOverlapped) wait_scores(s);
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
@@ -255,9 +255,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   }
   // As pairs(), with its own wait for dP. What a mask leaves out is replaced in a loop of its own: beside the
   // exponentials it would not fit registers.
-  __device__ __forceinline__ void pairs_apart(const Place& place, int i, float (&s)[kBlocksN][4],
-                                              float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
-                                              unsigned (&ds)[kBlocksN * 2]) const {
+  __device__ __forceinline__ void overlapped_pairs(const Place& place, int i, float (&s)[kBlocksN][4],
+                                                   float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
+                                                   unsigned (&ds)[kBlocksN * 2]) const {
     const auto of_alive = [&] {
       if constexpr (kByElement)
         return 0;

@@ -30,10 +30,14 @@ class FlexBackwardHopperTiles {
   static constexpr bool kOwnKeys = Config::kCols == 64 * Config::kGroups;
   static constexpr bool kSeamless = Config::kKeyStages == 2;
   static constexpr int kThreads = Config::kGroups * kWarpgroup;
-  // Named barriers: each warpgroup's turn to issue products, each warpgroup by itself, all that compute; and of each
-  // warpgroup, between it and the warp that has dQ added up: that there is dQ, and that its place is free.
-  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups, kAll = kAlone + Config::kGroups;
-  static constexpr int kSumFull = kAll + 1, kSumEmpty = kSumFull + Config::kGroups;
+  /// The first of each kind of named barriers; warpgroup g has the g-th of a kind.
+  enum NamedBarrier : int {
+    kTurn = 1,                              // whose turn it is to issue products
+    kAlone = kTurn + Config::kGroups,       // a warpgroup by itself
+    kAll = kAlone + Config::kGroups,        // all consumers
+    kSumFull = kAll + 1,                    // the warpgroup's dQ is there, for the warp that has it added up
+    kSumEmpty = kSumFull + Config::kGroups  // and its place is free again
+  };
   // Two sets of lines: a tile's sums are read until after the next one's pairs have begun.
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
@@ -54,7 +58,7 @@ class FlexBackwardHopperTiles {
   static constexpr int kKeyBarriers = 2 * Config::kKeyStages;
   // In place of a tile, behind the last one of keys: others of other keys follow, or none.
   static constexpr int kOtherKeys = -2, kNoMore = -1;
-  static constexpr int kKindBits = 2 * Config::kParts;
+  using Entry = TileEntry<Config::kParts>;
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
   // Whether pairs are computed eight queries after eight, as numbers of many at a time would not fit registers.
@@ -128,8 +132,8 @@ class FlexBackwardHopperTiles {
   struct Place {
     int b, h, tile, keys;
     static constexpr int kLast = 1, kStage = 2, kFirst = 4;
-    __device__ __forceinline__ int row() const { return (tile >> kKindBits) * (Config::kRows / Config::kParts); }
-    __device__ __forceinline__ int kinds() const { return tile & ((1 << kKindBits) - 1); }  // 0: all kTileFull
+    __device__ __forceinline__ int row() const { return Entry{tile}.column() * (Config::kRows / Config::kParts); }
+    __device__ __forceinline__ int kinds() const { return Entry{tile}.kinds(); }
     __device__ __forceinline__ int col() const { return keys & ~63; }
     __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
     __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
@@ -148,7 +152,9 @@ class FlexBackwardHopperTiles {
   }
   __device__ __forceinline__ unsigned rows(int s) const { return kMemory.rows.at(shared_, s); }
   /// Of tile i.
-  __device__ __forceinline__ unsigned place(int i) const { return kMemory.places.at(shared_, i % kMemory.places.count); }
+  __device__ __forceinline__ unsigned place(int i) const {
+    return kMemory.places.at(shared_, i % kMemory.places.count);
+  }
   __device__ __forceinline__ unsigned barrier(int i) const { return kMemory.barriers.at(shared_, i); }
   __device__ __forceinline__ unsigned value_empty() const { return barrier(0); }
   __device__ __forceinline__ unsigned key_empty(int s) const { return barrier(1 + (kSeamless ? s : 0)); }
@@ -183,7 +189,8 @@ class FlexBackwardHopperTiles {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
         for (int tile = 0; tile < walk.count() || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
-          const Place p{b, h, tile < walk.count() ? walk[tile] : row_tiles * Config::kParts << kKindBits, 0};
+          const Place p{b, h, tile < walk.count() ? walk[tile] : Entry::of(row_tiles * Config::kParts, kTileFull).word,
+                        0};
           const bool last = left == 1 && tile + 1 >= walk.count() && brought + 1 >= kLeast;
           if (last) id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
           load(i++, p, keys, brought++ == 0, last);
@@ -226,7 +233,8 @@ class FlexBackwardHopperTiles {
     if (kSeamless && first) load_keys();
     const bool with_values = Config::kGradScores && first;
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
-    Barrier::expect(grad_out_full(s), kMemory.grad_out.piece + kMemory.rows.piece + (with_values ? kMemory.value.piece : 0));
+    Barrier::expect(grad_out_full(s),
+                    kMemory.grad_out.piece + kMemory.rows.piece + (with_values ? kMemory.value.piece : 0));
     copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
     // Beyond the head's last row are those of the next one, of pairs that take no part.
     copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
@@ -263,8 +271,8 @@ class FlexBackwardHopperTiles {
                                          Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
   // Of reads by keys alone a thread has two a tile. With diagonals all are of lines, each warpgroup's its own.
   using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
-  static constexpr bool kLines =
-      kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() && 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
+  static constexpr bool kLines = kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() &&
+                                 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
   // Of eight queries, that are computed together where registers are left.
   static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
@@ -278,7 +286,9 @@ class FlexBackwardHopperTiles {
     if constexpr (kTouchesPairs)
       touch_pairs<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
   }
-  __device__ __forceinline__ unsigned lines() const { return shared_ + kMemory.lines.offset + group_ * Lines::kWords * 4; }
+  __device__ __forceinline__ unsigned lines() const {
+    return shared_ + kMemory.lines.offset + group_ * Lines::kWords * 4;
+  }
   __device__ __forceinline__ void load(Lines& lines, int i) const {
     const Place p = place_of(i);
     lines.load(score_, p.b, p.h, p.row(), p.col() + key_group() * 64, thread() % kWarpgroup);

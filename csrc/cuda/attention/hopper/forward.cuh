@@ -22,10 +22,11 @@ template <class Config>
 class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   using Tiles = FlexForwardHopperTiles<Config>;
   using Tiles::a_, Tiles::mask_, Tiles::query_, Tiles::score_, Tiles::zeros_;
+  using Tiles::key, Tiles::kMemory, Tiles::query, Tiles::value;
   using Tiles::key_empty, Tiles::key_full, Tiles::query_empty, Tiles::query_full, Tiles::value_empty, Tiles::value_full;
-  using Tiles::key, Tiles::kKindBits, Tiles::kMemory, Tiles::query, Tiles::value;
-  using Tiles::lane, Tiles::produce, Tiles::release, Tiles::tile, Tiles::work, Tiles::work_empty, Tiles::work_full;
-  using typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod, typename Tiles::Stages;
+  using Tiles::lane, Tiles::produce, Tiles::release, Tiles::entry, Tiles::work, Tiles::work_empty, Tiles::work_full;
+  using typename Tiles::Entry, typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod,
+      typename Tiles::Stages;
   using typename Tiles::Work, typename Tiles::Works;
   using T = typename Config::Element;
   using Softmax = FlexHopperSoftmax<Config>;
@@ -46,8 +47,11 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
   // Two barriers in turn: warpgroup 0 may be one work ahead, but not two, as keys have two stages.
   static_assert(!kStaggered || Config::kStages == 2);
-  // Named barriers: each warpgroup's turn, and each by itself.
-  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
+  /// The first of each kind of named barriers; warpgroup g has the g-th of a kind.
+  enum NamedBarrier : int {
+    kTurn = 1,                        // whose turn it is to issue products
+    kAlone = kTurn + Config::kGroups  // a warpgroup by itself
+  };
   // What mods read by keys, diagonals or queries is of lines in shared memory where there is room for them, each
   // warpgroup's its own. There are two sets: a tile's are written while its scores are multiplied, and other warps may
   // still read the former's.
@@ -128,7 +132,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       if (kStaggered && group_ == 1) named_sync(kTurn + parity, 2 * kWarpgroup);
       issue_scores(s, queries.stage(), keys.stage);
       if (kStaggered && group_ == 0) named_arrive(kTurn + parity, 2 * kWarpgroup);
-      const int now = number(keys, 0);
+      const Entry now = entry_of(keys, 0);
       // Others may still read the last tile's.
       if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
       bring_lines(now, 0);
@@ -154,7 +158,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       clear(out);
       if (tiles > 0) {
         if (skips) --tiles;
-        attend(tiles, number(keys, 0), out, s, keys, values, queries);
+        attend(tiles, entry_of(keys, 0), out, s, keys, values, queries);
         if (skips) {
           wait_keys(keys);
           begin_turn();
@@ -201,24 +205,24 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void wait_keys(const Stages& keys) const {
     Barrier::wait(key_full(keys.stage), keys.parity);
   }
-  /// Which tile the stage's keys are, as in its list. After wait_keys.
-  __device__ __forceinline__ int number(const Stages& keys, int i) const {
-    return Config::kBlocks ? load_by_first(lane(), tile(keys.stage)) : i << kKindBits;
+  /// The list entry of the stage's keys, tile i. After wait_keys.
+  __device__ __forceinline__ Entry entry_of(const Stages& keys, int i) const {
+    return Config::kBlocks ? Entry{load_by_first(lane(), entry(keys.stage))} : Entry::of(i, kTileFull);
   }
   /// The kind of the warpgroup's part of a tile.
-  __device__ __forceinline__ int kind_of(int tile) const {
-    return (Config::kParts > 1 ? tile >> 2 * group_ : tile) & 3;
-  }
+  __device__ __forceinline__ int kind_of(Entry tile) const { return tile.kind(group_); }
   /// Whether the last tile has no pair of the warpgroup's, but is not the only one.
   __device__ __forceinline__ bool skips_last() const { return Config::kParts > 1 && (row_ & 1) != 0; }
-  __device__ __forceinline__ bool has_none(int tile) const { return Config::kParts > 1 && kind_of(tile) == kTileNone; }
+  __device__ __forceinline__ bool has_none(Entry tile) const {
+    return Config::kParts > 1 && kind_of(tile) == kTileNone;
+  }
 
   __device__ __forceinline__ void clear(float (&out)[kBlocksE][4]) {
     zero(out);
     softmax_.begin();
   }
   /// All tiles, `now` the first one, whose scores are there; the output's last product is still in flight then.
-  __device__ __forceinline__ void attend(int tiles, int now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
+  __device__ __forceinline__ void attend(int tiles, Entry now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
                                          Stages& keys, Stages& values, QueryStages& queries) {
     unsigned p[kBlocksN * 2];
     float rescale[2];
@@ -255,7 +259,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         pin<kBlocksE * 4>(out[0]);
         issue_out(out, p, values.stage, now);
         if constexpr (kSeamless) end_turn();
-        now = number(keys, i);
+        now = entry_of(keys, i);
         bring_lines(now, i % kLineSets);
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
@@ -273,7 +277,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         wait_output(out, values, true);
         ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, now, n); });
         if (!ended) {
-          scores_again(s, (now >> kKindBits) * Config::kCols);
+          scores_again(s, now.column() * Config::kCols);
           again = true;
           break;
         }
@@ -312,7 +316,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     wgmma_commit();
   }
   __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2], int stage,
-                                            int tile) const {
+                                            Entry tile) const {
     const unsigned at = has_none(tile) ? zeros_ : this->value(stage);
     const auto value = descriptor(at, Config::kCols * kChunkBytes);
     wgmma_fence();
@@ -324,17 +328,17 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   // Queries that there are not may get any result: it is not stored.
-  __device__ __forceinline__ bool masked(int tile) const {
-    return kind_of(tile) != kTileFull || (tile >> kKindBits) * Config::kCols + Config::kCols > a_.keys;
+  __device__ __forceinline__ bool masked(Entry tile) const {
+    return kind_of(tile) != kTileFull || tile.column() * Config::kCols + Config::kCols > a_.keys;
   }
   /// A set of the warpgroup's; of a mask_mod first.
   __device__ __forceinline__ unsigned lines(int set) const {
     return query_ + kMemory.lines.offset + (group_ * kLineSets + set) * kSetBytes;
   }
   /// Writes what mods will read of a tile.
-  __device__ __forceinline__ void bring_lines(int tile, int set) const {
+  __device__ __forceinline__ void bring_lines(Entry tile, int set) const {
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    const int q = row_ + group_ * 64, kv = (tile >> kKindBits) * Config::kCols;
+    const int q = row_ + group_ * 64, kv = tile.column() * Config::kCols;
     if constexpr (kScoreLines) {
       ScoreLines of_score;
       of_score.load(score_, b_, h_, q, kv, thread);
@@ -359,8 +363,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
 
-  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile, int set) const {
-    const int q = first_query(), kv = (tile >> kKindBits) * Config::kCols + lane() % 4 * 2;
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], Entry tile, int set) const {
+    const int q = first_query(), kv = tile.column() * Config::kCols + lane() % 4 * 2;
     if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
     // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
     if constexpr (!Config::kUnscaled) change(s, q, kv, reads<kScoreLines, ScoreLines>(lines(set) + kMaskLineBytes));
@@ -386,7 +390,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
   template <class Reads>
-  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], int tile, int kind, int q, int kv,
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Entry tile, int kind, int q, int kv,
                                        const Reads& reads) const {
     int keys[2];  // of a row, below which a pair may take part
 #pragma unroll
@@ -419,8 +423,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   /// Of an operand of probabilities, two blocks of keys, n on.
-  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int tile, int n) const {
-    const int q = first_query() - lane() / 4, kv = (tile >> kKindBits) * Config::kCols;
+  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], Entry tile, int n) const {
+    const int q = first_query() - lane() / 4, kv = tile.column() * Config::kCols;
     const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
 #pragma unroll
     for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);

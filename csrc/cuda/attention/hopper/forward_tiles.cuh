@@ -22,7 +22,7 @@ class FlexForwardHopperTiles {
                                                 .parts = Config::kParts,
                                                 .line_bytes = Config::kLineBytes}};
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
-  static constexpr int kKindBits = 2 * Config::kParts;
+  using Entry = TileEntry<Config::kParts>;
   // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
   // would get the next longest too, and early enough for what it reads then to come.
   static constexpr int kAskBefore = 4;
@@ -85,14 +85,6 @@ class FlexForwardHopperTiles {
   }
 
   using Stages = Ring<Config::kStages>;
-  /// As Ring, in one register.
-  template <int kCount>
-  struct Counted {
-    unsigned i = 0;
-    __device__ __forceinline__ int stage() const { return static_cast<int>(i % kCount); }
-    __device__ __forceinline__ int parity() const { return static_cast<int>(i / kCount & 1); }
-    __device__ __forceinline__ void next() { ++i; }
-  };
   using QueryStages = Counted<Config::kQueryStages>;
   using Works = Counted<2>;
 
@@ -110,8 +102,8 @@ class FlexForwardHopperTiles {
   __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
   /// A Work.
   __device__ __forceinline__ unsigned work(int s) const { return kMemory.works.at(query_, s); }
-  /// A tile's number and kind, of each stage of keys.
-  __device__ __forceinline__ unsigned tile(int s) const { return kMemory.entries.at(query_, s); }
+  /// The list entry of each stage of keys.
+  __device__ __forceinline__ unsigned entry(int s) const { return kMemory.entries.at(query_, s); }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   // By each warp.
   __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
@@ -130,7 +122,7 @@ class FlexForwardHopperTiles {
     Counted<Config::kStages> tiles;
     QueryStages queries;
     Works works;
-    int first = 0, next_first = 0;
+    Entry first{0}, next_first{0};
     Work next, w = work_at(static_cast<int>(blockIdx.x), first);
     for (int id = static_cast<int>(blockIdx.x); w.row != Work::kNoMore; w = next, first = next_first) {
       tell(w, works);
@@ -143,24 +135,24 @@ class FlexForwardHopperTiles {
       const TileWalk walk = walk_of(w);
       const int ask = max(w.tiles - kAskBefore, 0);
       int col = 0;
+      Entry now = first;
 #pragma unroll 1  // or its code would be a third of the kernel's
-      for (int i = 0, now = first; i < w.tiles + kLag; ++i) {
+      for (int i = 0; i < w.tiles + kLag; ++i) {
         if (i == ask) id = next_id(id);
         int value_col = col;
         if (i < w.tiles) {
           const int stage = tiles.stage();
-          col = (now >> kKindBits) * Config::kCols;
+          col = now.column() * Config::kCols;
           Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
           if constexpr (Config::kBlocks)
-            asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
-          copy_tile<Config::kCols, Config::kHead>(key(stage), more_.key, key_full(stage), col, key_head,
-                                                  key_batch);
-          now = !Config::kBlocks ? now + (1 << kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
+            asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now.word) : "memory");
+          copy_tile<Config::kCols, Config::kHead>(key(stage), more_.key, key_full(stage), col, key_head, key_batch);
+          now.word = !Config::kBlocks ? now.word + (1 << Entry::kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
         }
         if (i == 0) {
           Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
-          copy_tile<Config::kRows, Config::kHead>(query(queries.stage()), more_.query,
-                                                  query_full(queries.stage()), w.row & ~Work::kSkips, w.h, w.b);
+          copy_tile<Config::kRows, Config::kHead>(query(queries.stage()), more_.query, query_full(queries.stage()),
+                                                  w.row & ~Work::kSkips, w.h, w.b);
           queries.next();
         }
         if (kLag == 0) value_col = col;
@@ -168,8 +160,8 @@ class FlexForwardHopperTiles {
           const Counted<Config::kStages> brought{tiles.i - kLag};
           const int stage = brought.stage();
           Barrier::wait(value_empty(stage), brought.parity() ^ 1);
-          copy_tile<Config::kCols, Config::kValue>(value(stage), more_.value, value_full(stage),
-                                                   value_col, key_head, key_batch);
+          copy_tile<Config::kCols, Config::kValue>(value(stage), more_.value, value_full(stage), value_col, key_head,
+                                                   key_batch);
         }
         if (i < w.tiles) tiles.next();
         // What it reads comes while tiles do.
@@ -187,7 +179,7 @@ class FlexForwardHopperTiles {
                     (Config*)nullptr);
   }
   // `first`: its first tile, where it has one.
-  __device__ __forceinline__ Work work_at(int id, int& first) const {
+  __device__ __forceinline__ Work work_at(int id, Entry& first) const {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     if (id >= a_.batches * a_.heads * row_tiles) return {0, 0, Work::kNoMore, 0};
     // The last queries first: under a causal mask they have the most keys, and what is begun last should not take long.
@@ -197,7 +189,7 @@ class FlexForwardHopperTiles {
     Work w{b, head - b * a_.heads, (row_tiles - 1 - place / heads) * Config::kRows, 0};
     const TileWalk walk = walk_of(w);
     w.tiles = walk.count();
-    first = walk[0];
+    first.word = walk[0];
     if constexpr (Config::kParts > 1) {
       static_assert(kTileNone == 3 && Config::kParts <= 3);
       if (w.tiles > 1) {

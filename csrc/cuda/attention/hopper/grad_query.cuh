@@ -33,10 +33,13 @@ class FlexGradQueryHopper {
                                                   .query_stages = Config::kQueryStages}};
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   static constexpr int kQueryStages = Config::kQueryStages;
-  // Beside a tile's kind: whether it is the last one of its queries; and in place of a tile.
-  static constexpr int kLast = 4, kNoMore = -1;
-  // Named barriers: each warpgroup's turn to issue products, and each by itself.
-  static constexpr int kTurn = 1, kAlone = kTurn + Config::kGroups;
+  using Entry = LastTileEntry;
+  static constexpr int kNoMore = -1;  // in place of an entry's word
+  /// The first of each kind of named barriers; warpgroup g has the g-th of a kind.
+  enum NamedBarrier : int {
+    kTurn = 1,                        // whose turn it is to issue products
+    kAlone = kTurn + Config::kGroups  // a warpgroup by itself
+  };
   // Of the pairs that a mask_mod is asked for at once.
   static constexpr int kTogether = 8;
   static constexpr bool kPairs = kPairBytes<ScoreMod> > 0 && Config::kHead <= 128;
@@ -44,13 +47,14 @@ class FlexGradQueryHopper {
   // room for them; else whether they are asked for a tile ahead.
   using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
   static constexpr bool kSmall = Config::kHead <= 128;
-  static constexpr bool kLines = !kPairs && Lines::all() && 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
+  static constexpr bool kLines =
+      !kPairs && Lines::all() && 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
   // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
   // registers; and how many. What they wait for, they wait for together.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   // Whether probabilities are computed while grad_out by values is being multiplied.
-  static constexpr bool kApart = !kInOrder;
+  static constexpr bool kOverlapped = !kInOrder;
   static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead == 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
@@ -124,8 +128,10 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ unsigned work(unsigned i) const {
     return barriers_ + kMemory.barriers.bytes() + kMemory.works.piece * (i % kMemory.works.count);
   }
-  /// 8 * column + kLast + kind of a tile, of each stage of keys.
-  __device__ __forceinline__ unsigned tile(int s) const { return work(0) + kMemory.works.bytes() + s * kMemory.entries.piece; }
+  /// The entry of each stage of keys.
+  __device__ __forceinline__ unsigned entry(int s) const {
+    return work(0) + kMemory.works.bytes() + s * kMemory.entries.piece;
+  }
 
   // Anew where registers are scarce.
   static __device__ __forceinline__ int thread() { return kSmall ? static_cast<int>(threadIdx.x) : thread_anew(); }
@@ -145,9 +151,10 @@ class FlexGradQueryHopper {
       const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_, tiles = walk.count();
 #pragma unroll 1  // or its code would be a quarter of the kernel's
       for (int i = 0; i < tiles; ++i) {
-        const int now = walk[i], col = (now >> 2) * Config::kCols;
+        const TileEntry<> now{walk[i]};
+        const int col = now.column() * Config::kCols;
         Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
-        tell(now + (now & ~3) + (i + 1 == tiles ? kLast : 0), keys.stage);
+        tell(Entry::of(now, i + 1 == tiles), keys.stage);
         copy_tile<Config::kCols, Config::kHead>(key(keys.stage), more_.key, key_full(keys.stage), col, key_head,
                                                 key_batch);
         keys.next();
@@ -170,7 +177,7 @@ class FlexGradQueryHopper {
       id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
     }
     Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
-    tell(kNoMore, keys.stage);
+    tell({kNoMore}, keys.stage);
     Barrier::arrive(key_full(keys.stage));
     Barrier::wait(value_empty(values.stage), values.parity ^ 1);
     Barrier::arrive(value_full(values.stage));
@@ -179,7 +186,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ bool take(int id) {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     if (id >= a_.batches * a_.heads * row_tiles) return false;
-    const Work work(a_.batches * a_.heads, row_tiles, id);
+    const HeadTile work(a_.batches * a_.heads, row_tiles, id);
     // The last queries first: under a causal mask they have the most keys.
     row_ = (row_tiles - 1 - work.tile) * Config::kRows;
     b_ = work.head / a_.heads;
@@ -205,8 +212,8 @@ class FlexGradQueryHopper {
       }
     }
   }
-  __device__ __forceinline__ void tell(int now, int stage) const {
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(tile(stage)), "r"(now) : "memory");
+  __device__ __forceinline__ void tell(Entry now, int stage) const {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now.word) : "memory");
   }
 
   // --- a consumer warpgroup ---
@@ -218,8 +225,8 @@ class FlexGradQueryHopper {
     Values values;
     unsigned queries = 0;
     wait_keys(keys);
-    int now = number(keys);
-    if (now != kNoMore) {
+    Entry now = entry_of(keys);
+    if (now.word != kNoMore) {
       // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
       if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
       take_queries(queries);
@@ -234,11 +241,11 @@ class FlexGradQueryHopper {
         load(lines, now);
         lines.store(this->lines(), thread() % kWarpgroup);
       }
-      if constexpr (kApart) wait_scores(s);
-      while (now != kNoMore) {
+      if constexpr (kOverlapped) wait_scores(s);
+      while (now.word != kNoMore) {
         unsigned ds[kBlocksN * 2];
-        if constexpr (kApart) {
-          pairs_apart(now, s, d, ds);
+        if constexpr (kOverlapped) {
+          overlapped_pairs(now, s, d, ds);
         } else {
           wgmma_wait<0>();
           pin<kBlocksN * 4>(s[0]);
@@ -246,13 +253,13 @@ class FlexGradQueryHopper {
         }
         release(value_empty(values.stage));
         values.next();
-        const bool last_tile = (now & kLast) != 0;
+        const bool last_tile = now.last();
         if (last_tile) {
           release(query_empty(stage_of(queries)));
           ++queries;
         }
         if constexpr (kLines) named_sync(kAlone + group_, kWarpgroup);
-        if constexpr (!kApart) pairs(now, s, d, ds);
+        if constexpr (!kOverlapped) pairs(now, s, d, ds);
         const Keys last = keys;
         keys.next();
         begin_turn();
@@ -265,7 +272,7 @@ class FlexGradQueryHopper {
           if constexpr (!kSmall) load_rows();
         }
         // Here, and not where the loop begins, or the compiler would wait for each product.
-        if constexpr (kApart) wait_scores(s);
+        if constexpr (kOverlapped) wait_scores(s);
       }
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
@@ -302,16 +309,16 @@ class FlexGradQueryHopper {
   /// Adds up the gradient by a tile, and issues the first products of the next one, which is returned. None of the
   /// products is under a condition, which would make the compiler wait for them: of a tile that there is not they are
   /// made of whatever lies in shared memory, and not used.
-  __device__ __forceinline__ int turn(bool last_tile, const Keys& last, const Keys& keys, const Values& values,
-                                      unsigned queries, const unsigned (&ds)[kBlocksN * 2], float (&sum)[kBlocksD][4],
-                                      float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
+  __device__ __forceinline__ Entry turn(bool last_tile, const Keys& last, const Keys& keys, const Values& values,
+                                        unsigned queries, const unsigned (&ds)[kBlocksN * 2], float (&sum)[kBlocksD][4],
+                                        float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
     if constexpr (Config::kGradQuery) issue_grad_query(sum, ds, last);
     wait_keys(keys);
-    if (last_tile && number(keys) != kNoMore) take_queries(queries);
+    if (last_tile && entry_of(keys).word != kNoMore) take_queries(queries);
     issue_scores(s, stage_of(queries), keys);
     // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
     end_turn();
-    const int next = number(keys);
+    const Entry next = entry_of(keys);
     touch(next);
     Lines lines;
     if constexpr (kLines) load(lines, next);
@@ -333,17 +340,19 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ void wait_keys(const Keys& keys) const {
     Barrier::wait(key_full(keys.stage), keys.parity);
   }
-  /// Which tile the stage's keys are. After wait_keys.
-  __device__ __forceinline__ int number(const Keys& keys) const { return load_by_first(lane(), tile(keys.stage)); }
+  /// The entry of the stage's keys. After wait_keys.
+  __device__ __forceinline__ Entry entry_of(const Keys& keys) const {
+    return {load_by_first(lane(), entry(keys.stage))};
+  }
   /// What the warpgroup will read of captured tensors.
-  __device__ __forceinline__ void touch(int tile) const {
+  __device__ __forceinline__ void touch(Entry tile) const {
     const int q = row_ + group_ * 64, kv = col_of(tile), thread = this->thread() % kWarpgroup;
-    const unsigned nowhere = this->tile(kKeyStages) + this->thread() * 4;
+    const unsigned nowhere = entry(kKeyStages) + this->thread() * 4;
     if constexpr (kTouches) touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
     if constexpr (kPairs) touch_pairs<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
   }
-  __device__ __forceinline__ unsigned lines() const { return tile(kKeyStages) + group_ * Lines::kWords * 4; }
-  __device__ __forceinline__ void load(Lines& lines, int tile) const {
+  __device__ __forceinline__ unsigned lines() const { return entry(kKeyStages) + group_ * Lines::kWords * 4; }
+  __device__ __forceinline__ void load(Lines& lines, Entry tile) const {
     lines.load(score_, b_, h_, row_ + group_ * 64, col_of(tile), thread() % kWarpgroup);
   }
   // By each warp, when all its lanes are done with what the barrier guards.
@@ -388,8 +397,8 @@ class FlexGradQueryHopper {
 
   // As pairs(), with its own wait for grad_out by values. The branch of the mask is between the probabilities and that
   // wait, or ptxas would have it come first.
-  __device__ __forceinline__ void pairs_apart(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
-                                              unsigned (&ds)[kBlocksN * 2]) const {
+  __device__ __forceinline__ void overlapped_pairs(Entry tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                                   unsigned (&ds)[kBlocksN * 2]) const {
 #pragma unroll
     for (int k = 0; k < kBlocksN * 4; ++k) {
       float changed;
@@ -420,18 +429,18 @@ class FlexGradQueryHopper {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
   }
-  static __device__ __forceinline__ int col_of(int tile) { return (tile >> 3) * Config::kCols; }
-  __device__ __forceinline__ bool masked(int tile) const {
-    return (tile & 3) != kTileFull || col_of(tile) + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+  static __device__ __forceinline__ int col_of(Entry tile) { return tile.column() * Config::kCols; }
+  __device__ __forceinline__ bool masked(Entry tile) const {
+    return tile.kind() != kTileFull || col_of(tile) + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
   }
-  __device__ __forceinline__ Bits<kBlocksN * 4> mask_of(int tile) const {
-    return masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, tile & 3, b_, h_, first_query(),
+  __device__ __forceinline__ Bits<kBlocksN * 4> mask_of(Entry tile) const {
+    return masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, tile.kind(), b_, h_, first_query(),
                                                             col_of(tile) + lane() % 4 * 2);
   }
 
   /// Of 16 keys, n * 8 on.
   using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
-  __device__ __forceinline__ DropoutPairs dropout_pairs(int tile, int n) const {
+  __device__ __forceinline__ DropoutPairs dropout_pairs(Entry tile, int n) const {
     return dropout_.template pairs<false>(a_.dropout, first_query() - lane() / 4, col_of(tile) + n * 8, lane());
   }
   /// Of grad_out by values, what dropout makes of it.
@@ -441,7 +450,7 @@ class FlexGradQueryHopper {
     for (int e = 0; e < 4; ++e) d[e] *= a_.dropout.scale;
   }
   // The gradient by a tile's scores, as an operand.
-  __device__ __forceinline__ void pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+  __device__ __forceinline__ void pairs(Entry tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&ds)[kBlocksN * 2]) {
     const int q = first_query(), kv = col_of(tile) + lane() % 4 * 2;
     const bool masked = this->masked(tile);
@@ -453,8 +462,9 @@ class FlexGradQueryHopper {
     }
   }
   template <bool kMasked>
-  __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int tile, int q, int kv, float (&s)[kBlocksN][4],
-                                            float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
+  __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, Entry tile, int q, int kv,
+                                            float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+                                            unsigned (&ds)[kBlocksN * 2]) {
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
     DropoutPairs kept;

@@ -14,38 +14,40 @@ namespace fusegrad::cuda {
 
 using at::Tensor;
 
-FlexBufferSums::FlexBufferSums(const FlexScores& scores, const FlexCase& c, const FlexPlan& plan, const Tensor& query,
+FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& facts, const Tensor& query,
                                const Tensor& key, const std::vector<Tensor>& grads)
-    : derivative_(scores.score_mod.text.empty() ? nullptr
-                                                : score_mod::cached_derivative(scores.score_mod.text, c.wants_grad)) {
+    : derivative_(scores.score_mod.text.empty()
+                      ? nullptr
+                      : score_mod::cached_derivative(scores.score_mod.text, facts.wants_grad)) {
   const auto floats = query.options().dtype(at::kFloat), integers = floats.dtype(at::kLong);
   const auto& buffers = scores.score_mod.buffers;
   const int64_t heads = query.size(0) * query.size(1), pairs = heads * query.size(2) * key.size(2);
-  const int64_t partial = heads * plan.tile.share * tiles_in(key.size(2), plan.tile.cols) * plan.tile.cols;
-  std::vector<bool> fixed(buffers.size(), c.fixed_point);
+  const int64_t partial = heads * facts.tile.share * tiles_in(key.size(2), facts.tile.cols) * facts.tile.cols;
+  std::vector<bool> fixed(buffers.size(), facts.fixed_point);
   for (size_t k = 0; k < contributions(); ++k) {
     partial_.emplace_back();
-    if (!c.partial_sums || plan.schemes[k] > 'B') continue;
+    if (!facts.partial_sums || facts.schemes[k] > 'B') continue;
     partial_[k] = {at::zeros({partial}, floats), at::empty({partial}, integers)};
     fixed[buffer_of(k)] = true;
   }
   for (size_t i = 0; i < buffers.size(); ++i) {
-    const bool there = c.wants_grad[i] && !fixed[i] && grads[i].scalar_type() == at::kFloat && grads[i].is_contiguous();
-    sums_.push_back(!c.wants_grad[i] ? Tensor()
-                    : there          ? grads[i].view({grads[i].numel()}).zero_()
-                                     : at::zeros({buffers[i].numel()}, fixed[i] ? integers : floats));
+    const bool there =
+        facts.wants_grad[i] && !fixed[i] && grads[i].scalar_type() == at::kFloat && grads[i].is_contiguous();
+    sums_.push_back(!facts.wants_grad[i] ? Tensor()
+                    : there              ? grads[i].view({grads[i].numel()}).zero_()
+                                         : at::zeros({buffers[i].numel()}, fixed[i] ? integers : floats));
   }
   if (std::find(fixed.begin(), fixed.end(), true) != fixed.end())
     largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
   // So that no sum overflows.
-  const int64_t each = c.fixed_point ? pairs : partial;
+  const int64_t each = facts.fixed_point ? pairs : partial;
   int64_t places = 0;
   for (size_t k = 0; k < contributions(); ++k)
     places += derivative_->values(derivative_->open_axes(derivative_->contributions()[k]));
   const auto count = static_cast<uint64_t>(places) * static_cast<uint64_t>(each);
   fixed_bits_ = 62 - static_cast<int>(std::bit_width(count));
-  if (c.fixed_point) fixed_bits_ = std::min(fixed_bits_, device::kFlexFixedBits);
-  TORCH_CHECK_VALUE(!c.fixed_point || 2 * fixed_bits_ >= device::kFlexFixedBits,
+  if (facts.fixed_point) fixed_bits_ = std::min(fixed_bits_, device::kFlexFixedBits);
+  TORCH_CHECK_VALUE(!facts.fixed_point || 2 * fixed_bits_ >= device::kFlexFixedBits,
                     "flex_attention: with deterministic=True B * H * M * N must be below 2^45, but got ", pairs);
 }
 

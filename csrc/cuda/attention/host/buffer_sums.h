@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cuda/attention/device/arguments.cuh"
-#include "cuda/attention/host/plan.h"
+#include "cuda/attention/host/kernel_spec.h"
 #include "pytorch/attention/flex_attention.h"
 #include "score_mod/graph.h"
 
@@ -16,10 +16,10 @@ namespace fusegrad::cuda {
 /// The sums of the contributions to captured buffers.
 class FlexBufferSums {
  public:
-  /// Of what the backward by keys adds up, whose case and plan they are. In `grads` themselves where these are dense
-  /// float32 and sums are float.
-  FlexBufferSums(const FlexScores& scores, const FlexCase& c, const FlexPlan& plan, const at::Tensor& query,
-                 const at::Tensor& key, const std::vector<at::Tensor>& grads);
+  /// Sums of what the backward by keys contributes, `facts` are that kernel's. They lie in `grads` themselves where
+  /// those are dense float32 and sums are float.
+  FlexBufferSums(const FlexScores& scores, const KernelFacts& facts, const at::Tensor& query, const at::Tensor& key,
+                 const std::vector<at::Tensor>& grads);
 
   size_t contributions() const { return derivative_ == nullptr ? 0 : derivative_->contributions().size(); }
   float* largest() const { return largest_.defined() ? largest_.mutable_data_ptr<float>() : nullptr; }

@@ -1,39 +1,40 @@
-// A call of flex attention on CUDA, as its kernels take it.
+// A call of flex attention on CUDA: its operands as kernels take them, and the launches of its plans.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "cuda/attention/host/plan.h"
+#include "cuda/attention/host/launch_plan.h"
 #include "cuda/attention/host/tile_lists.h"
 #include "jit/kernel_cache.h"
 #include "pytorch/attention/flex_attention.h"
 
 namespace fusegrad::cuda {
 
-/// Whether the innermost dimension is dense, and rows are at multiples of 16 bytes, as kernels read and write them.
+/// Whether the innermost dimension is dense and rows begin at multiples of 16 bytes, as kernels read and write them.
 bool has_aligned_rows(const at::Tensor& t);
-/// Of t's sizes, such rows, not filled; zeros_beyond: what is between their ends and whole vectors is zeros.
+/// A tensor of t's sizes with such rows, not filled. zeros_beyond: zeros from their ends to whole vectors.
 at::Tensor new_aligned_rows(const at::Tensor& t, bool zeros_beyond);
-/// `t`, or a copy that is so, with zeros beyond.
+/// `t`, or a copy with such rows and zeros beyond.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 device::FlexTensor view(const at::Tensor& t);
 inline const float* data_of(const at::Tensor& t) {
   return t.defined() && t.numel() > 0 ? t.const_data_ptr<float>() : nullptr;
 }
-inline int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
-void check_ctas(int64_t ctas);
 
-/// One call: its score_mod and mask_mod, its block mask, its launches.
+/// The operands of one call and what its kernels have in common. Executes launch plans.
 class FlexCall {
  public:
   FlexCall(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const FlexScores& scores);
 
-  FlexCase& kernel_case() { return case_; }
+  /// What all kernels of the call have in common.
+  const FlexCase& common() const { return common_; }
+  const FlexShape& shape() const { return shape_; }
   CUstream_st* stream() const { return stream_; }
 
   template <class Arguments>
@@ -41,56 +42,57 @@ class FlexCall {
     a.query = view(query_);
     a.key = view(key_);
     a.value = view(value_);
-    a.batches = static_cast<int>(query_.size(0));
-    a.key_batches = static_cast<int>(key_.size(0));
-    a.heads = static_cast<int>(query_.size(1));
-    a.group = static_cast<int>(query_.size(1) / key_.size(1));
-    a.queries = static_cast<int>(query_.size(2));
-    a.keys = static_cast<int>(key_.size(2));
-    a.head_size = case_.head_size;
-    a.value_size = case_.value_size;
+    a.batches = static_cast<int>(shape_.batches);
+    a.key_batches = static_cast<int>(shape_.key_batches);
+    a.heads = static_cast<int>(shape_.heads);
+    a.group = static_cast<int>(shape_.group());
+    a.queries = static_cast<int>(shape_.queries);
+    a.keys = static_cast<int>(shape_.keys);
+    a.head_size = common_.head_size;
+    a.value_size = common_.value_size;
     a.scale = static_cast<float>(scores_.scale);
   }
 
-  FlexPlan plan() const { return plan_of(case_); }
-  static FlexPlan plan_of(const FlexCase& c);
-
   /// Whether a backward's tall tiles take less time than others.
   bool pays_tall() const;
+  LaunchPlan plan(const FlexCase& c, int64_t launches = 1) const;
 
-  /// The lists of tiles for a kernel; what they lie in is kept until the call's end.
-  device::FlexTiles tiles(const FlexTileSize& tile, bool by_key);
+  /// The lists of tiles of a launch, and the number from which its CTAs count (null without a block mask).
+  struct Lists {
+    device::FlexTiles tiles{};
+    int* next = nullptr;
+  };
+  /// What they lie in is kept until the call's end.
+  Lists lists(const LaunchPlan& plan);
 
-  /// What the Hopper forward takes besides. After tiles().
-  device::FlexForwardHopperArguments hopper_forward(const FlexTileSize& tile) const;
-  /// What the Hopper backward takes besides. After tiles().
-  device::FlexBackwardHopperArguments hopper_backward(const FlexTileSize& tile, const at::Tensor& grad_out,
-                                                      const at::Tensor& rows, const at::Tensor& grad_key,
-                                                      const at::Tensor& grad_value) const;
+  /// What the Hopper kernels take besides.
+  device::FlexForwardHopperArguments hopper_forward(const LaunchPlan& plan, const Lists& lists) const;
+  device::FlexBackwardHopperArguments hopper_backward(const LaunchPlan& plan, const Lists& lists,
+                                                      const at::Tensor& grad_out, const at::Tensor& rows,
+                                                      const at::Tensor& grad_key, const at::Tensor& grad_value) const;
 
-  /// The kernel of a plan, compiled and loaded. `ahead`: called where it is compiled, with the architecture.
-  const jit::Kernel& kernel(const FlexPlan& plan, const std::function<void(const std::string&)>& ahead = nullptr) const;
+  /// The kernel, compiled and loaded. `ahead`: called where it is compiled, with the architecture.
+  const jit::Kernel& kernel(const KernelSpec& spec,
+                            const std::function<void(const std::string&)>& ahead = nullptr) const;
   /// `more`: the kernel's further arguments.
-  void launch(const FlexPlan& plan, void* arguments, int64_t ctas, const std::vector<void*>& more,
+  void launch(const LaunchPlan& plan, void* arguments, const std::vector<void*>& more,
               const std::function<void(const std::string&)>& ahead = nullptr);
 
  private:
-  int section(int64_t heads, int64_t bytes) const;
-  FlexTileLists lists_of(const FlexTileSize& tile, bool by_key) const;
-  bool takes_direct_lists(const FlexTileLists& lists) const;
   void take_blocks();
   const uint8_t* states_of_blocks();
 
   const at::Tensor query_, key_, value_;
   const FlexScores& scores_;
   const at::cuda::CUDAStream stream_;
-  FlexCase case_;
+  FlexShape shape_;
+  FlexCase common_;
   std::vector<int64_t> score_words_, mask_words_;
+  std::optional<BlockMaskShape> mask_;
   std::vector<at::Tensor> lists_, kept_;
   FlexBlockMap map_{};
   device::FlexTiles tiles_{};  // but for what depends on a kernel's tiles
   at::Tensor states_;
-  int* next_ = nullptr;
 };
 
 }  // namespace fusegrad::cuda

@@ -4,8 +4,6 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <algorithm>
-#include <array>
-#include <tuple>
 #include <utility>
 
 #include "cuda/attention/host/buffer_sums.h"
@@ -23,35 +21,42 @@ namespace {
 using at::Tensor;
 using device::FlexTensor;
 
-/// What the kernels of a backward have in common, made of what a forward's has; and in how many launches the kernel by
-/// keys runs, so that sums come in one order.
-std::pair<FlexCase, int64_t> backward_case(FlexCase c, const FlexCall& call, const FlexScores& scores,
-                                           const Tensor& key, const std::vector<bool>& needs_grad, bool deterministic) {
+FlexCase forward_case(const FlexCall& call, const FlexScores& scores, bool max_scores, bool out_low) {
+  FlexCase c = call.common();
+  c.kernel = FlexKernel::kForward;
+  c.max_scores = max_scores;
+  c.out_low = out_low && c.dtype != DType::kFloat32;  // float32 loses nothing
+  c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
+  return c;
+}
+
+/// What the kernels of a backward have in common, and the launches of the one by keys.
+struct Backward {
+  FlexCase common;
+  int64_t launches = 1;
+};
+Backward backward_case(const FlexCall& call, const FlexScores& scores, const std::vector<bool>& needs_grad,
+                       bool deterministic, bool max_gradient) {
+  Backward made{call.common()};
+  FlexCase& c = made.common;
   c.tall = call.pays_tall();
-  c.max_scores = c.out_low = c.unscaled = false;
+  c.max_gradient = max_gradient;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
-  int64_t launches = 1;
-  if (deterministic && c.wants_buffers()) {
-    launches =
-        ordered_launches(c, key.size(0), key.size(1), key.size(2),
-                         at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
-  }
+  if (!deterministic || !c.wants_buffers()) return made;
+  const FlexShape& n = call.shape();
+  const int64_t launches =
+      ordered_launches(c, n.key_batches, n.key_heads, n.keys,
+                       at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
   c.fixed_point = launches == 0;
-  c.partial_sums = deterministic && c.wants_buffers() && !c.fixed_point;
-  return {std::move(c), std::max<int64_t>(launches, 1)};
+  c.partial_sums = !c.fixed_point;
+  made.launches = std::max<int64_t>(launches, 1);
+  return made;
 }
 
 /// Where a kernel that stores boxes writes a gradient, whose rows may not be as those are.
 Tensor rows_for(const Tensor& grad) {
   return grad.numel() == 0 || has_aligned_rows(grad) ? grad : new_aligned_rows(grad, false);
-}
-
-/// Of a Hopper kernel whose CTAs stay for more of the work: one a multiprocessor, from which they count on.
-int64_t staying_ctas(int64_t work) {
-  const int64_t processors = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  check_ctas(work + processors);
-  return std::min(work, processors);
 }
 
 device::FlexDropout dropout_of(const Tensor& seed, double p) {
@@ -82,13 +87,9 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     outputs.max_ties.zero_();
   } else if (outputs.lse.numel() != 0) {
     FlexCall call(query, key, value, scores);
-    FlexCase& c = call.kernel_case();
-    c.kernel = FlexKernel::kForward;
-    c.max_scores = outputs.max_scores.numel() != 0;
-    c.out_low = outputs.out_low.numel() != 0 && c.dtype != DType::kFloat32;
-    if (!c.out_low) outputs.out_low.zero_();  // float32 loses nothing
-    c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
-    const FlexPlan plan = call.plan();
+    const FlexCase c = forward_case(call, scores, outputs.max_scores.numel() != 0, outputs.out_low.numel() != 0);
+    if (!c.out_low) outputs.out_low.zero_();
+    const LaunchPlan plan = call.plan(c);
     device::FlexForwardArguments a{};
     call.fill(a);
     a.out = view(outputs.out);
@@ -99,25 +100,25 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
     }
     if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
-    a.tiles = call.tiles(plan.tile, /*by_key=*/false);
-    // As the backward has them for gradients of the output alone.
+    const FlexCall::Lists lists = call.lists(plan);
+    a.tiles = lists.tiles;
+    // The kernels of a backward for gradients of the output alone.
     const auto ahead = [&](const std::string& architecture) {
       if ((aux & kFlexBackward) == 0) return;
       std::vector<bool> needs_grad;
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
       const bool ordered = (aux & kFlexOrdered) != 0;
-      const FlexCase backward = backward_case(c, call, scores, key, needs_grad, ordered).first;
+      const FlexCase backward = backward_case(call, scores, needs_grad, ordered, /*max_gradient=*/false).common;
       for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
-        jit::compile_ahead(flex_program(next, FlexCall::plan_of(next), architecture).program);
+        jit::compile_ahead(flex_program(plan_kernel(next, jit::current_architecture()), architecture).program);
       }
     };
-    const int64_t row_tiles = query.size(0) * query.size(1) * tiles_in(query.size(2), plan.tile.rows);
-    if (plan.tile.family == FlexFamily::kHopper) {
-      auto more = call.hopper_forward(plan.tile);
-      call.launch(plan, &a, staying_ctas(row_tiles), {&more}, ahead);
+    if (plan.spec.facts().hopper()) {
+      auto more = call.hopper_forward(plan, lists);
+      call.launch(plan, &a, {&more}, ahead);
     } else {
-      call.launch(plan, &a, row_tiles, {}, ahead);
+      call.launch(plan, &a, {}, ahead);
     }
   }
   return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
@@ -136,29 +137,26 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     return;
   }
   FlexCall call(query, key, value, scores);
-  FlexCase& c = call.kernel_case();
-  int64_t launches = 1;
-  std::tie(c, launches) = backward_case(c, call, scores, key, needs_grad, deterministic);
-  c.max_gradient = upstream.max_scores.defined();
+  const auto [c, launches] = backward_case(call, scores, needs_grad, deterministic, upstream.max_scores.defined());
+  std::vector<LaunchPlan> plans;
+  for (const FlexCase& kernel : backward_kernels(c, needs_grad, deterministic, jit::current_architecture()))
+    plans.push_back(call.plan(kernel, launches));
+  const KernelFacts& last = plans.back().spec.facts();
+  const bool own_kernel = plans.front().spec.facts().kernel == FlexKernel::kGradQuery;  // for dQ
 
   const Tensor grad_out = with_aligned_rows(upstream.out.defined() ? upstream.out : at::zeros_like(saved.out));
   const auto floats = query.options().dtype(at::kFloat);
   const int64_t row_stride = (query.size(2) + 1) / 2 * 2;
-  const Tensor row_values = at::empty({query.size(0) * query.size(1) * row_stride, 2}, floats);
   const int64_t heads = query.size(0) * query.size(1);
-  const auto kernels = backward_kernels(c, needs_grad, deterministic, jit::current_architecture());
-  std::vector<FlexPlan> plans;
-  for (const FlexCase& kernel : kernels) plans.push_back(FlexCall::plan_of(kernel));
-  const bool apart = kernels.front().kernel == FlexKernel::kGradQuery;
-  const FlexTileSize& tile = plans.back().tile;
-  const bool boxes = stores_boxes(kernels.back(), tile);
-  const Tensor key_rows = boxes && needs_grad[1] ? rows_for(grad_key) : grad_key,
-               value_rows = boxes && needs_grad[2] ? rows_for(grad_value) : grad_value;
-  const int64_t sum_rows = tiles_in(query.size(2), tile.rows) * tile.rows, sum_cols = tiles_in(query.size(3), 16) * 16;
+  const Tensor row_values = at::empty({heads * row_stride, 2}, floats);
+  const Tensor key_rows = last.stores_boxes && needs_grad[1] ? rows_for(grad_key) : grad_key,
+               value_rows = last.stores_boxes && needs_grad[2] ? rows_for(grad_value) : grad_value;
+  const int64_t sum_rows = tiles_in(query.size(2), last.tile.rows) * last.tile.rows,
+                sum_cols = tiles_in(query.size(3), 16) * 16;
   // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
-  Tensor query_sum, query_apart;
-  if (needs_grad[0] && !apart) query_sum = at::empty({heads, sum_rows, sum_cols}, floats);
-  if (needs_grad[0] && apart) query_apart = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
+  Tensor query_sum, query_out;
+  if (needs_grad[0] && !own_kernel) query_sum = at::empty({heads, sum_rows, sum_cols}, floats);
+  if (needs_grad[0] && own_kernel) query_out = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
@@ -170,12 +168,12 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
-  const FlexBufferSums sums(scores, c, plans.back(), query, key, grads.buffers);
+  const FlexBufferSums sums(scores, last, query, key, grads.buffers);
 
   device::FlexBackwardArguments a{};
   call.fill(a);
   a.grad_out = view(grad_out);
-  a.grad_query = view(query_apart);
+  a.grad_query = view(query_out);
   a.grad_key = view(key_rows);
   a.grad_value = view(value_rows);
   a.rows = row_data;
@@ -192,41 +190,31 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   auto sum_arguments = sums.arguments();
   if (inplace) {
     // A kernel that cannot be compiled or loaded must not be found after another has begun to write.
-    for (size_t i = 0; i < kernels.size(); ++i) {
-      c = kernels[i];
-      call.kernel(plans[i]);
-    }
+    for (const LaunchPlan& plan : plans) call.kernel(plan.spec);
   }
-  for (size_t i = 0; i < kernels.size(); ++i) {
-    c = kernels[i];
-    const bool by_key = c.kernel == FlexKernel::kBackward;
-    const FlexPlan& plan = plans[i];
-    a.tiles = call.tiles(plan.tile, by_key);
-    int64_t ctas = by_key ? key.size(0) * key.size(1) * tiles_in(key.size(2), plan.tile.cols)
-                          : heads * tiles_in(query.size(2), plan.tile.rows);
+  for (const LaunchPlan& plan : plans) {
+    const bool by_key = plan.spec.facts().kernel == FlexKernel::kBackward;
+    const FlexCall::Lists lists = call.lists(plan);
+    a.tiles = lists.tiles;
     std::vector<void*> further;
     if (by_key) further.push_back(sum_arguments.data());
-    device::FlexBackwardHopperArguments more;
-    if (plan.tile.family == FlexFamily::kHopper) {
-      more = call.hopper_backward(plan.tile, grad_out, row_values, key_rows, value_rows);
+    device::FlexBackwardHopperArguments more{};
+    if (plan.spec.facts().hopper()) {
+      more = call.hopper_backward(plan, lists, grad_out, row_values, key_rows, value_rows);
       further.push_back(&more);
-      if (!by_key || (launches == 1 && !keys_shared(c, plan.tile))) ctas = staying_ctas(ctas);
     }
     if (by_key && inplace) begin_overwriting("query, key and value");
-    if (!by_key || launches == 1) {
-      call.launch(plan, &a, ctas, further);
-      continue;
+    for (int64_t i = 0; i < plan.launches; ++i) {
+      call.launch(plan, &a, further);
+      more.first_head += more.heads;
     }
-    more.heads /= static_cast<int>(launches);
-    for (; more.first_head < key.size(0) * key.size(1); more.first_head += more.heads)
-      call.launch(plan, &a, ctas / launches, further);
   }
   if (query_sum.defined()) {
     flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows,
-                          a.sum_cols, tile.family == FlexFamily::kHopper, a.scale},
+                          a.sum_cols, last.hopper(), a.scale},
                          c.dtype, call.stream());
   } else if (needs_grad[0] && inplace) {
-    grad_query.copy_(query_apart);
+    grad_query.copy_(query_out);
   }
   if (!key_rows.is_same(grad_key)) grad_key.copy_(key_rows);
   if (!value_rows.is_same(grad_value)) grad_value.copy_(value_rows);

@@ -4,8 +4,10 @@
 
 #include <atomic>
 #include <functional>
+#include <utility>
 
 #include "cuda/attention/device/arguments.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 #include "pytorch/attention/flex_attention.h"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
@@ -24,8 +26,6 @@ constexpr int kPortableCols = 16, kHopperCols = 64;
 int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 int multiple_of(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? kHopperCols : kPortableCols; }
 int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-/// Of a row of a tile in shared memory (device::Tile).
-int row_bytes(const FlexCase& c, int cols) { return cols * element_bytes(c.dtype) + 16; }
 int head_cols(const FlexCase& c, int multiple = kPortableCols) { return round_up(c.head_size, multiple); }
 int value_cols(const FlexCase& c, int multiple = kPortableCols) {
   return round_up(std::max(c.value_size, 1), multiple);
@@ -34,45 +34,107 @@ bool has_mods(const FlexCase& c) {
   return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient || c.dropout;
 }
 
-// Of shared memory, what a contribution's scheme takes (device::FlexBufferSums).
-int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
-  const int warps = warps_with_keys(c, t), cols = t.rows / t.share, keys = t.cols * t.share / warps;
-  const bool hopper = t.family == FlexFamily::kHopper;
-  const int teams = hopper ? warps / 4 : 1, lines = hopper ? 2 : 1;
-  if (scheme == 'C') return warps * lines * cols * 4;
-  if (scheme == 'D') return warps * 4 * ((cols + keys + 4) / 16 * 16 + 10) * 4;
-  if (scheme == 'F') return teams * (16 + round_up(table * 8, 16));
-  return 0;
+int head_cols(const FlexCase& c, const FlexTileSize& t) { return head_cols(c, multiple_of(t)); }
+int value_cols(const FlexCase& c, const FlexTileSize& t) { return value_cols(c, multiple_of(t)); }
+bool mixed(const FlexCase& c, const FlexTileSize& t) {
+  return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
+}
+// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
+bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
+// Hopper forward, of scores that are only scaled and masked: whether exponentials are relative to the first maximum of
+// a row. BFloat16 does not overflow where Float16 would, and at larger head sizes it is slower.
+bool first_maximum(const FlexCase& c) {
+  return c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 &&
+         std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
+}
+bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
+// The other warpgroup of the Hopper kernels is the producer.
+int consumer_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
+// Backward: both consumer warpgroups have the same 64 keys, and one of them the captured buffers' sums.
+bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * consumer_warps(t);
+}
+int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
+  return consumer_warps(t) / (keys_shared(c, t) ? 2 : 1);
+}
+// Where keys are shared, dQ is left to a kernel of its own.
+bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
+// Whether the backward stores dK and dV by TMA.
+bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
+         c.score_mod.text.empty();
 }
 
+// What a contribution's scheme takes of shared memory.
+int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
+  const bool hopper = t.family == FlexFamily::kHopper;
+  const int warps = warps_with_keys(c, t);
+  const device::CapturedMemory memory{.warps = warps,
+                                      .teams = hopper ? warps / 4 : 1,
+                                      .sets = hopper ? 2 : 1,
+                                      .queries = t.rows / t.share,
+                                      .keys = t.cols * t.share / warps};
+  return memory.bytes(scheme, table);
+}
+
+// The dynamic shared memory of a kernel, but for what schemes take.
 int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
-  if (t.family == FlexFamily::kHopper) {
-    const int head = head_cols(c, kHopperCols), value = value_cols(c, kHopperCols);
-    if (c.kernel == FlexKernel::kBackward) {
-      const int sums = adds_grad_query(c, t) ? 2 * t.stages * t.rows * t.cols + 4 * t.rows * head : 0;  // dS and dQ
-      const int nowhere = c.score_mod.text.empty() ? 0 : 4 * (keys_shared(c, t) ? 256 : 512);
-      return 2 * t.cols * (t.key_stages * head + value) + 2 * t.rows * (t.query_stages * head + t.stages * value) +
-             sums + t.stages * 8 * t.rows + 8 * 16 + 8 * (2 * t.key_stages + 2 * t.query_stages + 4 * t.stages) +
-             nowhere;
-    }
-    if (c.kernel == FlexKernel::kGradQuery) {
-      return 1024 + 2 * ((t.query_stages * t.rows + t.stages * t.cols) * (head + value) + t.cols * head) +
-             8 * (2 + 2 * t.query_stages + 4 * t.stages) + 32 * t.query_stages +
-             4 * (t.stages + 1 + t.rows * (head == 64 && value == 64 ? 10 : 3));
-    }
-    return 1024 + 2 * (t.query_stages * t.rows * head + t.stages * t.cols * (head + value)) +
-           (t.parts > 1 ? 2 * t.cols * value : 0) + 8 * (4 + 2 * t.query_stages + 4 * t.stages) + 2 * 16 +
-           4 * t.stages + t.line_bytes;
-  }
-  const int both = row_bytes(c, head_cols(c)) + row_bytes(c, value_cols(c));
+  const int head = head_cols(c, t), value = value_cols(c, t), element = element_bytes(c.dtype);
+  const bool hopper = t.family == FlexFamily::kHopper;
   switch (c.kernel) {
     case FlexKernel::kForward:
-      return t.rows * row_bytes(c, std::max(head_cols(c), value_cols(c))) + t.cols * both;
+      if (hopper) {
+        return device::HopperForwardMemory({.rows = t.rows,
+                                            .cols = t.cols,
+                                            .head = head,
+                                            .value = value,
+                                            .stages = t.stages,
+                                            .query_stages = t.query_stages,
+                                            .parts = t.parts,
+                                            .line_bytes = t.line_bytes})
+            .bytes();
+      }
+      return device::ForwardMemory(
+                 {.rows = t.rows, .cols = t.cols, .head = head, .value = value, .element_bytes = element})
+          .bytes();
     case FlexKernel::kGradQuery:
-      return (t.rows + 2 * t.cols) * both;
+      if (hopper) {
+        return device::HopperGradQueryMemory({.rows = t.rows,
+                                              .cols = t.cols,
+                                              .head = head,
+                                              .value = value,
+                                              .stages = t.stages,
+                                              .query_stages = t.query_stages})
+            .bytes();
+      }
+      return device::GradQueryMemory(
+                 {.rows = t.rows, .cols = t.cols, .head = head, .value = value, .element_bytes = element})
+          .bytes();
     case FlexKernel::kBackward:
-      return t.cols * both + t.stages * t.rows * (both + 8) +
-             (t.gradient_stages + (t.share > 1 ? 1 : 0)) * t.cols * row_bytes(c, t.rows);
+      if (hopper) {
+        return device::HopperBackwardMemory({.rows = t.rows,
+                                             .cols = t.cols,
+                                             .head = head,
+                                             .value = value,
+                                             .stages = t.stages,
+                                             .query_stages = t.query_stages,
+                                             .key_stages = t.key_stages,
+                                             .adds_grad_query = adds_grad_query(c, t),
+                                             .own_keys = !keys_shared(c, t),
+                                             .has_score_mod = !c.score_mod.text.empty(),
+                                             .captured_bytes = 0})
+            .bytes();
+      }
+      return device::BackwardMemory({.rows = t.rows,
+                                     .cols = t.cols,
+                                     .head = head,
+                                     .value = value,
+                                     .element_bytes = element,
+                                     .stages = t.stages,
+                                     .gradient_stages = t.gradient_stages,
+                                     .shares_keys = t.share > 1,
+                                     .captured_bytes = 0})
+          .bytes();
   }
   return 0;
 }
@@ -211,7 +273,7 @@ char scheme_of(score_mod::ScatterClass planned) {
 char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
 
 // The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
-bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
+bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
   const auto& contributions = derivative->contributions();
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
@@ -222,18 +284,59 @@ bool choose_schemes(const FlexCase& c, int left, FlexPlan& plan) {
     if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
     if (steps[k].is_vector) scheme = vector_scheme(scheme);
     int table = scheme == 'F' ? static_cast<int>(elements) : 0;
-    int bytes = scheme_bytes(c, plan.tile, scheme, table);
+    int bytes = scheme_bytes(c, facts.tile, scheme, table);
     if (bytes > left) {
       all_fit = false;
       scheme = 'G';
       table = bytes = 0;
     }
     left -= bytes;
-    plan.schemes += scheme;
-    plan.tables.push_back(table);
-    plan.shared_bytes += bytes;
+    facts.schemes += scheme;
+    facts.tables.push_back(table);
+    facts.shared_bytes += bytes;
   }
   return all_fit;
+}
+
+// All but the schemes.
+KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
+  KernelFacts f;
+  f.kernel = c.kernel;
+  f.dtype = c.dtype;
+  f.tile = tile;
+  f.head = head_cols(c, tile);
+  f.value = value_cols(c, tile);
+  f.warps = warps_with_keys(c, tile);
+  f.groups = tile.family == FlexFamily::kHopper ? consumer_warps(tile) / 4 : 0;
+  f.keys_shared = keys_shared(c, tile);
+  f.blocks = c.blocks;
+  f.mixed = mixed(c, tile);
+  f.split = c.dtype == DType::kFloat32 && c.split;
+  f.mask_alone = masks_alone(c);
+  f.dropout = c.dropout;
+  f.most_dropped = c.most_dropped;
+  if (c.kernel == FlexKernel::kForward) {
+    f.unscaled = c.unscaled;
+    f.first_maximum = first_maximum(c);
+    f.max_scores = c.max_scores;
+    f.out_low = c.out_low;
+  } else {
+    f.grad_query = adds_grad_query(c, tile);
+    f.stores_boxes = stores_boxes(c, tile);
+    f.grad_key = c.grad_key;
+    f.grad_value = c.grad_value;
+    f.grad_scores = c.grad_query || c.grad_key;  // choose_schemes may add to it
+    f.max_gradient = c.max_gradient;
+    f.fixed_point = c.fixed_point;
+    f.partial_sums = c.partial_sums;
+    f.has_derivative = has_derivative(c);
+    f.wants_grad = c.wants_grad;
+  }
+  f.score_mod = c.score_mod;
+  f.mask_mod = c.mask_mod;
+  f.small_lengths = c.small_lengths;
+  f.shared_bytes = shared_bytes(c, tile);
+  return f;
 }
 
 }  // namespace
@@ -244,11 +347,6 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
   return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
 }
-int head_cols(const FlexCase& c, const FlexTileSize& t) { return head_cols(c, multiple_of(t)); }
-int value_cols(const FlexCase& c, const FlexTileSize& t) { return value_cols(c, multiple_of(t)); }
-bool mixed(const FlexCase& c, const FlexTileSize& t) {
-  return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
-}
 std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
   if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;
   const bool small = head_cols(c, kHopperCols) == 64;
@@ -257,25 +355,7 @@ std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
   return t;
 }
 bool drops_most(double dropout_p) { return FlexDropoutRule(dropout_p).threshold > device::kMostFinite; }
-bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
-bool first_maximum(const FlexCase& c) {
-  return c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 &&
-         std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
-}
-bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
-int computing_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
-bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * computing_warps(t);
-}
-bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
-         c.score_mod.text.empty();
-}
-bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
-int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
-  return computing_warps(t) / (keys_shared(c, t) ? 2 : 1);
-}
 
 int flex_shared_limit(int capability) {
   constexpr int kReserved = 1 << 10;  // of a multiprocessor's, for each CTA
@@ -285,20 +365,21 @@ int flex_shared_limit(int capability) {
   return (kib << 10) - kReserved;
 }
 
-FlexPlan plan_flex(const FlexCase& c, const std::string& architecture) {
+KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
   const int limit = flex_shared_limit(std::stoi(architecture));
   const std::vector<FlexTileSize> tiles = candidates(c, architecture);
   for (size_t i = 0; i < tiles.size(); ++i) {
-    FlexPlan plan{tiles[i], {}, {}, shared_bytes(c, tiles[i])};
-    if (plan.shared_bytes > limit) continue;
-    if (has_derivative(c)) {
+    KernelFacts facts = facts_of(c, tiles[i]);
+    if (facts.shared_bytes > limit) continue;
+    if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
-      const int left = sums ? limit - plan.shared_bytes : 0;
+      const int left = sums ? limit - facts.shared_bytes : 0;
       // Sums in shared memory are worth more than a stage.
       const bool another = sums && i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
-      if (!choose_schemes(c, left, plan) && another) continue;
+      if (!choose_schemes(c, left, facts) && another) continue;
+      facts.grad_scores |= !facts.schemes.empty();
     }
-    return plan;
+    return KernelSpec(std::move(facts));
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
                               " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,

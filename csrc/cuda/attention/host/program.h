@@ -1,16 +1,15 @@
-// The source of a kernel of flex attention. Needs no GPU: what is compiled for which architecture can be made and
-// compiled anywhere.
+// The CUDA source of a kernel of flex attention, from its spec alone. Needs no GPU: the source for any architecture can
+// be made and compiled anywhere.
 #pragma once
 
 #include <string>
 
-#include "cuda/attention/host/plan.h"
+#include "cuda/attention/host/kernel_spec.h"
 #include "jit/kernel_cache.h"
 
 namespace fusegrad::cuda {
 
-/// What determines the program.
-std::string flex_id(const FlexCase& c, const FlexPlan& plan);
-jit::KernelProgram flex_program(const FlexCase& c, const FlexPlan& plan, const std::string& architecture);
+/// Throws where a score_mod is too large to compile.
+jit::KernelProgram flex_program(const KernelSpec& spec, const std::string& architecture);
 
 }  // namespace fusegrad::cuda

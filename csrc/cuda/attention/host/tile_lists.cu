@@ -1,8 +1,8 @@
 #include "cuda/attention/host/tile_lists.h"
 
-#include <algorithm>
 #include <stdexcept>
 
+#include "cuda/attention/device/tile_entry.cuh"
 #include "cuda/launch.h"
 
 namespace fusegrad::cuda {
@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-constexpr int kDirectBytes = 16 << 10;  // of shared memory
 
 // The kernel that is launched next may begin, if it was launched so that it may: it waits for this one's end before it
 // reads anything.
@@ -98,6 +97,21 @@ __device__ int tile_kinds(const device::FlexTiles& t, const FlexTileLists& p, co
   return some ? kinds : -1;
 }
 
+// By all threads of a CTA: the sum of what the warps before this one found, beside `found` of earlier calls, to which
+// all warps' are added. `of_warp`: in the lane that `tells`.
+__device__ int sum_before(int of_warp, bool tells, int& found) {
+  __shared__ int warps[kThreads / kWarp];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  if (tells) warps[warp] = of_warp;
+  __syncthreads();
+  int before = found;
+  for (int w = 0; w < kThreads / kWarp; ++w) {
+    if (w < warp) before += warps[w];
+    found += warps[w];
+  }
+  return before;
+}
+
 // A list's number of entries, by one thread.
 __device__ void put_count(const FlexTileLists& p, int* count, int entries) {
   count[blockIdx.x] = entries;
@@ -108,23 +122,17 @@ __device__ void put_count(const FlexTileLists& p, int* count, int entries) {
 template <class StateOf>
 __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, bool bad, int* count, int* list,
                            const StateOf& state_of) {
-  __shared__ int warps[kThreads / kWarp];
   const int64_t id = blockIdx.x;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
   int found = 0;
   for (int begin = 0; begin < t.cols; begin += kThreads) {
     const int col = begin + static_cast<int>(threadIdx.x);
     const int state = col < t.cols ? state_of(col) : -1;
     bad |= state == -2;
     const unsigned takes = __ballot_sync(~0u, state >= 0);
-    if (lane == 0) warps[warp] = __popc(takes);
-    __syncthreads();
-    int before = found;
-    for (int w = 0; w < kThreads / kWarp; ++w) {
-      if (w < warp) before += warps[w];
-      found += warps[w];
-    }
-    if (state >= 0) list[id * t.cols + before + __popc(takes & ((1u << lane) - 1))] = (col << 2 * p.parts) + state;
+    const int before = sum_before(__popc(takes), lane == 0, found);
+    if (state >= 0)
+      list[id * t.cols + before + __popc(takes & ((1u << lane) - 1))] = device::tile_entry_word(p.parts, col, state);
     __syncthreads();
   }
   bad = __syncthreads_or(bad) != 0;
@@ -136,9 +144,8 @@ __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, b
 // queries, in shared memory. What a run's last tile has beyond the run lies in one block more, which is kTileNone.
 __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* kinds, int* count,
                            int* list) {
-  __shared__ int warps[kThreads / kWarp];
   const int64_t id = blockIdx.x;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int size = static_cast<int>(t.block_size_q), part = p.tile_q / p.parts;
   const auto kind_of_block = [&](int r) { return r < t.block_rows ? kinds[r] : device::kTileNone; };
   int found = 0;
@@ -155,13 +162,7 @@ __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, c
       const int other = __shfl_up_sync(~0u, sum, d);
       if (lane >= d) sum += other;
     }
-    if (lane == kWarp - 1) warps[warp] = sum;
-    __syncthreads();
-    int before = found + sum - last;
-    for (int w = 0; w < kThreads / kWarp; ++w) {
-      if (w < warp) before += warps[w];
-      found += warps[w];
-    }
+    const int before = sum_before(sum, lane == kWarp - 1, found) + sum - last;
     for (int i = first; i < last; ++i) {
       const int q = run * size + i * p.tile_q;
       int state = 0;
@@ -169,7 +170,7 @@ __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, c
         const int at = q + k * part;
         state |= (at < p.queries ? kind_of_block(at / size) : device::kTileNone) << 2 * k;
       }
-      list[id * t.cols + before + i] = (q / part << 2 * p.parts) + state;
+      list[id * t.cols + before + i] = device::tile_entry_word(p.parts, q / part, state);
     }
     __syncthreads();
   }
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     direct_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
                         const __grid_constant__ FlexBlockMap map, int* count, int* list) {
-  __shared__ unsigned char states[kDirectBytes];  // [parts, map.cols]
+  __shared__ unsigned char states[kDirectListBytes];  // [parts, map.cols]
   let_next_begin();
   for (int i = static_cast<int>(threadIdx.x); i < p.parts * map.cols; i += kThreads) states[i] = device::kBlockNone;
   __syncthreads();
@@ -221,8 +222,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     direct_lists_by_key_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
                                const __grid_constant__ FlexBlockMap map, int* count, int* list) {
-  __shared__ unsigned char states[kDirectBytes];  // [map.rows]
-  __shared__ bool wrong[kDirectBytes];
+  __shared__ unsigned char states[kDirectListBytes];  // [map.rows]
+  __shared__ bool wrong[kDirectListBytes];
   const int64_t first = static_cast<int64_t>(blockIdx.x / t.rows) * map.rows;
   const int col = static_cast<int>(blockIdx.x % t.rows) * p.tile_kv / static_cast<int>(t.block_size_kv);
   for (int r = static_cast<int>(threadIdx.x); r < map.rows; r += kThreads) {
@@ -274,15 +275,6 @@ void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists,
   launch("flex_tile_lists", tile_lists_kernel, {rows, kThreads}, stream, tiles, lists, count, list);
 }
 
-bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int64_t block_size_q,
-                        int64_t block_size_kv) {
-  if (block_size_q % (lists.tile_q / lists.parts) != 0 || block_size_kv % lists.tile_kv != 0) return false;
-  if (std::max(block_size_q, block_size_kv) > INT32_MAX) return false;
-  if (!lists.by_key) return int64_t{lists.parts} * map.cols <= kDirectBytes;
-  constexpr int64_t kMostEntries = 64 << 10;  // that each CTA reads
-  const int64_t entries = int64_t{map.rows} * std::max(map.list_cols_partial, map.list_cols_full);
-  return map.rows <= kDirectBytes && entries <= kMostEntries;
-}
 void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, const FlexBlockMap& map, int* count,
                        int* list, void* stream) {
   const int64_t rows = static_cast<int64_t>(tiles.batches) * tiles.heads * tiles.rows;

@@ -20,20 +20,20 @@ struct FlexBlockMap {
 };
 void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream);
 
-/// Lists of tiles of `tile_q` queries and `tile_kv` keys; by_key: of each tile of keys its tiles of queries.
+/// Lists of tiles of `tile_q` queries and `tile_kv` keys; by_key: for each tile of keys its tiles of queries.
 struct FlexTileLists {
   int queries, keys, tile_q, tile_kv;
   bool by_key;
-  // Of a tile's queries, each with a kind of its own. By key tiles then begin at any of them; direct lists alone are
-  // so, of blocks that have as many queries as a tile at least.
+  // Of a tile's queries, each with a kind of its own. By key tiles then begin at any part, which only direct lists can
+  // say, and blocks have at least as many queries as a tile.
   int parts = 1;
   int* zero = nullptr;  // a number that becomes 0, where a kernel wants one
 };
 void flex_tile_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, int* count, int* list, void* stream);
 
-/// The same lists without the states of blocks, in one kernel instead of three: where it takes them.
-bool takes_direct_lists(const FlexBlockMap& map, const FlexTileLists& lists, int64_t block_size_q,
-                        int64_t block_size_kv);
+/// The states of blocks that a direct list keeps in shared memory, a byte each.
+inline constexpr int kDirectListBytes = 16 << 10;
+/// The same lists without the states of blocks, in one kernel instead of three: where the plan says so (launch_plan.h).
 void flex_direct_lists(const device::FlexTiles& tiles, const FlexTileLists& lists, const FlexBlockMap& map, int* count,
                        int* list, void* stream);
 

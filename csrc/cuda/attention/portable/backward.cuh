@@ -89,7 +89,7 @@ class FlexBackward {
     int head = static_cast<int>(blockIdx.x / col_tiles);
     col_tile_ = static_cast<int>(blockIdx.x % col_tiles);
     if constexpr (kLikeTogether) {
-      const Work work(a_.key_batches * key_heads, col_tiles);
+      const HeadTile work(a_.key_batches * key_heads, col_tiles);
       head = work.head;
       col_tile_ = work.tile;
     }
@@ -107,13 +107,13 @@ class FlexBackward {
     sums_.begin();
 
     if constexpr (kDelayed) later_ = __shfl_sync(~0u, static_cast<int>(warp() >= Config::kWarps / 2), 0) != 0;
-    Place place = first();
+    ListPlace place = first();
     if (place.b < last_batch_) load_stage(place, 0);
     commit_copies();
     int b = -1, h = -1, stage = 0;
-    Place last = place;
+    ListPlace last = place;
     while (place.b < last_batch_) {
-      const Place next = after(place);
+      const ListPlace next = after(place);
       wait_copies<0>();
       __syncthreads();
       if constexpr (Config::kStages == 2 && !kAhead) load_next(next, 1 - stage);
@@ -158,20 +158,22 @@ class FlexBackward {
 
  private:
   /// A tile of queries of one of the query heads that share the keys.
-  struct Place {
-    int b, h, i, tile;  // i: in the head's list; tile: 4 * row of tiles + kind
+  struct ListPlace {
+    int b, h, i;  // i: in the head's list
+    TileEntry<> tile;
+    __device__ __forceinline__ int row() const { return tile.column() * Config::kRows; }
   };
-  __device__ __forceinline__ Place first() {
+  __device__ __forceinline__ ListPlace first() {
     first_head_ = key_head_ * a_.group;
     last_batch_ = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
-    return settle({key_batch_, first_head_, 0, 0});
+    return settle({key_batch_, first_head_, 0, {0}});
   }
-  __device__ __forceinline__ Place after(const Place& p) const { return settle({p.b, p.h, p.i + 1, 0}); }
-  __device__ __forceinline__ Place settle(Place p) const {
+  __device__ __forceinline__ ListPlace after(const ListPlace& p) const { return settle({p.b, p.h, p.i + 1, {0}}); }
+  __device__ __forceinline__ ListPlace settle(ListPlace p) const {
     while (p.b < last_batch_) {
       const TileWalk tiles(a_.tiles, p.b, p.h, col_tile_, row_tiles_, (Config*)nullptr);
       if (p.i < tiles.count()) {
-        p.tile = tiles[p.i];
+        p.tile.word = tiles[p.i];
         break;
       }
       p.i = 0;
@@ -191,9 +193,9 @@ class FlexBackward {
   __device__ __forceinline__ int part() const { return warp() % Config::kShare; }
   __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
 
-  __device__ __forceinline__ void load_stage(const Place& p, int stage) const {
+  __device__ __forceinline__ void load_stage(const ListPlace& p, int stage) const {
     const unsigned to = stage_ + stage * kMemory.stages.piece;
-    const int b = p.b, h = p.h, row = (p.tile >> 2) * Config::kRows;
+    const int b = p.b, h = p.h, row = p.row();
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
     if (const int i = static_cast<int>(threadIdx.x); i < Config::kRows) {
@@ -203,7 +205,7 @@ class FlexBackward {
                       there);
     }
   }
-  __device__ __forceinline__ void load_next(const Place& next, int stage) const {
+  __device__ __forceinline__ void load_next(const ListPlace& next, int stage) const {
     if (next.b < last_batch_) load_stage(next, stage);
     commit_copies();
   }
@@ -217,7 +219,7 @@ class FlexBackward {
     }
   }
 
-  __device__ __forceinline__ void step(const Place& place, const Place& next, int stage) {
+  __device__ __forceinline__ void step(const ListPlace& place, const ListPlace& next, int stage) {
     const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
     const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * kMemory.grad_scores.piece;
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
@@ -248,8 +250,8 @@ class FlexBackward {
     }
   }
   // After all warps' part of a tile: what they compute of it together.
-  __device__ __forceinline__ void finish(const Place& place, int stage) {
-    const int row = (place.tile >> 2) * Config::kRows;
+  __device__ __forceinline__ void finish(const ListPlace& place, int stage) {
+    const int row = place.row();
     // In the order that spills less.
     if constexpr (Config::kShare == 1) sums_.flush(place.b, place.h, row, col_);
     if constexpr (Config::kGradQuery) {
@@ -270,7 +272,7 @@ class FlexBackward {
   }
 
   // P and dS of the warp's keys and its part of the queries, as operands.
-  __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const Place& place,
+  __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const ListPlace& place,
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     Scores s = {}, d = {};
     // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
@@ -278,9 +280,9 @@ class FlexBackward {
     if constexpr (Config::kGradScores) {
       multiply_tiles<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
     }
-    const int row = (place.tile >> 2) * Config::kRows;
+    const int row = place.row();
     const bool masked =
-        (place.tile & 3) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+        place.tile.kind(0) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
@@ -294,14 +296,14 @@ class FlexBackward {
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void pairs(const Place& place, bool masked, const FlexRow* rows, Scores& s, Scores& d,
+  __device__ __forceinline__ void pairs(const ListPlace& place, bool masked, const FlexRow* rows, Scores& s, Scores& d,
                                         unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
-    const int b = place.b, h = place.h, q = (place.tile >> 2) * Config::kRows + part() * kPart + lane() % 4 * 2;
+    const int b = place.b, h = place.h, q = place.row() + part() * kPart + lane() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       const int kv = first_key() + m * 16;
       const auto alive =
-          pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile & 3, kMasked && masked, b, h, q, kv);
+          pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile.kind(0), kMasked && masked, b, h, q, kv);
       typename FlexDropoutHead<Config>::Pairs kept;
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {

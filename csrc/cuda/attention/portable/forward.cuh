@@ -19,6 +19,8 @@ class FlexForward {
   using KeyTile = Tile<T, Config::kCols, Config::kHead>;
   using ValueTile = Tile<T, Config::kCols, Config::kValue>;
   using OutTile = Tile<T, Config::kRows, Config::kValue>;
+  using Entry = TileEntry<>;
+  static constexpr int kNone = -1;  // in place of an entry's word
   static constexpr int kThreads = kLanes * Config::kWarps;
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
@@ -35,12 +37,17 @@ class FlexForward {
 
   __device__ __forceinline__ FlexForward(const FlexForwardArguments& a, const typename ScoreMod::Captured& score,
                                          const typename MaskMod::Captured& mask, unsigned shared)
-      : a_(a), score_(score), mask_(mask), query_(shared), key_(shared + kMemory.key.offset), value_(shared + kMemory.value.offset) {}
+      : a_(a),
+        score_(score),
+        mask_(mask),
+        query_(shared),
+        key_(shared + kMemory.key.offset),
+        value_(shared + kMemory.value.offset) {}
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     // The last queries first: under a causal mask they have the most keys.
-    const Work work(a_.batches * a_.heads, row_tiles);
+    const HeadTile work(a_.batches * a_.heads, row_tiles);
     const int row_tile = row_tiles - 1 - work.tile;
     b_ = work.head / a_.heads;
     h_ = work.head % a_.heads;
@@ -49,12 +56,13 @@ class FlexForward {
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     begin();
     if (walk.count() > 0) {
-      int tile = walk[0];
+      Entry tile{walk[0]};
       load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
-      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, (tile >> 2) * Config::kCols, a_.keys, a_.head_size);
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, tile.column() * Config::kCols, a_.keys,
+                                   a_.head_size);
       commit_copies();
       for (int i = 0; i < walk.count(); ++i) {
-        const int next = i + 1 < walk.count() ? walk[i + 1] : -1;
+        const Entry next{i + 1 < walk.count() ? walk[i + 1] : kNone};
         step(tile, next);
         tile = next;
       }
@@ -84,8 +92,8 @@ class FlexForward {
   }
 
   // One tile of keys; copies of its keys are under way, those of the next are left so.
-  __device__ __forceinline__ void step(int tile, int next) {
-    const int col = (tile >> 2) * Config::kCols;
+  __device__ __forceinline__ void step(Entry tile, Entry next) {
+    const int col = tile.column() * Config::kCols;
     wait_copies<0>();
     __syncthreads();
     load_tile<ValueTile, kThreads>(value_, a_.value, b_, h_ / a_.group, col, a_.keys, a_.value_size);
@@ -95,11 +103,12 @@ class FlexForward {
                                                     0, lane());
     wait_copies<0>();
     __syncthreads();
-    if (next >= 0) {
-      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, (next >> 2) * Config::kCols, a_.keys, a_.head_size);
+    if (next.word >= 0) {
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, next.column() * Config::kCols, a_.keys,
+                                   a_.head_size);
       commit_copies();
     }
-    apply_mods(s, tile & 3, col);
+    apply_mods(s, tile.kind(0), col);
     softmax(s);
     if constexpr (Config::kDropout) drop(s, col);
     multiply_accumulators<T, Config::kSplit>(out_, s, value_, ValueTile::kStride, lane());

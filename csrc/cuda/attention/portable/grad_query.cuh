@@ -19,6 +19,8 @@ class FlexGradQuery {
   using GradOutTile = Tile<T, Config::kRows, Config::kValue>;
   using KeyTile = Tile<T, Config::kCols, Config::kHead>;
   using ValueTile = Tile<T, Config::kCols, Config::kValue>;
+  using Entry = TileEntry<>;
+  static constexpr int kNone = -1;  // in place of an entry's word
   static constexpr int kThreads = kLanes * Config::kWarps;
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 queries, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
@@ -44,7 +46,7 @@ class FlexGradQuery {
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    const Work work(a_.batches * a_.heads, row_tiles);
+    const HeadTile work(a_.batches * a_.heads, row_tiles);
     const int row_tile = row_tiles - 1 - work.tile;
     b_ = work.head / a_.heads;
     h_ = work.head % a_.heads;
@@ -56,14 +58,14 @@ class FlexGradQuery {
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(grad_out_, a_.grad_out, b_, h_, row_, a_.queries, a_.value_size);
-    int tile = walk.count() > 0 ? walk[0] : -1;
-    if (tile >= 0) load_stage(tile, 0);
+    Entry tile{walk.count() > 0 ? walk[0] : kNone};
+    if (tile.word >= 0) load_stage(tile, 0);
     commit_copies();
     for (int i = 0; i < walk.count(); ++i) {
       wait_copies<0>();
       __syncthreads();
-      const int next = i + 1 < walk.count() ? walk[i + 1] : -1;
-      if (next >= 0) load_stage(next, (i + 1) % 2);
+      const Entry next{i + 1 < walk.count() ? walk[i + 1] : kNone};
+      if (next.word >= 0) load_stage(next, (i + 1) % 2);
       commit_copies();
       step(tile, stage_ + i % 2 * kMemory.stages.piece);
       tile = next;
@@ -96,15 +98,15 @@ class FlexGradQuery {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16 * kBlocksM; }
 
-  __device__ __forceinline__ void load_stage(int tile, int stage) const {
+  __device__ __forceinline__ void load_stage(Entry tile, int stage) const {
     const unsigned key = stage_ + stage * kMemory.stages.piece;
-    const int b = a_.key_batches == 1 ? 0 : b_, h = h_ / a_.group, col = (tile >> 2) * Config::kCols;
+    const int b = a_.key_batches == 1 ? 0 : b_, h = h_ / a_.group, col = tile.column() * Config::kCols;
     load_tile<KeyTile, kThreads>(key, a_.key, b, h, col, a_.keys, a_.head_size);
     load_tile<ValueTile, kThreads>(key + KeyTile::kBytes, a_.value, b, h, col, a_.keys, a_.value_size);
   }
 
-  __device__ __forceinline__ void step(int tile, unsigned key) {
-    const int kind = tile & 3, col = (tile >> 2) * Config::kCols;
+  __device__ __forceinline__ void step(Entry tile, unsigned key) {
+    const int kind = tile.kind(0), col = tile.column() * Config::kCols;
     float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
     multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key, KeyTile::kStride,
                                                     0, lane());

@@ -1,0 +1,123 @@
+#include "cuda/attention/host/launch_plan.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "cuda/attention/host/tile_lists.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+constexpr int64_t kElementBytes = 2;  // of the Hopper family
+
+// So many heads, each of which reads so many bytes, whose tiles are begun together, so that like tiles of a mask end
+// together while what they read stays in the L2 cache.
+int64_t heads_together(int64_t heads, int64_t bytes) {
+  constexpr int64_t kSectionBytes = int64_t{16} << 20;
+  return std::clamp(kSectionBytes / std::max(bytes, int64_t{1}), int64_t{1}, heads);
+}
+
+int64_t forward_section(const KernelFacts& f, const FlexShape& n, int64_t processors) {
+  const int64_t heads = n.query_heads(), bytes = kElementBytes * n.keys * (n.head_size + n.value_size) / n.group();
+  // With few rows of tiles a CTA, all heads are one section if the L2 cache holds what they read: the last of several
+  // sections, begun late, would take too long. No section is much smaller than others.
+  constexpr int64_t kCachedBytes = int64_t{48} << 20, kFewRows = 8, kFewHeads = 4;
+  const int64_t rows = heads * tiles_in(n.queries, f.tile.rows);
+  if (heads * bytes <= kCachedBytes && rows <= kFewRows * processors) return heads;
+  const int64_t together = std::min(heads, std::max(heads_together(heads, bytes), kFewHeads));
+  return tiles_in(heads, tiles_in(heads, together));
+}
+
+// The CTAs of a group of query heads are at about the same one: it counts once, with its gradient in float32.
+int64_t backward_section(const FlexShape& n) {
+  const int64_t bytes = n.queries * (kElementBytes * (n.head_size + n.value_size) + 4 * n.head_size);
+  return heads_together(n.key_batches * n.key_heads, bytes);
+}
+
+bool lists_are_direct(const TileListPlan& lists, const BlockMaskShape& mask) {
+  const auto [block_q, block_kv] = mask.block_size;
+  if (block_q % (lists.tile_q / lists.parts) != 0 || block_kv % lists.tile_kv != 0) return false;
+  if (std::max(block_q, block_kv) > INT32_MAX) return false;
+  if (!lists.by_key) return lists.parts * mask.cols <= kDirectListBytes;
+  constexpr int64_t kMostEntries = 64 << 10;  // that each CTA reads
+  return mask.rows <= kDirectListBytes && mask.rows * std::max(mask.partial_cols, mask.full_cols) <= kMostEntries;
+}
+
+}  // namespace
+
+void check_ctas(int64_t ctas) {
+  TORCH_CHECK_VALUE(ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
+}
+
+TileListPlan plan_lists(const FlexTileSize& tile, bool by_key, const FlexShape& shape, const BlockMaskShape& mask) {
+  TileListPlan lists{tile.rows, tile.cols, by_key, tile.parts};
+  lists.rows = tiles_in(shape.queries, tile.rows);
+  lists.cols = tiles_in(shape.keys, tile.cols);
+  if (by_key) std::swap(lists.rows, lists.cols);
+  lists.direct = lists_are_direct(lists, mask);
+  return lists;
+}
+
+LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+                       int64_t processors, int64_t launches) {
+  const KernelFacts& f = spec.facts();
+  const bool by_key = f.kernel == FlexKernel::kBackward;
+  if (!by_key) launches = 1;
+  const int64_t work = by_key ? shape.key_batches * shape.key_heads * tiles_in(shape.keys, f.tile.cols)
+                              : shape.query_heads() * tiles_in(shape.queries, f.tile.rows);
+  const bool persistent = f.hopper() && !f.keys_shared && launches == 1;
+  check_ctas(persistent ? work + processors : work / launches);  // persistent CTAs count on from their number
+  int64_t section = 1;
+  if (f.hopper() && f.blocks) {
+    section = f.kernel == FlexKernel::kForward ? forward_section(f, shape, processors) : backward_section(shape);
+  }
+  std::optional<TileListPlan> lists;
+  if (mask) lists = plan_lists(f.tile, by_key, shape, *mask);
+  return {std::move(spec), persistent ? std::min(work, processors) : work / launches, launches,
+          static_cast<int>(section), lists};
+}
+
+// A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the
+// next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a block mask it
+// depends on how many queries they have.
+bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+               const std::function<double()>& share_of_pairs, const std::string& architecture) {
+  const auto tile = backward_tall_tile(c);
+  if (!tile || !takes_hopper(c, architecture)) return false;
+  const int64_t queries = shape.queries;
+  if (tile->rows == 144)
+    return 11 * shape.group() * tiles_in(queries, 144) + 8 <= 10 * shape.group() * tiles_in(queries, 128);
+  if (!mask) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
+  constexpr int64_t kLeast = 1536;
+  if (queries < kLeast || !plan_lists(*tile, /*by_key=*/true, shape, *mask).direct) return false;
+  return c.mask_mod.text.empty() || share_of_pairs() * static_cast<double>(queries) >= kLeast;
+}
+
+jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows) {
+  jit::TensorMapShape shape;
+  shape.dtype = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  shape.rank = 4;
+  for (size_t d = 0; d < 4; ++d) {
+    shape.sizes[d] = static_cast<uint64_t>(tensor.sizes[3 - d]);
+    // A stride that is never taken must be valid too.
+    const int64_t stride = tensor.sizes[3 - d] == 1 ? 8 : tensor.strides[3 - d];
+    shape.stride_bytes[d] = static_cast<uint64_t>(stride * kElementBytes);
+  }
+  shape.box = {64, static_cast<uint32_t>(rows), 1, 1};
+  return shape;
+}
+
+jit::TensorMapShape row_map(int64_t count, int rows) {
+  TORCH_CHECK_VALUE(count <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ", count);
+  jit::TensorMapShape shape;
+  shape.dtype = CU_TENSOR_MAP_DATA_TYPE_FLOAT64;  // 8 bytes that are only copied
+  shape.rank = 1;
+  shape.sizes = {static_cast<uint64_t>(count)};
+  shape.box = {static_cast<uint32_t>(rows)};
+  shape.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  return shape;
+}
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,81 @@
+// How a kernel of flex attention is launched, as a value: its CTAs, its lists of tiles, the order of its heads and the
+// boxes that TMA copies. Needs no GPU.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "cuda/attention/host/kernel_spec.h"
+#include "cuda/attention/host/plan.h"
+#include "jit/driver.h"
+
+namespace fusegrad::cuda {
+
+/// The sizes of a call: query [batches, heads, queries, head_size], key [key_batches, key_heads, keys, head_size],
+/// value likewise with value_size.
+struct FlexShape {
+  int64_t batches = 0, heads = 0, queries = 0;
+  int64_t key_batches = 0, key_heads = 0, keys = 0;
+  int64_t head_size = 0, value_size = 0;
+
+  int64_t query_heads() const { return batches * heads; }
+  int64_t group() const { return heads / key_heads; }
+};
+
+/// The block mask of a call, without its data: [batches, heads] lists of rows, each of so many columns at most.
+struct BlockMaskShape {
+  std::array<int64_t, 2> block_size{};  ///< queries and keys of a block
+  int64_t rows = 0, cols = 0;           ///< blocks of queries and of keys
+  int64_t partial_cols = 0, full_cols = 0;
+};
+
+/// The lists of tiles that a kernel walks: for each of `rows` tiles of one kind which of `cols` tiles of the other.
+struct TileListPlan {
+  int tile_q = 0, tile_kv = 0;
+  bool by_key = false;  ///< for each tile of keys its tiles of queries
+  int parts = 1;        ///< of a tile's queries, each with a kind of its own
+  int64_t rows = 0, cols = 0;
+  bool direct = false;  ///< from the block mask's own lists, in one kernel instead of three
+
+  bool operator==(const TileListPlan&) const = default;
+};
+
+struct LaunchPlan {
+  KernelSpec spec;
+  int64_t ctas = 0;      ///< of one launch
+  int64_t launches = 1;  ///< one batch of keys after the other
+  int section = 1;       ///< Hopper: heads whose tiles are begun together, in the order of their place in the head
+  std::optional<TileListPlan> lists;
+};
+
+constexpr int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+/// Raises where there would be 2^31 CTAs or more.
+void check_ctas(int64_t ctas);
+
+/// The lists that a tile needs of a block mask.
+TileListPlan plan_lists(const FlexTileSize& tile, bool by_key, const FlexShape& shape, const BlockMaskShape& mask);
+
+/// `mask`: without a block mask there is none. `processors`: the GPU's multiprocessors, for persistent CTAs.
+/// `launches`: of a backward by keys.
+LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+                       int64_t processors, int64_t launches = 1);
+
+/// Whether a backward's tall tile (backward_tall_tile) takes less time than others. `share_of_pairs`: of all pairs
+/// those that the mask_mod allows; asked only where it matters.
+bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+               const std::function<double()>& share_of_pairs, const std::string& architecture);
+
+/// A [batch, head, row, column] tensor of 16-bit elements; sizes and strides in elements.
+struct FlexBoxes {
+  std::array<int64_t, 4> sizes{}, strides{};
+};
+/// Boxes of `rows` rows and 64 columns, the 128 bytes that TMA swizzles.
+jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows);
+/// Boxes of `rows` numbers of 8 bytes, of `count`: device::FlexRow.
+jit::TensorMapShape row_map(int64_t count, int rows);
+
+}  // namespace fusegrad::cuda

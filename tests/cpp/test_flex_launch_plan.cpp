@@ -1,0 +1,277 @@
+// What the planner of flex attention on CUDA decides, without a GPU: specs and their keys, shared memory, launches.
+#include <c10/util/Exception.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/host/launch_plan.h"
+#include "cuda/attention/host/plan.h"
+#include "cuda/attention/host/program.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+constexpr int64_t kProcessors = 132;
+
+FlexCase make_case(FlexKernel kernel, int head_size, DType dtype = DType::kBFloat16) {
+  FlexCase c;
+  c.kernel = kernel;
+  c.dtype = dtype;
+  c.head_size = c.value_size = head_size;
+  c.unscaled = kernel == FlexKernel::kForward;
+  c.grad_query = kernel != FlexKernel::kForward;
+  c.grad_key = c.grad_value = kernel == FlexKernel::kBackward;
+  return c;
+}
+FlexCase masked(FlexCase c, int64_t block) {
+  c.blocks = true;
+  c.block_size = {block, block};
+  return c;
+}
+FlexShape make_shape(int64_t batches, int64_t heads, int64_t key_heads, int64_t queries, int64_t keys, int64_t size) {
+  return {batches, heads, queries, batches, key_heads, keys, size, size};
+}
+BlockMaskShape make_mask(const FlexShape& shape, int64_t block) {
+  const int64_t rows = tiles_in(shape.queries, block), cols = tiles_in(shape.keys, block);
+  return {{block, block}, rows, cols, cols, cols};
+}
+LaunchPlan plan(const FlexCase& c, const FlexShape& shape, int64_t launches = 1) {
+  std::optional<BlockMaskShape> mask;
+  if (c.blocks) mask = make_mask(shape, c.block_size[0]);
+  return plan_launch(plan_kernel(c, "90a"), shape, mask, kProcessors, launches);
+}
+
+// A change of any fact that a program is made from changes the key, and so does its order.
+TEST(KernelSpec, HasEachFactInItsKey) {
+  using Change = std::function<void(KernelFacts&)>;
+  const std::vector<Change> any{
+      [](auto& f) { f.dtype = DType::kFloat16; },
+      [](auto& f) { f.tile.family = FlexFamily::kPortable; },
+      [](auto& f) { f.tile.rows += 16; },
+      [](auto& f) { f.tile.cols += 16; },
+      [](auto& f) { f.tile.share = 2; },
+      [](auto& f) { f.tile.stages += 1; },
+      [](auto& f) { f.tile.query_stages += 1; },
+      [](auto& f) { f.tile.key_stages += 1; },
+      [](auto& f) { f.tile.parts += 1; },
+      [](auto& f) { f.tile.gradient_stages += 1; },
+      [](auto& f) { f.head += 64; },
+      [](auto& f) { f.value += 64; },
+      [](auto& f) { f.warps += 4; },
+      [](auto& f) { f.groups += 1; },
+      [](auto& f) { f.blocks = true; },
+      [](auto& f) { f.mixed = true; },
+      [](auto& f) { f.split = true; },
+      [](auto& f) { f.mask_alone = !f.mask_alone; },
+      [](auto& f) { f.dropout = true; },
+      [](auto& f) { f.most_dropped = true; },
+      [](auto& f) { f.small_lengths = false; },
+      [](auto& f) { f.score_mod.text = "score_mod"; },
+      [](auto& f) { f.mask_mod.text = "mask_mod"; },
+      [](auto& f) { f.score_mod.dtypes = {score_mod::DType::kInt32}; },
+      [](auto& f) { f.mask_mod.dtypes = {score_mod::DType::kInt32}; },
+      [](auto& f) { f.score_mod.small_buffers = false; },
+      [](auto& f) { f.score_mod.small_scalars = false; },
+      [](auto& f) { f.mask_mod.small_buffers = false; },
+      [](auto& f) { f.mask_mod.small_scalars = false; },
+  };
+  const std::vector<Change> forward{
+      [](auto& f) { f.tile.line_bytes = 4096; },
+      [](auto& f) { f.unscaled = !f.unscaled; },
+      [](auto& f) { f.first_maximum = !f.first_maximum; },
+      [](auto& f) { f.max_scores = true; },
+      [](auto& f) { f.out_low = true; },
+  };
+  const std::vector<Change> backward{
+      [](auto& f) { f.keys_shared = true; },
+      [](auto& f) { f.grad_query = !f.grad_query; },
+      [](auto& f) { f.stores_boxes = !f.stores_boxes; },
+      [](auto& f) { f.grad_key = false; },
+      [](auto& f) { f.grad_value = false; },
+      [](auto& f) { f.grad_scores = false; },
+      [](auto& f) { f.max_gradient = true; },
+      [](auto& f) { f.fixed_point = true; },
+      [](auto& f) { f.partial_sums = true; },
+      [](auto& f) { f.has_derivative = true; },
+      [](auto& f) { f.wants_grad = {true}; },
+      [](auto& f) { f.schemes = "A"; },
+      [](auto& f) { f.tables = {64}; },
+  };
+  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
+    const KernelSpec spec = plan_kernel(make_case(kernel, 128), "90a");
+    EXPECT_EQ(spec.key(), KernelSpec(spec.facts()).key());
+    std::vector<Change> changes = any;
+    const auto& own = kernel == FlexKernel::kForward ? forward : backward;
+    changes.insert(changes.end(), own.begin(), own.end());
+    for (size_t i = 0; i < changes.size(); ++i) {
+      KernelFacts facts = spec.facts();
+      changes[i](facts);
+      const KernelSpec other(facts);
+      EXPECT_NE(spec.key(), other.key()) << "change " << i;
+      EXPECT_TRUE(spec != other && (spec < other) != (other < spec)) << "change " << i;
+    }
+  }
+}
+
+TEST(KernelSpec, IsRenderedIntoTheProgram) {
+  const KernelSpec spec = plan_kernel(make_case(FlexKernel::kBackward, 128), "90a");
+  const auto kernel = flex_program(spec, "90a");
+  EXPECT_NE(kernel.program.source.find(spec.config()), std::string::npos);
+  EXPECT_EQ(spec.key().find(std::string(spec.name()) + "\n" + spec.config()), 0u);
+  EXPECT_EQ(kernel.dynamic_shared_bytes, spec.facts().shared_bytes);
+}
+
+// The regions of the Hopper backward as a list, in their order.
+TEST(SharedMemory, RegionsFollowOneAnotherAndAreAligned) {
+  const device::HopperBackwardMemory m({.rows = 64,
+                                        .cols = 128,
+                                        .head = 128,
+                                        .value = 128,
+                                        .stages = 2,
+                                        .query_stages = 2,
+                                        .key_stages = 2,
+                                        .adds_grad_query = true,
+                                        .own_keys = true,
+                                        .has_score_mod = false,
+                                        .captured_bytes = 0});
+  const std::vector<device::Region> regions{m.key,  m.value,  m.query,    m.grad_out, m.grad_scores, m.grad_query,
+                                            m.rows, m.places, m.barriers, m.lines,    m.captured};
+  int end = 0;
+  for (const auto& region : regions) {
+    EXPECT_EQ(region.offset, end);
+    end = region.end();
+  }
+  EXPECT_EQ(m.bytes(), end);
+  // TMA: swizzled boxes at multiples of 1024 bytes, others of 128; dQ by reductions of 16 bytes; mbarriers of 8.
+  for (const auto& tile : {m.key, m.value, m.query, m.grad_out, m.grad_scores}) {
+    EXPECT_EQ(tile.offset % 1024, 0);
+    EXPECT_EQ(tile.piece % 1024, 0);
+  }
+  EXPECT_EQ(m.grad_query.offset % 16, 0);
+  EXPECT_EQ(m.rows.offset % 128, 0);
+  EXPECT_EQ(m.rows.piece % 128, 0);
+  EXPECT_EQ(m.barriers.offset % 8, 0);
+  // 2 x 32 KiB of keys, 32 of values, 2 x 16 of queries and of grad_out, 2 x 16 of dS, 32 of dQ, 1 of row statistics,
+  // 128 bytes of places, 16 barriers.
+  EXPECT_EQ(m.bytes(), (64 + 32 + 32 + 32 + 32 + 32 + 1) * 1024 + 128 + 8 * 16);
+}
+
+TEST(SharedMemory, OfAPlanIsWhatItsLaunchGets) {
+  // Forward of 128 x 128: alignment, 2 stages of keys and values of 32 KiB each, a tile of queries of 32 KiB.
+  const KernelSpec spec = plan_kernel(make_case(FlexKernel::kForward, 128), "90a");
+  const FlexTileSize& t = spec.tile();
+  EXPECT_EQ(t.rows, 128);
+  EXPECT_EQ(t.cols, 128);
+  EXPECT_EQ(spec.facts().shared_bytes, 1024 + (t.query_stages + 4) * 32768 + 8 * (4 + 2 * t.query_stages + 8) + 32 + 8);
+  // Portable, float32, 64 x 32 tiles: rows of 64 floats and 16 bytes.
+  const KernelSpec portable = plan_kernel(make_case(FlexKernel::kForward, 64, DType::kFloat32), "80");
+  EXPECT_EQ(portable.facts().shared_bytes, (64 + 32 + 32) * (64 * 4 + 16));
+}
+
+TEST(LaunchPlan, HopperKernelsArePersistent) {
+  const FlexShape large = make_shape(2, 16, 4, 4096, 4096, 128), small = make_shape(1, 2, 1, 100, 100, 128);
+  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward, FlexKernel::kGradQuery}) {
+    EXPECT_EQ(plan(make_case(kernel, 128), large).ctas, kProcessors);
+  }
+  EXPECT_EQ(plan(make_case(FlexKernel::kForward, 128), small).ctas, 2);   // query heads
+  EXPECT_EQ(plan(make_case(FlexKernel::kBackward, 128), small).ctas, 1);  // key heads
+  EXPECT_EQ(plan(make_case(FlexKernel::kGradQuery, 128), small).ctas, 2);
+}
+
+TEST(LaunchPlan, OthersHaveACtaForEachTile) {
+  const FlexShape shape = make_shape(2, 16, 4, 4096, 1000, 256);
+  // Head size 256: 64 keys of both consumer warpgroups.
+  const LaunchPlan wide = plan(make_case(FlexKernel::kBackward, 256), shape);
+  EXPECT_TRUE(wide.spec.facts().keys_shared);
+  EXPECT_EQ(wide.ctas, 2 * 4 * 16);
+  const LaunchPlan portable = plan(make_case(FlexKernel::kForward, 64, DType::kFloat32), shape);
+  EXPECT_EQ(portable.ctas, 2 * 16 * 64);
+  EXPECT_FALSE(portable.lists);
+}
+
+TEST(LaunchPlan, LaunchesShareTheKeysOfABackward) {
+  const FlexShape shape = make_shape(4, 8, 8, 512, 4096, 128);
+  const LaunchPlan by_key = plan(make_case(FlexKernel::kBackward, 128), shape, 4);
+  EXPECT_EQ(by_key.launches, 4);
+  EXPECT_EQ(by_key.ctas, 8 * 32);
+  // dQ's kernel has all of them at once.
+  const LaunchPlan by_query = plan(make_case(FlexKernel::kGradQuery, 128), shape, 4);
+  EXPECT_EQ(by_query.launches, 1);
+  EXPECT_EQ(by_query.ctas, 4 * 8 * 4);
+}
+
+TEST(LaunchPlan, RefusesTooManyCtas) {
+  const FlexShape shape = make_shape(int64_t{1} << 16, int64_t{1} << 15, 1, 128, 128, 64);
+  EXPECT_THROW(plan(make_case(FlexKernel::kForward, 64, DType::kFloat32), shape), c10::ValueError);
+}
+
+TEST(LaunchPlan, ListsAreDirectWhereTilesLieInABlockEach) {
+  const FlexShape shape = make_shape(2, 16, 4, 4096, 2048, 128);
+  const auto forward = plan(masked(make_case(FlexKernel::kForward, 128), 128), shape).lists;
+  EXPECT_EQ(*forward, (TileListPlan{128, 128, false, 1, 32, 16, true}));
+  const auto backward = plan(masked(make_case(FlexKernel::kBackward, 128), 128), shape).lists;
+  EXPECT_EQ(*backward, (TileListPlan{80, 128, true, 5, 16, 52, true}));
+  EXPECT_FALSE(plan(masked(make_case(FlexKernel::kForward, 128), 48), shape).lists->direct);
+  // More entries than each CTA should read: 512 rows of 512 blocks.
+  const FlexShape long_keys = make_shape(1, 1, 1, 65536, 65536, 128);
+  EXPECT_FALSE(plan(masked(make_case(FlexKernel::kBackward, 128), 128), long_keys).lists->direct);
+  EXPECT_TRUE(plan(masked(make_case(FlexKernel::kForward, 128), 128), long_keys).lists->direct);
+}
+
+TEST(LaunchPlan, SectionsOfHeadsFitTheL2Cache) {
+  // Without a block mask heads come one after the other.
+  EXPECT_EQ(plan(make_case(FlexKernel::kForward, 128), make_shape(8, 32, 32, 8192, 8192, 128)).section, 1);
+  // 8192 keys and values of 256 bytes are 4 MiB a head: 16 MiB hold four, of 256 heads.
+  EXPECT_EQ(plan(masked(make_case(FlexKernel::kForward, 128), 128), make_shape(8, 32, 32, 8192, 8192, 128)).section, 4);
+  // In groups of 8 query heads, 32 of them.
+  EXPECT_EQ(plan(masked(make_case(FlexKernel::kForward, 128), 128), make_shape(8, 32, 4, 8192, 8192, 128)).section, 32);
+  // Few rows of tiles and all heads in 48 MiB: one section.
+  EXPECT_EQ(plan(masked(make_case(FlexKernel::kForward, 128), 128), make_shape(1, 8, 8, 4096, 4096, 128)).section, 8);
+  // Backward: queries, grad_out and dQ in float32 are 8192 * 1024 bytes a head, two in 16 MiB.
+  EXPECT_EQ(plan(masked(make_case(FlexKernel::kBackward, 128), 128), make_shape(8, 32, 32, 8192, 8192, 128)).section,
+            2);
+}
+
+TEST(LaunchPlan, TallTilesPayWhereTheyAreFewEnough) {
+  const auto pays = [](const FlexCase& c, const FlexShape& shape, double share = 1.0) {
+    std::optional<BlockMaskShape> mask;
+    if (c.blocks) mask = make_mask(shape, c.block_size[0]);
+    return pays_tall(c, shape, mask, [share] { return share; }, "90a");
+  };
+  const FlexCase c = make_case(FlexKernel::kBackward, 128);
+  EXPECT_TRUE(pays(c, make_shape(1, 8, 8, 4096, 4096, 128)));  // 7 * 52 <= 6 * 64
+  EXPECT_FALSE(pays(c, make_shape(1, 8, 8, 64, 64, 128)));     // 7 > 6
+  const FlexCase small = make_case(FlexKernel::kBackward, 64);
+  EXPECT_FALSE(pays(small, make_shape(1, 8, 8, 4096, 4096, 64)));  // 11 * 29 + 8 > 10 * 32
+  EXPECT_TRUE(pays(small, make_shape(1, 8, 8, 8192, 8192, 64)));   // 11 * 57 + 8 <= 10 * 64
+  EXPECT_FALSE(pays(make_case(FlexKernel::kBackward, 256), make_shape(1, 8, 8, 8192, 8192, 256)));
+  FlexCase mask = masked(c, 128);
+  EXPECT_TRUE(pays(mask, make_shape(1, 8, 8, 4096, 4096, 128)));
+  EXPECT_FALSE(pays(mask, make_shape(1, 8, 8, 1024, 1024, 128)));
+  mask.mask_mod.text = "mask_mod";
+  EXPECT_TRUE(pays(mask, make_shape(1, 8, 8, 4096, 4096, 128), 0.5));  // 2048 queries of a key
+  EXPECT_FALSE(pays(mask, make_shape(1, 8, 8, 4096, 4096, 128), 0.25));
+  FlexCase float32 = c;
+  float32.dtype = DType::kFloat32;
+  EXPECT_FALSE(pays(float32, make_shape(1, 8, 8, 4096, 4096, 128)));
+}
+
+TEST(TensorMaps, HaveValidStridesOfDimensionsOfOne) {
+  const auto map = box_map(DType::kBFloat16, {{2, 1, 300, 96}, {57600, 3, 192, 1}}, 128);
+  EXPECT_EQ(map.dtype, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
+  EXPECT_EQ(map.rank, 4);
+  EXPECT_EQ(map.sizes, (std::array<uint64_t, 5>{96, 300, 1, 2, 0}));
+  EXPECT_EQ(map.stride_bytes, (std::array<uint64_t, 5>{2, 384, 16, 115200, 0}));
+  EXPECT_EQ(map.box, (std::array<uint32_t, 5>{64, 128, 1, 1, 0}));
+  const auto rows = row_map(1000, 80);
+  EXPECT_EQ(rows.rank, 1);
+  EXPECT_EQ(rows.sizes[0], 1000u);
+  EXPECT_EQ(rows.box[0], 80u);
+  EXPECT_THROW(row_map(int64_t{1} << 31, 64), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace fusegrad::cuda
