@@ -1,4 +1,4 @@
-// Asynchronous copies into shared memory (sm_90 and later), counted by mbarriers: bulk copies by the copy engine, and
+// Asynchronous copies into shared memory for sm_90 and later, counted by mbarriers: bulk copies (cp.async.bulk), and
 // stores from other CTAs of the cluster.
 #pragma once
 

@@ -1,8 +1,8 @@
-// What sm_90a alone has: products of a warpgroup (wgmma) with operands in shared memory, tiles that the copy engine
-// brings (TMA), and barriers between its copies and the warps (mbarrier). For BFloat16 and Float16.
+// Building blocks of sm_90a kernels on BFloat16 and Float16: WGMMA with operands in shared memory, TMA copies,
+// mbarriers between copies and warps, named barriers, and the registers of warp-specialized CTAs.
 //
-// Tiles in shared memory are chunks of 64 columns, one after the other, each of rows of 128 bytes whose 16-byte parts
-// the copy engine has swizzled; they begin at multiples of 1024 bytes.
+// A tile in shared memory is a sequence of chunks of 64 columns. A chunk's rows have 128 bytes, whose 16-byte parts TMA
+// swizzles; tiles begin at multiples of 1024 bytes.
 #pragma once
 
 #include "cuda/attention/device/arguments.cuh"

@@ -1,8 +1,8 @@
-// Tiles in shared memory and the tensor cores' products of them, on every GPU from sm_80 on (mma.sync, ldmatrix,
-// cp.async), for BFloat16, Float16 and float. For NVRTC too: includes nothing but its own.
+// Tiles in shared memory and tensor-core products on them for every GPU from sm_80 on (mma.sync, ldmatrix, cp.async),
+// for BFloat16, Float16 and float. NVRTC compiles it too: it includes only embedded headers.
 //
-// Lanes: g = lane / 4 is a row of a fragment, t = lane % 4 a pair of its columns. An accumulator C of 16 x 8 holds
-// (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// Lane g = lane / 4 is a row of a fragment, t = lane % 4 a pair of its columns. An accumulator C of 16 x 8 holds (g,
+// 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 #pragma once
 
 #include "cuda/device/bulk.cuh"

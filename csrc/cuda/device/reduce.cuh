@@ -1,7 +1,6 @@
-// Reductions over lanes, a CTA and a cluster, each in a fixed order. A State says how it is reduced by a member
+// Reductions over lanes, a CTA and a cluster, each in a fixed order. A State has
 //   template <class Over> void merge(const Over& over)
-// that replaces each of its values by over.sum(value), over.max(value) or over.min(value); State{} is
-// neutral.
+// which replaces each of its values by over.sum(value), over.max(value) or over.min(value). State{} is neutral.
 #pragma once
 
 #include <cooperative_groups.h>

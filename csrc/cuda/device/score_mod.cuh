@@ -1,6 +1,6 @@
-// What rendered score_mods are made of: the functions that primitives.def names as CUDA spellings, and reads of
-// captured buffers. Includes nothing: NVRTC on a machine without a toolkit must take it. A C++ compiler takes it too,
-// given the names of CUDA that it uses: so it is tested without a GPU.
+// What rendered score_mods call: the functions that primitives.def names as CUDA spellings, and reads of captured
+// buffers. It includes nothing, so that NVRTC takes it on a machine without a toolkit. A C++ compiler takes it too,
+// given the names of CUDA that it uses; tests without a GPU do so.
 #pragma once
 
 namespace fusegrad::device::score_mod {

@@ -1,6 +1,6 @@
-// What the kernels of flex attention are launched with; the host includes this too. Letters as in
-// pytorch/attention/flex_attention.h. Strides are in elements; those that kernels read by 16 bytes at a time (query,
-// key, value, grad_out) have an innermost stride of 1, and rows at multiples of 16 bytes.
+// The launch arguments of flex attention's kernels; the host includes this too. pytorch/attention/flex_attention.h
+// explains the letters. Strides are in elements. Kernels read query, key, value and grad_out 16 bytes at a time: their
+// innermost stride is 1 and their rows begin at multiples of 16 bytes.
 #pragma once
 
 namespace fusegrad::device {

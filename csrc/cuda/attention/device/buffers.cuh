@@ -1,15 +1,15 @@
-// The gradients of captured buffers: how the contributions of a tile's pairs get to their places. One scheme for each
-// class of the planner (csrc/score_mod/scatter_plan.h); docs/score_mod.md explains the classes.
+// The gradients of captured buffers: how the contributions of a tile's pairs reach their elements. There is one scheme
+// for each class of the planner (csrc/score_mod/scatter_plan.h); docs/score_mod.md explains the classes.
 //
-// Of a warp's part of the tile a thread has the pairs (kv, q) = (16 * m + g + 8 * (e / 2), 8 * n + 2 * t + e % 2) for m
-// below kBlocksM, n below kBlocksN and e below 4: keys are rows here. Config (flex_scores.cuh) also says:
+// Keys are rows here. In its warp's part of a tile a thread has the pairs (kv, q) = (16 * m + g + 8 * (e / 2), 8 * n +
+// 2 * t + e % 2) for m below kBlocksM, n below kBlocksN and e below 4. scores.cuh describes Config; this file adds:
 //   Derivative                 the rendered derivative
-//   Schemes::kScheme[]         the class of each contribution; small letters, of 'a', 'b', 'c' and 'g', of those to
-//                              several places by axes: they are added element by element, when a warp has summed up an
-//                              element of its 16 keys by 8 queries as its class allows
+//   Schemes::kScheme[]         the class of each contribution. Small letters ('a', 'b', 'c', 'g') are contributions to
+//                              several elements along axes: a warp sums up an element over its 16 keys by 8 queries as
+//                              the class allows, then adds it
 //   Schemes::kTable[]          the elements of a buffer of class F
 //   kFixedPoint                sums are 64-bit integers, the same in every order
-//   kPartialSums               those of classes A and B, of a head each, are stored, as a CTA has its keys to itself
+//   kPartialSums               classes A and B are stored head by head, and summed by a later kernel
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"

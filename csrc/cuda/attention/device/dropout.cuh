@@ -1,19 +1,19 @@
-// Attention dropout: which pairs a call drops. A pair's number follows from the call's seed and the pair's place alone
-// (batch, head, query and key), so it is the same in every tiling, family and direction, and on the CPU
+// Attention dropout: which pairs a call drops. A pair's number follows from the call's seed and the pair's place
+// (batch, head, query and key) alone, so it is the same in every tiling, family and direction, and on the CPU
 // (attention/cpu/attention_kernel.cpp).
 //
-// Philox4x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), twice:
-//   of a head    10 rounds, counter (b * H + h, 0, 0, 0), key the seed: two words are the head's key
-//   of a block   of 16 queries by 16 keys, 32 lanes; 7 rounds, the fewest that pass BigCrush; counter (32 * block of
-//                keys + lane, block of queries, the head's key), key 0. That the key is a constant saves two additions
-//                a round; four words are eight numbers of 16 bits
-// Of a lane, word i + 2 * j is of queries i * 8 on and keys j * 8 on: query lane / 4 of them, keys lane % 4 * 2 and the
-// next one in the lower and the upper half. So the numbers lie as accumulators of 16 queries by 8 keys do, and where
-// keys are rows, one transposition of each eight by eight brings them there.
+// Philox4x32 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") runs twice:
+//   per head     10 rounds, counter (b * H + h, 0, 0, 0), key = seed; two words of the result are the head's key
+//   per block    16 queries by 16 keys on 32 lanes; 7 rounds, the fewest that pass BigCrush; counter (32 * block of
+//                keys + lane, block of queries, the head's key), key 0. A constant key saves two additions a round.
+//                Four words are eight numbers of 16 bits
+// Word i + 2 * j of a lane belongs to queries from 8 * i on and keys from 8 * j on: query lane / 4, key lane % 4 * 2 in
+// the lower half and the next key in the upper half. So numbers lie as accumulators of 16 queries by 8 keys do; where
+// keys are rows, transposing each 8 x 8 block brings them there.
 //
 // A pair is dropped where the lower 15 bits of its number are below the threshold. They are compared as float16, two at
-// a time: NaNs, the numbers above 0x7c00, count as large. With a threshold beyond that (kMost) the largest numbers are
-// kept no more: a pair is then dropped unless its number is below 0x8000 - threshold.
+// a time: NaNs, the numbers above 0x7c00, count as large. For a threshold beyond that (kMost) the comparison is turned
+// round: a pair is dropped unless its number is below 0x8000 - threshold.
 #pragma once
 
 #include "cuda/attention/device/arguments.cuh"

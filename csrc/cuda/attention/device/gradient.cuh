@@ -1,4 +1,4 @@
-// The gradient by the scores, which the kernels of the backward share, and where a thread's pairs lie.
+// The gradient of a pair's score, for all kernels of the backward, and contributions by vectors of captured buffers.
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"

@@ -1,14 +1,14 @@
-// Scores of a tile between the products: which pairs take part, and what the score_mod makes of them.
+// What happens to a tile of scores between the products: which pairs take part, and what the score_mod makes of them.
 //
-// A Config, which the host generates, says what a kernel is compiled for:
+// The host generates a Config (cuda/attention/host/kernel_spec.cpp), which says what a kernel is compiled for:
 //   Element                    BFloat16, Float16 or float
-//   kHead, kValue              the head sizes, rounded up to 16
+//   kHead, kValue              D and E, rounded up to 16 (portable) or 64 (Hopper)
 //   kRows, kCols               queries and keys of a tile
-//   kWarps                     of a CTA
+//   kWarps                     warps of a CTA
 //   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
 //   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
-//   kSplit                     float: products of two parts each
-//   kDropout, kMostDropped     see flex_dropout.cuh
+//   kSplit                     float: products of split operands
+//   kDropout, kMostDropped     see dropout.cuh
 #pragma once
 
 #include "cuda/attention/device/dropout.cuh"

@@ -1,23 +1,25 @@
-// The backward of flex attention on sm_90a. A CTA owns kCols keys of a key head, 64 for each warpgroup that computes,
-// and goes over the tiles of queries of all query heads that share it; a producer warp brings them by the copy engine.
-// A CTA stays for other keys, which come while the gradients of the former are stored; where there is room for two
-// tiles of keys (kSeamless), the next keys' first scores are beside the last products of the former ones, whose
-// gradients go to memory by way of dQ's place in shared memory and the copy engine. As in flex_backward.cuh scores and
-// their gradients are transposed (keys are rows): from registers they are operands of the gradients of values and keys.
-// That of the queries has dS of all keys from shared memory, and the copy engine adds it up in float32 in memory, a
-// warp for each warpgroup giving it the sums.
+// Flex attention backward for sm_90a, one CTA per block of keys.
 //
-// A warpgroup's step, for the tile i of queries; the warpgroups take turns in issuing products, so that one's pairs are
-// computed while the other's products run:
-//   pairs   waits for the scores and for dP; probabilities P and dS, as operands; dS to shared memory too
-//   turn    issues dV += P dO, dQ(i - 1) = dS(i - 1) K, dK += dS Q; dQ goes to shared memory; the scores and dP of tile
-//           i + 1. dQ is a step late: dS of the other warpgroup's keys has been there for long
-// The turns are what limits a step, so what can be done before or after is not in them: the fence that lets the copy
-// engine and products read dS and dQ is behind the turn.
-// Without a score_mod P is computed while dP is still being multiplied.
+// The CTA owns kCols keys of one KV head, 64 per consumer warpgroup, and walks the query tiles of every query head in
+// the group. One producer warp streams Q, dO, lse and delta through a TMA ring. CTAs are persistent: while dK and dV of
+// one key block are stored, the next one is already loading. Where two tiles of keys fit (kSeamless), the first scores
+// of the next keys run beside the last products of the present ones, and dK and dV leave by TMA through dQ's region of
+// shared memory.
 //
-// See flex_backward_tiles_hopper.cuh for Config; here also:
-//   kStoresBoxes               the gradients of keys and values are given to the copy engine, by way of where dQ goes
+// Scores and their gradients are kept transposed (keys are rows), so P and dS feed dV and dK straight from registers;
+// only dS goes through shared memory, for dQ, which TMA reduces into fp32 global memory. One warp per consumer
+// warpgroup issues those reductions.
+//
+// The consumer warpgroups ping-pong: one computes probabilities while the other's WGMMAs run. A warpgroup's step for
+// query tile i:
+//   pairs   waits for S and dP, computes P and dS as operands, stores dS to shared memory
+//   turn    issues dV += P dO, dQ(i - 1) = dS(i - 1) K and dK += dS Q, stores dQ, then issues S and dP of tile i + 1.
+//           dQ is one step late, so the other warpgroup's dS is already there
+// The order of turns is enforced by the kTurn barriers. Keep fences outside the turn; the turn is the critical path.
+// Without a score_mod P is computed while dP is still being multiplied (kOverlapped).
+//
+// backward_tiles.cuh describes Config; this file adds:
+//   kStoresBoxes               TMA stores dK and dV
 #pragma once
 
 #include "cuda/attention/hopper/backward_tiles.cuh"

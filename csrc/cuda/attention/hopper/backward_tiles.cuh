@@ -1,14 +1,12 @@
-// What the backwards of flex attention on sm_90a have in common: the places in shared memory, the producer, products
-// and the pairs of a tile. Two warpgroups or more compute. Either each has 64 keys of its own
-// (flex_backward_hopper.cuh), or all have the same 64 (flex_backward_wide_hopper.cuh).
+// What both Hopper backwards share: the layout of shared memory, the TMA producer, the products and the pairs of a
+// tile. Either each consumer warpgroup owns 64 keys (backward.cuh), or all have the same 64 (backward_wide.cuh).
 //
-// See flex_scores.cuh and flex_backward.cuh for Config; kWarps are those that have keys of their own. Here also:
-//   kGroups                    warpgroups that compute
-//   kQueryStages, kStages      tiles of queries, and of grad_out and dS, in shared memory
-//   kKeyStages                 tiles of keys: with 2, those of the next keys are there before the last products of the
-//                              former ones, and between them there is no seam
-//   kParts                     1, or parts of a tile's queries, at any of which it may begin, each with a kind of tile
-//                              of its own
+// scores.cuh and portable/backward.cuh describe Config; kWarps counts warps with keys of their own. This file adds:
+//   kGroups                    consumer warpgroups
+//   kQueryStages, kStages      tiles in shared memory: of Q, and of dO and dS
+//   kKeyStages                 tiles of keys: with 2, the next keys arrive before the last products of the present ones
+//   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
+//                              part has its own kind
 #pragma once
 
 #include "cuda/attention/device/buffers.cuh"

@@ -1,12 +1,14 @@
-// The backward of flex attention on sm_90a for D or E above 128, where the gradients of 64 keys take all the registers
-// of a warpgroup each: those of the same 64 keys, of a key head, are of two warpgroups.
-//   keys      scores S^T, dP^T, dS; dK += dS Q; the captured buffers' sums
-//   values    scores S^T again, P; dV += P dO
-// The scores are computed twice: in exchange the two never wait for each other. The queries' gradient has a kernel of
-// its own (flex_grad_query_hopper.cuh), whether or not sums must come in one order: added up here, it takes as much of
-// the second-level cache as all that is read.
+// Flex attention backward for sm_90a with D or E above 128, one CTA per 64 keys.
 //
-// See flex_backward_tiles_hopper.cuh for Config.
+// One gradient of 64 keys fills the registers of a warpgroup, so the two consumer warpgroups share the same 64 keys of
+// one KV head:
+//   keys      S^T, dP^T and dS; dK += dS Q; the captured buffers' sums
+//   values    S^T again, then P; dV += P dO
+// The scores are computed twice; in exchange the two warpgroups never wait for each other. dQ has a kernel of its own
+// (grad_query.cuh) even where sums may come in any order: reduced from here, it would take as much L2 bandwidth as all
+// reads together.
+//
+// backward_tiles.cuh describes Config.
 #pragma once
 
 #include "cuda/attention/hopper/backward_tiles.cuh"

@@ -1,16 +1,18 @@
-// The forward of flex attention on sm_90a. A CTA for each multiprocessor computes kRows queries of a head at a time: a
-// producer warp brings keys and values by the copy engine, kGroups warpgroups compute 64 queries each. While one's
-// products run, the scores of a tile and the output of the one before, the others' warps are at their exponentials. The
-// producer goes on to the next queries while the last output is written. See flex_scores.cuh for Config and
-// flex_forward.cuh; here also:
-//   kGroups                    warpgroups that compute, 2 or 3; kRows = 64 * kGroups
+// Flex attention forward for sm_90a, persistent CTAs of kRows queries.
+//
+// One producer warp streams K and V through a TMA ring; kGroups consumer warpgroups have 64 queries each. While one
+// warpgroup's WGMMAs run (the scores of a tile and the output of the tile before), the others compute exponentials. The
+// producer loads the next queries while the epilogue stores the last output.
+//
+// scores.cuh and portable/forward.cuh describe Config; this file adds:
+//   kGroups                    consumer warpgroups, 2 or 3; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
-//   kQueryStages               1 or 2 tiles of queries: with 2, a warpgroup that is ahead stays ahead between queries
-//   kParts                     1, or kGroups: each warpgroup's queries have kinds of tiles of their own
+//   kQueryStages               tiles of queries, 1 or 2: with 2, a warpgroup that is ahead stays ahead between queries
+//   kParts                     1, or kGroups: each warpgroup's queries have a kind of tile of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
-//   kLineBytes                 of shared memory, for lines of what mods read
-//   kFirstMaximum              exponentials are relative to the first maximum of a row, and no other is looked for,
-//                              until a tile's sums are too large
+//   kLineBytes                 shared memory for lines of what mods read
+//   kFirstMaximum              exponentials are relative to a row's first maximum, and no other is looked for until a
+//                              tile's sums are too large
 #pragma once
 
 #include "cuda/attention/hopper/forward_tiles.cuh"

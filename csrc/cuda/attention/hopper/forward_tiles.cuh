@@ -1,5 +1,4 @@
-// What a CTA of the forward of flex attention on sm_90a has: where all lies in shared memory, its barriers, and its
-// producer. See flex_forward_hopper.cuh.
+// The shared memory, the mbarriers, the producer and the tile scheduler of the Hopper forward (forward.cuh).
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"

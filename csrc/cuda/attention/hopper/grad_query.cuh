@@ -1,12 +1,14 @@
-// The gradient of the queries by itself on sm_90a, where it must be the same bits each time; what flex_grad_query.cuh
-// says holds here too. A CTA computes kRows queries of a head at a time, 64 for each warpgroup that computes, and goes
-// over the tiles of keys in order; a producer warp brings them by the copy engine. The warpgroups take turns in issuing
-// products, so that one's pairs are computed while the other's products run. A CTA stays for other queries, whose first
-// products run while the former ones' gradient is stored. See flex_scores.cuh and flex_backward_hopper.cuh for Config;
-// also:
-//   kStages                    tiles of values in shared memory, at least 1; of keys there is one more, as they are
-//                              needed for longer
-//   kQueryStages               tiles of queries and grad_out
+// dQ by itself for sm_90a, persistent CTAs of kRows queries. Each CTA adds up in one order, so dQ is the same in every
+// run; like portable/grad_query.cuh, the kernel also finds the largest contribution to each captured buffer.
+//
+// The CTA has 64 queries per consumer warpgroup and walks their tiles of keys, which a producer warp loads by TMA. The
+// warpgroups ping-pong: one computes pairs while the other's WGMMAs run. The first products of the next queries run
+// while dQ of the present ones is stored.
+//
+// scores.cuh and backward.cuh describe Config; this file adds:
+//   kStages                    tiles of values in shared memory, at least 1; there is one more of keys, which dQ needs
+//                              for longer
+//   kQueryStages               tiles of queries and dO
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"

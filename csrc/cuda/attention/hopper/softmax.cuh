@@ -1,5 +1,5 @@
-// The softmax of a warpgroup's tiles of scores, of the forward of flex attention on sm_90a: of a thread's two rows
-// their maxima, sums and what earlier sums are rescaled by. See flex_forward_hopper.cuh.
+// The online softmax of the Hopper forward (forward.cuh): for a thread's two rows their maxima, their sums, and the
+// factor that rescales what was summed before.
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"

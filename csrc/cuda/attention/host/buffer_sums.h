@@ -1,4 +1,4 @@
-// The sums of the gradients of captured buffers on CUDA.
+// The sums of captured buffers' gradients on CUDA: where kernels add them up, and how they become gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>

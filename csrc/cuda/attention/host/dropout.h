@@ -1,4 +1,4 @@
-// Which pairs attention dropout keeps, for tests. Compiled ahead of time.
+// The mask of attention dropout, for tests. Compiled ahead of time.
 #pragma once
 
 #include <cstdint>

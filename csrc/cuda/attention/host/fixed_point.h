@@ -1,4 +1,4 @@
-// Sums in fixed point, which come out the same in any order (device::FlexBufferSums). Compiled ahead of time.
+// Sums in fixed point, which are the same in every order (device::FlexBufferSums). Compiled ahead of time.
 #pragma once
 
 #include <cstdint>

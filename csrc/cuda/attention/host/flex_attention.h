@@ -1,4 +1,4 @@
-// Flex attention on CUDA.
+// Flex attention on CUDA, as the front end calls it.
 #pragma once
 
 #include "pytorch/attention/flex_attention.h"

@@ -1,4 +1,4 @@
-// What flex attention on CUDA computes of rows: a few numbers of each before its backward, their rounding after it.
+// The row kernels before and after flex attention's backward: lse and delta of each query, and the rounding of dQ.
 // Compiled ahead of time.
 #pragma once
 

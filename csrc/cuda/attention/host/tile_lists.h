@@ -1,4 +1,4 @@
-// Lists of the tiles that flex attention computes, from a block mask. Compiled ahead of time.
+// Makes the lists of tiles that flex attention's kernels walk, from a block mask. Compiled ahead of time.
 #pragma once
 
 #include "cuda/attention/device/arguments.cuh"

@@ -1,18 +1,19 @@
-// The backward of flex attention for every GPU from sm_80 on: a CTA owns kCols keys of a key head and goes over the
-// tiles of queries of all query heads that share it. Five products a tile; scores and their gradients are transposed
-// (keys are rows), so that from registers they are operands of the gradients of values and keys; through shared memory
-// of that of the queries, which is added up in float32 in memory. See flex_scores.cuh and flex_buffers.cuh for Config;
-// here also:
-//   kShare                     warps that share keys, each with its part of the queries for the scores, and of the head
-//                              sizes for the gradients of keys and values: 1, 2 or 4. Sharing halves what a warp keeps
-//                              in registers, so that it has more keys, and reads shared memory less; but then
-//                              probabilities go through shared memory too
+// Flex attention backward for every GPU from sm_80 on, one CTA per block of keys.
+//
+// The CTA owns kCols keys of one KV head and walks the query tiles of every query head in the group, with five products
+// a tile. Scores and their gradients are kept transposed (keys are rows), so P and dS feed dV and dK straight from
+// registers; dS goes through shared memory for dQ, which is added in fp32 in global memory.
+//
+// scores.cuh and buffers.cuh describe Config; this file adds:
+//   kShare                     warps that share keys: 1, 2 or 4. Each has its part of the queries for the scores, and
+//                              its part of the head for dK and dV. Sharing halves a warp's accumulators, so it can have
+//                              more keys, and its reads of shared memory; in return P goes through shared memory too
 //   kStages                    tiles of queries in shared memory
-//   kGradientStages            tiles of dS: with 2, the queries' gradient is that of the tile before, for half of the
-//                              warps before a tile's scores and for the others after its products: so exponentials of
-//                              some meet products of others, and a tile takes one barrier of all warps
-//   kGradQuery, kGradKey, kGradValue   which of them are wanted
-//   kGradScores                whether anything but the values' gradient is
+//   kGradientStages            tiles of dS. With 2, dQ is one tile late: half of the warps add it before a tile's
+//                              scores and the others after its products, so exponentials of some warps meet products of
+//                              others, and a tile takes one CTA barrier
+//   kGradQuery, kGradKey, kGradValue   which gradients are wanted
+//   kGradScores                whether any gradient but the values' is wanted
 //   kMaxGradient               whether max_scores has a gradient
 #pragma once
 

@@ -1,8 +1,10 @@
-// The forward of flex attention for every GPU from sm_80 on: a CTA computes kRows queries of a head, a warp kRows /
-// kWarps of them, over the tiles of keys in order, with an online softmax. See flex_scores.cuh for Config; here also:
-//   kUnscaled                  the scale, which is positive, is left to the exponent: there is no score_mod
+// Flex attention forward for every GPU from sm_80 on: a CTA has kRows queries of one head, kRows / kWarps per warp, and
+// walks their tiles of keys in order with an online softmax.
+//
+// scores.cuh describes Config; this file adds:
+//   kUnscaled                  the scale is positive and left to the exponent: there is no score_mod
 //   kMaxScores                 whether max_scores and max_ties are wanted
-//   kOutLow                    whether what rounding takes from the output is
+//   kOutLow                    whether out_low, what rounding took from the output, is wanted
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"

@@ -1,7 +1,7 @@
-// The gradient of the queries by itself, where it must be the same bits each time: a CTA owns kRows queries and goes
-// over the tiles of keys in order, a warp kRows / kWarps of them. Also finds the largest contribution to each captured
-// buffer, which fixed point is made for. For every GPU from sm_80 on. Config as in flex_backward.cuh, but tiles are
-// lists of keys for the queries, and there are neither kShare nor kStages.
+// dQ by itself for every GPU from sm_80 on, where it must be the same in every run: a CTA owns kRows queries, kRows /
+// kWarps per warp, and walks their tiles of keys in order. It also finds the largest contribution to each captured
+// buffer, from which fixed point takes its unit. backward.cuh describes Config; lists have tiles of keys, and there are
+// neither kShare nor kStages.
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"

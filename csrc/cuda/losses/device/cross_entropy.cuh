@@ -1,4 +1,5 @@
-// Cross entropy as a functor of the row skeleton (device/row.cuh): what is added up over a row, and the last step.
+// Cross entropy as a functor of the row skeleton (row.cuh): the sums of a row, and the epilogue that makes loss and
+// gradient of them.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,10 @@
-// The generalised Jensen-Shannon divergence as a functor of the row skeleton (device/row.cuh). The formulas stand in
-// losses/row_kernels.h. Here logarithms are base 2 until the end. With q = 2^lq and d = log2(p / q), which is taken
-// from the logits' difference, so that it is exact where they are close,
+// The generalised Jensen-Shannon divergence as a functor of the row skeleton (row.cuh). losses/row_kernels.h has the
+// formulas.
+//
+// Logarithms are base 2 until the end. q = 2^lq, and d = log2(p / q) is taken from the difference of the logits, so it
+// is exact where they are close. Then
 //   p = q 2^d,  log2(q / m) = -log2((1 - b) + b 2^d),  log2(p / m) = d + log2(q / m)
-// are consistent with each other: the divergence does not feel how the normalizers were rounded.
+// are consistent with each other, and the rounding of the normalizers does not reach the divergence.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// The divergences of long rows of logits, in low precision, by clusters that stay: while one row is worked on, the copy
-// engine brings the next. A warp has the same vectors of every row, copies them for itself and keeps the student's
-// exponentials in registers, so that nothing but the merges over the cluster waits for another warp. The formulas stand
-// in losses/row_kernels.h, their base-2 form in device/jsd.cuh.
+// The divergences of long rows of 16-bit logits by persistent clusters: bulk copies prefetch the next row while the
+// present one is computed. A warp has the same vectors of every row, copies them for itself and keeps the student's
+// exponentials in registers, so a warp waits for others only in the merges over the cluster. losses/row_kernels.h has
+// the formulas, jsd.cuh their base-2 form.
 #pragma once
 
 #include <cstdint>

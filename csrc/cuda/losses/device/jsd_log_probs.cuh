@@ -1,6 +1,5 @@
-// The divergences of log-probabilities in long rows, in low precision, by clusters that stay: no normalizer stands
-// between them and their gradients, so that sums and gradients come from the same exponentials, in one pass. A merge
-// over the cluster, which nothing waits for, is left.
+// The divergences of 16-bit log-probabilities in long rows by persistent clusters. There are no normalizers, so one
+// pass makes sums and gradients from the same exponentials, and nothing waits for the one merge over the cluster.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What the warps of a cluster merge of a row of divergences: levels (the largest logit and the sum of exponentials) of
-// both rows, and sums. Half a warp has the student's, the other half the teacher's.
+// What the warps of a cluster merge for a row of divergences: levels (the largest logit and the sum of exponentials) of
+// both rows, and sums. Half of a warp's lanes have the student's, the others the teacher's.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What a warp has of one row of divergences after another, by clusters that stay: the same vectors of every row, copied
-// by the copy engine for this warp alone.
+// A warp's view of the rows that a persistent cluster computes one after the other: the same vectors of every row,
+// which a bulk copy brings for this warp alone.
 #pragma once
 
 #include <cstdint>

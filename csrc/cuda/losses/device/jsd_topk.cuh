@@ -1,6 +1,7 @@
 // The divergence from a top-k teacher as a functor of the row skeleton: its K columns, and one bucket for all others.
-// The bucket's probability is summed over its own columns, since 1 less the others' would cancel: the K are marked, and
-// left out of the sum. Their logits come gathered, since the gradient may overwrite them.
+//
+// The bucket's probability is summed over its own columns, since 1 less the others' would cancel: the K columns are
+// marked, and left out of the sum. Their logits come gathered, since the gradient may overwrite them.
 #pragma once
 
 #include "cuda/losses/device/jsd.cuh"

@@ -1,10 +1,10 @@
-// A warp's part of the divergences of rows of logits (device/jsd_cluster.cuh).
+// A warp's part of the divergences of rows of logits (jsd_cluster.cuh).
 //
-// Special functions bound such a kernel (16 a clock and multiprocessor). A pair of logits takes two for the sums: the
-// student's power q and 2^d, d the difference of the exponents, which give the teacher's power q 2^d. What follows
-// needs no exponential any more: 2^d stays in shared memory in place of the two logits, a factor of the row makes it p
-// / q, and log2(m / q), a third special function where 0 < b < 1, takes its place for the last step. At b = 0 and 1 the
-// divergence is a sum over the row that needs no normalizer, so one merge does.
+// Special functions bound the kernel (16 a clock and multiprocessor). A pair of logits takes two for the sums: the
+// student's power q and 2^d, with d the difference of the exponents; the teacher's power is q 2^d. No later step needs
+// an exponential: 2^d stays in shared memory in place of the two logits, and a factor of the row turns it into p / q.
+// log2(m / q), a third special function where 0 < b < 1, then takes its place for the epilogue. At b = 0 and 1 the
+// divergence is a sum over the row that needs no normalizer, so one merge is enough.
 #pragma once
 
 #include <cstdint>

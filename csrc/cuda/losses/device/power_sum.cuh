@@ -1,4 +1,4 @@
-// The sum of a row's exponentials, relative to the largest exponent so far.
+// An online sum of a row's exponentials, relative to the largest exponent so far.
 #pragma once
 
 #include "cuda/losses/device/target.cuh"

@@ -1,6 +1,7 @@
-// The row skeleton: load once, reduce online, last step. A loss is its functor, for example device/cross_entropy.cuh:
-// input rows (kInputs of them, all of one dtype and equally aligned), Sums that are added up over a row, a second pass
-// with what it needs of them (kSecondPass, Parts: divergences need both normalizers), and gradients.
+// The row skeleton: load once, reduce online, epilogue. A loss is its functor, for example cross_entropy.cuh. The
+// functor says how many input rows there are (kInputs, all of one dtype and equally aligned), what is summed over a row
+// (Sums), whether a second pass follows and what it needs of the sums (kSecondPass, Parts: divergences need both
+// normalizers), and the gradients.
 #pragma once
 
 #include <cstdint>

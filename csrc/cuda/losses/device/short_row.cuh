@@ -1,4 +1,4 @@
-// The row skeleton for rows that a CTA's registers hold: see device/row.cuh for the longer ones.
+// The row skeleton for rows that fit a CTA's registers; row.cuh has the one for longer rows.
 #pragma once
 
 #include <cstdint>

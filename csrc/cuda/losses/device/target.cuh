@@ -1,4 +1,4 @@
-// What a row is compared with, and the options as the kernels use them. The formulas stand in losses/row_kernels.h.
+// The targets of a row, and the options as the kernels use them. losses/row_kernels.h has the formulas.
 //
 // Exponentials are base 2. With k = scale * log2(e), (z[c] - m) * log2(e) is x[c] * k - m2: one fused multiply-add
 // whose result is exact to float32 whatever the offset of the logits, because m2 is itself a float.

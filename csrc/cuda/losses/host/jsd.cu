@@ -1,4 +1,4 @@
-// The Jensen-Shannon divergences over whole rows.
+// Launches of the Jensen-Shannon divergences over whole rows.
 #include <map>
 #include <mutex>
 #include <optional>

@@ -1,4 +1,4 @@
-// Cross entropy's forward over whole rows.
+// Launches of cross entropy's forward over whole rows.
 #include "cuda/losses/device/cross_entropy.cuh"
 #include "cuda/losses/host/row_launch.cuh"
 

@@ -1,4 +1,4 @@
-// From a loss and its rows to a kernel of the row skeleton: which kernel, and how many CTAs hold a row.
+// Chooses the kernel of the row skeleton for a loss and its rows, and how many CTAs share a row.
 #pragma once
 
 #include <algorithm>
