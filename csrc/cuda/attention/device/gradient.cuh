@@ -5,7 +5,7 @@
 
 namespace fusegrad::device {
 
-/// In place of a derivative.
+/// Stands in for a derivative where there is none.
 struct NoDerivative {
   struct Captured {
     long long nothing;
@@ -19,7 +19,7 @@ struct NoDerivative {
   }
 };
 
-/// What is known of a query in the backward.
+/// What the backward knows of a query.
 struct FlexQuery {
   FlexRow row;
   float max, grad_max;  // where there is a gradient of max_scores
@@ -58,14 +58,14 @@ struct FlexPairGradient {
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value, const Reads& reads = Reads()) {
     float changed;
-    // What p is of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable
-    // kernels spill more where it is replaced last.
+    // p of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable kernels spill
+    // more where it is replaced last.
     p = probability<kAllRead>(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed, reads);
     float d = p * (grad - row.row.delta);
     if constexpr (kAllRead) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
-      // A score that the score_mod made -inf is as one that is masked.
+      // A score that the score_mod made -inf counts as masked.
       const bool counts = takes_part && changed != -FUSEGRAD_INFINITY;
       if constexpr (Derivative::kVectors) value[Derivative::kContributions] = counts ? d : 0.0f;
       d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts, value,
@@ -100,7 +100,7 @@ struct FlexVectorPairs {
       kv[i] = at_kv;
     }
   }
-  /// By all lanes of a warp.
+  /// Called by all lanes of a warp.
   template <class Captured, class Put>
   __device__ __forceinline__ void scatter(const Captured& captured, int b, int h, const Put& put) const {
     if constexpr (Derivative::kVectors) {
@@ -116,7 +116,7 @@ struct FlexVectorPairs {
   }
 };
 
-/// The largest of what pairs contribute, of each contribution: what fixed point goes by.
+/// The largest magnitude of each contribution, from which fixed point takes its unit.
 template <class Config>
 class FlexLargest {
   using Derivative = typename Config::Derivative;
@@ -126,13 +126,13 @@ class FlexLargest {
 #pragma unroll
     for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = 0.0f;
   }
-  /// Of pair i of four, as FlexVectorPairs::set.
+  /// Adds pair i of four, as FlexVectorPairs::set.
   __device__ __forceinline__ void add(int i, const float* value, float score, int q, int kv) {
 #pragma unroll
     for (int k = 0; k < Derivative::kContributions; ++k) largest_[k] = score_mod::maximum(largest_[k], fabsf(value[k]));
     pairs_.set(i, value, score, q, kv);
   }
-  /// After four pairs.
+  /// Called after four pairs.
   template <class Captured>
   __device__ __forceinline__ void end_pairs(const Captured& captured, int b, int h) {
     pairs_.scatter(captured, b, h, Put{largest_});

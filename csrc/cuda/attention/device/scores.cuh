@@ -19,7 +19,7 @@ namespace fusegrad::device {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-/// In place of a score_mod or a mask_mod.
+/// Stands in for a score_mod or a mask_mod where there is none.
 struct NoMod {
   struct Captured {
     long long nothing;
@@ -41,7 +41,7 @@ __device__ __forceinline__ const typename Mod::Captured& captured_of(const Captu
 template <class Mod>
 constexpr bool kHas = !kSame<Mod, NoMod>;
 
-/// What of a score_mod's reads can be asked for before its pairs are computed (csrc/score_mod/render_cuda.h).
+/// Which of a score_mod's reads can be prefetched before its pairs are computed (csrc/score_mod/render_cuda.h).
 template <class Mod>
 constexpr bool kTouchesKeys = [] {
   if constexpr (kHas<Mod>) return Mod::kTouchesKeys;
@@ -52,10 +52,10 @@ constexpr bool kTouchesDiagonals = [] {
   if constexpr (kHas<Mod>) return Mod::kTouchesDiagonals;
   return false;
 }();
-/// By `kThreads` threads, of which this is number `thread`: what a score_mod reads at places of keys or of diagonals
-/// for kQueries queries from q on and kKeys keys from kv on comes to the first-level cache. Read where it is needed, a
-/// few pairs after a few, each line would be waited for. Nothing waits here. Of places of keys alone all are meant
-/// where there are as many keys as queries, or more.
+/// Prefetches into the L1 cache what a score_mod reads by keys or diagonals for kQueries queries from q on and kKeys
+/// keys from kv on. Called by kThreads threads, this one number `thread`; nothing waits here. Read where it is needed,
+/// a few pairs at a time, each cache line would be waited for. Reads by keys alone are all covered where there are at
+/// least as many keys as queries.
 template <class Mod, int kQueries, int kKeys, int kThreads>
 __device__ __forceinline__ void touch_tile(const typename Mod::Captured& captured, int b, int h, int q, int kv,
                                            int thread, unsigned nowhere) {
@@ -73,9 +73,9 @@ __device__ __forceinline__ void touch_tile(const typename Mod::Captured& capture
     }
   }
 }
-/// What a score_mod reads at places of keys or of diagonals that no other read says, and a mask_mod at those of queries
-/// too (csrc/score_mod/render_cuda.h), for kQueries queries and kKeys keys: a line of each such read in shared memory.
-/// Of a line an element is one instruction, where a read of the tensor takes eight to ten.
+/// Lines in shared memory of what mods read for kQueries queries and kKeys keys: one for each read of a score_mod by
+/// keys or diagonals whose index no other read gives, and of a mask_mod by queries too (csrc/score_mod/render_cuda.h).
+/// An element of a line takes one instruction, a read of the tensor eight to ten.
 template <class Mod, int kQueries, int kKeys, int kThreads>
 class TileLines {
   using Captured = typename Mod::Captured;
@@ -83,7 +83,7 @@ class TileLines {
     const char of = Mod::kLineOf[k];
     return of == 'D' ? kQueries + kKeys : of == 'K' ? kKeys : kQueries;
   }
-  /// What line k is of.
+  /// The element of line k.
   template <int k>
   using Element = decltype(Mod::template line<k>(*static_cast<const Captured*>(nullptr), 0, 0, 0, 0, true));
   /// Words before line k, an even number.
@@ -99,13 +99,13 @@ class TileLines {
 
  public:
   static constexpr int kWords = offset<Mod::kLines>();
-  /// Of a score_mod: whether there are lines of all reads by keys or diagonals.
+  /// For a score_mod: whether there are lines for all reads by keys or diagonals.
   static __device__ constexpr bool all() {
     if constexpr (kHas<Mod>) return Mod::kLines > 0 && !Mod::kTouchesBesides;
     return false;
   }
 
-  /// By kThreads threads, their part of the lines from (q, kv) on.
+  /// Called by kThreads threads: loads the thread's part of the lines from (q, kv) on.
   __device__ __forceinline__ void load(const typename Mod::Captured& captured, int b, int h, int q, int kv,
                                        int thread) {
     for_each_line([&](auto line, int i, int) {
@@ -139,15 +139,15 @@ class TileLines {
     });
   }
 
-  /// Of a pair: so many queries and keys from the first ones.
+  /// The reads of a pair so many queries and keys from the first ones.
   struct Reads {
     unsigned lines, of_query, of_key, of_diagonal;
     __device__ __forceinline__ Reads(unsigned lines, int q, int kv)
         : lines(lines), of_query(lines + q * 4), of_key(lines + kv * 4), of_diagonal(lines + (q - kv + kKeys - 1) * 4) {
-      // Or they would be computed anew for each pair.
+      // Else they would be computed anew for each pair.
       asm volatile("" : "+r"(of_key), "+r"(of_diagonal));
     }
-    /// So many queries and keys on.
+    /// Those of the pair so many queries and keys on.
     __device__ __forceinline__ Reads at(int q, int kv) const {
       Reads result = *this;
       result.of_query += q * 4;
@@ -184,13 +184,13 @@ class TileLines {
   long long ahead_[Mod::kLines + 1][kEach];
 };
 
-/// Bytes of the widest element that a score_mod reads for each pair by itself, at a place that can be asked for; or 0.
+/// The bytes of the widest element that a score_mod reads for each pair by itself and that can be prefetched, or 0.
 template <class Mod>
 constexpr int kPairBytes = [] {
   if constexpr (kHas<Mod>) return Mod::kPairBytes;
   return 0;
 }();
-/// As touch_tile, of such reads, which are taken for 32 bytes of keys side by side.
+/// Prefetches such reads as touch_tile does, assuming that 32 bytes of neighbouring keys lie side by side.
 template <class Mod, int kQueries, int kKeys, int kThreads>
 __device__ __forceinline__ void touch_pairs(const typename Mod::Captured& captured, int b, int h, int q, int kv,
                                             int thread, unsigned nowhere) {
@@ -202,10 +202,11 @@ __device__ __forceinline__ void touch_pairs(const typename Mod::Captured& captur
       Mod::touch_pair(captured, b, h, q + i / kAcross, kv + i % kAcross * kTogether, true, nowhere);
   }
 }
-/// Shared memory must be there until all is written.
+/// Waits for prefetches: the CTA's shared memory must live until they are written.
 __device__ __forceinline__ void wait_touches() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-/// Whether a kernel has a score_mod's pairs twice, with and without a mask, though that is twice as long to compile.
+/// Whether a kernel instantiates a score_mod's pairs twice, with and without a mask, though that compiles twice as
+/// long.
 template <class Config>
 constexpr bool kUnmaskedToo = [] {
   if constexpr (!kHas<typename Config::ScoreMod>) return true;
@@ -225,7 +226,7 @@ constexpr bool kAllRead = true;
 constexpr bool kAllRead = false;
 #endif
 
-/// One bit each for so many pairs. For more than 64 there is no such number.
+/// An integer with a bit for each of so many pairs. There is none for more than 64.
 struct TooManyPairs;
 template <int kCount>
 struct BitsFor {
@@ -243,8 +244,8 @@ struct BitsFor<kCount> {
 };
 template <int kCount>
 using Bits = typename BitsFor<kCount>::Type;
-/// Bits that are tested by one instruction each: of a shift, which compilers make of a constant mask, it would be
-/// three, of 64 bits four.
+/// Bits that are tested by one instruction each. Compilers turn a constant mask into a shift, and need three, or four
+/// for 64 bits.
 template <class Bits>
 class Tested {
  public:
@@ -320,10 +321,9 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
   }
 }
 
-/// Which of a thread's pairs take part, bit 4 * n + e for element e of accumulator n. (q, kv): the first pair.
-/// kKeyRows: keys are the accumulators' rows, and queries their columns. As bits, and before the score_mod: so the code
-/// of a mask_mod is there but kTogether times, and that of a score_mod once an element, whether pairs are masked or
-/// not.
+/// Which of a thread's pairs take part: bit 4 * n + e for element e of accumulator n. (q, kv) is the first pair.
+/// kKeyRows: keys are the accumulators' rows, and queries their columns. As bits and before the score_mod, a mask_mod
+/// is instantiated only kTogether times, and a score_mod once an element, whether pairs are masked or not.
 template <class Config, int kBlocks, bool kKeyRows, int kTogether, class Arguments>
 __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
                                                           const typename Config::MaskMod::Captured& mask, int kind,
@@ -345,7 +345,7 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
   }
   return alive;
 }
-/// All pairs where not `masked`.
+/// The same, and all pairs where not `masked`.
 template <class Config, int kBlocks, bool kKeyRows, class Arguments>
 __device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Arguments& a,
                                                                   const typename Config::MaskMod::Captured& mask,
@@ -354,8 +354,9 @@ __device__ __forceinline__ Bits<kBlocks * 4> pairs_that_take_part(const Argument
   return masked_pairs<Config, kBlocks, kKeyRows, 2>(a, mask, kind, b, h, q, kv);
 }
 
-/// Which tile of which head a CTA takes. The same tile of a few heads comes before the next one, so that tiles of like
-/// work end together; of few heads only, so that what they read stays in the L2 cache.
+/// The tile scheduler of CTAs with one tile each: which tile of which head a CTA has. The same tile of a few heads
+/// comes before their next one, so that tiles of like work end together; few heads, so that what they read stays in the
+/// L2 cache.
 struct HeadTile {
   int head, tile;
   __device__ __forceinline__ HeadTile(int heads, int tiles, int id = static_cast<int>(blockIdx.x)) {
@@ -367,7 +368,7 @@ struct HeadTile {
   }
 };
 
-/// A tile of a head's rows from `row` on, by all threads of the CTA; what lies beyond `rows` and `cols` is zeros.
+/// Loads a tile of a head's rows from `row` on, by all threads of the CTA; zeros beyond `rows` and `cols`.
 template <class Into, int kThreads>
 __device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, int b, int h, int row, int rows,
                                           int cols) {
@@ -379,8 +380,8 @@ __device__ __forceinline__ void load_tile(unsigned to, const FlexTensor& from, i
                                 (cols + kVector - 1) / kVector, static_cast<int>(threadIdx.x));
 }
 
-/// What a warp or a CTA of kThreads threads has in shared memory, kRows rows as in a tile, to a head's rows from `row`
-/// on of a tensor of any strides, which has `rows` rows and `cols` columns.
+/// Stores kRows rows of a tile, which a warp or a CTA of kThreads threads has in shared memory, to a head's rows from
+/// `row` on of a tensor of any strides with `rows` rows and `cols` columns.
 template <class From, int kRows, int kThreads>
 __device__ __forceinline__ void store_tile(const FlexTensor& to, int b, int h, int row, int rows, int cols,
                                            unsigned from) {

@@ -19,13 +19,12 @@ constexpr int kRowStatisticsBytes = 8;
 
 constexpr int round_up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-/// A named part of a CTA's shared memory: `count` equal pieces, such as the stages of a pipeline.
+/// A named part of a CTA's shared memory: `count` equal pieces, such as the stages of a pipeline. Piece i begins at
+/// base + offset + i * piece; kernels add in this order, which decides what compilers share.
 struct Region {
   int offset = 0, piece = 0, count = 0;
   constexpr int bytes() const { return piece * count; }
   constexpr int end() const { return offset + bytes(); }
-  /// The address of piece i, where shared memory begins at `base`. In this order, which decides what compilers share.
-  constexpr unsigned at(unsigned base, int i = 0) const { return base + offset + i * piece; }
   /// The region behind this one.
   constexpr Region then(int piece_bytes, int pieces = 1) const { return {end(), piece_bytes, pieces}; }
 };

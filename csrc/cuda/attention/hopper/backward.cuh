@@ -45,22 +45,23 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::warp;
   using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
       typename Tiles::T;
-  // dQ of a warpgroup, transposed: 64 columns of the head, of its part of the queries where those are all columns.
+  // A warpgroup's dQ is transposed: 64 columns of the head. Where the head has no more, each warpgroup has its part of
+  // the queries.
   static constexpr bool kRowsShared = Config::kHead == 64;
   static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1), kBlocksQ = kSumRows / 8;
   static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float)), kEightRows = 8 * kBlockBytes;
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
-  // Whether P needs nothing of dP's.
+  // P is computed while dP is still being multiplied.
   static constexpr bool kOverlapped = !kInOrder && Config::kGradScores;
-  // Whether dropout's numbers are made beside the exponentials, for which there must be registers.
+  // Dropout's numbers are made beside the exponentials where registers allow it.
   static constexpr bool kDrawsAhead = Config::kDropout && kBlocksN == 8;
   static constexpr int kDrawn = kDrawsAhead ? kBlocksN / 2 : 1;
-  // Whether pairs are masked element by element: by way of bits it takes longer. A mask_mod that reads nothing can be
-  // asked for pairs beyond the lengths too, so the code has no branches.
+  // Mask element by element: it is faster than by bits. A mask_mod that reads nothing can be called for pairs beyond
+  // the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
   static_assert(Config::kParts == 1 || (kOverlapped && kByElement));
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
-  // Of the barriers between a warpgroup and the warp that has its dQ added up.
+  // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
 
@@ -90,7 +91,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     float grad_key[kBlocksD][4], grad_value[kBlocksE][4], s[kBlocksN][4], d[kBlocksN][4];
     sums_.begin();
     named_sync(kAll, kThreads);
-    // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+    // Warpgroup 0 begins and each hands the turn to the next. Nobody takes the last turn.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     int i = 0;
     for (;; ++i) {
@@ -104,7 +105,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         }
       }
       if constexpr (Config::kGradQuery) {
-        // Of no tile, the place of tile i.
+        // The warp reads place i, which stands for no tile.
         named_sync(kSumEmpty + group_, kWithWarp);
         named_arrive(kSumFull + group_, kWithWarp);
       }
@@ -114,8 +115,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (Tiles::kTouches) wait_touches();
   }
 
-  // All tiles of the keys; the first one is tile i, and i becomes what is in place of one. Returns whether other keys
-  // follow.
+  // Walks all tiles of the keys, from tile i to the place behind the last one, which i becomes. Returns whether other
+  // keys follow.
   __device__ __forceinline__ bool add_tiles(int& i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                             float (&grad_key)[kBlocksD][4], float (&grad_value)[kBlocksE][4]) {
     zero(grad_key);
@@ -163,7 +164,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       turn(i, i == first, now, p, ds, s, d, grad_key, grad_value);
       named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
       if constexpr (Config::kGradQuery) {
-        fence_before_copy();  // products too read by the asynchronous proxy
+        fence_before_copy();  // WGMMA too reads shared memory through the asynchronous proxy
         release(gradient_full(stage_of(i)));
         if (i != first) {
           named_arrive(kSumFull + group_, kWithWarp);
@@ -179,14 +180,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       touch(i + 1);
       Lines lines;
       if constexpr (kLines) load(lines, i + 1);
-      // Its turn was where the warpgroup's threads met; the next tile's products are in flight.
+      // The warpgroup's threads met in its turn; the next tile's products are in flight.
       if constexpr (Sums::kFlushes) {
         const Place done = place_of(i);
         sums_.flush(done.b, done.h, done.row(), col_, i & 1);
       }
       if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
       if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
-      // Here, and not where the loop begins, or the compiler would wait for each product.
+      // The wait is here: at the loop's head the compiler would wait for each product.
       if constexpr (kOverlapped) wait_scores(s);
     }
     wgmma_wait<0>();
@@ -194,7 +195,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if constexpr (Config::kGradQuery) {
       if (i > first) last_grad_query(i - 1, now.stage());
-      // What is in place of a tile has stages too.
+      // The place behind the last tile has stages too.
       Barrier::wait(gradient_empty(stage_of(i)), parity_of(i) ^ 1);
       release(gradient_full(stage_of(i)));
       release(gradient_empty(stage_of(i)));
@@ -250,13 +251,13 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
   }
 
-  /// Until the scores are there; dP is still being multiplied.
+  /// Waits for the scores; dP is still being multiplied.
   static __device__ __forceinline__ void wait_scores(float (&s)[kBlocksN][4]) {
     wgmma_wait<1>();
     pin<kBlocksN * 4>(s[0]);
   }
-  // As pairs(), with its own wait for dP. What a mask leaves out is replaced in a loop of its own: beside the
-  // exponentials it would not fit registers.
+  // Computes what pairs() computes, and waits for dP itself. A loop of its own replaces what a mask leaves out: beside
+  // the exponentials it would spill.
   __device__ __forceinline__ void overlapped_pairs(const Place& place, int i, float (&s)[kBlocksN][4],
                                                    float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                                    unsigned (&ds)[kBlocksN * 2]) const {
@@ -324,14 +325,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
     }
   }
-  /// Of two numbers of 16 bits, all bits of those whose sign is set.
+  /// For each of two 16-bit numbers all bits if its sign is set, else none.
   static __device__ __forceinline__ unsigned sign_masks(unsigned x) {
     unsigned masks;
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(masks) : "r"(x));
     return masks;
   }
-  /// Probabilities of pairs that take no part become -0, which no others are: so their gradients are known, and a mask
-  /// is computed once.
+  /// Marks pairs that take no part by a probability of -0, which no other pair has. So the mask is computed once and
+  /// their gradients are found by the sign.
   __device__ __forceinline__ void mark_others(float (&p)[kBlocksN][4], const Place& place) const {
     const int q = place.row() + lane() % 4 * 2, kv = first_key();
     if constexpr (kHas<typename Config::MaskMod> || Config::kParts > 1) {
@@ -358,9 +359,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     for (int i = 0; i < kBlocksN * 4; ++i) x[i / 4][i % 4] = takes(i) ? x[i / 4][i % 4] : -0.0f;
   }
 
-  /// The products of tile i, and the first ones of the next tile. None of them is under a condition, which would make
-  /// the compiler wait for them: of a tile that there is not they are made of whatever lies in shared memory, and not
-  /// used.
+  /// Issues the products of tile i and the first ones of the next tile. None is under a condition, which would make the
+  /// compiler wait for it: behind the last tile they multiply whatever lies in shared memory, and nobody uses them.
   __device__ __forceinline__ void turn(int i, bool first, const Place& now, const unsigned (&p)[kBlocksN * 2],
                                        const unsigned (&ds)[kBlocksN * 2], float (&s)[kBlocksN][4],
                                        float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
@@ -382,15 +382,15 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     issue_scores(s, i + 1, now.next_stage());
     release(grad_out_empty(stage_of(i)));
     release(query_empty(query_stage_of(i)));
-    // Here, and not before the turn: it keeps the compiler from having dP's registers before dQ's are free.
+    // The wait is here, not before the turn, so that the compiler does not hold dP's registers beside dQ's.
     wait_grad_out(i + 1);
     issue_grad_probabilities(d, i + 1);
   }
 
   // --- dS and dQ through shared memory ---
 
-  // The warp's 16 keys of dS, transposed: a row is a query. Matrix i of a store is keys 8 * (i % 2) on and queries
-  // 8 * (i / 2) on; a lane has the address of row lane % 8 of matrix lane / 8.
+  // Stores the warp's 16 keys of dS transposed: a row is a query. Matrix i of a store has keys from 8 * (i % 2) and
+  // queries from 8 * (i / 2); a lane has the address of row lane % 8 of matrix lane / 8.
   __device__ __forceinline__ void keep(const unsigned (&ds)[kBlocksN * 2], int i) const {
     const int s = stage_of(i);
     Barrier::wait(gradient_empty(s), parity_of(i) ^ 1);
@@ -400,8 +400,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
     for (int n = 0; n < kBlocksN; n += 2) store_matrices_transposed(to + n * 8 * kChunkBytes, ds + n * 2);
   }
-  /// The warpgroup's columns and queries of tile i, when dS of it is there. Of the tile before the first one (i = -1)
-  /// the barrier's phase counts as over.
+  /// Issues the warpgroup's columns and queries of dQ of tile i once its dS is there. For the tile before the first one
+  /// (i = -1) the barrier's phase counts as over.
   __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage) const {
     Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
     const auto a = descriptor(key(key_stage) + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
@@ -416,8 +416,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static __device__ __forceinline__ int first_row(int group) { return kRowsShared ? group * kSumRows : 0; }
   static __device__ __forceinline__ int first_col(int group) { return kRowsShared ? 0 : group * 64; }
 
-  // To the warp that has it added up, in blocks as they lie in memory: of eight queries after eight those of 64
-  // columns, of which a warp has two, side by side.
+  // Hands dQ to the warp that issues its reduction, in the order of global memory: for each eight queries the 8 x 8
+  // blocks of 64 columns, two of them from each warp, side by side.
   __device__ __forceinline__ void give_grad_query(const float (&c)[kBlocksQ][4], int i) const {
     release(gradient_empty(stage_of(i)));
     named_sync(kSumEmpty + group_, kWithWarp);
@@ -441,8 +441,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     give_grad_query(c, i);
   }
 
-  /// A warp: a warpgroup's dQ of each tile, to the copy engine. Issuing that, and waiting for it, would take the
-  /// warpgroup as long as a product.
+  /// Run by one warp: reduces a warpgroup's dQ of each tile into global memory by TMA. Issuing the reductions and
+  /// waiting for them would take the warpgroup as long as a product.
   __device__ __forceinline__ void add_grad_query(int group) const {
     const int cols = min(a_.sum_cols - first_col(group), 64);
     const bool adds = lane() < kBlocksQ;  // eight queries
@@ -468,7 +468,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     if (adds) wait_sums_added();
   }
-  // And waits for what comes next.
+  // Stores dK or dV by TMA, then waits for what the warpgroup hands over next.
   template <int kCols>
   __device__ __forceinline__ void store_gradient(const TensorMap& to, int group, const Place& place) const {
     if (const int chunk = lane(); chunk < kCols / kChunk) {

@@ -36,7 +36,7 @@ class FlexBackwardHopperTiles {
     kSumFull = kAll + 1,                    // the warpgroup's dQ is there, for the warp that has it added up
     kSumEmpty = kSumFull + Config::kGroups  // and its place is free again
   };
-  // Two sets of lines: a tile's sums are read until after the next one's pairs have begun.
+  // There are two sets of lines: a tile's sums are read until after the next tile's pairs have begun.
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
   static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
@@ -54,12 +54,12 @@ class FlexBackwardHopperTiles {
   static constexpr int kConsumerWarps = kThreads / kLanes;
   // What is there once for the keys; an even number.
   static constexpr int kKeyBarriers = 2 * Config::kKeyStages;
-  // In place of a tile, behind the last one of keys: others of other keys follow, or none.
+  // Stand in place of a tile behind the last one of some keys: tiles of other keys follow, or none.
   static constexpr int kOtherKeys = -2, kNoMore = -1;
   using Entry = TileEntry<Config::kParts>;
-  // Of the pairs that a mask_mod is asked for at once.
+  // Pairs for which a mask_mod is called at a time.
   static constexpr int kTogether = 8;
-  // Whether pairs are computed eight queries after eight, as numbers of many at a time would not fit registers.
+  // Compute pairs eight queries at a time, against register pressure.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 16 == 0);
@@ -75,12 +75,12 @@ class FlexBackwardHopperTiles {
         more_(more),
         score_(score),
         mask_(mask),
-        // As it is aligned already: computed, it stays in a register, where compilers would make it anew of constants.
+        // It is aligned already. Computed, it stays in a register; compilers would rematerialize it from constants.
         shared_((shared_address(shared) + kSwizzleAlignment - 1) / kSwizzleAlignment * kSwizzleAlignment),
         sums_(a, sums, score, shared + kMemory.captured.offset) {}
 
  protected:
-  /// Before all else; `releasing` warps release a tile's stages.
+  /// Comes before all else. `releasing`: the warps that release a tile's stages.
   __device__ __forceinline__ void begin(int releasing) {
     if (threadIdx.x == 0) {
       Barrier::init(value_empty(), kConsumerWarps);
@@ -98,12 +98,12 @@ class FlexBackwardHopperTiles {
       Barrier::fence_inits();
     }
     __syncthreads();
-    // The same in all threads of a warp, and known to be.
+    // The shuffle tells the compiler that it is uniform in a warp.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   }
   __device__ __forceinline__ int col_tiles() const { return (a_.keys + Config::kCols - 1) / Config::kCols; }
-  // The keys of number `id`. A head's first keys come first: under a causal mask they have the most queries, and what
-  // is begun last should not take long.
+  // Goes to the keys of number `id`. A head's first keys come first: under a causal mask they have the most queries,
+  // and what begins last should not take long.
   __device__ __forceinline__ void take(int id) {
     const int col_tiles = this->col_tiles(), key_heads = a_.heads / a_.group;
     const int first = id / (more_.section * col_tiles) * more_.section;
@@ -114,8 +114,7 @@ class FlexBackwardHopperTiles {
     key_head_ = head % key_heads;
   }
 
-  // Tiles of queries are counted: the stages of tile i and how their barriers' parity goes. One number instead of
-  // several: registers are scarce.
+  // The stages of tile i and the parity of their barriers follow from i: one register instead of several.
   static_assert(Config::kStages == 2);
   static __device__ __forceinline__ int stage_of(int i) { return i & 1; }
   static __device__ __forceinline__ int parity_of(int i) { return i >> 1 & 1; }
@@ -140,20 +139,32 @@ class FlexBackwardHopperTiles {
     __device__ __forceinline__ int next_stage() const { return stage() ^ (keys & kLast); }
   };
 
-  __device__ __forceinline__ unsigned key(int s) const { return kMemory.key.at(shared_, kSeamless ? s : 0); }
-  __device__ __forceinline__ unsigned value() const { return kMemory.value.at(shared_); }
-  __device__ __forceinline__ unsigned query(int s) const { return kMemory.query.at(shared_, s); }
-  __device__ __forceinline__ unsigned grad_out(int s) const { return kMemory.grad_out.at(shared_, s); }
-  __device__ __forceinline__ unsigned gradient(int s) const { return kMemory.grad_scores.at(shared_, s); }
+  __device__ __forceinline__ unsigned key(int s) const {
+    return shared_ + kMemory.key.offset + (kSeamless ? s : 0) * kMemory.key.piece;
+  }
+  __device__ __forceinline__ unsigned value() const { return shared_ + kMemory.value.offset; }
+  __device__ __forceinline__ unsigned query(int s) const {
+    return shared_ + kMemory.query.offset + s * kMemory.query.piece;
+  }
+  __device__ __forceinline__ unsigned grad_out(int s) const {
+    return shared_ + kMemory.grad_out.offset + s * kMemory.grad_out.piece;
+  }
+  __device__ __forceinline__ unsigned gradient(int s) const {
+    return shared_ + kMemory.grad_scores.offset + s * kMemory.grad_scores.piece;
+  }
   __device__ __forceinline__ unsigned sum(int group) const {
-    return shared_ + kMemory.grad_query.offset + group * (kMemory.grad_query.bytes() / Config::kGroups);
+    return shared_ + kMemory.grad_query.offset + group * (kMemory.grad_query.piece / Config::kGroups);
   }
-  __device__ __forceinline__ unsigned rows(int s) const { return kMemory.rows.at(shared_, s); }
-  /// Of tile i.
+  __device__ __forceinline__ unsigned rows(int s) const {
+    return shared_ + kMemory.rows.offset + s * kMemory.rows.piece;
+  }
+  /// The Place of tile i.
   __device__ __forceinline__ unsigned place(int i) const {
-    return kMemory.places.at(shared_, i % kMemory.places.count);
+    return shared_ + kMemory.places.offset + i % kMemory.places.count * kMemory.places.piece;
   }
-  __device__ __forceinline__ unsigned barrier(int i) const { return kMemory.barriers.at(shared_, i); }
+  __device__ __forceinline__ unsigned barrier(int i) const {
+    return shared_ + kMemory.barriers.offset + i * kMemory.barriers.piece;
+  }
   __device__ __forceinline__ unsigned value_empty() const { return barrier(0); }
   __device__ __forceinline__ unsigned key_empty(int s) const { return barrier(1 + (kSeamless ? s : 0)); }
   __device__ __forceinline__ unsigned query_full(int s) const { return barrier(kKeyBarriers + s); }
@@ -166,20 +177,20 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ int thread() { return thread_anew(); }
   static __device__ __forceinline__ int lane() { return thread() % kLanes; }
   static __device__ __forceinline__ int warp() { return thread() / kLanes; }
-  /// Of the warpgroups with keys of their own; else 0.
+  /// The warpgroup among those with keys of their own; 0 where keys are shared.
   __device__ __forceinline__ int key_group() const { return kOwnKeys ? group_ : 0; }
   __device__ __forceinline__ int first_key() const { return col_ + (kOwnKeys ? warp() : warp() % 4) * 16 + lane() / 4; }
 
   // --- the producer: one thread, which alone reads lists ---
 
-  /// Of the CTA's keys all tiles of queries, and of other keys that are nobody's yet.
+  /// Loads all tiles of queries for the CTA's keys, then for other keys that no CTA has taken yet.
   __device__ __forceinline__ void produce() {
     const int all = more_.heads * col_tiles(), row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     int id = static_cast<int>(blockIdx.x), i = 0;
     for (int keys = 0; id < all; ++keys) {
       take(id);
-      // Keys that have fewer get tiles beyond the queries: a stage of keys is free when the first tile of the next
-      // ones is done, and their second one asks for the keys after them. The last tile is of the last head.
+      // Keys with fewer tiles get tiles beyond the queries: a stage of keys becomes free when the first tile of the
+      // next keys is done, and their second tile asks for the keys after them. The last tile belongs to the last head.
       constexpr int kLeast = kSeamless ? 2 : 1;
       int brought = 0, h = key_head_ * a_.group, b = key_batch_;
 #pragma unroll 1
@@ -204,7 +215,7 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
   }
-  // In place of a tile, behind the last one of keys.
+  // Stores what stands in place of a tile behind the last one of the keys.
   __device__ __forceinline__ void end(int i, int kind, int keys) const {
     const int s = stage_of(i), query_stage = query_stage_of(i);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
@@ -214,7 +225,7 @@ class FlexBackwardHopperTiles {
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::arrive(grad_out_full(s));
   }
-  // With the first tile of keys, number `keys`, those and their values.
+  // Loads tile i; with the first tile of the `keys`-th keys also those keys and their values.
   __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) const {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
@@ -234,27 +245,27 @@ class FlexBackwardHopperTiles {
     Barrier::expect(grad_out_full(s),
                     kMemory.grad_out.piece + kMemory.rows.piece + (with_values ? kMemory.value.piece : 0));
     copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
-    // Beyond the head's last row are those of the next one, of pairs that take no part.
+    // Rows beyond the head's last one are the next head's; their pairs take no part.
     copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
     if (with_values) {
       Barrier::wait(value_empty(), keys & 1 ^ 1);
       copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, grad_out_full(s), col, key_head_, key_batch_);
     }
-    // Behind the first queries, for which there is room before.
+    // Keys come behind the first queries, for which there is room earlier.
     if (!kSeamless && first) load_keys();
   }
 
   // --- what consumers wait for ---
 
-  /// Until the producer has brought the queries of tile i, and its place.
+  /// Waits for the queries of tile i and its Place.
   __device__ __forceinline__ void wait_query(int i) const {
     Barrier::wait(query_full(query_stage_of(i)), query_parity_of(i));
   }
-  /// With them come the row values.
+  /// Waits for dO of tile i, and lse and delta.
   __device__ __forceinline__ void wait_grad_out(int i) const {
     Barrier::wait(grad_out_full(stage_of(i)), parity_of(i));
   }
-  /// The same in all threads of a warp, and known to be: read by the lane that releases stages.
+  /// Uniform in a warp, and known to be. The lane that releases stages reads it.
   __device__ __forceinline__ Place place_of(int i) const {
     Place p;
     load_four_by_first(lane(), place(i), p.b, p.h, p.tile, p.keys);
@@ -262,17 +273,17 @@ class FlexBackwardHopperTiles {
   }
   __device__ __forceinline__ int key_head(const Place& p) const { return p.h / a_.group; }
   __device__ __forceinline__ int key_batch(const Place& p) const { return a_.key_batches == 1 ? 0 : p.b; }
-  /// What the warpgroup will read for tile i, which is there: of diagonals, and for each pair by itself where it stays
-  /// in the first-level cache, of which dQ leaves 28 KiB; what it reads of keys it has.
+  /// Prefetches what the warpgroup will read of captured tensors for tile i, which is loaded: along diagonals, and for
+  /// each pair by itself where that stays in the L1 cache, of which dQ leaves 28 KiB. What it reads by keys it has.
   static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 &&
                                         (!Config::kGradQuery ||
                                          Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
-  // Of reads by keys alone a thread has two a tile. With diagonals all are of lines, each warpgroup's its own.
+  // By keys alone a thread reads twice a tile. With diagonals all reads come from lines, each warpgroup's its own.
   using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
   static constexpr bool kLines = kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() &&
                                  4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
-  // Of eight queries, that are computed together where registers are left.
+  // Blocks of eight queries that are computed together where registers are left.
   static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
   __device__ __forceinline__ void touch(int i) const {
     if constexpr (!kTouches) return;
@@ -291,7 +302,7 @@ class FlexBackwardHopperTiles {
     const Place p = place_of(i);
     lines.load(score_, p.b, p.h, p.row(), p.col() + key_group() * 64, thread() % kWarpgroup);
   }
-  /// Of the thread's first pair.
+  /// Where the thread's first pair reads.
   __device__ __forceinline__ auto reads() const {
     if constexpr (kLines) {
       return typename Lines::Reads(lines(), lane() % 4 * 2, warp() % 4 * 16 + lane() / 4);
@@ -299,7 +310,7 @@ class FlexBackwardHopperTiles {
       return score_mod::ReadThere();
     }
   }
-  // By each warp, when all its lanes are done with what the barrier guards.
+  // Called by each warp when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
     if (lane() == 0) Barrier::arrive(barrier);
@@ -307,7 +318,7 @@ class FlexBackwardHopperTiles {
 
   // --- products ---
 
-  // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
+  // Scores equal the forward's to the bit: the gradient of max_scores compares them.
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int i, int key_stage) const {
     issue_rows<Config::kHead>(s, key(key_stage), query(query_stage_of(i)));
   }
@@ -326,7 +337,7 @@ class FlexBackwardHopperTiles {
     }
     wgmma_commit();
   }
-  // These two are committed where they are issued.
+  // The caller commits these two.
   __device__ __forceinline__ void issue_grad_value(float (&c)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2],
                                                    int i) const {
     if constexpr (Config::kGradValue) issue_operand<ValueProduct>(c[0], p, grad_out(stage_of(i)));
@@ -348,7 +359,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ bool masked(const Place& place) const {
     return place.kinds() != kTileFull || at_edge(place);
   }
-  /// Whether some are beyond the lengths.
+  /// Whether some pairs are beyond the lengths.
   __device__ __forceinline__ bool at_edge(const Place& place) const {
     return place.row() + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
   }
@@ -358,25 +369,25 @@ class FlexBackwardHopperTiles {
     return masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.kinds(), place.b, place.h,
                                                            place.row() + lane() % 4 * 2, first_key());
   }
-  /// Of 16 queries, n * 8 on.
+  /// Dropout of 16 queries from n * 8 on.
   using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
   __device__ __forceinline__ DropoutPairs dropout_pairs(const Place& place, int n) const {
     return dropout_.template pairs<true>(a_.dropout, place.row() + n * 8, first_key() - lane() / 4, lane());
   }
-  /// What dropout takes of an operand of probabilities; signs stay.
+  /// Drops probabilities from an operand; signs stay.
   static __device__ __forceinline__ void drop_operand(const DropoutPairs& kept, int n, unsigned (&p)[kBlocksN * 2]) {
     if constexpr (Config::kDropout) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept.mask(n, r) | 0x80008000;
     }
   }
-  /// Before the first tile of a query head.
+  /// Called before the first tile of a query head.
   __device__ __forceinline__ void begin_dropout(const Place& place) {
     dropout_.begin(a_.dropout, place.b * a_.heads + place.h);
   }
-  /// Of the values' gradient.
+  /// The factor of dV.
   __device__ __forceinline__ float value_scale() const { return Config::kDropout ? a_.dropout.scale : 1.0f; }
-  // P and dS of the warp's keys, as operands.
+  // Computes P and dS of the warp's keys, as operands.
   __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const bool masked = this->masked(place);

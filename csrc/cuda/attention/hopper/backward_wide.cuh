@@ -29,7 +29,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out;
   using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
       typename Tiles::T;
-  static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // of group_
+  static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // values of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
   static constexpr bool kKeysNeeded = Config::kGradScores;
   static constexpr bool kValuesNeeded = Config::kGradValue || !kKeysNeeded;
@@ -55,8 +55,8 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   }
 
  private:
-  // In both loops no product is under a condition, which would make the compiler wait for it: those of a tile that
-  // there is not are made of whatever lies in shared memory, and not used.
+  // No product of these loops is under a condition, which would make the compiler wait for it: behind the last tile
+  // they multiply whatever lies in shared memory, and nobody uses them.
 
   // --- the warpgroup of the keys' gradient ---
 
@@ -94,7 +94,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       wait_grad_out(i + 1);
       issue_grad_probabilities(d, i + 1);
       bring_lines(i + 1);
-      // The tile's sums, while products run.
+      // The tile's sums go out while products run.
       if constexpr (Sums::kFlushes) {
         meet();
         const Place done = place_of(i);
@@ -161,11 +161,11 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (Config::kGradValue) issue_scores(s, i, 0);
   }
 
-  // P of the warp's keys, as an operand.
+  // Computes P of the warp's keys, as an operand.
   __device__ __forceinline__ void probabilities(const Place& place, int i, float (&s)[kBlocksN][4],
                                                 unsigned (&p)[kBlocksN * 2]) const {
     const bool masked = this->masked(place);
-    // The code of a score_mod is there once, so that it is compiled quickly.
+    // A score_mod is instantiated once, so that it compiles quickly.
     if (kHas<typename Config::ScoreMod> || masked) {
       each_probability<true>(place, i, alive(place, masked), s, p);
     } else {
@@ -200,7 +200,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     }
   }
 
-  // Of tile i, when all threads are done with the last tile's.
+  // Stores the lines of tile i when all threads are done with the last tile's.
   __device__ __forceinline__ void bring_lines(int i) const {
     if constexpr (kLines) {
       Lines lines;

@@ -35,28 +35,28 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
   using OutProduct = Wgmma<T, Config::kValue, true, true>;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
-  // Whether pairs are masked element by element: by way of bits a tile's mask takes as long as its softmax, but beside
-  // a score_mod's reads of each pair by itself it leaves more of those in flight. And of the pairs that a mask_mod then
-  // is asked for at once.
+  // Mask element by element, or by bits: by bits a tile's mask takes as long as its softmax, but beside a score_mod
+  // that reads for each pair it leaves more reads in flight. kTogether is the pairs for which a mask_mod is then called
+  // at a time.
   static constexpr bool kByElement = kPairBytes<ScoreMod> == 0;
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
-  // Whether the first scores of the next queries are computed beside the last output, which then is stored meanwhile;
-  // and whether warpgroups take turns in issuing products.
+  // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
+  // turns.
   static constexpr bool kSeamless = Config::kGroups == 3;
   static_assert(!kSeamless || !Config::kDropout);
-  // Whether warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so that from the start one's
-  // exponentials are beside the other's products. In smaller heads that is slower.
+  // Warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so one's exponentials run beside the
+  // other's products from the start. For smaller heads that is slower.
   static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
-  // Two barriers in turn: warpgroup 0 may be one work ahead, but not two, as keys have two stages.
+  // Two barriers alternate: warpgroup 0 may be one work ahead, but not two, as keys have two stages.
   static_assert(!kStaggered || Config::kStages == 2);
   /// The first of each kind of named barriers; warpgroup g has the g-th of a kind.
   enum NamedBarrier : int {
     kTurn = 1,                        // whose turn it is to issue products
     kAlone = kTurn + Config::kGroups  // a warpgroup by itself
   };
-  // What mods read by keys, diagonals or queries is of lines in shared memory where there is room for them, each
-  // warpgroup's its own. There are two sets: a tile's are written while its scores are multiplied, and other warps may
-  // still read the former's.
+  // Reads of mods by keys, diagonals or queries come from lines in shared memory where there is room, each warpgroup's
+  // its own. There are two sets: a tile's lines are written while its scores are multiplied, and other warps may still
+  // read the last tile's.
   using ScoreLines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
   using MaskLines = TileLines<MaskMod, 64, Config::kCols, kWarpgroup>;
   static constexpr int kLineSets = 2, kSetBytes = Config::kLineBytes / (Config::kGroups * kLineSets);
@@ -75,7 +75,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
 
   __device__ __forceinline__ void run() {
     Tiles::begin();
-    // The same in all threads of a warp, and known to be.
+    // The shuffle tells the compiler that it is uniform in a warp.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
       give_registers<Config::kGroups == 3 ? 32 : 40>();
@@ -103,7 +103,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       compute(tiles, keys, values, queries, works.stage());
     }
   }
-  /// The next work; how many tiles it has.
+  /// Takes the next work from the producer. Returns how many tiles it has.
   __device__ __forceinline__ int take(Works& works) {
     int tiles;
     Barrier::wait(work_full(works.stage()), works.parity());
@@ -111,7 +111,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
                  : "=r"(b_), "=r"(h_), "=r"(row_), "=r"(tiles)
                  : "r"(work(works.stage()))
                  : "memory");
-    // The same in all threads of a warp, and known to be.
+    // The shuffle tells the compiler that it is uniform in a warp.
     b_ = __shfl_sync(~0u, b_, 0);
     h_ = __shfl_sync(~0u, h_, 0);
     row_ = __shfl_sync(~0u, row_, 0);
@@ -122,20 +122,20 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     return tiles;
   }
 
-  /// One work after the other; `parity`: of how many there were.
+  /// Computes one work. `parity`: of the number of works before it.
   __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries, int parity) {
     float out[kBlocksE][4], s[kBlocksN][4];
     clear(out);
     if (tiles > 0) {
       dropout_.begin(a_.dropout, b_ * a_.heads + h_);
       Barrier::wait(query_full(queries.stage()), queries.parity());
-      // Nothing to overlap the first tile's scores with.
+      // Nothing overlaps the first tile's scores.
       wait_keys(keys);
       if (kStaggered && group_ == 1) named_sync(kTurn + parity, 2 * kWarpgroup);
       issue_scores(s, queries.stage(), keys.stage);
       if (kStaggered && group_ == 0) named_arrive(kTurn + parity, 2 * kWarpgroup);
       const Entry now = entry_of(keys, 0);
-      // Others may still read the last tile's.
+      // Other warps may still read the last tile's lines.
       if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
       bring_lines(now, 0);
       wgmma_wait<0>();
@@ -146,10 +146,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     finish(out, tiles < 0, b_, h_, first_query());
   }
 
-  /// All work.
+  /// Computes all works.
   __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Works& works) {
     float out[kBlocksE][4], s[kBlocksN][4];
-    // Warpgroup 0 begins; each gives the turn to the next with its products in the queue. The last turn is nobody's.
+    // Warpgroup 0 begins and each hands the turn to the next once its products are queued. Nobody takes the last turn.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     int tiles = begin(s, keys, queries, works);
     while (row_ != Work::kNoMore) {
@@ -183,8 +183,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
   }
-  /// Takes the next work, and issues its first scores; where it has no tiles they are made of whatever lies in shared
-  /// memory, and not used: under a condition the compiler would wait for products.
+  /// Takes the next work and issues its first scores. They are unconditional, or the compiler would wait for products:
+  /// without tiles they multiply whatever lies in shared memory, and nobody uses them.
   __device__ __forceinline__ int begin(float (&s)[kBlocksN][4], const Stages& keys, const QueryStages& queries,
                                        Works& works) {
     const int tiles = take(works);
@@ -223,7 +223,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     zero(out);
     softmax_.begin();
   }
-  /// All tiles, `now` the first one, whose scores are there; the output's last product is still in flight then.
+  /// Computes all tiles, from `now` on, whose scores are there. At the end the output's last product is in flight.
   __device__ __forceinline__ void attend(int tiles, Entry now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
                                          Stages& keys, Stages& values, QueryStages& queries) {
     unsigned p[kBlocksN * 2];
@@ -246,8 +246,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
           if (n % 4 == 2) hold_order();
         }
       }
-      // Of a warpgroup, not of a warp: all its warps must wait for products by the same instructions. `again`: a warp
-      // that computes a tile once more is here by itself.
+      // Vote per warpgroup: all its warps must execute the same wgmma.wait. `again`: a warp that computes a tile once
+      // more is here by itself.
       bool maxima = again;
       if constexpr (Config::kFirstMaximum) {
         if (!again) maxima = !named_any(kAlone + group_, kWarpgroup, softmax_.without_maximum());
@@ -270,7 +270,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         if (++i == tiles) release(query_empty(queries.stage()));
         in_flight = true;
         ended = maxima;
-        again = false;  // known here already, so that it does not live through the loop
+        again = false;  // set here, so that its register does not live through the loop
         if (!maxima) {
           if constexpr (Config::kFirstMaximum) wait_output(out, values, true);
           break;
@@ -293,7 +293,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     release(value_empty(values.stage));
     values.next();
   }
-  // For the product in flight, where one is.
+  // Waits for the output's product where one is in flight.
   __device__ __forceinline__ void wait_output(float (&out)[kBlocksE][4], Stages& values, bool in_flight) const {
     wgmma_wait<0>();
     pin<kBlocksE * 4>(out[0]);
@@ -305,7 +305,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, int stage) const {
-    // The same in all threads of a warp, and known to be: descriptors are made of it.
+    // Uniform in a warp, and known to be: descriptors follow from it.
     query_stage = Config::kQueryStages == 1 ? 0 : __shfl_sync(~0u, query_stage, 0);
     const auto query = descriptor(this->query(query_stage) + group_ * 64 * kChunkBytes, 16);
     const auto key = descriptor(this->key(stage), 16);
@@ -329,15 +329,15 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     wgmma_commit();
   }
 
-  // Queries that there are not may get any result: it is not stored.
+  // Rows beyond the queries may get any result, which nobody stores.
   __device__ __forceinline__ bool masked(Entry tile) const {
     return kind_of(tile) != kTileFull || tile.column() * Config::kCols + Config::kCols > a_.keys;
   }
-  /// A set of the warpgroup's; of a mask_mod first.
+  /// One of the warpgroup's sets of lines, the mask_mod's first.
   __device__ __forceinline__ unsigned lines(int set) const {
     return query_ + kMemory.lines.offset + (group_ * kLineSets + set) * kSetBytes;
   }
-  /// Writes what mods will read of a tile.
+  /// Writes the lines of a tile.
   __device__ __forceinline__ void bring_lines(Entry tile, int set) const {
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     const int q = row_ + group_ * 64, kv = tile.column() * Config::kCols;
@@ -354,7 +354,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       }
     }
   }
-  /// Of the thread's first pair.
+  /// Where the thread's first pair reads.
   template <bool kOfLines, class Lines>
   __device__ __forceinline__ auto reads(unsigned lines) const {
     if constexpr (kOfLines) {
@@ -368,7 +368,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], Entry tile, int set) const {
     const int q = first_query(), kv = tile.column() * Config::kCols + lane() % 4 * 2;
     if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
-    // Of all pairs, so that the code of a score_mod is there once; what masked ones read is inside its buffers too.
+    // All pairs are changed, so that a score_mod is instantiated once; masked pairs too read inside its buffers.
     if constexpr (!Config::kUnscaled) change(s, q, kv, reads<kScoreLines, ScoreLines>(lines(set) + kMaskLineBytes));
     if (!masked(tile)) return;
     if constexpr (!kByElement) {
@@ -394,7 +394,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   template <class Reads>
   __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Entry tile, int kind, int q, int kv,
                                        const Reads& reads) const {
-    int keys[2];  // of a row, below which a pair may take part
+    int keys[2];  // a row's pairs may take part below this key
 #pragma unroll
     for (int r = 0; r < 2; ++r) keys[r] = has_none(tile) || q + 8 * r >= a_.queries ? 0 : a_.keys;
 #pragma unroll
@@ -424,7 +424,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
 
-  /// Of an operand of probabilities, two blocks of keys, n on.
+  /// Drops probabilities of two blocks of keys, n on, from an operand.
   __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], Entry tile, int n) const {
     const int q = first_query() - lane() / 4, kv = tile.column() * Config::kCols;
     const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
@@ -432,7 +432,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);
   }
 
-  /// The warp's scores once more, from memory: operands may be gone from shared memory.
+  /// Computes the warp's scores once more, from global memory: operands may be gone from shared memory.
   __device__ __forceinline__ void scores_again(float (&s)[kBlocksN][4], int col) const {
     const int q = first_query();
     const long long key_step = 8 * a_.key.row_stride, query_step = 8 * a_.query.row_stride;

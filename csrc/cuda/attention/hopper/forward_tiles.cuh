@@ -22,11 +22,11 @@ class FlexForwardHopperTiles {
                                                 .line_bytes = Config::kLineBytes}};
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   using Entry = TileEntry<Config::kParts>;
-  // So many tiles before the end of its work a producer asks for the next: late, or who has begun the longest rows
-  // would get the next longest too, and early enough for what it reads then to come.
+  // The producer asks for its next work so many tiles before the end of the present one: late, or the CTA with the
+  // longest rows would get the next longest too, and early enough to hide the latency of its reads.
   static constexpr int kAskBefore = 4;
-  // How many tiles later than keys values are brought: 1 is the order of their products, so that keys do not wait until
-  // there is room for values. It helps where tiles are so large that there is one of queries.
+  // Values are loaded so many tiles behind keys. 1 is the order of the products, in which keys do not wait for room for
+  // values; it helps where tiles are so large that there is one tile of queries.
   static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
   static_assert(Config::kCols % 16 == 0);
@@ -50,7 +50,7 @@ class FlexForwardHopperTiles {
         barriers_(query_ + kMemory.barriers.offset) {}
 
  protected:
-  /// Before all else.
+  /// Comes before all else.
   __device__ __forceinline__ void begin() {
     if (threadIdx.x == 0) {
       for (int s = 0; s < Config::kQueryStages; ++s) {
@@ -71,9 +71,9 @@ class FlexForwardHopperTiles {
     }
     if constexpr (Config::kParts > 1) {
       constexpr int kStep = (Config::kGroups + 1) * kWarpgroup * 16;
-      static_assert(kMemory.zeros.bytes() % kStep == 0);
+      static_assert(kMemory.zeros.piece % kStep == 0);
 #pragma unroll
-      for (int i = 0; i < kMemory.zeros.bytes(); i += kStep) {
+      for (int i = 0; i < kMemory.zeros.piece; i += kStep) {
         const int at = i + static_cast<int>(threadIdx.x) * 16;
         asm volatile("st.shared.v4.s32 [%0], {%1, %1, %1, %1};" ::"r"(zeros_ + at), "r"(0) : "memory");
       }
@@ -100,11 +100,15 @@ class FlexForwardHopperTiles {
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
   /// A Work.
-  __device__ __forceinline__ unsigned work(int s) const { return kMemory.works.at(query_, s); }
+  __device__ __forceinline__ unsigned work(int s) const {
+    return query_ + kMemory.works.offset + s * kMemory.works.piece;
+  }
   /// The list entry of each stage of keys.
-  __device__ __forceinline__ unsigned entry(int s) const { return kMemory.entries.at(query_, s); }
+  __device__ __forceinline__ unsigned entry(int s) const {
+    return query_ + kMemory.entries.offset + s * kMemory.entries.piece;
+  }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
-  // By each warp.
+  // Called by each warp.
   __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
 
   /// kRows queries of a head from `row` on, and how many tiles of keys they have: negative if the block mask is bad.
@@ -169,7 +173,7 @@ class FlexForwardHopperTiles {
     }
     tell(w, works);
   }
-  // Without a block mask all work takes the same time; with one, who is done first goes on first.
+  // The tile scheduler: static without a block mask, where all works take the same time, else dynamic.
   __device__ __forceinline__ int next_id(int id) const {
     return static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
   }
@@ -177,11 +181,12 @@ class FlexForwardHopperTiles {
     return TileWalk(a_.tiles, w.b, w.h, w.row / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
                     (Config*)nullptr);
   }
-  // `first`: its first tile, where it has one.
+  // `first` becomes its first tile, where it has one.
   __device__ __forceinline__ Work work_at(int id, Entry& first) const {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     if (id >= a_.batches * a_.heads * row_tiles) return {0, 0, Work::kNoMore, 0};
-    // The last queries first: under a causal mask they have the most keys, and what is begun last should not take long.
+    // The last queries come first: under a causal mask they have the most keys, and what begins last should not take
+    // long.
     const int section = id / (more_.section * row_tiles) * more_.section, place = id - section * row_tiles;
     const int heads = min(more_.section, a_.batches * a_.heads - section);
     const int head = section + place % heads, b = head / a_.heads;

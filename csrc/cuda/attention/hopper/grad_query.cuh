@@ -42,20 +42,20 @@ class FlexGradQueryHopper {
     kTurn = 1,                        // whose turn it is to issue products
     kAlone = kTurn + Config::kGroups  // a warpgroup by itself
   };
-  // Of the pairs that a mask_mod is asked for at once.
+  // Pairs for which a mask_mod is called at a time.
   static constexpr int kTogether = 8;
   static constexpr bool kPairs = kPairBytes<ScoreMod> > 0 && Config::kHead <= 128;
-  // Whether reads by keys and diagonals are of lines in shared memory, each warpgroup's its own, where the tiles leave
-  // room for them; else whether they are asked for a tile ahead.
+  // Reads by keys and diagonals come from lines in shared memory, each warpgroup's its own, where the tiles leave room
+  // for them; else they are prefetched a tile ahead.
   using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
   static constexpr bool kSmall = Config::kHead <= 128;
   static constexpr bool kLines =
       !kPairs && Lines::all() && 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
-  // Whether pairs are computed a few blocks of eight keys after a few, as numbers of many at a time would not fit
-  // registers; and how many. What they wait for, they wait for together.
+  // Compute pairs kBlocksHeld blocks of eight keys at a time, against register pressure; the reads of those blocks are
+  // waited for together.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
-  // Whether probabilities are computed while grad_out by values is being multiplied.
+  // P is computed while dP is being multiplied.
   static constexpr bool kOverlapped = !kInOrder;
   static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead == 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
@@ -93,7 +93,7 @@ class FlexGradQueryHopper {
       Barrier::fence_inits();
     }
     __syncthreads();
-    // The same in all threads of a warp, and known to be.
+    // The shuffle tells the compiler that it is uniform in a warp.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
       give_registers<24>();
@@ -110,7 +110,7 @@ class FlexGradQueryHopper {
   using Keys = Ring<kKeyStages>;
   using Values = Ring<kValueStages>;
 
-  // Queries are counted: the stage of number i, and how its barriers' parity goes.
+  // The stage of the i-th queries and the parity of its barriers.
   static __device__ __forceinline__ int stage_of(unsigned i) { return static_cast<int>(i % kQueryStages); }
   static __device__ __forceinline__ int parity_of(unsigned i) { return static_cast<int>(i / kQueryStages & 1); }
 
@@ -128,14 +128,15 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ unsigned value_empty(int s) const { return value_full(kValueStages + s); }
   /// Whose queries number i are.
   __device__ __forceinline__ unsigned work(unsigned i) const {
-    return barriers_ + kMemory.barriers.bytes() + kMemory.works.piece * (i % kMemory.works.count);
+    return barriers_ + (kMemory.works.offset - kMemory.barriers.offset) +
+           kMemory.works.piece * (i % kMemory.works.count);
   }
   /// The entry of each stage of keys.
   __device__ __forceinline__ unsigned entry(int s) const {
-    return work(0) + kMemory.works.bytes() + s * kMemory.entries.piece;
+    return work(0) + (kMemory.entries.offset - kMemory.works.offset) + s * kMemory.entries.piece;
   }
 
-  // Anew where registers are scarce.
+  // Read anew under register pressure.
   static __device__ __forceinline__ int thread() { return kSmall ? static_cast<int>(threadIdx.x) : thread_anew(); }
   static __device__ __forceinline__ int lane() { return thread() % kLanes; }
   /// The thread's first query.
@@ -175,7 +176,7 @@ class FlexGradQueryHopper {
                                                  key_head, key_batch);
         values.next();
       }
-      // Without a block mask all queries take the same time; with one, who is done first goes on first.
+      // The tile scheduler: static without a block mask, where all queries take the same time, else dynamic.
       id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
     }
     Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
@@ -184,12 +185,12 @@ class FlexGradQueryHopper {
     Barrier::wait(value_empty(values.stage), values.parity ^ 1);
     Barrier::arrive(value_full(values.stage));
   }
-  /// Whose queries are next; whether there are any.
+  /// Goes to queries number `id`. Returns whether there are any.
   __device__ __forceinline__ bool take(int id) {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     if (id >= a_.batches * a_.heads * row_tiles) return false;
     const HeadTile work(a_.batches * a_.heads, row_tiles, id);
-    // The last queries first: under a causal mask they have the most keys.
+    // The last queries come first: under a causal mask they have the most keys.
     row_ = (row_tiles - 1 - work.tile) * Config::kRows;
     b_ = work.head / a_.heads;
     h_ = work.head % a_.heads;
@@ -199,7 +200,7 @@ class FlexGradQueryHopper {
     return TileWalk(a_.tiles, b_, h_, row_ / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
                     (Config*)nullptr);
   }
-  // Another warp: the gradient of queries that have no tiles.
+  // Run by another warp: stores dQ of queries that have no tiles.
   __device__ __forceinline__ void store_empty() {
     for (int id = static_cast<int>(blockIdx.x); take(id); id += static_cast<int>(gridDim.x)) {
       const int tiles = walk().count();
@@ -229,7 +230,7 @@ class FlexGradQueryHopper {
     wait_keys(keys);
     Entry now = entry_of(keys);
     if (now.word != kNoMore) {
-      // Warpgroup 0 begins; each gives the turn to the next. The last turn is nobody's.
+      // Warpgroup 0 begins and each hands the turn to the next. Nobody takes the last turn.
       if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
       take_queries(queries);
       load_rows();
@@ -267,13 +268,13 @@ class FlexGradQueryHopper {
         begin_turn();
         now = turn(last_tile, last, keys, values, queries, ds, sum, s, d);
         if (last_tile) {
-          // Where registers are left, they come while the former queries' gradient is stored.
+          // Where registers are left, they are loaded while dQ of the last queries is stored.
           if constexpr (kSmall) load_rows();
           store(sum, queries - 1);
           zero(sum);
           if constexpr (!kSmall) load_rows();
         }
-        // Here, and not where the loop begins, or the compiler would wait for each product.
+        // The wait is here: at the loop's head the compiler would wait for each product.
         if constexpr (kOverlapped) wait_scores(s);
       }
       wgmma_wait<0>();
@@ -284,7 +285,7 @@ class FlexGradQueryHopper {
     if constexpr (kTouches || kPairs) wait_touches();
     put_largest();
   }
-  /// Until queries number i are there; whose they are.
+  /// Waits for the i-th queries and reads whose they are.
   __device__ __forceinline__ void take_queries(unsigned i) {
     Barrier::wait(query_full(stage_of(i)), parity_of(i));
     read_work(i, b_, h_, row_);
@@ -308,9 +309,9 @@ class FlexGradQueryHopper {
     }
   }
 
-  /// Adds up the gradient by a tile, and issues the first products of the next one, which is returned. None of the
-  /// products is under a condition, which would make the compiler wait for them: of a tile that there is not they are
-  /// made of whatever lies in shared memory, and not used.
+  /// Issues dQ of a tile and the first products of the next one, which is returned. None is under a condition, which
+  /// would make the compiler wait for it: behind the last tile they multiply whatever lies in shared memory, and nobody
+  /// uses them.
   __device__ __forceinline__ Entry turn(bool last_tile, const Keys& last, const Keys& keys, const Values& values,
                                         unsigned queries, const unsigned (&ds)[kBlocksN * 2], float (&sum)[kBlocksD][4],
                                         float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
@@ -318,7 +319,7 @@ class FlexGradQueryHopper {
     wait_keys(keys);
     if (last_tile && entry_of(keys).word != kNoMore) take_queries(queries);
     issue_scores(s, stage_of(queries), keys);
-    // Products in the queue keep the tensor cores busy until the next warpgroup has woken up.
+    // Queued products keep the tensor cores busy until the next warpgroup has woken up.
     end_turn();
     const Entry next = entry_of(keys);
     touch(next);
@@ -330,7 +331,7 @@ class FlexGradQueryHopper {
     // The operands' registers are free only now.
     Barrier::wait(value_full(values.stage), values.parity);
     issue_grad_probabilities(d, stage_of(queries), values);
-    // All threads are done with the last tile's, as the turn has begun.
+    // All threads are done with the last tile's lines, as the turn has begun.
     if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
     return next;
   }
@@ -346,7 +347,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ Entry entry_of(const Keys& keys) const {
     return {load_by_first(lane(), entry(keys.stage))};
   }
-  /// What the warpgroup will read of captured tensors.
+  /// Prefetches what the warpgroup will read of captured tensors.
   __device__ __forceinline__ void touch(Entry tile) const {
     const int q = row_ + group_ * 64, kv = col_of(tile), thread = this->thread() % kWarpgroup;
     const unsigned nowhere = entry(kKeyStages) + this->thread() * 4;
@@ -357,7 +358,7 @@ class FlexGradQueryHopper {
   __device__ __forceinline__ void load(Lines& lines, Entry tile) const {
     lines.load(score_, b_, h_, row_ + group_ * 64, col_of(tile), thread() % kWarpgroup);
   }
-  // By each warp, when all its lanes are done with what the barrier guards.
+  // Called by each warp when all its lanes are done with what the barrier guards.
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
     if (lane() == 0) Barrier::arrive(barrier);
@@ -367,7 +368,7 @@ class FlexGradQueryHopper {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
 
-  // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
+  // Scores equal the forward's to the bit: the gradient of max_scores compares them.
   __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, const Keys& keys) const {
     issue_rows<Config::kHead>(s, query(query_stage), key(keys.stage));
   }
@@ -397,8 +398,8 @@ class FlexGradQueryHopper {
     wgmma_commit();
   }
 
-  // As pairs(), with its own wait for grad_out by values. The branch of the mask is between the probabilities and that
-  // wait, or ptxas would have it come first.
+  // Computes what pairs() computes, and waits for dP itself. The mask's branch is between the probabilities and that
+  // wait, or ptxas would move the wait up.
   __device__ __forceinline__ void overlapped_pairs(Entry tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                                    unsigned (&ds)[kBlocksN * 2]) const {
 #pragma unroll
@@ -440,18 +441,18 @@ class FlexGradQueryHopper {
                                                             col_of(tile) + lane() % 4 * 2);
   }
 
-  /// Of 16 keys, n * 8 on.
+  /// Dropout of 16 keys from n * 8 on.
   using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
   __device__ __forceinline__ DropoutPairs dropout_pairs(Entry tile, int n) const {
     return dropout_.template pairs<false>(a_.dropout, first_query() - lane() / 4, col_of(tile) + n * 8, lane());
   }
-  /// Of grad_out by values, what dropout makes of it.
+  /// Applies dropout to dP.
   __device__ __forceinline__ void drop_gradient(const DropoutPairs& kept, int n, float (&d)[4]) const {
     kept.drop(n, d);
 #pragma unroll
     for (int e = 0; e < 4; ++e) d[e] *= a_.dropout.scale;
   }
-  // The gradient by a tile's scores, as an operand.
+  // Computes dS of a tile, as an operand.
   __device__ __forceinline__ void pairs(Entry tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&ds)[kBlocksN * 2]) {
     const int q = first_query(), kv = col_of(tile) + lane() % 4 * 2;
@@ -492,7 +493,7 @@ class FlexGradQueryHopper {
     }
   }
 
-  /// Of the thread's first pair.
+  /// Where the thread's first pair reads.
   __device__ __forceinline__ auto reads() const {
     if constexpr (kLines) {
       return typename Lines::Reads(lines(), thread() % kWarpgroup / kLanes * 16 + lane() / 4, lane() % 4 * 2);

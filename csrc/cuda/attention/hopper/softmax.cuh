@@ -12,7 +12,8 @@ class FlexHopperSoftmax {
   using T = typename Config::Element;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
   static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
-  // Of a tile's exponentials that are relative to a row's first maximum: far from where float32 and BFloat16 overflow.
+  // The largest sum of a tile's exponentials relative to a row's first maximum: float32 and BFloat16 are far from
+  // overflow.
   static constexpr float kMostSum = 0x1p64f;
   // Blocks of keys whose dropout is computed at once.
   static constexpr int kDropped = kBlocksN % 4 == 0 ? 4 : 2;
@@ -23,7 +24,7 @@ class FlexHopperSoftmax {
   /// What scores are still to be multiplied by.
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
 
-  /// Before a row's first tile.
+  /// Called before a row's first tile.
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -31,7 +32,7 @@ class FlexHopperSoftmax {
       sum_[r] = ties_[r] = 0.0f;
     }
   }
-  /// Of row r, in the units of scores here; sums of the thread alone.
+  /// Row r's maximum in units of the scores here; its sum and ties over the thread's pairs alone.
   __device__ __forceinline__ float max(int r) const { return max_[r]; }
   __device__ __forceinline__ float sum(int r) const { return sum_[r]; }
   __device__ __forceinline__ float ties(int r) const { return ties_[r]; }
@@ -48,7 +49,7 @@ class FlexHopperSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
     }
-    // Not less or equal: NaN too, and a row that had no score yet.
+    // Negated, so that NaN and a row that had no score yet follow too.
     bool follows = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -56,7 +57,7 @@ class FlexHopperSoftmax {
       rescale[r] = 1.0f;
       follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
     }
-    // The lanes of a row ask each other for its maximum only if a score of the warp's is so much larger.
+    // Lanes exchange their row's maximum only if a score of the warp exceeds it by so much.
     if (Config::kMaxScores || __any_sync(~0u, follows)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
@@ -90,7 +91,7 @@ class FlexHopperSoftmax {
     };
     float sum[2] = {};
     scale(0);
-    // In this order, or ptxas would put what waits for an exponential right behind it.
+    // This order keeps ptxas from putting what waits for an exponential right behind it.
 #pragma unroll
     for (int n = 0; n <= kBlocksN; ++n) {
       if (n < kBlocksN) {
@@ -104,7 +105,7 @@ class FlexHopperSoftmax {
         put_operand<T>(p + 2 * (n - 1), s[n - 1]);
       }
       if constexpr (Config::kDropout) {
-        // Its numbers are chains of products: several beside one another, and beside exponentials.
+        // Philox is a chain of products: run several side by side, and beside exponentials.
         if (n % kDropped == 0) {
 #pragma unroll
           for (int i = n == 0 ? 0 : n - kDropped; i < n; i += 2) drop(i);
@@ -137,7 +138,7 @@ class FlexHopperSoftmax {
   __device__ __forceinline__ static float larger(const float (&x)[4], int r) {
     return score_mod::maximum(x[2 * r], x[2 * r + 1]);
   }
-  // What a row's exponentials are relative to, given a lane's maximum.
+  // Returns what a row's exponentials are relative to, given a lane's maximum.
   __device__ __forceinline__ float follow(const float (&s)[kBlocksN][4], float max, int r, float factor,
                                           float (&rescale)[2]) {
     max = row_max(max);
@@ -146,9 +147,9 @@ class FlexHopperSoftmax {
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) ties_[r] += (s[n][2 * r] == max) + (s[n][2 * r + 1] == max);
     }
-    // Not less or equal: NaN and the first score (infinity) go on.
+    // NaN and the first score (infinity) do not compare as less, and are followed.
     max = (max - max_[r]) * factor <= kSlack ? max_[r] : max;
-    // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+    // Without a score yet all exponentials are 0 (-inf less -inf would be NaN).
     const float from = max == -FUSEGRAD_INFINITY ? 0.0f : max;
     rescale[r] = power_of_two((max_[r] - from) * factor);
     max_[r] = max;

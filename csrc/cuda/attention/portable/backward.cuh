@@ -43,7 +43,7 @@ class FlexBackward {
   // Blocks of 16 columns of a head, and how many of them a warp has.
   static constexpr int kBlocksD = Config::kHead / 16, kMineD = (kBlocksD + Config::kShare - 1) / Config::kShare;
   static constexpr int kBlocksE = Config::kValue / 16, kMineE = (kBlocksE + Config::kShare - 1) / Config::kShare;
-  // For the queries' gradient: warps are groups of queries by parts of the head.
+  // For dQ, warps are groups of queries by parts of the head.
   static constexpr int kBlocksQ = Config::kRows % 32 == 0 ? 2 : 1;  // of 16 queries, of a warp
   static constexpr int kGroupsQ = Config::kRows / 16 / kBlocksQ;
   static constexpr int kPartsQ = Config::kWarps / kGroupsQ, kMineQ = (kBlocksD + kPartsQ - 1) / kPartsQ;
@@ -62,9 +62,9 @@ class FlexBackward {
   static constexpr bool kDelayed = Config::kGradientStages == 2;
   static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
   static_assert(Config::kRows <= kThreads);
-  // Where registers are left: operands are loaded a step ahead, and of P and dS a warp keeps its own part.
+  // Where registers are left, operands are loaded a step ahead, and a warp keeps its own part of P and dS.
   static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
-  // Tiles of like work together; where nothing is captured, whose reads and sums are better of one head at a time.
+  // Run tiles of like work together. Reads and sums of captured buffers are better for one head at a time.
   static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
 
  public:
@@ -148,7 +148,7 @@ class FlexBackward {
       }
       sums_.end_head(b, h, first_key());
     }
-    // The tiles of keys and values are read no more.
+    // Nobody reads the tiles of keys and values any more.
     if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
     if constexpr (Config::kGradValue)
       keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, Config::kDropout ? a_.dropout.scale : 1.0f);
@@ -225,7 +225,7 @@ class FlexBackward {
     const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * kMemory.grad_scores.piece;
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
     scores(query, grad_out, place, p, ds);
-    // Here, not before the scores: other warps compute what these wait for.
+    // The prefetch is here, not before the scores: other warps compute while these wait.
     if constexpr (Config::kStages == 2 && kAhead) load_next(next, 1 - stage);
     if constexpr (Config::kShare > 1 && Config::kGradValue) keep(probability_, p);
     if constexpr (Config::kGradScores) keep(gradient, ds);
@@ -236,7 +236,7 @@ class FlexBackward {
     }
     if constexpr (Config::kShare > 1) {
       asm volatile("bar.sync %0, %1;" ::"r"(1 + warp() / Config::kShare), "n"(Config::kShare * kLanes) : "memory");
-      // Of the others' queries, or of all at once.
+      // The other warps' queries, or all at once.
       constexpr int kQueries = kAhead ? kPart : Config::kRows;
 #pragma unroll 1
       for (int i = kAhead ? 1 : 0; i < (kAhead ? Config::kShare : 1); ++i) {
@@ -250,10 +250,10 @@ class FlexBackward {
       }
     }
   }
-  // After all warps' part of a tile: what they compute of it together.
+  // Follows all warps' parts of a tile: what they compute together.
   __device__ __forceinline__ void finish(const ListPlace& place, int stage) {
     const int row = place.row();
-    // In the order that spills less.
+    // This order spills less.
     if constexpr (Config::kShare == 1) sums_.flush(place.b, place.h, row, col_);
     if constexpr (Config::kGradQuery) {
       add_grad_query(place.b, place.h, row, gradient_ + (kDelayed ? stage : 0) * kMemory.grad_scores.piece);
@@ -261,7 +261,7 @@ class FlexBackward {
     if constexpr (Config::kShare > 1) sums_.flush(place.b, place.h, row, col_);
   }
 
-  // Of the warp's keys and its part of the queries; two blocks of 8 queries make one of 16.
+  // The warp's keys by its part of the queries; two blocks of 8 queries make one of 16.
   using Scores = float[kBlocksM][kBlocksN / 2][2][4];
 
   template <int kCommon>
@@ -272,11 +272,11 @@ class FlexBackward {
         [](int) { return true; });
   }
 
-  // P and dS of the warp's keys and its part of the queries, as operands.
+  // Computes P and dS of the warp's keys and its part of the queries, as operands.
   __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const ListPlace& place,
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     Scores s = {}, d = {};
-    // Scores to the bit what the forward has: the gradient of max_scores asks for equality.
+    // Scores equal the forward's to the bit: the gradient of max_scores compares them.
     multiply_tiles<Config::kHead>(s, key_, KeyTile::kStride, query, QueryTile::kStride);
     if constexpr (Config::kGradScores) {
       multiply_tiles<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
@@ -287,7 +287,7 @@ class FlexBackward {
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
-    // The code of a score_mod is there once, so that it is compiled quickly.
+    // A score_mod is instantiated once, so that it compiles quickly.
     if (kHas<ScoreMod> || masked) {
       pairs<true>(place, masked, rows, s, d, p, ds);
     } else {
@@ -383,7 +383,7 @@ class FlexBackward {
         },
         [&](int i) { return kBlocks % Config::kShare == 0 || block(i) < kBlocks; });
   }
-  // Operand A as it lies, with floats in the order of operands that are read transposed.
+  // Loads operand A as it lies, with floats in the order of operands that are read transposed.
   __device__ __forceinline__ void load_transposed_order(unsigned (&a)[4], unsigned tile, int m, int step) const {
     if constexpr (sizeof(T) == 2) {
       load_a(a, tile, ScoreTile::kStride, key_group() + m * 16, step, lane());
@@ -412,7 +412,7 @@ class FlexBackward {
           Product::load_b_transposed(words, key_, KeyTile::kStride, k * Product::kDepth, block(i) * 16, lane());
         },
         there);
-    // A warp adds whole lines of 128 bytes; rows beyond the queries are there.
+    // A warp adds whole cache lines of 128 bytes; rows beyond the queries exist.
     const long long head = static_cast<long long>(b * a_.heads + h) * a_.sum_rows;
     float* to = a_.query_sum + (head + row + group) * Config::kHead + lane() * 2;
 #pragma unroll
@@ -430,7 +430,7 @@ class FlexBackward {
     }
   }
 
-  // The warp's part of a gradient to shared memory, in which it lies as the keys do.
+  // Stores the warp's part of a gradient to shared memory, laid out as the keys.
   template <class Into, int kMine, int kBlocks>
   __device__ __forceinline__ void keep_gradient(float (&c)[kBlocksM][kMine][2][4], unsigned tile, float factor) const {
 #pragma unroll

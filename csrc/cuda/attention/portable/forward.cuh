@@ -48,7 +48,7 @@ class FlexForward {
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    // The last queries first: under a causal mask they have the most keys.
+    // The last queries come first: under a causal mask they have the most keys.
     const HeadTile work(a_.batches * a_.heads, row_tiles);
     const int row_tile = row_tiles - 1 - work.tile;
     b_ = work.head / a_.heads;
@@ -93,7 +93,7 @@ class FlexForward {
     }
   }
 
-  // One tile of keys; copies of its keys are under way, those of the next are left so.
+  // Computes one tile, whose keys are being copied; leaves the copies of the next tile's keys under way.
   __device__ __forceinline__ void step(Entry tile, Entry next) {
     const int col = tile.column() * Config::kCols;
     wait_copies<0>();
@@ -166,15 +166,15 @@ class FlexForward {
 #pragma unroll
           for (int n = 0; n < kBlocksN; ++n) ties_[m][r] += (s[m][n][2 * r] == max) + (s[m][n][2 * r + 1] == max);
         }
-        // Not less or equal: NaN and the first score (infinity) go on.
+        // Negated, so that NaN and the first score (infinity) are followed.
         rescale[r] = 1.0f;
         if (!((max - max_[m][r]) * factor <= kSlack)) {
-          // Nothing yet (-inf less -inf is NaN): all exponentials are 0.
+          // Without a score yet all exponentials are 0 (-inf less -inf would be NaN).
           rescale[r] = max == -FUSEGRAD_INFINITY ? 0.0f : power_of_two((max_[m][r] - max) * factor);
           max_[m][r] = max;
         }
       }
-      // Of few tiles but the first any row of a warp's has such a score.
+      // Few tiles but the first have such a score in any of a warp's rows.
       if (!kLazy || __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
         for (int n = 0; n < kBlocksE; ++n) {
@@ -203,7 +203,7 @@ class FlexForward {
     }
   }
 
-  // Probabilities, whose sums are added.
+  // Drops probabilities, which are in the sums already.
   __device__ __forceinline__ void drop(float (&s)[kBlocksM][kBlocksN][4], int col) const {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
@@ -248,7 +248,7 @@ class FlexForward {
     }
   }
 
-  // By way of shared memory, each warp its own rows, so that rows are written by 16 bytes a lane.
+  // Writes by way of shared memory, each warp its own rows, so that lanes store 16 bytes.
   template <bool kLow>
   __device__ __forceinline__ void write(const FlexTensor& to) const {
     extern __shared__ __align__(16) char shared[];

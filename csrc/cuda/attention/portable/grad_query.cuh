@@ -120,7 +120,7 @@ class FlexGradQuery {
     }
   }
 
-  // s becomes probabilities, d the gradient by the scores.
+  // Turns s into P, and d into dS.
   __device__ __forceinline__ void pairs(int m, int kind, bool masked, int kv, float (&s)[kBlocksN][4],
                                         float (&d)[kBlocksN][4]) {
     const int q = row_ + first_row() + m * 16 + lane() / 4;
@@ -149,8 +149,8 @@ class FlexGradQuery {
     }
   }
 
-  // The gradient goes by way of the warp's queries in shared memory, which nobody else reads. Stored from registers, in
-  // any strides, it made ptxas give the loop up to 40 registers more.
+  // dQ goes through the warp's queries in shared memory, which nobody else reads. Stored from registers in any strides,
+  // it would cost the loop up to 40 registers more.
   __device__ __forceinline__ void store_sum(float factor) {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
