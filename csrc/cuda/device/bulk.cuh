@@ -14,10 +14,10 @@ class Arrival {
   __device__ void init() {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state_)), "r"(1) : "memory");
   }
-  /// Makes inits visible to the copy engine and to the cluster; a barrier must follow for other threads.
+  /// Makes inits visible to bulk copies and to the cluster; a barrier must follow for other threads.
   __device__ static void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-  /// Arrives, by one thread. Bytes may come before.
+  /// One thread arrives. Bytes may come before.
   __device__ void expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state_)), "r"(bytes)
                  : "memory");
@@ -29,8 +29,8 @@ class Arrival {
                  "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(&state_))
                  : "memory");
   }
-  /// Until all expected bytes are there, for the calling thread to read. Empty for GPUs without such copies: kernels
-  /// with them are compiled for all, and not launched there.
+  /// Waits until all expected bytes are there for the calling thread to read. Empty for GPUs without bulk copies:
+  /// kernels with them are compiled for all GPUs and launched only where they exist.
   __device__ void wait(uint32_t parity = 0) {
     // Each try at the cluster's scope empties the L1 cache: one is enough.
     wait_own(parity);
@@ -66,7 +66,7 @@ class Arrival {
   uint64_t state_;
 };
 
-/// Between a thread's own accesses to shared memory and a later copy by the copy engine into the same place.
+/// Orders a thread's own accesses to shared memory before a later TMA or bulk copy of the same place.
 __device__ inline void fence_before_copy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 /// The address of `p` in the shared memory of another CTA of the cluster.

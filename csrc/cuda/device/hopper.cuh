@@ -16,12 +16,12 @@ constexpr int kChunkBytes = 128;  // of a row
 
 // --- barriers -----------------------------------------------------------------------------------------------
 
-/// An mbarrier in shared memory, whose phases alternate: full and empty of a stage of a pipeline.
+/// An mbarrier in shared memory, whose phases alternate: the full or the empty barrier of a pipeline's stage.
 struct Barrier {
   static __device__ __forceinline__ void init(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
   }
-  /// After the inits, by the thread that made them; then __syncthreads.
+  /// Called after the inits by the thread that made them; __syncthreads must follow.
   static __device__ __forceinline__ void fence_inits() {
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
@@ -31,14 +31,14 @@ struct Barrier {
   static __device__ __forceinline__ void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
   }
-  /// By a predicate: after a branch ptxas would take a warp's threads for diverged.
+  /// Predicated: after a branch ptxas would assume that a warp's threads diverged.
   static __device__ __forceinline__ void arrive_if(bool arrives, unsigned barrier) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
         "r"(static_cast<int>(arrives))
         : "memory");
   }
-  /// Until the phase of this parity is over.
+  /// Waits until the phase of this parity is over.
   static __device__ __forceinline__ void wait(unsigned barrier, int parity) {
     asm volatile(
         "{\n"
@@ -52,8 +52,8 @@ struct Barrier {
   }
 };
 
-/// A word of a stage, the same in all threads of a warp, and known to be: read by the lane that releases the stage. By
-/// a predicate, as arrive_if.
+/// A word of a stage, uniform in a warp and known to be. The lane that releases the stage reads it, predicated as
+/// arrive_if.
 __device__ __forceinline__ int load_by_first(int lane, unsigned address) {
   int word = 0;
   asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %2, 0;\n@p ld.shared.s32 %0, [%1];\n}"
@@ -63,7 +63,7 @@ __device__ __forceinline__ int load_by_first(int lane, unsigned address) {
   return __shfl_sync(~0u, word, 0);
 }
 
-/// As load_by_first, of four words side by side.
+/// Four words side by side, read as load_by_first reads one.
 __device__ __forceinline__ void load_four_by_first(int lane, unsigned address, int& x, int& y, int& z, int& w) {
   x = y = z = w = 0;
   asm volatile("{\n.reg .pred p;\nsetp.eq.s32 p, %5, 0;\n@p ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];\n}"
@@ -98,7 +98,7 @@ struct Counted {
   __device__ __forceinline__ void next() { ++i; }
 };
 
-/// Hardware barrier `id` (1 to 15; 0 is __syncthreads) of so many threads, those that only arrive included.
+/// The named barrier `id` (1 to 15; 0 is __syncthreads) of so many threads, those that only arrive included.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -106,7 +106,8 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// As named_sync; whether `x` is true in any of the threads, which is the same in a warp's, and known to be.
+/// A named_sync that returns whether `x` is true in any of the threads. The result is uniform in a warp and known to
+/// be.
 __device__ __forceinline__ bool named_any(int id, int threads, bool x) {
   int any;
   asm volatile(
@@ -131,12 +132,12 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-/// Of a kernel that may begin before the one before it ends: until that has ended, and what it wrote is there.
+/// Programmatic dependent launch: waits until the kernel before has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- copies -------------------------------------------------------------------------------------------------
 
-/// A box of a [batch, head, row, column] tensor, counted at `barrier`. Beyond the tensor there are zeros.
+/// Copies a box of a [batch, head, row, column] tensor by TMA, counted at `barrier`; zeros beyond the tensor.
 __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, unsigned barrier, int col, int row,
                                          int head, int batch) {
   asm volatile(
@@ -145,7 +146,7 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, uns
       "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-/// All chunks of a tile of kRows rows and kCols columns, kRows * kCols * 2 bytes.
+/// Copies all chunks of a tile of kRows rows and kCols columns, kRows * kCols * 2 bytes.
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
                                            int batch) {
@@ -153,14 +154,14 @@ __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& from, u
   for (int c = 0; c < kCols / kChunk; ++c)
     copy_box(to + c * kRows * kChunkBytes, from, barrier, c * kChunk, row, head, batch);
 }
-/// By one thread, which arrives at `barrier` too.
+/// Called by one thread, which arrives at `barrier` too.
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
                                           int batch) {
   Barrier::expect(barrier, kRows * kCols * 2);
   copy_boxes<kRows, kCols>(to, from, barrier, row, head, batch);
 }
-/// A box of a tensor of one dimension.
+/// Copies a box of a tensor of one dimension.
 __device__ __forceinline__ void copy_line(unsigned to, const TensorMap& from, unsigned barrier, int at) {
   asm volatile(
       "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3}], [%2];" ::"r"(to),
@@ -168,14 +169,14 @@ __device__ __forceinline__ void copy_line(unsigned to, const TensorMap& from, un
       : "memory");
 }
 
-/// A box to such a tensor, but for what lies beyond it. As add_floats.
+/// Stores a box to a [batch, head, row, column] tensor, but for what lies beyond it. Rules as for add_floats.
 __device__ __forceinline__ void store_box(const TensorMap& to, unsigned from, int col, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&to),
                "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
-/// Adds floats to others in memory; bytes and addresses are multiples of 16. Like commit and waits by one thread, after
-/// fence_before_copy() by all that wrote them, and a barrier.
+/// Reduces floats into global memory by TMA; bytes and addresses are multiples of 16. One thread calls this, the commit
+/// and the waits, after fence_before_copy() by all threads that wrote the floats, and a barrier.
 __device__ __forceinline__ void add_floats(float* to, unsigned from, int bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
@@ -183,15 +184,15 @@ __device__ __forceinline__ void add_floats(float* to, unsigned from, int bytes) 
       : "memory");
 }
 __device__ __forceinline__ void commit_sums() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Until what the thread adds has been read, and may be written again.
+/// Waits until what the thread adds has been read, and may be overwritten.
 __device__ __forceinline__ void wait_sums_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-/// Until it has been added.
+/// Waits until it has been added.
 __device__ __forceinline__ void wait_sums_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- products -----------------------------------------------------------------------------------------------
 
-/// Of a matrix of 128-byte rows, swizzled. `chunk_stride`: bytes from one chunk of columns to the next, for operands
-/// whose rows are the common dimension; others ignore it.
+/// The WGMMA descriptor of a swizzled matrix of 128-byte rows. `chunk_stride`: bytes from one chunk of columns to the
+/// next, for MN-major operands; K-major ones ignore it.
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int chunk_stride) {
   constexpr unsigned long long kSwizzle128 = 1ull << 62;
   constexpr int kEightRows = 8 * kChunkBytes;
@@ -202,18 +203,18 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address, int c
 __device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor, int bytes) {
   return descriptor + static_cast<unsigned long long>(bytes >> 4);
 }
-/// From an operand that lies as [row][common dimension], in tiles of kRows rows, to its step k (16 columns).
+/// Bytes from a K-major operand in tiles of kRows rows to its step k (16 columns).
 template <int kRows>
 __device__ __forceinline__ constexpr int step_bytes(int k) {
   return k / 4 * kRows * kChunkBytes + k % 4 * 32;
 }
 
-/// x, so that what is made of it is not kept in registers through a loop.
+/// Hides x from the compiler, so that it does not hold what follows from x in registers through a loop.
 __device__ __forceinline__ unsigned anew(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-/// The thread's index, likewise.
+/// The thread's index, read anew for the same reason.
 __device__ __forceinline__ int thread_anew() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
@@ -240,7 +241,7 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-/// Keeps the compiler from moving reads and writes of registers that products in flight use.
+/// Keeps the compiler from moving reads and writes of registers that WGMMAs in flight use.
 template <int kCount>
 __device__ __forceinline__ void pin(float* x) {
 #pragma unroll
@@ -265,7 +266,7 @@ __device__ __forceinline__ void store_pair(unsigned address, float first, float 
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
-/// Of four lanes with four words each, lane i gets word i of all of them.
+/// Transposes four lanes' four words: lane i gets word i of all four.
 __device__ __forceinline__ void transpose_in_fours(unsigned (&words)[4]) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
 #pragma unroll
@@ -287,7 +288,7 @@ __device__ __forceinline__ void store_if(bool there, void* to, const unsigned (&
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(static_cast<int>(there))
       : "memory");
 }
-/// A warp's 16 rows of accumulators to rows of a [batch, head, row, column] tensor of `rows` rows and `cols` columns.
+/// Stores a warp's 16 rows of accumulators to a [batch, head, row, column] tensor of `rows` rows and `cols` columns.
 /// `first`, `factor`: the thread's first row, and what its rows first and first + 8 are multiplied by. `low`: what
 /// rounding takes from them, where kLow.
 template <bool kLow, class T, int kBlocks>
@@ -316,7 +317,7 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
     for (int i = 0; i < kBlocks / 4; ++i) transpose_in_fours(words[i]);
     const int first_col = lane % 4 * 8;
     if (vectors) {
-      // By a predicate: branches would keep the shuffles of one block waiting for those of the one before.
+      // Predicated: branches would make the shuffles of one block wait for those of the block before.
 #pragma unroll
       for (int i = 0; i < kBlocks / 4; ++i) {
         const int col = first_col + i * 32;
@@ -326,7 +327,7 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
 #pragma unroll
       for (int i = 0; i < kBlocks / 4; ++i) {
         const int col = first_col + i * 32;
-        // Unrolled this would be half of a kernel's code.
+        // Unrolled, this would be half of a kernel's code.
 #pragma unroll 1
         for (int c = col; c < min(col + 8, cols); ++c) {
           row[c * to.col_stride] = T{static_cast<unsigned short>(words[i][0])};

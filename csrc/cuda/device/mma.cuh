@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_async_pair(unsigned to, const void* from, b
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/// Until all but the last kPending groups are there.
+/// Waits for all but the last kPending groups.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -48,8 +48,8 @@ struct Tile {
   static constexpr int kBytes = kRows * kStride;
   static constexpr int kVectors = kCols * static_cast<int>(sizeof(T)) / 16;
 
-  /// From rows of a matrix whose rows begin at multiples of 16 bytes: the first `rows` of them, `vectors` times 16
-  /// bytes of each, the rest is zeros.
+  /// Copies from a matrix whose rows begin at multiples of 16 bytes: its first `rows` rows, `vectors` times 16 bytes of
+  /// each; the rest becomes zeros.
   template <int kThreads>
   static __device__ __forceinline__ void load(unsigned to, const char* from, long long stride, int rows, int vectors,
                                               int thread) {
@@ -169,7 +169,7 @@ struct Mma {
   }
 };
 
-/// In TF32; kSplit: each number as three, six products of them: float32's accuracy.
+/// Products in TF32. kSplit: each number as a sum of three, and six products, for float32's accuracy.
 template <bool kSplit>
 struct Mma<float, kSplit> {
   static constexpr int kDepth = 8;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void store_operand(unsigned tile, int stride, int m, 
 
 // --- products of a warp -------------------------------------------------------------------------------------
 
-/// Nothing is loaded ahead of it: of the parts of floats the compiler would keep more than there are registers.
+/// Keeps the compiler from loading ahead: split floats would spill.
 template <bool kSplit>
 __device__ __forceinline__ void keep_order() {
   if constexpr (kSplit) __syncwarp();
@@ -426,7 +426,7 @@ __device__ __forceinline__ float power_of_two(float x) {
   return r;
 }
 
-/// As T rounds it.
+/// x rounded to T.
 template <class T>
 __device__ __forceinline__ float rounded(float x) {
   if constexpr (kSame<T, float>) {
@@ -454,7 +454,7 @@ __device__ __forceinline__ void add_pair(float* to, float first, float second) {
 #endif
 }
 
-/// Over the four lanes of a row.
+/// Reduce over the four lanes of a row.
 __device__ __forceinline__ float row_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);

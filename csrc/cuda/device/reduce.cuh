@@ -27,8 +27,8 @@ struct alignas(16) SharedSlots {
   __device__ State* get() { return reinterpret_cast<State*>(bytes); }
 };
 
-/// Groups of `group` neighbouring lanes (a power of 2, at most 32). All lanes of the warp must take part, and all of a
-/// group get the same bits: both of a pair add the same two values.
+/// Reduces over groups of `group` neighbouring lanes (a power of 2, at most 32). All lanes of the warp must take part,
+/// and all lanes of a group get the same bits, as both lanes of a pair add the same two values.
 struct OverLanes {
   int group;
 
@@ -88,7 +88,7 @@ __device__ inline int cluster_size() {
 template <class State, int kWarps>
 class RowMerge {
  public:
-  /// By one thread; Arrival::fence_init() and a barrier of the cluster must follow, unless it is a single CTA.
+  /// Called by one thread; Arrival::fence_init() and a barrier of the cluster must follow, unless it is a single CTA.
   __device__ void init() { arrival_.init(); }
 
   /// Every thread brings its state and gets the cluster's. `add(state)` adds, in all lanes of a warp, what a CTA has

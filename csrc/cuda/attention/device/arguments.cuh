@@ -10,16 +10,14 @@ struct FlexTensor {
   long long batch_stride, head_stride, row_stride, col_stride;
 };
 
-/// The tiles of scores that take part: of each row of tiles (query tiles in the forward, key tiles in the backward)
-/// how many, and which: 4 * column + FlexTileKind, ascending; where parts of a tile's rows have kinds of their own,
-/// column * 4^parts + the sum of kind_i * 4^i, and for key tiles, whose query tiles then begin at any part, that part
-/// in place of the column. `count` is null: all of them, fully. A negative count says that the block mask lists a block
-/// that there is not: the result is NaN.
+/// The tiles of scores that take part: for each row of tiles (query tiles in the forward, key tiles in the backward)
+/// how many there are, and the words of their TileEntry, ascending. Without a block mask `count` is null: all tiles
+/// take part fully. A negative count says that the block mask lists a block that does not exist: the result is NaN.
 struct FlexTiles {
   const int* count;  // [batches, heads, rows]
   const int* list;   // [batches, heads, rows, cols]
   int batches, heads, rows, cols;
-  // Where tiles lie in several blocks: the state of each block (FlexBlock), [batches, heads, block_rows, block_cols].
+  // Where tiles lie in several blocks, the state of each block (FlexBlock): [batches, heads, block_rows, block_cols].
   const unsigned char* blocks;
   int block_rows, block_cols;
   long long block_size_q, block_size_kv;
@@ -28,16 +26,16 @@ enum FlexTileKind : int {
   kTileFull,     // every pair takes part
   kTilePartial,  // those that the mask_mod allows
   kTileMixed,    // as the block of the pair says
-  kTileNone,     // of a part: no pair does
+  kTileNone,     // no pair, in a part of a tile
 };
 enum FlexBlock : unsigned char { kBlockNone, kBlockPartial, kBlockFull, kBlockBad };
 
 /// The largest threshold of dropout with which numbers are compared as they are, float16's infinity.
 constexpr unsigned kMostFinite = 0x7c00;
-/// Dropout; see flex_dropout.cuh.
+/// Attention dropout (dropout.cuh).
 struct FlexDropout {
   const long long* seed;
-  float scale;         // of what is kept
+  float scale;         // kept weights are multiplied by it
   unsigned threshold;  // below which a pair's number drops it; the same in both halves
 };
 
@@ -55,11 +53,11 @@ struct alignas(64) TensorMap {
   char bytes[128];
 };
 
-/// What the forward of sm_90a takes besides.
+/// What the Hopper forward takes besides.
 struct FlexForwardHopperArguments {
   TensorMap query, key, value;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
-  int* next;    // with a block mask, 0 before: how many tiles of queries were begun beyond the first of each CTA
-  int section;  // heads whose tiles of queries are begun in the order of their place in the head, the last ones first
+  int* next;                    // with a block mask, 0 before: how many tiles of queries CTAs began beyond their first
+  int section;  // heads whose tiles of queries begin together, by their place in the head, the last ones first
 };
 
 /// What the backward needs of a row of scores.
@@ -84,20 +82,20 @@ struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;                 // [B, H, row_stride]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
-  // What grad_query is made of where CTAs add it up, less the scale; zeros before. In blocks of 8 queries and 8
-  // columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in those of sm_90a columns come before queries.
+  // The sum of which dQ is made where CTAs add it up, less the scale; zeros before. It lies in blocks of 8 queries and
+  // 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks columns come before queries.
   float* query_sum;
   int sum_rows, sum_cols;  // M rounded up to whole tiles, D to a multiple of 16
-  float* largest;          // [captured buffers], zeros before: where the largest magnitudes are wanted
+  float* largest;          // [captured buffers], zeros before: the largest magnitudes, where they are wanted
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
-  int row_stride;  // queries, rounded up to an even number: the copy engine begins at multiples of 16 bytes
+  int row_stride;  // queries, rounded up to an even number: TMA begins at multiples of 16 bytes
   float scale;
   int fixed_bits;  // fixed point: a unit is 2^-fixed_bits of the power of two above the largest contribution
   FlexDropout dropout;
 };
 
-/// What the backward of sm_90a takes besides.
+/// What the Hopper backward takes besides.
 struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
   TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so

@@ -73,8 +73,8 @@ __device__ __forceinline__ void add_global_if(bool there, unsigned long long* p,
                : "memory");
 }
 
-/// kTeams: of so many parts the warps add up a tile's sums together, each for its own keys. A team's threads must meet
-/// between a tile's end_tile and its flush; with one set of lines (kLines = 1), and where kOnce, also after flush.
+/// kTeams: the CTA's warps form so many teams, each of which sums up a tile for its own keys. A team's threads must
+/// meet between a tile's end_tile and its flush; with one set of lines (kLines = 1), and where kOnce, also after flush.
 template <class Config, int kTeams = 1, int kLines = 1>
 class FlexBufferSums {
   using D = typename Config::Derivative;
@@ -95,7 +95,7 @@ class FlexBufferSums {
   static __device__ constexpr char scheme(int k) { return Config::Schemes::kScheme[k]; }
   static __device__ constexpr bool is_vector(int k) { return scheme(k) >= 'a'; }
 
-  // Whether any is kept from pair to pair: of more than eight queries they would not fit registers.
+  // Whether sums live from pair to pair; for more than eight queries at a time they would spill.
   static __device__ constexpr bool held() {
     for (int k = 0; k < kCount; ++k) {
       if (scheme(k) >= 'D') return true;
@@ -127,14 +127,14 @@ class FlexBufferSums {
   static constexpr int kSharedBytes = offset(kCount);
   /// Whether flush() does anything.
   static constexpr bool kFlushes = flushes();
-  /// Whether there is one place for a tile's sums and the next one's, of classes D and F.
+  /// Whether a tile's sums and the next one's lie in one place, as classes D and F do.
   static constexpr bool kOnce = once();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
                                             const Captured& captured, char* shared)
       : a_(a), sums_(sums), captured_(captured), shared_(shared) {}
 
-  /// Before the first tile, by all threads; a barrier must follow.
+  /// Called by all threads before the first tile; a barrier must follow.
   __device__ __forceinline__ void begin() {
     for (int i = static_cast<int>(threadIdx.x); i < kSharedBytes / 4; i += kThreads)
       reinterpret_cast<int*>(shared_)[i] = 0;
@@ -144,7 +144,7 @@ class FlexBufferSums {
     }
     begin_head();
   }
-  /// Before the tiles of a query head.
+  /// Called before the tiles of a query head.
   __device__ __forceinline__ void begin_head() {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
@@ -154,7 +154,7 @@ class FlexBufferSums {
       for (int i = 0; i < 2 * kBlocksM; ++i) row_[k][i] = 0.0f;
     }
   }
-  /// Before a tile.
+  /// Called before a tile.
   __device__ __forceinline__ void begin_tile() {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -165,7 +165,7 @@ class FlexBufferSums {
     });
   }
 
-  /// What the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
+  /// Adds what the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
   __device__ __forceinline__ void add(const float* value, int m, int n, int e, float score, int b, int h, int q, int kv,
                                       bool takes_part) {
     for_each_index<kCount>([&](auto index) {
@@ -190,7 +190,7 @@ class FlexBufferSums {
         four_[k][e] = v;
         const bool reads = kAllRead || takes_part;
         const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, reads);
-        at_[k][e] = v == 0.0f ? -1 : at;  // of pairs that take no part too
+        at_[k][e] = v == 0.0f ? -1 : at;  // pairs that take no part have 0 too
       }
     });
     if constexpr (D::kVectors) {
@@ -199,7 +199,7 @@ class FlexBufferSums {
       h_ = h;
     }
   }
-  /// After the pairs of 16 keys and 8 queries.
+  /// Called after the pairs of 16 keys and 8 queries.
   __device__ __forceinline__ void end_block(int m, int n) {
     if constexpr (kTeams == 1 && kHeld) hold_order();
     for_each_index<kCount>([&](auto index) {
@@ -217,7 +217,7 @@ class FlexBufferSums {
           if constexpr (kBlocksM > 1) __syncwarp();
         }
       } else if constexpr (scheme(k) > 'D' && !is_vector(k)) {
-        // Only now: the reads of indices before are one with those of the score_mod.
+        // Added only now, so that reads of indices before are shared with the score_mod's.
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if constexpr (scheme(k) == 'F') {
@@ -230,7 +230,7 @@ class FlexBufferSums {
     });
     if constexpr (D::kVectors) vectors_.scatter(captured_, b_, h_, VectorPut{*this});
   }
-  /// After the pairs of a tile.
+  /// Called after the pairs of a tile.
   __device__ __forceinline__ void end_tile(int parity = 0) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -247,7 +247,7 @@ class FlexBufferSums {
       }
     });
   }
-  /// The tile's sums to their places, by a team's threads. (q, kv): of the tile.
+  /// Called by a team's threads: adds the tile's sums to their elements. (q, kv): the tile's first pair.
   __device__ __forceinline__ void flush(int b, int h, int q, int kv, int parity = 0) {
     const int thread = static_cast<int>(threadIdx.x) % kTeamThreads, first = team() * kTeamWarps;
     for_each_index<kCount>([&](auto index) {
@@ -255,7 +255,7 @@ class FlexBufferSums {
       if constexpr (scheme(k) == 'C') {
         for (int i = thread; i < Config::kRows; i += kTeamThreads) {
           float sum = 0.0f;
-          // Of kShare warps with the same keys each has its own part of the queries.
+          // Each of kShare warps with the same keys has its own part of the queries.
 #pragma unroll
           for (int w = 0; w < kTeamWarps / Config::kShare; ++w)
             sum += line<k>(first + w * Config::kShare + i / kCols, parity)[i % kCols];
@@ -301,7 +301,7 @@ class FlexBufferSums {
       }
     });
   }
-  /// After the tiles of a query head. kv: the thread's first key.
+  /// Called after the tiles of a query head. kv: the thread's first key.
   __device__ __forceinline__ void end_head(int b, int h, int kv) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -324,7 +324,7 @@ class FlexBufferSums {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int warp() const { return static_cast<int>(threadIdx.x) / kLanes; }
   __device__ __forceinline__ int team() const { return kTeams == 1 ? 0 : warp() / kTeamWarps; }
-  // A warp's, of class C, and its four of class D.
+  // A warp's line of class C, and its four lines of class D.
   template <int k>
   __device__ __forceinline__ float* line(int warp, int parity) const {
     return reinterpret_cast<float*>(shared_ + offset(k)) + (warp * kLines + (kLines == 1 ? 0 : parity)) * kCols;
@@ -333,25 +333,25 @@ class FlexBufferSums {
   __device__ __forceinline__ float* lines(int warp) const {
     return reinterpret_cast<float*>(shared_ + offset(k)) + warp * 4 * kLine;
   }
-  // Of class F: the largest contribution of this tile, and a limit for the next one, as bits of a float; two words of
-  // nothing; the counts.
+  // A histogram of class F: the largest contribution of this tile and a limit for the next one, as bits of a float; two
+  // unused words; the counts.
   template <int k>
   __device__ __forceinline__ int* table() const {
     return reinterpret_cast<int*>(shared_ + offset(k) +
                                   team() * CapturedMemory::histogram_bytes(Config::Schemes::kTable[k]));
   }
 
-  // Class D. Of 16 keys m and 8 queries a thread has sums of two elements each, of 8 keys by 8 queries in all: of row g
-  // columns 2 * t and 2 * t + 1, on diagonals 8 * n + 2 * t - g and the next one. Of rows 2 * i and 2 * i + 1 a
-  // thread's second diagonal is another one's first: by a shuffle both rows together have each of theirs once, in a
-  // line.
+  // Class D. For 16 keys m and 8 queries a thread has two sums of two elements each, which fold them to 8 keys by 8
+  // queries: row g, columns 2 * t and 2 * t + 1, on diagonals 8 * n + 2 * t - g and the next one. In rows 2 * i and
+  // 2 * i + 1 one thread's second diagonal is another's first: after a shuffle both rows together have each of their
+  // diagonals once, in a line.
   template <int k>
   __device__ __forceinline__ void keep_diagonals(int m, int n) {
     const int t = lane() % 4;
     const bool odd = lane() % 8 >= 4;
     const float sent = !odd && t == 3 ? above_[k] : diagonal_[k][1];
     const float received = __shfl_sync(~0u, sent, odd ? lane() - (t == 0 ? 1 : 5) : lane() + 4);
-    // A block later: what is received takes a while.
+    // Stored a block later: the shuffle takes a while.
     if (n >= 0) keep<k>(m, n - 1);
     above_[k] = diagonal_[k][1];
     kept_[k][0] = diagonal_[k][0];
@@ -364,18 +364,19 @@ class FlexBufferSums {
     to = kBlocksM > 1 ? to + (kept_[k][0] + kept_[k][1]) : kept_[k][0] + kept_[k][1];
   }
 
-  // Contributions as integers: of 2^kFixedBits units and of what those leave. Class F sums both in shared memory, by 32
-  // bits each. In float the unit goes by the largest contribution of the tile before, and what lies beyond goes to its
-  // place directly: all of the first tile. In fixed point it goes by the largest one of all.
+  // Contributions as integers: in units of which the limit is 2^kFixedBits, and in fractions of a unit for the rest.
+  // Class F sums both in shared memory, in 32 bits each. In float the unit follows from the largest contribution of the
+  // tile before, and what lies beyond the limit is added directly, such as all of the first tile. In fixed point the
+  // unit follows from the largest contribution of all.
   static constexpr int kFixedBits = kFlexFixedBits / 2;  // 2^14 pairs of a tile times 2^17 fit
   static_assert(kCount == 0 || Config::kRows * Config::kCols <= 1 << 14);
   static constexpr int kInfinite = 255 << 23;
-  // Above a contribution, unless that is infinite: a power of two whose unit and its reciprocal are numbers.
+  // A power of two above a contribution, unless that is infinite. Its unit and the unit's reciprocal are finite.
   static __device__ __forceinline__ int limit_above(int bits) {
     constexpr int kLeast = 27 << 23, kMost = 254 << 23;
     return min(max((bits & kInfinite) + (1 << 23), kLeast), kMost);
   }
-  // Of what is needed once a tile the portable kernels have no register, nor have those with several contributions.
+  // The portable kernels have no register for what is needed once a tile, nor have those with several contributions.
   static __device__ constexpr bool keeps_limit(int k) { return scheme(k) > 'D' || (kLines == 2 && kCount == 1); }
   template <int k>
   __device__ __forceinline__ int limit() const {
@@ -391,12 +392,12 @@ class FlexBufferSums {
     constexpr unsigned kScale = (254u + kFixedBits) << 23;  // bits of scale * limit, but for the bias of an exponent
     return __uint_as_float(kScale - static_cast<unsigned>(limit<k>()));
   }
-  // What is left of units counts by 2^-rest_bits() of one.
+  // The rest counts in 2^-rest_bits() of a unit.
   __device__ __forceinline__ int rest_bits() const {
     return Config::kFixedPoint ? a_.fixed_bits - kFixedBits : kFixedBits - 1;
   }
   __device__ __forceinline__ float rest_scale() const { return __int_as_float((127 + rest_bits()) << 23); }
-  // Rounded by adding 1.5 * 2^23, where a float's unit is 1, since conversions are slow.
+  // Rounds by adding 1.5 * 2^23, where a float's unit is 1, since conversions are slow.
   template <int k>
   __device__ __forceinline__ void split(float v, int& units, int& rest) const {
     constexpr float kRound = 12582912.0f;
@@ -424,8 +425,7 @@ class FlexBufferSums {
     if constexpr (!Config::kFixedPoint) put_if<k>(!near && at >= 0, at, v);
   }
 
-  // An element of a contribution by axes: what a thread has of its four pairs, (kv, q) = (g + 8 * (e / 2), 2 * t + e %
-  // 2).
+  // Puts an element of a contribution by axes, for a thread's four pairs (kv, q) = (g + 8 * (e / 2), 2 * t + e % 2).
   struct VectorPut {
     const FlexBufferSums& sums;
     template <int k>
@@ -457,7 +457,7 @@ class FlexBufferSums {
     if (sum != 0.0f && at >= 0) put<k>(at, sum);
   }
 
-  // A contribution.
+  // Adds a contribution.
   template <int k>
   __device__ __forceinline__ void put_if(bool there, long long at, float v) const {
     if constexpr (Config::kFixedPoint) {
@@ -469,11 +469,11 @@ class FlexBufferSums {
       add_global_if(there, static_cast<float*>(sums_[k].data) + at, v);
     }
   }
-  // A sum of them, which may be beyond the limit.
+  // Adds a sum of contributions, which may be beyond the limit.
   template <int k>
   __device__ __forceinline__ void put(long long at, float v) const {
     if constexpr (Config::kFixedPoint) {
-      // One after the other: their product may be beyond a float.
+      // Two products, as that of the scales may overflow a float.
       put_fixed<k>(at, __float2ll_rn(v * scale<k>() * rest_scale()));
     } else {
       atomicAdd(static_cast<float*>(sums_[k].data) + at, v);
@@ -489,7 +489,7 @@ class FlexBufferSums {
     const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, q, kv, true);
     if (at >= 0) put<k>(at, sum);
   }
-  // That of a head's queries, which the thread puts for this key alone.
+  // Adds the sum over a head's queries, which the thread has for this key alone.
   template <int k>
   __device__ __forceinline__ void put_of_head(int b, int h, int kv, float sum) {
     if constexpr (Config::kPartialSums) {
@@ -511,7 +511,7 @@ class FlexBufferSums {
   char* shared_;
   float alone_[kCount + 1], row_[kCount + 1][2 * kBlocksM], col_[kCount + 1][kBlocksN * 2], largest_[kCount + 1];
   int limit_[kCount + 1];                                // bits of a float
-  float diagonal_[kCount + 1][2], four_[kCount + 1][4];  // of pairs of 16 keys and 8 queries
+  float diagonal_[kCount + 1][2], four_[kCount + 1][4];  // for pairs of 16 keys and 8 queries
   float above_[kCount + 1], kept_[kCount + 1][2];
   long long at_[kCount + 1][4];
   FlexVectorPairs<Config> vectors_;

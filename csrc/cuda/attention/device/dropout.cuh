@@ -20,7 +20,7 @@
 
 namespace fusegrad::device {
 
-/// Of a shifted product ptxas adds 0 to the upper half.
+/// A product of 64 bits in halves. Shifted out of one, ptxas would add 0 to the upper half.
 __device__ __forceinline__ void multiply_wide(unsigned x, unsigned y, unsigned& low, unsigned& high) {
   asm("{\n.reg .b64 product;\nmul.wide.u32 product, %2, %3;\nmov.b64 {%0, %1}, product;\n}"
       : "=r"(low), "=r"(high)
@@ -95,7 +95,7 @@ class FlexDropoutPairs {
   unsigned word_[4], threshold_;
 };
 
-/// Of a head, a thread's part: what makes the numbers of a block.
+/// A thread's part of a head's key, from which the numbers of a block follow.
 template <class Config>
 class FlexDropoutHead {
  public:
@@ -105,14 +105,14 @@ class FlexDropoutHead {
   __device__ __forceinline__ void begin(const FlexDropout& dropout, int head) {
     if constexpr (Config::kDropout) {
       unsigned x[4] = {static_cast<unsigned>(head), 0, 0, 0}, low, high;
-      // Not kept in registers from one head to the next.
+      // Volatile, so that the seed is not held in registers from one head to the next.
       asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "l"(dropout.seed));
       philox<10>(x, low, high);
       key_[0] = x[0];
       key_[1] = x[1];
     }
   }
-  /// Of the 16 queries and 16 keys that these are the first of. By all lanes of a warp.
+  /// The numbers of 16 queries from q on and 16 keys from kv on. Called by all lanes of a warp.
   template <bool kKeyRows>
   __device__ __forceinline__ Pairs pairs(const FlexDropout& dropout, int q, int kv, int lane) const {
     Pairs pairs;

@@ -15,7 +15,7 @@ struct Config {
   static constexpr bool kDropout = true, kMostDropped = kMost;
 };
 
-// A warp a block of 16 queries by 16 keys.
+// One warp per block of 16 queries by 16 keys.
 template <bool kMost>
 __global__ void __launch_bounds__(kWarp)
     mask_kernel(device::FlexDropout dropout, bool* mask, int64_t blocks, int queries, int keys) {

@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kPartialSums = 16;  // that a thread adds up
 
-// Of fixed point.
+// The unit of fixed point.
 struct Unit {
   int exponent;
   bool finite;

@@ -21,7 +21,7 @@ using score_mod::Reads;
 std::atomic<char> forced_scheme{0};
 std::atomic<std::optional<FlexFamily>> forced_family{};
 
-// Head sizes are multiples of it.
+// Kernels round head sizes up to a multiple of it.
 constexpr int kPortableCols = 16, kHopperCols = 64;
 int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 int multiple_of(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? kHopperCols : kPortableCols; }
@@ -161,7 +161,7 @@ FlexTileSize hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
   const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.dropout ? 3 : 2;
   FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
-  // Where there are lines, 80 would leave no room for them.
+  // 80 keys would leave no room for lines.
   t.line_bytes = line_bytes(c);
   if (head > 128) t.cols = c.blocks || t.line_bytes > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
@@ -176,12 +176,12 @@ bool fits_hopper_backward(const FlexCase& c) {
   const int head = head_cols(c, kHopperCols);
   return head <= 128 && value_cols(c, kHopperCols) <= head;
 }
-// 64 keys of each of two warpgroups, whose gradients stay in registers, and scores of as many queries as then fit; else
-// 64 keys of both.
+// Each of two warpgroups has 64 keys, whose gradients stay in registers, and scores of as many queries as then fit;
+// else both share 64 keys.
 std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
   const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
-  // What products read of keys and values is less for each query then; there are registers for it where pairs need few.
+  // With tall tiles products read less of keys and values per query; there are registers for it where pairs need few.
   const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
   if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
   // The next keys beside the present ones, where they fit.
@@ -191,8 +191,7 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
 }
 std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
   if (fits_hopper_backward(c)) {
-    // What a score_mod reads for each pair by itself is asked for a tile ahead, and should stay in the first-level
-    // cache.
+    // What a score_mod reads for each pair by itself is prefetched a tile ahead, and should stay in the L1 cache.
     if (reads_pairs(c.score_mod)) return {{128, 64, 12, 1, 2, FlexFamily::kHopper}};
     return {{128, 128, 12, 1, 2, FlexFamily::kHopper, 2}, {128, 128, 12, 1, 2, FlexFamily::kHopper}};
   }
@@ -269,7 +268,7 @@ char scheme_of(score_mod::ScatterClass planned) {
   const char scheme = static_cast<char>(planned), forced = forced_scheme;
   return forced != 0 && allows(scheme, forced) ? forced : scheme;
 }
-// Of what is added element by element (device::FlexBufferSums).
+// The scheme of contributions that are added element by element (device::FlexBufferSums).
 char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
 
 // The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.

@@ -16,7 +16,7 @@ __device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, in
   return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
 }
 
-// Of a CTA that has kThreads / kLanes rows. All are of one head: a division a thread would cost as much as the rows.
+// The rows of a CTA, kThreads / kLanes of one head: a division per thread would cost as much as the rows.
 template <int kLanes>
 struct RowPlace {
   int first, h, b;  // `first`: its first row
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const int64_t row = head * p.queries + q;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   if (p.query_sum != nullptr) {
-    // Of the CTA's rows, the last one's of a head with those beyond.
+    // Zeros the CTA's rows; the last CTA of a head also the rows beyond.
     const int end = first + place.kRows < p.queries ? first + place.kRows : p.sum_rows;
     float4* sums = reinterpret_cast<float4*>(p.query_sum + (head * p.sum_rows + first) * p.sum_cols);
     for (int i = static_cast<int>(threadIdx.x); i < (end - first) * p.sum_cols / 4; i += kThreads)
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     const auto values = [&](const device::FlexTensor& t, int col) {
       return Values::load(row_of<T>(t, b, h, q) + (kWidth == 1 ? col * t.col_stride : col));
     };
-    // The low part by itself: added to out in float32 it would not be lost, but to their product it is nearer.
+    // The low part is summed by itself: added to out in float32 it would not be lost, but its product is more accurate.
     float low = 0.0f;
     for (int col = lane * kWidth; col < p.value_size; col += kLanes * kWidth) {
       const Values g = values(p.grad_out, col), o = values(p.out, col);
@@ -122,7 +122,7 @@ bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element)
                                whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
 }
 
-// As RowPlace has them.
+// The CTAs of RowPlace.
 template <class Rows>
 int64_t row_ctas(const Rows& p, int lanes) {
   const int64_t each = kThreads / lanes;

@@ -19,8 +19,8 @@ __device__ void let_next_begin() {
 #endif
 }
 
-// The states of a row of blocks, of those that its lists name, by all threads of a CTA. A block in both lists is full.
-// Returns whether a list is wrong, to those threads that found it.
+// Called by all threads of a CTA: writes the states of a row of blocks that its lists name. A block in both lists is
+// full. Returns whether a list is wrong, to those threads that found it.
 __device__ bool mark_blocks(const FlexBlockMap& p, int64_t row, unsigned char* states) {
   bool bad = false;
   const auto mark = [&](const FlexBlockList& list, int list_cols, device::FlexBlock state) {
@@ -39,16 +39,16 @@ __device__ bool mark_blocks(const FlexBlockMap& p, int64_t row, unsigned char* s
   return bad;
 }
 
-// A CTA a row of blocks.
+// One CTA per row of blocks.
 __global__ void __launch_bounds__(kThreads)
     block_map_kernel(const __grid_constant__ FlexBlockMap p, unsigned char* blocks) {
   unsigned char* states = blocks + static_cast<int64_t>(blockIdx.x) * p.cols;
   if (__syncthreads_or(mark_blocks(p, blockIdx.x, states)) != 0 && threadIdx.x == 0) states[0] = device::kBlockBad;
 }
 
-// The state of `rows` queries of a tile: FlexTileKind, or -1 where no pair takes part, or -2 where a list is wrong. By
-// keys, queries with a wrong list take part in every tile: their lse is NaN, and so become the gradients that they have
-// a part in.
+// Returns the FlexTileKind of `rows` queries of a tile, or -1 where no pair takes part, or -2 where a list is wrong. By
+// keys, queries with a wrong list take part in every tile: their lse is NaN, and so become the gradients that they
+// contribute to.
 __device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
                           int rows, int kv) {
   if (q >= p.queries) return -1;
@@ -81,7 +81,7 @@ __device__ int kind_of(unsigned char block) {
                                           : device::kTileNone;
 }
 
-// The parts' kinds in one number, or as tile_state.
+// Returns the parts' kinds as TileEntry has them, or what tile_state returns.
 __device__ int tile_kinds(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
                           int kv) {
   if (p.parts == 1) return tile_state(t, p, blocks, q, p.tile_q, kv);
@@ -112,13 +112,13 @@ __device__ int sum_before(int of_warp, bool tells, int& found) {
   return before;
 }
 
-// A list's number of entries, by one thread.
+// Called by one thread: stores a list's number of entries.
 __device__ void put_count(const FlexTileLists& p, int* count, int entries) {
   count[blockIdx.x] = entries;
   if (blockIdx.x == 0 && p.zero != nullptr) *p.zero = 0;
 }
 
-// A list, in order, by all threads of a CTA. `state_of(col)`: of a tile, as tile_kinds.
+// Called by all threads of a CTA: writes a list in order. `state_of(col)` is of a tile what tile_kinds returns.
 template <class StateOf>
 __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, bool bad, int* count, int* list,
                            const StateOf& state_of) {
@@ -139,9 +139,10 @@ __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, b
   if (threadIdx.x == 0) put_count(p, count, bad ? -1 : found);
 }
 
-// A list of tiles of queries whose parts have kinds of their own, in order, by all threads of a CTA: the tiles begin
-// where a run of blocks with pairs does, so that their rows are hardly more than the run's. `kinds`: of each block of
-// queries, in shared memory. What a run's last tile has beyond the run lies in one block more, which is kTileNone.
+// Called by all threads of a CTA: writes a list of tiles of queries whose parts have kinds of their own, in order. The
+// tiles begin where a run of blocks with pairs does, so that they have hardly more rows than the run. `kinds` is in
+// shared memory, one for each block of queries. What a run's last tile has beyond the run lies in one more block, which
+// is kTileNone.
 __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* kinds, int* count,
                            int* list) {
   const int64_t id = blockIdx.x;
@@ -177,7 +178,7 @@ __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, c
   if (threadIdx.x == 0) put_count(p, count, found);
 }
 
-// A CTA a list.
+// One CTA per list.
 __global__ void __launch_bounds__(kThreads)
     tile_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p, int* count,
                       int* list) {
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// As above, where parts of tiles lie in a block each: from the block mask's own lists.
+// The same from the block mask's own lists, where each part of a tile lies in one block.
 __global__ void __launch_bounds__(kThreads)
     direct_lists_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
                         const __grid_constant__ FlexBlockMap map, int* count, int* list) {
@@ -217,8 +218,8 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// The same by keys: of each row of blocks the state of the one that the tile of keys lies in. A row whose list is wrong
-// takes part fully, see tile_state.
+// The same by keys: a tile of keys lies in one column of blocks, whose state in each row is wanted. A row whose list is
+// wrong takes part fully, as in tile_state.
 __global__ void __launch_bounds__(kThreads)
     direct_lists_by_key_kernel(const __grid_constant__ device::FlexTiles t, const __grid_constant__ FlexTileLists p,
                                const __grid_constant__ FlexBlockMap map, int* count, int* list) {
