@@ -1,7 +1,8 @@
 """Fused losses and flex attention for PyTorch whose gradients cannot be silently wrong.
 
-``fusegrad.cross_entropy``, ``linear_cross_entropy`` and ``flex_attention`` are drop-ins for PyTorch's own; see README.md. Where
-torch is not installed, or FUSEGRAD_TORCH=0 is in the environment, the package has ``fusegrad.jax`` alone.
+``fusegrad.cross_entropy``, ``linear_cross_entropy`` and ``flex_attention`` are drop-ins for PyTorch's own; see
+README.md. Where torch is not installed, or FUSEGRAD_TORCH=0 is in the environment, the package has ``fusegrad.jax``
+alone.
 """
 
 from typing import TYPE_CHECKING
