@@ -4,11 +4,13 @@
 #        wheel | test-wheel | wheels
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), PYTHONS (of `make wheels`),
-# JOBS (compile jobs), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
+# JOBS (compile jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
 JOBS ?= $(shell nproc)
+# Tests measure a GPU's memory: where there is one, they run in one process.
+TEST_JOBS ?= $(if $(wildcard /dev/nvidia0),0,$(JOBS))
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 BUILD := build/torch-$(TORCH)
 BIN := $(CURDIR)/$(VENV)/bin
@@ -85,7 +87,7 @@ $(BUILD)/build.ninja: $(BUILD)/options $(VENV)/.installed-build $(JAX)
 test: test-python test-cpp test-example
 
 test-python: build $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/python $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/python -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-cpp: build
 	$(BIN)/ninja -C $(BUILD) -j $(JOBS)

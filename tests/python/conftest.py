@@ -1,5 +1,11 @@
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Before torch is loaded: the workers of pytest-xdist, and the processes that they start, share the cores. Tests of
+# several threads set their number themselves.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
 import pytest
 import torch
@@ -7,9 +13,29 @@ from fusegrad import _C
 from support import DEVICES, FLEX_FAMILIES
 
 
+def state_of_torch() -> dict[str, object]:
+    return {
+        "torch functions": torch._C._is_torch_function_enabled(),
+        "modes of functions": torch._C._len_torch_function_stack(),
+        "modes of dispatch": torch._C._len_torch_dispatch_stack(),
+        "default device": torch.get_default_device(),
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def same_state() -> Iterator[None]:
+    """Fails a test that leaves another state of PyTorch than it found, which others would fail of."""
+    before = state_of_torch()
     torch.manual_seed(0)
+    yield
+    assert state_of_torch() == before
 
 
 def on_the_device(request: pytest.FixtureRequest, device: str) -> Iterator[str]:

@@ -234,7 +234,9 @@ def arguments_of(op: str, activation: torch.Tensor, change: dict) -> dict:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
-@pytest.mark.parametrize("op, change, error, message", CASES, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    "op, change, error, message", CASES, ids=lambda v: ", ".join(v) if isinstance(v, dict) else str(v)[:60]
+)
 def test_message(op: str, change: dict, error: type, message: str, inplace: bool) -> None:
     activation = torch.randn(X if op.startswith("linear") else (8, 7), requires_grad=True) * 1
     before = activation.detach().clone()
