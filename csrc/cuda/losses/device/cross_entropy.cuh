@@ -12,7 +12,7 @@ namespace fusegrad::device {
 
 constexpr int kNoColumn = 0x7fffffff;
 
-/// Which parts of the functor are compiled in.
+/// The parts of the functor that are compiled in.
 enum class Mode {
   kPlain,   // class indices, no smoothing, no softcap, a positive scale, no entropy or prediction
   kSparse,  // class indices, everything else
@@ -55,7 +55,7 @@ struct RowSums {
       dot = fmaf(static_cast<float>(mass), shift, dot);
       entropy = fmaf(sum, shift, entropy) * exp2_fast(shift);
     } else {
-      // Only -inf so far, or nothing: seen from a finite reference each of them is -inf.
+      // With only -inf so far, or nothing, each value is -inf from a finite reference.
       if (count > 0.f) shifted = minus_infinity();
       if (mass > 0.0) dot = minus_infinity();
     }
@@ -94,13 +94,13 @@ struct CrossEntropy {
       : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {}
 
   __device__ const T* input(int) const { return static_cast<const T*>(p.logits) + row * p.logits_stride; }
-  /// Where the gradient by that input goes; null: not wanted.
+  /// Where the gradient of that input goes; null where it is not wanted.
   __device__ T* output(int) const {
     return p.grad != nullptr ? static_cast<T*>(p.grad) + row * p.grad_stride : nullptr;
   }
   __device__ bool has_output() const { return p.grad != nullptr; }
   __device__ bool needs_row() const { return target.in_range && (target.kept || p.lse_of_ignored); }
-  /// The gradient of a row that is not a kept one in range is one value, constant().
+  /// A row that is ignored or out of range has one value as its gradient, constant().
   __device__ bool constant_gradient() const { return !target.kept || !target.in_range; }
   __device__ float constant() const { return target.in_range ? 0.f : not_a_number(); }
 
@@ -180,16 +180,15 @@ struct CrossEntropy {
     }
   }
 
-  /// What one thread reads for columns [begin, end) before anything else, and adds to its sums after them: the target's
-  /// logit. It comes with the sums, so that nothing is written over the logits before it is read. Not converted yet:
-  /// that would wait for it.
+  /// The target's logit, if it lies in [begin, end). One thread reads it first and adds it to its sums last, so that it
+  /// is read before anything overwrites the logits. It is not converted here, which would wait for it.
   using Early = T;
   __device__ Early read_early(int begin, int end) const {
     return target.index >= max(begin, 0) && target.index < end ? input(0)[target.index] : static_cast<T>(0.f);
   }
   __device__ void add_early(Sums& sums, Early logit) const { sums.target_logit = widen(logit); }
 
-  /// What the gradient of the row is made of: (P * 2^y - Q * a) * dz/dx / scale.
+  /// The factors of the row's gradient (P * 2^y - Q * a) * dz/dx / scale.
   struct Gradient {
     float m2, P, Q;
   };
@@ -210,7 +209,7 @@ struct CrossEntropy {
     return target.sparse_mass(constants, p.cols);
   }
 
-  /// The row's outputs, by one thread.
+  /// Called by one thread: stores the row's outputs.
   __device__ void write(const Sums& sums, NoParts) const {
     const auto* scales = static_cast<const float*>(p.scales);
     const float ce_scale = scales != nullptr ? scales[0] : 1.f, z_scale = scales != nullptr ? scales[1] : 1.f;
@@ -234,7 +233,7 @@ struct CrossEntropy {
     const auto put = [&](void* out, float value) {
       if (out != nullptr) static_cast<float*>(out)[row] = value;
     };
-    // Of a row that is ignored, and of one whose index is out of range.
+    // The row is ignored, or its index is out of range.
     const auto put_kept = [&](void* out, float value) {
       put(out, !target.kept ? 0.f : target.in_range ? value : not_a_number());
     };
@@ -253,7 +252,7 @@ struct CrossEntropy {
     }
   }
 
-  /// The gradient of one vector, in place; the target's column is put right by write_target().
+  /// Turns one vector into its gradient, in place; write_target() corrects the target's column.
   template <bool kCached, int kWidth>
   __device__ void gradient(const Gradient& g, Pack<T, kWidth> (&packs)[kInputs], int first) const {
     float x[kWidth], a[kWidth];
@@ -275,7 +274,7 @@ struct CrossEntropy {
     return kMode == Mode::kPlain ? value : fmaf(-g.Q, a, value) * z.slope;
   }
 
-  /// The gradient of the target's column, if it lies in [begin, end). Its vector has been written.
+  /// Stores the gradient of the target's column, if it lies in [begin, end). Its vector must have been written.
   __device__ void write_target(const Gradient& g, const Sums& sums, int begin, int end) const {
     const int c = target.index;
     if (c < max(begin, 0) || c >= end) return;

@@ -15,15 +15,15 @@
 
 namespace fusegrad::device {
 
-/// Bounds of d: 2^d is finite, and a ratio that is multiplied by a probability of 0 is finite, too.
+/// d is bounded, so that 2^d is finite, and a ratio that is multiplied by a probability of 0 is finite too.
 constexpr float kLowestD = -200.f, kLargestD = 100.f;
 
 /// A pair of probabilities q and p in their mixture m.
 struct InMixture {
   float student, teacher;  // log2(q / m), log2(p / m)
 };
-/// From a finite d, and log2 of m over the larger of the two. Relative to that neither logarithm is a difference of
-/// large ones: where d is 30, float32 keeps it to 1e-6, and log2(p / m) is about 1.
+/// Made from a finite d, and log2 of m over the larger of the two. Relative to that neither logarithm is a difference
+/// of large ones: where d is 30, float32 has it to 1e-6, and log2(p / m) is about 1.
 __device__ inline InMixture in_mixture(float d, float m) { return {-m - fmaxf(d, 0.f), fminf(d, 0.f) - m}; }
 
 /// The options as the kernels use them, computed once on the host. A temperature is a transform, too.
@@ -60,7 +60,7 @@ struct JsdConstants {
   }
 };
 
-/// Over part of a row: both normalizers, the one of the hard part, and the logits at the label.
+/// Sums over part of a row: both normalizers, the one of the hard part, and the logits at the label.
 template <bool kPlain>
 struct JsdSums {
   PowerSum student, teacher;
@@ -77,7 +77,7 @@ struct JsdSums {
   }
 };
 
-/// Over part of a row: the divergences from m, base 2, and what rounding left out of them.
+/// Sums over part of a row: the divergences from m, base 2, and what rounding left out of them.
 struct JsdParts {
   float student = 0.f, teacher = 0.f, rest = 0.f;
 
@@ -89,7 +89,7 @@ struct JsdParts {
   }
 };
 
-/// What a row has beside its logits: is it kept, its label, its factor.
+/// What a row has beside its logits: whether it is kept, its label, its factor.
 struct JsdRow {
   int index = -1;  // the label's column where there is a hard part
   bool kept = true;
@@ -106,7 +106,7 @@ struct JsdRow {
     in_range = !kept || (y >= 0 && y < p.cols);
     if (kept && in_range && (p.hard_weight != 0.0 || p.hard != nullptr)) index = static_cast<int>(y);
   }
-  /// Of the gradient.
+  /// The factor of the gradient.
   __device__ float upstream(const RowJsd& p, int64_t row) const {
     return p.upstream == nullptr ? factor : factor * static_cast<const float*>(p.upstream)[row * p.upstream_stride];
   }
@@ -119,7 +119,7 @@ __device__ inline bool needs_row(const RowJsd& p, int row) {
   return info.kept && info.in_range;
 }
 
-/// A row's outputs, by one thread.
+/// Called by one thread: stores a row's outputs.
 __device__ inline void write_losses(const RowJsd& p, const JsdConstants& constants, const JsdRow& info, int64_t row,
                                     float soft, float hard) {
   const auto put = [&](void* out, float value) {
@@ -225,8 +225,8 @@ struct Jsd {
     sums.teacher_at = widen(at.teacher);
   }
 
-  /// From logits to log2 of probabilities: (x - at) * k + low. What is subtracted lies near the row's maximum, so that
-  /// differences of logits stay exact for large offsets.
+  /// log2 of a probability from a logit: (x - at) * k + low. `at` lies near the row's maximum, so that differences of
+  /// logits stay exact for large offsets.
   struct Row {
     float at, low;
   };
@@ -255,7 +255,7 @@ struct Jsd {
     const float difference = fmaf(teacher.x - n.teacher.at, constants.relative, -(student.x - n.student.at));
     return fmaxf(fmaf(difference, student.k, n.offset), kLowestD);
   }
-  /// Low precision sees neither how d is rounded nor the difference between logarithms.
+  /// 16-bit results show neither how d is rounded nor the difference between logarithms.
   static constexpr bool kExact = sizeof(T) == 4;
   /// log2(q / m).
   __device__ float student_ratio(float power_of_d) const {
@@ -267,7 +267,7 @@ struct Jsd {
     const float beta = constants.beta, rest = 1.f - beta;
     return log2f(d > 0.f ? fmaf(rest, smaller, beta) : fmaf(beta, smaller, rest));
   }
-  /// The teacher's only where it has a gradient.
+  /// The teacher's part exists only where it has a gradient.
   __device__ InMixture ratios(float d) const {
     d = fminf(d, kLargestD);
     if constexpr (kExact && !kPlain) return in_mixture(d, mixture_over_larger(d, exp2_fast(-fabsf(d))));
@@ -275,7 +275,7 @@ struct Jsd {
     return {student, d + student};
   }
 
-  /// The divergences' parts of one vector. With kCache the student's ratios replace the teacher's logits.
+  /// Adds the divergences' parts of one vector. With kCache the student's ratios replace the teacher's logits.
   template <bool kWhole, bool kCache, int kWidth>
   __device__ void add_parts(const Normal& n, Parts& parts, Pack<T, kWidth> (&packs)[kInputs], int first) const {
     float xq[kWidth], xp[kWidth], student = 0.f, teacher = 0.f, rest = 0.f;
@@ -339,8 +339,8 @@ struct Jsd {
     const float difference = fmaf(n.teacher.at - teacher.x, constants.relative, student.x - n.student.at);
     return fmaxf(fmaf(difference, student.k, -n.offset), kLowestD);
   }
-  /// The sum of y - x is 0, but not that of the rounded ones, which the divergence of x from y feels. Low precision
-  /// does not see it.
+  /// The sum of y - x is 0, but not that of the rounded ones, which reaches the divergence of x from y. 16-bit results
+  /// do not show it.
   static constexpr bool kRest = kExact;
   template <int kWidth, class Counts>
   __device__ void add_far(const Normal& n, const Pack<T, kWidth> (&packs)[kInputs], const Counts& counts,
@@ -372,10 +372,11 @@ struct Jsd {
 
   struct Gradient {
     Normal normal;
-    // By student logit: q * (ratio * of_ratio + of_q) + (q - p) * of_difference + of_label * (the label's softmax).
+    // By the student's logit: q * (ratio * of_ratio + of_q) + (q - p) * of_difference + of_label * (the label's
+    // softmax).
     float of_ratio, of_q, of_difference;
     float of_label, label_m2, label_log2;
-    // By teacher logit: p * (ratio * teacher_ratio + teacher_p) + (p - q) * teacher_difference.
+    // By the teacher's logit: p * (ratio * teacher_ratio + teacher_p) + (p - q) * teacher_difference.
     float teacher_ratio, teacher_p, teacher_difference;
     float at_label;  // what the label's column has less
   };
@@ -474,7 +475,7 @@ struct Jsd {
     return by;
   }
 
-  /// The gradient of the label's column, if it lies in [begin, end). Its vector has been written.
+  /// Stores the gradient of the label's column, if it lies in [begin, end). Its vector must have been written.
   __device__ void write_target(const Gradient& g, const Sums& sums, int begin, int end) const {
     const int c = info.index;
     if (c < max(begin, 0) || c >= end || output(0) == nullptr || g.at_label == 0.f) return;
@@ -486,7 +487,7 @@ struct Jsd {
     const auto z = logit(constants.label, sums.student_at);
     return (log2f(sum.sum) - fmaf(z.x, z.k, -sum.m2)) * static_cast<float>(kInverseLog2E);
   }
-  /// The row's outputs, by one thread.
+  /// Called by one thread: stores the row's outputs.
   __device__ void write(const Sums& sums, const Parts& parts) const {
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
     float soft = 0.f, hard = 0.f;
@@ -503,8 +504,8 @@ struct Jsd {
   }
 };
 
-/// Log-probabilities are as they are: no normalizers, so the divergences are the sums, and the gradient has no mean in
-/// it: a value's comes with its part of the sums, in one pass.
+/// The functor for log-probabilities. Without normalizers the divergences are the sums, and no mean enters the
+/// gradient, so a value's gradient comes with its part of the sums, in one pass.
 template <class T>
 struct JsdOfLogProbs : Jsd<T, false> {
   using Base = Jsd<T, false>;
@@ -522,7 +523,7 @@ struct JsdOfLogProbs : Jsd<T, false> {
     float student = 0.f, teacher = 0.f;  // parts of the divergences, base 2
     float by_student, by_teacher;
   };
-  /// Of -inf in both nothing: what padding is.
+  /// -inf in both, as padding has, adds nothing.
   __device__ Element element(const Gradient& g, float xq, float xp) const {
     const auto& constants = this->constants;
     const float d = fmaxf((xp - xq) * kLog2E, kLowestD), reverse = fmaxf((xq - xp) * kLog2E, kLowestD);

@@ -42,10 +42,10 @@ class LogProbJsdWarp : public JsdWarpRows<T, kKind> {
 #endif
   }
 
-  /// The divergences' parts of a row whose vectors lie in `slot`, and its gradient.
+  /// Computes the divergences' parts of a row whose vectors lie in `slot`, and its gradient.
   __device__ JsdHalf run(int row, const P* slot, float upstream) {
     const auto v = this->vectors(row);
-    // Of the lane's vectors begin_ + lane_ + 32 j those with first <= 32 j < last.
+    // Takes the lane's vectors begin_ + lane_ + 32 j with first <= 32 j < last.
     const int first = max(v.lead / kWidth - begin_, 0) - lane_, last = min(end_, v.count) - begin_ - lane_;
     const bool is_cut = begin_ < v.whole_begin || end_ > v.whole_end;  // the warp may have a vector that is
     const int column = v.column(begin_ + lane_);
@@ -68,7 +68,7 @@ class LogProbJsdWarp : public JsdWarpRows<T, kKind> {
           of_p = fmaf(exp2_fast(xp[i] * kLog2E), near + ratio, of_p);
           xq[i] = by * factor;
         } else {
-          // Of p over q, or the reverse.
+          // p over q, or the reverse.
           const float weight = exp2_fast((kForward ? xp[i] : xq[i]) * kLog2E);
           const float other = kForward ? xq[i] : xp[i];  // fmaxf drops its NaN, as that of -inf in both
           (kForward ? of_p : of_q) = fmaf(weight, isnan(other) ? other : d, kForward ? of_p : of_q);

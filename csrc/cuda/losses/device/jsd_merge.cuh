@@ -13,12 +13,12 @@ enum class JsdKind { kMixed, kForward, kReverse };  // 0 < b < 1, b = 0, b = 1
 
 /// The largest of a warp's values.
 __device__ inline float warp_max(float x) {
-  // As integers of the same order: one instruction.
+  // Compared as integers of the same order, which takes one instruction.
   const auto ordered = [](int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); };
   return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
 }
 
-/// Over part of a row: the largest logit and the sum of 2^(x k - largest k).
+/// The level of part of a row: the largest logit and the sum of 2^(x k - largest k).
 struct Level {
   float largest, sum;
 
@@ -48,7 +48,7 @@ struct Halves {
 
   /// The other half's value.
   __device__ static float other(float x) { return __shfl_xor_sync(~0u, x, 16); }
-  /// Sums of a over the warp for the lanes of the one half, of b for those of the other.
+  /// Sums over the warp: of a for the lanes of one half, of b for those of the other.
   __device__ float sum(float a, float b) const { return OverLanes{16}.sum((teacher ? b : a) + other(teacher ? a : b)); }
   /// The teacher's largest logit less the student's, the same bits in both halves.
   __device__ float difference(float largest) const {
@@ -100,7 +100,7 @@ struct MergeSums {
 template <int kWarps, int kCluster>
 class ClusterMerge {
  public:
-  /// By all threads; Arrival::fence_init() by thread 0 and a barrier of the cluster must follow.
+  /// Called by all threads; Arrival::fence_init() by thread 0 and a barrier of the cluster must follow.
   __device__ void init() {
     for (int i = threadIdx.x; i < 2 * 2 * kCluster * kWarps; i += 32 * kWarps) {
       (&states_[0][0][0])[i] = {{minus_infinity(), 0.f}, 0.f, 0.f};  // of ranks that a smaller cluster does not have
@@ -121,7 +121,7 @@ class ClusterMerge {
     if (threadIdx.x == 0) arrivals_[set].expect(size * kWarps * 2 * sizeof(JsdHalf));
 #endif
   }
-  /// And gets the cluster's.
+  /// Returns the cluster's state to every half warp.
   template <class Merge>
   __device__ JsdHalf receive(const Merge& merge, int turn, int lane) {
     constexpr int kParts = kCluster * kWarps / 16;

@@ -33,7 +33,7 @@ class JsdWarpRows {
   __device__ RowVectors<T, kWidth> vectors(int row) const { return {student(row), p_.cols, kLineBytes}; }
   __device__ const Halves& halves() const { return halves_; }
 
-  /// A row without a gradient of its own.
+  /// Fills the gradient of a row that has none of its own: x is 0 or NaN.
   __device__ void fill(int row, T x) const {
     const auto all = vectors(row);
     for (int v = max(begin_, all.lead / kWidth) + lane_; v < min(end_, all.count); v += 32) {
@@ -74,7 +74,7 @@ class JsdWarpRows {
     }
 #endif
   }
-  /// What a gradient's base-2 ratios, or its probabilities at b = 0, are multiplied with. `scale`: of the logits.
+  /// The factor of a gradient's base-2 ratios, or of its probabilities at b = 0. `scale`: that of the logits.
   __device__ float gradient_factor(float upstream, float scale) const {
     const float soft = upstream * constants_.soft;
     if (soft == 0.f) return 0.f;

@@ -19,7 +19,7 @@ struct Marks {
     const int bit = (c - first) / kWidth * 8 + (c - first) % kWidth;
     atomicOr(&words[bit / 32], 1u << (bit % 32));
   }
-  /// Of the vector that column c lies in.
+  /// The byte of the vector that column c lies in.
   __device__ uint32_t of(int c) const { return reinterpret_cast<const unsigned char*>(words)[(c - first) / kWidth]; }
   __device__ bool get(int c) const { return of(c) >> ((c - first) % kWidth) & 1u; }
 };
@@ -82,7 +82,7 @@ struct JsdTopK {
   __device__ float constant() const { return info.in_range ? 0.f : not_a_number(); }
   __device__ bool inside(int c) const { return c >= 0 && c < static_cast<int>(p.cols); }
 
-  /// Marks the K among columns [begin, end), which `words` (zeros) has bytes for. By threads [0, threads).
+  /// Called by threads [0, threads): marks the K among columns [begin, end), for which `words` has bytes, zeros before.
   __device__ void mark(uint32_t* words, int begin, int end, int thread, int threads) {
     marks = {words, begin};
     for (int64_t k = thread; k < p.topk; k += threads) {
@@ -99,7 +99,7 @@ struct JsdTopK {
     return is_padding(k) ? minus_infinity() : z.x * z.k;
   }
   __device__ float log2_p(const Parts& parts, int64_t k) const {
-    // Loaded before the choice, so that the two loads wait together.
+    // Both are loaded before the choice, so that the two loads wait together.
     const float stored = static_cast<const float*>(p.teacher)[row * p.teacher_stride + k];
     return is_padding(k) ? minus_infinity() : stored * kLog2E - parts.log2_mass;
   }
@@ -160,7 +160,7 @@ struct JsdTopK {
   }
   __device__ void add_early(Sums& sums, Early at) const { sums.student_at = widen(at); }
 
-  /// Over the K: the student's exponentials, and the teacher's probabilities.
+  /// Sums over the K: the student's exponentials and the teacher's probabilities.
   struct Top {
     PowerSum student;
     float mass = 0.f;
@@ -172,7 +172,7 @@ struct JsdTopK {
     for (int64_t k = lane; k < p.topk; k += lanes) columns += is_padding(k) ? 0.f : 1.f;
     return over.sum(columns) == static_cast<float>(p.cols);
   }
-  /// By `lanes` lanes of a warp for each row; all lanes of the warp must take part.
+  /// Called by `lanes` lanes of a warp for each row; all lanes of the warp must take part.
   __device__ Top read_top(int lane, int lanes) const {
     Top top;
     for (int64_t k = lane; k < p.topk; k += lanes) {
@@ -190,7 +190,7 @@ struct JsdTopK {
     top.all = p.topk >= p.cols && has_all_columns(lane, over, lanes);
     return top;
   }
-  /// By the same lanes.
+  /// Called by the same lanes.
   __device__ Parts top_parts(const Sums& sums, const Top& top, int lane, int lanes) const {
     Parts parts;
     const OverLanes over{lanes};
@@ -202,7 +202,7 @@ struct JsdTopK {
     const float sum = all.sum + rest.sum;
     parts.log2_sum = log2f(sum);
     parts.log2_q_rest = log2_rest(all.sum / sum, (sums.rest.m2 - parts.m2) + log2f(sums.rest.sum) - parts.log2_sum);
-    // Where the K are all columns, what is missing to 1 belongs to none.
+    // If the K are all columns, what is missing to 1 belongs to none.
     float p_rest = 0.f;
     parts.log2_p_rest = minus_infinity();
     if (!p.renormalize && !top.all) {
@@ -210,7 +210,7 @@ struct JsdTopK {
         parts.log2_p_rest = static_cast<const float*>(p.tail)[row] * kLog2E;
         p_rest = exp2f(parts.log2_p_rest);
       } else {
-        // Missing to 1 by less than the sum's own error is as much as that: the bucket's columns are not impossible.
+        // The bucket has at least the sum's own error: its columns are not impossible.
         p_rest = 1.f - mass < top.error ? top.error : 1.f - mass;
         parts.log2_p_rest = log2_rest(mass, log2f(p_rest));
       }
@@ -290,7 +290,7 @@ struct JsdTopK {
     }
     if (sums.rest.sum == 0.f) return g;  // an empty bucket has no columns
     const auto b = bucket(parts.log2_q_rest, parts.log2_p_rest);
-    // A weight of 0 must not meet an infinite divergence.
+    // A weight of 0 must not be multiplied by an infinite divergence.
     if (g.soft != 0.f) g.rest = g.soft * bucket_gradient(parts, b);
     if (kPlain && g.label != 0.f) g.rest = fmaf(g.label, b.q, g.rest);  // the same softmax
     g.rest /= sums.rest.sum;
@@ -314,7 +314,7 @@ struct JsdTopK {
     for (int i = 0; i < kWidth; ++i) x[i] = rest_value(g, x[i]);
     packs[0] = packed<T, kWidth>(x);
   }
-  /// The gradients of the K among columns [begin, end), whose vectors have been written.
+  /// Stores the gradients of the K among columns [begin, end), whose vectors must have been written.
   __device__ void write_top(const Gradient& g, int begin, int end, int thread, int threads) const {
     for (int64_t k = thread; k < p.topk; k += threads) {
       const int64_t c = index(k);

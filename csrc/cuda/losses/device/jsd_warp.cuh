@@ -14,8 +14,8 @@
 
 namespace fusegrad::device {
 
-// Shared memory has room for a row and the front of the next: so many of a lane's vectors. The back of the next comes
-// while the front's gradient is written.
+// Shared memory has room for a row and the front of the next, so many of a lane's vectors. The back of the next row is
+// copied while the front's gradient is written.
 constexpr int kJsdFront = 5, kJsdBack = kJsdVectors - kJsdFront;
 constexpr int kJsdSharedBytes = kJsdWarps * (2 * kJsdFront + kJsdBack) * 2 * 32 * 16;
 
@@ -86,7 +86,7 @@ class JsdWarp : public JsdWarpRows<T, kKind> {
     front_ = front(half_) + lane_;
     back_ = back() + lane_;
     const int end = min(end_, v.count);
-    // Of the lane's vectors begin_ + lane_ + 32 j those with first_ <= 32 j < last_.
+    // Takes the lane's vectors begin_ + lane_ + 32 j with first_ <= 32 j < last_.
     first_ = max(v.lead / kWidth - begin_, 0) - lane_;
     last_ = end - begin_ - lane_;
     units_ = units_of(v);
@@ -180,7 +180,7 @@ class JsdWarp : public JsdWarpRows<T, kKind> {
     return x;
   }
 
-  /// After the merge of the levels.
+  /// Called after the merge of the levels.
   __device__ void normalize(const JsdHalf& x) {
     const Level other{Halves::other(x.level.largest), Halves::other(x.level.sum)};
     const Level q = halves_.teacher ? other : x.level, p = halves_.teacher ? x.level : other;
@@ -198,7 +198,7 @@ class JsdWarp : public JsdWarpRows<T, kKind> {
     student_ = q;
   }
 
-  /// The divergences' parts over the warp. log2(m / q) is kept for the gradient.
+  /// Sums the divergences' parts over the warp. log2(m / q) stays in shared memory for the gradient.
   __device__ JsdHalf divergences(int row) {
     float student = 0.f, teacher = 0.f;
     uint32_t far_vectors = 0;
@@ -256,11 +256,11 @@ class JsdWarp : public JsdWarpRows<T, kKind> {
     int label;          // the label's column if the lane has it, or negative
     float label_value;  // the gradient there
   };
-  /// After the last merge, with the student's divergence where 0 < b.
+  /// Called after the last merge, with the student's divergence where 0 < b.
   __device__ Gradient gradient_of(int row, float upstream, float divergence, int label) const {
     const float at_label = label >= 0 ? upstream * constants_.hard * constants_.label.scale : 0.f;
     const float soft = this->gradient_factor(upstream, constants_.student.scale * (kForward ? 1.f : kLn2));
-    // An infinite divergence must not meet a factor 0.
+    // An infinite divergence must not be multiplied by a factor of 0.
     const float ratio = soft * of_power_, of_q = (soft != 0.f ? -soft * divergence : 0.f) + at_label;
     Gradient g;
     g.a = kMixed ? -ratio : kForward ? soft * of_teacher_ : ratio;

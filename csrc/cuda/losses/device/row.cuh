@@ -22,12 +22,12 @@ struct RowSplit {
   bool stash;  // the slice is kept in shared memory
 };
 
-/// A row by a cluster of CTAs (of one, on GPUs without clusters), each with a slice of the row's vectors.
+/// A cluster of CTAs (one, on GPUs without clusters) computes a row, each CTA a slice of the row's vectors.
 ///
-/// Phase 1 reads the slice and adds it up. With kBulk the copy engine puts it into shared memory, all of it at once;
-/// otherwise the threads read it, and keep a copy if there is room. Phase 2 merges the sums over the cluster, after
-/// which a loss may go over its slice again, and leave in place of its second input what spares it work later. Phase 3
-/// writes the gradient from the copy, or from another read.
+/// Phase 1 reads the slice and adds it up. With kBulk bulk copies bring all of it to shared memory at once; otherwise
+/// the threads read it, and store a copy there if it fits. Phase 2 merges the sums over the cluster; then a loss may go
+/// over its slice again, and leave in place of its second input what spares it work later. Phase 3, the epilogue,
+/// writes the gradient from the copy or from another read.
 ///
 /// A loss whose gradient needs no sums (kOnePass) writes it in phase 1.
 ///
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kRowThreads, !kBulk && Loss::kUnroll >= 4 && L
 
   // Phase 1
   Sums sums;
-  // The row's first and last vector, where cut, are kept in a register each by a thread of their own.
+  // The row's first and last vector, where cut, stay in a register each of a thread of their own.
   int cut = -1;
   if (thread == 0 && vectors.lead % kWidth != 0 && whole_begin > begin && whole_begin <= end) cut = whole_begin - 1;
   if (thread == 32 && whole_end < end) cut = end - 1;

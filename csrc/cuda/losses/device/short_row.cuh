@@ -10,16 +10,16 @@ namespace fusegrad::device {
 
 constexpr int kShortRowThreads = 256;
 constexpr int kShortRowVectors = 4;  // a thread holds
-/// On a multiprocessor: what registers allow.
+/// CTAs of a multiprocessor, as registers allow.
 template <class Loss>
 constexpr int kShortRowCtas = Loss::kUnroll >= 4 && Loss::kInputs == 1 ? 4 : 2;
 template <class Loss>
   requires requires { Loss::kTopK; }
 constexpr int kShortRowCtas<Loss> = 3;
 
-/// A row by a group of `group` threads (a power of 2, at most kShortRowThreads), which hold its vectors between the
-/// phases. The gradient may overwrite the logits: each thread has read its own vectors before it writes them, and the
-/// target's logit comes with the merged sums.
+/// A group of `group` threads (a power of 2, at most kShortRowThreads) computes a row and holds its vectors in
+/// registers between the phases. The gradient may overwrite the logits: each thread has read its own vectors before it
+/// writes them, and the target's logit comes with the merged sums.
 template <class Loss, class T, int kWidth>
 __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::kInputs == 1 ? 4 : 2)
     row_by_group(const __grid_constant__ typename Loss::Params p,
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kShortRowThreads, Loss::kUnroll >= 4 && Loss::
     for (int k = 0; k < kInputs; ++k) {
       if (loss.output(k) != nullptr) vectors.store(loss.output(k), v, one[k]);
     }
-    // By the thread that wrote the target's vector.
+    // Stored by the thread that wrote the target's vector.
     if (loss.constant_gradient()) continue;
     loss.write_target(g, sums, vectors.column(v), vectors.column(v + 1));
   }

@@ -69,12 +69,12 @@ int clusters_at_a_time(const void* kernel, const Grid& grid) {
   return it->second;
 }
 
-/// Whether a kernel by clusters that stay took the rows: those too long for a CTA's registers, in low precision, where
-/// a cluster can hold them. The caller has seen to it that T and the options suit it.
+/// Whether a kernel of persistent clusters took the rows: 16-bit rows too long for a CTA's registers that a cluster can
+/// hold. The caller has checked that T and the options suit it.
 template <class T, JsdKind kKind, bool kLogProbs>
 bool launched_by_cluster(const RowJsd& p, void* stream) {
   constexpr int kWidth = 16 / sizeof(T), kWarps = device::kJsdWarps, kVectors = 32 * device::kJsdVectors;
-  // Of a warp's vectors a multiple; logits go by steps of a warp.
+  // A multiple of a warp's vectors; logits go by steps of a warp.
   constexpr int kStep = kLogProbs ? 8 : 32;
   const auto& gpu = current_device();
   const bool lines = is_aligned(p.student, p.student_stride, sizeof(T), device::kLineBytes);
@@ -89,7 +89,7 @@ bool launched_by_cluster(const RowJsd& p, void* stream) {
   const int most = kLogProbs ? gpu.cluster : std::min(gpu.cluster, device::kJsdMaxCluster);
   if (!kLogProbs && !is_aligned(p.student, p.student_stride, sizeof(T), device::kUnitBytes)) return false;
   while (grid.cluster < most && span() > kVectors) grid.cluster *= 2;
-  // Few rows: spread each over the multiprocessors that would idle.
+  // Few rows are each spread over multiprocessors that would idle.
   while (grid.cluster < std::min(gpu.cluster, kPortableCluster) && p.rows * grid.cluster * 2 <= gpu.multiprocessors &&
          span() > 32) {
     grid.cluster *= 2;

@@ -30,13 +30,13 @@ inline RowShape choose_shape(const Device& device, int64_t rows, int64_t vectors
   const auto slice = [&] { return (vectors + 8 * shape.cluster - 1) / (8 * shape.cluster) * 8; };
   const auto slice_bytes = [&] { return slice() * vector_bytes; };
   while (again && shape.cluster < device.cluster && slice_bytes() > kSliceBytes) shape.cluster *= 2;
-  // Few rows: spread each over the multiprocessors that would idle, while a CTA has at least 8 KiB of it.
+  // Few rows are each spread over multiprocessors that would idle, while a CTA has at least 8 KiB of its row.
   while (shape.cluster < std::min(device.cluster, kPortableCluster) &&
          rows * shape.cluster * 2 <= device.multiprocessors && slice_bytes() > 8192) {
     shape.cluster *= 2;
   }
   shape.split.slice = static_cast<int>(slice());
-  // Chunks of whole steps of a warp.
+  // CTAs have whole steps of a warp.
   shape.split.chunk = ((shape.split.slice + device::kMaxChunks - 1) / device::kMaxChunks + 31) / 32 * 32;
   shape.split.stash = again && slice_bytes() + kOtherShared <= device.shared_bytes;
   shape.bulk = bulk && shape.split.stash && device.cluster > 1;
