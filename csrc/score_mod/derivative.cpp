@@ -159,11 +159,26 @@ class Backward {
     const AxisSet open = forward_.open_axes(value);
     const Adjoint& of = *adjoint_[id];
     if (node.op == Op::kSum) return accumulate(value, of, open);
+    if (node.op == Op::kProd) return pull_back_product(id);
     const Term x{&graph_, image_[value]}, y{&graph_, image_[id]};
     const Term equals = apply(Op::kToFloat, equal(x, y));
     const Term ties{&graph_, graph_.reduce(Op::kSum, image_[node.operands[0]], equals.id)};
     const Term stays = !apply(node.op == Op::kAmax ? Op::kLt : Op::kGt, x, y);
     accumulate(value, {of.condition ? *of.condition & stays : stays, of.value / ties}, open);
+  }
+
+  // Each factor has the product of the others: that of all factors but zeros by its own, where no other one is zero.
+  void pull_back_product(NodeId id) {
+    const NodeId value = forward_[id].operands[1], axis = image_[forward_[id].operands[0]];
+    const auto reduced = [&](Op op, Term x) { return Term{&graph_, graph_.reduce(op, axis, x.id)}; };
+    const Adjoint& of = *adjoint_[id];
+    const Term x{&graph_, image_[value]};
+    const Term is_zero = equal(x, 0.0), zero = apply(Op::kToInt, is_zero);
+    const Term factor = where(is_zero, Term{&graph_, graph_.constant(1.0)}, x);
+    const Term others = equal(reduced(Op::kSum, zero), zero);
+    accumulate(value,
+               {of.condition ? *of.condition & others : others, of.value * (reduced(Op::kProd, factor) / factor)},
+               forward_.open_axes(value));
   }
 
   class Step final : public Pullback {

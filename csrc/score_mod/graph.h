@@ -98,7 +98,7 @@ class Graph {
   NodeId scalar(int index);
   /// The variable of an axis: an integer from 0 to its extent, without that.
   NodeId axis(int number);
-  /// The sum or the extremum of a value over all values of an axis, on which the result does not depend.
+  /// The sum, the extremum or the product of a value over all values of an axis, on which the result does not depend.
   NodeId reduce(Op op, NodeId axis, NodeId value);
   NodeId load(int buffer, std::vector<NodeId> indices);
   // A value with a derivative of its own, in score_mods only. Nothing flows into the operands of `value`: the

@@ -1,6 +1,7 @@
 #include "score_mod/index_analysis.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 
 namespace fusegrad::score_mod {
@@ -22,6 +23,14 @@ Interval product(Interval a, Interval b) {
   const __int128 corners[] = {static_cast<__int128>(a.low) * b.low, static_cast<__int128>(a.low) * b.high,
                               static_cast<__int128>(a.high) * b.low, static_cast<__int128>(a.high) * b.high};
   return bounded(*std::min_element(corners, corners + 4), *std::max_element(corners, corners + 4));
+}
+
+// Of a product of 0 to `count` factors.
+Interval power_of(Interval x, int64_t count) {
+  const int64_t size = std::max<int64_t>({x.high, x.low == std::numeric_limits<int64_t>::min() ? kLargest : -x.low, 1});
+  __int128 most = 1;
+  for (int64_t i = 0; i < count && size > 1 && most <= kLargest; ++i) most *= size;
+  return bounded(x.low >= 0 ? 0 : -most, most);
 }
 
 // x is the interval of each operand.
@@ -128,6 +137,9 @@ std::vector<Interval> intervals(const Graph& graph, const Lengths& lengths, std:
         result[id] = hull({0, 0}, product(result[node.operands[1]], {extent, extent}));
         break;
       }
+      case Op::kProd:
+        result[id] = power_of(result[node.operands[1]], graph.values(set_of_axis(graph[node.operands[0]].payload)));
+        break;
       case Op::kAmax:
       case Op::kAmin:
         result[id] = result[node.operands[1]];

@@ -210,7 +210,7 @@ class Parser {
       append(graph, extent.column, [&] { return graph.axis(graph.add_axis(*length)); });
       return;
     }
-    for (const Op op : {Op::kSum, Op::kAmax, Op::kAmin}) {
+    for (const Op op : {Op::kSum, Op::kAmax, Op::kAmin, Op::kProd}) {
       if (name.text != reduction_name(op)) continue;
       const auto given = operands(graph, 2);
       if (given.size() != 2) {

@@ -76,10 +76,13 @@ std::string_view type_name(Type type) {
   }
 }
 
-std::string_view reduction_name(Op op) { return op == Op::kSum ? "sum" : op == Op::kAmax ? "amax" : "amin"; }
+std::string_view reduction_name(Op op) {
+  return op == Op::kSum ? "sum" : op == Op::kAmax ? "amax" : op == Op::kAmin ? "amin" : "prod";
+}
 
 Value identity_of(Op reduction, Type type) {
   if (reduction == Op::kSum) return {type, 0, 0};
+  if (reduction == Op::kProd) return {type, 1, 1};
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   if (reduction == Op::kAmax) return {type, -kInfinity, std::numeric_limits<int64_t>::min()};
   return {type, kInfinity, std::numeric_limits<int64_t>::max()};

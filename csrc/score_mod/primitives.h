@@ -28,6 +28,7 @@ enum class Op : uint8_t {
   kSum,
   kAmax,
   kAmin,
+  kProd,
 #define PRIMITIVE(Id, name, arity, rule, cuda_float, cuda_integer) k##Id,
 #include "score_mod/primitives.def"
 #undef PRIMITIVE
@@ -66,7 +67,7 @@ struct Primitive {
   Value (*fold)(const Value* operands);
 };
 
-inline constexpr int kOpsBesides = 11;  ///< before those of the table
+inline constexpr int kOpsBesides = 12;  ///< before those of the table
 inline constexpr int kMaxArity = 3;
 
 #define PRIMITIVE(Id, name, arity, rule, cuda_float, cuda_integer) +1
@@ -80,15 +81,17 @@ extern const std::array<Primitive, kPrimitiveCount> kPrimitives;
 
 inline bool is_primitive(Op op) { return static_cast<int>(op) >= kOpsBesides; }
 /// Its operands are an axis and what is reduced over it.
-inline bool is_reduction(Op op) { return op >= Op::kSum && op <= Op::kAmin; }
+inline bool is_reduction(Op op) { return op >= Op::kSum && op <= Op::kProd; }
 
 /// The row of a primitive.
 inline const Primitive& primitive(Op op) { return kPrimitives[static_cast<int>(op) - kOpsBesides]; }
 
-/// "sum", "amax", "amin"
+/// "sum", "amax", "amin", "prod"
 std::string_view reduction_name(Op op);
 /// What makes of two values of a reduction one.
-inline Op combining(Op op) { return op == Op::kSum ? Op::kAdd : op == Op::kAmax ? Op::kMax : Op::kMin; }
+inline Op combining(Op op) {
+  return op == Op::kSum ? Op::kAdd : op == Op::kAmax ? Op::kMax : op == Op::kAmin ? Op::kMin : Op::kMul;
+}
 /// What a reduction begins with.
 Value identity_of(Op reduction, Type type);
 

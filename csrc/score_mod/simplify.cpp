@@ -73,8 +73,9 @@ class Rewriter {
     if ((g_.open_axes(value) & set_of_axis(from)) == 0) {
       const NodeId number =
           g_.type(value) == Type::kFloat ? g_.constant(static_cast<double>(extent)) : g_.constant(extent);
-      if (op != Op::kSum) return g_.type(value) == Type::kBool ? apply(Op::kToInt, {value}) : value;
-      return apply(Op::kMul, {value, number});
+      if (op == Op::kSum) return apply(Op::kMul, {value, number});
+      if (op == Op::kProd) return apply(Op::kPow, {value, number});
+      return g_.type(value) == Type::kBool ? apply(Op::kToInt, {value}) : value;
     }
     const auto place = std::pair(extent, height(value));
     auto found = axes_.find(place);

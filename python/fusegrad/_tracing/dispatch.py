@@ -405,8 +405,6 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
     dims = [d % max(tensor.dim(), 1) for d in dims] if tensor.dim() else []
     kept = [d for d in range(tensor.dim()) if d not in dims]
     packed, shape = tensor.packed, tuple(tensor.shape)
-    if name not in _ALONG:
-        packed = tensor.unrolled(name, dims)
     axes = [axis_of(g, shape, d) for d in axes_of(packed, shape) if d in dims]
     count = math.prod(shape[d] for d in dims)
     left = [packed.shape[d] for d in kept]
@@ -435,8 +433,16 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
     return _result(trace, terms_of(terms, left), out.dtype, True, out.shape)
 
 
-_ALONG = {"sum": "sum", "mean": "sum", "amax": "amax", "amin": "amin", "any": "amax", "all": "amin"}
-"""Folds that an axis has too."""
+_ALONG = {
+    "sum": "sum",
+    "mean": "sum",
+    "prod": "prod",
+    "amax": "amax",
+    "amin": "amin",
+    "any": "amax",
+    "all": "amin",
+}
+"""What each fold is along an axis."""
 
 
 def _at_new_places(
@@ -583,7 +589,9 @@ def _variance(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, An
 
 
 _MAX_SORTED = 16
-"""A vector of so many elements can be sorted: in n² / 2 comparisons."""
+"""Vectors of so many elements are sorted one by one, in n² / 2 comparisons; longer ones by rank."""
+_RANKED, _BEFORE = 64, 65
+"""Places of axes that no dimension has."""
 
 
 def _sorted(trace: Trace, tensor: TracedTensor, dim: int, descending: bool, name: str) -> tuple[Tensor, Tensor]:
@@ -593,8 +601,6 @@ def _sorted(trace: Trace, tensor: TracedTensor, dim: int, descending: bool, name
     if tensor.dim() == 0:
         tensor = torch.ops.aten.unsqueeze(tensor, 0)
     n = tensor.shape[dim]
-    if n > _MAX_SORTED:
-        raise Refused(f"{name} of {n} elements", f"sort at most {_MAX_SORTED}, or use amax, amin, argmax or argmin")
     terms = tensor.unrolled(name).movedim(dim, -1)
     values, places = [], []
     for row in terms.reshape(-1, n).tolist():
@@ -616,6 +622,53 @@ def _only_first_nan(g: Graph, a: int, b: int) -> int:
     return g.apply("and", g.apply("ne", a, a), g.apply("eq", b, b))
 
 
+def _by_rank(trace: Trace, tensor: TracedTensor, dim: int, descending: bool, name: str, k: int) -> tuple[Any, Any]:
+    """The first k elements in order along a dimension, of kthvalue and median the one at k - 1, and their places. An
+    element comes where as many others are before it as its place says: two loops over an axis for each."""
+    g = trace.graph
+    n = tensor.shape[dim]
+    single = name in ("kthvalue", "median")
+    shape = [(1 if single else k) if d == dim else size for d, size in enumerate(tensor.shape)]
+    at, other = g.axis(n, _RANKED), g.axis(n, _BEFORE)
+    packed = tensor.packed.movedim(dim, -1)
+    values, places = [], []
+    for row in packed.reshape(-1, packed.shape[-1]).tolist():
+
+        def element(place: int, row: list[int] = row) -> int:
+            if len(row) == 1:
+                return g.substitute(row[0], {axis_of(g, tensor.shape, dim): place})
+            chosen = row[0]
+            for i, term in enumerate(row[1:], 1):
+                chosen = g.apply("where", g.apply("ge", place, g.constant(i)), term, chosen)
+            return chosen
+
+        x, y = element(at), element(other)
+        nan, other_nan = g.apply("ne", x, x), g.apply("ne", y, y)
+        before = g.apply("gt" if descending else "lt", y, x)
+        last, first = (other_nan, nan) if descending else (nan, other_nan)
+        before = g.apply("or", before, g.apply("and", last, g.apply("not", first)))
+        equal = g.apply("or", g.apply("eq", x, y), g.apply("and", nan, other_nan))
+        before = g.apply("or", before, g.apply("and", equal, g.apply("lt", other, at)))
+        rank = g.reduce("sum", other, g.cast(before, INT))
+        if name == "median":  # of a NaN the median is it, which is the last one
+            has_nan = g.reduce("amax", at, g.cast(nan, INT))
+            wanted = [g.apply("where", g.cast(has_nan, BOOL), g.constant(n - 1), g.constant(k - 1))]
+        elif single:
+            wanted = [g.constant(k - 1)]
+        else:
+            wanted = [axis_of(g, shape, dim)] if k > SMALL else [g.constant(i) for i in range(k)]
+        for place in wanted:
+            here = g.apply("eq", rank, place)
+            values.append(g.reduce("sum", at, g.apply("where", here, x, g.constant(0))))
+            places.append(g.reduce("sum", at, g.apply("where", here, at, g.constant(0))))
+    count = len(values) // max(math.prod(packed.shape[:-1]), 1)
+
+    def result(terms: list[int], dtype: torch.dtype) -> TracedTensor:
+        return _result(trace, terms_of(terms, [*packed.shape[:-1], count]).movedim(-1, dim), dtype, shape=shape)
+
+    return result(values, tensor.dtype), result(places, torch.int64)
+
+
 def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """sort, argsort, topk, median and kthvalue."""
     name = func._schema.name.removeprefix("aten::")
@@ -627,6 +680,13 @@ def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     else:
         dim = bound.get("dim", -1)
     descending = bool(bound.get("descending", False)) or (name == "topk" and bound["largest"])
+    size = tensor.shape[dim] if tensor.dim() else 1
+    if size > _MAX_SORTED:
+        k = (size + 1) // 2 if name == "median" else bound.get("k", size)
+        ranked = _by_rank(trace, tensor, dim % tensor.dim(), descending, name, k)
+        if name in ("median", "kthvalue") and not bound.get("keepdim", False):
+            ranked = tuple(torch.ops.aten.squeeze(x, dim) for x in ranked)
+        return ranked[1] if name == "argsort" else ranked[0] if isinstance(out, Tensor) else ranked
     values, places = _sorted(trace, tensor, dim, descending, name)
     if name in ("median", "kthvalue", "nanmedian"):
         size = values.shape[-1]
