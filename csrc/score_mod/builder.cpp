@@ -16,9 +16,9 @@ ScoreMod finish(const TraceScope& scope, const Expression& result) {
   // The compiler chooses the order in which operands are evaluated, and so that of the trace.
   const score_mod::Compact compact = scope.finish(result);
   ScoreMod mod{score_mod::print(compact.graph), {}, {}};
-  const auto& [graph, buffers, scalars] = *scope.trace();
-  for (const int i : compact.buffers) mod.buffers.push_back(*static_cast<const at::Tensor*>(buffers[i].get()));
-  for (const int i : compact.scalars) mod.scalars.push_back(*static_cast<const at::Scalar*>(scalars[i].get()));
+  const score_mod::Trace& trace = *scope.trace();
+  for (const int i : compact.buffers) mod.buffers.push_back(*static_cast<const at::Tensor*>(trace.buffers[i].get()));
+  for (const int i : compact.scalars) mod.scalars.push_back(*static_cast<const at::Scalar*>(trace.scalars[i].get()));
   return mod;
 }
 

@@ -2,6 +2,8 @@
 #include <fusegrad/reductions.h>
 
 #include <algorithm>
+#include <string>
+#include <utility>
 
 #include "score_mod/simplify.h"
 #include "score_mod/trace.h"
@@ -30,7 +32,7 @@ Expression apply(Op op, std::initializer_list<Expression> operands) {
   return {current(), current()->graph.apply(op, std::move(nodes))};
 }
 
-Expression reduced(Op op, int64_t extent, const std::function<Expression(Expression)>& element) {
+Expression reduced(Op op, int64_t extent, const Element& element) {
   const std::shared_ptr<Trace> trace = current();
   const NodeId axis = trace->graph.axis(trace->graph.add_axis(extent));
   const Expression value = element({trace, axis});
@@ -80,6 +82,7 @@ Expression runtime_scalar(Type type, const BufferKey& key) {
 
 using score_mod::apply;
 using score_mod::current;
+using score_mod::node_of;
 using score_mod::Op;
 using score_mod::reduced;
 
@@ -147,19 +150,57 @@ Expression relu(const Expression& x) { return apply(Op::kRelu, {x}); }
 Expression gelu(const Expression& x) { return apply(Op::kGelu, {x}); }
 Expression gelu_tanh(const Expression& x) { return apply(Op::kGeluTanh, {x}); }
 Expression erf(const Expression& x) { return apply(Op::kErf, {x}); }
+Expression erfc(const Expression& x) { return apply(Op::kErfc, {x}); }
 Expression sin(const Expression& x) { return apply(Op::kSin, {x}); }
 Expression cos(const Expression& x) { return apply(Op::kCos, {x}); }
 Expression tan(const Expression& x) { return apply(Op::kTan, {x}); }
+Expression asin(const Expression& x) { return apply(Op::kAsin, {x}); }
+Expression acos(const Expression& x) { return apply(Op::kAcos, {x}); }
+Expression atan(const Expression& x) { return apply(Op::kAtan, {x}); }
+Expression sinh(const Expression& x) { return apply(Op::kSinh, {x}); }
+Expression cosh(const Expression& x) { return apply(Op::kCosh, {x}); }
+Expression asinh(const Expression& x) { return apply(Op::kAsinh, {x}); }
+Expression acosh(const Expression& x) { return apply(Op::kAcosh, {x}); }
+Expression atanh(const Expression& x) { return apply(Op::kAtanh, {x}); }
+Expression atan2(const Expression& y, const Expression& x) { return apply(Op::kAtan2, {y, x}); }
+Expression hypot(const Expression& a, const Expression& b) { return apply(Op::kHypot, {a, b}); }
 Expression detach(const Expression& x) { return apply(Op::kDetach, {x}); }
 
-Expression sum_over(int64_t extent, const std::function<Expression(Expression)>& element) {
-  return reduced(Op::kSum, extent, element);
+Expression with_gradient(const Expression& value, const Expression& input,
+                         const std::function<Expression(const Expression& upstream)>& backward) {
+  return with_gradients({value}, {input}, [&](const std::vector<Expression>& upstreams) {
+    return std::vector<Expression>{backward(upstreams[0])};
+  })[0];
 }
-Expression amax_over(int64_t extent, const std::function<Expression(Expression)>& element) {
-  return reduced(Op::kAmax, extent, element);
+
+std::vector<Expression> with_gradients(
+    const std::vector<Expression>& values, const std::vector<Expression>& inputs,
+    const std::function<std::vector<Expression>(const std::vector<Expression>& upstreams)>& backward) {
+  const std::shared_ptr<score_mod::Trace> trace = current();
+  score_mod::Graph& graph = trace->graph;
+  const int64_t first = trace->upstreams;
+  trace->upstreams += static_cast<int64_t>(values.size());
+  std::vector<Expression> results;
+  for (size_t i = 0; i < values.size(); ++i)
+    results.emplace_back(trace, graph.upstream(first + static_cast<int64_t>(i)));
+  const std::vector<Expression> gradients = backward(results);
+  if (gradients.size() != inputs.size()) {
+    throw score_mod::GraphError("with_gradients: backward must return a gradient for each of " +
+                                std::to_string(inputs.size()) + " inputs, but returned " +
+                                std::to_string(gradients.size()));
+  }
+  std::vector<score_mod::NodeId> pairs;
+  for (size_t i = 0; i < inputs.size(); ++i) pairs.insert(pairs.end(), {node_of(inputs[i]), node_of(gradients[i])});
+  const score_mod::NodeId own = graph.backward(std::move(pairs));
+  for (size_t i = 0; i < values.size(); ++i) {
+    results[i] = {trace, graph.custom(first + static_cast<int64_t>(i), node_of(values[i]), own)};
+  }
+  return results;
 }
-Expression amin_over(int64_t extent, const std::function<Expression(Expression)>& element) {
-  return reduced(Op::kAmin, extent, element);
-}
+
+Expression sum_over(int64_t extent, const Element& element) { return reduced(Op::kSum, extent, element); }
+Expression amax_over(int64_t extent, const Element& element) { return reduced(Op::kAmax, extent, element); }
+Expression amin_over(int64_t extent, const Element& element) { return reduced(Op::kAmin, extent, element); }
+Expression prod_over(int64_t extent, const Element& element) { return reduced(Op::kProd, extent, element); }
 
 }  // namespace fusegrad

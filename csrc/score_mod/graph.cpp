@@ -231,6 +231,7 @@ NodeId Graph::backward(std::vector<NodeId> pairs) {
     if (nodes_[pairs[i]].type != Type::kFloat) {
       fail("what a backward gives a gradient to must be f, but is " + std::string(type_name(nodes_[pairs[i]].type)));
     }
+    if ((open_[pairs[i]] | open_[pairs[i + 1]]) != 0) fail("a backward must not depend on an axis");
     pairs[i + 1] = promote(pairs[i + 1], Type::kFloat);
   }
   return insert({Op::kBackward, Type::kFloat, 0, std::move(pairs)});
@@ -241,6 +242,7 @@ NodeId Graph::custom(int64_t key, NodeId value, NodeId backward) {
   if (key < 0 || key >= kMaxUpstreams) fail("more than " + std::to_string(kMaxUpstreams) + " upstreams");
   check_ordinary(value);
   if (nodes_[backward].op != Op::kBackward) fail("'custom' expects a 'backward' as its second operand");
+  if (open_[value] != 0) fail("a custom must not depend on an axis");
   value = promote(value, Type::kFloat);
   return insert({Op::kCustom, Type::kFloat, key, {value, backward}});
 }
@@ -292,6 +294,7 @@ NodeId Graph::copy(const Graph& from, NodeId id, std::vector<NodeId> operands) {
     case Op::kSum:
     case Op::kAmax:
     case Op::kAmin:
+    case Op::kProd:
       return reduce(node.op, operands[0], operands[1]);
     default:
       return apply(node.op, std::move(operands));

@@ -16,6 +16,7 @@ struct Trace {
   Graph graph;
   std::vector<BufferKey> buffers;  // of the graph's declarations
   std::vector<BufferKey> scalars;
+  int64_t upstreams = 0;
 };
 
 /// Makes a trace the one that constants and reads go to, on this thread, as long as it lives.

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from ._arguments import checked
 from ._tracing.cache import tracing_state
 from .distributed.shards import is_dtensor
-from .score_mod import ScoreMod, split_scalars, trace_mask_mod, trace_score_mod
+from .score_mod import ScoreMod, check_kernel_size, split_scalars, trace_mask_mod, trace_score_mod
 
 __all__ = ["flex_attention"]
 
@@ -235,7 +235,8 @@ def flex_attention(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as ``flex_attention: what must hold, but got <value>``.
-        TraceError: where a function cannot be traced, with its line.
+        TraceError: where a function cannot be traced, with its line, or is too large for the language or, on a GPU, for
+            a kernel, with its size and the limit.
         IndexError: where a captured tensor is read out of range by a pair that takes part, on the CPU. On CUDA the read
             is nan (0 of integers, false of bools), and so are the row and its gradients.
     """
@@ -257,12 +258,17 @@ def flex_attention(
         )
     if not torch.compiler.is_compiling() and any(map(_functorch.is_functorch_wrapped_tensor, (query, key, value))):
         score_mod = block_mask = None  # the op refuses transforms, under which tracing would fail with another error
+    score = _arguments(score_mod, "score_mod", query.device)
+    if score[0] and query.is_cuda and not torch.compiler.is_compiling():
+        wants = tuple(b.requires_grad for b in score[1])
+        training = torch.is_grad_enabled() and (any(wants) or any(t.requires_grad for t in (query, key, value)))
+        check_kernel_size(score[0], wants if training else None)
     mask_mod, kv_blocks, q_blocks, block_size = _mask_arguments(block_mask, query, key)
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
         query,
         key,
         value,
-        *_arguments(score_mod, "score_mod", query.device),
+        *score,
         *mask_mod,
         kv_blocks,
         q_blocks,

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from . import _C
 from ._arguments import checked
-from .score_mod import ScoreMod, trace_mask_mod, trace_score_mod
+from .score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_mod
 
 __all__ = ["compile_flex"]
 
@@ -73,7 +73,7 @@ def compile_flex(
     Raises:
         ValueError, TypeError: as ``compile_flex: what must hold, but got <value>``.
         NotImplementedError: where fusegrad was built without CUDA.
-        TraceError: where a function cannot be traced.
+        TraceError: where a function cannot be traced, or is too large for a kernel.
         RuntimeError: where NVRTC is missing or a kernel does not compile.
     """
     value_size = head_size if value_size is None else value_size
@@ -104,6 +104,8 @@ def compile_flex(
     buffers = () if score is None else score.buffers
     wants = [b.requires_grad for b in buffers]
     training = requires_grad or any(wants)
+    if score is not None:
+        check_kernel_size(score.text, tuple(wants) if training else None)
     ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if not 0 <= dropout_p < 1:
         raise ValueError(f"compile_flex: dropout_p must be at least 0 and less than 1, but got {dropout_p}")

@@ -6,6 +6,7 @@ graph with a canonical text, and the tensors and numbers that it reads from its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -161,6 +162,15 @@ def _made(kind: str, text: str, buffers: tuple[Tensor, ...], scalars: tuple[int 
     for name, value in (("text", text), ("buffers", buffers), ("scalars", scalars), ("kind", kind)):
         object.__setattr__(made, name, value)
     return made
+
+
+@functools.lru_cache(maxsize=512)
+def check_kernel_size(text: str, wants_grad: tuple[bool, ...] | None) -> None:
+    """TraceError where a GPU's kernel of the score_mod, with wants_grad and its derivative, would be too large."""
+    try:
+        _language.check_kernel_size(text, wants_grad)
+    except ValueError as error:
+        raise TraceError(str(error)) from None
 
 
 def split_scalars(scalars: Sequence[int | float | bool]) -> tuple[list[float], list[int]]:

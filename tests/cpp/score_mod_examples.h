@@ -66,6 +66,8 @@ inline std::vector<ScoreModExample> score_mod_examples() {
     const Expression total = sum_over(D, [&](E i) { return exp(query(b, h, q, i) - most); });
     return s * exp(query(b, h, q, 3) - most) / total - amin_over(D, row(b, h, q));
   });
+  add("product of a vector", "C",
+      [&](E s, E b, E h, E q, E) { return s + prod_over(W, [&](E i) { return query(b, h, q, i); }); });
   add("two layers", "aaC", [&](E s, E b, E h, E q, E kv) {
     return s + sum_over(W, [&](E w) {
              return outer[w] * tanh(sum_over(D, [&](E i) { return inner(w, i) * query(b, h, q, i); }) + 0.01 * kv);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -104,10 +105,37 @@ Expression relu(const Expression& x);
 Expression gelu(const Expression& x);       ///< with erf
 Expression gelu_tanh(const Expression& x);  ///< its approximation
 Expression erf(const Expression& x);
+Expression erfc(const Expression& x);
 Expression sin(const Expression& x);
 Expression cos(const Expression& x);
 Expression tan(const Expression& x);
+Expression asin(const Expression& x);
+Expression acos(const Expression& x);
+Expression atan(const Expression& x);
+Expression sinh(const Expression& x);
+Expression cosh(const Expression& x);
+Expression asinh(const Expression& x);
+Expression acosh(const Expression& x);
+Expression atanh(const Expression& x);
+Expression atan2(const Expression& y, const Expression& x);
+Expression hypot(const Expression& a, const Expression& b);
 Expression detach(const Expression& x);  ///< x, with no gradient
+
+/// `value` with a derivative of its own, as torch.autograd.Function has: nothing flows into what the value is computed
+/// from. Instead `input` receives backward(upstream), computed from the gradient by the result and from whatever the
+/// forward computes. A straight-through estimator:
+///
+///   with_gradient(round(score), score, [](const Expression& upstream) { return upstream; })
+///
+/// `input` must be a float; neither it nor the gradient may depend on an axis of a reduction (fusegrad/reductions.h).
+Expression with_gradient(const Expression& value, const Expression& input,
+                         const std::function<Expression(const Expression& upstream)>& backward);
+
+/// Several values and inputs: `backward` gets an upstream for each value, 0 for one that is not used, and returns a
+/// gradient for each input.
+std::vector<Expression> with_gradients(
+    const std::vector<Expression>& values, const std::vector<Expression>& inputs,
+    const std::function<std::vector<Expression>(const std::vector<Expression>& upstreams)>& backward);
 
 namespace score_mod {
 

@@ -3,7 +3,10 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
+
 #include "score_mod/derivative.h"
+#include "score_mod/kernel_size.h"
 #include "score_mod/render_cuda.h"
 #include "score_mod/scatter_plan.h"
 #include "score_mod/simplify.h"
@@ -93,6 +96,13 @@ void bind(py::module_& m) {
   m.def("scatter_plan", &scatter_plan, py::arg("text"), py::arg("wants_grad"),
         py::arg("elements") = std::vector<int64_t>{},
         "[(buffer, class, exclusive, reason)] for each contribution; elements: of each buffer, -1 where unknown.");
+  m.def(
+      "check_kernel_size",
+      [](const std::string& text, const std::optional<std::vector<bool>>& wants_grad) {
+        check_kernel_size(text, wants_grad ? &*wants_grad : nullptr);
+      },
+      py::arg("text"), py::arg("wants_grad"),
+      "Raises ValueError where a kernel of the score_mod, with wants_grad and its derivative, would be too large.");
   m.def("render_cuda", &cuda_source, py::arg("text"), py::arg("dtypes"), py::arg("name") = "ScoreMod",
         "The CUDA struct of a graph; dtypes: of each buffer, such as 'bfloat16'.");
 }

@@ -16,6 +16,8 @@ Number = int | float | bool
 BOOL, INT, FLOAT = 0, 1, 2
 """The language's types in the order of their promotion."""
 NAMES = ("bool", "i64", "f")
+MAX_TERMS = 1 << 17
+"""Of a trace, those that the result does not need included: without a bound it goes on for as long as a loop does."""
 INT64 = (-(2**63), 2**63 - 1)
 
 # The type of a primitive's result by its rule, csrc/score_mod/primitives.h; the order of `enum class Rule`.
@@ -32,7 +34,7 @@ _RULES: tuple[Callable[[list[int]], int], ...] = (
 )
 _RESULT = {name: _RULES[rule] for name, _, rule in language.primitives()}
 _CASTS = ("to_bool", "to_int", "to_float")
-_REDUCTIONS = ("sum", "amax", "amin")
+_REDUCTIONS = ("sum", "amax", "amin", "prod")
 _NONE: frozenset[int] = frozenset()
 _OWN_OVER_AXES = (
     "a derivative of one's own (an autograd.Function or a custom op) over a vector of more than 2 elements",
@@ -72,6 +74,8 @@ class Graph:
         term = self._known.get(node)
         if term is None:
             term = self._known[node] = len(self._nodes)
+            if term == MAX_TERMS:
+                raise Refused(f"more than {MAX_TERMS} operations", "a score_mod has at most 4096")
             self._nodes.append(node)
             self._types.append(type_)
             self._active.append(active)
@@ -164,7 +168,7 @@ class Graph:
         return self._insert(("axis", extent, place), INT)
 
     def reduce(self, reduction: str, axis: int, term: int) -> int:
-        """The sum, amax or amin of a term over all values of an axis, which is renamed: it is the reduction's own."""
+        """The sum, amax, amin or prod of a term over all values of an axis, which becomes an axis of the reduction."""
         self._bound -= 1
         own = self.axis(self._nodes[axis][1], self._bound)
         term = self.cast(term, max(INT, self._types[term]))
@@ -217,6 +221,10 @@ class Graph:
                 order.append(term)
                 stack.pop()
         return order
+
+    def size(self, result: int) -> int:
+        """How many operations, inputs and constants the result needs."""
+        return len(self._reachable(result))
 
     def _operands(self, term: int) -> Sequence[int]:
         node = self._nodes[term]

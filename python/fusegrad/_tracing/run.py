@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from .trace import Trace, category
 __all__ = ["INPUTS", "Run", "name_of", "run", "run_as_called"]
 
 log = logging.getLogger("fusegrad")
+
+# Of an error in a text, which the user never sees.
+_PLACE = re.compile(r"^\d+:\d+: ")
 
 INPUTS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
 
@@ -128,7 +132,14 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
     buffers = [(category(b.dtype), b.dim()) for b in trace.buffers]
     values: list[Number] = [s.value for s in trace.scalars]
     types = [0 if isinstance(v, bool) else 1 if isinstance(v, int) else 2 for v in values]
-    text, kept, scalars = language.compact(trace.graph.text(kind, term, buffers, types))
+    try:
+        text, kept, scalars = language.compact(trace.graph.text(kind, term, buffers, types))
+    except ValueError as error:
+        size = f"{trace.graph.size(term)} operations, {len(buffers)} captured tensors and {len(values)} numbers"
+        raise Refused(
+            f"a function of {size}, of which the language says: {_PLACE.sub('', str(error))}",
+            "docs/score_mod.md has its limits",
+        ) from error
     fixed_text = text
     if values:
         fixed_text, _, _ = language.compact(trace.graph.text(kind, term, buffers, types, fixed=True))

@@ -17,6 +17,7 @@ from fusegrad import TraceError
 from fusegrad._C import score_mod as language
 from needs import needs_flex_compiler
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 B, H, M, N, D = 2, 4, 5, 6, 12
 
@@ -63,6 +64,9 @@ def test_dot_product(length: int) -> None:
 
 
 # Captured by the cases below.
+WIDE, ZEROS = floats(N, 70, seed=4), floats(N, 18, seed=5)
+with torch.no_grad():
+    ZEROS[torch.arange(4), 2], ZEROS[1, 7], ZEROS[2] = 0, 0, 0
 A, K, MATRIX, TABLE, SMALL = floats(M, D), floats(N, D, seed=1), floats(H, D, D), floats(D, seed=2), floats(M, 5)
 HIDDEN, OUTER, JOINED = floats(10, D), floats(10), floats(16, 2 * D)
 CHOSEN = torch.randint(0, D, (M, 10), generator=torch.Generator().manual_seed(3))
@@ -100,13 +104,25 @@ CASES: dict[str, Callable] = {
     "product": lambda s, b, h, i, j: s + A[i].prod() * K[j].sum(),
     "sort": lambda s, b, h, i, j: s + SMALL[i].sort().values[1] * s + A[i].sort(descending=True)[0][0] * K[j, 0],
     "topk": lambda s, b, h, i, j: s * SMALL[i].topk(2).values.sum() + SMALL[i].argsort()[0],
+    "long product": lambda s, b, h, i, j: (
+        s * (1 + WIDE[j] / 5).prod() + ((1 + WIDE[i] / 9)[:, None] * (1 + TABLE / 99)).prod(0).sum()
+    ),
+    "product with zeros": lambda s, b, h, i, j: s + ZEROS[i].prod() * K[j, 0] + (ZEROS[i][:9] + s).prod(),
+    "long sort": lambda s, b, h, i, j: s + WIDE[i].sort().values[3] * s + WIDE[i].sort(descending=True)[0][0] * K[j, 0],
+    "sorted vector": lambda s, b, h, i, j: s
+    + (ZEROS[i].sort(stable=True).values * ZEROS[j].argsort(stable=True)).sum(),
+    "long topk": lambda s, b, h, i, j: s * WIDE[i].topk(2).values.sum()
+    + (WIDE[i].topk(5, largest=False)[0] ** 2).sum(),
+    "sort of computed values": lambda s, b, h, i, j: torch.stack([s * (n - 9) for n in range(20)]).sort()[0][17],
+    "long median": lambda s, b, h, i, j: s * WIDE[i].median() + WIDE[i].kthvalue(60).values * WIDE[j].median(0).values,
+    "median of a matrix": lambda s, b, h, i, j: s * (WIDE[:3] * K[j, 0]).median(1).values.sum(),
     "median": lambda s, b, h, i, j: s * SMALL[i].median() + SMALL[i].kthvalue(2).values * K[j].median(0).values,
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_like_pytorch(name: str) -> None:
-    assert_like_dense(CASES[name], [A, K, MATRIX, TABLE, SMALL, HIDDEN, OUTER, JOINED, *NET.parameters()])
+    assert_like_dense(CASES[name], [A, K, MATRIX, TABLE, SMALL, WIDE, ZEROS, HIDDEN, OUTER, JOINED, *NET.parameters()])
 
 
 def test_ties_share_the_gradient_evenly() -> None:
@@ -148,10 +164,8 @@ def test_half_precision_and_many_tiles() -> None:
     ("mod", "message"),
     [
         (lambda s, b, h, i, j: s + LONG[j].cumsum(0)[3], "cumsum.*99 elements.*at most 64"),
-        (lambda s, b, h, i, j: s + LONG[j].prod(), "prod.*99 elements.*at most 64"),
-        (lambda s, b, h, i, j: s + LONG[j].sort().values[0], "sort of 99 elements.*at most 16"),
-        (lambda s, b, h, i, j: s + LONG[j].topk(3).values[0], "topk of 99 elements.*at most 16"),
-        (lambda s, b, h, i, j: s + LONG[j].median(), "median of 99 elements.*at most 16"),
+        (lambda s, b, h, i, j: s + LONG[j].cumprod(0)[3], "cumprod.*99 elements.*at most 64"),
+        (lambda s, b, h, i, j: s + (LONGEST * s).sort().values[2], r"4194304 operations for a pair .*, but got \d+"),
         (lambda s, b, h, i, j: s + LONG[j], r"shape \[99\]; return a single value"),
     ],
 )
@@ -160,7 +174,7 @@ def test_what_has_no_loop_is_refused(mod: Callable, message: str) -> None:
         fusegrad.trace_score_mod(mod)
 
 
-LONG = floats(N, 99)
+LONG, LONGEST = floats(N, 99), floats(3000)
 
 
 def test_what_runs_too_long_is_refused() -> None:
@@ -258,7 +272,7 @@ def test_what_is_too_large_for_a_kernel_is_refused() -> None:
     biases = floats(N, 40).unbind(-1)
     many = fusegrad.trace_score_mod(lambda s, b, h, i, j: s + sum(bias[j] for bias in biases))
     options = {"head_size": 64, "dtype": torch.bfloat16, "architecture": "90a"}
-    with pytest.raises(ValueError, match="gradients at no more than 32 places, but got 40"):
+    with pytest.raises(TraceError, match="gradients at no more than 32 places, but got 40"):
         fusegrad.compile_flex(many, **options)
 
     def long(s, b, h, i, j):
@@ -266,8 +280,25 @@ def test_what_is_too_large_for_a_kernel_is_refused() -> None:
             s = torch.tanh(s + j * step) * 0.5
         return s
 
-    with pytest.raises(ValueError, match=r"at most 2048 operations, but got \d+"):
+    with pytest.raises(TraceError, match=r"at most 2048 operations, but got \d+"):
         fusegrad.compile_flex(long, requires_grad=False, **options)
+    with FakeTensorMode():  # a call of the op says so too, before it compiles anything
+        query = torch.empty(1, 1, 16, 64, dtype=torch.bfloat16, device="cuda")
+        with pytest.raises(TraceError, match=r"at most 2048 operations, but got \d+"):
+            fusegrad.flex_attention(query, query, query, fusegrad.ScoreMod(fusegrad.trace_score_mod(long).text))
+
+
+def test_what_is_too_large_for_the_language_is_refused_with_its_size() -> None:
+    def long(s, b, h, i, j):
+        for step in range(2500):
+            s = torch.where(s > step, s * 2, s)
+        return s
+
+    with pytest.raises(TraceError, match=r"a function of 1\d{4} operations, .*at most 4096 nodes"):
+        fusegrad.trace_score_mod(long)
+    rows = floats(70, 9)
+    with pytest.raises(TraceError, match=r"70 captured tensors .*more than 64 captured buffers"):
+        fusegrad.trace_score_mod(lambda s, b, h, i, j: s + sum(row[j] for row in rows.unbind()))
 
 
 def test_the_source_does_not_grow_with_the_vectors() -> None:

@@ -6,6 +6,7 @@
 
 #include "cuda/attention/host/plan.h"
 #include "score_mod/cache.h"
+#include "score_mod/kernel_size.h"
 #include "score_mod/render_cuda.h"
 
 namespace fusegrad::cuda {
@@ -51,28 +52,13 @@ std::string products(const KernelFacts& f) {
          wgmma(f.dtype, f.head == 64 ? f.tile.rows / 2 : f.tile.rows, false, true);
 }
 
-// What NVRTC compiles in about a minute: kernels have a score_mod once for each of a thread's pairs. Without a bound it
-// may take hours, or end the process.
-constexpr int64_t kMostOperations = 2048, kMostContributions = 32;
 void check_size(const KernelFacts& f) {
   if (f.score_mod.text.empty()) return;
-  const auto operations = [](const score_mod::Graph& graph) {
-    return std::count_if(graph.nodes().begin(), graph.nodes().end(), [](const auto& n) { return !n.operands.empty(); });
-  };
-  int64_t count = operations(*score_mod::cached_graph(f.score_mod.text)), contributions = 0;
-  if (f.has_derivative) {
-    const auto derivative = score_mod::cached_derivative(f.score_mod.text, f.wants_grad);
-    count += operations(*derivative);
-    contributions = static_cast<int64_t>(derivative->contributions().size());
+  try {
+    score_mod::check_kernel_size(f.score_mod.text, f.has_derivative ? &f.wants_grad : nullptr);
+  } catch (const score_mod::GraphError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
   }
-  TORCH_CHECK_VALUE(count <= kMostOperations,
-                    "flex_attention: on a GPU a score_mod and its derivative must have at most ", kMostOperations,
-                    " operations, but got ", count, "; reductions over vectors are loops, which count once");
-  TORCH_CHECK_VALUE(contributions <= kMostContributions,
-                    "flex_attention: on a GPU a score_mod must read captured tensors that require gradients at no more "
-                    "than ",
-                    kMostContributions, " places, but got ", contributions,
-                    "; a vector of a captured tensor, such as bias[h, :], counts once");
 }
 
 // The rendered structs of the mods.
