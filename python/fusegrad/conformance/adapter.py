@@ -28,12 +28,14 @@ class Adapter:
 
         cross_entropy(input, target, *, class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, aux)
         linear_cross_entropy(input, weight, target, *, bias, ..., and all of cross_entropy's)
-        jsd(student, teacher, *, labels, ignore_index, reduction, beta, temperature, log_probs, hard_weight)
+        jsd(student, teacher, *, labels, ignore_index, reduction, beta, temperature, log_probs, hard_weight,
+            indices)
         linear_jsd(student_input, student_weight, teacher_input, teacher_weight, *, student_bias, ..., and jsd's)
         flex_attention(query, key, value, *, score_mod, mask_mod, scale, enable_gqa, return_lse, dropout_p)
 
     ``input`` is ``[N, V]`` or ``[..., H]``; ``reduction`` is 'mean' (of the rows that are kept, also for divergences),
     'sum' or 'none'. With ``aux='entropy'`` (or 'lse', 'z_loss', 'token_log_prob') a loss returns ``(loss, value)``.
+    With ``indices``, ``[N, K]``, a teacher is the log-probabilities of these columns, and one class has the rest.
     ``mask_mod`` is a function; an adapter makes its block mask itself. ``return_lse`` makes it ``(out, lse)``.
     """
 

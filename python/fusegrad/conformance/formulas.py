@@ -74,17 +74,26 @@ def jsd(
     temperature: float = 1.0,
     log_probs: bool = False,
     hard_weight: float = 0.0,
+    indices: Tensor | None = None,
 ) -> Tensor:
-    """(1 - beta) KL(q | m) + beta KL(p | m) a row, m = (1 - beta) q + beta p; KL(p | q) for beta 0, KL(q | p) for 1."""
+    """(1 - beta) KL(q | m) + beta KL(p | m) a row, m = (1 - beta) q + beta p; KL(p | q) for beta 0, KL(q | p) for 1.
+    With indices the teacher is the log-probabilities of these columns, and one class has the rest."""
     if reduction not in ("mean", "sum", "none") or not student.is_floating_point():
         raise ValueError(f"{reduction} of {student.dtype}")
-    log_q, log_p = (t if log_probs else (t / temperature).log_softmax(-1) for t in (student, teacher))
+    unchecked = torch.compiler.is_compiling()
+    if log_probs and not unchecked and any((t.double().exp().sum(-1) > 1.05).any() for t in (student, teacher)):
+        raise ValueError("logits, not log-probabilities")
+    if indices is not None:
+        log_q, log_p = _in_buckets((student / temperature).log_softmax(-1), teacher, indices)
+    else:
+        log_q, log_p = (t if log_probs else (t / temperature).log_softmax(-1) for t in (student, teacher))
     if beta in (0, 1):
         rows = _divergence(log_p, log_q) if beta == 0 else _divergence(log_q, log_p)
     else:
         mixture = (1 - beta) * log_q.exp() + beta * log_p.exp()
         log_m = mixture.masked_fill(mixture == 0, 1).log()
         rows = (1 - beta) * _divergence(log_q, log_m) + beta * _divergence(log_p, log_m)
+    rows = rows + (rows.clamp_min(0) - rows).detach()  # of equal rows rounding leaves something below 0
     kept = torch.ones_like(rows, dtype=torch.bool) if labels is None else labels != ignore_index
     rows = rows.masked_fill(~kept, 0)
     if hard_weight and labels is not None:
@@ -95,6 +104,16 @@ def jsd(
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / kept.sum().clamp_min(1)
+
+
+def _in_buckets(log_q: Tensor, log_p: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The teacher's columns and one more. Its mass is what is missing to 1, but not less than the resolution with which
+    the sum of probabilities is known whose logarithms were rounded."""
+    p, roundoff = log_p.exp(), torch.finfo(log_p.dtype).eps / 2
+    resolution = (p * (min(roundoff, 2**-24) - roundoff * log_p)).sum(-1, keepdim=True)
+    missing = torch.maximum(1 - p.sum(-1, keepdim=True), resolution).log()
+    rest = log_q.scatter(-1, indices, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([log_q.gather(-1, indices), rest], -1), torch.cat([log_p, missing], -1)
 
 
 def _divergence(log_x: Tensor, log_y: Tensor) -> Tensor:

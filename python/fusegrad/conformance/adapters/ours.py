@@ -71,9 +71,18 @@ class Fusegrad(Adapter):
         )
         return _with_aux(loss, aux)
 
-    def jsd(self, student: Tensor, teacher: Tensor, *, reduction: str = "mean", **options: Any) -> Any:
+    def jsd(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        *,
+        reduction: str = "mean",
+        indices: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
         average: Any = _AVERAGE.get(reduction, reduction)
-        return fusegrad.jsd(student, teacher, reduction=average, inplace=self.inplace, **options)
+        given = teacher if indices is None else (teacher, indices)
+        return fusegrad.jsd(student, given, reduction=average, inplace=self.inplace, **options)
 
     def linear_jsd(
         self,

@@ -104,6 +104,12 @@ def teacher_of_other_classes(problem: Problem) -> None:
     must_raise(lambda: problem.ours({**t, **part}))
 
 
+@case(15, "logits that are said to be log-probabilities", ("jsd",), devices=("cpu",))
+def logits_as_log_probs(problem: Problem) -> None:
+    t = problem.activations(problem.leaves())
+    must_raise(lambda: problem.ours(t, log_probs=True))
+
+
 @case(15, "a weight of another hidden size", LINEAR)
 def weight_of_other_size(problem: Problem) -> None:
     name = problem.leaf_names[1]
@@ -180,6 +186,44 @@ def all_ignored(problem: Problem) -> None:
     for name, gradient in zip(problem.leaf_names, found, strict=True):
         if not (gradient == 0).all():
             raise Wrong(f"gradient of {name} is not zero: {gradient.abs().max().item():.3g}")
+
+
+@case(
+    16, "a teacher that is equal to the student: no row below 0", ("jsd", "linear_jsd"), dtype=torch.float32, rows=256
+)
+def no_row_below_zero(problem: Problem) -> None:
+    problem.tensors[problem.first] *= 4  # exact in any dtype; of probabilities near 1 logarithms lose most
+    for name in problem.leaf_names:
+        problem.tensors[name.replace("student", "teacher")] = problem.tensors[name]
+    for beta in (0.1, 0.5, 0.9):
+        rows = problem.ours(problem.activations(problem.leaves()), reduction="none", beta=beta)
+        if not rows.min() >= 0:
+            raise Wrong(f"a divergence of {rows.min().item():.3g}", -rows.min().item())
+
+
+def _top_k(problem: Problem, count: int, deviation: float) -> None:
+    teacher = (problem.tensors["teacher"] * deviation).log_softmax(-1).topk(count, -1)
+    problem.tensors["teacher"] = teacher.values.to(problem.dtype).double()
+    problem.tensors["indices"] = teacher.indices
+
+
+@case(16, "a teacher of its 16 largest log-probabilities", ("jsd",))
+def top_k_teacher(problem: Problem) -> None:
+    _top_k(problem, 16, 1)
+    for beta in (0.0, 0.5, 1.0):
+        problem.options["beta"] = beta
+        problem.compare(plain)
+
+
+@case(16, "stored log-probabilities whose sum is 1 and more: finite", ("jsd",), dtype=torch.bfloat16, rows=256)
+def top_k_teacher_without_rest(problem: Problem) -> None:
+    _top_k(problem, 64, 8)
+    if not (problem.tensors["teacher"].exp().sum(-1) >= 1).any():
+        raise AssertionError("no row of this case has a sum of 1")
+    value, found = problem.gradients(lambda loss, t: loss(t, beta=1.0), problem.ours, problem.leaves())
+    for name, x in {"loss": value, "gradient": found["student"]}.items():
+        if not x.isfinite().all():
+            raise Wrong(f"{name}: {(~x.isfinite()).sum().item()} numbers are not finite")
 
 
 @case(16, "no rows", rows=0)
