@@ -12,15 +12,17 @@ struct Dense {
   Tensor out, lse, max_scores;
 };
 
-// softmax(scale * q k^T + bias, -inf where not allowed) v in the dtype of the arguments.
-Dense dense(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, const Tensor& allowed) {
+// (softmax(scale * q k^T + bias, -inf where not allowed) * weight) v in the dtype of the arguments.
+Dense dense(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& bias, const Tensor& allowed,
+            const Tensor& weight = {}) {
   const int64_t group = query.size(1) / key.size(1);
   const auto k = key.repeat_interleave(group, 1), v = value.repeat_interleave(group, 1);
   auto score = at::matmul(query, k.transpose(-1, -2)) / std::sqrt(static_cast<double>(query.size(3)));
   if (bias.defined()) score = score + bias;
   if (allowed.defined()) score = score.masked_fill(allowed.logical_not(), -kInfinity);
   const auto alive = score.amax(-1, true).gt(-kInfinity);
-  const auto p = at::where(alive, at::where(alive, score, 0.0).softmax(-1), 0.0);
+  auto p = at::where(alive, at::where(alive, score, 0.0).softmax(-1), 0.0);
+  if (weight.defined()) p = p * weight;
   return {at::matmul(p, v), score.logsumexp(-1), score.amax(-1)};
 }
 
@@ -94,6 +96,33 @@ TEST_P(FlexAttention, DifferentiatesLseAndMaxScores) {
   const auto grads = torch::autograd::grad({ours.lse.sum() + ours.max_scores.sum()}, {given[0], given[1]});
   const auto truth_grads = torch::autograd::grad({truth.lse.sum() + truth.max_scores.sum()}, {wide[0], wide[1]});
   for (size_t i = 0; i < 2; ++i) EXPECT_LT(error(grads[i], truth_grads[i]), tolerance());
+}
+
+TEST_P(FlexAttention, DropsPairsAndScalesTheRest) {
+  constexpr double kP = 0.25;
+  constexpr int64_t kQueries = 60, kKeys = 70;
+  at::manual_seed(5);
+  const auto given = inputs(place, 2, 2, kQueries, kKeys);
+  const auto options = FlexAttentionOptions().dropout_p(kP);
+  // Of values that are the identity the output is the weights.
+  const auto identity = at::eye(kKeys, at::dtype(place.dtype).device(place.device)).expand({2, 2, kKeys, kKeys});
+  at::manual_seed(11);
+  const auto kept = flex_attention(given[0].detach(), given[1].detach(), identity, options).ne(0).to(at::kDouble);
+  const double deviation = std::sqrt(kP * (1 - kP) / static_cast<double>(kept.numel()));
+  EXPECT_NEAR(kept.mean().item<double>(), 1 - kP, 4 * deviation);
+
+  at::manual_seed(11);
+  const auto ours = flex_attention_with_aux(given[0], given[1], given[2], options);
+  const auto upstream = random(ours.out.sizes(), place);
+  const auto wide = leaves(given, at::kDouble);
+  const auto truth = dense(wide[0], wide[1], wide[2], {}, {}, kept / (1 - kP));
+  EXPECT_LT(error(ours.out, truth.out), tolerance());
+  EXPECT_LT(error(ours.lse, truth.lse), 1e-6);
+  const auto grads = torch::autograd::grad({ours.out}, given, {upstream});
+  const auto truth_grads = torch::autograd::grad({truth.out}, wide, {upstream.to(at::kDouble)});
+  for (size_t i = 0; i < given.size(); ++i) EXPECT_LT(error(grads[i], truth_grads[i]), tolerance()) << "gradient " << i;
+  // The next call draws another number.
+  EXPECT_FALSE(at::equal(flex_attention(given[0], given[1], given[2], options), ours.out));
 }
 
 TEST_P(FlexAttention, InPlaceGivesTheSameBits) {
