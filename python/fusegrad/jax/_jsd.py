@@ -64,7 +64,8 @@ def jsd(
         temperature: divides the logits of both.
         ignore_index: rows with this label count for nothing.
         reduction: 'none', 'sum', 'batchmean': the sum / the number of kept rows, or 'mean': that / V. No row kept: 0.
-        log_probs: student and teacher are log-probabilities, taken as they are, and so are the gradients.
+        log_probs: student and teacher are log-probabilities, taken as they are, and so are the gradients. Unlike
+            :func:`fusegrad.jsd`, which refuses logits there, this does not look at their values.
         soft_weight, hard_weight: a row's loss is ``soft_weight * divergence + hard_weight * hard``, where hard is the
             cross entropy of the student's logits (without temperature) at the row's label.
 
