@@ -129,8 +129,8 @@ class FlexBackwardHopperTiles {
   struct Place {
     int b, h, tile, keys;
     static constexpr int kLast = 1, kStage = 2, kFirst = 4;
-    __device__ __forceinline__ int row() const { return Entry{tile}.column() * (Config::kRows / Config::kParts); }
-    __device__ __forceinline__ int kinds() const { return Entry{tile}.kinds(); }
+    __device__ __forceinline__ int row() const { return Entry::column(tile) * (Config::kRows / Config::kParts); }
+    __device__ __forceinline__ int kinds() const { return Entry::kinds(tile); }
     __device__ __forceinline__ int col() const { return keys & ~63; }
     __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
     __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
@@ -198,8 +198,7 @@ class FlexBackwardHopperTiles {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
         for (int tile = 0; tile < walk.count() || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
-          const Place p{b, h, tile < walk.count() ? walk[tile] : Entry::of(row_tiles * Config::kParts, kTileFull).word,
-                        0};
+          const Place p{b, h, tile < walk.count() ? walk[tile] : row_tiles * Config::kParts << Entry::kKindBits, 0};
           const bool last = left == 1 && tile + 1 >= walk.count() && brought + 1 >= kLeast;
           if (last) id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
           load(i++, p, keys, brought++ == 0, last);

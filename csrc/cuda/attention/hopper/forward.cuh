@@ -134,7 +134,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       if (kStaggered && group_ == 1) named_sync(kTurn + parity, 2 * kWarpgroup);
       issue_scores(s, queries.stage(), keys.stage);
       if (kStaggered && group_ == 0) named_arrive(kTurn + parity, 2 * kWarpgroup);
-      const Entry now = entry_of(keys, 0);
+      const int now = entry_of(keys, 0);
       // Other warps may still read the last tile's lines.
       if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
       bring_lines(now, 0);
@@ -208,23 +208,21 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     Barrier::wait(key_full(keys.stage), keys.parity);
   }
   /// The list entry of the stage's keys, tile i. After wait_keys.
-  __device__ __forceinline__ Entry entry_of(const Stages& keys, int i) const {
-    return Config::kBlocks ? Entry{load_by_first(lane(), entry(keys.stage))} : Entry::of(i, kTileFull);
+  __device__ __forceinline__ int entry_of(const Stages& keys, int i) const {
+    return Config::kBlocks ? load_by_first(lane(), entry(keys.stage)) : i << Entry::kKindBits;
   }
   /// The kind of the warpgroup's part of a tile.
-  __device__ __forceinline__ int kind_of(Entry tile) const { return tile.kind(group_); }
+  __device__ __forceinline__ int kind_of(int tile) const { return Entry::kind(tile, group_); }
   /// Whether the last tile has no pair of the warpgroup's, but is not the only one.
   __device__ __forceinline__ bool skips_last() const { return Config::kParts > 1 && (row_ & 1) != 0; }
-  __device__ __forceinline__ bool has_none(Entry tile) const {
-    return Config::kParts > 1 && kind_of(tile) == kTileNone;
-  }
+  __device__ __forceinline__ bool has_none(int tile) const { return Config::kParts > 1 && kind_of(tile) == kTileNone; }
 
   __device__ __forceinline__ void clear(float (&out)[kBlocksE][4]) {
     zero(out);
     softmax_.begin();
   }
   /// Computes all tiles, from `now` on, whose scores are there. At the end the output's last product is in flight.
-  __device__ __forceinline__ void attend(int tiles, Entry now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
+  __device__ __forceinline__ void attend(int tiles, int now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
                                          Stages& keys, Stages& values, QueryStages& queries) {
     unsigned p[kBlocksN * 2];
     float rescale[2];
@@ -279,7 +277,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         wait_output(out, values, true);
         ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, now, n); });
         if (!ended) {
-          scores_again(s, now.column() * Config::kCols);
+          scores_again(s, Entry::column(now) * Config::kCols);
           again = true;
           break;
         }
@@ -318,7 +316,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     wgmma_commit();
   }
   __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2], int stage,
-                                            Entry tile) const {
+                                            int tile) const {
     const unsigned at = has_none(tile) ? zeros_ : this->value(stage);
     const auto value = descriptor(at, Config::kCols * kChunkBytes);
     wgmma_fence();
@@ -330,17 +328,17 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   // Rows beyond the queries may get any result, which nobody stores.
-  __device__ __forceinline__ bool masked(Entry tile) const {
-    return kind_of(tile) != kTileFull || tile.column() * Config::kCols + Config::kCols > a_.keys;
+  __device__ __forceinline__ bool masked(int tile) const {
+    return kind_of(tile) != kTileFull || Entry::column(tile) * Config::kCols + Config::kCols > a_.keys;
   }
   /// One of the warpgroup's sets of lines, the mask_mod's first.
   __device__ __forceinline__ unsigned lines(int set) const {
     return query_ + kMemory.lines.offset + (group_ * kLineSets + set) * kSetBytes;
   }
   /// Writes the lines of a tile.
-  __device__ __forceinline__ void bring_lines(Entry tile, int set) const {
+  __device__ __forceinline__ void bring_lines(int tile, int set) const {
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    const int q = row_ + group_ * 64, kv = tile.column() * Config::kCols;
+    const int q = row_ + group_ * 64, kv = Entry::column(tile) * Config::kCols;
     if constexpr (kScoreLines) {
       ScoreLines of_score;
       of_score.load(score_, b_, h_, q, kv, thread);
@@ -365,8 +363,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
 
-  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], Entry tile, int set) const {
-    const int q = first_query(), kv = tile.column() * Config::kCols + lane() % 4 * 2;
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile, int set) const {
+    const int q = first_query(), kv = Entry::column(tile) * Config::kCols + lane() % 4 * 2;
     if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
     // All pairs are changed, so that a score_mod is instantiated once; masked pairs too read inside its buffers.
     if constexpr (!Config::kUnscaled) change(s, q, kv, reads<kScoreLines, ScoreLines>(lines(set) + kMaskLineBytes));
@@ -392,7 +390,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
   template <class Reads>
-  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Entry tile, int kind, int q, int kv,
+  __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], int tile, int kind, int q, int kv,
                                        const Reads& reads) const {
     int keys[2];  // a row's pairs may take part below this key
 #pragma unroll
@@ -425,8 +423,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   /// Drops probabilities of two blocks of keys, n on, from an operand.
-  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], Entry tile, int n) const {
-    const int q = first_query() - lane() / 4, kv = tile.column() * Config::kCols;
+  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int tile, int n) const {
+    const int q = first_query() - lane() / 4, kv = Entry::column(tile) * Config::kCols;
     const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
 #pragma unroll
     for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);

@@ -125,7 +125,7 @@ class FlexForwardHopperTiles {
     Counted<Config::kStages> tiles;
     QueryStages queries;
     Works works;
-    Entry first{0}, next_first{0};
+    int first = 0, next_first = 0;
     Work next, w = work_at(static_cast<int>(blockIdx.x), first);
     for (int id = static_cast<int>(blockIdx.x); w.row != Work::kNoMore; w = next, first = next_first) {
       tell(w, works);
@@ -138,19 +138,18 @@ class FlexForwardHopperTiles {
       const TileWalk walk = walk_of(w);
       const int ask = max(w.tiles - kAskBefore, 0);
       int col = 0;
-      Entry now = first;
 #pragma unroll 1  // or its code would be a third of the kernel's
-      for (int i = 0; i < w.tiles + kLag; ++i) {
+      for (int i = 0, now = first; i < w.tiles + kLag; ++i) {
         if (i == ask) id = next_id(id);
         int value_col = col;
         if (i < w.tiles) {
           const int stage = tiles.stage();
-          col = now.column() * Config::kCols;
+          col = Entry::column(now) * Config::kCols;
           Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
           if constexpr (Config::kBlocks)
-            asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now.word) : "memory");
+            asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now) : "memory");
           copy_tile<Config::kCols, Config::kHead>(key(stage), more_.key, key_full(stage), col, key_head, key_batch);
-          now.word = !Config::kBlocks ? now.word + (1 << Entry::kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
+          now = !Config::kBlocks ? now + (1 << Entry::kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
         }
         if (i == 0) {
           Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
@@ -182,7 +181,7 @@ class FlexForwardHopperTiles {
                     (Config*)nullptr);
   }
   // `first` becomes its first tile, where it has one.
-  __device__ __forceinline__ Work work_at(int id, Entry& first) const {
+  __device__ __forceinline__ Work work_at(int id, int& first) const {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     if (id >= a_.batches * a_.heads * row_tiles) return {0, 0, Work::kNoMore, 0};
     // The last queries come first: under a causal mask they have the most keys, and what begins last should not take
@@ -193,7 +192,7 @@ class FlexForwardHopperTiles {
     Work w{b, head - b * a_.heads, (row_tiles - 1 - place / heads) * Config::kRows, 0};
     const TileWalk walk = walk_of(w);
     w.tiles = walk.count();
-    first.word = walk[0];
+    first = walk[0];
     if constexpr (Config::kParts > 1) {
       static_assert(kTileNone == 3 && Config::kParts <= 3);
       if (w.tiles > 1) {

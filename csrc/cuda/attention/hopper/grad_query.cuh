@@ -154,10 +154,9 @@ class FlexGradQueryHopper {
       const int key_head = h_ / a_.group, key_batch = a_.key_batches == 1 ? 0 : b_, tiles = walk.count();
 #pragma unroll 1  // or its code would be a quarter of the kernel's
       for (int i = 0; i < tiles; ++i) {
-        const TileEntry<> now{walk[i]};
-        const int col = now.column() * Config::kCols;
+        const int now = walk[i], col = TileEntry<>::column(now) * Config::kCols;
         Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
-        tell(Entry::of(now, i + 1 == tiles), keys.stage);
+        tell(Entry::of(now) + (i + 1 == tiles ? Entry::kLast : 0), keys.stage);
         copy_tile<Config::kCols, Config::kHead>(key(keys.stage), more_.key, key_full(keys.stage), col, key_head,
                                                 key_batch);
         keys.next();
@@ -180,7 +179,7 @@ class FlexGradQueryHopper {
       id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
     }
     Barrier::wait(key_empty(keys.stage), keys.parity ^ 1);
-    tell({kNoMore}, keys.stage);
+    tell(kNoMore, keys.stage);
     Barrier::arrive(key_full(keys.stage));
     Barrier::wait(value_empty(values.stage), values.parity ^ 1);
     Barrier::arrive(value_full(values.stage));
@@ -215,8 +214,8 @@ class FlexGradQueryHopper {
       }
     }
   }
-  __device__ __forceinline__ void tell(Entry now, int stage) const {
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now.word) : "memory");
+  __device__ __forceinline__ void tell(int now, int stage) const {
+    asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now) : "memory");
   }
 
   // --- a consumer warpgroup ---
@@ -228,8 +227,8 @@ class FlexGradQueryHopper {
     Values values;
     unsigned queries = 0;
     wait_keys(keys);
-    Entry now = entry_of(keys);
-    if (now.word != kNoMore) {
+    int now = entry_of(keys);
+    if (now != kNoMore) {
       // Warpgroup 0 begins and each hands the turn to the next. Nobody takes the last turn.
       if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
       take_queries(queries);
@@ -245,7 +244,7 @@ class FlexGradQueryHopper {
         lines.store(this->lines(), thread() % kWarpgroup);
       }
       if constexpr (kOverlapped) wait_scores(s);
-      while (now.word != kNoMore) {
+      while (now != kNoMore) {
         unsigned ds[kBlocksN * 2];
         if constexpr (kOverlapped) {
           overlapped_pairs(now, s, d, ds);
@@ -256,7 +255,7 @@ class FlexGradQueryHopper {
         }
         release(value_empty(values.stage));
         values.next();
-        const bool last_tile = now.last();
+        const bool last_tile = (now & Entry::kLast) != 0;
         if (last_tile) {
           release(query_empty(stage_of(queries)));
           ++queries;
@@ -312,16 +311,16 @@ class FlexGradQueryHopper {
   /// Issues dQ of a tile and the first products of the next one, which is returned. None is under a condition, which
   /// would make the compiler wait for it: behind the last tile they multiply whatever lies in shared memory, and nobody
   /// uses them.
-  __device__ __forceinline__ Entry turn(bool last_tile, const Keys& last, const Keys& keys, const Values& values,
-                                        unsigned queries, const unsigned (&ds)[kBlocksN * 2], float (&sum)[kBlocksD][4],
-                                        float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
+  __device__ __forceinline__ int turn(bool last_tile, const Keys& last, const Keys& keys, const Values& values,
+                                      unsigned queries, const unsigned (&ds)[kBlocksN * 2], float (&sum)[kBlocksD][4],
+                                      float (&s)[kBlocksN][4], float (&d)[kBlocksN][4]) {
     if constexpr (Config::kGradQuery) issue_grad_query(sum, ds, last);
     wait_keys(keys);
-    if (last_tile && entry_of(keys).word != kNoMore) take_queries(queries);
+    if (last_tile && entry_of(keys) != kNoMore) take_queries(queries);
     issue_scores(s, stage_of(queries), keys);
     // Queued products keep the tensor cores busy until the next warpgroup has woken up.
     end_turn();
-    const Entry next = entry_of(keys);
+    const int next = entry_of(keys);
     touch(next);
     Lines lines;
     if constexpr (kLines) load(lines, next);
@@ -344,18 +343,16 @@ class FlexGradQueryHopper {
     Barrier::wait(key_full(keys.stage), keys.parity);
   }
   /// The entry of the stage's keys. After wait_keys.
-  __device__ __forceinline__ Entry entry_of(const Keys& keys) const {
-    return {load_by_first(lane(), entry(keys.stage))};
-  }
+  __device__ __forceinline__ int entry_of(const Keys& keys) const { return load_by_first(lane(), entry(keys.stage)); }
   /// Prefetches what the warpgroup will read of captured tensors.
-  __device__ __forceinline__ void touch(Entry tile) const {
+  __device__ __forceinline__ void touch(int tile) const {
     const int q = row_ + group_ * 64, kv = col_of(tile), thread = this->thread() % kWarpgroup;
     const unsigned nowhere = entry(kKeyStages) + this->thread() * 4;
     if constexpr (kTouches) touch_tile<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
     if constexpr (kPairs) touch_pairs<ScoreMod, 64, Config::kCols, kWarpgroup>(score_, b_, h_, q, kv, thread, nowhere);
   }
   __device__ __forceinline__ unsigned lines() const { return entry(kKeyStages) + group_ * Lines::kWords * 4; }
-  __device__ __forceinline__ void load(Lines& lines, Entry tile) const {
+  __device__ __forceinline__ void load(Lines& lines, int tile) const {
     lines.load(score_, b_, h_, row_ + group_ * 64, col_of(tile), thread() % kWarpgroup);
   }
   // Called by each warp when all its lanes are done with what the barrier guards.
@@ -400,7 +397,7 @@ class FlexGradQueryHopper {
 
   // Computes what pairs() computes, and waits for dP itself. The mask's branch is between the probabilities and that
   // wait, or ptxas would move the wait up.
-  __device__ __forceinline__ void overlapped_pairs(Entry tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+  __device__ __forceinline__ void overlapped_pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                                    unsigned (&ds)[kBlocksN * 2]) const {
 #pragma unroll
     for (int k = 0; k < kBlocksN * 4; ++k) {
@@ -432,18 +429,19 @@ class FlexGradQueryHopper {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
   }
-  static __device__ __forceinline__ int col_of(Entry tile) { return tile.column() * Config::kCols; }
-  __device__ __forceinline__ bool masked(Entry tile) const {
-    return tile.kind() != kTileFull || col_of(tile) + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
+  static __device__ __forceinline__ int col_of(int tile) { return Entry::column(tile) * Config::kCols; }
+  __device__ __forceinline__ bool masked(int tile) const {
+    return Entry::kind(tile) != kTileFull || col_of(tile) + Config::kCols > a_.keys ||
+           row_ + Config::kRows > a_.queries;
   }
-  __device__ __forceinline__ Bits<kBlocksN * 4> mask_of(Entry tile) const {
-    return masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, tile.kind(), b_, h_, first_query(),
+  __device__ __forceinline__ Bits<kBlocksN * 4> mask_of(int tile) const {
+    return masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, Entry::kind(tile), b_, h_, first_query(),
                                                             col_of(tile) + lane() % 4 * 2);
   }
 
   /// Dropout of 16 keys from n * 8 on.
   using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
-  __device__ __forceinline__ DropoutPairs dropout_pairs(Entry tile, int n) const {
+  __device__ __forceinline__ DropoutPairs dropout_pairs(int tile, int n) const {
     return dropout_.template pairs<false>(a_.dropout, first_query() - lane() / 4, col_of(tile) + n * 8, lane());
   }
   /// Applies dropout to dP.
@@ -453,7 +451,7 @@ class FlexGradQueryHopper {
     for (int e = 0; e < 4; ++e) d[e] *= a_.dropout.scale;
   }
   // Computes dS of a tile, as an operand.
-  __device__ __forceinline__ void pairs(Entry tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
+  __device__ __forceinline__ void pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&ds)[kBlocksN * 2]) {
     const int q = first_query(), kv = col_of(tile) + lane() % 4 * 2;
     const bool masked = this->masked(tile);
@@ -465,9 +463,8 @@ class FlexGradQueryHopper {
     }
   }
   template <bool kMasked>
-  __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, Entry tile, int q, int kv,
-                                            float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
-                                            unsigned (&ds)[kBlocksN * 2]) {
+  __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int tile, int q, int kv, float (&s)[kBlocksN][4],
+                                            float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
     DropoutPairs kept;

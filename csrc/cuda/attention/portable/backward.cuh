@@ -160,21 +160,20 @@ class FlexBackward {
  private:
   /// A tile of queries of one of the query heads that share the keys.
   struct ListPlace {
-    int b, h, i;  // i: in the head's list
-    TileEntry<> tile;
-    __device__ __forceinline__ int row() const { return tile.column() * Config::kRows; }
+    int b, h, i, tile;  // i: in the head's list; tile: its entry
+    __device__ __forceinline__ int row() const { return TileEntry<>::column(tile) * Config::kRows; }
   };
   __device__ __forceinline__ ListPlace first() {
     first_head_ = key_head_ * a_.group;
     last_batch_ = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
-    return settle({key_batch_, first_head_, 0, {0}});
+    return settle({key_batch_, first_head_, 0, 0});
   }
-  __device__ __forceinline__ ListPlace after(const ListPlace& p) const { return settle({p.b, p.h, p.i + 1, {0}}); }
+  __device__ __forceinline__ ListPlace after(const ListPlace& p) const { return settle({p.b, p.h, p.i + 1, 0}); }
   __device__ __forceinline__ ListPlace settle(ListPlace p) const {
     while (p.b < last_batch_) {
       const TileWalk tiles(a_.tiles, p.b, p.h, col_tile_, row_tiles_, (Config*)nullptr);
       if (p.i < tiles.count()) {
-        p.tile.word = tiles[p.i];
+        p.tile = tiles[p.i];
         break;
       }
       p.i = 0;
@@ -282,8 +281,8 @@ class FlexBackward {
       multiply_tiles<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
     }
     const int row = place.row();
-    const bool masked =
-        place.tile.kind(0) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+    const bool masked = TileEntry<>::kind(place.tile) != kTileFull || row + Config::kRows > a_.queries ||
+                        col_ + Config::kCols > a_.keys;
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
@@ -303,8 +302,8 @@ class FlexBackward {
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       const int kv = first_key() + m * 16;
-      const auto alive =
-          pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile.kind(0), kMasked && masked, b, h, q, kv);
+      const auto alive = pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, TileEntry<>::kind(place.tile),
+                                                                      kMasked && masked, b, h, q, kv);
       typename FlexDropoutHead<Config>::Pairs kept;
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {

@@ -58,13 +58,13 @@ class FlexForward {
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     begin();
     if (walk.count() > 0) {
-      Entry tile{walk[0]};
+      int tile = walk[0];
       load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
-      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, tile.column() * Config::kCols, a_.keys,
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, Entry::column(tile) * Config::kCols, a_.keys,
                                    a_.head_size);
       commit_copies();
       for (int i = 0; i < walk.count(); ++i) {
-        const Entry next{i + 1 < walk.count() ? walk[i + 1] : kNone};
+        const int next = i + 1 < walk.count() ? walk[i + 1] : kNone;
         step(tile, next);
         tile = next;
       }
@@ -94,8 +94,8 @@ class FlexForward {
   }
 
   // Computes one tile, whose keys are being copied; leaves the copies of the next tile's keys under way.
-  __device__ __forceinline__ void step(Entry tile, Entry next) {
-    const int col = tile.column() * Config::kCols;
+  __device__ __forceinline__ void step(int tile, int next) {
+    const int col = Entry::column(tile) * Config::kCols;
     wait_copies<0>();
     __syncthreads();
     load_tile<ValueTile, kThreads>(value_, a_.value, b_, h_ / a_.group, col, a_.keys, a_.value_size);
@@ -105,12 +105,12 @@ class FlexForward {
                                                     0, lane());
     wait_copies<0>();
     __syncthreads();
-    if (next.word >= 0) {
-      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, next.column() * Config::kCols, a_.keys,
+    if (next >= 0) {
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, Entry::column(next) * Config::kCols, a_.keys,
                                    a_.head_size);
       commit_copies();
     }
-    apply_mods(s, tile.kind(0), col);
+    apply_mods(s, Entry::kind(tile), col);
     softmax(s);
     if constexpr (Config::kDropout) drop(s, col);
     multiply_accumulators<T, Config::kSplit>(out_, s, value_, ValueTile::kStride, lane());

@@ -41,8 +41,8 @@ class FlexGradQuery {
         score_(score),
         mask_(mask),
         query_(shared),
-        grad_out_(shared + kMemory.grad_out.offset),
-        stage_(shared + kMemory.stages.offset) {}
+        grad_out_(query_ + kMemory.query.piece),
+        stage_(grad_out_ + kMemory.grad_out.piece) {}
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
@@ -58,14 +58,14 @@ class FlexGradQuery {
     const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(grad_out_, a_.grad_out, b_, h_, row_, a_.queries, a_.value_size);
-    Entry tile{walk.count() > 0 ? walk[0] : kNone};
-    if (tile.word >= 0) load_stage(tile, 0);
+    int tile = walk.count() > 0 ? walk[0] : kNone;
+    if (tile >= 0) load_stage(tile, 0);
     commit_copies();
     for (int i = 0; i < walk.count(); ++i) {
       wait_copies<0>();
       __syncthreads();
-      const Entry next{i + 1 < walk.count() ? walk[i + 1] : kNone};
-      if (next.word >= 0) load_stage(next, (i + 1) % 2);
+      const int next = i + 1 < walk.count() ? walk[i + 1] : kNone;
+      if (next >= 0) load_stage(next, (i + 1) % 2);
       commit_copies();
       step(tile, stage_ + i % 2 * kMemory.stages.piece);
       tile = next;
@@ -98,15 +98,15 @@ class FlexGradQuery {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16 * kBlocksM; }
 
-  __device__ __forceinline__ void load_stage(Entry tile, int stage) const {
+  __device__ __forceinline__ void load_stage(int tile, int stage) const {
     const unsigned key = stage_ + stage * kMemory.stages.piece;
-    const int b = a_.key_batches == 1 ? 0 : b_, h = h_ / a_.group, col = tile.column() * Config::kCols;
+    const int b = a_.key_batches == 1 ? 0 : b_, h = h_ / a_.group, col = (tile >> Entry::kKindBits) * Config::kCols;
     load_tile<KeyTile, kThreads>(key, a_.key, b, h, col, a_.keys, a_.head_size);
     load_tile<ValueTile, kThreads>(key + KeyTile::kBytes, a_.value, b, h, col, a_.keys, a_.value_size);
   }
 
-  __device__ __forceinline__ void step(Entry tile, unsigned key) {
-    const int kind = tile.kind(0), col = tile.column() * Config::kCols;
+  __device__ __forceinline__ void step(int tile, unsigned key) {
+    const int kind = tile & 3, col = (tile >> Entry::kKindBits) * Config::kCols;
     float s[kBlocksM][kBlocksN][4] = {}, d[kBlocksM][kBlocksN][4] = {};
     multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key, KeyTile::kStride,
                                                     0, lane());
