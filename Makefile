@@ -139,7 +139,7 @@ wheels:
 	  BUILD=$(BUILD)-$${python##*/}; done
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
-lint: .venv-lint/.installed $(VENV)/.installed-build
+lint: .venv-lint/.installed $(BUILD)/build.ninja
 	$(LINT)/clang-format --dry-run --Werror $(CXX_FILES) || { echo "To mend it: make format" >&2; exit 1; }
 	$(LINT)/python tools/performance.py --check
 	$(LINT)/ruff check . && $(LINT)/ruff format --check . || { echo "To mend it: make format" >&2; exit 1; }
@@ -147,14 +147,16 @@ lint: .venv-lint/.installed $(VENV)/.installed-build
 	# What users' own checkers see, with torch's types.
 	$(LINT)/mypy --config-file tests/typing/mypy.ini --python-executable $(BIN)/python
 	$(LINT)/pyright --project tests/typing --pythonpath $(BIN)/python
+	$(LINT)/python tools/tidy.py $(BUILD)
 
 format: .venv-lint/.installed
 	$(LINT)/clang-format -i $(CXX_FILES)
 	$(LINT)/ruff check --fix .
 	$(LINT)/ruff format .
 
-tidy: .venv-lint/.installed build
-	$(LINT)/clang-tidy -p $(BUILD) --quiet $$(git ls-files 'csrc/*.cpp')
+# All of csrc.
+tidy: .venv-lint/.installed $(BUILD)/build.ninja
+	$(LINT)/python tools/tidy.py $(BUILD) --all
 
 docs: build $(VENV)/.installed-docs
 	command -v doxygen >/dev/null || { echo "doxygen is missing (Debian, Ubuntu: apt-get install doxygen)" >&2; exit 1; }

@@ -9,6 +9,7 @@ namespace fusegrad::cpu {
 template <class T>
 const T& for_this_machine(const T& plain, const T& avx2, const T& avx512) {
   const auto set = instruction_set();
+  // NOLINTNEXTLINE(bugprone-return-const-ref-from-parameter): all three are constants of a namespace.
   return set == InstructionSet::kAvx512 ? avx512 : set == InstructionSet::kAvx2 ? avx2 : plain;
 }
 

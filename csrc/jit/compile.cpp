@@ -229,7 +229,7 @@ Cubin compile(const Program& program) {
 void compile_ahead(Program program) {
   // At the process's end the futures' destructors wait: a thread within NVRTC must not outlive NVRTC's own objects.
   static const struct AtEnd {
-    ~AtEnd() {
+    ~AtEnd() {  // NOLINT(bugprone-exception-escape): a mutex that cannot be locked leaves nothing to do but to end
       Threads& threads = of_this_process<Threads>();
       const std::lock_guard lock(threads.mutex);
       threads.running.clear();

@@ -105,7 +105,9 @@ void Nvrtc::check_architecture(const Program& program) const {
   check(call_.supported_count(&count), "nvrtcGetNumSupportedArchs", program);
   std::vector<int> supported(static_cast<size_t>(count));
   check(call_.supported(supported.data()), "nvrtcGetSupportedArchs", program);
-  const int wanted = std::atoi(program.architecture.c_str());
+  const std::string& name = program.architecture;
+  int wanted = 0;  // what no NVRTC supports, where the name begins with no number
+  std::from_chars(name.data(), name.data() + name.size(), wanted);
   std::string known;
   for (const int architecture : supported) {
     if (architecture == wanted) return;

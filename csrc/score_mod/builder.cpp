@@ -34,6 +34,7 @@ Expression Captured::at(const std::vector<Expression>& indices) const {
   return score_mod::load(tensor_, score_mod::type_of(score_mod::dtype_of(*tensor_)), indices);
 }
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): at::Scalar goes by value in all of PyTorch.
 CapturedNumber::CapturedNumber(at::Scalar value) : value_(std::make_shared<at::Scalar>(value)) {
   TORCH_CHECK_TYPE(!value.isComplex(), "a captured number must be real");
 }

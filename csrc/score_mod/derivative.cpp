@@ -195,9 +195,7 @@ class Backward {
     }
 
    private:
-    void accumulate(int i, Adjoint adjoint) {
-      b_.accumulate(operand(i), std::move(adjoint), b_.forward_.open_axes(id_));
-    }
+    void accumulate(int i, const Adjoint& adjoint) { b_.accumulate(operand(i), adjoint, b_.forward_.open_axes(id_)); }
     NodeId operand(int i) const { return b_.forward_[id_].operands[i]; }
     Backward& b_;
     NodeId id_;

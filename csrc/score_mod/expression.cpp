@@ -33,6 +33,8 @@ Expression apply(Op op, std::initializer_list<Expression> operands) {
 }
 
 Expression reduced(Op op, int64_t extent, const Element& element) {
+  // `element` may run another trace, which is current() then: a copy.
+  // NOLINTNEXTLINE(performance-unnecessary-copy-initialization)
   const std::shared_ptr<Trace> trace = current();
   const NodeId axis = trace->graph.axis(trace->graph.add_axis(extent));
   const Expression value = element({trace, axis});

@@ -295,7 +295,7 @@ std::vector<Reads> reads(const Graph& graph) {
   return result;
 }
 
-VariableSet determined(const Graph& graph, std::span<const NodeId> indices, std::span<const Dependence> dependences,
+VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals) {
   VariableSet known = 0;
   for (bool grown = true; grown;) {

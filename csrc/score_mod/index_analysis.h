@@ -72,7 +72,7 @@ enum class Reads : uint8_t {
 std::vector<Reads> reads(const Graph& graph);
 
 /// The variables that a tuple of indices determines: v is in the set if no two tuples are equal that differ in v.
-VariableSet determined(const Graph& graph, std::span<const NodeId> indices, std::span<const Dependence> dependences,
+VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals);
 
 }  // namespace fusegrad::score_mod

@@ -61,7 +61,7 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
   const auto interval = intervals(derivative, Lengths{});
   std::vector<ScatterStep> plan;
   for (const Contribution& c : derivative.contributions()) {
-    const VariableSet determines = determined(derivative, c.indices, dependence, interval);
+    const VariableSet determines = determined(c.indices, dependence, interval);
     const auto buffer = static_cast<size_t>(c.buffer);
     ScatterStep step =
         classify(derivative, c, dependence, determines, buffer < elements.size() ? elements[buffer] : -1);

@@ -31,8 +31,7 @@ std::vector<VariableSet> agreeing(const score_mod::Graph& derivative, const scor
     const auto buffer = static_cast<size_t>(c.buffer);
     // Two reads may meet anywhere.
     const bool only = reads[buffer]++ == 0;
-    result[buffer] =
-        only ? score_mod::determined(derivative, c.indices, dependence, interval) | single : VariableSet{0};
+    result[buffer] = only ? score_mod::determined(c.indices, dependence, interval) | single : VariableSet{0};
   }
   // A buffer without a contribution cannot be met in at all.
   for (size_t i = 0; i < result.size(); ++i) {
