@@ -97,21 +97,6 @@ __device__ int tile_kinds(const device::FlexTiles& t, const FlexTileLists& p, co
   return some ? kinds : -1;
 }
 
-// By all threads of a CTA: the sum of what the warps before this one found, beside `found` of earlier calls, to which
-// all warps' are added. `of_warp`: in the lane that `tells`.
-__device__ int sum_before(int of_warp, bool tells, int& found) {
-  __shared__ int warps[kThreads / kWarp];
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  if (tells) warps[warp] = of_warp;
-  __syncthreads();
-  int before = found;
-  for (int w = 0; w < kThreads / kWarp; ++w) {
-    if (w < warp) before += warps[w];
-    found += warps[w];
-  }
-  return before;
-}
-
 // Called by one thread: stores a list's number of entries.
 __device__ void put_count(const FlexTileLists& p, int* count, int entries) {
   count[blockIdx.x] = entries;
@@ -122,15 +107,22 @@ __device__ void put_count(const FlexTileLists& p, int* count, int entries) {
 template <class StateOf>
 __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, bool bad, int* count, int* list,
                            const StateOf& state_of) {
+  __shared__ int warps[kThreads / kWarp];
   const int64_t id = blockIdx.x;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   int found = 0;
   for (int begin = 0; begin < t.cols; begin += kThreads) {
     const int col = begin + static_cast<int>(threadIdx.x);
     const int state = col < t.cols ? state_of(col) : -1;
     bad |= state == -2;
     const unsigned takes = __ballot_sync(~0u, state >= 0);
-    const int before = sum_before(__popc(takes), lane == 0, found);
+    if (lane == 0) warps[warp] = __popc(takes);
+    __syncthreads();
+    int before = found;
+    for (int w = 0; w < kThreads / kWarp; ++w) {
+      if (w < warp) before += warps[w];
+      found += warps[w];
+    }
     if (state >= 0)
       list[id * t.cols + before + __popc(takes & ((1u << lane) - 1))] = device::tile_entry_word(p.parts, col, state);
     __syncthreads();
@@ -145,8 +137,9 @@ __device__ void write_list(const device::FlexTiles& t, const FlexTileLists& p, b
 // is kTileNone.
 __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* kinds, int* count,
                            int* list) {
+  __shared__ int warps[kThreads / kWarp];
   const int64_t id = blockIdx.x;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
   const int size = static_cast<int>(t.block_size_q), part = p.tile_q / p.parts;
   const auto kind_of_block = [&](int r) { return r < t.block_rows ? kinds[r] : device::kTileNone; };
   int found = 0;
@@ -163,7 +156,13 @@ __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, c
       const int other = __shfl_up_sync(~0u, sum, d);
       if (lane >= d) sum += other;
     }
-    const int before = sum_before(sum, lane == kWarp - 1, found) + sum - last;
+    if (lane == kWarp - 1) warps[warp] = sum;
+    __syncthreads();
+    int before = found + sum - last;
+    for (int w = 0; w < kThreads / kWarp; ++w) {
+      if (w < warp) before += warps[w];
+      found += warps[w];
+    }
     for (int i = first; i < last; ++i) {
       const int q = run * size + i * p.tile_q;
       int state = 0;
