@@ -161,7 +161,6 @@ class FlexBackward {
   /// A tile of queries of one of the query heads that share the keys.
   struct ListPlace {
     int b, h, i, tile;  // i: in the head's list; tile: its entry
-    __device__ __forceinline__ int row() const { return TileEntry<>::column(tile) * Config::kRows; }
   };
   __device__ __forceinline__ ListPlace first() {
     first_head_ = key_head_ * a_.group;
@@ -195,7 +194,7 @@ class FlexBackward {
 
   __device__ __forceinline__ void load_stage(const ListPlace& p, int stage) const {
     const unsigned to = stage_ + stage * kMemory.stages.piece;
-    const int b = p.b, h = p.h, row = p.row();
+    const int b = p.b, h = p.h, row = (p.tile >> TileEntry<>::kKindBits) * Config::kRows;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
     if (const int i = static_cast<int>(threadIdx.x); i < Config::kRows) {
@@ -251,7 +250,7 @@ class FlexBackward {
   }
   // Follows all warps' parts of a tile: what they compute together.
   __device__ __forceinline__ void finish(const ListPlace& place, int stage) {
-    const int row = place.row();
+    const int row = (place.tile >> TileEntry<>::kKindBits) * Config::kRows;
     // This order spills less.
     if constexpr (Config::kShare == 1) sums_.flush(place.b, place.h, row, col_);
     if constexpr (Config::kGradQuery) {
@@ -280,9 +279,9 @@ class FlexBackward {
     if constexpr (Config::kGradScores) {
       multiply_tiles<Config::kValue>(d, value_, ValueTile::kStride, grad_out, GradOutTile::kStride);
     }
-    const int row = place.row();
-    const bool masked = TileEntry<>::kind(place.tile) != kTileFull || row + Config::kRows > a_.queries ||
-                        col_ + Config::kCols > a_.keys;
+    const int row = (place.tile >> TileEntry<>::kKindBits) * Config::kRows;
+    const bool masked =
+        (place.tile & 3) != kTileFull || row + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
@@ -298,12 +297,13 @@ class FlexBackward {
   template <bool kMasked>
   __device__ __forceinline__ void pairs(const ListPlace& place, bool masked, const FlexRow* rows, Scores& s, Scores& d,
                                         unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
-    const int b = place.b, h = place.h, q = place.row() + part() * kPart + lane() % 4 * 2;
+    const int b = place.b, h = place.h,
+              q = (place.tile >> TileEntry<>::kKindBits) * Config::kRows + part() * kPart + lane() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
       const int kv = first_key() + m * 16;
-      const auto alive = pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, TileEntry<>::kind(place.tile),
-                                                                      kMasked && masked, b, h, q, kv);
+      const auto alive =
+          pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile & 3, kMasked && masked, b, h, q, kv);
       typename FlexDropoutHead<Config>::Pairs kept;
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
