@@ -182,9 +182,9 @@ def checked(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for i, (value, right) in enumerate(zip(args, plain_positional, strict=False)):
+        for value, name, right in zip(args, positional, plain_positional, strict=False):
             if type(value) not in right:
-                look(positional[i], value)
+                look(name, value)
         for name, value in kwargs.items():
             if type(value) not in plain.get(name, nothing):
                 look(name, value)

@@ -3,54 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from . import _options
 from ._arguments import checked
-from .distributed.shards import VocabParallel, is_dtensor
+from ._options import JSDReduction, Tail
+from .distributed.shards import VocabParallel, is_dtensor, sharded
 from .functional import _normalizer
 
 __all__ = ["JSDAux", "JSDAuxOutput", "jsd", "linear_jsd"]
 
-JSDReduction = Literal["none", "mean", "sum", "batchmean"]
-Tail = Literal["bucket", "renormalize"]
-
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
-
-    class _DivergenceOptions(TypedDict, total=False):
-        """Those that jsd and linear_jsd share and that do not decide the type of the result."""
-
-        labels: Tensor | None
-        token_weight: Tensor | None
-        normalizer: float | Tensor | None
-        beta: float
-        temperature: float
-        ignore_index: int | None
-        reduction: JSDReduction
-        tail: Tail
-        tail_log_prob: Tensor | None
-        soft_weight: float
-        hard_weight: float
-        inplace: bool
-        vocab_parallel: VocabParallel | None
-
-    class _JSDOptions(_DivergenceOptions, total=False):
-        log_probs: bool
-
-    class _LinearJSDOptions(_DivergenceOptions, total=False):
-        student_bias: Tensor | None
-        teacher_bias: Tensor | None
-        teacher_temperature: float | None
-        student_softcap: float | None
-        teacher_softcap: float | None
-        student_logit_scale: float
-        teacher_logit_scale: float
-        vocab_size: int | None
-        accumulate_dtype: torch.dtype | None
-        workspace_mib: int | None
+    from typing_extensions import Unpack
 
 
 @checked
@@ -99,7 +66,7 @@ def jsd(
     teacher: Tensor | tuple[Tensor, Tensor],
     *,
     return_aux: None = None,
-    **options: Unpack[_JSDOptions],
+    **options: Unpack[_options.JSDFunction],
 ) -> Tensor: ...
 
 
@@ -109,7 +76,7 @@ def jsd(
     teacher: Tensor | tuple[Tensor, Tensor],
     *,
     return_aux: JSDAux,
-    **options: Unpack[_JSDOptions],
+    **options: Unpack[_options.JSDFunction],
 ) -> tuple[Tensor, JSDAuxOutput]: ...
 
 
@@ -119,7 +86,7 @@ def jsd(
     teacher: Tensor | tuple[Tensor, Tensor],
     *,
     return_aux: JSDAux | None,
-    **options: Unpack[_JSDOptions],
+    **options: Unpack[_options.JSDFunction],
 ) -> Tensor | tuple[Tensor, JSDAuxOutput]: ...
 
 
@@ -191,30 +158,7 @@ def jsd(
             :func:`fusegrad.set_check_targets` asks for the check.
     """
     teacher, indices = (teacher, None) if isinstance(teacher, Tensor) else teacher
-    if vocab_parallel is not None or is_dtensor(student, teacher):
-        from .distributed import divergences
-
-        given = {
-            "beta": beta,
-            "temperature": temperature,
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "tail": tail,
-            "soft_weight": soft_weight,
-            "hard_weight": hard_weight,
-            "aux": _aux_bits(return_aux),
-            "log_probs": log_probs,
-        }
-        divisor = _normalizer("jsd", normalizer, student)
-        return _result(
-            divergences.jsd(
-                student, teacher, indices, tail_log_prob, labels, token_weight, divisor, given, inplace, vocab_parallel
-            ),
-            return_aux,
-        )
-    ops = torch.ops.fusegrad
-    op = ops.jsd_.default if inplace else ops.jsd.default
-    out = op(  # by position, see library.cpp
+    arguments = (  # by position, see csrc/pytorch/library.cpp
         student,
         teacher,
         indices,
@@ -232,6 +176,10 @@ def jsd(
         log_probs,
         tail_log_prob,
     )
+    if vocab_parallel is not None or is_dtensor(student, teacher):
+        return _result(sharded("jsd", arguments, inplace, vocab_parallel), return_aux)
+    ops = torch.ops.fusegrad
+    out = (ops.jsd_.default if inplace else ops.jsd.default)(*arguments)
     return _result(out, return_aux)
 
 
@@ -243,7 +191,7 @@ def linear_jsd(
     teacher_weight: Tensor | None = None,
     *,
     return_aux: None = None,
-    **options: Unpack[_LinearJSDOptions],
+    **options: Unpack[_options.LinearJSDFunction],
 ) -> Tensor: ...
 
 
@@ -255,7 +203,7 @@ def linear_jsd(
     teacher_weight: Tensor | None = None,
     *,
     return_aux: JSDAux,
-    **options: Unpack[_LinearJSDOptions],
+    **options: Unpack[_options.LinearJSDFunction],
 ) -> tuple[Tensor, JSDAuxOutput]: ...
 
 
@@ -267,7 +215,7 @@ def linear_jsd(
     teacher_weight: Tensor | None = None,
     *,
     return_aux: JSDAux | None,
-    **options: Unpack[_LinearJSDOptions],
+    **options: Unpack[_options.LinearJSDFunction],
 ) -> Tensor | tuple[Tensor, JSDAuxOutput]: ...
 
 
@@ -342,49 +290,7 @@ def linear_jsd(
         ValueError, TypeError, IndexError: as :func:`jsd`, under this op's name.
     """
     teacher_input, indices = (teacher_input, None) if isinstance(teacher_input, Tensor) else teacher_input
-    if vocab_parallel is not None or is_dtensor(student_input, student_weight, teacher_input, teacher_weight):
-        from .distributed import divergences
-
-        given = {
-            "beta": beta,
-            "temperature": temperature,
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "tail": tail,
-            "soft_weight": soft_weight,
-            "hard_weight": hard_weight,
-            "aux": _aux_bits(return_aux),
-            "teacher_temperature": teacher_temperature,
-            "student_softcap": student_softcap,
-            "teacher_softcap": teacher_softcap,
-            "student_logit_scale": student_logit_scale,
-            "teacher_logit_scale": teacher_logit_scale,
-            "vocab_size": vocab_size,
-            "accumulate_dtype": accumulate_dtype,
-            "workspace_mib": workspace_mib,
-        }
-        return _result(
-            divergences.linear_jsd(
-                student_input,
-                student_weight,
-                teacher_input,
-                teacher_weight,
-                indices,
-                tail_log_prob,
-                student_bias,
-                teacher_bias,
-                labels,
-                token_weight,
-                _normalizer("linear_jsd", normalizer, student_input),
-                given,
-                inplace,
-                vocab_parallel,
-            ),
-            return_aux,
-        )
-    ops = torch.ops.fusegrad
-    op = ops.linear_jsd_.default if inplace else ops.linear_jsd.default
-    out = op(  # by position, see library.cpp
+    arguments = (  # by position, see csrc/pytorch/library.cpp
         student_input,
         student_weight,
         teacher_input,
@@ -413,4 +319,8 @@ def linear_jsd(
         workspace_mib,
         tail_log_prob,
     )
+    if vocab_parallel is not None or is_dtensor(student_input, student_weight, teacher_input, teacher_weight):
+        return _result(sharded("linear_jsd", arguments, inplace, vocab_parallel), return_aux)
+    ops = torch.ops.fusegrad
+    out = (ops.linear_jsd_.default if inplace else ops.linear_jsd.default)(*arguments)
     return _result(out, return_aux)

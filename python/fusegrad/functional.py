@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
+from . import _options
 from ._arguments import checked
-from .distributed.shards import VocabParallel, is_dtensor
+from ._options import Reduction
+from .distributed.shards import VocabParallel, is_dtensor, sharded
 
 __all__ = ["Aux", "AuxOutput", "cross_entropy", "linear_cross_entropy"]
 
-Reduction = Literal["none", "mean", "sum"]
-
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
-
-    class _CrossEntropyOptions(TypedDict, total=False):
-        """Those by keyword alone that do not decide the type of the result."""
-
-        token_weight: Tensor | None
-        normalizer: float | Tensor | None
-        z_loss: float
-        softcap: float | None
-        inplace: bool
-        vocab_parallel: VocabParallel | None
-
-    class _LinearOptions(_CrossEntropyOptions, total=False):
-        linear_bias: Tensor | None
-        weight: Tensor | None
-        ignore_index: int | None
-        reduction: Reduction
-        label_smoothing: float
-        logit_scale: float
-        accumulate_dtype: torch.dtype | None
-        workspace_mib: int | None
-        options: LinearCrossEntropyOptions | None
+    from typing_extensions import Unpack
 
 
 @checked
@@ -142,7 +121,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     return_aux: None = None,
-    **options: Unpack[_CrossEntropyOptions],
+    **options: Unpack[_options.CrossEntropyFunction],
 ) -> Tensor: ...
 
 
@@ -158,7 +137,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     return_aux: Aux,
-    **options: Unpack[_CrossEntropyOptions],
+    **options: Unpack[_options.CrossEntropyFunction],
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -174,7 +153,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     return_aux: Aux | None,
-    **options: Unpack[_CrossEntropyOptions],
+    **options: Unpack[_options.CrossEntropyFunction],
 ) -> Tensor | tuple[Tensor, AuxOutput]: ...
 
 
@@ -240,25 +219,7 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
-    if vocab_parallel is not None or is_dtensor(input):
-        from .distributed import losses
-
-        given = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "aux": _aux_bits(return_aux),
-        }
-        divisor = _normalizer("cross_entropy", normalizer, input)
-        return _result(
-            losses.cross_entropy(input, target, weight, token_weight, divisor, given, inplace, vocab_parallel),
-            return_aux,
-        )
-    ops = torch.ops.fusegrad
-    op = ops.cross_entropy_.default if inplace else ops.cross_entropy.default
-    out = op(  # by position, see library.cpp
+    arguments = (  # by position, see csrc/pytorch/library.cpp
         input,
         target,
         weight,
@@ -271,6 +232,10 @@ def cross_entropy(
         softcap,
         _aux_bits(return_aux),
     )
+    if vocab_parallel is not None or is_dtensor(input):
+        return _result(sharded("cross_entropy", arguments, inplace, vocab_parallel), return_aux)
+    ops = torch.ops.fusegrad
+    out = (ops.cross_entropy_.default if inplace else ops.cross_entropy.default)(*arguments)
     return _result(out, return_aux)
 
 
@@ -281,7 +246,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     return_aux: None = None,
-    **arguments: Unpack[_LinearOptions],
+    **arguments: Unpack[_options.LinearCrossEntropyFunction],
 ) -> Tensor: ...
 
 
@@ -292,7 +257,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     return_aux: Aux,
-    **arguments: Unpack[_LinearOptions],
+    **arguments: Unpack[_options.LinearCrossEntropyFunction],
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -303,7 +268,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     return_aux: Aux | None,
-    **arguments: Unpack[_LinearOptions],
+    **arguments: Unpack[_options.LinearCrossEntropyFunction],
 ) -> Tensor | tuple[Tensor, AuxOutput]: ...
 
 
@@ -385,30 +350,7 @@ def linear_cross_entropy(
                 f"but got {type(options).__name__}"
             )
         accumulate_dtype = options.acc_dtype
-    if vocab_parallel is not None or is_dtensor(input, linear_weight):
-        from .distributed import losses
-
-        given = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "aux": _aux_bits(return_aux),
-            "logit_scale": logit_scale,
-            "accumulate_dtype": accumulate_dtype,
-            "workspace_mib": workspace_mib,
-        }
-        divisor = _normalizer("linear_cross_entropy", normalizer, input)
-        return _result(
-            losses.linear_cross_entropy(
-                input, linear_weight, target, linear_bias, weight, token_weight, divisor, given, inplace, vocab_parallel
-            ),
-            return_aux,
-        )
-    ops = torch.ops.fusegrad
-    op = ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default
-    out = op(  # by position, see library.cpp
+    arguments = (  # by position, see csrc/pytorch/library.cpp
         input,
         linear_weight,
         target,
@@ -426,4 +368,8 @@ def linear_cross_entropy(
         accumulate_dtype,
         workspace_mib,
     )
+    if vocab_parallel is not None or is_dtensor(input, linear_weight):
+        return _result(sharded("linear_cross_entropy", arguments, inplace, vocab_parallel), return_aux)
+    ops = torch.ops.fusegrad
+    out = (ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default)(*arguments)
     return _result(out, return_aux)

@@ -6,72 +6,62 @@ Every option is an attribute of its name: it can be read, and setting it has eff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, overload
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, get_type_hints, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn._reduction import legacy_get_string
 from typing_extensions import TypeVar
 
-from . import distillation, functional
+from . import _options, distillation, functional
 from ._arguments import checked
-from .distillation import JSDAux, JSDAuxOutput, JSDReduction, Tail
-from .functional import Aux, AuxOutput, LinearCrossEntropyOptions, Reduction
+from ._options import Reduction
+from .distillation import JSDAux, JSDAuxOutput
+from .functional import Aux, AuxOutput
 
 __all__ = ["CrossEntropyLoss", "JSDLoss", "LinearCrossEntropyLoss", "LinearJSDLoss"]
 
 Output = TypeVar("Output", default=Tensor)
 
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Unpack
 
-    class _CrossEntropyOptions(TypedDict, total=False):
-        """What does not decide the type of the result."""
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
-        z_loss: float
-        softcap: float | None
-        inplace: bool
+# What changes from call to call: forward takes it.
+_OF_A_CALL = {"linear_bias", "student_bias", "teacher_bias", "labels", "token_weight", "normalizer", "tail_log_prob"}
 
-    class _Head(TypedDict, total=False):
-        bias: bool
-        device: torch.device | str | None
-        dtype: torch.dtype | None
-        inplace: bool
-        accumulate_dtype: torch.dtype | None
-        workspace_mib: int | None
 
-    class _LinearOptions(_Head, total=False):
-        out_features: Sequence[int]
-        weight: Tensor | None
-        ignore_index: int | None
-        reduction: Reduction
-        label_smoothing: float
-        z_loss: float
-        softcap: float | None
-        logit_scale: float
-        options: LinearCrossEntropyOptions | None
+def _options_of(function: Callable[..., Any]) -> Callable[[_Init], _Init]:
+    """Gives an ``__init__`` the options by keyword of a loss, with their defaults and checks, beside its own."""
+    shared = {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in _OF_A_CALL | {"vocab_parallel"}
+    }
 
-    class _DivergenceOptions(TypedDict, total=False):
-        beta: float
-        temperature: float
-        ignore_index: int | None
-        reduction: JSDReduction
-        tail: Tail
-        soft_weight: float
-        hard_weight: float
+    def decorate(init: _Init) -> _Init:
+        *own, _ = inspect.signature(init).parameters.values()
+        added = [parameter for name, parameter in shared.items() if name not in {p.name for p in own}]
+        defaults = {parameter.name: parameter.default for parameter in added}
+        names = {p.name for p in (*own, *added)}
 
-    class _JSDOptions(_DivergenceOptions, total=False):
-        log_probs: bool
-        inplace: bool
+        @functools.wraps(init)
+        def call(self: Any, *args: Any, **options: Any) -> None:
+            for name in options:
+                if name not in names:
+                    raise TypeError(f"{init.__qualname__}() got an unexpected keyword argument '{name}'")
+            init(self, *args, **(defaults | options))
 
-    class _LinearJSDOptions(_DivergenceOptions, _Head, total=False):
-        teacher_temperature: float | None
-        student_softcap: float | None
-        teacher_softcap: float | None
-        student_logit_scale: float
-        teacher_logit_scale: float
-        vocab_size: int | None
+        hints = get_type_hints(init) | {p.name: get_type_hints(function)[p.name] for p in added}
+        call.__annotations__ = {name: hint for name, hint in hints.items() if name in names}
+        call.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        return checked(call)  # type: ignore[return-value]
+
+    return decorate
 
 
 class _Options(nn.Module, Generic[Output]):
@@ -147,7 +137,7 @@ class CrossEntropyLoss(_Loss[Output]):
         label_smoothing: float = 0.0,
         *,
         return_aux: None = None,
-        **options: Unpack[_CrossEntropyOptions],
+        **options: Unpack[_options.CrossEntropy],
     ) -> None: ...
 
     @overload
@@ -161,10 +151,10 @@ class CrossEntropyLoss(_Loss[Output]):
         label_smoothing: float = 0.0,
         *,
         return_aux: Aux,
-        **options: Unpack[_CrossEntropyOptions],
+        **options: Unpack[_options.CrossEntropy],
     ) -> None: ...
 
-    @checked
+    @_options_of(functional.cross_entropy)
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -173,24 +163,11 @@ class CrossEntropyLoss(_Loss[Output]):
         reduce: bool | None = None,
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
-        *,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        inplace: bool = False,
-        return_aux: Aux | None = None,
+        **options: Any,
     ) -> None:
         if size_average is not None or reduce is not None:
             reduction = legacy_get_string(size_average, reduce)
-        super().__init__(
-            weight,
-            ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            inplace=inplace,
-            return_aux=return_aux,
-        )
+        super().__init__(weight, ignore_index, reduction=reduction, label_smoothing=label_smoothing, **options)
 
     def forward(
         self,
@@ -252,7 +229,7 @@ class LinearCrossEntropyLoss(_Loss[Output]):
         num_classes: int | None,
         *,
         return_aux: None = None,
-        **arguments: Unpack[_LinearOptions],
+        **arguments: Unpack[_options.LinearCrossEntropyModule],
     ) -> None: ...
 
     @overload
@@ -262,10 +239,10 @@ class LinearCrossEntropyLoss(_Loss[Output]):
         num_classes: int | None,
         *,
         return_aux: Aux,
-        **arguments: Unpack[_LinearOptions],
+        **arguments: Unpack[_options.LinearCrossEntropyModule],
     ) -> None: ...
 
-    @checked
+    @_options_of(functional.linear_cross_entropy)
     def __init__(
         self,
         in_features: int,
@@ -275,38 +252,14 @@ class LinearCrossEntropyLoss(_Loss[Output]):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        weight: Tensor | None = None,
-        ignore_index: int | None = None,
-        reduction: Reduction = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        inplace: bool = False,
-        accumulate_dtype: torch.dtype | None = None,
-        workspace_mib: int | None = None,
-        return_aux: Aux | None = None,
-        options: LinearCrossEntropyOptions | None = None,
+        **options: Any,
     ) -> None:
         if tuple(out_features) != ():
             raise ValueError(
                 "LinearCrossEntropyLoss: out_features must be (), since a weight has one row a class here, but got "
                 f"{out_features}"
             )
-        super().__init__(
-            weight,
-            ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            inplace=inplace,
-            accumulate_dtype=accumulate_dtype,
-            workspace_mib=workspace_mib,
-            return_aux=return_aux,
-            options=options,
-        )
+        super().__init__(**options)
         self.linear = (
             None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         )
@@ -362,40 +315,16 @@ class JSDLoss(_Options[Output]):
     """
 
     @overload
-    def __init__(self: JSDLoss[Tensor], *, return_aux: None = None, **options: Unpack[_JSDOptions]) -> None: ...
+    def __init__(self: JSDLoss[Tensor], *, return_aux: None = None, **options: Unpack[_options.JSD]) -> None: ...
 
     @overload
     def __init__(
-        self: JSDLoss[tuple[Tensor, JSDAuxOutput]], *, return_aux: JSDAux, **options: Unpack[_JSDOptions]
+        self: JSDLoss[tuple[Tensor, JSDAuxOutput]], *, return_aux: JSDAux, **options: Unpack[_options.JSD]
     ) -> None: ...
 
-    @checked
-    def __init__(
-        self,
-        *,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        ignore_index: int | None = None,
-        reduction: JSDReduction = "batchmean",
-        log_probs: bool = False,
-        tail: Tail = "bucket",
-        soft_weight: float = 1.0,
-        hard_weight: float = 0.0,
-        inplace: bool = False,
-        return_aux: JSDAux | None = None,
-    ) -> None:
-        super().__init__(
-            ignore_index,
-            beta=beta,
-            temperature=temperature,
-            reduction=reduction,
-            log_probs=log_probs,
-            tail=tail,
-            soft_weight=soft_weight,
-            hard_weight=hard_weight,
-            inplace=inplace,
-            return_aux=return_aux,
-        )
+    @_options_of(distillation.jsd)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
 
     def forward(
         self,
@@ -462,7 +391,7 @@ class LinearJSDLoss(_Options[Output]):
         num_classes: int | None,
         *,
         return_aux: None = None,
-        **options: Unpack[_LinearJSDOptions],
+        **options: Unpack[_options.LinearJSDModule],
     ) -> None: ...
 
     @overload
@@ -472,10 +401,10 @@ class LinearJSDLoss(_Options[Output]):
         num_classes: int | None,
         *,
         return_aux: JSDAux,
-        **options: Unpack[_LinearJSDOptions],
+        **options: Unpack[_options.LinearJSDModule],
     ) -> None: ...
 
-    @checked
+    @_options_of(distillation.linear_jsd)
     def __init__(
         self,
         in_features: int,
@@ -484,43 +413,9 @@ class LinearJSDLoss(_Options[Output]):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        teacher_temperature: float | None = None,
-        student_softcap: float | None = None,
-        teacher_softcap: float | None = None,
-        student_logit_scale: float = 1.0,
-        teacher_logit_scale: float = 1.0,
-        ignore_index: int | None = None,
-        reduction: JSDReduction = "batchmean",
-        tail: Tail = "bucket",
-        soft_weight: float = 1.0,
-        hard_weight: float = 0.0,
-        vocab_size: int | None = None,
-        inplace: bool = False,
-        accumulate_dtype: torch.dtype | None = None,
-        workspace_mib: int | None = None,
-        return_aux: JSDAux | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            ignore_index,
-            beta=beta,
-            temperature=temperature,
-            teacher_temperature=teacher_temperature,
-            student_softcap=student_softcap,
-            teacher_softcap=teacher_softcap,
-            student_logit_scale=student_logit_scale,
-            teacher_logit_scale=teacher_logit_scale,
-            reduction=reduction,
-            tail=tail,
-            soft_weight=soft_weight,
-            hard_weight=hard_weight,
-            vocab_size=vocab_size,
-            inplace=inplace,
-            accumulate_dtype=accumulate_dtype,
-            workspace_mib=workspace_mib,
-            return_aux=return_aux,
-        )
+        super().__init__(**options)
         self.linear = (
             None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
 from .divergence_rows import Divergence, TopK, roundoff
 from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward
@@ -61,18 +60,18 @@ class Jsd(torch.autograd.Function):
         return None, None, None, *scale_kept(ctx, grad_loss)
 
 
-@_disable_dynamo
 def jsd(
     student: Tensor,
     teacher: Tensor,
-    indices: Tensor | None,
-    tail: Tensor | None,
+    teacher_indices: Tensor | None,
     labels: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | None,
-    options: dict[str, Any],
+    tail_log_prob: Tensor | None,
+    *,
     inplace: bool,
     shards: VocabParallel | None,
+    **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "jsd"
     if is_dtensor(student):
@@ -80,8 +79,8 @@ def jsd(
     elif shards is None:
         raise ValueError(f"{op}: student must be a DTensor where the teacher is, but got a plain tensor")
     student = local_part(student)
-    teacher = local_part(teacher) if indices is None else whole(teacher)
-    indices, tail, labels, token_weight = whole(indices), whole(tail), whole(labels), whole(token_weight)
+    teacher = local_part(teacher) if teacher_indices is None else whole(teacher)
+    indices, tail, labels, token_weight = map(whole, (teacher_indices, tail_log_prob, labels, token_weight))
     given = {
         "student": student,
         "teacher": teacher,
@@ -219,22 +218,22 @@ class LinearJsdRecompute(torch.autograd.Function):
         return None, None, None, *refuse_double_backward("linear_jsd", made, (input, weight, bias))
 
 
-@_disable_dynamo
 def linear_jsd(
     student_input: Tensor,
     student_weight: Tensor,
     teacher_input: Tensor,
     teacher_weight: Tensor | None,
-    indices: Tensor | None,
-    tail: Tensor | None,
+    teacher_indices: Tensor | None,
     student_bias: Tensor | None,
     teacher_bias: Tensor | None,
     labels: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | None,
-    options: dict[str, Any],
+    tail_log_prob: Tensor | None,
+    *,
     inplace: bool,
     shards: VocabParallel | None,
+    **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "linear_jsd"
     if options["vocab_size"] is not None:
@@ -250,8 +249,8 @@ def linear_jsd(
         part_of(op, "teacher_weight", teacher_weight, 0, shards)
     student_weight, teacher_weight = local_part(student_weight), local_part(teacher_weight)
     student_bias, teacher_bias = local_part(student_bias), local_part(teacher_bias)
-    student_input, teacher_input, indices = whole(student_input), whole(teacher_input), whole(indices)
-    tail, labels, token_weight = whole(tail), whole(labels), whole(token_weight)
+    student_input, teacher_input = whole(student_input), whole(teacher_input)
+    indices, tail, labels, token_weight = map(whole, (teacher_indices, tail_log_prob, labels, token_weight))
     given = {
         "student_input": student_input,
         "student_weight": student_weight,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
 from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward, scale_saved
 from .rows import LSE, Rows
@@ -196,16 +195,16 @@ def refuse_target_gradient(op: str, target: Tensor) -> None:
         )
 
 
-@_disable_dynamo
 def cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | None,
-    options: dict[str, Any],
+    *,
     inplace: bool,
     shards: VocabParallel | None,
+    **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "cross_entropy"
     class_dim = 0 if input.dim() <= 1 else 1
@@ -250,7 +249,6 @@ def autocast_input(input: Tensor) -> Tensor:
     return input.to(torch.get_autocast_dtype(input.device.type))
 
 
-@_disable_dynamo
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -259,9 +257,10 @@ def linear_cross_entropy(
     weight: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | None,
-    options: dict[str, Any],
+    *,
     inplace: bool,
     shards: VocabParallel | None,
+    **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "linear_cross_entropy"
     if is_dtensor(linear_weight):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
 __all__ = ["VocabParallel", "is_dtensor"]
 
@@ -158,9 +159,24 @@ def _process_group(group: Any) -> Any:
 def is_dtensor(*tensors: Any) -> bool:
     """Whether one of them is a torch.distributed.tensor.DTensor; without that module none can be, and it is slow to
     import."""
-    # While another thread imports it, the module is there and has no such class yet.
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
+    for tensor in tensors:
+        if type(tensor) is not Tensor:
+            # While another thread imports it, the module is there and has no such class yet.
+            kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+            return kind is not None and any(isinstance(t, kind) for t in tensors)
+    return False
+
+
+@_disable_dynamo
+def sharded(
+    op: str, arguments: tuple[Any, ...], inplace: bool, shards: VocabParallel | None
+) -> tuple[Tensor, list[Tensor]]:
+    """A loss over a sharded vocabulary: `arguments` are those of the op, in its order."""
+    from . import divergences, losses
+
+    function = getattr(divergences if op.endswith("jsd") else losses, op)
+    names = (argument.name for argument in getattr(torch.ops.fusegrad, op).default._schema.arguments)
+    return function(**dict(zip(names, arguments, strict=True)), inplace=inplace, shards=shards)
 
 
 def part_of(op: str, name: str, tensor: Any, dim: int, given: VocabParallel | None) -> VocabParallel:

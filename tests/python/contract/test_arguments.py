@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import fusegrad
 import numpy as np
 import pytest
 import torch
+from fusegrad import _options
 from fusegrad._arguments import checked, kinds_of
 
 WRONG = {
@@ -199,3 +200,27 @@ def test_a_kind_that_nobody_knows() -> None:
 
     with pytest.raises(NotImplementedError, match="no kind of argument is known"):
         checked(function)
+
+
+OPTIONS = [
+    (fusegrad.cross_entropy, _options.CrossEntropyFunction),
+    (fusegrad.linear_cross_entropy, _options.LinearCrossEntropyFunction),
+    (fusegrad.jsd, _options.JSDFunction),
+    (fusegrad.linear_jsd, _options.LinearJSDFunction),
+    (fusegrad.CrossEntropyLoss, _options.CrossEntropy),
+    (fusegrad.LinearCrossEntropyLoss, _options.LinearCrossEntropyModule),
+    (fusegrad.JSDLoss, _options.JSD),
+    (fusegrad.LinearJSDLoss, _options.LinearJSDModule),
+]
+
+
+@pytest.mark.parametrize("of, types", OPTIONS, ids=lambda x: getattr(x, "__name__", ""))
+def test_types_of_the_overloads_are_those_of_the_signature(of: Any, types: Any) -> None:
+    given = inspect.signature(of).parameters.values()
+    names = {p.name for p in given if p.kind is p.KEYWORD_ONLY} - {"return_aux"}
+    known = {
+        "VocabParallel": fusegrad.VocabParallel,
+        "LinearCrossEntropyOptions": fusegrad.functional.LinearCrossEntropyOptions,
+    }
+    hints = get_type_hints(of.__init__ if isinstance(of, type) else of)
+    assert get_type_hints(types, None, known) == {name: hints[name] for name in names}

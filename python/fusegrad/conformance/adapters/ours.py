@@ -18,58 +18,13 @@ _AVERAGE = {"mean": "batchmean"}  # what the divergences call the mean over kept
 class Fusegrad(Adapter):
     inplace = False
 
-    def cross_entropy(
-        self,
-        input: Tensor,
-        target: Tensor,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        aux: str | None = None,
-    ) -> Any:
-        options = _options(
-            weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            aux=aux,
-        )
-        return _with_aux(fusegrad.cross_entropy(input, target, inplace=self.inplace, **options), aux)
+    def cross_entropy(self, input: Tensor, target: Tensor, **options: Any) -> Any:
+        loss: Any = fusegrad.cross_entropy(input, target, inplace=self.inplace, **_options(options))
+        return _with_aux(loss, options.get("aux"))
 
-    def linear_cross_entropy(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        *,
-        bias: Tensor | None = None,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        aux: str | None = None,
-    ) -> Any:
-        options = _options(
-            weight=class_weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            aux=aux,
-        )
-        loss: Any = fusegrad.linear_cross_entropy(
-            input, weight, target, linear_bias=bias, inplace=self.inplace, **options
-        )
-        return _with_aux(loss, aux)
+    def linear_cross_entropy(self, input: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
+        loss: Any = fusegrad.linear_cross_entropy(input, weight, target, inplace=self.inplace, **_options(options))
+        return _with_aux(loss, options.get("aux"))
 
     def jsd(
         self,
@@ -111,9 +66,14 @@ class FusegradInplace(Fusegrad):
     inplace = True
 
 
-def _options(aux: str | None, **options: Any) -> dict[str, Any]:
-    """What both cross entropies take."""
-    return options if aux is None else options | {"return_aux": fusegrad.Aux(**{aux: True})}
+_NAMES = {"class_weight": "weight", "bias": "linear_bias"}
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """A cross entropy's, by the names that they have here."""
+    given = {_NAMES.get(name, name): value for name, value in options.items() if name != "aux"}
+    aux = options.get("aux")
+    return given if aux is None else given | {"return_aux": fusegrad.Aux(**{aux: True})}
 
 
 def _with_aux(result: Any, aux: str | None) -> Any:
