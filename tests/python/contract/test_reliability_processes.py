@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import signal
 import subprocess
@@ -241,18 +240,11 @@ def test_an_interrupt_within_a_score_mod() -> None:
 
 @contextmanager
 def raising(error: type[BaseException], nth: int, where: str) -> Iterator[list[int]]:
-    """Raises at the `nth` line that runs in files of `where` (0: nowhere); yields the count of lines.
-
-    The line of a `with` does not count: it runs a second time to leave the block, and where a tracer raises there,
-    Python 3.11 skips the exit. A signal cannot raise there: Python looks for signals after the call of the exit.
-    """
+    """Raises at the `nth` line that runs in files of `where` (0: nowhere); yields the count of lines."""
     lines = [0]
 
-    def counts(frame: FrameType) -> bool:
-        return not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-
     def local(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and counts(frame):
+        if event == "line":
             lines[0] += 1
             if lines[0] == nth:
                 raise error
