@@ -93,6 +93,8 @@ def compile_flex(
         raise ValueError(f"compile_flex: block_size must be one or two positive numbers, but got {block_size!r}")
     if architecture is not None and not re.fullmatch(r"[0-9]{2,3}[af]?", architecture):
         raise ValueError(f"compile_flex: architecture must be one such as '80' or '90a', but got {architecture!r}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"compile_flex: dropout_p must be at least 0 and less than 1, but got {dropout_p}")
     flex = getattr(_C, "flex", None)
     if flex is None:
         raise NotImplementedError("compile_flex: fusegrad must be built with CUDA, but got a build without")
@@ -107,8 +109,6 @@ def compile_flex(
     if score is not None:
         check_kernel_size(score.text, tuple(wants) if training else None)
     ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    if not 0 <= dropout_p < 1:
-        raise ValueError(f"compile_flex: dropout_p must be at least 0 and less than 1, but got {dropout_p}")
     if architecture is None:
         try:
             architecture = flex.current_architecture()
