@@ -262,3 +262,20 @@ def test_docstrings_say_what_is_returned_and_raised(name: str, value: object, pa
     # A dataclass has Attributes, which are its arguments.
     missing = {part for part in parts if part not in text and not (part == "Args:" and "Attributes:" in text)}
     assert text and not missing, f"{name}: the docstring lacks {missing or 'everything'}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings of a page as anchors, as repositories' browsers and Sphinx make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks/results/README.md"]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            if "://" in link:
+                continue
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{_name(page)}: {link}"
+            assert not anchor or anchor in _anchors(target), f"{_name(page)}: {link}"
