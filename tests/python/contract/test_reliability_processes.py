@@ -221,6 +221,15 @@ def test_signals_during_a_call() -> None:
     assert count > 0
 
 
+@pytest.fixture
+def python_takes_interrupts() -> Iterator[None]:
+    """Also where the suite runs in the background, whose shell ignores SIGINT."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.usefixtures("python_takes_interrupts")
 def test_an_interrupt_within_a_score_mod() -> None:
     given = leaves(length=20)
     interrupt = True
@@ -293,6 +302,7 @@ def test_an_interrupt_while_compiling(tmp_path) -> None:
         """
 import os, signal, threading
 from fusegrad import _C
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jit = _C.jit
 source = "#include \\"cuda/device/score_mod.cuh\\"\\nextern \\"C\\" __global__ void probe(float* x) {}"
 program = jit.Program(source, "90a", name="probe")
