@@ -50,6 +50,22 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
      "out[threadIdx.x] = tiles.list[threadIdx.x] % 4 == kTileMixed || tiles.blocks[threadIdx.x] == kBlockBad;",
      16},
+    {"cuda/attention/device/shared_memory.cuh",
+     "using namespace fusegrad::device;\n"
+     "constexpr ForwardMemory memory(ForwardMemory::Sizes{64, 32, 128, 64, 2});\n"
+     "static_assert(memory.query.piece == 64 * (128 * 2 + 16) && memory.key.offset == memory.query.bytes());\n"
+     "static_assert(memory.bytes() == memory.value.offset + 32 * (64 * 2 + 16));\n"
+     "out[threadIdx.x] = memory.bytes();",
+     16},
+    {"cuda/attention/device/tile_entry.cuh",
+     "using namespace fusegrad::device;\n"
+     "const int word = tile_entry_word(2, 5, 0b1001);\n"
+     "using Entry = TileEntry<2>;\n"
+     "bool right = Entry::column(word) == 5 && Entry::kind(word) == 1 && Entry::kind(word, 1) == 2;\n"
+     "const int last = LastTileEntry::of(tile_entry_word(1, 7, 2)) + LastTileEntry::kLast;\n"
+     "right &= LastTileEntry::column(last) == 7 && LastTileEntry::kind(last) == 2;\n"
+     "out[threadIdx.x] = right ? in[threadIdx.x] : 0;",
+     16},
     {"cuda/attention/portable/backward.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
