@@ -3,7 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include "pytorch/attention/outputs.h"
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 
 namespace fusegrad::dispatch {
 namespace {

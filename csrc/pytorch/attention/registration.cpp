@@ -1,14 +1,14 @@
 // The kernels of flex_attention_forward and its backwards: from the schemas in pytorch/library.cpp to plain arguments.
 #include <torch/library.h>
 
-#include "attention/cpu/flex_attention.h"
+#include "pytorch/attention/cpu.h"
 #include "pytorch/attention/outputs.h"
 #include "pytorch/ops/check.h"
 #include "pytorch/ops/faults.h"
 #ifdef FUSEGRAD_WITH_CUDA
-#include "cuda/attention/host/flex_attention.h"
+#include "pytorch/attention/cuda/flex_attention.h"
 #endif
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 
 namespace fusegrad {
 namespace {
@@ -39,7 +39,8 @@ FlexScores make_scores(std::string_view score_mod, TensorList score_mod_buffers,
 FlexOutputTuple to_tuple(const FlexOutputs& o) { return {o.out, o.lse, o.max_scores, o.max_ties, o.out_low}; }
 FlexGradientTuple to_tuple(const FlexGradients& g) { return {g.query, g.key, g.value, g.buffers}; }
 
-// Forward and Backward: a device's functions of attention/cpu/flex_attention.h or cuda/attention/host/flex_attention.h.
+// Forward and Backward: a device's functions of attention/cpu/flex_attention.h or
+// pytorch/attention/cuda/flex_attention.h.
 template <auto Forward>
 FlexOutputTuple forward(const Tensor& query, const Tensor& key, const Tensor& value, std::string_view score_mod,
                         TensorList score_mod_buffers, Floats score_mod_floats, Ints score_mod_ints,

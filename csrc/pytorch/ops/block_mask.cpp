@@ -5,9 +5,9 @@
 
 #include "fusegrad/flex_attention.h"
 #include "pytorch/ops/check.h"
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/cache.h"
 #include "score_mod/evaluate_cpu.h"
-#include "score_mod/tensors.h"
 
 namespace fusegrad {
 namespace {
