@@ -6,7 +6,7 @@ Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of ke
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ _ANY_LENGTH = 1 << 30
 _SLICED = getattr(torch.nn.attention.flex_attention, "_sliced_mask_mod_error", None)
 
 _Mod = tuple[str, list[Tensor], list[float], list[int]]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        """Those that PyTorch's function has not."""
+
+        inplace: bool
+        deterministic: bool | None
+        dropout_p: float
 
 
 def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: torch.device) -> _Mod:
@@ -53,12 +63,11 @@ def _lengths(query: Tensor, key: Tensor) -> tuple[int, int]:
     return query.size(2), key.size(2)
 
 
-def _mask_arguments(
-    block_mask: BlockMask | None, query: Tensor, key: Tensor
-) -> tuple[_Mod, list[Tensor], list[Tensor], list[int]]:
-    """Of a block mask, what the op takes: its mask_mod, the lists by query block and by key block, the block size."""
+def _mask_arguments(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> tuple[_Mod, list[Tensor], list[int]]:
+    """What the op takes of a block mask: its mask_mod, the lists by query block, the block size. PyTorch's lists by
+    key block (q_num_blocks, ...) are not read."""
     if block_mask is None:
-        return _arguments(None, "mask_mod", query.device), [], [], []
+        return _arguments(None, "mask_mod", query.device), [], []
     if block_mask.mask_mod is _SLICED:
         raise ValueError(
             "flex_attention: block_mask must have a mask_mod, but got a slice of another block mask, which has none: "
@@ -83,9 +92,8 @@ def _mask_arguments(
 
     m = block_mask
     kv_blocks = lists(m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices)
-    q_blocks = lists(m.q_num_blocks, m.q_indices, m.full_q_num_blocks, m.full_q_indices)
     mask_mod = None if m.mask_mod is noop_mask else m.mask_mod
-    return _arguments(mask_mod, "mask_mod", query.device), kv_blocks, q_blocks, list(size)
+    return _arguments(mask_mod, "mask_mod", query.device), kv_blocks, list(size)
 
 
 @overload
@@ -101,9 +109,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: None = None,
-    inplace: bool = False,
-    deterministic: bool | None = None,
-    dropout_p: float = 0.0,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -120,9 +126,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest,
-    inplace: bool = False,
-    deterministic: bool | None = None,
-    dropout_p: float = 0.0,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -139,9 +143,7 @@ def flex_attention(
     return_lse: Literal[True],
     kernel_options: Mapping[str, Any] | None = None,
     return_aux: None = None,
-    inplace: bool = False,
-    deterministic: bool | None = None,
-    dropout_p: float = 0.0,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -158,9 +160,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: None = None,
-    inplace: bool = False,
-    deterministic: bool | None = None,
-    dropout_p: float = 0.0,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -177,9 +177,7 @@ def flex_attention(
     return_lse: bool,
     kernel_options: Mapping[str, Any] | None = None,
     return_aux: None = None,
-    inplace: bool = False,
-    deterministic: bool | None = None,
-    dropout_p: float = 0.0,
+    **options: Unpack[_Options],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -213,7 +211,8 @@ def flex_attention(
         value: ``[B or 1, Hkv, N, E]``.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or what :func:`fusegrad.trace_score_mod` made of it. It is
             traced once; tensors that it reads and that require grad get gradients.
-        block_mask: PyTorch's ``BlockMask``; its ``mask_mod`` may be a :class:`fusegrad.ScoreMod` too.
+        block_mask: PyTorch's ``BlockMask``; its ``mask_mod`` may be a :class:`fusegrad.ScoreMod` too. Its lists by key
+            block (``q_num_blocks``, ...) may be there and are not read.
         scale: ``1 / sqrt(D)`` by default.
         enable_gqa: lets H be a multiple of Hkv.
         return_lse: also returns lse; what PyTorch had before ``return_aux``.
@@ -245,7 +244,7 @@ def flex_attention(
             "flex_attention: return_lse must not come together with return_aux, but got both: take "
             "return_aux=AuxRequest(lse=True)"
         )
-    if any(t.is_nested for t in (query, key, value)):
+    if query.is_nested or key.is_nested or value.is_nested:
         raise TypeError(
             "flex_attention: query, key and value must be dense tensors [B, H, length, D], but got a nested tensor: "
             "take its values as one long sequence [1, H, total, D], and a mask_mod that keeps its parts apart "
@@ -256,14 +255,15 @@ def flex_attention(
             "flex_attention: query, key and value must be plain tensors, but got a DTensor: sequences sharded over "
             "processes (context parallelism) are not supported; of sharded batches or heads pass to_local()"
         )
-    if not torch.compiler.is_compiling() and any(map(_functorch.is_functorch_wrapped_tensor, (query, key, value))):
+    wrapped = _functorch.is_functorch_wrapped_tensor
+    if not torch.compiler.is_compiling() and (wrapped(query) or wrapped(key) or wrapped(value)):
         score_mod = block_mask = None  # the op refuses transforms, under which tracing would fail with another error
     score = _arguments(score_mod, "score_mod", query.device)
     if score[0] and query.is_cuda and not torch.compiler.is_compiling():
         wants = tuple(b.requires_grad for b in score[1])
         training = torch.is_grad_enabled() and (any(wants) or any(t.requires_grad for t in (query, key, value)))
         check_kernel_size(score[0], wants if training else None)
-    mask_mod, kv_blocks, q_blocks, block_size = _mask_arguments(block_mask, query, key)
+    mask_mod, kv_blocks, block_size = _mask_arguments(block_mask, query, key)
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
         query,
         key,
@@ -271,7 +271,6 @@ def flex_attention(
         *score,
         *mask_mod,
         kv_blocks,
-        q_blocks,
         block_size,
         scale,
         enable_gqa,

@@ -158,7 +158,7 @@ def jsd(
             :func:`fusegrad.set_check_targets` asks for the check.
     """
     teacher, indices = (teacher, None) if isinstance(teacher, Tensor) else teacher
-    arguments = (  # by position, see csrc/pytorch/library.cpp
+    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
         student,
         teacher,
         indices,
@@ -290,7 +290,7 @@ def linear_jsd(
         ValueError, TypeError, IndexError: as :func:`jsd`, under this op's name.
     """
     teacher_input, indices = (teacher_input, None) if isinstance(teacher_input, Tensor) else teacher_input
-    arguments = (  # by position, see csrc/pytorch/library.cpp
+    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
         student_input,
         student_weight,
         teacher_input,

@@ -219,7 +219,7 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
-    arguments = (  # by position, see csrc/pytorch/library.cpp
+    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
         input,
         target,
         weight,
@@ -350,7 +350,7 @@ def linear_cross_entropy(
                 f"but got {type(options).__name__}"
             )
         accumulate_dtype = options.acc_dtype
-    arguments = (  # by position, see csrc/pytorch/library.cpp
+    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
         input,
         linear_weight,
         target,

@@ -180,8 +180,6 @@ TEST(CreateBlockMask, ListsWhatTheMaskLetsThrough) {
       EXPECT_EQ(listed(mask.full_kv_num_blocks, mask.full_kv_indices), full);
     }
   }
-  EXPECT_EQ(mask.q_num_blocks.sum().item<int64_t>(), mask.kv_num_blocks.sum().item<int64_t>());
-  EXPECT_EQ(mask.q_indices.sizes(), (std::vector<int64_t>{1, 2, 13, 5}));
   EXPECT_EQ(mask.lengths, (std::array<int64_t, 2>{queries, keys}));
 }
 

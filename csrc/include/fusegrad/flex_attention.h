@@ -17,11 +17,9 @@ namespace fusegrad {
 struct BlockMask {
   at::Tensor kv_num_blocks, kv_indices;
   at::Tensor full_kv_num_blocks, full_kv_indices;  ///< both or neither
-  at::Tensor q_num_blocks, q_indices;              ///< the same by key block, for GPUs; may be undefined
-  at::Tensor full_q_num_blocks, full_q_indices;
-  std::array<int64_t, 2> block_size{128, 128};  ///< of queries and of keys
-  std::array<int64_t, 2> lengths{};             ///< queries and keys that it was made for
-  ScoreMod mask_mod;                            ///< an empty text: all pairs of a listed block take part
+  std::array<int64_t, 2> block_size{128, 128};     ///< of queries and of keys
+  std::array<int64_t, 2> lengths{};                ///< queries and keys that it was made for
+  ScoreMod mask_mod;                               ///< an empty text: all pairs of a listed block take part
 };
 
 /// The block mask of a mask_mod, on the CPU. Without B or H it stands for all batches or heads. Every pair is evaluated

@@ -19,10 +19,10 @@ namespace fusegrad {
 
 /// What shapes the scores. Lists of blocks are those of PyTorch's BlockMask: none, or (num_blocks, indices) of the
 /// partial blocks, or those followed by the same two of the full blocks; int32, [B or 1, H or 1, rows] and
-/// [B or 1, H or 1, rows, columns]. `q_blocks` list the query blocks of each key block; the CPU does without.
+/// [B or 1, H or 1, rows, columns].
 struct FlexScores {
   ScoreMod score_mod, mask_mod;  ///< an empty text: none
-  std::vector<at::Tensor> kv_blocks, q_blocks;
+  std::vector<at::Tensor> kv_blocks;
   std::array<int64_t, 2> block_size{};  ///< of queries and of keys
   double scale = 1.0;
   double dropout_p = 0.0;

@@ -12,74 +12,70 @@ constexpr const char* kOp = "cross_entropy";
 
 // Saves the logits and one lse a row; the gradient is computed in the backward, for whatever upstream gradient.
 struct CrossEntropy : NamedFunction<CrossEntropy, "cross_entropy"> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const Tensor& target,
-                               const RowArguments& rows, const LossOptions& options) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*logits: edge*/, const Tensor& /*target: edge*/,
+                               const CrossEntropyForward& call) {
     at::AutoDispatchBelowAutograd guard;
-    const auto out = dispatch::cross_entropy_forward(logits, rows, options, /*inplace=*/false);
+    const auto out = dispatch::cross_entropy_forward(call, /*inplace=*/false);
     ctx->set_materialize_grads(false);
-    save_options(ctx, options);
-    ctx->save_for_backward({logits, target, rows.weight.value_or(Tensor()), rows.token_weight.value_or(Tensor()),
-                            out.lse, out.stats, out.scales});
-    return visible(out, options);
+    save_arguments(ctx, CrossEntropyBackward{.grad_loss = {},
+                                             .grad_lse = {},
+                                             .logits = call.logits,
+                                             .target = call.target,
+                                             .weight = call.weight,
+                                             .lse = out.lse,
+                                             .stats = out.stats,
+                                             .scales = out.scales,
+                                             .token_weight = call.token_weight,
+                                             .options = call.options});
+    return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 2);
-    const auto saved = ctx->get_saved_variables();
-    const auto options = load_options(ctx);
-    RowArguments rows;
-    rows.target = saved[1];
-    rows.weight = optional_of(saved[2]);
-    rows.token_weight = optional_of(saved[3]);
-    RowOutputs forward;
-    forward.lse = saved[4];
-    forward.stats = saved[5];
-    forward.scales = saved[6];
-    const auto& logits = saved[0];
-    variable_list result(4);
-    const auto grad_lse = lse_gradient(grads);
-    if (!grads[0].defined() && !grad_lse.defined()) return result;
+    auto call = load_arguments<CrossEntropyBackward>(ctx);
+    call.grad_loss = optional_of(grads[0]);
+    call.grad_lse = optional_of(lse_gradient(grads));
+    variable_list result(3);
+    if (!call.grad_loss && !call.grad_lse) return result;
     if (ctx->needs_input_grad(0)) {
       const BelowAutogradUnlessRecording below;
-      result[0] = dispatch::cross_entropy_backward(grads[0], grad_lse, logits, rows, options, forward);
+      result[0] = dispatch::cross_entropy_backward(call);
     }
-    if (ctx->needs_input_grad(1) && grads[0].defined()) {
-      result[1] =
-          refuse_double_backward(kOp, target_gradient(grads[0], logits, rows, options, forward), {logits, saved[1]});
+    if (ctx->needs_input_grad(1) && call.grad_loss) {
+      result[1] = refuse_double_backward(kOp, target_gradient(call), {call.logits, call.target});
     }
     return result;
   }
 
   // d/dt of sum_c w[c] * ((1 - e) * t[c] + e / V) * (lse - z[c]), for targets of class probabilities.
-  static Tensor target_gradient(const Tensor& grad_loss, const Tensor& logits, const RowArguments& rows,
-                                const LossOptions& options, const RowOutputs& forward) {
-    auto z = logits.to(forward.lse.scalar_type());
-    if (options.softcap != 0.0) z = (z / options.softcap).tanh() * options.softcap;
-    auto gradient = (forward.lse.unsqueeze(1) - z) + forward.stats[StatRows(true, 0).lse_low].unsqueeze(1);
-    if (rows.weight) gradient = gradient * *rows.weight;
-    auto scale = grad_loss * (1.0 - options.label_smoothing);
-    if (rows.token_weight) scale = scale * *rows.token_weight;
-    if (forward.scales.numel() != 0) scale = scale / forward.scales[3];
-    return (gradient * (scale.dim() == 0 ? scale : scale.unsqueeze(1))).to(rows.target.scalar_type());
+  static Tensor target_gradient(const CrossEntropyBackward& call) {
+    const auto& o = call.options;
+    auto z = call.logits.to(call.lse.scalar_type());
+    if (o.softcap != 0.0) z = (z / o.softcap).tanh() * o.softcap;
+    auto gradient = (call.lse.unsqueeze(1) - z) + call.stats[StatRows(true, 0).lse_low].unsqueeze(1);
+    if (call.weight) gradient = gradient * *call.weight;
+    auto scale = *call.grad_loss * (1.0 - o.label_smoothing);
+    if (call.token_weight) scale = scale * *call.token_weight;
+    if (call.scales.numel() != 0) scale = scale / call.scales[3];
+    return (gradient * (scale.dim() == 0 ? scale : scale.unsqueeze(1))).to(call.target.scalar_type());
   }
 };
 
 // The forward writes the gradient for an upstream gradient of 1 into the logits, which are what is saved.
 struct CrossEntropyInplace : NamedFunction<CrossEntropyInplace, "cross_entropy"> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const RowArguments& rows,
-                               const LossOptions& options) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const CrossEntropyForward& call) {
     at::AutoDispatchBelowAutograd guard;
-    const auto out = dispatch::cross_entropy_forward(logits, rows, options, /*inplace=*/true);
+    const auto out = dispatch::cross_entropy_forward(call, /*inplace=*/true);
     ctx->set_materialize_grads(false);
     // Saved after the write, so that its version counter is the one that the write left.
     ctx->save_for_backward({logits, out.scales});
-    return visible(out, options);
+    return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 1);
     const auto saved = ctx->get_saved_variables();
-    variable_list result(3);
+    variable_list result(2);
     if (!grads[0].defined() || !ctx->needs_input_grad(0)) return result;
     const auto gradient = scale_saved(saved[0], grads[0], deferred_factor(saved[1], saved[0].scalar_type()),
                                       /*hooks_were_active=*/false);
@@ -90,9 +86,9 @@ struct CrossEntropyInplace : NamedFunction<CrossEntropyInplace, "cross_entropy">
 
 }  // namespace
 
-RowOutputs cross_entropy(const Tensor& logits, const RowArguments& rows, const LossOptions& options, bool inplace) {
-  return from_visible(inplace ? CrossEntropyInplace::apply(logits, rows, options)
-                              : CrossEntropy::apply(logits, rows.target, rows, options));
+RowOutputs cross_entropy(const CrossEntropyForward& call, bool inplace) {
+  return from_visible(inplace ? CrossEntropyInplace::apply(call.logits, call)
+                              : CrossEntropy::apply(call.logits, call.target, call));
 }
 
 }  // namespace fusegrad::autograd

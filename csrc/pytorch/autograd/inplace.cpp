@@ -41,20 +41,13 @@ bool surely_apart(const at::Tensor& tensor, const at::Tensor& other) {
   return at::get_overlap_status(tensor, other) != at::MemOverlapStatus::TooHard;
 }
 
-const at::Tensor& get(const at::Tensor& tensor) { return tensor; }
-const at::Tensor& get(const std::optional<at::Tensor>& tensor) {
-  static const at::Tensor none;
-  return tensor.has_value() ? *tensor : none;
-}
-
-template <class Others>
-bool autograd_allows(const at::Tensor& tensor, const Others& others) {
+bool autograd_allows(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arguments) {
   if (!at::GradMode::is_enabled() || tensor.is_inference() || !tensor.requires_grad()) return false;
   torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
   at::assert_no_internal_overlap(tensor);
   bool decidable = true;
-  for (const auto& other : others) {
-    if (get(other).defined()) decidable &= surely_apart(tensor, get(other));
+  for (const auto* other : arguments) {
+    if (other != &tensor) decidable &= surely_apart(tensor, *other);
   }
   // AOTAutograd does not check the versions of what a custom Function saved, so a write could go unseen; without one
   // memory is the compiler's matter.
@@ -109,12 +102,12 @@ bool is_traced(const at::Tensor& tensor) {
 
 bool saved_tensor_hooks_active() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
 
-bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional<at::Tensor>> others) {
-  return autograd_allows(tensor, others) && rows_writable(tensor);
+bool may_overwrite(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arguments) {
+  return autograd_allows(tensor, arguments) && rows_writable(tensor);
 }
 
-bool may_overwrite_strided(const at::Tensor& tensor, at::TensorList others) {
-  return autograd_allows(tensor, others) && elements_apart(tensor);
+bool may_overwrite_strided(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arguments) {
+  return autograd_allows(tensor, arguments) && elements_apart(tensor);
 }
 
 bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active) {
@@ -132,9 +125,8 @@ at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at
   return RefuseDoubleBackward::apply(gradient, inputs, std::string(op));
 }
 
-void refuse_transforms(const char* op, std::initializer_list<std::optional<at::Tensor>> tensors) {
-  for (const auto& tensor : tensors) {
-    if (!tensor.has_value() || !tensor->defined()) continue;
+void refuse_transforms(const char* op, at::ArrayRef<const at::Tensor*> tensors) {
+  for (const auto* tensor : tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(!tensor->key_set().has_any(kTransformKeys), op,
                                 ": torch.func transforms (grad, vjp, vmap, ...) must not be applied, but one is "
                                 "active; use torch.autograd");

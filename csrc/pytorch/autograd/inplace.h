@@ -6,7 +6,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <initializer_list>
 #include <optional>
 
 namespace fusegrad {
@@ -15,11 +14,11 @@ namespace fusegrad {
 /// gradients disabled, no gradient wanted, an inference tensor, saved-tensor hooks active, a trace, a layout that rows
 /// cannot be written in, an overlap that PyTorch cannot decide. Raises PyTorch's own errors where the write would
 /// corrupt: a leaf that requires grad, a view of one, a view made under no_grad or by unbind/split, an expanded
-/// tensor, an overlap with one of `others`. Nothing has been written then.
-bool may_overwrite(const at::Tensor& tensor, std::initializer_list<std::optional<at::Tensor>> others);
+/// tensor, an overlap with another one of the call's `arguments`, of which it is one. Nothing has been written then.
+bool may_overwrite(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arguments);
 
 /// The same for an op that writes tensors of any strides.
-bool may_overwrite_strided(const at::Tensor& tensor, at::TensorList others);
+bool may_overwrite_strided(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arguments);
 
 /// Saved-tensor hooks (save_on_cpu, activation checkpointing) are active: what is saved may be somebody else's.
 bool saved_tensor_hooks_active();
@@ -34,7 +33,7 @@ bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active);
 at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at::TensorList inputs);
 
 /// Raises where one of the tensors carries a forward-mode tangent or belongs to a functorch transform.
-void refuse_transforms(const char* op, std::initializer_list<std::optional<at::Tensor>> tensors);
+void refuse_transforms(const char* op, at::ArrayRef<const at::Tensor*> tensors);
 
 /// Kernel at ADInplaceOrView of every op that mutates: runs the op below, then raises the version counter of each
 /// argument that its schema marks (a!), also where the op fails after it began to write (begin_overwriting,

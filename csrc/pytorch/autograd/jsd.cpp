@@ -13,23 +13,23 @@ constexpr const char* kOp = "jsd";
 // Computes the gradients for an upstream gradient of 1 in the forward, since they need the divergence of whole rows,
 // and scales them in the backward. With `inplace` the student's lies in the student.
 struct Jsd : NamedFunction<Jsd, "jsd"> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& student, const Tensor& teacher, const JsdRows& rows,
-                               const JsdSettings& settings, std::array<bool, 2> needs_grad, bool inplace) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& student, const Tensor& teacher,
+                               const JsdForward& call, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
-    const auto [out, gradients] = dispatch::jsd_forward(student, teacher, rows, settings, needs_grad, inplace);
+    const auto [out, gradients] = dispatch::jsd_forward(call, inplace);
     ctx->set_materialize_grads(false);
     ctx->saved_data["hooks"] = saved_tensor_hooks_active();
     // Those that get a gradient are saved for their place in the graph: a second differentiation must find its way to
     // the error. Saved after the write, so that the version counter is the one that the write left.
-    ctx->save_for_backward({needs_grad[0] ? student : Tensor(), needs_grad[1] ? teacher : Tensor(),
+    ctx->save_for_backward({call.needs_grad[0] ? student : Tensor(), call.needs_grad[1] ? teacher : Tensor(),
                             inplace ? student : gradients[0], gradients[1], out.scales});
-    return visible(out, settings);
+    return visible(out, call.settings);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 1);
     const auto saved = ctx->get_saved_variables();
-    variable_list result(6);
+    variable_list result(4);
     if (!grads[0].defined()) return result;
     const bool hooks = ctx->saved_data["hooks"].toBool();
     std::vector<Tensor> inputs;
@@ -48,12 +48,11 @@ struct Jsd : NamedFunction<Jsd, "jsd"> {
 
 }  // namespace
 
-JsdOutputs jsd(const Tensor& student, const Tensor& teacher, const JsdRows& rows, const JsdSettings& settings,
-               bool inplace) {
+JsdOutputs jsd(JsdForward call, bool inplace) {
   // Inside Function::forward nothing requires grad any more.
   const bool enabled = at::GradMode::is_enabled();
-  const std::array<bool, 2> needs_grad{enabled && student.requires_grad(), enabled && teacher.requires_grad()};
-  return from_visible_jsd(Jsd::apply(student, teacher, rows, settings, needs_grad, inplace));
+  call.needs_grad = {enabled && call.student.requires_grad(), enabled && call.teacher.requires_grad()};
+  return from_visible_jsd(Jsd::apply(call.student, call.teacher, call, inplace));
 }
 
 }  // namespace fusegrad::autograd

@@ -14,77 +14,60 @@ constexpr const char* kOp = "linear_cross_entropy";
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options,
-                               const LinearOptions& linear, std::array<bool, 3> needs_grad, bool inplace) {
+                               const OptionalTensor& bias, const LinearCrossEntropyForward& call, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
-    const auto [out, gradients] =
-        dispatch::linear_cross_entropy_forward(input, weight, bias, rows, options, linear, needs_grad, inplace);
+    const auto [out, gradients] = dispatch::linear_cross_entropy_forward(call, inplace);
     save_linear_gradients(ctx, input, weight, bias, gradients, out.scales, inplace);
-    return visible(out, options);
+    return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    return scale_linear_gradients(kOp, ctx, grads, 8);
+    return scale_linear_gradients(kOp, ctx, grads, 5);
   }
 };
 
 // Keeps one lse a row and computes the logits a second time in the backward: reduction 'none', a differentiable
 // lse, and where memory must be least.
 struct LinearCrossEntropyRecompute : NamedFunction<LinearCrossEntropyRecompute, "linear_cross_entropy"> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                               const std::optional<Tensor>& bias, const RowArguments& rows, const LossOptions& options,
-                               const LinearOptions& linear) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*input: edge*/, const Tensor& /*weight: edge*/,
+                               const OptionalTensor& /*bias: edge*/, const LinearCrossEntropyForward& call) {
     at::AutoDispatchBelowAutograd guard;
-    const auto out = dispatch::linear_cross_entropy_forward(input, weight, bias, rows, options, linear,
-                                                            {false, false, false}, /*inplace=*/false)
-                         .first;
+    const auto out = dispatch::linear_cross_entropy_forward(call, /*inplace=*/false).first;
     ctx->set_materialize_grads(false);
-    save_options(ctx, options);
-    ctx->saved_data["logit_scale"] = linear.logit_scale;
-    ctx->saved_data["workspace_mib"] = linear.workspace_mib;
-    ctx->save_for_backward({input, weight, bias.value_or(Tensor()), rows.target, rows.weight.value_or(Tensor()),
-                            rows.token_weight.value_or(Tensor()), out.lse, out.stats, out.scales});
-    return visible(out, options);
+    save_arguments(ctx, LinearCrossEntropyBackward{.grad_loss = {},
+                                                   .grad_lse = {},
+                                                   .input = call.input,
+                                                   .linear_weight = call.linear_weight,
+                                                   .target = call.target,
+                                                   .linear_bias = call.linear_bias,
+                                                   .weight = call.weight,
+                                                   .lse = out.lse,
+                                                   .stats = out.stats,
+                                                   .scales = out.scales,
+                                                   .token_weight = call.token_weight,
+                                                   .options = call.options,
+                                                   .linear = call.linear});
+    return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     check_differentiable_outputs(kOp, grads, 2);
-    const auto saved = ctx->get_saved_variables();
-    variable_list result(6);
-    const auto grad_lse = lse_gradient(grads);
-    if (!grads[0].defined() && !grad_lse.defined()) return result;
-    RowArguments rows;
-    rows.target = saved[3];
-    rows.weight = optional_of(saved[4]);
-    rows.token_weight = optional_of(saved[5]);
-    RowOutputs forward;
-    forward.lse = saved[6];
-    forward.stats = saved[7];
-    forward.scales = saved[8];
-    LinearOptions linear;
-    linear.logit_scale = ctx->saved_data["logit_scale"].toDouble();
-    linear.workspace_mib = ctx->saved_data["workspace_mib"].toOptional<int64_t>();
-    std::array<bool, 3> needs_grad{};
-    for (size_t i = 0; i < kInputs; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(i);
-    const auto gradients = dispatch::linear_cross_entropy_backward(grads[0], grad_lse, saved[kInput], saved[kWeight],
-                                                                   optional_of(saved[kBias]), rows, load_options(ctx),
-                                                                   linear, forward, needs_grad);
-    if (needs_grad[kInput]) result[kInput] = gradients.input;
-    if (needs_grad[kWeight]) result[kWeight] = gradients.weight;
-    if (needs_grad[kBias]) result[kBias] = gradients.bias;
-    return result;
+    auto call = load_arguments<LinearCrossEntropyBackward>(ctx);
+    call.grad_loss = optional_of(grads[0]);
+    call.grad_lse = optional_of(lse_gradient(grads));
+    if (!call.grad_loss && !call.grad_lse) return variable_list(4);
+    call.needs_grad = needed_gradients(ctx, call.linear_bias.has_value());
+    return linear_result(dispatch::linear_cross_entropy_backward(call), call.needs_grad, 4);
   }
 };
 
 }  // namespace
 
-RowOutputs linear_cross_entropy(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                                const RowArguments& rows, const LossOptions& options, const LinearOptions& linear,
-                                bool recompute, bool inplace) {
-  const auto out = recompute ? LinearCrossEntropyRecompute::apply(input, weight, bias, rows, options, linear)
-                             : LinearCrossEntropy::apply(input, weight, bias, rows, options, linear,
-                                                         wanted_gradients(input, weight, bias), inplace);
-  return from_visible(out);
+RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool recompute, bool inplace) {
+  const auto &input = call.input, &weight = call.linear_weight;
+  if (recompute) return from_visible(LinearCrossEntropyRecompute::apply(input, weight, call.linear_bias, call));
+  call.needs_grad = wanted_gradients(input, weight, call.linear_bias);
+  return from_visible(LinearCrossEntropy::apply(input, weight, call.linear_bias, call, inplace));
 }
 
 }  // namespace fusegrad::autograd

@@ -11,9 +11,9 @@ namespace {
 using at::Tensor;
 
 bool may_overwrite_op(const Tensor& tensor, at::TensorList others) {
-  bool apart = true;
-  for (const auto& other : others) apart &= may_overwrite(tensor, {other});
-  return others.empty() ? may_overwrite(tensor, {}) : apart;
+  std::vector<const Tensor*> arguments;
+  for (const auto& other : others) arguments.push_back(&other);
+  return may_overwrite(tensor, arguments);
 }
 
 Tensor refuse_double_backward_op(std::string_view op, const Tensor& gradient, at::TensorList inputs) {

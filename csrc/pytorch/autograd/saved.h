@@ -27,7 +27,7 @@ struct BelowAutogradUnlessRecording {
 };
 
 /// What a Function returns: the loss alone, which costs least, or with it what aux values are made of.
-inline torch::autograd::variable_list visible(const RowOutputs& out, const LossOptions& options) {
+inline torch::autograd::variable_list visible(const RowOutputs& out, const RowOptions& options) {
   if (options.aux == 0) return {out.loss};
   return {out.loss, out.lse, out.stats, out.predicted_tokens};
 }
@@ -51,23 +51,47 @@ inline at::Tensor lse_gradient(const torch::autograd::variable_list& grads) {
   return grads.size() > 1 ? grads[1] : at::Tensor();
 }
 
-/// The options that a backward reads.
-inline void save_options(torch::autograd::AutogradContext* ctx, const LossOptions& options) {
-  auto& data = ctx->saved_data;
-  data["ignore_index"] = options.ignore_index;
-  data["label_smoothing"] = options.label_smoothing;
-  data["z_loss"] = options.z_loss;
-  data["softcap"] = options.softcap;
+/// Keeps a backward's arguments: tensors as the Function's saved variables, the rest in one list. Which gradients are
+/// wanted (bool[3]) the backward finds out itself.
+template <class Backward>
+void save_arguments(torch::autograd::AutogradContext* ctx, const Backward& arguments) {
+  torch::autograd::variable_list tensors;
+  c10::List<c10::IValue> values(c10::AnyType::get());
+  for_each_field<Backward>([&](const auto& field) {
+    using Value = typename std::decay_t<decltype(field)>::Value;
+    const auto& value = field.of(arguments);
+    if constexpr (std::is_same_v<Value, at::Tensor>) {
+      tensors.push_back(value);
+    } else if constexpr (std::is_same_v<Value, std::optional<at::Tensor>>) {
+      tensors.push_back(value.value_or(at::Tensor()));
+    } else if constexpr (!std::is_same_v<Value, std::array<bool, 3>>) {
+      values.push_back(c10::IValue(value));
+    }
+  });
+  ctx->saved_data["arguments"] = std::move(values);
+  ctx->save_for_backward(std::move(tensors));
 }
 
-inline LossOptions load_options(torch::autograd::AutogradContext* ctx) {
-  auto& data = ctx->saved_data;
-  LossOptions options;
-  options.ignore_index = data["ignore_index"].toInt();
-  options.label_smoothing = data["label_smoothing"].toDouble();
-  options.z_loss = data["z_loss"].toDouble();
-  options.softcap = data["softcap"].toDouble();
-  return options;
+template <class Backward>
+Backward load_arguments(torch::autograd::AutogradContext* ctx) {
+  Backward arguments;
+  auto tensors = ctx->get_saved_variables();
+  auto tensor = tensors.begin();
+  const auto values = ctx->saved_data["arguments"].toListRef();
+  auto next = values.begin();
+  for_each_field<Backward>([&](const auto& field) {
+    using Value = typename std::decay_t<decltype(field)>::Value;
+    auto& value = field.of(arguments);
+    if constexpr (std::is_same_v<Value, at::Tensor>) {
+      value = std::move(*tensor++);
+    } else if constexpr (std::is_same_v<Value, std::optional<at::Tensor>>) {
+      if (tensor->defined()) value = std::move(*tensor);
+      ++tensor;
+    } else if constexpr (!std::is_same_v<Value, std::array<bool, 3>>) {
+      value = (next++)->template to<Value>();
+    }
+  });
+  return arguments;
 }
 
 inline std::optional<at::Tensor> optional_of(const at::Tensor& tensor) {
@@ -103,6 +127,21 @@ inline at::Tensor scale_saved(const at::Tensor& saved, const at::Tensor& upstrea
 /// Places of the linear losses' differentiable arguments in their Functions, and of what their backwards return. An
 /// absent bias has no edge, and the last place.
 enum { kInput, kWeight, kBias, kInputs };
+
+/// Which of them the engine asks for, in a backward.
+inline std::array<bool, 3> needed_gradients(torch::autograd::AutogradContext* ctx, bool bias) {
+  return {ctx->needs_input_grad(kInput), ctx->needs_input_grad(kWeight), bias && ctx->needs_input_grad(kBias)};
+}
+
+/// What a backward returns for a Function of `arguments` arguments.
+inline torch::autograd::variable_list linear_result(const LinearGradients& gradients, std::array<bool, 3> needs_grad,
+                                                    size_t arguments) {
+  torch::autograd::variable_list result(arguments);
+  if (needs_grad[kInput]) result[kInput] = gradients.input;
+  if (needs_grad[kWeight]) result[kWeight] = gradients.weight;
+  if (needs_grad[kBias]) result[kBias] = gradients.bias;
+  return result;
+}
 
 /// Keeps the gradients that a linear loss made for an upstream gradient of 1; in place the input's lies in the input.
 inline void save_linear_gradients(torch::autograd::AutogradContext* ctx, const at::Tensor& input,

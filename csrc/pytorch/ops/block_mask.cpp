@@ -99,8 +99,6 @@ BlockMask create_block_mask(const ScoreMod& mask_mod, std::optional<int64_t> B, 
   };
   put(partial, mask.kv_num_blocks, mask.kv_indices);
   put(full, mask.full_kv_num_blocks, mask.full_kv_indices);
-  put(partial.transpose(-2, -1), mask.q_num_blocks, mask.q_indices);
-  put(full.transpose(-2, -1), mask.full_q_num_blocks, mask.full_q_indices);
   mask.block_size = block_size;
   mask.lengths = {q_len, kv_len};
   mask.mask_mod = mask_mod;

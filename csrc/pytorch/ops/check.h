@@ -46,42 +46,6 @@ std::optional<at::Tensor> make_row_value(const char* op, const char* name, const
 std::optional<at::Tensor> make_normalizer(const char* op, const at::Tensor& input,
                                           const std::optional<at::Tensor>& normalizer, at::ScalarType acc);
 
-/// What every loss over class targets takes beside its logits.
-struct LossOptions {
-  std::optional<at::Tensor> weight;        // [V], any floating dtype
-  std::optional<at::Tensor> token_weight;  // the target's row shape, any floating dtype
-  std::optional<at::Tensor> normalizer;    // one value
-  int64_t ignore_index = -100;
-  int64_t reduction = at::Reduction::Mean;
-  double label_smoothing = 0.0;
-  double z_loss = 0.0;
-  double softcap = 0.0;  // 0: none
-  int64_t aux = 0;
-};
-
-/// The options of a call: values checked, tensors not yet.
-LossOptions make_loss_options(const char* op, const std::optional<at::Tensor>& weight,
-                              const std::optional<at::Tensor>& token_weight,
-                              const std::optional<at::Tensor>& normalizer, std::optional<int64_t> ignore_index,
-                              std::string_view reduction, double label_smoothing, double z_loss,
-                              std::optional<double> softcap, int64_t aux);
-
-/// Targets and weights flattened to rows, in the dtypes that the kernels read.
-struct RowArguments {
-  at::Tensor target;                       // [N] int32/int64, or [N, V] probabilities in acc or the logits' dtype
-  std::optional<at::Tensor> weight;        // [V] acc, contiguous
-  std::optional<at::Tensor> token_weight;  // [N] acc, contiguous
-  std::optional<at::Tensor> normalizer;    // 0-d acc
-  std::vector<c10::SymInt> row_shape;      // the shape of one value a row: what 'none' and the aux values have
-  bool probabilities = false;
-};
-
-/// Checks the target and the options' tensors against logits of `row_shape` x V. `class_dim` is where V stands in
-/// a probability target. `logits_dtype` is the dtype in which the logits are stored.
-RowArguments make_row_arguments(const char* op, const at::Tensor& input, const at::Tensor& target,
-                                const LossOptions& options, std::vector<c10::SymInt> row_shape,
-                                const c10::SymInt& vocab, int64_t class_dim, at::ScalarType logits_dtype);
-
 /// Rule 15: on the CPU, an index outside [0, V) that is not ignore_index raises IndexError with its position. On
 /// the GPU only where set_check_targets(true) asks for it.
 void check_target_range(const char* op, const at::Tensor& target, int64_t vocab, int64_t ignore_index,

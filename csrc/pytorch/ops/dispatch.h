@@ -1,16 +1,14 @@
-// Typed calls into the dispatcher for the ops below the front ends; schemas in pytorch/library.cpp.
+// Calls into the dispatcher for the ops below the front ends, and what they return; arguments in
+// pytorch/ops/arguments.h.
 #pragma once
 
 #include <ATen/ATen.h>
 
 #include <array>
 #include <optional>
-#include <tuple>
+#include <utility>
 
-#include "fusegrad/jsd.h"
-#include "fusegrad/options.h"
-#include "pytorch/ops/check.h"
-#include "pytorch/ops/jsd_settings.h"
+#include "pytorch/ops/arguments.h"
 
 namespace fusegrad {
 
@@ -53,21 +51,6 @@ struct LinearGradients {
   at::Tensor bias;
 };
 
-/// The linear losses' own options.
-struct LinearOptions {
-  double logit_scale = 1.0;
-  std::optional<at::ScalarType> accumulate_dtype;
-  std::optional<int64_t> workspace_mib;
-  std::optional<int64_t> vocab_size;  // only the first so many rows of the weights count
-};
-
-/// linear_jsd's teacher: hidden states [N, H] and their head, or a top-k teacher's log-probabilities [N, K] acc.
-struct JsdTeacher {
-  at::Tensor input;
-  std::optional<at::Tensor> weight;
-  std::optional<at::Tensor> bias;
-};
-
 /// Rows of a divergence's `stats`.
 inline int64_t jsd_stat_count(int64_t aux) {
   return ((aux & kJSDAuxSoftLoss) != 0 ? 1 : 0) + ((aux & kJSDAuxHardLoss) != 0 ? 1 : 0);
@@ -82,33 +65,17 @@ struct JsdOutputs {
 
 namespace dispatch {
 
-RowOutputs cross_entropy_forward(const at::Tensor& logits, const RowArguments& rows, const LossOptions& options,
-                                 bool inplace);
-at::Tensor cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& grad_lse, const at::Tensor& logits,
-                                  const RowArguments& rows, const LossOptions& options, const RowOutputs& saved);
+RowOutputs cross_entropy_forward(const CrossEntropyForward& call, bool inplace);
+at::Tensor cross_entropy_backward(const CrossEntropyBackward& call);
 
-std::pair<RowOutputs, LinearGradients> linear_cross_entropy_forward(
-    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const RowArguments& rows,
-    const LossOptions& options, const LinearOptions& linear, std::array<bool, 3> needs_grad, bool inplace);
-LinearGradients linear_cross_entropy_backward(const at::Tensor& grad_loss, const at::Tensor& grad_lse,
-                                              const at::Tensor& input, const at::Tensor& weight,
-                                              const std::optional<at::Tensor>& bias, const RowArguments& rows,
-                                              const LossOptions& options, const LinearOptions& linear,
-                                              const RowOutputs& saved, std::array<bool, 3> needs_grad);
+std::pair<RowOutputs, LinearGradients> linear_cross_entropy_forward(const LinearCrossEntropyForward& call,
+                                                                    bool inplace);
+LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& call);
 
-std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const at::Tensor& student, const at::Tensor& teacher,
-                                                             const JsdRows& rows, const JsdSettings& settings,
-                                                             std::array<bool, 2> needs_grad, bool inplace);
+std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace);
 
-std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const at::Tensor& input, const at::Tensor& weight,
-                                                          const std::optional<at::Tensor>& bias,
-                                                          const JsdTeacher& teacher, const JsdRows& rows,
-                                                          const JsdSettings& settings, const LinearOptions& linear,
-                                                          std::array<bool, 3> needs_grad, bool inplace);
-LinearGradients linear_jsd_backward(const at::Tensor& grad_loss, const at::Tensor& input, const at::Tensor& weight,
-                                    const std::optional<at::Tensor>& bias, const JsdTeacher& teacher,
-                                    const JsdRows& rows, const at::Tensor& scales, const JsdSettings& settings,
-                                    const LinearOptions& linear, std::array<bool, 3> needs_grad);
+std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const LinearJsdForward& call, bool inplace);
+LinearGradients linear_jsd_backward(const LinearJsdBackward& call);
 
 at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);
 void scale_gradient_(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);

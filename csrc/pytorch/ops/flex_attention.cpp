@@ -1,7 +1,6 @@
 #include "fusegrad/flex_attention.h"
 
 #include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -10,6 +9,7 @@
 #include "pytorch/attention/flex_attention.h"
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/inplace.h"
+#include "pytorch/ops/arguments.h"
 #include "pytorch/ops/check.h"
 #include "pytorch/ops/faults.h"
 #include "score_mod/cache.h"
@@ -22,6 +22,7 @@ using at::Tensor;
 using at::TensorList;
 using Floats = at::ArrayRef<double>;
 using Ints = at::IntArrayRef;
+using FlexTuple = std::tuple<Tensor, Tensor, Tensor>;
 
 constexpr const char* kOp = "flex_attention";
 
@@ -117,11 +118,15 @@ ScoreMod check_mod(const char* name, score_mod::Kind kind, std::string_view text
 
 // [.., rows] and [.., rows, columns] with leading dimensions that stand for the query's; as [B or 1, H or 1, ...]. Of
 // lists for more batches, heads or rows than there are, the first count, as in PyTorch.
-std::vector<Tensor> check_blocks(const char* name, TensorList lists, const Tensor& query, const c10::SymInt& length,
-                                 int64_t block, const char* advice) {
-  FUSEGRAD_CHECK_VALUE(lists.empty() || lists.size() == 2 || lists.size() == 4, kOp, name,
+std::vector<Tensor> check_blocks(TensorList lists, at::IntArrayRef block_size, const Tensor& query) {
+  constexpr const char* name = "kv_blocks";
+  FUSEGRAD_CHECK_VALUE(lists.size() == 2 || lists.size() == 4, kOp, name,
                        " must be num_blocks and indices of the partial and perhaps of the full blocks, but got ",
                        lists.size(), " tensors");
+  FUSEGRAD_CHECK_VALUE(block_size.size() == 2 && block_size[0] > 0 && block_size[1] > 0, kOp,
+                       "block_size must be two positive numbers, but got ", block_size);
+  const auto length = query.sym_size(2);
+  const int64_t block = block_size[0];
   std::vector<Tensor> result;
   const auto rows = (length + (block - 1)) / block;
   for (size_t i = 0; i < lists.size(); ++i) {
@@ -140,7 +145,7 @@ std::vector<Tensor> check_blocks(const char* name, TensorList lists, const Tenso
                          ", more, or 1 in their place, but got shape ", lists[i].sym_sizes());
     FUSEGRAD_CHECK_VALUE(list.sym_size(2) >= rows || length == 0, kOp, name, " must list the blocks of ", rows,
                          " rows of blocks for ", length, " indices in blocks of ", block, ", but got ",
-                         list.sym_size(2), advice);
+                         list.sym_size(2));
     const std::array<c10::SymInt, 3> wanted{query.sym_size(0), query.sym_size(1), rows};
     for (int64_t d = 0; d < 3; ++d) {
       const bool one = d < 2 && list.sym_size(d) == 1;
@@ -161,36 +166,22 @@ Tensor dropout_seed_for(const Tensor& query) {
   return at::randint(std::numeric_limits<int64_t>::max(), {}, query.options().dtype(at::kLong).requires_grad(false));
 }
 
-std::tuple<Tensor, Tensor, Tensor> flex_attention_op(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                     std::string_view score_mod, TensorList score_mod_buffers,
-                                                     Floats score_mod_floats, Ints score_mod_ints,
-                                                     std::string_view mask_mod, TensorList mask_mod_buffers,
-                                                     Floats mask_mod_floats, Ints mask_mod_ints, TensorList kv_blocks,
-                                                     TensorList q_blocks, at::IntArrayRef block_size,
-                                                     std::optional<double> scale, bool enable_gqa, bool inplace,
-                                                     std::optional<bool> deterministic, int64_t aux, double dropout_p) {
-  refuse_transforms(kOp, {query, key, value});
-  for (const auto& buffer : score_mod_buffers) refuse_transforms(kOp, {buffer});
+FlexTuple flex_attention_op(const FlexAttentionCall& call) {
+  const auto& [query, key, value, mods, scale, enable_gqa, inplace, deterministic, aux, dropout_p] = call;
+  const auto tensors = tensors_of(call);
+  refuse_transforms(kOp, tensors);
   const Tensor q = as_autocast_wants(query), k = as_autocast_wants(key), v = as_autocast_wants(value);
   check_heads(q, k, v, enable_gqa);
   FlexScores scores;
-  scores.score_mod = check_mod("score_mod", score_mod::Kind::kScoreMod, score_mod, score_mod_buffers, score_mod_floats,
-                               score_mod_ints, query);
-  scores.mask_mod = check_mod("mask_mod", score_mod::Kind::kMaskMod, mask_mod, mask_mod_buffers, mask_mod_floats,
-                              mask_mod_ints, query);
-  FUSEGRAD_CHECK_VALUE(scores.mask_mod.text.empty() || !kv_blocks.empty(), kOp,
+  scores.score_mod = check_mod("score_mod", score_mod::Kind::kScoreMod, mods.score_mod, mods.score_mod_buffers,
+                               mods.score_mod_floats, mods.score_mod_ints, query);
+  scores.mask_mod = check_mod("mask_mod", score_mod::Kind::kMaskMod, mods.mask_mod, mods.mask_mod_buffers,
+                              mods.mask_mod_floats, mods.mask_mod_ints, query);
+  FUSEGRAD_CHECK_VALUE(scores.mask_mod.text.empty() || !mods.kv_blocks.empty(), kOp,
                        "mask_mod must come with a block mask, but got none");
-  if (!kv_blocks.empty()) {
-    FUSEGRAD_CHECK_VALUE(kv_blocks.size() == 2 || kv_blocks.size() == 4, kOp,
-                         "kv_blocks must be num_blocks and indices of the partial and perhaps of the full blocks, but "
-                         "got ",
-                         kv_blocks.size(), " tensors");
-    FUSEGRAD_CHECK_VALUE(block_size.size() == 2 && block_size[0] > 0 && block_size[1] > 0, kOp,
-                         "block_size must be two positive numbers, but got ", block_size);
-    scores.block_size = {block_size[0], block_size[1]};
-    scores.kv_blocks = check_blocks("kv_blocks", kv_blocks, query, query.sym_size(2), block_size[0], "");
-    scores.q_blocks = check_blocks("q_blocks", q_blocks, query, key.sym_size(2), block_size[1],
-                                   "; or leave them out: compute_q_blocks=False");
+  if (!mods.kv_blocks.empty()) {
+    scores.kv_blocks = check_blocks(mods.kv_blocks, mods.block_size, query);
+    scores.block_size = {mods.block_size[0], mods.block_size[1]};
   }
   // The head size alone as a number: size() would make one of every length, and each length a compilation.
   const int64_t head_size = query.sym_size(3).guard_int(__FILE__, __LINE__);
@@ -202,17 +193,8 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(const Tensor& query, const 
 
   bool overwrite = inplace && q.is_same(query);
   if (overwrite) {
-    std::vector<Tensor> others = score_mod_buffers.vec();
-    others.insert(others.end(), mask_mod_buffers.begin(), mask_mod_buffers.end());
     // All three are asked, so that what would corrupt raises whichever it is.
-    const Tensor inputs[] = {query, key, value};
-    for (size_t i = 0; i < 3; ++i) {
-      std::vector<Tensor> rest = others;
-      for (size_t j = 0; j < 3; ++j) {
-        if (i != j) rest.push_back(inputs[j]);
-      }
-      overwrite &= may_overwrite_strided(inputs[i], rest);
-    }
+    for (const auto* input : {&query, &key, &value}) overwrite &= may_overwrite_strided(*input, tensors);
   }
   const bool ordered = deterministic.value_or(at::globalContext().deterministicAlgorithms());
   if (dropout_p > 0) {
@@ -224,42 +206,49 @@ std::tuple<Tensor, Tensor, Tensor> flex_attention_op(const Tensor& query, const 
   return {out.out, out.lse, out.max_scores};
 }
 
-FlexAttentionOutput call(const Tensor& query, const Tensor& key, const Tensor& value,
-                         const FlexAttentionOptions& options, int64_t aux) {
-  using Signature = std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Tensor&, std::string_view, TensorList, Floats, Ints, std::string_view,
-      TensorList, Floats, Ints, TensorList, TensorList, at::IntArrayRef, std::optional<double>, bool, bool,
-      std::optional<bool>, int64_t, double);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fusegrad::flex_attention", "").typed<Signature>();
+FlexAttentionOutput run(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const FlexAttentionOptions& options, int64_t aux) {
+  static const Op<FlexAttentionCall, FlexTuple> op("fusegrad::flex_attention");
   const auto& score_mod = options.score_mod();
-  std::vector<Tensor> kv_blocks, q_blocks;
-  ScoreMod mask_mod;
-  std::array<int64_t, 2> block_size{};
+  const auto numbers = score_mod::numbers_of(score_mod);
+  FlexAttentionCall call{.query = query,
+                         .key = key,
+                         .value = value,
+                         .mods = {},
+                         .scale = options.scale(),
+                         .enable_gqa = options.enable_gqa(),
+                         .inplace = options.inplace(),
+                         .deterministic = options.deterministic(),
+                         .aux = aux,
+                         .dropout_p = options.dropout_p()};
+  auto& mods = call.mods;
+  mods.score_mod = score_mod.text;
+  mods.score_mod_buffers = score_mod.buffers;
+  mods.score_mod_floats = numbers.floats;
+  mods.score_mod_ints = numbers.ints;
+  std::vector<Tensor> kv_blocks;
+  score_mod::Numbers mask_numbers;
   if (options.block_mask().has_value()) {
     const BlockMask& mask = *options.block_mask();
     FUSEGRAD_CHECK_VALUE(
         query.dim() != 4 || key.dim() != 4 || (mask.lengths[0] == query.size(2) && mask.lengths[1] == key.size(2)), kOp,
         "block_mask must be made for ", query.size(2), " queries and ", key.size(2), " keys, but got one for ",
         mask.lengths[0], " and ", mask.lengths[1]);
-    const auto lists = [](const Tensor& count, const Tensor& index, const Tensor& full_count,
-                          const Tensor& full_index) {
-      std::vector<Tensor> result;
-      if (count.defined()) result = {count, index};
-      if (count.defined() && full_count.defined()) result.insert(result.end(), {full_count, full_index});
-      return result;
-    };
-    kv_blocks = lists(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices);
-    FUSEGRAD_CHECK_VALUE(!kv_blocks.empty(), kOp, "block_mask must have kv_num_blocks, but got an undefined tensor");
-    q_blocks = lists(mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices);
-    mask_mod = mask.mask_mod;
-    block_size = mask.block_size;
+    FUSEGRAD_CHECK_VALUE(mask.kv_num_blocks.defined(), kOp,
+                         "block_mask must have kv_num_blocks, but got an undefined tensor");
+    kv_blocks = {mask.kv_num_blocks, mask.kv_indices};
+    if (mask.full_kv_num_blocks.defined()) {
+      kv_blocks.insert(kv_blocks.end(), {mask.full_kv_num_blocks, mask.full_kv_indices});
+    }
+    mask_numbers = score_mod::numbers_of(mask.mask_mod);
+    mods.mask_mod = mask.mask_mod.text;
+    mods.mask_mod_buffers = mask.mask_mod.buffers;
+    mods.mask_mod_floats = mask_numbers.floats;
+    mods.mask_mod_ints = mask_numbers.ints;
+    mods.kv_blocks = kv_blocks;
+    mods.block_size = mask.block_size;
   }
-  const auto numbers = score_mod::numbers_of(score_mod), mask_numbers = score_mod::numbers_of(mask_mod);
-  auto [out, lse, max_scores] = op.call(
-      query, key, value, score_mod.text, score_mod.buffers, numbers.floats, numbers.ints, mask_mod.text,
-      mask_mod.buffers, mask_numbers.floats, mask_numbers.ints, kv_blocks, q_blocks, block_size, options.scale(),
-      options.enable_gqa(), options.inplace(), options.deterministic(), aux, options.dropout_p());
+  const auto [out, lse, max_scores] = op(call);
   return {out, lse, max_scores};
 }
 
@@ -267,16 +256,16 @@ FlexAttentionOutput call(const Tensor& query, const Tensor& key, const Tensor& v
 
 Tensor flex_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                       const FlexAttentionOptions& options) {
-  return call(query, key, value, options, 0).out;
+  return run(query, key, value, options, 0).out;
 }
 
 FlexAttentionOutput flex_attention_with_aux(const Tensor& query, const Tensor& key, const Tensor& value,
                                             const FlexAttentionOptions& options) {
-  return call(query, key, value, options, kFlexMaxScores);
+  return run(query, key, value, options, kFlexMaxScores);
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
-  m.impl("flex_attention", named_kernel<"flex_attention", flex_attention_op>());
+  m.impl("flex_attention", named_kernel<"flex_attention", unpacked<flex_attention_op>()>());
 }
 
 }  // namespace fusegrad

@@ -9,7 +9,7 @@ namespace fusegrad {
 
 using at::Tensor;
 
-LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const LossOptions& options) {
+LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const RowOptions& options) {
   const c10::SymIntArrayRef shape(rows.row_shape);
   std::vector<Tensor> aux;
   if (options.aux != 0) {
@@ -35,17 +35,16 @@ LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& ro
   return {options.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
 }
 
-LossTuple to_front(const char* op, const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings) {
-  const c10::SymIntArrayRef shape(rows.row_shape);
+LossTuple to_front(const char* op, const JsdOutputs& out, c10::SymIntArrayRef row_shape, const JsdSettings& settings) {
   std::vector<Tensor> aux;
   const auto put = [&](int64_t bit, const char* name) {
     if ((settings.aux & bit) == 0) return;
-    const auto value = out.stats.detach().select(0, static_cast<int64_t>(aux.size())).reshape_symint(shape);
+    const auto value = out.stats.detach().select(0, static_cast<int64_t>(aux.size())).reshape_symint(row_shape);
     aux.push_back(constant_beside(value, out.loss, op, name));
   };
   put(kJSDAuxSoftLoss, "aux.soft_loss");
   put(kJSDAuxHardLoss, "aux.hard_loss");
-  return {settings.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
+  return {settings.reduction == at::Reduction::None ? out.loss.reshape_symint(row_shape) : out.loss, std::move(aux)};
 }
 
 LossOutput from_front(const LossTuple& out, const Aux& aux) {
@@ -89,17 +88,18 @@ int64_t aux_bits(const JSDAux& aux) {
   return bits;
 }
 
-std::optional<Tensor> normalizer_on(const char* op, const Normalizer& normalizer, const Tensor& input) {
-  if (!input.defined()) return std::nullopt;  // which the op refuses
-  if (const auto* number = std::get_if<double>(&normalizer)) {
-    const auto dtype = acc_type(input.scalar_type());
-    const double most = dtype == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
-    FUSEGRAD_CHECK_VALUE(std::abs(*number) <= most, op, "normalizer must be a finite number in ", dtype, ", but got ",
-                         *number);
-    return at::full({}, *number, input.options().dtype(dtype).requires_grad(false));
+void put_on_device(const char* op, Normalizer& normalizer, const Tensor& input) {
+  const auto* number = std::get_if<double>(&normalizer);
+  if (number == nullptr) return;
+  if (!input.defined()) {  // which the op refuses
+    normalizer = {};
+    return;
   }
-  if (const auto* tensor = std::get_if<Tensor>(&normalizer)) return *tensor;
-  return std::nullopt;
+  const auto dtype = acc_type(input.scalar_type());
+  const double most = dtype == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  FUSEGRAD_CHECK_VALUE(std::abs(*number) <= most, op, "normalizer must be a finite number in ", dtype, ", but got ",
+                       *number);
+  normalizer = at::full({}, *number, input.options().dtype(dtype).requires_grad(false));
 }
 
 }  // namespace fusegrad

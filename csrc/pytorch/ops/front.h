@@ -7,6 +7,7 @@
 #include "fusegrad/jsd.h"
 #include "fusegrad/options.h"
 #include "pytorch/ops/dispatch.h"
+#include "pytorch/ops/row_options.h"
 
 namespace fusegrad {
 
@@ -14,8 +15,8 @@ namespace fusegrad {
 using LossTuple = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 
 /// Aux values in the shape of a row's target. Those that are constants raise where a backward reaches them.
-LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const LossOptions& options);
-LossTuple to_front(const char* op, const JsdOutputs& out, const JsdRows& rows, const JsdSettings& settings);
+LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const RowOptions& options);
+LossTuple to_front(const char* op, const JsdOutputs& out, c10::SymIntArrayRef row_shape, const JsdSettings& settings);
 
 LossOutput from_front(const LossTuple& out, const Aux& aux);
 JSDOutput from_front(const LossTuple& out, const JSDAux& aux);
@@ -23,7 +24,7 @@ JSDOutput from_front(const LossTuple& out, const JSDAux& aux);
 int64_t aux_bits(const Aux& aux);
 int64_t aux_bits(const JSDAux& aux);
 
-/// A normalizer given as a number, as a 0-d tensor on the input's device, without a copy from the host.
-std::optional<at::Tensor> normalizer_on(const char* op, const Normalizer& normalizer, const at::Tensor& input);
+/// Makes a number a 0-d tensor on the input's device, without a copy from the host.
+void put_on_device(const char* op, Normalizer& normalizer, const at::Tensor& input);
 
 }  // namespace fusegrad

@@ -5,130 +5,97 @@
 #include <limits>
 #include <string>
 
-#include "fusegrad/jsd.h"
+#include "pytorch/ops/row_options.h"
 
 namespace fusegrad {
 
 using at::Tensor;
 
-std::vector<double> JsdSettings::numbers() const {
-  return {beta,
-          student_temperature,
-          teacher_temperature,
-          student_softcap,
-          teacher_softcap,
-          student_logit_scale,
-          teacher_logit_scale,
-          soft_weight,
-          hard_weight,
-          roundoff};
-}
-
-JsdSettings JsdSettings::from(at::ArrayRef<double> numbers, bool log_probs, bool renormalize, int64_t ignore_index,
-                              int64_t reduction, int64_t aux) {
-  TORCH_CHECK_VALUE(numbers.size() == 10, "fusegrad: numbers must hold 10 numbers, but got ", numbers.size());
-  return {numbers[0], numbers[1], numbers[2], numbers[3],  numbers[4],   numbers[5], numbers[6], numbers[7],
-          numbers[8], numbers[9], log_probs,  renormalize, ignore_index, reduction,  aux};
-}
-
-bool JsdSettings::hard_wanted() const { return hard_weight != 0.0 || (aux & kJSDAuxHardLoss) != 0; }
-
-void complete_settings(const char* op, JsdSettings& s, const JsdTensors& tensors, std::optional<int64_t> ignore_index,
-                       std::string_view reduction, std::string_view tail) {
-  const auto check_finite = [&](const char* name, double value) {
-    FUSEGRAD_CHECK_VALUE(std::isfinite(value), op, name, " must be a finite number, but got ", value);
-  };
-  const auto check_weight = [&](const char* name, double value) {
-    FUSEGRAD_CHECK_VALUE(value >= 0.0 && std::isfinite(value), op, name, " must be a finite number >= 0, but got ",
-                         value);
-  };
-  const auto check_temperature = [&](const char* name, double value) {
-    FUSEGRAD_CHECK_VALUE(value > 0.0 && std::isfinite(value), op, name, " must be a finite number > 0, but got ",
-                         value);
-  };
-  FUSEGRAD_CHECK_VALUE(s.beta >= 0.0 && s.beta <= 1.0, op, "beta must be in [0, 1], but got ", s.beta);
-  check_temperature("temperature", s.student_temperature);
-  check_temperature("teacher_temperature", s.teacher_temperature);
-  check_finite("student_logit_scale", s.student_logit_scale);
-  check_finite("teacher_logit_scale", s.teacher_logit_scale);
-  check_weight("soft_weight", s.soft_weight);
-  check_weight("hard_weight", s.hard_weight);
+template <class Call>
+JsdSettings make_settings(const char* op, const Call& call) {
+  const auto& o = call.options;
+  check_numbers(op, call);
+  JsdSettings s{.beta = o.beta(),
+                .student_temperature = o.temperature(),
+                .teacher_temperature = o.temperature(),
+                .soft_weight = o.soft_weight(),
+                .hard_weight = o.hard_weight(),
+                .renormalize = o.tail() == "renormalize",
+                .ignore_index = o.ignore_index(),
+                .aux = call.aux};
   FUSEGRAD_CHECK_VALUE(s.aux >= 0 && s.aux < 4, op, "aux must be a set of the two JSDAuxBit bits, but got ", s.aux);
-  s.ignore_index = ignore_index.value_or(-100);
-  if (reduction == "batchmean") {
-    s.reduction = kBatchMean;
-  } else {
-    FUSEGRAD_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum", op,
-                         "reduction must be 'none', 'mean', 'sum' or 'batchmean', but got '", reduction, "'");
-    s.reduction = parse_reduction(op, reduction);
+  if constexpr (requires { o.log_probs(); }) s.log_probs = o.log_probs();
+  if (o.reduction() != "batchmean") {
+    FUSEGRAD_CHECK_VALUE(o.reduction() == "none" || o.reduction() == "mean" || o.reduction() == "sum", op,
+                         "reduction must be 'none', 'mean', 'sum' or 'batchmean', but got '", o.reduction(), "'");
+    s.reduction = parse_reduction(op, o.reduction());
   }
-  FUSEGRAD_CHECK_VALUE(tail == "bucket" || tail == "renormalize", op,
-                       "tail must be 'bucket' or 'renormalize', but got '", tail, "'");
-  s.renormalize = tail == "renormalize";
-  FUSEGRAD_CHECK_VALUE(!tensors.normalizer.has_value() || s.averaged(), op,
+  FUSEGRAD_CHECK_VALUE(s.renormalize || o.tail() == "bucket", op, "tail must be 'bucket' or 'renormalize', but got '",
+                       o.tail(), "'");
+  FUSEGRAD_CHECK_VALUE(std::holds_alternative<std::monostate>(o.normalizer()) || s.averaged(), op,
                        "a normalizer must come with reduction 'mean' or 'batchmean', whose number of rows it replaces, "
                        "but got reduction '",
-                       reduction, "'");
+                       o.reduction(), "'");
+  const bool labels = o.labels().has_value(), top_k = call.teacher_indices.has_value();
   // Before the labels: with log_probs no labels would help.
   FUSEGRAD_CHECK_VALUE(
       !s.log_probs || !s.hard_wanted(), op, "log_probs must come without a hard loss, which is of logits, but got ",
       s.hard_weight != 0.0 ? "hard_weight " + std::to_string(s.hard_weight) : "return_aux with hard_loss");
-  FUSEGRAD_CHECK_VALUE(s.ignore_index == -100 || tensors.labels.has_value(), op,
+  FUSEGRAD_CHECK_VALUE(s.ignore_index == -100 || labels, op,
                        "an ignore_index must come with labels, whose rows it leaves out, but got ", s.ignore_index,
                        " without them");
-  FUSEGRAD_CHECK_VALUE(!s.hard_wanted() || tensors.labels.has_value(), op,
+  FUSEGRAD_CHECK_VALUE(!s.hard_wanted() || labels, op,
                        "labels must be given where the hard loss is wanted, but got hard_weight ", s.hard_weight,
                        s.hard_weight != 0.0 ? "" : " and return_aux with hard_loss", " without them");
   if (s.log_probs) {
     FUSEGRAD_CHECK_VALUE(s.student_temperature == 1.0, op,
                          "log_probs must come with temperature 1, since log-probabilities have none, but got ",
                          s.student_temperature);
-    FUSEGRAD_CHECK_VALUE(!tensors.teacher_indices.has_value(), op,
-                         "log_probs must come with a dense teacher, but got a top-k teacher");
+    FUSEGRAD_CHECK_VALUE(!top_k, op, "log_probs must come with a dense teacher, but got a top-k teacher");
   }
-  FUSEGRAD_CHECK_VALUE(tensors.teacher_indices.has_value() || !s.renormalize, op,
+  FUSEGRAD_CHECK_VALUE(top_k || !s.renormalize, op,
                        "tail 'renormalize' must come with a top-k teacher, but got a dense one, which has no tail");
-  if (tensors.tail_log_prob.has_value()) {
-    FUSEGRAD_CHECK_VALUE(tensors.teacher_indices.has_value(), op,
+  if (call.tail_log_prob.has_value()) {
+    FUSEGRAD_CHECK_VALUE(top_k, op,
                          "tail_log_prob must come with a top-k teacher, but got a dense one, which has no tail");
     FUSEGRAD_CHECK_VALUE(!s.renormalize, op,
                          "tail_log_prob must come with tail 'bucket', whose probability it is, but got 'renormalize'");
   }
-  FUSEGRAD_CHECK_VALUE(!tensors.teacher_indices.has_value() || !s.renormalize || s.beta != 1.0, op,
+  FUSEGRAD_CHECK_VALUE(!top_k || !s.renormalize || s.beta != 1.0, op,
                        "tail 'renormalize' must come with beta < 1, since KL(student | teacher) is infinite where the "
                        "teacher has no tail, but got beta ",
                        s.beta);
+  return s;
 }
 
-double checked_softcap(const char* op, const char* name, std::optional<double> softcap) {
-  FUSEGRAD_CHECK_VALUE(!softcap.has_value() || (*softcap > 0.0 && std::isfinite(*softcap)), op, name,
-                       " must be a finite number > 0 or None, but got ", *softcap);
-  return softcap.value_or(0.0);
-}
-
-JsdRows make_jsd_rows(const char* op, const Tensor& student, const JsdTensors& tensors,
-                      std::vector<c10::SymInt> row_shape, at::ScalarType acc) {
-  const c10::SymIntArrayRef rows_ref(row_shape);
+template <class Call>
+JsdRows make_jsd_rows(const char* op, const Tensor& student, const Call& call, c10::SymIntArrayRef row_shape,
+                      at::ScalarType acc) {
+  const auto& o = call.options;
   JsdRows rows;
-  if (tensors.labels.has_value()) {
-    const auto& labels = *tensors.labels;
+  if (o.labels().has_value()) {
+    const auto& labels = *o.labels();
     check_dense(op, "labels", labels);
     FUSEGRAD_CHECK_TYPE(labels.scalar_type() == at::kLong || labels.scalar_type() == at::kInt, op,
                         "labels must be int64 or int32 class indices, but got ", labels.scalar_type());
-    FUSEGRAD_CHECK_VALUE(labels.sym_sizes() == rows_ref, op, "labels must have shape ", rows_ref, ", but got ",
+    FUSEGRAD_CHECK_VALUE(labels.sym_sizes() == row_shape, op, "labels must have shape ", row_shape, ", but got ",
                          labels.sym_sizes());
     check_same_device(op, "labels", labels, student);
     rows.labels = (labels.dim() == 1 ? labels : labels.reshape({-1})).contiguous();
   }
-  rows.token_weight = make_row_value(op, "token_weight", student, tensors.token_weight, rows_ref, acc);
-  rows.normalizer = make_normalizer(op, student, tensors.normalizer, acc);
-  if (tensors.teacher_indices.has_value()) {
-    rows.teacher_index = as_rows(tensors.teacher_indices->to(at::kLong)).contiguous();
+  rows.token_weight = make_row_value(op, "token_weight", student, o.token_weight(), row_shape, acc);
+  rows.normalizer = make_normalizer(op, student, tensor_of(o.normalizer()), acc);
+  if (call.teacher_indices.has_value()) {
+    rows.teacher_index = as_rows(call.teacher_indices->to(at::kLong)).contiguous();
   }
-  rows.tail_log_prob = make_row_value(op, "tail_log_prob", student, tensors.tail_log_prob, rows_ref, acc);
-  rows.row_shape = std::move(row_shape);
+  rows.tail_log_prob = make_row_value(op, "tail_log_prob", student, call.tail_log_prob, row_shape, acc);
   return rows;
 }
+
+template JsdSettings make_settings(const char*, const JsdCall&);
+template JsdSettings make_settings(const char*, const LinearJsdCall&);
+template JsdRows make_jsd_rows(const char*, const Tensor&, const JsdCall&, c10::SymIntArrayRef, at::ScalarType);
+template JsdRows make_jsd_rows(const char*, const Tensor&, const LinearJsdCall&, c10::SymIntArrayRef, at::ScalarType);
 
 Tensor make_top_k(const char* op, const char* name, const Tensor& log_probs, const Tensor& indices,
                   const Tensor& student, c10::SymIntArrayRef row_shape, at::ScalarType acc) {

@@ -10,41 +10,35 @@ namespace fusegrad {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 template <bool inplace>
-RowTuple cross_entropy_forward(const Tensor& logits, const Tensor& target, const OptionalTensor& weight,
-                               const OptionalTensor& token_weight, const OptionalTensor& normalizer,
-                               int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
-                               double softcap, int64_t aux) {
+RowTuple cross_entropy_forward(const CrossEntropyForward& call) {
   BelowAutogradAndAutocast below;
+  const auto& logits = call.logits;
   const c10::OptionalDeviceGuard device(at::device_of(logits));
   const auto vocab = logits.size(1);
-  check_target_range("cross_entropy", target, vocab, ignore_index);
-  const LossOptions options{{}, {}, {}, ignore_index, reduction, label_smoothing, z_loss, softcap, aux};
-  RowJob job(target, weight, token_weight, options, /*logit_scale=*/1.0, logits.size(0), vocab, logits.scalar_type());
+  check_target_range("cross_entropy", call.target, vocab, call.options.ignore_index);
+  RowJob job(call.target, call.weight, call.token_weight, call.options, /*logit_scale=*/1.0, logits.size(0), vocab,
+             logits.scalar_type());
   using Gradients = RowJob::Gradients;
-  job.begin_forward(normalizer, !inplace                            ? Gradients::kNone
-                                : logits.scalar_type() == at::kHalf ? Gradients::kDeferred
-                                                                    : Gradients::kStored);
+  job.begin_forward(call.normalizer, !inplace                            ? Gradients::kNone
+                                     : logits.scalar_type() == at::kHalf ? Gradients::kDeferred
+                                                                         : Gradients::kStored);
   if (inplace) begin_overwriting("the logits");
   job.forward(inplace ? logits : dense_rows(logits), 0, /*gradient_over_logits=*/inplace);
   return to_tuple(job.finish_forward());
 }
 
-Tensor cross_entropy_backward(const OptionalTensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& logits,
-                              const Tensor& target, const OptionalTensor& weight, const Tensor& lse,
-                              const Tensor& stats, const Tensor& scales, const OptionalTensor& token_weight,
-                              int64_t ignore_index, double label_smoothing, double z_loss, double softcap) {
+Tensor cross_entropy_backward(const CrossEntropyBackward& call) {
   BelowAutogradAndAutocast below;
+  const auto& logits = call.logits;
   const c10::OptionalDeviceGuard device(at::device_of(logits));
-  const LossOptions options{{}, {}, {}, ignore_index, 0, label_smoothing, z_loss, softcap, 0};
-  RowJob job(target, weight, token_weight, options, /*logit_scale=*/1.0, logits.size(0), logits.size(1),
-             logits.scalar_type());
-  job.resume(lse, stats, scales);
+  RowJob job(call.target, call.weight, call.token_weight, call.options, /*logit_scale=*/1.0, logits.size(0),
+             logits.size(1), logits.scalar_type());
+  job.resume(call.lse, call.stats, call.scales);
   const auto rows = dense_rows(logits);
   const auto grad = empty_result(logits.sizes(), logits.options());
-  job.gradient(grad_loss.value_or(Tensor()), grad_lse.value_or(Tensor()), rows, 0, grad);
+  job.gradient(call.grad_loss.value_or(Tensor()), call.grad_lse.value_or(Tensor()), rows, 0, grad);
   return grad;
 }
 
@@ -84,9 +78,9 @@ void scale_gradient_(const Tensor& gradient, const Tensor& scale, const Optional
 }
 
 void implement(torch::Library& m) {
-  m.impl("cross_entropy_forward", named_kernel<"cross_entropy", cross_entropy_forward<false>>());
-  m.impl("cross_entropy_forward_", named_kernel<"cross_entropy", cross_entropy_forward<true>>());
-  m.impl("cross_entropy_backward", named_kernel<"cross_entropy", cross_entropy_backward>());
+  m.impl("cross_entropy_forward", named_kernel<"cross_entropy", unpacked<cross_entropy_forward<false>>()>());
+  m.impl("cross_entropy_forward_", named_kernel<"cross_entropy", unpacked<cross_entropy_forward<true>>()>());
+  m.impl("cross_entropy_backward", named_kernel<"cross_entropy", unpacked<cross_entropy_backward>()>());
   m.impl("scale_gradient", named_kernel<"scale_gradient", scale_gradient>());
   m.impl("scale_gradient_", named_kernel<"scale_gradient", scale_gradient_>());
 }

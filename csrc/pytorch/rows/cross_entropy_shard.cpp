@@ -9,77 +9,60 @@ namespace fusegrad {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
-void write_gradient(const Tensor& logits, const Tensor& grad, const OptionalTensor& grad_loss,
-                    const OptionalTensor& grad_lse, const Tensor& target, const OptionalTensor& weight,
-                    const Tensor& lse, const Tensor& lse_low, const OptionalTensor& mass, const Tensor& scales,
-                    const OptionalTensor& token_weight, int64_t ignore_index, double label_smoothing, double z_loss,
-                    double softcap, int64_t vocab_start, int64_t vocab) {
+void write_gradient(const CrossEntropyShardGradient& call, const Tensor& logits, const Tensor& grad) {
   if (logits.numel() == 0) return;
   const c10::OptionalDeviceGuard guard(at::device_of(logits));
   const auto device = row_device(logits.device());
   RowGradient p;
   p.rows = logits.size(0);
   p.cols = logits.size(1);
-  p.vocab = vocab;
-  p.col_offset = vocab_start;
+  p.vocab = call.vocab;
+  p.col_offset = call.vocab_start;
   p.logits = logits.const_data_ptr();
   p.logits_stride = logits.stride(0);
   p.grad = grad.data_ptr();
   p.grad_stride = grad.stride(0);
   auto& t = p.targets;
-  if (target.is_floating_point()) {
-    t.probability = target.const_data_ptr();
-    t.probability_is_acc = target.scalar_type() == lse.scalar_type();
-    t.probability_stride = target.stride(0);
+  if (call.target.is_floating_point()) {
+    t.probability = call.target.const_data_ptr();
+    t.probability_is_acc = call.target.scalar_type() == call.lse.scalar_type();
+    t.probability_stride = call.target.stride(0);
   } else {
-    t.index = target.const_data_ptr();
-    t.index_is_int32 = target.scalar_type() == at::kInt;
+    t.index = call.target.const_data_ptr();
+    t.index_is_int32 = call.target.scalar_type() == at::kInt;
   }
-  t.class_weight = pointer_at(weight, 0);
-  t.token_weight = pointer_at(token_weight, 0);
-  t.ignore_index = ignore_index;
-  t.smoothing = label_smoothing;
-  t.dense = dense_target(target, weight.has_value(), label_smoothing);
-  TORCH_INTERNAL_ASSERT(!t.dense || mass.has_value());
-  p.transform.cap = softcap;
-  p.z_loss = z_loss;
-  p.scales = scales.const_data_ptr();
-  p.lse = lse.const_data_ptr();
-  p.lse_low = lse_low.const_data_ptr();
-  p.mass = pointer_at(mass, 0);
-  put_upstream(grad_loss.value_or(Tensor()), p.grad_loss, p.grad_loss_stride);
-  put_upstream(grad_lse.value_or(Tensor()), p.grad_lse, p.grad_lse_stride);
+  t.class_weight = pointer_at(call.weight, 0);
+  t.token_weight = pointer_at(call.token_weight, 0);
+  t.ignore_index = call.options.ignore_index;
+  t.smoothing = call.options.label_smoothing;
+  t.dense = dense_target(call.target, call.weight.has_value(), call.options.label_smoothing);
+  TORCH_INTERNAL_ASSERT(!t.dense || call.mass.has_value());
+  p.transform.cap = call.options.softcap;
+  p.z_loss = call.options.z_loss;
+  p.scales = call.scales.const_data_ptr();
+  p.lse = call.lse.const_data_ptr();
+  p.lse_low = call.lse_low.const_data_ptr();
+  p.mass = pointer_at(call.mass, 0);
+  put_upstream(call.grad_loss.value_or(Tensor()), p.grad_loss, p.grad_loss_stride);
+  put_upstream(call.grad_lse.value_or(Tensor()), p.grad_lse, p.grad_lse_stride);
   device.kernels->gradient(p, to_dtype(logits.scalar_type()), device.stream);
 }
 
-Tensor cross_entropy_shard_gradient(const Tensor& logits, const OptionalTensor& grad_loss,
-                                    const OptionalTensor& grad_lse, const Tensor& target, const OptionalTensor& weight,
-                                    const Tensor& lse, const Tensor& lse_low, const OptionalTensor& mass,
-                                    const Tensor& scales, const OptionalTensor& token_weight, int64_t ignore_index,
-                                    double label_smoothing, double z_loss, double softcap, int64_t vocab_start,
-                                    int64_t vocab) {
-  const auto grad = empty_result(logits.sizes(), logits.options());
-  write_gradient(dense_rows(logits), grad, grad_loss, grad_lse, target, weight, lse, lse_low, mass, scales,
-                 token_weight, ignore_index, label_smoothing, z_loss, softcap, vocab_start, vocab);
+Tensor cross_entropy_shard_gradient(const CrossEntropyShardGradient& call) {
+  const auto grad = empty_result(call.logits.sizes(), call.logits.options());
+  write_gradient(call, dense_rows(call.logits), grad);
   return grad;
 }
 
-void cross_entropy_shard_gradient_(const Tensor& logits, const OptionalTensor& grad_loss,
-                                   const OptionalTensor& grad_lse, const Tensor& target, const OptionalTensor& weight,
-                                   const Tensor& lse, const Tensor& lse_low, const OptionalTensor& mass,
-                                   const Tensor& scales, const OptionalTensor& token_weight, int64_t ignore_index,
-                                   double label_smoothing, double z_loss, double softcap, int64_t vocab_start,
-                                   int64_t vocab) {
+void cross_entropy_shard_gradient_(const CrossEntropyShardGradient& call) {
   begin_overwriting("the logits");
-  write_gradient(logits, logits, grad_loss, grad_lse, target, weight, lse, lse_low, mass, scales, token_weight,
-                 ignore_index, label_smoothing, z_loss, softcap, vocab_start, vocab);
+  write_gradient(call, call.logits, call.logits);
 }
 
 void implement(torch::Library& m) {
-  m.impl("cross_entropy_shard_gradient", named_kernel<"cross_entropy", cross_entropy_shard_gradient>());
-  m.impl("cross_entropy_shard_gradient_", named_kernel<"cross_entropy", cross_entropy_shard_gradient_>());
+  m.impl("cross_entropy_shard_gradient", named_kernel<"cross_entropy", unpacked<cross_entropy_shard_gradient>()>());
+  m.impl("cross_entropy_shard_gradient_", named_kernel<"cross_entropy", unpacked<cross_entropy_shard_gradient_>()>());
 }
 
 }  // namespace

@@ -88,7 +88,7 @@ DType to_dtype(at::ScalarType dtype) {
 }
 
 RowJob::RowJob(const Tensor& target, const std::optional<Tensor>& weight, const std::optional<Tensor>& token_weight,
-               const LossOptions& options, double logit_scale, int64_t rows, int64_t vocab, at::ScalarType logits_dtype)
+               const RowOptions& options, double logit_scale, int64_t rows, int64_t vocab, at::ScalarType logits_dtype)
     : target_(readable_target(target, logits_dtype)),
       weight_(weight),
       token_weight_(token_weight),

@@ -55,7 +55,7 @@ at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options)
 class RowJob {
  public:
   RowJob(const at::Tensor& target, const std::optional<at::Tensor>& weight,
-         const std::optional<at::Tensor>& token_weight, const LossOptions& options, double logit_scale, int64_t rows,
+         const std::optional<at::Tensor>& token_weight, const RowOptions& options, double logit_scale, int64_t rows,
          int64_t vocab, at::ScalarType logits_dtype);
 
   /// What the forward does with gradients for an upstream gradient of 1: it makes none, stores them, or stores them in
@@ -86,7 +86,7 @@ class RowJob {
   at::Tensor target_;
   std::optional<at::Tensor> weight_;
   std::optional<at::Tensor> token_weight_;
-  LossOptions options_;
+  RowOptions options_;
   double logit_scale_;
   int64_t rows_;
   int64_t vocab_;

@@ -10,23 +10,16 @@ namespace fusegrad {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 template <bool inplace>
-JsdTuple jsd_forward(const Tensor& student, const Tensor& teacher, const OptionalTensor& teacher_index,
-                     const OptionalTensor& tail_log_prob, const OptionalTensor& labels,
-                     const OptionalTensor& token_weight, const OptionalTensor& normalizer, at::ArrayRef<double> numbers,
-                     bool log_probs, bool renormalize, int64_t ignore_index, int64_t reduction, int64_t aux,
-                     std::array<bool, 2> needs_grad, bool partial) {
+JsdTuple jsd_forward(const JsdForward& call) {
   BelowAutogradAndAutocast below;
+  const auto& [student, teacher, rows, settings, needs_grad, partial] = call;
   const c10::OptionalDeviceGuard device(at::device_of(student));
   const auto vocab = student.size(1);
-  if (labels.has_value()) check_target_range("jsd", *labels, vocab, ignore_index, "labels");
-  auto settings = JsdSettings::from(numbers, log_probs, renormalize, ignore_index, reduction, aux);
-  settings.partial = partial;
-  const JsdRows rows{teacher_index, tail_log_prob, labels, token_weight, normalizer, {}};
-  if (teacher_index.has_value()) check_top_k("jsd", teacher, rows, settings, vocab);
-  if (log_probs && !partial) {
+  if (rows.labels.has_value()) check_target_range("jsd", *rows.labels, vocab, settings.ignore_index, "labels");
+  if (rows.teacher_index.has_value()) check_top_k("jsd", teacher, rows, settings, vocab);
+  if (settings.log_probs && !partial) {
     check_log_probs("jsd", "student", student, rows, settings);
     check_log_probs("jsd", "teacher", teacher, rows, settings);
   }
@@ -37,7 +30,7 @@ JsdTuple jsd_forward(const Tensor& student, const Tensor& teacher, const Optiona
   const auto grad_student = gradient(needs_grad[0] && !inplace, student);
   const auto grad_teacher = gradient(needs_grad[1], teacher);
   const auto dtype = student.scalar_type();
-  JsdJob job(rows, settings, student.size(0), vocab, dtype, student);
+  JsdJob job(rows, settings, student.size(0), vocab, dtype, student, partial);
   job.begin_forward(/*defer=*/(needs_grad[0] || needs_grad[1]) && dtype == at::kHalf);
   if (inplace) begin_overwriting("the student");
   job.run(inplace ? student : dense_rows(student), dense_rows(teacher), 0,
@@ -50,8 +43,8 @@ JsdTuple jsd_forward(const Tensor& student, const Tensor& teacher, const Optiona
 }
 
 void implement(torch::Library& m) {
-  m.impl("jsd_forward", named_kernel<"jsd", jsd_forward<false>>());
-  m.impl("jsd_forward_", named_kernel<"jsd", jsd_forward<true>>());
+  m.impl("jsd_forward", named_kernel<"jsd", unpacked<jsd_forward<false>>()>());
+  m.impl("jsd_forward_", named_kernel<"jsd", unpacked<jsd_forward<true>>()>());
 }
 
 }  // namespace

@@ -7,9 +7,10 @@ namespace fusegrad {
 using at::Tensor;
 
 JsdJob::JsdJob(const JsdRows& tensors, const JsdSettings& settings, int64_t rows, int64_t vocab, at::ScalarType dtype,
-               const Tensor& like)
+               const Tensor& like, bool partial)
     : tensors_(tensors),
       settings_(settings),
+      partial_(partial),
       rows_(rows),
       vocab_(vocab),
       dtype_(to_dtype(dtype)),
@@ -66,7 +67,7 @@ void JsdJob::run(const Tensor& student, const Tensor& teacher, int64_t first, co
   }
   p.renormalize = s.renormalize;
   p.log_probs = s.log_probs;
-  p.partial = s.partial;
+  p.partial = partial_;
   p.student_transform = {s.student_logit_scale, s.student_softcap};
   p.teacher_transform = {s.teacher_logit_scale, s.teacher_softcap};
   p.student_temperature = s.student_temperature;

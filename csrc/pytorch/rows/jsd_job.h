@@ -1,15 +1,16 @@
 // One call of a divergence over rows: its tensors, and the device's kernel run on ranges of its rows.
 #pragma once
 
+#include "pytorch/ops/jsd_settings.h"
 #include "pytorch/rows/job.h"
 
 namespace fusegrad {
 
 class JsdJob {
  public:
-  /// `like`: a tensor on the device; `dtype`: that of the logits.
+  /// `like`: a tensor on the device; `dtype`: that of the logits; `partial`: see JsdForward.
   JsdJob(const JsdRows& tensors, const JsdSettings& settings, int64_t rows, int64_t vocab, at::ScalarType dtype,
-         const at::Tensor& like);
+         const at::Tensor& like, bool partial = false);
 
   /// Allocates the outputs and computes the scales of the means. `defer`: gradients are to be stored in float16 for an
   /// upstream gradient of 1, so they leave a factor for later, see RowScales.
@@ -26,6 +27,7 @@ class JsdJob {
  private:
   JsdRows tensors_;
   JsdSettings settings_;
+  bool partial_;
   int64_t rows_;
   int64_t vocab_;
   DType dtype_;

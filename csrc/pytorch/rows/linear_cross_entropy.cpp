@@ -11,7 +11,6 @@ namespace fusegrad {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // Gradients from saved statistics: the logits a block of columns at a time, so that each block of the weight's
 // gradient is complete, in one product, and only the input's needs an accumulator.
@@ -51,20 +50,15 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Tensor
 }
 
 template <bool inplace>
-LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
-                                         const OptionalTensor& linear_bias, const OptionalTensor& weight,
-                                         const OptionalTensor& token_weight, const OptionalTensor& normalizer,
-                                         int64_t ignore_index, int64_t reduction, double label_smoothing, double z_loss,
-                                         double softcap, int64_t aux, double logit_scale,
-                                         std::optional<at::ScalarType> accumulate_dtype,
-                                         std::optional<int64_t> workspace_mib, std::array<bool, 3> needs_grad) {
+LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) {
   BelowAutogradAndAutocast below;
-  const c10::OptionalDeviceGuard device(at::device_of(input));
+  const c10::OptionalDeviceGuard device(at::device_of(call.input));
+  const auto& [input, linear_weight, target, linear_bias, weight, token_weight, normalizer, options, linear,
+               needs_grad] = call;
   const int64_t rows = input.size(0), hidden = input.size(1), vocab = linear_weight.size(0);
-  check_target_range("linear_cross_entropy", target, vocab, ignore_index);
+  check_target_range("linear_cross_entropy", target, vocab, options.ignore_index);
   const auto dtype = product_type(input);
   const auto acc = acc_type(dtype);
-  const LossOptions options{{}, {}, {}, ignore_index, reduction, label_smoothing, z_loss, softcap, aux};
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
 
   LinearSizes sizes;
@@ -74,12 +68,12 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
   sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
   sizes.cpu = input.is_cpu();
   sizes.weight_grad = needs_grad[1];
-  sizes.low_precision_result = linear_weight.scalar_type() != accumulate_dtype.value_or(acc);
-  const auto plan = plan_linear(sizes, budget_bytes(workspace_mib));
+  sizes.low_precision_result = linear_weight.scalar_type() != linear.accumulate_dtype.value_or(acc);
+  const auto plan = plan_linear(sizes, budget_bytes(linear.workspace_mib));
   const bool over_rows = any_gradient && plan.columns == 0;
 
   const Head head(linear_weight, linear_bias, dtype);
-  RowJob job(target, weight, token_weight, options, logit_scale, rows, vocab, dtype);
+  RowJob job(target, weight, token_weight, options, linear.logit_scale, rows, vocab, dtype);
   using Gradients = RowJob::Gradients;
   job.begin_forward(normalizer, !any_gradient                      ? Gradients::kNone
                                 : input.scalar_type() == at::kHalf ? Gradients::kDeferred
@@ -114,18 +108,15 @@ LinearTuple linear_cross_entropy_forward(const Tensor& input, const Tensor& line
   return std::tuple_cat(fusegrad::to_tuple(out), to_tuple(gradients, input, linear_weight, linear_bias));
 }
 
-LinearGradientTuple linear_cross_entropy_backward(
-    const OptionalTensor& grad_loss, const OptionalTensor& grad_lse, const Tensor& input, const Tensor& linear_weight,
-    const Tensor& target, const OptionalTensor& linear_bias, const OptionalTensor& weight, const Tensor& lse,
-    const Tensor& stats, const Tensor& scales, const OptionalTensor& token_weight, int64_t ignore_index,
-    double label_smoothing, double z_loss, double softcap, double logit_scale, std::optional<int64_t> workspace_mib,
-    std::array<bool, 3> needs_grad) {
+LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackward& call) {
   BelowAutogradAndAutocast below;
-  const c10::OptionalDeviceGuard device(at::device_of(input));
+  const c10::OptionalDeviceGuard device(at::device_of(call.input));
+  const auto &input = call.input, &linear_weight = call.linear_weight;
+  const auto& linear_bias = call.linear_bias;
   const auto dtype = product_type(input);
-  const LossOptions options{{}, {}, {}, ignore_index, 0, label_smoothing, z_loss, softcap, 0};
-  RowJob job(target, weight, token_weight, options, logit_scale, input.size(0), linear_weight.size(0), dtype);
-  job.resume(lse, stats, scales);
+  RowJob job(call.target, call.weight, call.token_weight, call.options, call.linear.logit_scale, input.size(0),
+             linear_weight.size(0), dtype);
+  job.resume(call.lse, call.stats, call.scales);
   LinearSizes sizes;
   sizes.rows = input.size(0);
   sizes.hidden = input.size(1);
@@ -133,16 +124,19 @@ LinearGradientTuple linear_cross_entropy_backward(
   sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
   sizes.cpu = input.is_cpu();
   const auto gradients = gradients_by_columns(
-      job, Head(linear_weight, linear_bias, dtype), grad_loss.value_or(Tensor()), grad_lse.value_or(Tensor()), input,
-      plan_columns(sizes, budget_bytes(workspace_mib)), linear_weight.options(),
-      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
+      job, Head(linear_weight, linear_bias, dtype), call.grad_loss.value_or(Tensor()), call.grad_lse.value_or(Tensor()),
+      input, plan_columns(sizes, budget_bytes(call.linear.workspace_mib)), linear_weight.options(),
+      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), call.needs_grad);
   return to_tuple(gradients, input, linear_weight, linear_bias);
 }
 
 void implement(torch::Library& m) {
-  m.impl("linear_cross_entropy_forward", named_kernel<"linear_cross_entropy", linear_cross_entropy_forward<false>>());
-  m.impl("linear_cross_entropy_forward_", named_kernel<"linear_cross_entropy", linear_cross_entropy_forward<true>>());
-  m.impl("linear_cross_entropy_backward", named_kernel<"linear_cross_entropy", linear_cross_entropy_backward>());
+  m.impl("linear_cross_entropy_forward",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_forward<false>>()>());
+  m.impl("linear_cross_entropy_forward_",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_forward<true>>()>());
+  m.impl("linear_cross_entropy_backward",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward>()>());
 }
 
 }  // namespace

@@ -17,16 +17,13 @@ OptionalTensor first_rows(const OptionalTensor& tensor, int64_t count) {
   return tensor.has_value() ? OptionalTensor(part(*tensor, 0, 0, count)) : std::nullopt;
 }
 
-/// Tensors and options of a call that forward and backward have alike.
+/// What forward and backward have alike.
 struct Call {
   const Tensor& input;
-  const Tensor& weight;
-  const OptionalTensor& bias;
-  const JsdTeacher teacher;
-  int64_t vocab;
-  std::optional<at::ScalarType> accumulate_dtype;
-  std::optional<int64_t> workspace_mib;
+  const JsdHeads& heads;
+  const LinearJsdOptions& linear;
 
+  int64_t vocab = linear.vocab_size.value_or(heads.student_weight.size(0));
   int64_t rows() const { return input.size(0); }
   at::ScalarType dtype() const { return product_type(input); }
 
@@ -38,27 +35,29 @@ struct Call {
     sizes.element_size = static_cast<int64_t>(at::elementSize(dtype()));
     sizes.cpu = input.is_cpu();
     sizes.weight_grad = weight_grad;
-    sizes.low_precision_result = weight.scalar_type() != accumulate_dtype.value_or(acc_type(dtype()));
+    sizes.low_precision_result =
+        heads.student_weight.scalar_type() != linear.accumulate_dtype.value_or(acc_type(dtype()));
     sizes.by_columns = false;
-    if (teacher.weight.has_value()) {
+    if (heads.teacher_weight.has_value()) {
       sizes.logits_per_row = 2;
       // Logits of another dtype are rounded from a buffer of their own.
-      const auto size = static_cast<int64_t>(at::elementSize(product_type(teacher.input)));
-      if (product_type(teacher.input) != dtype()) {
+      const auto size = static_cast<int64_t>(at::elementSize(product_type(heads.teacher)));
+      if (product_type(heads.teacher) != dtype()) {
         sizes.logits_per_row += (size + sizes.element_size - 1) / sizes.element_size;
       }
     }
-    return plan_linear(sizes, budget_bytes(workspace_mib));
+    return plan_linear(sizes, budget_bytes(linear.workspace_mib));
   }
 };
 
 /// The teacher's logits of chunks, or its log-probabilities.
 class TeacherChunks {
  public:
-  TeacherChunks(const Call& call, int64_t rows) : input_(call.teacher.input) {
-    if (!call.teacher.weight.has_value()) return;
+  TeacherChunks(const Call& call, int64_t rows) : input_(call.heads.teacher) {
+    if (!call.heads.teacher_weight.has_value()) return;
     const auto product = product_type(input_);
-    head_.emplace(part(*call.teacher.weight, 0, 0, call.vocab), first_rows(call.teacher.bias, call.vocab), product);
+    head_.emplace(part(*call.heads.teacher_weight, 0, 0, call.vocab), first_rows(call.heads.teacher_bias, call.vocab),
+                  product);
     logits_ = logits_buffer(rows, call.vocab, input_.options().dtype(call.dtype()));
     if (product != call.dtype()) own_ = logits_buffer(rows, call.vocab, input_.options().dtype(product));
   }
@@ -82,9 +81,11 @@ class TeacherChunks {
 LinearGradients run(JsdJob& job, const Call& call, std::array<bool, 3> needs_grad, bool inplace) {
   const auto plan = call.plan(needs_grad[1]);
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
-  ChunkGradients gradients(call.input, call.weight, call.bias, call.vocab, plan, needs_grad, inplace);
+  ChunkGradients gradients(call.input, call.heads.student_weight, call.heads.student_bias, call.vocab, plan, needs_grad,
+                           inplace);
   if (call.vocab != 0 && call.rows() != 0) {
-    const Head head(part(call.weight, 0, 0, call.vocab), first_rows(call.bias, call.vocab), call.dtype());
+    const Head head(part(call.heads.student_weight, 0, 0, call.vocab), first_rows(call.heads.student_bias, call.vocab),
+                    call.dtype());
     const int64_t chunk = std::min(plan.rows, call.rows());
     const TeacherChunks teacher(call, chunk);
     const auto buffer = logits_buffer(chunk, call.vocab, call.input.options().dtype(call.dtype()));
@@ -101,66 +102,39 @@ LinearGradients run(JsdJob& job, const Call& call, std::array<bool, 3> needs_gra
 }
 
 template <bool inplace>
-LinearJsdTuple linear_jsd_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                  const Tensor& teacher, const OptionalTensor& teacher_weight,
-                                  const OptionalTensor& teacher_bias, const OptionalTensor& teacher_index,
-                                  const OptionalTensor& tail_log_prob, const OptionalTensor& labels,
-                                  const OptionalTensor& token_weight, const OptionalTensor& normalizer,
-                                  at::ArrayRef<double> numbers, bool log_probs, bool renormalize, int64_t ignore_index,
-                                  int64_t reduction, int64_t aux, std::optional<int64_t> vocab_size,
-                                  std::optional<at::ScalarType> accumulate_dtype, std::optional<int64_t> workspace_mib,
-                                  std::array<bool, 3> needs_grad) {
+LinearJsdTuple linear_jsd_forward(const LinearJsdForward& arguments) {
   BelowAutogradAndAutocast below;
+  const auto& [input, heads, rows, settings, linear, needs_grad] = arguments;
   const c10::OptionalDeviceGuard device(at::device_of(input));
-  const Call call{input,
-                  weight,
-                  bias,
-                  {teacher, teacher_weight, teacher_bias},
-                  vocab_size.value_or(weight.size(0)),
-                  accumulate_dtype,
-                  workspace_mib};
-  if (labels.has_value()) check_target_range("linear_jsd", *labels, call.vocab, ignore_index, "labels");
-  const auto settings = JsdSettings::from(numbers, log_probs, renormalize, ignore_index, reduction, aux);
-  const JsdRows rows{teacher_index, tail_log_prob, labels, token_weight, normalizer, {}};
-  if (teacher_index.has_value()) check_top_k("linear_jsd", teacher, rows, settings, call.vocab);
+  const Call call{input, heads, linear};
+  if (rows.labels.has_value()) {
+    check_target_range("linear_jsd", *rows.labels, call.vocab, settings.ignore_index, "labels");
+  }
+  if (rows.teacher_index.has_value()) check_top_k("linear_jsd", heads.teacher, rows, settings, call.vocab);
   JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
   job.begin_forward(/*defer=*/any_gradient && input.scalar_type() == at::kHalf);
   auto gradients = run(job, call, needs_grad, inplace);
   const auto out = job.finish_forward();
   if (inplace) gradients.input = Tensor();
-  return std::tuple_cat(std::make_tuple(out.loss, out.stats, out.scales), to_tuple(gradients, input, weight, bias));
+  return std::tuple_cat(std::make_tuple(out.loss, out.stats, out.scales),
+                        to_tuple(gradients, input, heads.student_weight, heads.student_bias));
 }
 
-LinearGradientTuple linear_jsd_backward(const Tensor& grad_loss, const Tensor& input, const Tensor& weight,
-                                        const OptionalTensor& bias, const Tensor& teacher,
-                                        const OptionalTensor& teacher_weight, const OptionalTensor& teacher_bias,
-                                        const OptionalTensor& teacher_index, const OptionalTensor& tail_log_prob,
-                                        const OptionalTensor& labels, const OptionalTensor& token_weight,
-                                        const Tensor& scales, at::ArrayRef<double> numbers, bool renormalize,
-                                        int64_t ignore_index, std::optional<int64_t> vocab_size,
-                                        std::optional<at::ScalarType> accumulate_dtype,
-                                        std::optional<int64_t> workspace_mib, std::array<bool, 3> needs_grad) {
+LinearGradientTuple linear_jsd_backward(const LinearJsdBackward& arguments) {
   BelowAutogradAndAutocast below;
+  const auto& [grad_loss, input, heads, rows, scales, settings, linear, needs_grad] = arguments;
   const c10::OptionalDeviceGuard device(at::device_of(input));
-  const Call call{input,
-                  weight,
-                  bias,
-                  {teacher, teacher_weight, teacher_bias},
-                  vocab_size.value_or(weight.size(0)),
-                  accumulate_dtype,
-                  workspace_mib};
-  const auto settings = JsdSettings::from(numbers, /*log_probs=*/false, renormalize, ignore_index, 0, 0);
-  JsdJob job({teacher_index, tail_log_prob, labels, token_weight, {}, {}}, settings, call.rows(), call.vocab,
-             call.dtype(), input);
+  const Call call{input, heads, linear};
+  JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
   job.begin_backward(scales, grad_loss);
-  return to_tuple(run(job, call, needs_grad, /*inplace=*/false), input, weight, bias);
+  return to_tuple(run(job, call, needs_grad, /*inplace=*/false), input, heads.student_weight, heads.student_bias);
 }
 
 void implement(torch::Library& m) {
-  m.impl("linear_jsd_forward", named_kernel<"linear_jsd", linear_jsd_forward<false>>());
-  m.impl("linear_jsd_forward_", named_kernel<"linear_jsd", linear_jsd_forward<true>>());
-  m.impl("linear_jsd_backward", named_kernel<"linear_jsd", linear_jsd_backward>());
+  m.impl("linear_jsd_forward", named_kernel<"linear_jsd", unpacked<linear_jsd_forward<false>>()>());
+  m.impl("linear_jsd_forward_", named_kernel<"linear_jsd", unpacked<linear_jsd_forward<true>>()>());
+  m.impl("linear_jsd_backward", named_kernel<"linear_jsd", unpacked<linear_jsd_backward>()>());
 }
 
 }  // namespace

@@ -105,9 +105,22 @@ class Divergence:
 
     def _divergence(self, log_q: Tensor, log_p: Tensor, needs_grad: tuple[bool, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Sums over these columns, and the gradients by the log-probabilities."""
-        numbers = [self.beta, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+        rows = (None, None, None, None, None)
+        temperatures, softcaps, scales, weights, roundoff = (1.0, 1.0), (0.0, 0.0), (1.0, 1.0), (1.0, 0.0), 0.0
+        numbers = (self.beta, *temperatures, *softcaps, *scales, *weights, roundoff)
+        log_probs, renormalize, ignore_index, reduction, aux = True, False, -100, 0, 0
         loss, _, _, by_q, by_p = _ops.jsd_forward(
-            log_q, log_p, None, None, None, None, None, numbers, True, False, -100, 0, 0, list(needs_grad), partial=True
+            log_q,
+            log_p,
+            *rows,
+            *numbers,
+            log_probs,
+            renormalize,
+            ignore_index,
+            reduction,
+            aux,
+            list(needs_grad),
+            partial=True,
         )
         return loss, by_q, by_p
 

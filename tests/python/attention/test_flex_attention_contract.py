@@ -326,7 +326,7 @@ def op_arguments(requires_grad: bool = True) -> tuple:
     )
     mask = mask_of(24)
     lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
-    return q, k, v, text, [bias], [number], [], mask.mask_mod.text, [], [], [], lists, [], [16, 16]
+    return q, k, v, text, [bias], [number], [], mask.mask_mod.text, [], [], [], lists, [16, 16]
 
 
 def test_opcheck() -> None:
@@ -456,7 +456,7 @@ BAD_OP = [
 @pytest.mark.parametrize("given, error, message", BAD_OP, ids=[message[:50] for _, _, message in BAD_OP])
 def test_bad_input_of_the_op(given: dict, error: type[Exception], message: str) -> None:
     names = ["score_mod", "buffers", "floats", "ints", "mask_mod", "mask_buffers", "mask_floats", "mask_ints"]
-    names += ["kv_blocks", "q_blocks", "block_size"]
+    names += ["kv_blocks", "block_size"]
     lists = [given.get(name, "" if name.endswith("_mod") else []) for name in names]
     with pytest.raises(error) as caught:
         OP.flex_attention(X, X, X, *lists, aux=given.get("aux", 0))

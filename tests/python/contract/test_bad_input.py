@@ -200,7 +200,7 @@ HEADS = [
     ({"teacher": TOP, "teacher_temperature": 1.0}, ValueError, "teacher_temperature must be left out with a top-k"),
     ({"teacher": TOP, "teacher_softcap": 30.0}, ValueError, "teacher_softcap must be left out with a top-k teacher"),
     ({"teacher": TOP, "teacher_logit_scale": 2.0}, ValueError, "teacher_logit_scale must be left out with a top-k"),
-    ({"teacher_temperature": 0.0}, ValueError, "teacher_temperature must be a finite number > 0, but got 0"),
+    ({"teacher_temperature": 0.0}, ValueError, "teacher_temperature must be a finite number > 0 or None, but got 0"),
     ({"student_softcap": 0.0}, ValueError, "student_softcap must be a finite number > 0 or None, but got 0"),
     ({"teacher_softcap": float("nan")}, ValueError, "teacher_softcap must be a finite number > 0 or None, but got nan"),
     ({"student_logit_scale": float("inf")}, ValueError, "student_logit_scale must be a finite number, but got inf"),

@@ -158,7 +158,7 @@ def test_opcheck_of_the_ops_below(device) -> None:
     )
     numbers = [0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     y, v = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device)
-    rows = (None, None, t % 6, None, None, numbers, False, False, -100, 1, 3)
+    rows = (None, None, t % 6, None, None, *numbers, False, False, -100, 1, 3)
     for suffix in ("", "_"):
         divergence = (x.clone(), torch.randn_like(x), *rows, [True, not suffix])
         torch.library.opcheck(getattr(ops, "jsd_forward" + suffix).default, divergence)
@@ -166,7 +166,25 @@ def test_opcheck_of_the_ops_below(device) -> None:
         torch.library.opcheck(getattr(ops, "linear_jsd_forward" + suffix).default, heads)
     torch.library.opcheck(
         ops.linear_jsd_backward.default,
-        (one, h, w, None, y, v, *[None] * 3, t, None, scales, numbers, False, -100, None, None, 1, [True, True, False]),
+        (
+            one,
+            h,
+            w,
+            None,
+            y,
+            v,
+            *[None] * 3,
+            t,
+            None,
+            scales,
+            *numbers,
+            False,
+            -100,
+            None,
+            None,
+            1,
+            [True, True, False],
+        ),
     )
     torch.library.opcheck(ops.scale_gradient.default, (x, one, None))
     torch.library.opcheck(ops.scale_gradient_.default, (x, one, one))
