@@ -292,7 +292,7 @@ def test_inductor_and_its_checkpoints() -> None:
 
 def test_opcheck() -> None:
     q, k, v = (torch.randn(2, 2, 24, 8) for _ in range(3))
-    mods = ("", [], [], [], "", [], [], [], [], [], [])
+    mods = ("", [], [], [], "", [], [], [], [], [])
     number = seed()
     torch.library.opcheck(OP.flex_attention_dropout_mask.default, (number, 0.3, [2, 2, 24, 24]))
     forward = (q, k, v, *mods, 0.3, 0.25, number, 3)
