@@ -1,4 +1,5 @@
-"""``python -m fusegrad cache info|clear``: the folder of compiled kernels, see docs/jit.md."""
+"""``python -m fusegrad``: ``cache info|clear``, the folder of compiled kernels (docs/jit.md); ``doctor``, what a report
+of a bug should say, and a test of each op."""
 
 from __future__ import annotations
 
@@ -29,6 +30,12 @@ def _clear() -> None:
     print(f"removed {_C.jit.cache_clear()} files from {_C.jit.cache_info()['folder']}")
 
 
+def _doctor() -> int:
+    from .doctor import main as examine
+
+    return examine()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusegrad")
@@ -37,13 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action = cache.add_subparsers(dest="action", required=True)
     action.add_parser("info", help="folder, number of kernels, size, limit").set_defaults(run=_info)
     action.add_parser("clear", help="remove fusegrad's files from the folder, and no others").set_defaults(run=_clear)
+    doctor = commands.add_parser("doctor", help="versions, GPUs, the cache, and a test of each op")
+    doctor.set_defaults(run=_doctor)
     run = parser.parse_args(arguments).run
     try:
-        run()
+        return run() or 0
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":
