@@ -37,9 +37,10 @@ inline std::optional<int64_t> budget_bytes(std::optional<int64_t> mib) {
 
 /// Bytes of one row of logits as the losses store it: rows start at multiples of 16 bytes, which matrix products
 /// and vector loads are several times faster with.
-inline int64_t logits_row_elements(int64_t vocab, int64_t element_size) {
+template <class Size>
+Size logits_row_elements(Size vocab, int64_t element_size) {
   const int64_t align = std::max<int64_t>(1, 16 / element_size);
-  return (vocab + align - 1) / align * align;
+  return (vocab + (align - 1)) / align * align;
 }
 
 /// Chunks of equal size, at most `limit` each, in multiples of `unit`.

@@ -71,15 +71,18 @@ struct RowForward {
   void* z_loss_term = nullptr;     // z_loss * lse^2, unscaled
   void* predicted = nullptr;       // the first index of the row's maximum
   void* token_log_prob = nullptr;  // z[y] - lse; indices only
-  void* entropy = nullptr;         // lse - sum_c p[c] * z[c]
+  void* entropy = nullptr;         // H = lse - sum_c p[c] * z[c]
+  void* entropy_low = nullptr;     // what rounding took from entropy
 };
 
 /// Gradient from saved statistics: element-wise over a block of columns [col_offset, col_offset + cols) of a
 /// vocabulary of `vocab` columns.
 ///   grad[n, c] = (g[n] * token_weight[n] * (scales[0] * (A * p[c] - a[c]) + scales[1] * 2 * z_loss * lse * p[c])
+///                 + grad_log_prob[n] * ([c == y] - p[c]) - grad_entropy[n] * p[c] * (log p[c] + H)
 ///                 + grad_lse[n] * p[c]) * dz/dx
-/// with the first part 0 in ignored rows. class_weight and index count in the whole vocabulary, logits, grad
-/// and probability start at the block's first column.
+/// of which ignored rows have the last part only. log p[c] + H is taken as z[c] less the row's mean of z, which is lse
+/// - H: exact for large offsets, and where p is nearly flat. class_weight and index count in the whole vocabulary,
+/// logits, grad and probability start at the block's first column.
 struct RowGradient {
   int64_t rows = 0;
   int64_t cols = 0;
@@ -100,6 +103,10 @@ struct RowGradient {
   int64_t grad_loss_stride = 0;
   const void* grad_lse = nullptr;  // [N] acc, or null: zero
   int64_t grad_lse_stride = 0;
+  const void* grad_log_prob = nullptr;  // [N] acc, or null: zero; indices only
+  const void* grad_entropy = nullptr;   // [N] acc, or null: zero
+  const void* entropy = nullptr;        // [N] acc, where grad_entropy is not null
+  const void* entropy_low = nullptr;
 };
 
 /// The scales of reduction 'mean': out[0] = 1 / D, out[1] = 1 / K, out[2] = the factor left for later, out[3] = D.

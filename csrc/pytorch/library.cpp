@@ -50,8 +50,9 @@ TORCH_LIBRARY(fusegrad, m) {
 
   // --- linear cross entropy --------------------------------------------------------------------------------
   define_pair<LinearCrossEntropyCall>(m, "linear_cross_entropy", loss_returns);
-  define_pair<LinearCrossEntropyForward>(m, "linear_cross_entropy_forward", "(" + row_returns + ", " + gradients);
-  define<LinearCrossEntropyBackward>(m, "linear_cross_entropy_backward", "(" + gradients);
+  define_pair<LinearCrossEntropyForward>(m, "linear_cross_entropy_forward",
+                                         "(" + row_returns + ", Tensor logits, " + gradients);
+  define_pair<LinearCrossEntropyBackward>(m, "linear_cross_entropy_backward", "(" + gradients);
 
   // --- Jensen-Shannon divergence ---------------------------------------------------------------------------
   // `stats` is [k, N] acc: the soft and the hard loss, as `aux` asks for them.

@@ -20,7 +20,7 @@ if with_torch:
     from .compile import compile_flex
     from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
     from .distributed import VocabParallel
-    from .functional import Aux, AuxOutput, cross_entropy, linear_cross_entropy
+    from .functional import Aux, AuxOutput, LogProb, cross_entropy, linear_cross_entropy, linear_log_prob
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
 elif not TYPE_CHECKING:
@@ -41,6 +41,7 @@ __all__ = [
     "JSDLoss",
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",
+    "LogProb",
     "ScoreMod",
     "TraceError",
     "VocabParallel",
@@ -54,6 +55,7 @@ __all__ = [
     "jsd",
     "linear_cross_entropy",
     "linear_jsd",
+    "linear_log_prob",
     "set_check_targets",
     "trace_mask_mod",
     "trace_score_mod",

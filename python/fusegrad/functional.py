@@ -14,7 +14,7 @@ from ._arguments import checked
 from ._options import Reduction
 from .distributed.shards import VocabParallel, is_dtensor, sharded
 
-__all__ = ["Aux", "AuxOutput", "cross_entropy", "linear_cross_entropy"]
+__all__ = ["Aux", "AuxOutput", "LogProb", "cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,9 +26,12 @@ class Aux:
     """Per-row values that a loss can return beside itself (``return_aux=Aux(lse=True)``).
 
     They are one per row whatever the reduction, in the shape of a class-index target, float32 (float64 for float64
-    inputs). At ignored rows ``predicted_tokens`` is -1, ``lse`` is the row's own and the others are 0. Only ``lse``
-    is differentiable: a backward that reaches one of the other floats raises ``NotImplementedError``, so ``detach()``
-    what is logged. ``token_accuracy`` and ``token_log_prob`` need class indices.
+    inputs). At ignored rows ``predicted_tokens`` is -1, ``lse`` is the row's own and the others are 0.
+    ``token_accuracy`` and ``token_log_prob`` need class indices.
+
+    ``lse``, ``entropy`` and ``token_log_prob`` are differentiable, each by any upstream gradient, beside the loss and
+    without it: the gradients are computed in the backward then, and ``inplace`` has no effect. A backward that reaches
+    one of the other floats raises ``NotImplementedError``, so ``detach()`` what is logged.
 
     Attributes:
         lse: log(sum(exp(z))) of the row.
@@ -67,6 +70,13 @@ class AuxOutput(NamedTuple):
     predicted_tokens: Tensor | None
     entropy: Tensor | None
     token_log_prob: Tensor | None
+
+
+class LogProb(NamedTuple):
+    """What :func:`linear_log_prob` returns, one value a row each."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
 
 
 def _aux_bits(aux: Aux | None) -> int:
@@ -299,7 +309,10 @@ def linear_cross_entropy(
 
     z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)). The gradients are computed in the forward, chunk
     by chunk, and scaled in the backward: any number of backwards gives bitwise the same. With reduction 'none', with a
-    differentiable ``lse`` and with ``workspace_mib=0`` the backward computes the logits again instead.
+    differentiable aux value and with ``workspace_mib=0`` they are computed in the backward instead, from the logits.
+    These are kept where ``workspace_mib`` holds all of them (N * V of the input's dtype), and without a budget, as
+    PyTorch keeps them; otherwise, and for bfloat16 and float16 on the CPU, they are computed a second time. A backward
+    that keeps the graph takes as much again for their gradient.
 
     The products run in the input's dtype (autocast's under autocast, as :func:`torch.nn.functional.linear`), to which
     ``linear_weight`` and ``linear_bias`` are rounded; each gradient has its own tensor's dtype, so a float32 weight
@@ -373,3 +386,56 @@ def linear_cross_entropy(
     ops = torch.ops.fusegrad
     out = (ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default)(*arguments)
     return _result(out, return_aux)
+
+
+@checked
+def linear_log_prob(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    ignore_index: int | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    workspace_mib: int | None = None,
+    vocab_parallel: VocabParallel | None = None,
+    return_entropy: bool = True,
+) -> LogProb:
+    r"""Log-probabilities of tokens and the entropies of their distributions, from hidden states: both differentiable,
+    in one pass.
+
+    With z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)) and p = softmax(z), a row has
+    ``log p[target]`` and ``-sum(p * log(p))``, in nats. It is :func:`linear_cross_entropy` with reduction 'none' and
+    those aux values; a policy divided by a temperature t has ``logit_scale=1 / t``.
+
+    Args:
+        input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, workspace_mib, vocab_parallel: as in
+            :func:`linear_cross_entropy`.
+        target: class indices ``[...]``, int64, int32 or uint8.
+        return_entropy: False: ``entropy`` is None and costs nothing.
+
+    Returns:
+        float32 (float64 for float64), one value a row; 0 at ignored rows.
+
+    Raises:
+        ValueError, TypeError, IndexError: as :func:`linear_cross_entropy`, under this function's name.
+    """
+    try:
+        _, aux = linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            ignore_index=ignore_index,
+            reduction="none",
+            softcap=softcap,
+            logit_scale=logit_scale,
+            workspace_mib=workspace_mib,
+            vocab_parallel=vocab_parallel,
+            return_aux=Aux(token_log_prob=True, entropy=return_entropy),
+        )
+    except (IndexError, NotImplementedError, TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("linear_cross_entropy:", "linear_log_prob:", 1)) from error
+    assert aux.token_log_prob is not None
+    return LogProb(aux.token_log_prob, aux.entropy)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd"]
+__all__ = ["cross_entropy", "jsd", "linear_cross_entropy", "linear_jsd", "linear_log_prob"]
 
 
 def cross_entropy(
@@ -81,6 +81,12 @@ def linear_cross_entropy(
     loss, aux = cross_entropy(rows, flat, token_weight=token_weight, **options)  # type: ignore[arg-type]
     shape = input.shape[:-1]
     return (loss if loss.dim() == 0 else loss.reshape(shape)), {k: v.reshape(shape) for k, v in aux.items()}
+
+
+def linear_log_prob(input: Tensor, linear_weight: Tensor, target: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of :func:`fusegrad.linear_log_prob`."""
+    _, aux = linear_cross_entropy(input, linear_weight, target, reduction="none", **options)  # type: ignore[arg-type]
+    return aux["token_log_prob"], aux["entropy"]
 
 
 def _kl(log_x: Tensor, log_y: Tensor) -> Tensor:

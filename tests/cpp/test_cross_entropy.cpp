@@ -148,17 +148,23 @@ TEST_P(CrossEntropy, AuxiliaryValues) {
     EXPECT_TRUE(close(aux.token_log_prob, log_p.gather(1, data.target.clamp_min(0).unsqueeze(1)).squeeze(1) * kept));
     EXPECT_TRUE(at::equal(aux.predicted_tokens, at::where(kept, data.logits.argmax(1), -1)));
     EXPECT_TRUE(close(aux.token_accuracy, data.logits.argmax(1).eq(data.target).to(at::kDouble)));
-    for (const auto& constant : {aux.z_loss, aux.entropy, aux.token_log_prob, aux.token_accuracy}) {
+    for (const auto& constant : {aux.z_loss, aux.token_accuracy}) {
       EXPECT_TRUE(constant.requires_grad());
       EXPECT_THROW(gradients(loss.sum() + constant.sum(), {input}, at::ones_like(loss.sum()), /*retain_graph=*/true),
                    c10::NotImplementedError);
     }
-    // lse is differentiable, alone and beside the loss.
+    // lse, entropy and token_log_prob are differentiable, alone and beside the loss.
     const auto upstream = data.upstream_rows.to(aux.lse.scalar_type());
-    const auto truth = gradients(lse, {z}, upstream.to(at::kDouble), /*retain_graph=*/true)[0];
-    const auto ours = gradients(aux.lse, {input}, upstream, /*retain_graph=*/true)[0];
     const double tolerance = data.logits.scalar_type() == at::kBFloat16 ? 4e-3 : 1e-3;
-    EXPECT_TRUE(at::allclose(ours.to(at::kDouble), truth, tolerance, 1e-5));
+    const std::vector<std::pair<Tensor, Tensor>> values{
+        {aux.lse, lse},
+        {aux.entropy, -(log_p.exp() * log_p).sum(1) * kept},
+        {aux.token_log_prob, log_p.gather(1, data.target.clamp_min(0).unsqueeze(1)).squeeze(1) * kept}};
+    for (const auto& [value, right] : values) {
+      const auto truth = gradients(right, {z}, upstream.to(at::kDouble), /*retain_graph=*/true)[0];
+      const auto ours = gradients(value, {input}, upstream, /*retain_graph=*/true)[0];
+      EXPECT_TRUE(at::allclose(ours.to(at::kDouble), truth, tolerance, 1e-5));
+    }
     const auto both = gradients(loss.sum() + (aux.lse * upstream).sum(), {input}, at::ones_like(loss.sum()))[0];
     const auto expected = gradients(reference_loss(z, data.target, options).sum() + (lse * upstream).sum(), {z},
                                     at::ones({}, z.options().requires_grad(false)), /*retain_graph=*/true)[0];

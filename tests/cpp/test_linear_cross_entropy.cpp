@@ -227,6 +227,25 @@ TEST_P(LinearCrossEntropy, AuxiliaryValues) {
   for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(result[i].to(at::kDouble), truth[i], 3e-2, 3e-2)) << i;
 }
 
+TEST_P(LinearCrossEntropy, LogProbabilitiesAndEntropies) {
+  for (const std::optional<int64_t> workspace_mib : {std::optional<int64_t>(), std::optional<int64_t>(0)}) {
+    const auto leaves = leaves_of(data, {}), truth_leaves = leaves_of(data, {}, at::kDouble);
+    auto options = LinearLogProbOptions().logit_scale(0.5).workspace_mib(workspace_mib);
+    const auto out = linear_log_prob(leaves[0], leaves[1], data.target, options);
+    const auto log_p = (0.5 * at::matmul(truth_leaves[0], truth_leaves[1].t())).log_softmax(1);
+    const auto kept = data.target.ne(-100);
+    const auto right = log_p.gather(1, data.target.clamp_min(0).unsqueeze(1)).squeeze(1) * kept;
+    const auto entropy = -(log_p.exp() * log_p).sum(1) * kept;
+    EXPECT_TRUE(at::allclose(out.log_prob.to(at::kDouble), right, 3e-2, 3e-2));
+    EXPECT_TRUE(at::allclose(out.entropy.to(at::kDouble), entropy, 3e-2, 3e-2));
+    const auto one = at::ones({}, data.input.options());
+    const auto ours = gradients((out.log_prob * 2 - out.entropy).sum(), leaves, one);
+    const auto truth = gradients((right * 2 - entropy).sum(), truth_leaves, one);
+    for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::allclose(ours[i].to(at::kDouble), truth[i], 3e-2, 3e-2)) << i;
+    EXPECT_FALSE(linear_log_prob(leaves[0], leaves[1], data.target, options.return_entropy(false)).entropy.defined());
+  }
+}
+
 TEST_P(LinearCrossEntropy, NoRowsAndNoKeptRows) {
   const auto ignored = at::full_like(data.target, -100);
   for (const std::string reduction : {"none", "mean", "sum"}) {

@@ -35,10 +35,32 @@ struct LinearCrossEntropyOptions {
 at::Tensor linear_cross_entropy(const at::Tensor& input, const at::Tensor& linear_weight, const at::Tensor& target,
                                 const LinearCrossEntropyOptions& options = {});
 
-/// The same, with per-row values beside the loss. With Aux().lse(true), which is differentiable, the gradients are
-/// computed in the backward.
+/// The same, with per-row values beside the loss. Where one of them is differentiable, and with reduction "none", the
+/// gradients are computed in the backward, from logits that are kept where workspace_mib holds all of them, and without
+/// a budget; otherwise they are computed a second time.
 LossOutput linear_cross_entropy_with_aux(const at::Tensor& input, const at::Tensor& linear_weight,
                                          const at::Tensor& target, const LinearCrossEntropyOptions& options,
                                          const Aux& aux);
+
+/// Options of linear_log_prob, as in LinearCrossEntropyOptions.
+struct LinearLogProbOptions {
+  TORCH_ARG(std::optional<at::Tensor>, linear_bias);
+  TORCH_ARG(int64_t, ignore_index) = -100;
+  TORCH_ARG(std::optional<double>, softcap);
+  TORCH_ARG(double, logit_scale) = 1.0;
+  TORCH_ARG(std::optional<int64_t>, workspace_mib);
+  /// false: the entropy is undefined and costs nothing.
+  TORCH_ARG(bool, return_entropy) = true;
+};
+
+struct LogProb {
+  at::Tensor log_prob, entropy;
+};
+
+/// log p[target] of each row and the entropy of p = softmax(z), in nats, both differentiable: linear_cross_entropy with
+/// reduction "none" and those aux values. float32 (float64 for float64), of the target's shape; 0 at ignored rows.
+/// target: class indices [...]. Errors as in linear_cross_entropy, under its name.
+LogProb linear_log_prob(const at::Tensor& input, const at::Tensor& linear_weight, const at::Tensor& target,
+                        const LinearLogProbOptions& options = {});
 
 }  // namespace fusegrad

@@ -14,8 +14,9 @@ namespace fusegrad {
 using Normalizer = std::variant<std::monostate, double, at::Tensor>;
 
 /// Per-row values beside a loss: one a row whatever the reduction, float32 (float64 for float64), in the shape of the
-/// class-index target. At ignored rows predicted_tokens is -1, lse is the row's own and the others are 0. A backward
-/// that reaches a float but lse, which is differentiable, raises c10::NotImplementedError: detach() what is logged.
+/// class-index target. At ignored rows predicted_tokens is -1, lse is the row's own and the others are 0. lse, entropy
+/// and token_log_prob are differentiable; a backward that reaches another float raises c10::NotImplementedError:
+/// detach() what is logged.
 struct Aux {
   TORCH_ARG(bool, lse) = false;               ///< log(sum(exp(z))) of the row
   TORCH_ARG(bool, z_loss) = false;            ///< z_loss * lse^2
@@ -49,5 +50,7 @@ enum AuxBit : int64_t {
   kAuxEntropy = 16,
   kAuxTokenLogProb = 32,
 };
+/// Those that are differentiable: gradients are computed in the backward where one of them is asked for.
+constexpr int64_t kAuxDifferentiable = kAuxLse | kAuxEntropy | kAuxTokenLogProb;
 
 }  // namespace fusegrad

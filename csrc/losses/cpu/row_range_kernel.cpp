@@ -161,15 +161,33 @@ RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T
   return stats;
 }
 
-// grad[c] = (P * p[c] - Q * a[c]) * dz/dx,  p = exp((z - shift) - low) * inverse_sum; kExps: the exponentials are in
-// `exps`.
+// What rounding took from a - b.
+template <class Acc>
+Acc lost_in_difference(Acc a, Acc b) {
+  const Acc d = a - b, back = d - a;
+  return (a - (d - back)) - (b + back);
+}
+
+// The factors of a row's gradient (p * (P - E * (z - mean)) - Q * a + L * [c == y]) * dz/dx, with
+// p = exp((z - shift) - low) * inverse_sum.
+template <class Acc>
+struct Factors {
+  Acc P = 0, Q = 0, shift = 0, low = 0, inverse_sum = 1;
+  Acc L = 0;                          // log-probability's
+  Acc E = 0, mean = 0, mean_low = 0;  // entropy's
+
+  bool nothing() const { return P == Acc(0) && Q == Acc(0) && L == Acc(0) && E == Acc(0); }
+};
+
+// kExps: the exponentials are in `exps`, and there is no entropy.
 template <bool kExps, class T>
 void row_gradient(const T* row, const AccOf<T>* exps, T* grad, int64_t cols, int64_t column,
-                  const Transform<AccOf<T>>& transform, const Target<T>& target, AccOf<T> P, AccOf<T> Q, AccOf<T> shift,
-                  AccOf<T> low, AccOf<T> inverse_sum) {
+                  const Transform<AccOf<T>>& transform, const Target<T>& target, const Factors<AccOf<T>>& f) {
   using Acc = AccOf<T>;
   using Vec = at::vec::Vectorized<Acc>;
-  const Vec m(shift), l(low), scale(P * inverse_sum), q(Q), uniform(Q * target.uniform);
+  const Vec m(f.shift), l(f.low), scale(f.P * f.inverse_sum), q(f.Q), uniform(f.Q * target.uniform);
+  const Vec entropy(f.E), mean(f.mean), mean_low(f.mean_low);
+  const bool entropic = !kExps && f.E != Acc(0);
   // The target's own logit, before its place is overwritten.
   const int64_t y = target.kept ? target.index - column : -1;
   const bool has_index = target.index >= 0 && y >= 0 && y < cols;
@@ -182,6 +200,10 @@ void row_gradient(const T* row, const AccOf<T>* exps, T* grad, int64_t cols, int
     if constexpr (kExps) {
       const auto e = Lanes<Acc>::load(exps + c);
       g = {e.a * scale, e.b * scale};
+    } else if (entropic) {
+      const auto pa = exp_nonpositive((za - m) - l), pb = exp_nonpositive((zb - m) - l);
+      g = {product_or_zero(pa, scale - entropy * ((za - mean) - mean_low)),
+           product_or_zero(pb, scale - entropy * ((zb - mean) - mean_low))};
     } else {
       g = {exp_nonpositive((za - m) - l) * scale, exp_nonpositive((zb - m) - l) * scale};
     }
@@ -207,8 +229,10 @@ void row_gradient(const T* row, const AccOf<T>* exps, T* grad, int64_t cols, int
     const Acc z = transform.one(at_index);
     Acc a = target.uniform + target.at_index;
     if (target.dense) a = target.uniform * target.class_weight[column + y] + target.at_index;
-    const Acc p = std::exp((z - shift) - low) * inverse_sum;
-    grad[y] = static_cast<T>((P * p - Q * a) * transform.one_slope(z));
+    const Acc p = std::exp((z - f.shift) - f.low) * f.inverse_sum;
+    Acc value = f.P * p - f.Q * a + f.L;
+    if (entropic && p != Acc(0)) value -= f.E * p * ((z - f.mean) - f.mean_low);
+    grad[y] = static_cast<T>(value * transform.one_slope(z));
   }
 }
 
@@ -241,11 +265,12 @@ void forward_rows(const RowForward& p, int64_t begin, int64_t end, void* scratch
       put(p.predicted, n, int64_t{-1});
       put(p.token_log_prob, n, Acc(0));
       put(p.entropy, n, Acc(0));
+      put(p.entropy_low, n, Acc(0));
       Acc lse = 0;
       if (p.lse_of_ignored) {
         const auto stats = row_stats(row, p.cols, transform, target, /*entropy=*/false);
         lse = stats.max + std::log(stats.sum);
-        put(p.lse_low, n, (stats.max - lse) + std::log(stats.sum));
+        put(p.lse_low, n, lost_in_difference(stats.max, -std::log(stats.sum)));
       }
       put(p.lse, n, lse);
       if (grad != nullptr) fill_zero(grad, p.cols);
@@ -262,19 +287,30 @@ void forward_rows(const RowForward& p, int64_t begin, int64_t end, void* scratch
     const Acc weight = target.token_weight;
     put(p.loss, n, weight * (ce_scale * ce + (p.z_loss != 0 ? z_scale * z_term : Acc(0))));
     put(p.lse, n, lse);
-    put(p.lse_low, n, (stats.max - lse) + log_sum);
+    put(p.lse_low, n, lost_in_difference(stats.max, -log_sum));
     put(p.mass, n, mass);
     put(p.z_loss_term, n, z_term);
     if (p.predicted != nullptr) put(p.predicted, n, first_of_largest(row, p.cols, p.transform.scale));
     put(p.token_log_prob, n, (at_index - stats.max) - log_sum);
-    put(p.entropy, n, log_sum - stats.entropy_dot / stats.sum);
+    const Acc mean = stats.entropy_dot / stats.sum;
+    put(p.entropy, n, log_sum - mean);
+    put(p.entropy_low, n, lost_in_difference(log_sum, mean));
     if (grad != nullptr) {
-      Acc P = weight * ce_scale * mass;
-      if (p.z_loss != 0) P += weight * z_scale * Acc(2 * p.z_loss) * lse;
-      row_gradient<true>(row, exps, grad, p.cols, 0, transform, target, P, weight * ce_scale, stats.max, Acc(0),
-                         Acc(1) / stats.sum);
+      Factors<Acc> f;
+      f.P = weight * ce_scale * mass;
+      if (p.z_loss != 0) f.P += weight * z_scale * Acc(2 * p.z_loss) * lse;
+      f.Q = weight * ce_scale;
+      f.shift = stats.max;
+      f.inverse_sum = Acc(1) / stats.sum;
+      row_gradient<true>(row, exps, grad, p.cols, 0, transform, target, f);
     }
   }
+}
+
+// A value of a row; 0 where there is none.
+template <class Acc>
+Acc at_row(const void* values, int64_t n) {
+  return values != nullptr ? static_cast<const Acc*>(values)[n] : Acc(0);
 }
 
 template <class T>
@@ -288,8 +324,19 @@ void gradient_rows(const RowGradient& p, int64_t begin, int64_t end) {
     T* grad = static_cast<T*>(p.grad) + n * p.grad_stride;
     const Target<T> target(p.targets, n, p.vocab);
     const Acc lse = static_cast<const Acc*>(p.lse)[n];
-    const Acc low = p.lse_low != nullptr ? static_cast<const Acc*>(p.lse_low)[n] : Acc(0);
-    Acc P = 0, Q = 0;
+    Factors<Acc> f;
+    f.shift = lse;
+    f.low = at_row<Acc>(p.lse_low, n);
+    auto &P = f.P, &Q = f.Q;
+    if (target.kept) {
+      f.L = at_row<Acc>(p.grad_log_prob, n);
+      f.E = at_row<Acc>(p.grad_entropy, n);
+    }
+    if (f.E != Acc(0)) {
+      const Acc entropy = at_row<Acc>(p.entropy, n);
+      f.mean = lse - entropy;
+      f.mean_low = (lost_in_difference(lse, entropy) + f.low) - at_row<Acc>(p.entropy_low, n);
+    }
     if (target.kept && p.grad_loss != nullptr) {
       const Acc upstream = static_cast<const Acc*>(p.grad_loss)[n * p.grad_loss_stride] * target.token_weight;
       const Acc mass =
@@ -299,10 +346,11 @@ void gradient_rows(const RowGradient& p, int64_t begin, int64_t end) {
       if (p.z_loss != 0) P += upstream * z_scale * Acc(2 * p.z_loss) * lse;
     }
     if (p.grad_lse != nullptr) P += static_cast<const Acc*>(p.grad_lse)[n * p.grad_lse_stride];
-    if (P == Acc(0) && Q == Acc(0)) {
+    P -= f.L;
+    if (f.nothing()) {
       fill_zero(grad, p.cols);
     } else {
-      row_gradient<false, T>(row, nullptr, grad, p.cols, p.col_offset, transform, target, P, Q, lse, low, Acc(1));
+      row_gradient<false, T>(row, nullptr, grad, p.cols, p.col_offset, transform, target, f);
     }
   }
 }

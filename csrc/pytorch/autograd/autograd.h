@@ -9,14 +9,15 @@ namespace fusegrad::autograd {
 /// `inplace` writes the gradient into the logits (may_overwrite has been asked).
 RowOutputs cross_entropy(const CrossEntropyForward& call, bool inplace);
 
-/// `recompute` keeps no gradients but computes them from the logits again in the backward; otherwise they are computed
-/// in the forward, into the input where `inplace`. Which gradients are wanted is found out here.
-RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool recompute, bool inplace);
+/// `deferred`: the gradients are computed in the backward, from logits that are kept where the call says so and
+/// something needs a gradient, or are computed again. Otherwise they are computed in the forward, into the input where
+/// `inplace`. Which gradients are wanted is found out here.
+RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace);
 
 /// `inplace` writes the student's gradient into the student.
 JsdOutputs jsd(JsdForward call, bool inplace);
 
-/// As linear_cross_entropy and jsd.
+/// `recompute`: as `deferred` above, from logits that are computed again.
 JsdOutputs linear_jsd(LinearJsdForward call, bool recompute, bool inplace);
 
 /// query [B, H, M, D], key and value [B or 1, H / group, N, D or E]. `inplace` lets the backward write over the three.

@@ -26,17 +26,15 @@ struct CrossEntropy : NamedFunction<CrossEntropy, "cross_entropy"> {
                                              .stats = out.stats,
                                              .scales = out.scales,
                                              .token_weight = call.token_weight,
-                                             .options = call.options});
+                                             .options = call.options,
+                                             .grad_stats = {}});
     return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    check_differentiable_outputs(kOp, grads, 2);
     auto call = load_arguments<CrossEntropyBackward>(ctx);
-    call.grad_loss = optional_of(grads[0]);
-    call.grad_lse = optional_of(lse_gradient(grads));
     variable_list result(3);
-    if (!call.grad_loss && !call.grad_lse) return result;
+    if (!put_upstream(kOp, grads, call)) return result;
     if (ctx->needs_input_grad(0)) {
       const BelowAutogradUnlessRecording below;
       result[0] = dispatch::cross_entropy_backward(call);

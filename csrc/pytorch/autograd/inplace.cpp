@@ -146,7 +146,7 @@ void bump_overwritten(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
     const auto& value = (*stack)[first + i];
     if (value.isTensor()) {
       overwritten.push_back(value.toTensor());
-    } else {
+    } else if (!value.isNone()) {
       for (const auto& tensor : value.toTensorVector()) overwritten.push_back(tensor);
     }
   }
@@ -184,8 +184,7 @@ std::optional<at::ScalarType> autocast_dtype(const at::Tensor& tensor) {
 
 void check_differentiable_outputs(const char* op, const torch::autograd::variable_list& grads, size_t count) {
   for (size_t i = count; i < grads.size(); ++i) {
-    TORCH_CHECK(!grads[i].defined(), op, ": only the loss and lse are differentiable, but output ", i,
-                " received a gradient");
+    TORCH_CHECK(!grads[i].defined(), op, ": output ", i, " must not be differentiated, but it received a gradient");
   }
 }
 

@@ -16,9 +16,9 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                                const OptionalTensor& bias, const LinearCrossEntropyForward& call, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
-    const auto [out, gradients] = dispatch::linear_cross_entropy_forward(call, inplace);
-    save_linear_gradients(ctx, input, weight, bias, gradients, out.scales, inplace);
-    return visible(out, call.options);
+    const auto out = dispatch::linear_cross_entropy_forward(call, inplace);
+    save_linear_gradients(ctx, input, weight, bias, out.gradients, out.rows.scales, inplace);
+    return visible(out.rows, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -26,14 +26,15 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
   }
 };
 
-// Keeps one lse a row and computes the logits a second time in the backward: reduction 'none', a differentiable
-// lse, and where memory must be least.
-struct LinearCrossEntropyRecompute : NamedFunction<LinearCrossEntropyRecompute, "linear_cross_entropy"> {
+// Computes the gradients in the backward, for whatever upstream gradient, from what is known of each row and the
+// logits, which were kept or are computed a second time.
+struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "linear_cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& /*input: edge*/, const Tensor& /*weight: edge*/,
                                const OptionalTensor& /*bias: edge*/, const LinearCrossEntropyForward& call) {
     at::AutoDispatchBelowAutograd guard;
-    const auto out = dispatch::linear_cross_entropy_forward(call, /*inplace=*/false).first;
+    const auto [out, logits, gradients] = dispatch::linear_cross_entropy_forward(call, /*inplace=*/false);
     ctx->set_materialize_grads(false);
+    ctx->saved_data["hooks"] = saved_tensor_hooks_active();
     save_arguments(ctx, LinearCrossEntropyBackward{.grad_loss = {},
                                                    .grad_lse = {},
                                                    .input = call.input,
@@ -46,27 +47,31 @@ struct LinearCrossEntropyRecompute : NamedFunction<LinearCrossEntropyRecompute, 
                                                    .scales = out.scales,
                                                    .token_weight = call.token_weight,
                                                    .options = call.options,
-                                                   .linear = call.linear});
+                                                   .linear = call.linear,
+                                                   .logits = call.keep_logits ? OptionalTensor(logits) : std::nullopt,
+                                                   .grad_stats = {}});
     return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    check_differentiable_outputs(kOp, grads, 2);
     auto call = load_arguments<LinearCrossEntropyBackward>(ctx);
-    call.grad_loss = optional_of(grads[0]);
-    call.grad_lse = optional_of(lse_gradient(grads));
-    if (!call.grad_loss && !call.grad_lse) return variable_list(4);
+    if (!put_upstream(kOp, grads, call)) return variable_list(4);
     call.needs_grad = needed_gradients(ctx, call.linear_bias.has_value());
-    return linear_result(dispatch::linear_cross_entropy_backward(call), call.needs_grad, 4);
+    const bool inplace = call.logits && may_reuse_saved(*call.logits, ctx->saved_data["hooks"].toBool());
+    return linear_result(dispatch::linear_cross_entropy_backward(call, inplace), call.needs_grad, 4);
   }
 };
 
 }  // namespace
 
-RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool recompute, bool inplace) {
+RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace) {
   const auto &input = call.input, &weight = call.linear_weight;
-  if (recompute) return from_visible(LinearCrossEntropyRecompute::apply(input, weight, call.linear_bias, call));
-  call.needs_grad = wanted_gradients(input, weight, call.linear_bias);
+  const auto wanted = wanted_gradients(input, weight, call.linear_bias);
+  if (deferred) {
+    call.keep_logits &= wanted[0] || wanted[1] || wanted[2];
+    return from_visible(LinearCrossEntropyDeferred::apply(input, weight, call.linear_bias, call));
+  }
+  call.needs_grad = wanted;
   return from_visible(LinearCrossEntropy::apply(input, weight, call.linear_bias, call, inplace));
 }
 

@@ -39,8 +39,9 @@ TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, ADInplaceOrView, m) {
-  for (const auto* op : {"cross_entropy_forward_", "cross_entropy_shard_gradient_", "flex_attention_backward_",
-                         "jsd_forward_", "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_"}) {
+  for (const auto* op :
+       {"cross_entropy_forward_", "cross_entropy_shard_gradient_", "flex_attention_backward_", "jsd_forward_",
+        "linear_cross_entropy_backward_", "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_overwritten>());
   }
 }

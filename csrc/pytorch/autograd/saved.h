@@ -46,9 +46,17 @@ inline JsdOutputs from_visible_jsd(const torch::autograd::variable_list& out) {
   return {out[0], out.size() == 1 ? at::Tensor() : out[1], {}};
 }
 
-/// The upstream gradient of lse, undefined where there is none.
-inline at::Tensor lse_gradient(const torch::autograd::variable_list& grads) {
-  return grads.size() > 1 ? grads[1] : at::Tensor();
+/// The upstream gradients of what visible() returned, put where a backward takes them. False: there are none.
+template <class Backward>
+bool put_upstream(const char* op, const torch::autograd::variable_list& grads, Backward& call) {
+  check_differentiable_outputs(op, grads, 3);
+  const auto gradient = [&](size_t i) {
+    return i < grads.size() && grads[i].defined() ? std::optional<at::Tensor>(grads[i]) : std::nullopt;
+  };
+  call.grad_loss = gradient(0);
+  call.grad_lse = gradient(1);
+  call.grad_stats = gradient(2);
+  return call.grad_loss || call.grad_lse || call.grad_stats;
 }
 
 /// Keeps a backward's arguments: tensors as the Function's saved variables, the rest in one list. Which gradients are
@@ -92,10 +100,6 @@ Backward load_arguments(torch::autograd::AutogradContext* ctx) {
     }
   });
   return arguments;
-}
-
-inline std::optional<at::Tensor> optional_of(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
 /// Which gradients of a linear loss are wanted. Inside Function::forward nothing requires grad any more: asked here, by

@@ -86,13 +86,15 @@ struct CrossEntropyBackward {
   at::Tensor lse, stats, scales;  ///< what the forward returned
   OptionalTensor token_weight;
   RowOptions options;
+  OptionalTensor grad_stats;  ///< of stats' shape; its rows of entropy and token_log_prob count
 
   static constexpr auto fields() {
     using A = CrossEntropyBackward;
     return list(required("grad_loss", &A::grad_loss), required("grad_lse", &A::grad_lse),
                 required("logits", &A::logits), required("target", &A::target), required("weight", &A::weight),
                 required("lse", &A::lse), required("stats", &A::stats), required("scales", &A::scales),
-                required("token_weight", &A::token_weight), all_of<true>(&A::options));
+                required("token_weight", &A::token_weight), all_of<true>(&A::options),
+                option("grad_stats", &A::grad_stats), option(&A::options, "aux", &RowOptions::aux));
   }
 };
 
@@ -155,13 +157,15 @@ struct LinearOptions {
 };
 
 /// Gradients for an upstream gradient of 1, computed where `needs_grad` (input, weight, bias) says so and empty
-/// otherwise; the in-place twin writes the input's over the input and returns it empty.
+/// otherwise; the in-place twin writes the input's over the input and returns it empty. With `keep_logits`, and no
+/// gradients, the logits [N, V] come back, in rows of logits_row_elements(V) elements.
 struct LinearCrossEntropyForward {
   at::Tensor input, linear_weight, target;
   OptionalTensor linear_bias, weight, token_weight, normalizer;
   RowOptions options;
   LinearOptions linear;
   std::array<bool, 3> needs_grad{};
+  bool keep_logits = false;
 
   static constexpr auto fields() {
     using A = LinearCrossEntropyForward;
@@ -169,10 +173,11 @@ struct LinearCrossEntropyForward {
                 required("target", &A::target), required("linear_bias", &A::linear_bias),
                 required("weight", &A::weight), required("token_weight", &A::token_weight),
                 required("normalizer", &A::normalizer), all_of(&A::options), all_of(&A::linear),
-                required("needs_grad", &A::needs_grad));
+                required("needs_grad", &A::needs_grad), option("keep_logits", &A::keep_logits));
   }
 };
 
+/// `logits` are those that the forward kept; without them they are computed again. The in-place twin writes over them.
 struct LinearCrossEntropyBackward {
   OptionalTensor grad_loss, grad_lse;
   at::Tensor input, linear_weight, target;
@@ -182,6 +187,7 @@ struct LinearCrossEntropyBackward {
   RowOptions options;
   LinearOptions linear;
   std::array<bool, 3> needs_grad{};
+  OptionalTensor logits, grad_stats;
 
   static constexpr auto fields() {
     using A = LinearCrossEntropyBackward;
@@ -190,7 +196,8 @@ struct LinearCrossEntropyBackward {
                 required("linear_bias", &A::linear_bias), required("weight", &A::weight), required("lse", &A::lse),
                 required("stats", &A::stats), required("scales", &A::scales),
                 required("token_weight", &A::token_weight), all_of<true>(&A::options), all_of<true>(&A::linear),
-                required("needs_grad", &A::needs_grad));
+                required("needs_grad", &A::needs_grad), overwritten("logits", &A::logits),
+                option("grad_stats", &A::grad_stats), option(&A::options, "aux", &RowOptions::aux));
   }
 };
 

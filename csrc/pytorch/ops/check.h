@@ -17,6 +17,13 @@ namespace fusegrad {
 /// The dtype of everything that is accumulated: float64 for float64, else float32.
 inline at::ScalarType acc_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
+/// The dtype of the linear losses' products. The CPU's low-precision matmuls cannot add to float32, so they run in
+/// float32 there.
+inline at::ScalarType product_type(const at::Tensor& input) {
+  const bool low = at::isReducedFloatingType(input.scalar_type());
+  return input.device().is_cpu() && low ? at::kFloat : input.scalar_type();
+}
+
 /// 'none', 'mean' or 'sum' as at::Reduction.
 int64_t parse_reduction(const char* op, std::string_view reduction);
 

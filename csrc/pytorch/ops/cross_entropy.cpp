@@ -30,10 +30,10 @@ LossTuple cross_entropy_op(const CrossEntropyCall& call) {
   const auto rows =
       make_row_arguments(kOp, call, options, {std::move(row_shape), vocab, class_dim, input.scalar_type()});
 
-  // A gradient to lse, or to probabilities, needs the logits themselves in the backward. Only [N, V] and [V] are
-  // rows in memory.
-  const bool overwrite = inplace && input.dim() <= 2 && (options.aux & kAuxLse) == 0 && !rows.target.requires_grad() &&
-                         may_overwrite(input, tensors);
+  // A gradient of an aux value, or of probabilities, needs the logits themselves in the backward. Only [N, V] and [V]
+  // are rows in memory.
+  const bool overwrite = inplace && input.dim() <= 2 && (options.aux & kAuxDifferentiable) == 0 &&
+                         !rows.target.requires_grad() && may_overwrite(input, tensors);
   const auto logits = input.dim() == 2   ? input
                       : input.dim() == 1 ? input.unsqueeze(0)
                                          : input.movedim(class_dim, -1).reshape_symint({-1, vocab});

@@ -24,16 +24,15 @@ Tensor cross_entropy_backward(const CrossEntropyBackward& call) {
   return op(call);
 }
 
-std::pair<RowOutputs, LinearGradients> linear_cross_entropy_forward(const LinearCrossEntropyForward& call,
-                                                                    bool inplace) {
+LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyForward& call, bool inplace) {
   static const Twins<LinearCrossEntropyForward, LinearTuple> op("fusegrad::linear_cross_entropy_forward");
-  auto [loss, lse, stats, predicted, scales, grad_input, grad_weight, grad_bias] = op(call, inplace);
-  return {{loss, lse, stats, predicted, scales}, {grad_input, grad_weight, grad_bias}};
+  auto [loss, lse, stats, predicted, scales, logits, grad_input, grad_weight, grad_bias] = op(call, inplace);
+  return {{loss, lse, stats, predicted, scales}, logits, {grad_input, grad_weight, grad_bias}};
 }
 
-LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& call) {
-  static const Op<LinearCrossEntropyBackward, LinearGradientTuple> op("fusegrad::linear_cross_entropy_backward");
-  return std::make_from_tuple<LinearGradients>(op(call));
+LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& call, bool inplace) {
+  static const Twins<LinearCrossEntropyBackward, LinearGradientTuple> op("fusegrad::linear_cross_entropy_backward");
+  return std::make_from_tuple<LinearGradients>(op(call, inplace));
 }
 
 std::pair<JsdOutputs, std::array<Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace) {

@@ -18,6 +18,7 @@ struct StatRows {
   int64_t mass = -1;    // dense targets: the sum of a row's coefficients
   int64_t z_loss = -1;  // the others are aux values
   int64_t entropy = -1;
+  int64_t entropy_low = -1;  // what rounding took from entropy
   int64_t token_log_prob = -1;
   int64_t count = 1;
 
@@ -26,6 +27,7 @@ struct StatRows {
     mass = next(dense);
     z_loss = next((aux & kAuxZLoss) != 0);
     entropy = next((aux & kAuxEntropy) != 0);
+    entropy_low = next((aux & kAuxEntropy) != 0);
     token_log_prob = next((aux & kAuxTokenLogProb) != 0);
   }
 };
@@ -68,9 +70,14 @@ namespace dispatch {
 RowOutputs cross_entropy_forward(const CrossEntropyForward& call, bool inplace);
 at::Tensor cross_entropy_backward(const CrossEntropyBackward& call);
 
-std::pair<RowOutputs, LinearGradients> linear_cross_entropy_forward(const LinearCrossEntropyForward& call,
-                                                                    bool inplace);
-LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& call);
+/// `logits` are those that were kept, or empty.
+struct LinearCrossEntropyOutputs {
+  RowOutputs rows;
+  at::Tensor logits;
+  LinearGradients gradients;
+};
+LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyForward& call, bool inplace);
+LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& call, bool inplace);
 
 std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace);
 

@@ -111,6 +111,13 @@ constexpr auto option(Options Struct::* options, const char* name, T& (Options::
   return std::tuple(Field<kind, T, Member>{name, {options, member}, range});
 }
 
+/// A member of a member.
+template <Kind kind = Kind::kOption, class Struct, class Member, class T>
+constexpr auto option(Member Struct::* outer, const char* name, T Member::* inner) {
+  using To = Path<Member Struct::*, T Member::*>;
+  return std::tuple(Field<kind, T, To>{name, {outer, inner}});
+}
+
 template <class... Tuples>
 constexpr auto list(Tuples... tuples) {
   return std::tuple_cat(tuples...);

@@ -29,8 +29,8 @@ LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& ro
       return right.to(out.lse.scalar_type());
     });
     put(kAuxPredictedTokens, [&] { return out.predicted_tokens; });
-    put_constant(kAuxEntropy, "aux.entropy", [&] { return stat(stat_rows.entropy); });
-    put_constant(kAuxTokenLogProb, "aux.token_log_prob", [&] { return stat(stat_rows.token_log_prob); });
+    put(kAuxEntropy, [&] { return out.stats.select(0, stat_rows.entropy); });
+    put(kAuxTokenLogProb, [&] { return out.stats.select(0, stat_rows.token_log_prob); });
   }
   return {options.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
 }

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "losses/linear_plan.h"
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/faults.h"
@@ -13,6 +14,15 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "linear_cross_entropy";
+
+// Whether all logits may be kept for the backward: where the budget holds them, and without one, since PyTorch keeps
+// them too. Not the CPU's of low precision, which are float32 and so larger than PyTorch's.
+bool logits_fit(const Tensor& input, const Tensor& weight, std::optional<int64_t> workspace_mib) {
+  if (product_type(input) != input.scalar_type()) return false;
+  if (!workspace_mib.has_value()) return true;
+  const auto size = static_cast<int64_t>(input.element_size());
+  return input.sym_size(0) * logits_row_elements(weight.sym_size(0), size) * size <= *budget_bytes(workspace_mib);
+}
 
 template <bool inplace>
 LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
@@ -32,8 +42,9 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
       kOp, call, options, {std::move(row_shape), linear_weight.sym_size(0), input.dim() - 1, cast.scalar_type()});
   check_no_grad(kOp, "target", target);
 
-  const bool recompute = options.reduction == at::Reduction::None || (aux & kAuxLse) != 0 || linear.workspace_mib == 0;
-  const bool overwrite = inplace && cast.is_same(input) && !recompute && may_overwrite(input, tensors);
+  const bool deferred =
+      options.reduction == at::Reduction::None || (aux & kAuxDifferentiable) != 0 || linear.workspace_mib == 0;
+  const bool overwrite = inplace && cast.is_same(input) && !deferred && may_overwrite(input, tensors);
   const auto matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
   LinearCrossEntropyForward forward{.input = matrix,
                                     .linear_weight = linear_weight,
@@ -43,8 +54,9 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
                                     .token_weight = rows.token_weight,
                                     .normalizer = rows.normalizer,
                                     .options = options,
-                                    .linear = linear};
-  return to_front(kOp, autograd::linear_cross_entropy(forward, recompute, overwrite), rows, options);
+                                    .linear = linear,
+                                    .keep_logits = deferred && logits_fit(matrix, linear_weight, linear.workspace_mib)};
+  return to_front(kOp, autograd::linear_cross_entropy(forward, deferred, overwrite), rows, options);
 }
 
 }  // namespace
@@ -60,6 +72,20 @@ LossOutput linear_cross_entropy_with_aux(const Tensor& input, const Tensor& line
 Tensor linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
                             const LinearCrossEntropyOptions& options) {
   return linear_cross_entropy_with_aux(input, linear_weight, target, options, Aux()).loss;
+}
+
+LogProb linear_log_prob(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
+                        const LinearLogProbOptions& options) {
+  const auto rows = LinearCrossEntropyOptions()
+                        .linear_bias(options.linear_bias())
+                        .ignore_index(options.ignore_index())
+                        .reduction("none")
+                        .softcap(options.softcap())
+                        .logit_scale(options.logit_scale())
+                        .workspace_mib(options.workspace_mib());
+  const auto out = linear_cross_entropy_with_aux(input, linear_weight, target, rows,
+                                                 Aux().token_log_prob(true).entropy(options.return_entropy()));
+  return {out.aux.token_log_prob, out.aux.entropy};
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {

@@ -181,6 +181,7 @@ void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_log
   p.predicted = pointer_at(out_.predicted_tokens, first);
   p.token_log_prob = stat(stat_rows_.token_log_prob, first);
   p.entropy = stat(stat_rows_.entropy, first);
+  p.entropy_low = stat(stat_rows_.entropy_low, first);
   device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
 }
 
@@ -221,8 +222,7 @@ void RowJob::resume(const Tensor& lse, const Tensor& stats, const Tensor& scales
 
 Tensor RowJob::unit_gradient() const { return at::ones({}, acc_); }
 
-void RowJob::gradient(const Tensor& grad_loss, const Tensor& grad_lse, const Tensor& logits, int64_t column,
-                      const Tensor& grad) {
+void RowJob::gradient(const Upstream& upstream, const Tensor& logits, int64_t column, const Tensor& grad) {
   if (logits.numel() == 0) return;
   RowGradient p;
   p.rows = logits.size(0);
@@ -240,8 +240,15 @@ void RowJob::gradient(const Tensor& grad_loss, const Tensor& grad_lse, const Ten
   p.lse = pointer_at(out_.lse, 0);
   p.lse_low = stat(stat_rows_.lse_low, 0);
   p.mass = stat(stat_rows_.mass, 0);
-  put_upstream(grad_loss, p.grad_loss, p.grad_loss_stride);
-  put_upstream(grad_lse, p.grad_lse, p.grad_lse_stride);
+  put_upstream(upstream.loss, p.grad_loss, p.grad_loss_stride);
+  put_upstream(upstream.lse, p.grad_lse, p.grad_lse_stride);
+  if (upstream.stats.defined()) {
+    const auto gradient_of = [&](int64_t row) { return row < 0 ? nullptr : pointer_at(upstream.stats, row); };
+    p.grad_log_prob = gradient_of(stat_rows_.token_log_prob);
+    p.grad_entropy = gradient_of(stat_rows_.entropy);
+    p.entropy = stat(stat_rows_.entropy, 0);
+    p.entropy_low = stat(stat_rows_.entropy_low, 0);
+  }
   device_.kernels->gradient(p, to_dtype(dtype_), device_.stream);
 }
 

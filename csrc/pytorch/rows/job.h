@@ -51,6 +51,18 @@ void ask_for_huge_pages(const at::Tensor& tensor);
 /// takes longer than the kernel that writes them.
 at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
 
+/// Upstream gradients of a forward's outputs; an undefined one is zero.
+struct Upstream {
+  at::Tensor loss, lse;
+  at::Tensor stats;  ///< contiguous
+
+  template <class Backward>
+  static Upstream of(const Backward& call) {
+    const auto stats = call.grad_stats ? call.grad_stats->contiguous() : at::Tensor();
+    return {call.grad_loss.value_or(at::Tensor()), call.grad_lse.value_or(at::Tensor()), stats};
+  }
+};
+
 /// The options and tensors of one call, on rows [0, N) of V columns.
 class RowJob {
  public:
@@ -71,9 +83,8 @@ class RowJob {
   /// Saved by a forward.
   void resume(const at::Tensor& lse, const at::Tensor& stats, const at::Tensor& scales);
   /// All rows, columns [column, column + logits.size(1)): the gradient from saved statistics into `grad`, which may
-  /// be the logits. An undefined upstream gradient is zero.
-  void gradient(const at::Tensor& grad_loss, const at::Tensor& grad_lse, const at::Tensor& logits, int64_t column,
-                const at::Tensor& grad);
+  /// be the logits.
+  void gradient(const Upstream& upstream, const at::Tensor& logits, int64_t column, const at::Tensor& grad);
 
   /// What resume() would be given in a forward that goes on to gradients: upstream gradient 1.
   at::Tensor unit_gradient() const;

@@ -8,12 +8,6 @@
 
 namespace fusegrad {
 
-// The dtype of the products. The CPU's low-precision matmuls cannot add to float32, so they run in float32 there.
-inline at::ScalarType product_type(const at::Tensor& input) {
-  const bool low = at::isReducedFloatingType(input.scalar_type());
-  return input.is_cpu() && low ? at::kFloat : input.scalar_type();
-}
-
 /// One head: logits of chunks, and the products that carry gradients back. All tensors are in the products' dtype.
 struct Head {
   Head(const at::Tensor& linear_weight, const std::optional<at::Tensor>& linear_bias, at::ScalarType dtype)
@@ -85,9 +79,12 @@ struct Sum {
   int64_t used = 0;
 };
 
+/// Rows of logits with their padding, and without it.
+inline at::Tensor padded_logits(int64_t rows, int64_t columns, const at::TensorOptions& options) {
+  return empty_result({rows, logits_row_elements(columns, static_cast<int64_t>(options.dtype().itemsize()))}, options);
+}
 inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorOptions& options) {
-  const int64_t stride = logits_row_elements(columns, static_cast<int64_t>(options.dtype().itemsize()));
-  return part(empty_result({rows, stride}, options), 1, 0, columns);
+  return part(padded_logits(rows, columns, options), 1, 0, columns);
 }
 
 /// The gradients of a head's input, weight and bias, from those of chunks of its logits. With `inplace` the input's are

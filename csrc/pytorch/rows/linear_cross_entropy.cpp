@@ -12,12 +12,19 @@ namespace {
 
 using at::Tensor;
 
+// Logits that a forward kept, [N, V]; those of a backward that may write over them are written over.
+struct Kept {
+  Tensor logits;
+  bool overwrite = false;
+};
+
 // Gradients from saved statistics: the logits a block of columns at a time, so that each block of the weight's
-// gradient is complete, in one product, and only the input's needs an accumulator.
-LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Tensor& grad_loss, const Tensor& grad_lse,
-                                     const Tensor& input, int64_t columns, const at::TensorOptions& weight_options,
+// gradient is complete, in one product, and only the input's needs an accumulator. Logits that were not kept are
+// computed again.
+LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Upstream& upstream, const Tensor& input,
+                                     int64_t columns, const at::TensorOptions& weight_options,
                                      const at::TensorOptions& bias_options, const at::TensorOptions& input_options,
-                                     std::array<bool, 3> needs_grad) {
+                                     std::array<bool, 3> needs_grad, const Kept& kept = {}) {
   const auto x = input.to(head.weight.scalar_type());
   const int64_t rows = x.size(0), hidden = x.size(1), vocab = head.weight.size(0);
   const auto acc = acc_type(x.scalar_type());
@@ -27,12 +34,13 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Tensor
   if (needs_grad[1]) gradients.weight = empty_result({vocab, hidden}, weight_options);
   if (needs_grad[2]) gradients.bias = at::empty({vocab}, bias_options);
   {
-    const auto buffer = logits_buffer(rows, std::min(columns, vocab), x.options());
+    const auto buffer = kept.overwrite ? kept.logits : logits_buffer(rows, std::min(columns, vocab), x.options());
+    if (kept.overwrite) begin_overwriting("the logits that the forward kept");
     for (int64_t column = 0; column < vocab; column += columns) {
       const int64_t width = std::min(columns, vocab - column);
       const auto z = part(buffer, 1, 0, width);
-      head.logits(z, x, column);
-      job.gradient(grad_loss, grad_lse, z, column, z);
+      if (!kept.logits.defined()) head.logits(z, x, column);
+      job.gradient(upstream, kept.logits.defined() ? part(kept.logits, 1, column, width) : z, column, z);
       if (needs_grad[0]) input_sum.add_product(z, part(head.weight, 0, column, width));
       if (needs_grad[1]) {
         const auto block = part(gradients.weight, 0, column, width);
@@ -53,8 +61,8 @@ template <bool inplace>
 LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
-  const auto& [input, linear_weight, target, linear_bias, weight, token_weight, normalizer, options, linear,
-               needs_grad] = call;
+  const auto& [input, linear_weight, target, linear_bias, weight, token_weight, normalizer, options, linear, needs_grad,
+               keep] = call;
   const int64_t rows = input.size(0), hidden = input.size(1), vocab = linear_weight.size(0);
   check_target_range("linear_cross_entropy", target, vocab, options.ignore_index);
   const auto dtype = product_type(input);
@@ -69,7 +77,8 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   sizes.cpu = input.is_cpu();
   sizes.weight_grad = needs_grad[1];
   sizes.low_precision_result = linear_weight.scalar_type() != linear.accumulate_dtype.value_or(acc);
-  const auto plan = plan_linear(sizes, budget_bytes(linear.workspace_mib));
+  auto plan = plan_linear(sizes, budget_bytes(linear.workspace_mib));
+  if (keep) plan.rows = std::max<int64_t>(rows, 1);
   const bool over_rows = any_gradient && plan.columns == 0;
 
   const Head head(linear_weight, linear_bias, dtype);
@@ -81,9 +90,12 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
 
   const std::array<bool, 3> over = over_rows ? needs_grad : std::array<bool, 3>{};
   ChunkGradients chunks(input, linear_weight, linear_bias, vocab, plan, over, inplace);
-  if (vocab != 0) {
-    const auto buffer = logits_buffer(std::min(plan.rows, rows), vocab, input.options().dtype(dtype));
-    for (int64_t first = 0; first < rows; first += plan.rows) {
+  auto kept = at::empty({0}, input.options());
+  if (vocab != 0 || keep) {
+    const auto padded = padded_logits(std::min(plan.rows, rows), vocab, input.options().dtype(dtype));
+    const auto buffer = part(padded, 1, 0, vocab);
+    if (keep) kept = padded;
+    for (int64_t first = 0; vocab != 0 && first < rows; first += plan.rows) {
       const int64_t count = std::min(plan.rows, rows - first);
       const auto z = part(buffer, 0, 0, count);
       const auto x = part(input, 0, first, count).to(dtype);
@@ -97,7 +109,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   if (!over_rows && any_gradient) {
     job.resume(out.lse, out.stats, out.scales);
     gradients =
-        gradients_by_columns(job, head, job.unit_gradient(), Tensor(), input, plan.columns, linear_weight.options(),
+        gradients_by_columns(job, head, {.loss = job.unit_gradient()}, input, plan.columns, linear_weight.options(),
                              linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
     if (inplace && needs_grad[0]) {
       begin_overwriting("the input");
@@ -105,9 +117,11 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
     }
   }
   if (inplace) gradients.input = Tensor();
-  return std::tuple_cat(fusegrad::to_tuple(out), to_tuple(gradients, input, linear_weight, linear_bias));
+  return std::tuple_cat(fusegrad::to_tuple(out), std::tuple(kept),
+                        to_tuple(gradients, input, linear_weight, linear_bias));
 }
 
+template <bool inplace>
 LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackward& call) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
@@ -123,10 +137,13 @@ LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackwa
   sizes.vocab = linear_weight.size(0);
   sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
   sizes.cpu = input.is_cpu();
+  // Logits that were kept are one block, whether or not they may be written over: the bits must be the same.
+  const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, sizes.vocab), inplace} : Kept();
+  const auto columns =
+      call.logits ? std::max<int64_t>(sizes.vocab, 1) : plan_columns(sizes, budget_bytes(call.linear.workspace_mib));
   const auto gradients = gradients_by_columns(
-      job, Head(linear_weight, linear_bias, dtype), call.grad_loss.value_or(Tensor()), call.grad_lse.value_or(Tensor()),
-      input, plan_columns(sizes, budget_bytes(call.linear.workspace_mib)), linear_weight.options(),
-      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), call.needs_grad);
+      job, Head(linear_weight, linear_bias, dtype), Upstream::of(call), input, columns, linear_weight.options(),
+      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), call.needs_grad, kept);
   return to_tuple(gradients, input, linear_weight, linear_bias);
 }
 
@@ -136,7 +153,9 @@ void implement(torch::Library& m) {
   m.impl("linear_cross_entropy_forward_",
          named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_forward<true>>()>());
   m.impl("linear_cross_entropy_backward",
-         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward>()>());
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward<false>>()>());
+  m.impl("linear_cross_entropy_backward_",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward<true>>()>());
 }
 
 }  // namespace

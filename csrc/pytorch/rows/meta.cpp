@@ -1,6 +1,7 @@
 // Meta kernels: the shapes and dtypes that the ops of rows/ return.
 #include <torch/library.h>
 
+#include "losses/linear_plan.h"
 #include "pytorch/rows/registration.h"
 
 namespace fusegrad {
@@ -38,8 +39,12 @@ Tensor cross_entropy_backward(const CrossEntropyBackward& c) { return gradient_l
 
 template <bool inplace>
 LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& c) {
-  return std::tuple_cat(row_outputs(c.input.sym_size(0), c.input, c.target, c.weight, c.options),
-                        linear_gradients(c.input, c.linear_weight, c.linear_bias, c.needs_grad, inplace));
+  const auto options = c.input.options().requires_grad(false);
+  const auto columns = logits_row_elements(c.linear_weight.sym_size(0), static_cast<int64_t>(c.input.element_size()));
+  return std::tuple_cat(
+      row_outputs(c.input.sym_size(0), c.input, c.target, c.weight, c.options),
+      std::tuple(c.keep_logits ? at::empty_symint({c.input.sym_size(0), columns}, options) : at::empty({0}, options)),
+      linear_gradients(c.input, c.linear_weight, c.linear_bias, c.needs_grad, inplace));
 }
 
 LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackward& c) {
@@ -94,6 +99,7 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("linear_cross_entropy_forward", TORCH_FN(unpacked<linear_cross_entropy_forward<false>>()));
   m.impl("linear_cross_entropy_forward_", TORCH_FN(unpacked<linear_cross_entropy_forward<true>>()));
   m.impl("linear_cross_entropy_backward", TORCH_FN(unpacked<linear_cross_entropy_backward>()));
+  m.impl("linear_cross_entropy_backward_", TORCH_FN(unpacked<linear_cross_entropy_backward>()));
   m.impl("linear_jsd_forward", TORCH_FN(unpacked<linear_jsd_forward<false>>()));
   m.impl("linear_jsd_forward_", TORCH_FN(unpacked<linear_jsd_forward<true>>()));
   m.impl("linear_jsd_backward", TORCH_FN(unpacked<linear_jsd_backward>()));

@@ -9,7 +9,7 @@ namespace fusegrad {
 
 using RowTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using LinearGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using LinearTuple = decltype(std::tuple_cat(RowTuple(), LinearGradientTuple()));
+using LinearTuple = decltype(std::tuple_cat(RowTuple(), std::tuple<at::Tensor>(), LinearGradientTuple()));
 
 using JsdTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using LinearJsdTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

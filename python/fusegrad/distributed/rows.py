@@ -144,7 +144,7 @@ class Rows:
             mass = each * stats[1] if self.dense else torch.full_like(loss, each)
             values += [-stats[-1], each * loss, mass]
         if self.entropy is not None:
-            values.append(stats[-2] if aux & LOG_PROB else stats[-1])
+            values.append(stats[-3] if aux & LOG_PROB else stats[-2])
         if self.predict:
             best = z.gather(1, predicted.clamp(min=0).unsqueeze(1)).squeeze(1).to(self.acc)
             values += [best, predicted.to(self.acc)]

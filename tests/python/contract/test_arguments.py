@@ -42,6 +42,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     given: dict[str, dict[str, Any]] = {
         "cross_entropy": {"input": x, "target": t},
         "linear_cross_entropy": {"input": h, "linear_weight": w, "target": t},
+        "linear_log_prob": {"input": h, "linear_weight": w, "target": t},
         "jsd": {"student": x, "teacher": torch.randn(8, 7)},
         "linear_jsd": {"student_input": h, "student_weight": w, **heads},
         "flex_attention": {"query": q, "key": q.clone(), "value": q.clone()},
@@ -62,8 +63,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
 
 # What takes none, makes no checks of its own, or has its own test; VocabParallel's is in vocab_parallel_worker.py.
-OTHERS = {"__version__", "utils", "build_info", "check_targets_enabled", "AuxOutput", "JSDAuxOutput", "TraceError"}
-OTHERS |= {"VocabParallel"}
+OTHERS = {"__version__", "utils", "build_info", "check_targets_enabled", "AuxOutput", "JSDAuxOutput", "LogProb"}
+OTHERS |= {"TraceError", "VocabParallel"}
 
 
 def test_the_walk_is_whole() -> None:

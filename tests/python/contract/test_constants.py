@@ -23,7 +23,7 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-AUX = ["z_loss", "token_accuracy", "entropy", "token_log_prob"]
+AUX = ["z_loss", "token_accuracy"]
 JSD_AUX = ["soft_loss", "hard_loss"]
 
 
@@ -102,7 +102,7 @@ def test_aux_values_of_what_needs_no_gradient(device: str) -> None:
 def test_compiled(op: str, device: str) -> None:
     """A compiler asks for the gradients of all that a graph returns: what is returned for logging must not raise, what
     enters a loss must, inside the graph and after it."""
-    name = "soft_loss" if op.endswith("jsd") else "entropy"
+    name = "soft_loss" if op.endswith("jsd") else "z_loss"
     t = tensors(device)
 
     def returns(t: dict[str, Any]) -> Any:
@@ -145,11 +145,11 @@ def test_compiled(op: str, device: str) -> None:
 
 def test_compiled_autograd() -> None:
     t = tensors("cpu")
-    loss, aux = call("cross_entropy", t, return_aux=aux_of("cross_entropy", "entropy", "lse"))
+    loss, aux = call("cross_entropy", t, return_aux=aux_of("cross_entropy", "z_loss", "lse"))
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         (loss + aux.lse.sum()).backward(retain_graph=True)
-        with pytest.raises(Exception, match=r"cross_entropy: aux\.entropy must not be differentiated"):
-            (loss + aux.entropy.sum()).backward()
+        with pytest.raises(Exception, match=r"cross_entropy: aux\.z_loss must not be differentiated"):
+            (loss + aux.z_loss.sum()).backward()
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
@@ -159,8 +159,8 @@ def test_cuda_graph() -> None:
     leaf = t["logits"]
 
     def step(minimise: bool) -> Tensor:
-        loss, aux = call("cross_entropy", t, return_aux=aux_of("cross_entropy", "entropy"))
-        (gradient,) = torch.autograd.grad(loss + aux.entropy.sum() if minimise else loss, [leaf])
+        loss, aux = call("cross_entropy", t, return_aux=aux_of("cross_entropy", "z_loss"))
+        (gradient,) = torch.autograd.grad(loss + aux.z_loss.sum() if minimise else loss, [leaf])
         return gradient
 
     right = step(False)
@@ -171,7 +171,7 @@ def test_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step(False)
-        with pytest.raises(NotImplementedError, match=r"aux\.entropy must not be differentiated"):
+        with pytest.raises(NotImplementedError, match=r"aux\.z_loss must not be differentiated"):
             step(True)
     graph.replay()
     torch.testing.assert_close(out, right)

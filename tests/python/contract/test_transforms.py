@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from all_losses import NAMES, make
 from fusegrad import reference
 from support import DEVICES
+from torch import Tensor
 
 each = pytest.mark.parametrize("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
@@ -109,9 +110,25 @@ def test_opcheck_of_what_front_ends_call(device, suffix) -> None:
         torch.library.opcheck(getattr(ops, "linear_jsd" + suffix).default, (given, head, k), call)
     everything = {"aux": 63 - 1, "reduction": "sum"}
     torch.library.opcheck(getattr(ops, "cross_entropy" + suffix).default, (x.detach(), t), everything)
+    differentiable = {"aux": 1 + 16 + 32, "reduction": "none"}
+    torch.library.opcheck(getattr(ops, "cross_entropy" + suffix).default, (x, t), differentiable)
+    torch.library.opcheck(getattr(ops, "linear_cross_entropy" + suffix).default, (x, w, t), differentiable)
     value = torch.ones(4, device=device)
     torch.library.opcheck(ops.constant_beside.default, (value, value.sum(), "an_op", "a_value"))
     torch.library.opcheck(ops.refuse_gradient.default, (0 * value, "an_op", "a_value"))
+
+
+def opcheck_of_kept_logits(h: Tensor, w: Tensor, t: Tensor) -> None:
+    """The backward from logits that the forward kept, with gradients of entropy and token_log_prob."""
+    ops, aux = torch.ops.fusegrad, 16 + 32
+    options = (-100, 0, 0.0, 0.0, 0.0, aux, 1.0, None, None, [False] * 3, True)
+    forward = (h, w, t, *[None] * 4, *options)
+    torch.library.opcheck(ops.linear_cross_entropy_forward.default, forward)
+    _, lse, stats, _, scales, logits, *_ = ops.linear_cross_entropy_forward(*forward)
+    saved = (None, None, h, w, t, None, None, lse, stats, scales, None, -100, 0.0, 0.0, 0.0, 1.0, None)
+    for suffix in ("", "_"):
+        backward = (*saved, [True, True, False], logits.clone(), torch.randn_like(stats), aux)
+        torch.library.opcheck(getattr(ops, "linear_cross_entropy_backward" + suffix).default, backward)
 
 
 @everywhere
@@ -154,8 +171,10 @@ def test_opcheck_of_the_ops_below(device) -> None:
             1.0,
             None,
             [True] * 2 + [False],
+            None,
         ),
     )
+    opcheck_of_kept_logits(h, torch.randn(8, 5, device=device), t)
     numbers = [0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     y, v = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device)
     rows = (None, None, t % 6, None, None, *numbers, False, False, -100, 1, 3)

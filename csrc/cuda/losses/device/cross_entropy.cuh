@@ -244,7 +244,12 @@ struct CrossEntropy {
     put(p.lse, needs_row() ? lse : constant());
     put(p.lse_low, needs_row() ? static_cast<float>(lse_exact - static_cast<double>(lse)) : 0.f);
     if constexpr (kMode != Mode::kPlain) {
-      put_kept(p.entropy, (log2_sum - sums.entropy / sums.sum) * ln2);
+      if (p.entropy != nullptr) {
+        const double mean = static_cast<double>(sums.entropy) / static_cast<double>(sums.sum);
+        const double entropy = (log2_exact(sums.sum) - mean) * kInverseLog2E;
+        put_kept(p.entropy, static_cast<float>(entropy));
+        put_kept(p.entropy_low, static_cast<float>(entropy - static_cast<double>(static_cast<float>(entropy))));
+      }
       if (p.predicted != nullptr) {
         const int best = sums.best_column == kNoColumn ? 0 : sums.best_column;
         static_cast<int64_t*>(p.predicted)[row] = target.kept && target.in_range ? best : -1;

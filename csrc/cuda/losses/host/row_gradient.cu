@@ -111,16 +111,26 @@ __global__ void __launch_bounds__(kThreads)
     }
     Batch<T, kWidth> batch(vectors, logits, first, distance);
 
-    // grad = (P * p[c] - Q * a[c]) * dz/dx
-    const float lse = static_cast<const float*>(p.lse)[row];
-    const float low = p.lse_low != nullptr ? static_cast<const float*>(p.lse_low)[row] : 0.f;
-    float P = 0.f, Q = 0.f;
+    // grad = (p[c] * (P - E * (z[c] - mean)) - Q * a[c] + L * [c == y]) * dz/dx
+    const auto at_row = [row](const void* values) {
+      return values != nullptr ? static_cast<const float*>(values)[row] : 0.f;
+    };
+    const float lse = static_cast<const float*>(p.lse)[row], low = at_row(p.lse_low);
+    const float L = target.kept ? at_row(p.grad_log_prob) : 0.f, E = target.kept ? at_row(p.grad_entropy) : 0.f;
+    float mean = 0.f, mean_low = 0.f;
+    if (!kPlain && E != 0.f) {
+      const double exact = (static_cast<double>(lse) + static_cast<double>(low)) -
+                           (static_cast<double>(at_row(p.entropy)) + static_cast<double>(at_row(p.entropy_low)));
+      mean = static_cast<float>(exact);
+      mean_low = static_cast<float>(exact - static_cast<double>(mean));
+    }
+    float P = -L, Q = 0.f;
     if (target.kept && p.grad_loss != nullptr) {
       const float upstream = static_cast<const float*>(p.grad_loss)[row * p.grad_loss_stride] * target.token_weight;
       const float mass =
           p.targets.dense ? static_cast<const float*>(p.mass)[row] : target.sparse_mass(constants, p.vocab);
       Q = scales != nullptr ? upstream * scales[0] : upstream;
-      P = Q * mass;
+      P = fmaf(Q, mass, -L);
       if (constants.z_loss != 0.f) {
         P = fmaf((scales != nullptr ? upstream * scales[1] : upstream) * 2.f * constants.z_loss, lse, P);
       }
@@ -143,7 +153,12 @@ __global__ void __launch_bounds__(kThreads)
         } else {
           x[i] *= constants.scale;
         }
-        x[i] = P * device::probability<T>(x[i], lse, low);
+        const float probability = device::probability<T>(x[i], lse, low);
+        if (!kPlain && E != 0.f && probability != 0.f) {  // 0 * inf where the logit is -inf
+          x[i] = probability * fmaf(-E, (x[i] - mean) - mean_low, P);
+        } else {
+          x[i] = P * probability;
+        }
       }
       if (!kPlain) {
         if (p.targets.dense) target.coefficients(constants, c, vectors.cols, column, a);
@@ -154,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
       if (const int at = index - c; index >= 0 && at >= 0 && at < kWidth) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) {
-          if (i == at) x[i] = fmaf(-Q, target.at_index, x[i]);
+          if (i == at) x[i] = fmaf(-Q, target.at_index, x[i]) + L;
         }
       }
 #pragma unroll
@@ -217,7 +232,8 @@ void launch_scaling(const RowScaling& p, void* stream) {
 void row_gradient(const RowGradient& p, DType dtype, void* stream) {
   if (p.rows == 0 || p.cols == 0) return;
   check_columns("cross entropy", p.cols);
-  const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && !p.targets.dense;
+  const bool plain =
+      p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && !p.targets.dense && p.grad_entropy == nullptr;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kWidth = 16 / sizeof(T);
