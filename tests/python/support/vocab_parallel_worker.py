@@ -3,19 +3,15 @@ unsharded op on the same tensors and against plain formulas. A case that fails s
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import fusegrad
 import torch
 import torch.distributed as dist
 from fusegrad import Aux, JSDAux, VocabParallel, reference
+from processes import assert_raises, main
 from support import DISTILLATION, DISTILLATION_LINEAR, DISTILLATION_LOGITS, LINEAR, Distillation, Sample
 from torch import Tensor
 
@@ -34,7 +30,7 @@ CASES: dict[str, Callable[..., None]] = {}
 
 
 def runs(name: str, world: int) -> bool:
-    return world == 2 or name not in ("compiled", "autocast", "inplace", "data_parallel", "attention")
+    return world == 2 or name not in ("compiled", "autocast", "inplace", "data_parallel")
 
 
 def case(function: Callable[..., None]) -> Callable[..., None]:
@@ -275,15 +271,6 @@ def small_losses(shards: VocabParallel) -> dict[str, tuple[Callable[..., Tensor]
     }
 
 
-def assert_raises(error: type[Exception], text: str, function: Callable[[], Any]) -> None:
-    try:
-        function()
-    except error as raised:
-        assert text in str(raised), f"expected {text!r}, got {raised}"
-    else:
-        raise AssertionError(f"nothing raised, expected {text!r}")
-
-
 @case
 def inplace(shards: VocabParallel) -> None:
     for name, (loss, x, w) in small_losses(shards).items():
@@ -492,26 +479,6 @@ def dtensors(shards: VocabParallel) -> None:
         )
 
 
-@case
-def attention(shards: VocabParallel) -> None:
-    """Context parallelism is refused, whichever tensor is sharded."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = DeviceMesh.from_group(shards.group, DEVICE)
-    plain = [torch.randn(1, 2, 8, 4) for _ in range(3)]
-    sharded = [distribute_tensor(t, mesh, [Shard(2)]) for t in plain]
-    bias = distribute_tensor(torch.randn(8), mesh, [Shard(0)])
-    refused = "flex_attention: query, key and value must be plain tensors, but got a DTensor"
-    assert_raises(TypeError, refused, lambda: fusegrad.flex_attention(*sharded))
-    assert_raises(TypeError, refused, lambda: fusegrad.flex_attention(plain[0], sharded[1], plain[2]))
-    assert_raises(
-        fusegrad.TraceError,
-        "a captured tensor of the subclass DTensor",
-        lambda: fusegrad.flex_attention(*plain, lambda s, b, h, q, kv: s + bias[kv]),
-    )
-
-
 class TinyModel(torch.nn.Module):
     """Token embedding, a block, and the loss of a head that is tied to the embedding."""
 
@@ -642,42 +609,5 @@ def bad_input(shards: VocabParallel) -> None:
     )
 
 
-def main(rank: int, processes: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-        fusegrad.set_check_targets(True)  # without it, values of targets and indices are not looked at
-    dist.init_process_group(
-        "gloo" if DEVICE == "cpu" else "nccl",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=processes,
-        timeout=timedelta(minutes=5),
-        device_id=None if DEVICE == "cpu" else torch.device("cuda", rank),
-    )
-    outcomes: dict[str, str] = {}
-    for world in range(2, processes + 1):
-        group = dist.new_group(list(range(world)))
-        if rank >= world:
-            continue
-        shards = VocabParallel(group, *CUTS[world][rank])
-        for name, function in CASES.items():
-            if not runs(name, world):
-                continue
-            torch.manual_seed(0)
-            try:
-                function(shards)
-                outcomes[f"{name}/{world}"] = ""
-            except Exception:
-                outcomes[f"{name}/{world}"] = f"rank {rank}: {traceback.format_exc()}"
-            (folder / f"{rank}.json").write_text(json.dumps(outcomes))
-            if outcomes[f"{name}/{world}"]:
-                # The others may wait for this process in a collective: its end is an error there.
-                os._exit(1)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(CASES, runs, lambda group: VocabParallel(group, *CUTS[dist.get_world_size(group)][dist.get_rank()]))

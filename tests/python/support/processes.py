@@ -1,0 +1,122 @@
+"""Cases that several processes run together: one start of the processes for all of them.
+
+A worker script has `CASES`, by name; `main` runs each on the first 2, 3, … of the processes and writes down what went
+wrong. A test module starts the script once for a device and asks for each case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fusegrad
+import pytest
+import torch
+import torch.distributed as dist
+
+Outcomes = tuple[int, dict[str, list[str]]]
+
+
+def start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
+    """How many processes there were, and what went wrong in each run, a text a process; a run that is not there was not
+    reached."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    else:
+        processes = min(torch.cuda.device_count(), processes)
+        if processes < 2:
+            pytest.skip("needs two GPUs")
+    running = [
+        subprocess.Popen([sys.executable, str(worker), str(rank), str(processes), str(folder), device], env=env)
+        for rank in range(processes)
+    ]
+    end = time.monotonic() + 600
+    try:
+        while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
+            assert time.monotonic() < end, "the processes must end within 600 s, but run"
+            time.sleep(0.1)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    made: dict[str, list[str]] = {}
+    for rank in range(processes):
+        path = folder / f"{rank}.json"
+        for run, text in (json.loads(path.read_text()) if path.exists() else {}).items():
+            made.setdefault(run, []).append(text)
+    return processes, made
+
+
+def check(outcomes: Outcomes, name: str, world: int) -> None:
+    """Fails as the case did on the first `world` processes."""
+    processes, made = outcomes
+    if world > processes:
+        pytest.skip(f"needs {world} GPUs")
+    texts = made.get(f"{name}/{world}", [])
+    assert not any(texts), "\n".join(text for text in texts if text)
+    assert len(texts) == world, "not reached by all processes: an earlier case failed, or a process did not start"
+
+
+def assert_raises(error: type[Exception], text: str, function: Callable[[], Any]) -> None:
+    try:
+        function()
+    except error as raised:
+        assert text in str(raised), f"expected {text!r}, got {raised}"
+    else:
+        raise AssertionError(f"nothing raised, expected {text!r}")
+
+
+def main(
+    cases: dict[str, Callable[..., None]], runs: Callable[[str, int], bool], made_of: Callable[[Any], Any]
+) -> None:
+    """A worker's: `made_of` makes of a group what cases are given."""
+    rank, processes, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+        fusegrad.set_check_targets(True)  # without it, values of targets and indices are not looked at
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(minutes=5),
+        device_id=None if device == "cpu" else torch.device("cuda", rank),
+    )
+    outcomes: dict[str, str] = {}
+    for world in range(2, processes + 1):
+        group = dist.new_group(list(range(world)))
+        if rank >= world:
+            continue
+        given = made_of(group)
+        for name, function in cases.items():
+            if not runs(name, world):
+                continue
+            torch.manual_seed(0)
+            try:
+                function(given)
+                outcomes[f"{name}/{world}"] = ""
+            except SystemExit:  # a process that the others lose
+                (folder / f"{rank}.json").write_text(json.dumps({**outcomes, f"{name}/{world}": ""}))
+                os._exit(0)
+            except Exception:
+                outcomes[f"{name}/{world}"] = f"rank {rank}: {traceback.format_exc()}"
+            (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+            if outcomes[f"{name}/{world}"]:
+                # The others may wait for this process in a collective: its end is an error there.
+                os._exit(1)
+    # No process may end while another talks to it; after a loss there is nobody to wait for.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    os._exit(0)
