@@ -19,7 +19,7 @@ if with_torch:
     from .attention import flex_attention
     from .compile import compile_flex
     from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
-    from .distributed import VocabParallel
+    from .distributed import ContextParallel, VocabParallel
     from .functional import Aux, AuxOutput, LogProb, cross_entropy, linear_cross_entropy, linear_log_prob
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
@@ -35,6 +35,7 @@ elif not TYPE_CHECKING:
 __all__ = [
     "Aux",
     "AuxOutput",
+    "ContextParallel",
     "CrossEntropyLoss",
     "JSDAux",
     "JSDAuxOutput",

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 
 from ._arguments import checked
 from ._tracing.cache import tracing_state
+from .distributed.sequence import ContextParallel
 from .distributed.shards import is_dtensor
 from .score_mod import ScoreMod, check_kernel_size, split_scalars, trace_mask_mod, trace_score_mod
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         inplace: bool
         deterministic: bool | None
         dropout_p: float
+        context_parallel: ContextParallel | None
 
 
 def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: torch.device) -> _Mod:
@@ -197,6 +199,7 @@ def flex_attention(
     inplace: bool = False,
     deterministic: bool | None = None,
     dropout_p: float = 0.0,
+    context_parallel: ContextParallel | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with scores that a function changes and pairs that another one masks.
 
@@ -227,6 +230,9 @@ def flex_attention(
             ``1 - dropout_p``. At least 0 and less than 1, taken to the nearest multiple of 2^-15; lse and max_scores
             are those without. Pass 0 where a model does not train. A call draws one number of PyTorch's generator of
             the query's device, so that ``torch.manual_seed`` gives the same pairs again.
+        context_parallel: the sequence is spread over processes: query, key and value are this one's part, mods see
+            positions of the whole. See :class:`fusegrad.ContextParallel` and docs/distributed.md. DTensors say by
+            themselves how they are sharded.
 
     Returns:
         ``[B, H, M, E]`` in the query's dtype, its dimensions in the order of the query's strides; 0 where no key takes
@@ -250,20 +256,28 @@ def flex_attention(
             "take its values as one long sequence [1, H, total, D], and a mask_mod that keeps its parts apart "
             "(documents[q_idx] == documents[kv_idx])"
         )
-    if is_dtensor(query, key, value):
-        raise TypeError(
-            "flex_attention: query, key and value must be plain tensors, but got a DTensor: sequences sharded over "
-            "processes (context parallelism) are not supported; of sharded batches or heads pass to_local()"
-        )
     wrapped = _functorch.is_functorch_wrapped_tensor
     if not torch.compiler.is_compiling() and (wrapped(query) or wrapped(key) or wrapped(value)):
         score_mod = block_mask = None  # the op refuses transforms, under which tracing would fail with another error
+    if context_parallel is not None or is_dtensor(query, key, value):
+        from .distributed.sequence_attention import Options
+        from .distributed.sequence_tensors import attend_parts
+
+        maxima = return_aux is not None and return_aux.max_scores
+        asked = Options(scale, enable_gqa, maxima, deterministic, dropout_p)
+        out, lse, max_scores = attend_parts(query, key, value, score_mod, block_mask, asked, context_parallel)
+        return _returned(out, lse, max_scores, return_lse, return_aux)
     score = _arguments(score_mod, "score_mod", query.device)
     if score[0] and query.is_cuda and not torch.compiler.is_compiling():
         wants = tuple(b.requires_grad for b in score[1])
         training = torch.is_grad_enabled() and (any(wants) or any(t.requires_grad for t in (query, key, value)))
         check_kernel_size(score[0], wants if training else None)
     mask_mod, kv_blocks, block_size = _mask_arguments(block_mask, query, key)
+    if is_dtensor(*score[1], *mask_mod[1]):
+        raise TypeError(
+            "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "
+            "query, key and value as DTensors, or context_parallel, or capture to_local()"
+        )
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
         query,
         key,
@@ -279,6 +293,12 @@ def flex_attention(
         int(return_aux is not None and return_aux.max_scores),
         dropout_p,
     )
+    return _returned(out, lse, max_scores, return_lse, return_aux)
+
+
+def _returned(
+    out: Tensor, lse: Tensor, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores if return_aux.max_scores else None)
     return (out, lse) if return_lse else out

@@ -208,7 +208,7 @@ class Trace:
                 "capture a plain tensor, see .as_subclass(torch.Tensor)",
             )
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not kind.__module__.startswith(
-            ("torch._subclasses", "torch._dynamo")
+            ("torch._subclasses", "torch._dynamo", "torch.distributed.tensor")
         ):
             raise Refused(
                 f"a captured tensor of the subclass {kind.__name__}", "capture a plain tensor, such as its local part"

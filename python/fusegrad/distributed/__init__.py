@@ -1,5 +1,6 @@
-"""The losses over a vocabulary that is sharded over processes; docs/distributed.md."""
+"""The losses over a vocabulary, and attention over a sequence, that processes share; docs/distributed.md."""
 
+from .sequence import ContextParallel
 from .shards import VocabParallel
 
-__all__ = ["VocabParallel"]
+__all__ = ["ContextParallel", "VocabParallel"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 
-__all__ = ["VocabParallel", "is_dtensor"]
+__all__ = ["VocabParallel", "is_dtensor", "process_group"]
 
 
 class VocabParallel:
@@ -49,7 +49,7 @@ class VocabParallel:
                 "VocabParallel: torch.distributed must be initialised (torch.distributed.init_process_group), "
                 "but got no default group"
             )
-        group = _process_group(group)
+        group = process_group("VocabParallel", group)
         # What came is told before it is checked: an error in one process alone would leave the others waiting.
         told: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(told, (start, stop), group=group)
@@ -142,17 +142,16 @@ def _bounds_on(bounds: tuple[tuple[int, int], ...], device: torch.device) -> Ten
     return torch.tensor(bounds, device=device).t().contiguous()
 
 
-def _process_group(group: Any) -> Any:
+def process_group(name: str, group: Any) -> Any:
+    """What the class `name` was given as its group."""
     if group is None:
         return dist.group.WORLD
     if hasattr(group, "get_group"):  # a device mesh
         if group.ndim != 1:
-            raise ValueError(
-                f"VocabParallel: a device mesh must have one dimension, but got {group}: take a part of it"
-            )
+            raise ValueError(f"{name}: a device mesh must have one dimension, but got {group}: take a part of it")
         group = group.get_group()
     if dist.get_rank(group) < 0:
-        raise ValueError(f"VocabParallel: group must contain this process, but got {group} in rank {dist.get_rank()}")
+        raise ValueError(f"{name}: group must contain this process, but got {group} in rank {dist.get_rank()}")
     return group
 
 

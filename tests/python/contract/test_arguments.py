@@ -62,9 +62,10 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     return {name: (getattr(fusegrad, name), arguments) for name, arguments in given.items()}
 
 
-# What takes none, makes no checks of its own, or has its own test; VocabParallel's is in vocab_parallel_worker.py.
+# What takes none, makes no checks of its own, or has its own test; those of the last two are in
+# vocab_parallel_worker.py and context_parallel_worker.py.
 OTHERS = {"__version__", "utils", "build_info", "check_targets_enabled", "AuxOutput", "JSDAuxOutput", "LogProb"}
-OTHERS |= {"TraceError", "VocabParallel"}
+OTHERS |= {"TraceError", "VocabParallel", "ContextParallel"}
 
 
 def test_the_walk_is_whole() -> None:

@@ -1,0 +1,149 @@
+"""Block masks of parts of a sequence: the lists of a mask of the whole one, cut to ranges of queries and of keys.
+
+A list says what takes part, whatever the mask_mod would say elsewhere, so a cut lies between blocks: a range that
+begins within a block has a piece of its own up to the block's end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from .sequence import ContextParallel
+from .sequence_ranges import Ranges, sizes_of
+
+__all__ = ["MaskCuts", "Piece", "listed_pairs", "own_block_mask", "pieces"]
+
+
+class Piece(NamedTuple):
+    """Positions [start, stop) of the sequence, which a process has from its row-th on."""
+
+    start: int
+    stop: int
+    row: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def pieces(ranges: Ranges, block: int) -> list[Piece]:
+    """The ranges, each begun at a block's start or within one block; a block of 0 cuts nothing."""
+    made, row = [], 0
+    for start, stop in ranges:
+        end = stop if block == 0 else min(-(-start // block) * block, stop)
+        for a, b in ((start, end), (end, stop)) if start < end < stop else ((start, stop),):
+            if a < b:
+                made.append(Piece(a, b, row))
+                row += b - a
+    return made
+
+
+class MaskCuts:
+    """The lists of a block mask for pieces of queries and of keys.
+
+    Args:
+        block_mask: of the whole sequence, or (`own`) of this process's queries and all keys.
+        batches, heads: where this process's begin; a mask of one batch or one head stands for all.
+    """
+
+    def __init__(self, block_mask: BlockMask, own: bool, batches: int, heads: int) -> None:
+        size = block_mask.BLOCK_SIZE
+        self.size: tuple[int, int] = (size, size) if isinstance(size, int) else (size[0], size[1])
+        self.own = own
+        m = block_mask
+        lists = [m.kv_num_blocks, m.kv_indices, m.full_kv_num_blocks, m.full_kv_indices]
+        self.lists: list[Tensor] = []
+        for i, t in enumerate(t for t in lists if t is not None):
+            while t.dim() < 3 + i % 2:
+                t = t.unsqueeze(0)
+            self.lists.append(_from(_from(t, 0, batches), 1, heads))
+
+    def rows(self, piece: Piece) -> list[Tensor]:
+        """Those of a piece of queries, for all keys."""
+        first = (piece.row if self.own else piece.start) // self.size[0]
+        return [t.narrow(2, first, -(-piece.size // self.size[0])) for t in self.lists]
+
+    def pair(self, queries: Piece, keys: Piece) -> list[Tensor]:
+        """Those of a piece of queries for a piece of keys."""
+        first = keys.start // self.size[1]
+        last = first + -(-keys.size // self.size[1])
+        rows, made = self.rows(queries), []
+        for count, index in zip(rows[::2], rows[1::2], strict=True):
+            place = torch.arange(index.shape[-1], device=index.device)
+            kept = (place < count.unsqueeze(-1)) & (index >= first) & (index < last)
+            order = kept.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : last - first]
+            made += [kept.sum(-1, dtype=torch.int32), (index.gather(-1, order) - first).clamp_(0, last - first - 1)]
+        return made
+
+
+def _from(t: Tensor, dim: int, first: int) -> Tensor:
+    return t if first == 0 or t.shape[dim] == 1 else t.narrow(dim, first, t.shape[dim] - first)
+
+
+_Pairs = dict[tuple[Piece, Piece], list[Tensor]]
+_cut: weakref.WeakKeyDictionary[BlockMask, tuple[Any, _Pairs]] = weakref.WeakKeyDictionary()
+
+
+def listed_pairs(mask: BlockMask, cuts: MaskCuts, queries: Sequence[Piece], keys: Sequence[Piece]) -> _Pairs:
+    """The lists of each pair of pieces that has any block: what the others list is nothing, and nothing is computed.
+    Which these are is read from the device, once for a mask that many layers share."""
+    versions = tuple((t.data_ptr(), t._version, tuple(t.shape)) for t in cuts.lists)
+    key = (versions, tuple(queries), tuple(keys))
+    known = _cut.get(mask)
+    if known is not None and known[0] == key:
+        return known[1]
+    made = {(q, k): cuts.pair(q, k) for q in queries for k in keys}
+    if not made:
+        return made
+    counts = torch.stack([sum(t.sum() for t in lists[::2]) for lists in made.values()]).tolist()
+    made = {pair: lists for (pair, lists), count in zip(made.items(), counts, strict=True) if count}
+    _cut[mask] = (key, made)
+    return made
+
+
+# Pairs whose mask is evaluated at a time.
+_PAIRS = 1 << 26
+
+
+def own_block_mask(
+    context: ContextParallel,
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    length: int,
+    device: torch.device | str,
+    block_size: int,
+) -> BlockMask:
+    """The block mask of this process's queries and all keys."""
+    everyone = context.ranges(length)
+    step = max(1, _PAIRS // max(1, (B or 1) * (H or 1) * length * block_size)) * block_size
+    parts = []
+    row = 0
+    for start, stop in everyone[context.rank]:
+        if row % block_size:
+            raise ValueError(
+                "ContextParallel.block_mask: block_size must divide the lengths of all of this process's ranges but "
+                f"the last, but got {block_size} and {list(everyone[context.rank])}"
+            )
+        row += stop - start
+        for first in range(start, stop, step):
+
+            def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, first: int = first) -> Tensor:
+                return mask_mod(b, h, q_idx + first, kv_idx)
+
+            size = min(step, stop - first)
+            parts.append(create_block_mask(moved, B, H, size, length, device=str(device), BLOCK_SIZE=block_size))
+    columns = -(-length // block_size)
+    lists = []
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        shape = (B or 1, H or 1, 0) if name.endswith("num_blocks") else (B or 1, H or 1, 0, columns)
+        nothing = torch.zeros(shape, dtype=torch.int32, device=device)
+        lists.append(torch.cat([nothing, *(getattr(part, name) for part in parts)], 2))
+    lengths = (sizes_of(everyone)[context.rank], length)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=lengths)

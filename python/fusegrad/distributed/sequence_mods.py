@@ -1,0 +1,119 @@
+"""Mods that see positions of the whole problem from a part of it: their texts, moved by scalars.
+
+Which process and which range of positions a call is about are numbers, so that all of them run the same kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from fusegrad._C import score_mod as _language
+
+from ..score_mod import ScoreMod, split_scalars
+
+__all__ = ["MovedMod"]
+
+# An index is below this, and so is what is added to it. Kernels know by it that a sum is not negative, which would
+# count from a tensor's end, and that it has 32 bits.
+_LARGEST = 1 << 30
+
+_INPUTS = ("b", "h", "q_idx", "kv_idx")
+_VALUE = re.compile(r"%(\d+)")
+
+# Reads of buffer (first) at dimension (second) by exactly this input (third), to be made at an index of the part.
+Local = tuple[int, int, str]
+
+
+class MovedMod:
+    """A mod whose inputs are those of a part.
+
+    Args:
+        mod: the traced one; None for none.
+        moved: which of b, h, q_idx and kv_idx start somewhere else than at 0.
+        local: reads of sharded buffers that are in this process: see Local. Only of b, h and q_idx.
+    """
+
+    def __init__(self, mod: ScoreMod | None, moved: tuple[str, ...], local: tuple[Local, ...] = ()) -> None:
+        self.mod = mod
+        self.text = ""
+        self.buffers: list[Tensor] = []
+        self.kept: tuple[int, ...] = ()  # which of the mod's buffers the text reads
+        self._scalars: list[Any] = []
+        if mod is None:
+            return
+        text, self.kept, self._order = _moved_text(mod.text, moved, local)
+        self.text = text.replace("\n", ";")  # one line, as the ops want it
+        self._moved = moved
+        self._scalars = list(mod.scalars)
+        self.buffers = [mod.buffers[i] for i in self.kept]
+
+    def arguments(self, starts: Starts, buffers: list[Tensor]) -> tuple[Any, ...]:
+        """What an op takes for a part that starts there: text, buffers, floats and whole numbers."""
+        if self.mod is None:
+            return "", [], [], []
+        added = [starts.of[name] for name in self._moved] + [starts.row]
+        scalars = [*self._scalars, *added]
+        return self.text, buffers, *split_scalars([scalars[i] for i in self._order])
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Where a part lies: of each input, the position of its first; and the first query among those of the process."""
+
+    of: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_INPUTS, 0))
+    row: int = 0
+
+    def at(self, query: int, key: int, row: int) -> Starts:
+        return Starts({**self.of, "q_idx": query, "kv_idx": key}, row)
+
+
+@lru_cache(maxsize=512)
+def _moved_text(
+    text: str, moved: tuple[str, ...], local: tuple[Local, ...]
+) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """The text, and which buffers and scalars it declares: those of `text`, then a scalar for each of `moved`, then the
+    first query's row among those of the process."""
+    lines = text.splitlines()
+    declared = [line for line in lines[1:] if line.startswith(("buffer ", "scalar "))]
+    rest = [line for line in lines[1:] if line not in declared]
+    count = sum(line.startswith("scalar ") for line in declared)
+    names = [*moved, "row"]
+    declared += [f"scalar ${count + i} i64" for i in range(len(names))]
+    made = []
+    for i, name in enumerate(names):
+        made.append(f"%{2 * i} = clamp ${count + i} 0 {_LARGEST}")
+        made.append(f"%{2 * i + 1} = add {'q_idx' if name == 'row' else name} %{2 * i}")
+    shift, value_of = 2 * len(names), {name: f"%{2 * i + 1}" for i, name in enumerate(names)}
+    kept = {(buffer, dim): ("row" if name == "q_idx" else "part") for buffer, dim, name in local}
+
+    def renamed(line: str) -> str:
+        words = _VALUE.sub(lambda m: f"%{int(m[1]) + shift}", line).split()
+        load = words.index("load") if "load" in words else None
+        for place, word in enumerate(words):
+            if load is not None and place > load + 1:
+                where = kept.get((int(words[load + 1][1:]), place - load - 2))
+                if where is not None:
+                    words[place] = value_of["row"] if where == "row" else word
+                    continue
+            words[place] = value_of.get(word, word)
+        return " ".join(words)
+
+    whole = "\n".join([lines[0], *declared, *made, *map(renamed, rest)])
+    compacted, buffers, scalars = _language.compact(whole)
+    return compacted, tuple(buffers), tuple(scalars)
+
+
+def local_reads(text: str, buffer: int, dim: int) -> str | None:
+    """The input by which every read of a buffer indexes its dimension, if it is one of them as it is."""
+    found = set()
+    for line in text.splitlines():
+        words = line.split()
+        if "load" in words and words[(at := words.index("load")) + 1] == f"@{buffer}":
+            found.add(words[at + 2 + dim])
+    (name,) = found if len(found) == 1 else ("",)
+    return name if name in _INPUTS else None

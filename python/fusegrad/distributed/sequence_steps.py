@@ -1,0 +1,268 @@
+"""Attention of a process's queries over keys that other processes have: which parts are computed, and in which order.
+Two ways: all keys gathered, or parts that travel around a ring.
+
+Each step's backward has the lse and the output of all keys, so that its gradients are exact parts of the whole ones:
+dS = P * (dP - sum(grad_out * out) + grad_lse) with P = exp(s - lse) holds for any pair by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .gradients import acc_of
+from .sequence import ContextParallel, gathered
+from .sequence_masks import MaskCuts, Piece, listed_pairs, pieces
+from .sequence_mods import MovedMod, Starts
+from .sequence_ranges import Ranges, sizes_of, unordered
+from .sequence_rows import Results, Sums, Tensors, merged, nothing
+from .sequence_travel import Exchange, Layout
+
+__all__ = ["Call"]
+
+_ops = torch.ops.fusegrad
+_MAX_SCORES, _OUT_LOW = 1, 2
+
+
+class Call:
+    """All of a call but its tensors, which is the same in forward and backward.
+
+    Args:
+        queries, keys: which positions each process has.
+        block_mask, cuts: both or none.
+        starts: of b and h.
+        own_buffers: for each buffer of the score_mod, whether its gradient is not summed.
+        groups: over which the others are.
+    """
+
+    def __init__(
+        self,
+        context: ContextParallel,
+        queries: Sequence[Ranges],
+        keys: Sequence[Ranges],
+        score: MovedMod,
+        mask: MovedMod,
+        block_mask: Any,
+        cuts: MaskCuts | None,
+        starts: Starts,
+        own_buffers: list[bool],
+        groups: Sequence[Any],
+        scale: float,
+        dropout_p: float,
+        max_scores: bool,
+        deterministic: bool,
+        ring: bool,
+    ) -> None:
+        self.context, self.keys, self.ring = context, keys, ring
+        self.sizes = sizes_of(keys)
+        self.score, self.mask, self.starts = score, mask, starts
+        self.own_buffers, self.groups = own_buffers, [g for g in groups if dist.get_world_size(g) > 1]
+        self.scale, self.dropout_p = scale, dropout_p
+        self.max_scores, self.deterministic = max_scores, deterministic
+        self.length = sum(self.sizes)
+        self.block_size = [0, 0] if cuts is None else list(cuts.size)
+        own = cuts is not None and cuts.own
+        self.query_pieces = pieces(queries[context.rank], 0 if own else self.block_size[0])
+        self.key_pieces = [pieces(part, self.block_size[1]) for part in keys]
+        self.whole = Piece(0, self.length, 0)
+        self.cuts = cuts
+        self._pairs: dict[tuple[Piece, Piece], list[Tensor]] | None = None
+        if ring and cuts is not None:
+            order = [piece for part in self.key_pieces for piece in part]
+            self._pairs = listed_pairs(block_mask, cuts, self.query_pieces, order)
+
+    def lists(self) -> list[Tensor]:
+        """The lists of blocks that both directions read."""
+        return [] if self.cuts is None else self.cuts.lists
+
+    # --- one part ---
+
+    def _blocks(self, q: Piece, k: Piece) -> list[Tensor] | None:
+        """The lists of a pair of pieces; None where it lists nothing."""
+        if self.cuts is None:
+            return []
+        if self._pairs is None:
+            return self.cuts.rows(q)
+        return self._pairs.get((q, k))
+
+    def _scoring(self, t: Tensors, q: Piece, k: Piece, blocks: list[Tensor]) -> tuple[Any, ...]:
+        starts = self.starts.at(q.start, k.start, q.row)
+        # Pairs of different pieces must not be dropped alike.
+        seed = None if t.seed is None else t.seed + (q.start * (self.length + 1) + k.start)
+        return (
+            *self.score.arguments(starts, t.buffers),
+            *self.mask.arguments(starts, t.mask_buffers),
+            blocks,
+            self.block_size,
+            self.scale,
+            self.dropout_p,
+            seed,
+        )
+
+    def _forward(self, t: Tensors, q: Piece, k: Piece, key: Tensor, value: Tensor, blocks: list[Tensor]) -> Results:
+        aux = _MAX_SCORES if self.max_scores else 0
+        if t.query.dtype in (torch.bfloat16, torch.float16):
+            aux |= _OUT_LOW
+        query = t.query.narrow(2, q.row, q.size)
+        return Results(*_ops.flex_attention_forward(query, key, value, *self._scoring(t, q, k, blocks), aux))
+
+    # --- forward ---
+
+    def forward(self, t: Tensors) -> Results:
+        """Of all of this process's queries."""
+        return self._ring_forward(t) if self.ring else self._gather_forward(t)
+
+    def _gather_forward(self, t: Tensors) -> Results:
+        key, value = self._gathered(t)
+        made = []
+        for q in self.query_pieces:
+            blocks = self._blocks(q, self.whole)
+            assert blocks is not None
+            made.append((q, self._forward(t, q, self.whole, key, value, blocks)))
+        if len(made) == 1:
+            return made[0][1]
+        results = nothing(t, self.max_scores)
+        for q, part in made:
+            for to, what in zip(results.rows(q).tensors(), part.tensors(), strict=True):
+                to.copy_(what)
+        return results
+
+    def _ring_forward(self, t: Tensors) -> Results:
+        made: dict[Piece, Results] = {}
+        for _, cut in self._steps(t, Layout(t.key, t.value, max(self.sizes))):
+            for k, key, value in cut:
+                for q in self.query_pieces:
+                    blocks = self._blocks(q, k)
+                    if blocks is not None:
+                        made[q] = merged(made.get(q), self._forward(t, q, k, key, value, blocks))
+        results = nothing(t, self.max_scores)
+        for q, part in made.items():
+            part.low = part.out - part.out.to(t.query.dtype) if results.low.numel() else part.low
+            for to, what in zip(results.rows(q).tensors(), part.tensors(), strict=True):
+                to.copy_(what)
+        return results
+
+    # --- backward ---
+
+    def backward(
+        self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of query, key, value and the score_mod's buffers, as far as they are `wanted`; `upstream` are
+        those of out, lse and max_scores."""
+        sums = Sums(t, wanted, self.own_buffers, self.groups)
+        if self.ring:
+            keys = self._ring_backward(t, results, upstream, sums)
+        else:
+            keys = self._gather_backward(t, results, upstream, sums)
+        return [sums.query(), *keys, *sums.buffers()]
+
+    def _backward(
+        self,
+        t: Tensors,
+        results: Results,
+        upstream: Sequence[Tensor | None],
+        q: Piece,
+        k: Piece,
+        key: Tensor,
+        value: Tensor,
+        sums: Sums,
+    ) -> tuple[Tensor, Tensor] | None:
+        """The gradients of key and value from one part; the others are added to the sums."""
+        blocks = self._blocks(q, k)
+        if blocks is None:
+            return None
+        r = results.rows(q)
+        # The CPU's kernels take rows' numbers as they lie in memory.
+        r.lse, r.max_scores, r.max_ties = r.lse.contiguous(), r.max_scores.contiguous(), r.max_ties.contiguous()
+        grads = [None if g is None else g.narrow(2, q.row, q.size) for g in upstream]
+        query = t.query.narrow(2, q.row, q.size)
+        grad_query, grad_key, grad_value, grad_buffers = _ops.flex_attention_backward(
+            query,
+            key,
+            value,
+            *grads,
+            *r.tensors(),
+            *self._scoring(t, q, k, blocks),
+            self.deterministic,
+            sums.wanted,
+        )
+        sums.add(q, grad_query, grad_buffers)
+        return grad_key, grad_value
+
+    def _gather_backward(
+        self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], sums: Sums
+    ) -> list[Tensor | None]:
+        key, value = self._gathered(t)
+        acc = acc_of(t.query.dtype)
+        rows: list[Tensor | None] = []
+        for whole, needed in ((key, sums.wanted[1]), (value, sums.wanted[2])):
+            shape = whole.movedim(2, 0).shape
+            rows.append(torch.zeros(shape, dtype=acc, device=whole.device) if needed else None)
+        for q in self.query_pieces:
+            made = self._backward(t, results, upstream, q, self.whole, key, value, sums)
+            assert made is not None
+            for to, gradient in zip(rows, made, strict=True):
+                if to is not None:
+                    to.add_(gradient.movedim(2, 0))
+            del made
+        del key, value
+        return [None if r is None else self._own(r).movedim(0, 2).to(t.query.dtype) for r in rows]
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Of rows of the whole sequence, those of this process, summed over all."""
+        context, own = self.context, self.sizes[self.context.rank]
+        largest = max(self.sizes)
+        rows = unordered(rows, self.keys, largest)
+        if context.world == 1:
+            return rows
+        made = rows.new_empty(largest, *rows.shape[1:])
+        if made.numel():
+            dist.reduce_scatter_tensor(made, rows, group=context.group)
+        return made[:own]
+
+    def _ring_backward(
+        self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], sums: Sums
+    ) -> list[Tensor | None]:
+        """A part's sums travel with it, one step behind, and end where they began."""
+        layout = Layout(t.key, t.value, max(self.sizes))
+        needed = sums.wanted[1] or sums.wanted[2]
+        coming: Exchange | None = None
+        for part, cut in self._steps(t, layout):
+            flat = layout.zeros(acc_of(t.query.dtype)) if needed else t.key.new_empty(0)
+            to = layout.views(flat, self.sizes[part]) if needed else []
+            for k, key, value in cut:
+                for q in self.query_pieces:
+                    made = self._backward(t, results, upstream, q, k, key, value, sums) or ()
+                    for whole, gradient, want in zip(to, made, sums.wanted[1:3], strict=False):
+                        if want:
+                            whole.narrow(2, k.row, k.size).add_(gradient)
+            if coming is not None:
+                flat += coming.wait()
+            coming = Exchange(self.context, flat)
+        assert coming is not None
+        if not needed:
+            return [None, None]
+        own = layout.views(coming.wait(), self.sizes[self.context.rank])
+        return [g.to(t.query.dtype) if want else None for g, want in zip(own, sums.wanted[1:3], strict=True)]
+
+    # --- what travels ---
+
+    def _gathered(self, t: Tensors) -> tuple[Tensor, Tensor]:
+        return gathered(self.context, t.key, 2, self.keys), gathered(self.context, t.value, 2, self.keys)
+
+    def _steps(self, t: Tensors, layout: Layout) -> Iterator[tuple[int, list[tuple[Piece, Tensor, Tensor]]]]:
+        """Whose part it is in each step, this process's first, and its pieces. The next part is under way while one is
+        worked on."""
+        context = self.context
+        flat = layout.packed(t.key, t.value)
+        for step in range(context.world):
+            part = (context.rank - step) % context.world
+            coming = Exchange(context, flat) if step + 1 < context.world else None
+            key, value = layout.views(flat, self.sizes[part])
+            yield part, [(k, *(x.narrow(2, k.row, k.size) for x in (key, value))) for k in self.key_pieces[part]]
+            if coming is not None:
+                flat = coming.wait()
