@@ -1,0 +1,335 @@
+"""Attention over a sequence that processes share: fusegrad, alone and on all of them, beside PyTorch's own.
+
+PyTorch's are `context_parallel` with SDPA, where the mask is causal, and its flex_attention with gathered keys, whose
+score_mods and masks see local queries unless they are rewritten: here by a table of positions. Forward and backward to
+query, key and value (and to the bias of "relative"); times and memory are the slowest and the largest process's. Memory
+is above the inputs and counts the gradients. Ideal is one process's time over their number.
+
+    torchrun --nproc-per-node=2 benchmarks/context_parallel.py [--device cpu] [--shapes SxH/HkvxD,...] [--output FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fusegrad
+import torch
+import torch.distributed as dist
+from fusegrad import ContextParallel
+from harness.environment import environment, in_file_names
+from harness.memory import cuda_peak_mib
+from harness.report import print_table, write_json
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+CASES = ("causal", "documents", "relative")
+Run = Callable[[], Tensor]
+
+
+@contextmanager
+def processes(device: str) -> Iterator[DeviceMesh]:
+    """The group of all processes, a GPU each."""
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("context_parallel.py must be started by torchrun, one process a device")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("cp",))
+    try:
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def mask_of(starts: Tensor, documents: Tensor | None) -> BlockMask:
+    """Causal, within documents: `starts` [S] is where each position's document begins."""
+    length, device = starts.shape[0], starts.device
+    row = torch.arange(-(-length // BLOCK), device=device)
+    first = starts[row * BLOCK] // BLOCK
+    whole = -(
+        -starts[((row + 1) * BLOCK - 1).clamp(max=length - 1)] // BLOCK
+    )  # the first block within the last document
+    column = torch.arange(len(row), device=device)
+    full = (column >= whole[:, None]) & (column < row[:, None])
+    partial = (column >= first[:, None]) & (column <= row[:, None]) & ~full
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        assert documents is not None
+        return (q >= kv) & (documents[q] == documents[kv])
+
+    mod = causal if documents is None else within
+    return BlockMask.from_kv_blocks(
+        *listed(partial), *listed(full), BLOCK_SIZE=BLOCK, mask_mod=mod, seq_lengths=(length, length)
+    )
+
+
+class Problem:
+    """Whole tensors, the same in all processes."""
+
+    def __init__(self, case: str, length: int, heads: int, key_heads: int, size: int, device: str) -> None:
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        shapes = (heads, key_heads, key_heads)
+        self.qkv = [torch.randn(1, length, h, size, device=device, dtype=dtype).transpose(1, 2) for h in shapes]
+        self.upstream = torch.randn_like(self.qkv[0])
+        starts = torch.zeros(length, dtype=torch.int64, device=device)
+        documents = None
+        if case == "documents":
+            ends = torch.rand(max(length // 8192, 3), device=device).mul(length).long().sort().values
+            documents = torch.bucketize(torch.arange(length, device=device), ends, right=True)
+            starts = torch.cat([ends.new_zeros(1), ends])[documents]
+        self.mask = mask_of(starts, documents)
+        self.captured: list[Tensor] = []
+        self.score_mod: Any = None
+        if case == "relative":
+            bias = torch.randn(heads, length, device=device, requires_grad=True)
+            self.captured = [bias]
+
+            def relative(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+                return s + bias[h, q - kv]
+
+            self.score_mod = relative
+
+    def leaves(self, context: ContextParallel | None) -> tuple[list[Tensor], Tensor]:
+        cut = (lambda t: t) if context is None else (lambda t: context.shard(t, 2))
+        return [cut(t).detach().requires_grad_() for t in self.qkv], cut(self.upstream)
+
+    def ours(self, context: ContextParallel | None) -> tuple[Run, list[Tensor]]:
+        leaves, upstream = self.leaves(context)
+
+        def run() -> Tensor:
+            for t in (*leaves, *self.captured):
+                t.grad = None
+            out = fusegrad.flex_attention(*leaves, self.score_mod, self.mask, enable_gqa=True, context_parallel=context)
+            out.backward(upstream)
+            return out.detach()
+
+        return run, leaves
+
+
+def sdpa(problem: Problem, mesh: DeviceMesh) -> tuple[Run, Any]:
+    """PyTorch's ring over head and tail chunks."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    buffers = [t.contiguous() for t in (*problem.qkv, problem.upstream)]
+    entered = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers))
+    entered.__enter__()
+    leaves, upstream = [t.requires_grad_() for t in buffers[:3]], buffers[3]
+
+    def run() -> Tensor:
+        for t in leaves:
+            t.grad = None
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        out.backward(upstream)
+        return out.detach()
+
+    return run, entered
+
+
+def flex(problem: Problem, context: ContextParallel) -> Run:
+    """PyTorch's compiled flex_attention of this process's queries and all keys, gathered and reduced by its collectives
+    with gradients, with the mask of this process's rows."""
+    from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops import flex_cp_allgather
+    from torch.nn.attention.flex_attention import flex_attention
+
+    leaves, upstream = problem.leaves(context)
+    name = context.group.group_name
+    mine = context.positions(problem.qkv[0].shape[2], upstream.device)
+    keys = context.permutation(problem.qkv[0].shape[2], upstream.device)
+    whole = problem.mask
+    rows, columns = mine[::BLOCK] // BLOCK, keys[::BLOCK] // BLOCK
+    at = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
+
+    def moved(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return whole.mask_mod(b, h, mine[q], keys[kv])
+
+    lists = [whole.kv_num_blocks[..., rows], whole.kv_indices[..., rows, :]]
+    lists += [whole.full_kv_num_blocks[..., rows], whole.full_kv_indices[..., rows, :]]
+    lists[1], lists[3] = at[lists[1]].to(torch.int32), at[lists[3]].to(torch.int32)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=moved, seq_lengths=(len(mine), len(keys)))
+    score_mod = None
+    if problem.score_mod is not None:
+        score_mod = lambda s, b, h, q, kv: problem.score_mod(s, b, h, mine[q], keys[kv])  # noqa: E731
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run() -> Tensor:
+        for t in (*leaves, *problem.captured):
+            t.grad = None
+        key, value = flex_cp_allgather(leaves[1].contiguous(), leaves[2].contiguous(), 2, name)
+        out = compiled(leaves[0], key, value, score_mod, mask, enable_gqa=True)
+        out.backward(upstream)
+        return out.detach()
+
+    return run
+
+
+def timed(mesh: DeviceMesh, run: Run, reps: int) -> tuple[float, float]:
+    """Milliseconds (median, of the slowest process in each repetition) and MiB."""
+    device = mesh.device_type
+    run()
+    peak = cuda_peak_mib(run) if device == "cuda" else 0.0
+    found = []
+    for _ in range(reps):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - started))
+    slowest = torch.tensor([*found, peak], device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest[:-1].median()), float(slowest[-1])
+
+
+def measured(mesh: DeviceMesh, case: str, sizes: tuple[int, int, int, int], reps: int, peers: bool) -> dict[str, Any]:
+    problem = Problem(case, *sizes, mesh.device_type)
+    whole, _ = problem.ours(None)
+    truth = whole()
+    found: dict[str, Any] = {}
+    ms, mib = timed(mesh, whole, reps)
+    found["fusegrad, one process"] = {"ms": ms, "peak_mib": mib, "error": 0.0}
+    ideal = ms / mesh.size()
+
+    def add(name: str, run: Run, context: ContextParallel) -> None:
+        right = context.shard(truth, 2).float()
+        error = float((run().float() - right).norm() / right.norm())
+        ms, mib = timed(mesh, run, reps)
+        found[name] = {"ms": ms, "peak_mib": mib, "error": error, "of_ideal": ideal / ms}
+
+    group = mesh.get_group()
+    places: dict[str, ContextParallel] = {}
+    for way in ("gather", "ring"):
+        if case == "documents":
+            places[f"fusegrad, {way}, balanced"] = ContextParallel.balanced(group, problem.mask, way=way)
+        else:
+            places[f"fusegrad, {way}, zigzag"] = ContextParallel(group, "zigzag", length=sizes[0], way=way)
+    for name, context in places.items():
+        add(name, problem.ours(context)[0], context)
+    if peers and case == "causal":
+        zigzag = places["fusegrad, ring, zigzag"]  # PyTorch's placement too
+        attempt(found, "PyTorch, context_parallel, SDPA", lambda name: add_sdpa(name, problem, mesh, zigzag, add))
+    if peers and case != "relative":
+        context = next(iter(places.values()))
+        attempt(found, "PyTorch, flex_attention, gathered", lambda name: add(name, flex(problem, context), context))
+    return found
+
+
+def add_sdpa(name: str, problem: Problem, mesh: DeviceMesh, context: ContextParallel, add: Callable[..., None]) -> None:
+    run, entered = sdpa(problem, mesh)
+    try:
+        add(name, run, context)
+    finally:
+        entered.__exit__(None, None, None)
+
+
+def attempt(found: dict[str, Any], name: str, run: Callable[[str], None]) -> None:
+    """A peer that fails does so in all processes alike."""
+    try:
+        run(name)
+    except Exception as error:  # whatever a peer raises is its result
+        found[name] = {"failure": f"{type(error).__name__}: {error}"[:300]}
+
+
+def bandwidths(mesh: DeviceMesh, sizes: tuple[int, int, int, int]) -> dict[str, float]:
+    """Bytes a second that a process receives, GB/s, for tensors of a sequence's keys."""
+    if mesh.device_type != "cuda":
+        return {}
+    length, _, heads, size = sizes
+    rank, world = mesh.get_rank(), mesh.size()
+    part = torch.randn(length // world * heads * size, device="cuda").bfloat16()
+    whole, sums = part.new_empty(part.numel() * world), torch.empty(part.numel() * world, device="cuda")
+    own, other = torch.empty(part.numel(), device="cuda"), torch.empty_like(part)
+
+    def gather() -> Tensor:
+        dist.all_gather_into_tensor(whole, part)
+        return whole
+
+    def scatter() -> Tensor:
+        dist.reduce_scatter_tensor(own, sums)
+        return own
+
+    def ring() -> Tensor:
+        operations = [
+            dist.P2POp(dist.isend, part, (rank + 1) % world),
+            dist.P2POp(dist.irecv, other, (rank - 1) % world),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return other
+
+    received = part.numel() * part.element_size()
+    cases = {
+        "all_gather": (gather, received * (world - 1)),
+        "reduce_scatter": (scatter, 2 * received * (world - 1)),
+        "ring": (ring, received),
+    }
+    return {name: moved / timed(mesh, run, 9)[0] / 1e6 for name, (run, moved) in cases.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Attention over a sequence that processes share.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", default="131072x32/8x128", help="SxH/HkvxD, ...")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
+    parser.add_argument("--commit", help="what to record, where this is not a git checkout")
+    arguments = parser.parse_args()
+    device = arguments.device
+    with processes(device) as mesh:
+        document: dict[str, Any] = {"op": "context_parallel", "processes": mesh.size()}
+        document |= environment(device, arguments.commit)
+        document["cases"] = cases = []
+        for shape in arguments.shapes.split(","):
+            length, heads, size = shape.split("x")
+            query_heads, _, key_heads = heads.partition("/")
+            sizes = int(length), int(query_heads), int(key_heads or query_heads), int(size)
+            document["gb_per_s"] = speeds = bandwidths(mesh, sizes)
+            for case in arguments.cases.split(","):
+                found = measured(mesh, case, sizes, arguments.reps, not arguments.no_peers)
+                names = ("S", "H", "Hkv", "D")
+                cases.append({"case": case, "sizes": dict(zip(names, sizes, strict=True)), "results": found})
+                if mesh.get_rank() == 0:
+                    show(case, shape, mesh.size(), speeds, found)
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+        if mesh.get_rank() == 0 and arguments.output is not None:
+            name = f"context_parallel-{mesh.size()}-{in_file_names(document['device'])}.json"
+            write_json(arguments.output / name, document)
+
+
+def show(case: str, shape: str, world: int, speeds: dict[str, float], found: dict[str, Any]) -> None:
+    print(f"{case} {shape}, {world} processes; GB/s { ({k: round(v) for k, v in speeds.items()}) }", flush=True)
+    table = []
+    for name, one in found.items():
+        if "failure" in one:
+            table.append([name, one["failure"], "", "", ""])
+            continue
+        share = f"{100 * one['of_ideal']:.1f}%" if "of_ideal" in one else ""
+        table.append([name, f"{one['ms']:.4g}", f"{one['peak_mib']:.0f}", share, f"{one['error']:.2g}"])
+    print_table(["", "ms", "MiB a process", "of ideal", "error of out"], table)
+
+
+if __name__ == "__main__":
+    main()
