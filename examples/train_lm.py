@@ -4,6 +4,7 @@
     python examples/train_lm.py --loss fusegrad-inplace --resume
     python examples/train_lm.py --demo
     torchrun --nproc-per-node 2 examples/train_lm.py --loss fusegrad-inplace --distributed fsdp
+    torchrun --nproc-per-node 2 examples/train_lm.py --attention fusegrad --positions relative --distributed cp
 
 The text is Python's own standard library unless --data names a file or a folder. --demo trains with every
 loss from one seed, each in a process of its own, and compares them. See docs/demo.md.
@@ -35,7 +36,11 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     defaults = TrainingConfig()
     parser = make_parser((__doc__ or "").partition("\n")[0], defaults)
     add_training_options(parser, defaults)
-    parser.add_argument("--distributed", choices=("ddp", "fsdp"), help="data parallel; start it with torchrun")
+    parser.add_argument(
+        "--distributed",
+        choices=("ddp", "fsdp", "cp"),
+        help="data parallel, or cp: the sequence over the processes; start it with torchrun",
+    )
     return parse_with_preset(parser, arguments, demo_preset)
 
 

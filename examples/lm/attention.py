@@ -36,13 +36,18 @@ class CausalAttention(nn.Module):
         elif positions == "alibi":
             self.slopes = nn.Parameter(2 ** (-8 * torch.arange(1.0, heads + 1) / heads))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attend = self._sdpa if self.flex_attention is None else self._flex
-        return attend(query, key, value)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, context: Any = None) -> Tensor:
+        """`context`: fusegrad's ContextParallel, where the tensors are this process's part of the sequence."""
+        if self.flex_attention is not None:
+            return self._flex(query, key, value, context)
+        assert context is None
+        return self._sdpa(query, key, value)
 
-    def _flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = causal_block_mask(query.shape[2], query.device)
-        return self.flex_attention(query, key, value, score_mod=self._score_mod(), block_mask=mask)
+    def _flex(self, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+        length = query.shape[2] if context is None else context.whole(query.shape[2])
+        mask = causal_block_mask(length, query.device)
+        score_mod = self._score_mod()
+        return self.flex_attention(query, key, value, score_mod=score_mod, block_mask=mask, context_parallel=context)
 
     def _score_mod(self) -> Any:
         relative, slopes = self.relative, self.slopes

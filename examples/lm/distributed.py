@@ -1,5 +1,5 @@
-"""Data parallel training under torchrun: every process takes its rows of each batch, and DDP or FSDP2 averages the
-gradients."""
+"""Training under torchrun: every process takes its rows of each batch, or its part of each sequence, and DDP or FSDP2
+averages the gradients."""
 
 import os
 from pathlib import Path
@@ -13,25 +13,28 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lm import ExampleError
+from lm import ExampleError, import_fusegrad
 from lm.data import Corpus, atomic_save
 from lm.model import GPT, LossFunction, loss_function
 from lm.training import BatchLoss, StopRequest, Trainer, TrainingConfig, model_config
 
-KINDS = ("ddp", "fsdp")
+KINDS = ("ddp", "fsdp", "cp")
 
 
 class LossModel(nn.Module):
     """The model with its loss. What DDP and FSDP2 wrap must use the head's weight inside of its forward: FSDP2 has
     gathered it there, once, and DDP waits for its gradient."""
 
-    def __init__(self, model: GPT, loss: LossFunction) -> None:
+    def __init__(self, model: GPT, loss: LossFunction, context: Any = None) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.context = context
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(self.model(inputs), self.model.head_weight, targets)
+        if self.context is not None:
+            inputs, targets = self.context.shard(inputs), self.context.shard(targets)
+        return self.loss(self.model(inputs, self.context), self.model.head_weight, targets)
 
 
 class DistributedTrainer(Trainer):
@@ -54,15 +57,27 @@ class DistributedTrainer(Trainer):
                 dist.init_process_group("gloo")
         self.kind = kind
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        if config.batch_size % self.world != 0:
+        if kind != "cp" and config.batch_size % self.world != 0:
             raise ExampleError(
                 f"--batch-size must be a multiple of the {self.world} processes, but got {config.batch_size}"
             )
+        self.context: Any = None
+        if kind == "cp":
+            if config.attention != "fusegrad":
+                raise ExampleError("--distributed cp needs --attention fusegrad")
+            if config.seq_length % (2 * self.world) != 0:
+                raise ExampleError(
+                    f"--seq-length must be a multiple of two chunks for each of the {self.world} processes, "
+                    f"but got {config.seq_length}"
+                )
+            # DDP sums up the gradients of what a score_mod captures, as of all other parameters.
+            fusegrad = import_fusegrad("--distributed cp", without="--distributed ddp")
+            self.context = fusegrad.ContextParallel(None, "zigzag", sum_captured=False)
         super().__init__(config, corpus)
         self.main = self.rank == 0
 
     def plain_model(self) -> GPT:
-        if self.kind == "ddp":
+        if self.kind != "fsdp":
             return self.model
         model = GPT(model_config(self.config, self.corpus.vocab_size)).to(self.device)
         model.load_state_dict(_gathered(self.model.state_dict()))
@@ -87,8 +102,8 @@ class DistributedTrainer(Trainer):
         super()._load({name: _like(value, parameters.get(name)) for name, value in model.items()}, optimizer)
 
     def _parallelize(self) -> None:
-        module = LossModel(self.model, loss_function(self.config.loss))
-        if self.kind == "ddp":
+        module = LossModel(self.model, loss_function(self.config.loss), self.context)
+        if self.kind != "fsdp":
             self._module: nn.Module = DistributedDataParallel(module)
             return
         mesh = init_device_mesh(self.device.type, (self.world,))
@@ -101,12 +116,22 @@ class DistributedTrainer(Trainer):
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = super()._next_batch()
+        if self.context is not None:
+            return inputs, targets  # the model takes its part of the sequences
         return inputs.chunk(self.world)[self.rank], targets.chunk(self.world)[self.rank]
 
     def _value(self, loss: Tensor) -> float:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         return mean.item() / self.world
+
+    def _held_out_mean(self, compute: BatchLoss) -> Tensor:
+        mean = super()._held_out_mean(compute)
+        if self.context is None:
+            return mean
+        shared = mean.to(self.device)
+        dist.all_reduce(shared)
+        return shared.cpu() / self.world
 
     def _stopping(self, stop: StopRequest) -> bool:
         """Whether any process was asked to: all must end after the same step."""

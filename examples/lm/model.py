@@ -53,16 +53,16 @@ class Block(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width, bias=False)
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self._dropped(self._attention(self.attention_norm(hidden)))
+    def forward(self, hidden: Tensor, context: Any = None) -> Tensor:
+        hidden = hidden + self._dropped(self._attention(self.attention_norm(hidden), context))
         mlp = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(hidden))))
         return hidden + self._dropped(mlp)
 
-    def _attention(self, hidden: Tensor) -> Tensor:
+    def _attention(self, hidden: Tensor, context: Any) -> Tensor:
         batch, length, width = hidden.shape
         packed = self.query_key_value(hidden).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = self.attention(query, key, value)
+        mixed = self.attention(query, key, value, context)
         return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
 
     def _dropped(self, value: Tensor) -> Tensor:
@@ -94,12 +94,16 @@ class GPT(nn.Module):
     def head_weight(self) -> Tensor:
         return self.token_embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, context: Any = None) -> Tensor:
+        """`context`: fusegrad's ContextParallel, where the tokens are this process's part of the sequence."""
         hidden = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding(torch.arange(tokens.shape[1], device=tokens.device))
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+            if context is not None:
+                places = context.positions(context.whole(tokens.shape[1]), tokens.device)
+            hidden = hidden + self.position_embedding(places)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, context)
         return self.final_norm(hidden)
 
     def _initialize(self) -> None:

@@ -1,6 +1,8 @@
-"""torchtitan's chunked loss, by linear cross entropy: the head and the loss in one op. See docs/transformers.md.
+"""torchtitan's chunked loss, by linear cross entropy: the head and the loss in one op; its attention over sequences
+that processes share. See docs/transformers.md.
 
-Needs no torchtitan: the loss has the interface of its ``ChunkedCELoss``.
+Needs no torchtitan: the loss has the interface of its ``ChunkedCELoss``, the attention that of its
+``FlexAttentionWrapper``.
 """
 
 from __future__ import annotations
@@ -10,13 +12,70 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
 
 import fusegrad
 from fusegrad._arguments import checked
 
 from .lazy_logits import check_options
 
-__all__ = ["LinearCrossEntropyLoss"]
+__all__ = ["FlexContextParallel", "LinearCrossEntropyLoss"]
+
+
+class FlexContextParallel(ParallelStyle):
+    """What ``parallelize_module`` makes of modules that are called as torchtitan's ``FlexAttentionWrapper``:
+    ``module(q, k, v, *, block_mask, score_mod, scale, return_lse)`` with this process's parts ``[B, H, S, D]``. They
+    become :func:`fusegrad.flex_attention` with ``context_parallel``; the block mask is the whole sequence's.
+
+    Args:
+        placement, way, sum_captured: as of :class:`fusegrad.ContextParallel`. FSDP over the same processes sums up the
+            gradients of what a score_mod captures, so False is the default here.
+        length: as there.
+    """
+
+    @checked
+    def __init__(
+        self,
+        placement: str = "zigzag",
+        *,
+        length: int | None = None,
+        way: str = "auto",
+        sum_captured: bool = False,
+    ) -> None:
+        super().__init__()
+        self.placement = placement
+        self.options: dict[str, Any] = {"length": length, "way": way, "sum_captured": sum_captured}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        context = fusegrad.ContextParallel(device_mesh, self.placement, **self.options)
+        module.forward = functools.partial(_attention, context)
+        return module
+
+
+def _attention(
+    context: fusegrad.ContextParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: Any = None,
+    score_mod: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    return fusegrad.flex_attention(
+        q,
+        k,
+        v,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa or q.shape[1] != k.shape[1],
+        return_lse=return_lse,
+        context_parallel=context,
+    )
 
 
 class LinearCrossEntropyLoss:

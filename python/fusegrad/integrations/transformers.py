@@ -24,8 +24,9 @@ from fusegrad._arguments import checked
 
 from . import transformers_attention
 from .lazy_logits import LazyLogits, LazyLogitsTensor, check_options, lazy_linear
+from .transformers_context import context_parallel
 
-__all__ = ["apply", "remove"]
+__all__ = ["apply", "context_parallel", "remove"]
 
 _Target = TypeVar("_Target")
 # Heads that apply has prepared, with the options that they were given.

@@ -21,6 +21,8 @@ from transformers.masking_utils import (
 
 import fusegrad
 
+from .transformers_context import context_of, whole_mask
+
 __all__ = ["attention", "block_mask"]
 
 BLOCK = 128
@@ -70,7 +72,7 @@ def block_mask(
     Args: as of transformers' ``AttentionMaskInterface``: lengths M and N, what to add to the indices, the function
         (causal, sliding window, chunks, packed sequences, or several joined), ``attention_mask`` ``[B, >= N]``, bool.
     """
-    mask = mask_function
+    mask, q_length = whole_mask(mask_function, q_length, kv_length)
     if attention_mask is not None:
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask = and_masks(mask, padding_mask_function(padding))
@@ -195,6 +197,12 @@ def attention(
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         # Rotary embeddings leave query and key in float32 there, and value in 16 bits.
         query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
+    context = context_of(module)
+    if context is not None and (position_bias is not None or not isinstance(attention_mask, BlockMask)):
+        raise NotImplementedError(
+            "fusegrad attention: over spread sequences attention must have a block mask and no position_bias, but got "
+            f"{type(attention_mask).__name__} and {type(position_bias).__name__}"
+        )
     mask, bias = _mask(attention_mask, module, is_causal, query, key)
     result: Any = fusegrad.flex_attention(
         query,
@@ -206,6 +214,7 @@ def attention(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if s_aux is None else AuxRequest(lse=True),
         dropout_p=dropout,
+        context_parallel=context,
     )
     if s_aux is None:
         out = result

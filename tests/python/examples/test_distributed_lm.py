@@ -1,6 +1,5 @@
 """examples/train_lm.py --distributed, under torchrun with two processes: the steps of one process."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,10 +15,10 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch without gloo", allow_module_level=True)
 
 # First: it makes `lm` importable.
-from lm_support import CONFIG, VOCAB_SIZE, command_line, isolated, run_steps, write_text  # isort: skip
+from lm_support import VOCAB_SIZE, command_line, isolated, run_steps, write_text  # isort: skip
 
 import train_lm
-from distributed_lm_worker import KINDS, LOSS, STEPS
+from distributed_lm_worker import CONFIGS, KINDS, LOSS, STEPS
 from lm import data
 from lm.training import Trainer, read_checkpoint
 from support import SUPPORT
@@ -34,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     text = write_text(tmp_path_factory.mktemp("text"))
     corpus = data.load_corpus(text, VOCAB_SIZE, folder / "cache")
     with isolated():
-        config = dataclasses.replace(CONFIG, steps=STEPS, dropout=0.0, loss=LOSS)
-        trainer = run_steps(Trainer(config, corpus), STEPS, folder / "one.pt")
-        (folder / "one.json").write_text(json.dumps([trainer.history.losses, trainer.held_out_loss()]))
+        for name in ("ddp", "cp"):
+            trainer = run_steps(Trainer(CONFIGS[name], corpus), STEPS, folder / f"one-{name}.pt")
+            (folder / f"one-{name}.json").write_text(json.dumps([trainer.history.losses, trainer.held_out_loss()]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run([*command, text, folder], env=env, capture_output=True, text=True, timeout=600)
@@ -48,10 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_one_process(folder: Path, kind: str) -> None:
     losses, held_out = json.loads((folder / f"{kind}.json").read_text())
-    expected, expected_held_out = json.loads((folder / "one.json").read_text())
+    alone = "one-cp" if kind == "cp" else "one-ddp"
+    expected, expected_held_out = json.loads((folder / f"{alone}.json").read_text())
     assert losses == pytest.approx(expected, rel=1e-5)
     assert held_out == pytest.approx(expected_held_out, rel=1e-5)
-    ours, one = read_checkpoint(folder / f"{kind}.pt"), read_checkpoint(folder / "one.pt")
+    ours, one = read_checkpoint(folder / f"{kind}.pt"), read_checkpoint(folder / f"{alone}.pt")
     assert ours["config"] == one["config"] and ours["model"].keys() == one["model"].keys()
     # Adam's steps are of one size however small a gradient is: rounding decides some.
     for name, value in one["model"].items():

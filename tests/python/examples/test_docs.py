@@ -46,6 +46,11 @@ model = nn.Module()
 model.head = nn.Linear(32, 16, bias=False)
 logits = distribute_tensor(logits.detach(), mesh, [Shard(1)])
 """,
+    ("docs/distributed.md", 2): """
+from torch.nn.attention.flex_attention import create_block_mask
+query, key, value = torch.randn(3, 1, 4, 1024, 16).unbind(0)
+tokens = torch.arange(1024)[None]
+""",
     "docs/flex_attention.md": "import torch, fusegrad\nquery, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
     ("docs/flex_attention.md", 1): "mask_mod = mask.mask_mod",
     "docs/score_mod.md": "import torch, fusegrad\nbias, offset = torch.zeros(4), torch.tensor([0, 2, 3, 1])",
@@ -84,6 +89,10 @@ if importlib.util.find_spec("trl"):
     arguments = trl.SFTConfig(FOLDER + "/sft", max_steps=1, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True)
 """,
     ("docs/transformers.md", 3): """
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fusegrad")
+""",
+    ("docs/transformers.md", 4): """
 hidden_states, labels, global_valid_tokens = hidden, target, 8
 model = nn.Module()
 model.lm_head = nn.Linear(32, 16)

@@ -12,13 +12,15 @@ from lm import data
 from lm.distributed import KINDS, DistributedTrainer
 
 STEPS, LOSS = 4, "fusegrad-inplace"
+RUN = dataclasses.replace(CONFIG, steps=STEPS, dropout=0.0, loss=LOSS)
+# What each kind's steps are compared with.
+CONFIGS = dict.fromkeys(KINDS, RUN) | {"cp": dataclasses.replace(RUN, attention="fusegrad", positions="relative")}
 
 
 def main(text: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     corpus = data.load_corpus(text, VOCAB_SIZE, folder / "cache")
-    config = dataclasses.replace(CONFIG, steps=STEPS, dropout=0.0, loss=LOSS)
-    for kind in KINDS:
+    for kind, config in CONFIGS.items():
         checkpoint = folder / f"{kind}.pt"
         run_steps(DistributedTrainer(config, corpus, kind), 2, checkpoint)
         trainer = DistributedTrainer(config, corpus, kind)
