@@ -186,11 +186,15 @@ class _Prepared:
             mask = trace_mask_mod(block_mask.mask_mod, device=query.device)
         check(query, key, value, score, mask, block_mask, options, lengths, own_mask)
         if score is not None and query.is_cuda:
-            check_kernel_size(score.text, None)
+            wants = tuple(b.requires_grad for b in score.buffers)
+            trains = any(wants) or any(t.requires_grad for t in (query, key, value))
+            check_kernel_size(score.text, wants if trains and torch.is_grad_enabled() else None)
         ring = takes_ring(context, query, key, value, lengths)
         cuts = None
+        begins = part.starts.of["b"], part.starts.of["h"]
         if block_mask is not None:
-            cuts = MaskCuts(block_mask, own_mask, part.starts.of["b"], part.starts.of["h"])
+            batches, heads = (range(first, first + n) for first, n in zip(begins, query.shape[:2], strict=True))
+            cuts = MaskCuts(block_mask, own_mask, batches, heads)
             if own_mask:
                 check_own(cuts.size[0], queries[context.rank])
         moved = (*part.moved, "q_idx", "kv_idx") if ring else (*part.moved, "q_idx")

@@ -49,10 +49,10 @@ class MaskCuts:
 
     Args:
         block_mask: of the whole sequence, or (`own`) of this process's queries and all keys.
-        batches, heads: where this process's begin; a mask of one batch or one head stands for all.
+        batches, heads: this process's; a mask of one batch or one head stands for all.
     """
 
-    def __init__(self, block_mask: BlockMask, own: bool, batches: int, heads: int) -> None:
+    def __init__(self, block_mask: BlockMask, own: bool, batches: range, heads: range) -> None:
         size = block_mask.BLOCK_SIZE
         self.size: tuple[int, int] = (size, size) if isinstance(size, int) else (size[0], size[1])
         self.own = own
@@ -62,7 +62,7 @@ class MaskCuts:
         for i, t in enumerate(t for t in lists if t is not None):
             while t.dim() < 3 + i % 2:
                 t = t.unsqueeze(0)
-            self.lists.append(_from(_from(t, 0, batches), 1, heads))
+            self.lists.append(_cut(_cut(t, 0, batches), 1, heads))
 
     def rows(self, piece: Piece) -> list[Tensor]:
         """Those of a piece of queries, for all keys."""
@@ -82,12 +82,12 @@ class MaskCuts:
         return made
 
 
-def _from(t: Tensor, dim: int, first: int) -> Tensor:
-    return t if first == 0 or t.shape[dim] == 1 else t.narrow(dim, first, t.shape[dim] - first)
+def _cut(t: Tensor, dim: int, part: range) -> Tensor:
+    return t if t.shape[dim] == 1 else t.narrow(dim, part.start, len(part))
 
 
 _Pairs = dict[tuple[Piece, Piece], list[Tensor]]
-_cut: weakref.WeakKeyDictionary[BlockMask, tuple[Any, _Pairs]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[BlockMask, tuple[Any, _Pairs]] = weakref.WeakKeyDictionary()
 
 
 def listed_pairs(mask: BlockMask, cuts: MaskCuts, queries: Sequence[Piece], keys: Sequence[Piece]) -> _Pairs:
@@ -95,7 +95,7 @@ def listed_pairs(mask: BlockMask, cuts: MaskCuts, queries: Sequence[Piece], keys
     Which these are is read from the device, once for a mask that many layers share."""
     versions = tuple((t.data_ptr(), t._version, tuple(t.shape)) for t in cuts.lists)
     key = (versions, tuple(queries), tuple(keys))
-    known = _cut.get(mask)
+    known = _known.get(mask)
     if known is not None and known[0] == key:
         return known[1]
     made = {(q, k): cuts.pair(q, k) for q in queries for k in keys}
@@ -103,7 +103,7 @@ def listed_pairs(mask: BlockMask, cuts: MaskCuts, queries: Sequence[Piece], keys
         return made
     counts = torch.stack([sum(t.sum() for t in lists[::2]) for lists in made.values()]).tolist()
     made = {pair: lists for (pair, lists), count in zip(made.items(), counts, strict=True) if count}
-    _cut[mask] = (key, made)
+    _known[mask] = (key, made)
     return made
 
 
