@@ -79,6 +79,18 @@ TORCH_LIBRARY(fusegrad, m) {
   // Which pairs dropout keeps, bool [B, H, M, N]: for tests, and for looking at them.
   define(m, "flex_attention_dropout_mask(Tensor dropout_seed, float dropout_p, SymInt[] sizes) -> Tensor");
 
+  // The lists of PyTorch's BlockMask, int32, for `sizes` B, H, M and N, on the device of `like`: [B, H, rows of blocks]
+  // and [B, H, rows of blocks, columns of blocks], by keys the other way about.
+  define(m,
+         "create_block_mask(Tensor like, str mask_mod, Tensor[] buffers, float[] floats, int[] ints, SymInt[] sizes, "
+         "int[] block_size) -> (Tensor kv_num_blocks, Tensor kv_indices, Tensor full_kv_num_blocks, Tensor "
+         "full_kv_indices, Tensor q_num_blocks, Tensor q_indices, Tensor full_q_num_blocks, Tensor full_q_indices)");
+
+  // What varlen_mask's mask_mod captures: of each query of packed sequences the first and the last key that it sees.
+  define(m,
+         "varlen_keys(Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt queries, bool causal, int left, int right) -> "
+         "(Tensor first, Tensor last)");
+
   // --- a vocabulary sharded over processes -----------------------------------------------------------------
   define<CrossEntropyShardGradient>(m, "cross_entropy_shard_gradient", "Tensor grad_logits");
   define(m, schema_of<CrossEntropyShardGradient>("cross_entropy_shard_gradient_", "()", /*mutating=*/true));

@@ -17,6 +17,7 @@ if with_torch:
     from ._load import check_targets_enabled, set_check_targets
     from ._load import version as __version__
     from .attention import flex_attention
+    from .block_mask import create_block_mask, varlen_mask
     from .compile import compile_flex
     from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
     from .distributed import ContextParallel, VocabParallel
@@ -50,6 +51,7 @@ __all__ = [
     "build_info",
     "check_targets_enabled",
     "compile_flex",
+    "create_block_mask",
     "cross_entropy",
     "explain",
     "flex_attention",
@@ -61,4 +63,5 @@ __all__ = [
     "trace_mask_mod",
     "trace_score_mod",
     "utils",
+    "varlen_mask",
 ]

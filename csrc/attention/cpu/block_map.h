@@ -7,12 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include "attention/block_states.h"
 #include "pytorch/attention/flex_attention.h"
 #include "score_mod/evaluate_cpu.h"
 
 namespace fusegrad::cpu {
-
-enum class BlockState : uint8_t { kNone, kPartial, kFull };
 
 /// A range of queries or keys.
 struct Range {

@@ -22,10 +22,31 @@ struct BlockMask {
   ScoreMod mask_mod;                               ///< an empty text: all pairs of a listed block take part
 };
 
-/// The block mask of a mask_mod, on the CPU. Without B or H it stands for all batches or heads. Every pair is evaluated
-/// once; the memory is that of the lists.
+/// The block mask of a mask_mod that captures tensors of the device. Without B or H it stands for all batches or heads.
+/// By bounds of the mask_mod over blocks; pairs are asked where those do not say. The memory is that of the lists.
 BlockMask create_block_mask(const ScoreMod& mask_mod, std::optional<int64_t> B, std::optional<int64_t> H, int64_t q_len,
-                            int64_t kv_len, std::array<int64_t, 2> block_size = {128, 128});
+                            int64_t kv_len, std::array<int64_t, 2> block_size = {128, 128},
+                            at::Device device = at::kCPU);
+
+/// Options of varlen_mask.
+struct VarlenMaskOptions {
+  using Window = std::array<int64_t, 2>;
+  using Lengths = std::optional<std::array<int64_t, 2>>;
+  /// A query sees no key beyond its own place, which is counted from the ends of both sequences.
+  TORCH_ARG(bool, causal) = false;
+  /// How many keys before and after its own place a query sees; -1: all.
+  TORCH_ARG(Window, window) = Window{-1, -1};
+  /// Of queries and keys, where they are more than the sequences'; those beyond take no part. By default the sequences'
+  /// own, which a GPU has to be asked for.
+  TORCH_ARG(Lengths, lengths) = std::nullopt;
+  TORCH_ARG(Window, block_size) = Window{128, 128};
+};
+
+/// The block mask of packed sequences: a query sees keys of its own sequence alone. Sequence i has the queries
+/// cu_seqlens_q[i] to cu_seqlens_q[i + 1] and the keys cu_seqlens_k[i] to cu_seqlens_k[i + 1], without the latter;
+/// int32 or int64, [sequences + 1], not descending from 0 on.
+BlockMask varlen_mask(const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
+                      const VarlenMaskOptions& options = {});
 
 /// Options of flex_attention.
 struct FlexAttentionOptions {

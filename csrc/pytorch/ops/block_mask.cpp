@@ -1,12 +1,8 @@
-// create_block_mask: which blocks a mask_mod excludes, lets through in part, and in full.
-#include <ATen/Parallel.h>
-
-#include <algorithm>
+// create_block_mask and varlen_mask of the C++ front end.
+#include <torch/library.h>
 
 #include "fusegrad/flex_attention.h"
 #include "pytorch/ops/check.h"
-#include "score_mod/cache.h"
-#include "score_mod/evaluate_cpu.h"
 #include "score_mod/tensors.h"
 
 namespace fusegrad {
@@ -14,95 +10,82 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "create_block_mask";
-constexpr int64_t kTileRows = 64, kTileCols = 256;
+constexpr const char* kOp = "varlen_mask";
 
-struct Lists {
-  Tensor count, index;
-};
-
-// Of a bool map [B, H, rows, columns] the number of columns that are set in each row, and their indices first.
-Lists lists_of(const Tensor& map) {
-  return {map.sum(-1, /*keepdim=*/false, at::kInt),
-          map.to(at::kChar).argsort(/*stable=*/true, /*dim=*/-1, /*descending=*/true).to(at::kInt)};
+void check_ends(const char* name, const Tensor& ends) {
+  check_dense(kOp, name, ends);
+  FUSEGRAD_CHECK_TYPE(ends.scalar_type() == at::kInt || ends.scalar_type() == at::kLong, kOp, name,
+                      " must be int32 or int64, but got ", ends.scalar_type());
+  FUSEGRAD_CHECK_VALUE(ends.dim() == 1 && ends.sym_size(0) >= 2, kOp, name,
+                       " must be [sequences + 1], of at least one sequence, but got ", ends.sym_sizes());
 }
 
-// Whether some and whether all pairs of a block take part.
-struct BlockContent {
-  bool any = false, all = true;
-};
-
-BlockContent evaluate(score_mod::TileEvaluator<float>& evaluator, std::vector<uint8_t>& bytes, int64_t b, int64_t h,
-                      std::array<int64_t, 2> begin, std::array<int64_t, 2> end) {
-  BlockContent content;
-  for (int64_t q = begin[0]; q < end[0]; q += kTileRows) {
-    for (int64_t kv = begin[1]; kv < end[1]; kv += kTileCols) {
-      const int64_t rows = std::min(kTileRows, end[0] - q), cols = std::min(kTileCols, end[1] - kv);
-      const bool in_range = evaluator.mask_mod({b, h, q, kv, rows, cols}, {bytes.data(), cols});
-      TORCH_CHECK_INDEX(in_range, kOp, ": mask_mod: ", evaluator.out_of_range().message());
-      const auto last = bytes.begin() + rows * cols;
-      content.any = content.any || std::find(bytes.begin(), last, uint8_t{1}) != last;
-      content.all = content.all && std::find(bytes.begin(), last, uint8_t{0}) == last;
-    }
-  }
-  return content;
+// Of each query the first and the last key that it sees; a query beyond the sequences sees none. Relative to the key
+// that a query stands at, counted from the ends of both.
+std::tuple<Tensor, Tensor> varlen_keys(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                       c10::SymInt queries, bool causal, int64_t left, int64_t right) {
+  check_ends("cu_seqlens_q", cu_seqlens_q);
+  check_ends("cu_seqlens_k", cu_seqlens_k);
+  FUSEGRAD_CHECK_VALUE(cu_seqlens_k.sym_sizes() == cu_seqlens_q.sym_sizes(), kOp,
+                       "cu_seqlens_k must be as long as cu_seqlens_q, ", cu_seqlens_q.sym_size(0), ", but got ",
+                       cu_seqlens_k.sym_size(0));
+  FUSEGRAD_CHECK_VALUE(cu_seqlens_k.device() == cu_seqlens_q.device(), kOp,
+                       "cu_seqlens_k must be on the device of cu_seqlens_q, ", cu_seqlens_q.device(), ", but got ",
+                       cu_seqlens_k.device());
+  const Tensor ends_q = cu_seqlens_q.to(at::kLong), ends_k = cu_seqlens_k.to(at::kLong);
+  const Tensor q = at::arange(std::move(queries), ends_q.options());
+  const Tensor after = at::searchsorted(ends_q.slice(0, 1), q, /*out_int32=*/false, /*right=*/true);
+  const Tensor sequence = after.clamp_max(ends_q.sym_size(0) - 2);
+  const Tensor next = sequence + 1, end_k = ends_k.index_select(0, next);
+  const Tensor own = q + end_k - ends_q.index_select(0, next);
+  Tensor first = ends_k.index_select(0, sequence), last = end_k - 1;
+  if (left >= 0) first = at::maximum(first, own - left);
+  if (right >= 0) last = at::minimum(last, own + right);
+  if (causal) last = at::minimum(last, own);
+  last = at::where(after == sequence, last, -1);
+  return {first.to(at::kInt), last.to(at::kInt)};
 }
 
 }  // namespace
 
 BlockMask create_block_mask(const ScoreMod& mask_mod, std::optional<int64_t> B, std::optional<int64_t> H, int64_t q_len,
-                            int64_t kv_len, std::array<int64_t, 2> block_size) {
-  FUSEGRAD_CHECK_VALUE(q_len >= 0 && kv_len >= 0 && B.value_or(1) > 0 && H.value_or(1) > 0, kOp,
-                       "lengths must be at least 0, B and H at least 1, but got ", q_len, " and ", kv_len, ", ",
-                       B.value_or(1), " and ", H.value_or(1));
-  FUSEGRAD_CHECK_VALUE(block_size[0] > 0 && block_size[1] > 0, kOp, "block_size must be two positive numbers, but got ",
-                       at::IntArrayRef(block_size));
-  std::shared_ptr<const score_mod::Graph> graph;
-  try {
-    graph = score_mod::cached_graph(mask_mod.text);
-  } catch (const score_mod::GraphError& error) {
-    FUSEGRAD_CHECK_VALUE(false, kOp, "mask_mod must be a text of the score_mod language, but got ", error.what());
-  }
-  FUSEGRAD_CHECK_VALUE(graph->kind() == score_mod::Kind::kMaskMod, kOp, "mask_mod must be a mask_mod, but got a ",
-                       score_mod::kind_name(graph->kind()));
-  for (const auto& buffer : mask_mod.buffers) {
-    FUSEGRAD_CHECK_VALUE(buffer.device().is_cpu(), kOp, "mask_mod must capture tensors on the CPU, but got one on ",
-                         buffer.device());
-  }
-  const int64_t batches = B.value_or(1), heads = H.value_or(1);
-  const int64_t rows = (q_len + block_size[0] - 1) / block_size[0], cols = (kv_len + block_size[1] - 1) / block_size[1];
-  const Tensor partial = at::zeros({batches, heads, rows, cols}, at::kBool), full = at::zeros_like(partial);
-  auto* is_partial = partial.mutable_data_ptr<bool>();
-  auto* is_full = full.mutable_data_ptr<bool>();
-  const score_mod::CapturedTensors captured(mask_mod.buffers, mask_mod.scalars);
-  const score_mod::TileProgram<float> program(*graph, {batches, heads, q_len, kv_len}, captured.buffers(),
-                                              captured.scalars());
-  at::parallel_for(0, batches * heads * rows, 1, [&](int64_t begin, int64_t end) {
-    score_mod::TileEvaluator<float> evaluator(program, kTileRows, kTileCols);
-    std::vector<uint8_t> bytes(kTileRows * kTileCols);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t q = i % rows * block_size[0], head = i / rows;
-      for (int64_t col = 0; col < cols; ++col) {
-        const int64_t kv = col * block_size[1];
-        const auto content = evaluate(evaluator, bytes, head / heads, head % heads, {q, kv},
-                                      {std::min(q + block_size[0], q_len), std::min(kv + block_size[1], kv_len)});
-        is_partial[i * cols + col] = content.any && !content.all;
-        is_full[i * cols + col] = content.all;
-      }
-    }
-  });
+                            int64_t kv_len, std::array<int64_t, 2> block_size, at::Device device) {
+  using Lists = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fusegrad::create_block_mask", "")
+                             .typed<Lists(const Tensor&, std::string_view, at::TensorList, at::ArrayRef<double>,
+                                          at::IntArrayRef, c10::SymIntArrayRef, at::IntArrayRef)>();
+  const auto numbers = score_mod::numbers_of(mask_mod);
+  const std::array<c10::SymInt, 4> sizes{B.value_or(1), H.value_or(1), q_len, kv_len};
+  const auto lists = op.call(at::empty({0}, device), mask_mod.text, mask_mod.buffers, numbers.floats, numbers.ints,
+                             sizes, block_size);
   BlockMask mask;
-  const auto put = [](const Tensor& map, Tensor& count, Tensor& index) {
-    auto lists = lists_of(map);
-    count = std::move(lists.count);
-    index = std::move(lists.index);
-  };
-  put(partial, mask.kv_num_blocks, mask.kv_indices);
-  put(full, mask.full_kv_num_blocks, mask.full_kv_indices);
+  mask.kv_num_blocks = std::get<0>(lists);
+  mask.kv_indices = std::get<1>(lists);
+  mask.full_kv_num_blocks = std::get<2>(lists);
+  mask.full_kv_indices = std::get<3>(lists);
   mask.block_size = block_size;
   mask.lengths = {q_len, kv_len};
   mask.mask_mod = mask_mod;
   return mask;
 }
+
+BlockMask varlen_mask(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const VarlenMaskOptions& options) {
+  const auto [left, right] = options.window();
+  const auto total = [](const Tensor& ends) { return ends.select(0, -1).item<int64_t>(); };
+  const auto lengths = options.lengths();
+  const int64_t queries = lengths.has_value() ? (*lengths)[0] : total(cu_seqlens_q);
+  const int64_t keys = lengths.has_value() ? (*lengths)[1] : total(cu_seqlens_k);
+  const auto [first_key, last_key] =
+      varlen_keys(cu_seqlens_q, cu_seqlens_k, queries, options.causal(), left, right);
+  const Captured first(first_key), last(last_key);
+  const auto mod = trace_mask_mod([&](const auto& /*b*/, const auto& /*h*/, const auto& q_idx, const auto& kv_idx) {
+    return kv_idx >= first[q_idx] && kv_idx <= last[q_idx];
+  });
+  return create_block_mask(mod, std::nullopt, std::nullopt, queries, keys, options.block_size(),
+                           cu_seqlens_q.device());
+}
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { m.impl("varlen_keys", TORCH_FN(varlen_keys)); }
 
 }  // namespace fusegrad
