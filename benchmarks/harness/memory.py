@@ -79,13 +79,14 @@ def _measure_in_child(sender: Connection, module: str, case: Case, name: str, op
         step = Step(benchmark.problem(case), chosen)
         step.run()
         step.prepare()
-        return _resident_peak_mib(step.run)
+        return resident_peak_mib(step.run)
 
     outcome = Outcome(measure)
     sender.send((outcome.failure, None if outcome.failure else outcome.value))
 
 
-def _resident_peak_mib(run: Callable[[], object]) -> float:
+def resident_peak_mib(run: Callable[[], object]) -> float:
+    """Of this process."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present size

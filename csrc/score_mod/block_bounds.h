@@ -36,6 +36,12 @@ struct BoundsBuffer {
   bool operator==(const BoundsBuffer&) const = default;
 };
 
+/// What a table of such numbers holds.
+inline DType table_dtype(DType dtype) {
+  if (dtype == DType::kBool || dtype == DType::kInt64) return dtype;
+  return type_of(dtype) == Type::kFloat ? DType::kFloat32 : DType::kInt32;
+}
+
 /// A scalar of the bounds' graphs that is none of the mask_mod's.
 struct BoundsScalar {
   enum class Content : uint8_t { kQueries, kKeys, kSize };

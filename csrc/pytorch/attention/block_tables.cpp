@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "score_mod/tensors.h"
+
 namespace fusegrad {
 namespace {
 
@@ -34,13 +36,21 @@ Tensor extremes(Extreme extreme, Tensor t, const BoundsBuffer& table) {
 
 Tensor inverted(const Tensor& t) { return at::isFloatingType(t.scalar_type()) ? t.neg() : t.bitwise_not(); }
 
-at::ScalarType table_dtype(at::ScalarType dtype) {
-  if (dtype == at::kBool || dtype == at::kLong) return dtype;
-  return at::isFloatingType(dtype) ? at::kFloat : at::kInt;
+at::ScalarType dtype_of_table(const Tensor& captured) {
+  switch (score_mod::table_dtype(score_mod::dtype_of(captured))) {
+    case score_mod::DType::kBool:
+      return at::kBool;
+    case score_mod::DType::kInt64:
+      return at::kLong;
+    case score_mod::DType::kInt32:
+      return at::kInt;
+    default:
+      return at::kFloat;
+  }
 }
 
 Tensor table_of(const BoundsBuffer& table, const Tensor& captured) {
-  const auto dtype = table_dtype(captured.scalar_type());
+  const auto dtype = dtype_of_table(captured);
   const Tensor low = extremes(at::amin, captured, table).to(dtype);
   const Tensor high = inverted(extremes(at::amax, captured, table).to(dtype));
   Tensor both = at::stack({low, high});

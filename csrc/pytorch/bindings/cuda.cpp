@@ -5,9 +5,11 @@
 #include <optional>
 #include <stdexcept>
 
+#include "cuda/attention/host/block_states.h"
 #include "cuda/attention/host/plan.h"
 #include "cuda/attention/host/program.h"
 #include "pytorch/bindings/score_mod.h"
+#include "score_mod/cache.h"
 
 namespace py = pybind11;
 
@@ -62,6 +64,38 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
     }
   }
   return c;
+}
+
+// A buffer of which kernels are compiled for the dtype and rank alone.
+score_mod::Buffer described(score_mod::DType dtype, const std::vector<int64_t>& sizes) {
+  return {nullptr, dtype, sizes, sizes};
+}
+
+jit::Program block_mask_program(const std::string& text, const std::vector<std::string>& dtypes,
+                                const std::vector<std::vector<int64_t>>& sizes, std::array<int64_t, 2> block_size,
+                                const std::string& architecture) {
+  const auto graph = score_mod::cached_graph(text);
+  std::vector<score_mod::Buffer> buffers, tables;
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    buffers.push_back(described(score_mod::dtype_named(dtypes[i]), sizes.at(i)));
+  }
+  const auto bounds = score_mod::cached_block_bounds(text, block_size, buffers);
+  using Content = score_mod::BoundsBuffer::Content;
+  std::vector<std::vector<int64_t>> ones;
+  for (const auto& declared : bounds->listed.buffers()) ones.emplace_back(static_cast<size_t>(declared.rank), 1);
+  for (size_t i = 0; i < ones.size(); ++i) {
+    const auto& made = bounds->buffers[i];
+    const auto source = buffers.at(static_cast<size_t>(made.source)).dtype;
+    tables.push_back(described(made.content == Content::kValues  ? source
+                               : made.content == Content::kTable ? score_mod::table_dtype(source)
+                                                                 : score_mod::DType::kInt32,
+                               ones[i]));
+  }
+  std::vector<score_mod::Value> scalars, more;
+  for (const auto type : graph->scalars()) scalars.push_back({type, 0, 0});
+  for (const auto type : bounds->listed.scalars()) more.push_back({type, 0, 0});
+  const BlockMaskProgram program{*graph, *bounds, buffers, tables, scalars, more, block_size, {1, 1}, 1, 1};
+  return BlockStatesKernel(program).make(architecture).program;
 }
 
 std::optional<FlexFamily> family_named(const std::string& name) {
@@ -128,6 +162,9 @@ void bind(py::module_& m) {
         return flex_program(plan_kernel(c, architecture), architecture).program;
       },
       py::arg("case"), py::arg("architecture"), "The program, as fusegrad._C.jit.compile and resources take it.");
+  m.def("block_mask_program", &block_mask_program, py::arg("mask_mod"), py::arg("dtypes"), py::arg("sizes"),
+        py::arg("block_size"), py::arg("architecture"),
+        "The program of create_block_mask for a mask_mod whose buffers have these dtypes and sizes.");
   m.def(
       "force_family", [](const std::string& family) { force_flex_family(family_named(family)); }, py::arg("family"),
       "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");

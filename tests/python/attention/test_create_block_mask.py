@@ -8,6 +8,7 @@ import pytest
 import torch
 from block_masks import BLOCK_MASKS, blocks_of, dense
 from fusegrad import _C, create_block_mask, varlen_mask
+from needs import needs_flex_compiler
 from torch import Tensor
 from torch.nn.attention import flex_attention as pytorch
 from torch.nn.attention.flex_attention import BlockMask
@@ -212,3 +213,19 @@ def test_ends_are_checked_on_the_cpu() -> None:
             varlen_mask(torch.tensor(ends))
     with pytest.raises(ValueError, match="lengths must not be below those of the sequences"):
         varlen_mask(torch.tensor([0, 9]), lengths=(8, 9))
+
+
+# --- kernels, without a GPU ---------------------------------------------------------------------------------------
+
+KERNELS = ["causal mask", "documents, causal", "offsets of documents", "a table by distance", "points near one another"]
+
+
+@needs_flex_compiler
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_without_spills(name: str) -> None:
+    mod = fusegrad.trace_mask_mod(BLOCK_MASKS[name](B, H, 192, 192))
+    dtypes = [str(b.dtype).removeprefix("torch.") for b in mod.buffers]
+    program = _C.flex.block_mask_program(mod.text, dtypes, [list(b.shape) for b in mod.buffers], (128, 128), "90a")
+    (found,) = _C.jit.resources(program).values()
+    assert found["spill_store_bytes"] == found["spill_load_bytes"] == 0 and found["registers"] <= 128
