@@ -17,6 +17,7 @@ from ._arguments import checked
 from ._tracing.cache import tracing_state
 from .distributed.sequence import ContextParallel
 from .distributed.shards import is_dtensor
+from .nested import Packed
 from .score_mod import ScoreMod, check_kernel_size, split_scalars, trace_mask_mod, trace_score_mod
 
 __all__ = ["flex_attention"]
@@ -211,7 +212,10 @@ def flex_attention(
         query: ``[B, H, M, D]``, any strides; float32, bfloat16 or float16, on the CPU float64 too. On CUDA D and E
             are at most 256.
         key: ``[B or 1, Hkv, N, D]``, of the query's dtype.
-        value: ``[B or 1, Hkv, N, E]``.
+        value: ``[B or 1, Hkv, N, E]``. All three may be nested tensors ``[B, H, j, D]`` of layout ``torch.jagged``:
+            then each sequence attends to itself alone, unless a block_mask for the packed sequences says otherwise
+            (:func:`fusegrad.varlen_mask` of ``query.offsets()``), the score_mod sees the sequence's number as b and
+            places within it, and the results are nested as the query is.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, or what :func:`fusegrad.trace_score_mod` made of it. It is
             traced once; tensors that it reads and that require grad get gradients.
         block_mask: PyTorch's ``BlockMask``; its ``mask_mod`` may be a :class:`fusegrad.ScoreMod` too. Its lists by key
@@ -251,11 +255,12 @@ def flex_attention(
             "return_aux=AuxRequest(lse=True)"
         )
     if query.is_nested or key.is_nested or value.is_nested:
-        raise TypeError(
-            "flex_attention: query, key and value must be dense tensors [B, H, length, D], but got a nested tensor: "
-            "take its values as one long sequence [1, H, total, D], and a mask_mod that keeps its parts apart "
-            "(documents[q_idx] == documents[kv_idx])"
-        )
+        if context_parallel is not None:
+            raise ValueError("flex_attention: context_parallel must come with dense tensors, but got nested ones")
+        return _nested(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
+            return_aux=return_aux, inplace=inplace, deterministic=deterministic, dropout_p=dropout_p,
+        )  # fmt: skip
     wrapped = _functorch.is_functorch_wrapped_tensor
     if not torch.compiler.is_compiling() and (wrapped(query) or wrapped(key) or wrapped(value)):
         score_mod = block_mask = None  # the op refuses transforms, under which tracing would fail with another error
@@ -302,3 +307,22 @@ def _returned(
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, max_scores if return_aux.max_scores else None)
     return (out, lse) if return_lse else out
+
+
+def _nested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | ScoreMod | None,
+    block_mask: BlockMask | None,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    packed = Packed(query, key, value, score_mod, block_mask)
+    call: Any = flex_attention
+    result = call(*packed.tensors, packed.score_mod, packed.mask, *arguments, **options)
+    if isinstance(result, Tensor):
+        return packed.nested(result)
+    if isinstance(result[1], Tensor):
+        return packed.nested(result[0]), packed.nested(result[1])
+    return packed.nested(result[0]), AuxOutput(*(None if t is None else packed.nested(t) for t in result[1]))

@@ -18,6 +18,8 @@ from .score_mod import ScoreMod, split_scalars, trace_mask_mod
 __all__ = ["create_block_mask", "varlen_mask"]
 
 _DEFAULT_BLOCK = 128
+# A BlockMask's lists, in the order of the op's.
+_LISTS = tuple(f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices"))
 
 
 def _pair(op: str, block_size: int | tuple[int, int]) -> list[int]:
@@ -27,31 +29,25 @@ def _pair(op: str, block_size: int | tuple[int, int]) -> list[int]:
     return sizes
 
 
-def _made(
-    mask_mod: Callable[..., Any] | ScoreMod,
-    sizes: list[int],
-    device: torch.device,
-    block_size: list[int],
-) -> BlockMask:
+def fields_of(
+    mask_mod: Callable[..., Any] | ScoreMod, sizes: list[int], device: torch.device, block_size: list[int]
+) -> dict[str, Any]:
+    """What a BlockMask is made of, for ``sizes`` B, H, M and N."""
     mod = trace_mask_mod(mask_mod, device=device)
-    floats, ints = split_scalars(mod.scalars)
-    like = torch.empty(0, device=device)
-    text = mod.text.replace("\n", ";")
-    lists = torch.ops.fusegrad.create_block_mask(like, text, list(mod.buffers), floats, ints, sizes, block_size)
-    kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q = lists
-    return BlockMask(
-        seq_lengths=(sizes[2], sizes[3]),
-        kv_num_blocks=kv_num,
-        kv_indices=kv,
-        full_kv_num_blocks=full_kv_num,
-        full_kv_indices=full_kv,
-        q_num_blocks=q_num,
-        q_indices=q,
-        full_q_num_blocks=full_q_num,
-        full_q_indices=full_q,
-        BLOCK_SIZE=(block_size[0], block_size[1]),
-        mask_mod=mask_mod,  # type: ignore[arg-type]
+    lists = torch.ops.fusegrad.create_block_mask(
+        torch.empty(0, device=device),
+        mod.text.replace("\n", ";"),
+        list(mod.buffers),
+        *split_scalars(mod.scalars),
+        sizes,
+        block_size,
     )
+    return {
+        "seq_lengths": (sizes[2], sizes[3]),
+        **dict(zip(_LISTS, lists, strict=True)),
+        "BLOCK_SIZE": (block_size[0], block_size[1]),
+        "mask_mod": mask_mod,
+    }
 
 
 @checked
@@ -91,12 +87,11 @@ def create_block_mask(
         ValueError: where a size is wrong, or a captured tensor is on another device.
         IndexError: on the CPU, where a pair reads a captured tensor out of range; on CUDA such a read gives 0.
     """
-    mod = mask_mod if isinstance(mask_mod, ScoreMod) else None
     if device is None:
-        mod = mod or trace_mask_mod(mask_mod)
-        found = [b.device for b in mod.buffers if b.device.type != "cpu"]
+        found = [b.device for b in trace_mask_mod(mask_mod).buffers if b.device.type != "cpu"]
         device = found[0] if found else torch.get_default_device()
-    return _made(mask_mod, [B or 1, H or 1, M, N], torch.device(device), _pair("create_block_mask", block_size))
+    sizes = [1 if B is None else B, 1 if H is None else H, M, N]
+    return BlockMask(**fields_of(mask_mod, sizes, torch.device(device), _pair("create_block_mask", block_size)))
 
 
 @checked
@@ -147,7 +142,7 @@ def varlen_mask(
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx >= first[q_idx]) & (kv_idx <= last[q_idx])
 
-    return _made(mask_mod, [1, 1, *lengths], cu_seqlens_q.device, sizes)
+    return BlockMask(**fields_of(mask_mod, [1, 1, *lengths], cu_seqlens_q.device, sizes))
 
 
 def _totals(ends: list[Tensor]) -> tuple[int, int]:

@@ -20,14 +20,13 @@ from transformers.masking_utils import (
 )
 
 import fusegrad
+from fusegrad.block_mask import fields_of
 
 from .transformers_context import context_of, whole_mask
 
 __all__ = ["attention", "block_mask"]
 
 BLOCK = 128
-# Pairs whose mask is evaluated at a time, so that no mask of the size of the scores is ever in memory.
-_PAIRS = 1 << 24
 
 
 class _Mask(BlockMask):
@@ -36,23 +35,6 @@ class _Mask(BlockMask):
     def contiguous(self) -> BlockMask:
         """The mask as it is; generation with a static cache asks every mask for this."""
         return self
-
-
-def _evaluate(mask: Callable[..., Tensor], batch: int, queries: Tensor, keys: Tensor, by_vmap: bool) -> Tensor:
-    """``[B or 1, M, N]``, bool."""
-    b = torch.arange(batch, device=keys.device)
-    head = torch.zeros((), dtype=torch.int64, device=keys.device)
-    if not by_vmap:
-        pairs = mask(b[:, None, None], head, queries[:, None], keys)
-        return pairs.expand(pairs.shape[0] if pairs.dim() == 3 else 1, len(queries), len(keys))
-    each = torch.vmap(torch.vmap(torch.vmap(mask, (None, None, None, 0)), (None, None, 0, None)), (0, None, None, None))
-    return each(b, head, queries, keys)
-
-
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``[B, 1, rows, columns]``, true where a block is listed: the numbers a row and the columns, listed first."""
-    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def block_mask(
@@ -72,31 +54,15 @@ def block_mask(
     Args: as of transformers' ``AttentionMaskInterface``: lengths M and N, what to add to the indices, the function
         (causal, sliding window, chunks, packed sequences, or several joined), ``attention_mask`` ``[B, >= N]``, bool.
     """
+    mask: Any
     mask, q_length = whole_mask(mask_function, q_length, kv_length)
     if attention_mask is not None:
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask = and_masks(mask, padding_mask_function(padding))
     mask = add_offsets_to_mask_function(mask, q_offset, kv_offset)
-    keys = torch.arange(kv_length, device=device)
-    columns = -(-kv_length // BLOCK)
-    step = max(1, _PAIRS // (batch_size * columns * BLOCK * BLOCK)) * BLOCK
-    partial, full = [], []
-    for start in range(0, q_length, step):
-        queries = torch.arange(start, min(start + step, q_length), device=device)
-        pairs = _evaluate(mask, batch_size, queries, keys, use_vmap)
-        padding_of_blocks = (0, columns * BLOCK - kv_length, 0, -len(queries) % BLOCK)
-        shape = (pairs.shape[0], 1, -1, BLOCK, columns, BLOCK)
-        some = torch.nn.functional.pad(pairs, padding_of_blocks, value=False).view(shape).any(-1).any(-2)
-        every = torch.nn.functional.pad(pairs, padding_of_blocks, value=True).view(shape).all(-1).all(-2)
-        partial.append(some & ~every)
-        full.append(every)
-    return _Mask.from_kv_blocks(
-        *_listed(torch.cat(partial, 2)),
-        *_listed(torch.cat(full, 2)),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask if torch.compiler.is_compiling() else fusegrad.trace_mask_mod(mask),
-        seq_lengths=(q_length, kv_length),
-    )
+    if not torch.compiler.is_compiling():
+        mask = fusegrad.trace_mask_mod(mask, device=torch.device(device))  # once, and not again by each layer
+    return _Mask(**fields_of(mask, [batch_size, 1, q_length, kv_length], torch.device(device), [BLOCK, BLOCK]))
 
 
 def _score_mod(softcap: float | None, bias: Tensor | None, position_bias: Tensor | None) -> Callable[..., Any] | None:

@@ -206,14 +206,6 @@ def test_8_bit_keys_and_values(autocast: bool) -> None:
             flex_attention(*arguments)
 
 
-def test_nested_tensors() -> None:
-    parts = [torch.randn(H, n, D) for n in (3, 5)]
-    for layout in (torch.strided, torch.jagged):
-        query = torch.nested.nested_tensor([p.transpose(0, 1) for p in parts], layout=layout).transpose(1, 2)
-        with pytest.raises(TypeError, match=r"^flex_attention: .*must be dense tensors .*documents\[q_idx\]"):
-            flex_attention(query, query, query)
-
-
 def test_the_stand_in_of_a_sliced_mask_is_known() -> None:
     """Its name is PyTorch's own matter: where it changes, the message above is lost."""
     assert fusegrad.attention._SLICED is pytorch._sliced_mask_mod_error

@@ -555,24 +555,21 @@ def test_activation_checkpoints(reentrant: bool, fused_calls: dict[str, int]) ->
     assert fused_calls == {"linear_cross_entropy": 1, "flex_attention": 4}
 
 
-def test_long_masks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block lists are those of the whole mask, however many queries are evaluated at a time."""
+def test_masks_of_packed_batches() -> None:
+    """As PyTorch makes them; pairs are asked in the blocks where documents meet alone."""
     packed = torch.arange(700).div(190, rounding_mode="floor").expand(2, -1)
 
     def function(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (packed[b, q_idx] == packed[b, kv_idx]) & (kv_idx <= q_idx) & (kv_idx > q_idx - 300)
 
-    whole = transformers_attention.block_mask(2, 700, 700, mask_function=function)
+    mask = transformers_attention.block_mask(2, 700, 700, mask_function=function)
     expected = torch.nn.attention.flex_attention.create_block_mask(function, 2, None, 700, 700, device="cpu")
-    monkeypatch.setattr(transformers_attention, "_PAIRS", 1)
-    pieces = transformers_attention.block_mask(2, 700, 700, mask_function=function, use_vmap=True)
-    for mask in (whole, pieces):
-        assert torch.equal(mask.to_dense(), expected.to_dense())
-        assert torch.equal(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
-        assert torch.equal(mask.kv_num_blocks, expected.kv_num_blocks)
-    every = transformers_attention.block_mask(1, 200, 200, mask_function=lambda b, h, q_idx, kv_idx: kv_idx >= 0)
-    assert every.full_kv_num_blocks.tolist() == [[[2, 2]]] and not every.kv_num_blocks.any()
-    query, key, value = torch.randn(3, 1, 2, 200, 8)
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    assert torch.equal(mask.full_kv_num_blocks, expected.full_kv_num_blocks)
+    assert torch.equal(mask.kv_num_blocks, expected.kv_num_blocks)
+    every = transformers_attention.block_mask(1, 256, 200, mask_function=lambda b, h, q_idx, kv_idx: kv_idx >= 0)
+    assert every.full_kv_num_blocks.tolist() == [[[1, 1]]] and every.kv_num_blocks.tolist() == [[[1, 1]]]
+    query, key, value = torch.randn(1, 2, 256, 8), *torch.randn(2, 1, 2, 200, 8)
     out, _ = transformers_attention.attention(nn.Module(), query, key, value, every)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value).transpose(1, 2))
 
