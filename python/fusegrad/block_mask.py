@@ -131,7 +131,8 @@ def varlen_mask(
     left, right = (-1, -1) if window is None else window
     if left < -1 or right < -1:
         raise ValueError(f"varlen_mask: window must be two numbers from -1 on, but got {window}")
-    totals = None if lengths is not None and cu_seqlens_q.device.type != "cpu" else _totals(ends)
+    unread = cu_seqlens_q.device.type != "cpu" or torch.compiler.is_compiling()
+    totals = None if lengths is not None and unread else _totals(ends)
     if lengths is None:
         assert totals is not None
         lengths = totals

@@ -165,7 +165,8 @@ TEST(CreateBlockMask, ListsWhatTheMaskLetsThrough) {
       for (int64_t col = 0; col < 13; ++col) {
         const auto block = pairs.slice(0, row * 16, std::min<int64_t>(row * 16 + 16, queries))
                                .slice(1, col * 8, std::min<int64_t>(col * 8 + 8, keys));
-        if (block.all().item<bool>()) {
+        const bool whole = block.size(0) == 16 && block.size(1) == 8;
+        if (whole && block.all().item<bool>()) {
           full.push_back(static_cast<int32_t>(col));
         } else if (block.any().item<bool>()) {
           partial.push_back(static_cast<int32_t>(col));
@@ -181,6 +182,25 @@ TEST(CreateBlockMask, ListsWhatTheMaskLetsThrough) {
     }
   }
   EXPECT_EQ(mask.lengths, (std::array<int64_t, 2>{queries, keys}));
+}
+
+TEST(VarlenMask, KeepsSequencesApart) {
+  const auto ends_q = at::tensor({0, 10, 10, 40}, at::kInt), ends_k = at::tensor({0, 16, 20, 50}, at::kInt);
+  const auto options = VarlenMaskOptions().causal(true).window({7, -1}).block_size({16, 8});
+  const auto mask = varlen_mask(ends_q, ends_k, VarlenMaskOptions(options).lengths({{44, 50}}));
+  EXPECT_EQ(mask.lengths, (std::array<int64_t, 2>{44, 50}));
+  EXPECT_EQ(varlen_mask(ends_q, ends_k, options).lengths, (std::array<int64_t, 2>{40, 50}));
+  const auto pairs = at::zeros({44, 50}, at::kBool);
+  for (const auto& [begin_q, end_q, begin_k, end_k] : {std::array{0, 10, 0, 16}, {10, 40, 20, 50}}) {
+    const auto own = at::arange(begin_q, end_q).view({-1, 1}) + (end_k - end_q), kv = at::arange(begin_k, end_k);
+    pairs.slice(0, begin_q, end_q).slice(1, begin_k, end_k).copy_((kv <= own).logical_and(kv >= own - 7));
+  }
+  at::manual_seed(0);
+  const auto query = at::randn({1, 2, 44, 8}), key = at::randn({1, 2, 50, 8}), value = at::randn({1, 2, 50, 8});
+  const auto ours = flex_attention(query, key, value, FlexAttentionOptions().block_mask(mask));
+  const auto truth = at::scaled_dot_product_attention(query.slice(2, 0, 40), key, value, pairs.slice(0, 0, 40));
+  EXPECT_TRUE(at::allclose(ours.slice(2, 0, 40), truth, 1e-5, 1e-5));
+  EXPECT_TRUE(at::equal(ours.slice(2, 40), at::zeros({1, 2, 4, 8})));
 }
 
 TEST(FlexAttentionErrors, SayWhatMustHold) {

@@ -50,6 +50,21 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
      "out[threadIdx.x] = tiles.list[threadIdx.x] % 4 == kTileMixed || tiles.blocks[threadIdx.x] == kBlockBad;",
      16},
+    {"cuda/attention/device/block_states_arguments.cuh",
+     "using namespace fusegrad::device;\n"
+     "static_assert(sizeof(BlockStatesArguments) == 40 && kBlockStateThreads % 32 == 0);\n"
+     "out[threadIdx.x] = ((const BlockStatesArguments*)in)->states[threadIdx.x] == kBlockPartial;",
+     16},
+    {"cuda/attention/device/block_states.cuh",
+     "using namespace fusegrad::device;\n"
+     "struct Causal {\n"
+     "  struct Captured {};\n"
+     "  static __device__ bool apply(const Captured&, int b, int h, int q, int kv, bool) { return q >= kv; }\n"
+     "};\n"
+     "const auto& arguments = *(const BlockStatesArguments*)in;\n"
+     "const Causal::Captured none;\n"
+     "block_states<Causal, Causal, Causal>(arguments, none, none, none);",
+     48},
     {"cuda/attention/device/shared_memory.cuh",
      "using namespace fusegrad::device;\n"
      "constexpr ForwardMemory memory(ForwardMemory::Sizes{64, 32, 128, 64, 2});\n"

@@ -27,7 +27,7 @@ using Lists = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 template <class Size>
 void check_sizes(c10::ArrayRef<Size> sizes, at::IntArrayRef block_size) {
   FUSEGRAD_CHECK_VALUE(sizes.size() == 4 && sizes[0] >= 1 && sizes[1] >= 1 && sizes[2] >= 0 && sizes[3] >= 0, kOp,
-                       "B and H must be at least 1 and lengths at least 0, but got ", sizes);
+                       "lengths must be at least 0, B and H at least 1, but got B, H, M, N = ", sizes);
   FUSEGRAD_CHECK_VALUE(block_size.size() == 2 && block_size[0] > 0 && block_size[1] > 0, kOp,
                        "block_size must be two positive numbers, but got ", block_size);
   constexpr int64_t kMost = int64_t{1} << 30;

@@ -1,5 +1,5 @@
-"""torchtitan's chunked loss, by linear cross entropy: the head and the loss in one op; its attention over sequences
-that processes share. See docs/transformers.md.
+"""torchtitan's chunked loss, by linear cross entropy: the head and the loss in one op; its flex attention, also over
+sequences that processes share, and the masks of its packed batches. See docs/transformers.md.
 
 Needs no torchtitan: the loss has the interface of its ``ChunkedCELoss``, the attention that of its
 ``FlexAttentionWrapper``.
@@ -8,19 +8,21 @@ Needs no torchtitan: the loss has the interface of its ``ChunkedCELoss``, the at
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.attention.flex_attention import BlockMask
 
 import fusegrad
 from fusegrad._arguments import checked
 
 from .lazy_logits import check_options
 
-__all__ = ["FlexContextParallel", "LinearCrossEntropyLoss"]
+__all__ = ["FlexAttention", "FlexContextParallel", "LinearCrossEntropyLoss", "create_attention_mask"]
 
 
 class FlexContextParallel(ParallelStyle):
@@ -54,7 +56,7 @@ class FlexContextParallel(ParallelStyle):
 
 
 def _attention(
-    context: fusegrad.ContextParallel,
+    context: fusegrad.ContextParallel | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -76,6 +78,27 @@ def _attention(
         return_lse=return_lse,
         context_parallel=context,
     )
+
+
+def create_attention_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """torchtitan's function of that name, by :func:`fusegrad.create_block_mask`: other documents at each step compile
+    nothing and need no memory of all pairs. It keeps no masks: what a mask_mod captures may have changed."""
+    return fusegrad.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device, block_size=BLOCK_SIZE)
+
+
+class FlexAttention(nn.Module):
+    """In place of torchtitan's ``FlexAttentionWrapper``: :func:`fusegrad.flex_attention` of query ``[B, H, S, D]``, key
+    and value ``[B, Hkv, S, D]``."""
+
+    forward = staticmethod(functools.partial(_attention, None))
 
 
 class LinearCrossEntropyLoss:

@@ -123,8 +123,8 @@ def test_the_mask_works() -> None:
 @pytest.mark.parametrize(
     "arguments, options, error, message",
     [
-        ((0, -1, 8, 8), {}, ValueError, "B and H must be at least 1"),
-        ((1, 1, -8, 8), {}, ValueError, "lengths at least 0"),
+        ((0, -1, 8, 8), {}, ValueError, "B and H at least 1"),
+        ((1, 1, -8, 8), {}, ValueError, "lengths must be at least 0"),
         ((1, 1, 8, 8), {"block_size": 0}, ValueError, "block_size must be two positive numbers"),
         ((1, 1, 8, 8), {"block_size": (8, 8, 8)}, TypeError, "block_size must be a whole number or a pair"),
         ((1, 1, 8, 8.0), {}, TypeError, "N must be a whole number"),

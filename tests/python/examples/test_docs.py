@@ -51,6 +51,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 query, key, value = torch.randn(3, 1, 4, 1024, 16).unbind(0)
 tokens = torch.arange(1024)[None]
 """,
+    "docs/block_masks.md": "import torch\nquery, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
     "docs/flex_attention.md": "import torch, fusegrad\nquery, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
     ("docs/flex_attention.md", 1): "mask_mod = mask.mask_mod",
     "docs/score_mod.md": "import torch, fusegrad\nbias, offset = torch.zeros(4), torch.tensor([0, 2, 3, 1])",
@@ -97,6 +98,7 @@ hidden_states, labels, global_valid_tokens = hidden, target, 8
 model = nn.Module()
 model.lm_head = nn.Linear(32, 16)
 """,
+    ("docs/transformers.md", 4): "query, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
 }
 INSTEAD = {
     "all": [('device="cuda"', 'device="cpu"'), ('"nccl"', '"gloo"')],
@@ -204,7 +206,7 @@ def test_the_numbers_of_readme(capsys: pytest.CaptureFixture) -> None:
 
 
 # In place of what a page takes for given. Each block becomes a function, all of them one source file.
-GIVEN = "at::Tensor hidden, target, query, key, value, bias_tensor, offset_tensor;\n"
+GIVEN = "at::Tensor hidden, target, query, key, value, bias_tensor, offset_tensor, ends;\n"
 GIVEN += "struct { at::Tensor weight; }* head = nullptr; (void)head;\n"
 
 

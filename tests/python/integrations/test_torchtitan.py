@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fusegrad.integrations.torchtitan import LinearCrossEntropyLoss
+from fusegrad.integrations.torchtitan import FlexAttention, LinearCrossEntropyLoss, create_attention_mask
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 V, H = 23, 8
 
@@ -104,3 +105,23 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="linear_cross_entropy: "):
         loss_fn(torch.zeros(2, H), torch.zeros(3, dtype=torch.int64))
     assert "forward" not in vars(head)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_attention_of_packed_batches(return_lse: bool) -> None:
+    """Documents that end at a token, others in each row of the batch, and a mask that is made anew at each step."""
+    attention = FlexAttention()
+    query, (key, value) = torch.randn(2, 4, 70, 8), torch.randn(2, 2, 2, 70, 8)
+    for _ in range(2):
+        ends = (torch.rand(2, 70) < 0.1).cumsum(1)
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, ends: Tensor = ends) -> Tensor:
+            return (ends[b, q_idx] == ends[b, kv_idx]) & (q_idx >= kv_idx)
+
+        mask = create_attention_mask(mask_mod, 2, None, 70, 70, BLOCK_SIZE=16)
+        expected = create_block_mask(mask_mod, 2, None, 70, 70, device="cpu", BLOCK_SIZE=16)
+        assert torch.equal(mask.kv_indices, expected.kv_indices)
+        options = {"block_mask": mask, "enable_gqa": True, "scale": 0.3, "return_lse": return_lse}
+        ours = attention(query, key, value, **options)
+        theirs = flex_attention(query, key, value, **{**options, "block_mask": expected})
+        torch.testing.assert_close(ours, theirs)
