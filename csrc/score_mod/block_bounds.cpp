@@ -48,12 +48,17 @@ class Bounds {
     const NodeId some = result.nothing() ? graph_.constant(true) : result.high;
     const NodeId all = result.nothing() ? graph_.constant(false) : result.low;
     NodeId whole = held;
-    for (const auto& [input, length, size] : {std::tuple(Input::kQ, 0, block_size_[0]), {Input::kKv, 1, block_size_[1]}}) {
+    for (const auto& [input, length, size] :
+         {std::tuple(Input::kQ, 0, block_size_[0]), {Input::kKv, 1, block_size_[1]}}) {
       const NodeId end = graph_.apply(Op::kMul, {plus_one(graph_.input(input)), ranges_.integer(size)});
       whole = both(Op::kAnd, whole, graph_.apply(Op::kLe, {end, lengths_[static_cast<size_t>(length)]}));
     }
-    return {with(both(Op::kOr, some, open)), with(both(Op::kAnd, all, whole)), with(invert(unsafe_)), buffers_,
-            scalars_, {}};
+    return {with(both(Op::kOr, some, open)),
+            with(both(Op::kAnd, all, whole)),
+            with(invert(unsafe_)),
+            buffers_,
+            scalars_,
+            {}};
   }
 
  private:
@@ -123,8 +128,8 @@ class Bounds {
         break;
     }
     if (is_reduction(node.op)) {
-      return ranges_.reduce(node.op, node.type, of(node.operands[1]), mask_.axes()[static_cast<size_t>(
-                                                                          mask_[node.operands[0]].payload)]);
+      return ranges_.reduce(node.op, node.type, of(node.operands[1]),
+                            mask_.axes()[static_cast<size_t>(mask_[node.operands[0]].payload)]);
     }
     std::vector<Range> x;
     for (const NodeId operand : node.operands) x.push_back(of(operand));
@@ -163,8 +168,8 @@ class Bounds {
     const Buffer& from = captured_[static_cast<size_t>(source)];
     const auto rank = static_cast<int>(index.size());
     std::vector<Range> at;
-    for (int d = 0; d < rank; ++d) at.push_back(within(index[static_cast<size_t>(d)],
-                                                       scalar({BoundsScalar::Content::kSize, source, d})));
+    for (int d = 0; d < rank; ++d)
+      at.push_back(within(index[static_cast<size_t>(d)], scalar({BoundsScalar::Content::kSize, source, d})));
     const Interval known = interval_of(from.dtype);
     if (std::ranges::all_of(index, &Range::point)) {
       std::vector<NodeId> place;
@@ -219,8 +224,9 @@ class Bounds {
         parts.push_back({first});
       } else {
         const NodeId last = part_of(at[d].high), more = graph_.apply(Op::kSub, {last, first});
-        const int logarithms = buffer({BoundsBuffer::Content::kLogarithms, table.source, {}, {table.parts[d]},
-                                       static_cast<int>(d)}, Type::kInt, 1);
+        const int logarithms =
+            buffer({BoundsBuffer::Content::kLogarithms, table.source, {}, {table.parts[d]}, static_cast<int>(d)},
+                   Type::kInt, 1);
         const NodeId level = graph_.load(logarithms, {more});
         const NodeId length = graph_.apply(Op::kShl, {ranges_.integer(1), level});
         levels.push_back(level);
@@ -274,8 +280,9 @@ std::string key_of(std::string_view text, std::array<int64_t, 2> block_size, std
   key.push_back('\0');
   key += std::to_string(block_size[0]) + "," + std::to_string(block_size[1]);
   for (const Buffer& b : buffers) {
-    ((key += ' ') += static_cast<char>('a' + static_cast<int>(b.dtype))) += elements(b) == 0 ? '0'
-                                                                           : elements(b) > kFineElements ? '+' : '-';
+    ((key += ' ') += static_cast<char>('a' + static_cast<int>(b.dtype))) += elements(b) == 0              ? '0'
+                                                                            : elements(b) > kFineElements ? '+'
+                                                                                                          : '-';
     for (const int64_t size : b.sizes) key += size > kFine ? 'l' : size > kShort ? 'm' : 's';
   }
   return key;

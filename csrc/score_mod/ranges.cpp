@@ -56,9 +56,8 @@ Range Ranges::floats(NodeId low, NodeId high) {
 
 Range Ranges::widened(const Range& x, double relative, double absolute) {
   const auto margin = [&](NodeId bound) {
-    return graph_.apply(Op::kAdd,
-                        {graph_.apply(Op::kMul, {graph_.apply(Op::kAbs, {bound}), graph_.constant(relative)}),
-                         graph_.constant(absolute)});
+    return graph_.apply(Op::kAdd, {graph_.apply(Op::kMul, {graph_.apply(Op::kAbs, {bound}), graph_.constant(relative)}),
+                                   graph_.constant(absolute)});
   };
   return {graph_.apply(Op::kSub, {x.low, margin(x.low)}), graph_.apply(Op::kAdd, {x.high, margin(x.high)}), {}};
 }
@@ -144,7 +143,8 @@ Range Ranges::where(Type type, std::span<const Range> x) {
     return booleans(Op::kOr, either);
   }
   if (a.nothing() || b.nothing()) return {};
-  Range result{min(a.low, b.low), max(a.high, b.high),
+  Range result{min(a.low, b.low),
+               max(a.high, b.high),
                {std::min(a.known.low, b.known.low), std::max(a.known.high, b.known.high)}};
   if (c.nothing()) return result;
   const auto chosen = [&](NodeId if_true, NodeId if_false, NodeId open) {
@@ -157,9 +157,7 @@ Range Ranges::where(Type type, std::span<const Range> x) {
 
 Range Ranges::cast(Op op, Type operand, const Range& x) {
   if (x.nothing()) return {};
-  const auto each = [&](Interval known) {
-    return Range{graph_.apply(op, {x.low}), graph_.apply(op, {x.high}), known};
-  };
+  const auto each = [&](Interval known) { return Range{graph_.apply(op, {x.low}), graph_.apply(op, {x.high}), known}; };
   if (op == Op::kToFloat) return operand == Type::kFloat ? x : each({});
   if (op == Op::kToInt) {
     if (operand != Type::kFloat) return operand == Type::kBool ? each({0, 1}) : x;
@@ -242,11 +240,13 @@ Range Ranges::bits(Op op, const Range& a, const Range& b) {
   if (op == Op::kAnd && natural) {
     other = {integer(0), min(a.high, b.high), {0, std::min(a.known.high, b.known.high)}};
   } else if ((op == Op::kOr || op == Op::kXor) && natural && std::max(a.known.high, b.known.high) <= kLargest) {
-    other = {op == Op::kOr ? max(a.low, b.low) : integer(0), graph_.apply(Op::kAdd, {a.high, b.high}),
+    other = {op == Op::kOr ? max(a.low, b.low) : integer(0),
+             graph_.apply(Op::kAdd, {a.high, b.high}),
              {0, a.known.high + b.known.high}};
   } else if (op == Op::kShr && b.known.low >= 0) {
     const auto shifted = [&](NodeId l, NodeId r) { return graph_.apply(op, {l, r}); };
-    return {min(shifted(a.low, b.low), shifted(a.low, b.high)), max(shifted(a.high, b.low), shifted(a.high, b.high)),
+    return {min(shifted(a.low, b.low), shifted(a.low, b.high)),
+            max(shifted(a.high, b.low), shifted(a.high, b.high)),
             {std::min<int64_t>(a.known.low, 0), std::max<int64_t>(a.known.high, 0)}};
   }
   return {graph_.apply(Op::kWhere, {known, value, other.low}), graph_.apply(Op::kWhere, {known, value, other.high}),
@@ -334,8 +334,8 @@ Range Ranges::of_floats(Op op, std::span<const Range> x) {
     case Op::kMul:
       return rounded(product(a, b, false));
     case Op::kDiv: {
-      const NodeId apart = graph_.apply(
-          Op::kOr, {graph_.apply(Op::kGt, {b.low, zero}), graph_.apply(Op::kLt, {b.high, zero})});
+      const NodeId apart =
+          graph_.apply(Op::kOr, {graph_.apply(Op::kGt, {b.low, zero}), graph_.apply(Op::kLt, {b.high, zero})});
       const NodeId corners[] = {node({a.low, b.low}), node({a.low, b.high}), node({a.high, b.low}),
                                 node({a.high, b.high})};
       return rounded({only(apart, min(min(corners[0], corners[1]), min(corners[2], corners[3]))),

@@ -19,7 +19,7 @@ __all__ = ["create_block_mask", "varlen_mask"]
 
 _DEFAULT_BLOCK = 128
 # A BlockMask's lists, in the order of the op's.
-_LISTS = tuple(f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices"))
+_LISTS = tuple(f"{of}_{what}" for of in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices"))
 
 
 def _pair(op: str, block_size: int | tuple[int, int]) -> list[int]:

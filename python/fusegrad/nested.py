@@ -39,7 +39,7 @@ class Packed:
                     "flex_attention: query, key and value must be all dense or all nested tensors of layout "
                     f"torch.jagged, but got a {name} that is {'nested, strided' if t.is_nested else 'dense'}"
                 )
-            if t.dim() != 4 or t._ragged_idx != 2 or t.lengths() is not None:  # type: ignore[attr-defined]
+            if t.dim() != 4 or t._ragged_idx != 2 or t.lengths() is not None:
                 raise ValueError(
                     f"flex_attention: {name} must be nested as [B, H, j, D], without holes, but got {tuple(t.shape)}: "
                     "of [B, j, H, D] take transpose(1, 2)"

@@ -35,11 +35,11 @@ struct VarlenMaskOptions {
   /// A query sees no key beyond its own place, which is counted from the ends of both sequences.
   TORCH_ARG(bool, causal) = false;
   /// How many keys before and after its own place a query sees; -1: all.
-  TORCH_ARG(Window, window) = Window{-1, -1};
+  TORCH_ARG(Window, window) = Window { -1, -1 };
   /// Of queries and keys, where they are more than the sequences'; those beyond take no part. By default the sequences'
   /// own, which a GPU has to be asked for.
   TORCH_ARG(Lengths, lengths) = std::nullopt;
-  TORCH_ARG(Window, block_size) = Window{128, 128};
+  TORCH_ARG(Window, block_size) = Window { 128, 128 };
 };
 
 /// The block mask of packed sequences: a query sees keys of its own sequence alone. Sequence i has the queries

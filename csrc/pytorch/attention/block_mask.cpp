@@ -127,7 +127,9 @@ Lists create(const Tensor& like, std::string_view text, at::TensorList buffers, 
   const std::array block{block_size[0], block_size[1]}, lengths{sizes[2], sizes[3]};
   const auto bounds = score_mod::cached_block_bounds(text, block, captured.buffers());
   const auto on = score_mod::dependences(*graph)[static_cast<size_t>(graph->result())].on();
-  const auto made_for = [&](score_mod::Variable v, int64_t size) { return (on & score_mod::set_of(v)) != 0 ? size : 1; };
+  const auto made_for = [&](score_mod::Variable v, int64_t size) {
+    return (on & score_mod::set_of(v)) != 0 ? size : 1;
+  };
 
   const auto tables = block_tables(*bounds, buffers, like);
   const score_mod::CapturedTensors bounds_captured(tables, block_scalars(*bounds, buffers, scalars, lengths));

@@ -22,8 +22,8 @@ void check_ends(const char* name, const Tensor& ends) {
 
 // Of each query the first and the last key that it sees; a query beyond the sequences sees none. Relative to the key
 // that a query stands at, counted from the ends of both.
-std::tuple<Tensor, Tensor> varlen_keys(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                       c10::SymInt queries, bool causal, int64_t left, int64_t right) {
+std::tuple<Tensor, Tensor> varlen_keys(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt queries,
+                                       bool causal, int64_t left, int64_t right) {
   check_ends("cu_seqlens_q", cu_seqlens_q);
   check_ends("cu_seqlens_k", cu_seqlens_k);
   FUSEGRAD_CHECK_VALUE(cu_seqlens_k.sym_sizes() == cu_seqlens_q.sym_sizes(), kOp,
@@ -57,8 +57,8 @@ BlockMask create_block_mask(const ScoreMod& mask_mod, std::optional<int64_t> B, 
                                           at::IntArrayRef, c10::SymIntArrayRef, at::IntArrayRef)>();
   const auto numbers = score_mod::numbers_of(mask_mod);
   const std::array<c10::SymInt, 4> sizes{B.value_or(1), H.value_or(1), q_len, kv_len};
-  const auto lists = op.call(at::empty({0}, device), mask_mod.text, mask_mod.buffers, numbers.floats, numbers.ints,
-                             sizes, block_size);
+  const auto lists =
+      op.call(at::empty({0}, device), mask_mod.text, mask_mod.buffers, numbers.floats, numbers.ints, sizes, block_size);
   BlockMask mask;
   mask.kv_num_blocks = std::get<0>(lists);
   mask.kv_indices = std::get<1>(lists);
@@ -76,14 +76,12 @@ BlockMask varlen_mask(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, co
   const auto lengths = options.lengths();
   const int64_t queries = lengths.has_value() ? (*lengths)[0] : total(cu_seqlens_q);
   const int64_t keys = lengths.has_value() ? (*lengths)[1] : total(cu_seqlens_k);
-  const auto [first_key, last_key] =
-      varlen_keys(cu_seqlens_q, cu_seqlens_k, queries, options.causal(), left, right);
+  const auto [first_key, last_key] = varlen_keys(cu_seqlens_q, cu_seqlens_k, queries, options.causal(), left, right);
   const Captured first(first_key), last(last_key);
   const auto mod = trace_mask_mod([&](const auto& /*b*/, const auto& /*h*/, const auto& q_idx, const auto& kv_idx) {
     return kv_idx >= first[q_idx] && kv_idx <= last[q_idx];
   });
-  return create_block_mask(mod, std::nullopt, std::nullopt, queries, keys, options.block_size(),
-                           cu_seqlens_q.device());
+  return create_block_mask(mod, std::nullopt, std::nullopt, queries, keys, options.block_size(), cu_seqlens_q.device());
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) { m.impl("varlen_keys", TORCH_FN(varlen_keys)); }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import fusegrad
 import pytest
 import torch
@@ -76,15 +75,15 @@ def test_large_buffers_have_coarse_parts() -> None:
 
 
 def test_new_values_make_new_lists_and_compile_nothing() -> None:
-    limit, ids = torch.tensor(9), torch.arange(96) // 40
+    limit, ids, numbers = torch.tensor(9), torch.arange(96) // 40, [3]
 
     def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (ids[q] == ids[kv]) & (kv <= limit + number)
+        return (ids[q] == ids[kv]) & (kv <= limit + numbers[0])
 
-    number = 3
     create_block_mask(mod, None, None, 96, 96, device=device(), block_size=16)
     before = _C.jit.stats()
-    for number, length in ((5, 96), (30, 96), (70, 90)):  # noqa: B007: the mask_mod reads it
+    for number, length in ((5, 96), (30, 96), (70, 90)):
+        numbers[0] = number
         limit.add_(1)
         ids.copy_(torch.randint(0, 3, (96,)).sort().values)
         ours = create_block_mask(mod, None, None, length, length, device=device(), block_size=16)
@@ -97,7 +96,8 @@ def test_reads_out_of_range() -> None:
     """Raise where any pair has one, also where bounds decide; a negative index counts from the end."""
     table = torch.arange(40) < 20
     text = "index 40 is out of range for dimension 0 of captured buffer 0, which has size 40"
-    for mod in (lambda b, h, q, kv: table[q], lambda b, h, q, kv: (q < 0) & table[q], lambda b, h, q, kv: ~table[q] | (q > kv)):
+    decided = lambda b, h, q, kv: (q < 0) & table[q]  # noqa: E731
+    for mod in (lambda b, h, q, kv: table[q], decided, lambda b, h, q, kv: ~table[q] | (q > kv)):
         with pytest.raises(IndexError, match=f"^create_block_mask: mask_mod: {text}"):
             create_block_mask(mod, None, None, 41, 8, device="cpu", block_size=16)
     below = create_block_mask(lambda b, h, q, kv: table[q - 40], None, None, 40, 8, device="cpu", block_size=8)
@@ -116,7 +116,8 @@ def test_the_mask_works() -> None:
     assert mask.mask_mod is traced and mask.kv_indices.device.type == device()
     out = fusegrad.flex_attention(query, key, value, block_mask=mask)
     allowed = (ids[:, None] == ids) & torch.ones(70, 70, dtype=torch.bool).tril()
-    truth = torch.nn.functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), attn_mask=allowed)
+    wide = (t.double() for t in (query, key, value))
+    truth = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=allowed)
     torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-5)
 
 
@@ -147,7 +148,8 @@ def test_opcheck() -> None:
     mod = fusegrad.trace_mask_mod(lambda b, h, q, kv: (ids[q] == ids[kv]) & (kv < 7 * h))
     arguments = (torch.empty(0), mod.text, list(mod.buffers), [], [], [1, 2, 40, 40], [16, 16])
     torch.library.opcheck(torch.ops.fusegrad.create_block_mask, arguments)
-    torch.library.opcheck(torch.ops.fusegrad.varlen_keys, (torch.tensor([0, 3, 9]), torch.tensor([0, 5, 9]), 12, True, 2, -1))
+    ends = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 9])
+    torch.library.opcheck(torch.ops.fusegrad.varlen_keys, (*ends, 12, True, 2, -1))
 
 
 # --- packed sequences ---------------------------------------------------------------------------------------------
@@ -179,14 +181,19 @@ def packed(q_ends: list[int], k_ends: list[int], causal: bool, window: tuple[int
     ],
 )
 def test_packed_sequences(
-    q_ends: list[int], k_ends: list[int] | None, lengths: tuple[int, int] | None, window: tuple[int, int] | None, causal: bool
+    q_ends: list[int],
+    k_ends: list[int] | None,
+    lengths: tuple[int, int] | None,
+    window: tuple[int, int] | None,
+    causal: bool,
 ) -> None:
     ends = [torch.tensor(e, dtype=torch.int32) for e in ([q_ends] if k_ends is None else [q_ends, k_ends])]
     M, N = lengths or (q_ends[-1], (k_ends or q_ends)[-1])
     mask = varlen_mask(*ends, causal=causal, window=window, lengths=lengths, block_size=16)
     allowed = packed(q_ends, k_ends or q_ends, causal, window or (-1, -1), M, N).to(device())
     assert torch.equal(dense(mask.mask_mod, 1, 1, M, N)[0, 0], allowed)
-    same(mask, pytorch.create_block_mask(lambda b, h, q, kv: allowed[q, kv], 1, 1, M, N, device=device(), BLOCK_SIZE=16))
+    theirs = pytorch.create_block_mask(lambda b, h, q, kv: allowed[q, kv], 1, 1, M, N, device(), BLOCK_SIZE=16)
+    same(mask, theirs)
 
 
 @pytest.mark.parametrize(

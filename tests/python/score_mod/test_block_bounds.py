@@ -44,9 +44,7 @@ def test_random_masks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_score_mod, "MARGIN", 1e-4)
     monkeypatch.setattr(test_score_mod, "LARGEST", 1e3)
 
-    @settings(
-        max_examples=EXAMPLES[device], deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=EXAMPLES[device], deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(test_score_mod.programs("mask_mod", torch.float32), st.sampled_from([(2, 2), (4, 3), (1, 64)]))
     def run(program: test_score_mod.Program, block: tuple[int, int]) -> None:
         check(program, block, device)

@@ -56,6 +56,7 @@ def documents(S: int, count: int = 5) -> Tensor:
 
 
 for case in CASES:
+
     def make(B: int, H: int, M: int, N: int, case=case) -> MaskMod:
         return case.make(B, H, M, N, torch.float32, torch.Generator("cpu").manual_seed(0))[1]
 
@@ -104,9 +105,7 @@ plain(
     never_equal_to_nan=lambda b, h, q, kv: (q - kv) * torch.nan == 0,
     natten=lambda b, h, q, kv: ((q // 14 - kv // 14).abs() <= 3) & ((q % 14 - kv % 14).abs() <= 3),
     natten_3d=lambda b, h, q, kv: (
-        ((q // 36 - kv // 36).abs() <= 1)
-        & ((q // 6 % 6 - kv // 6 % 6).abs() <= 2)
-        & ((q % 6 - kv % 6).abs() <= 2)
+        ((q // 36 - kv // 36).abs() <= 1) & ((q // 6 % 6 - kv // 6 % 6).abs() <= 2) & ((q % 6 - kv % 6).abs() <= 2)
     ),
     tiles_of_an_image=lambda b, h, q, kv: (q // 14 // 4 == kv // 14 // 4) & (q % 14 // 4 == kv % 14 // 4),
 )
@@ -244,7 +243,8 @@ def _(B: int, H: int, M: int, N: int) -> MaskMod:
 @mask("several of a number")
 def _(B: int, H: int, M: int, N: int) -> MaskMod:
     window, prefix, sinks = 25, torch.tensor(60), 3
-    return and_masks(or_masks(lambda b, h, q, kv: kv < prefix, causal), lambda b, h, q, kv: (q - kv < window) | (kv < sinks))
+    near = or_masks(lambda b, h, q, kv: q - kv < window, lambda b, h, q, kv: kv < sinks)
+    return and_masks(or_masks(lambda b, h, q, kv: kv < prefix, causal), near)
 
 
 @mask("any of several ranges")

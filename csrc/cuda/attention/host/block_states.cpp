@@ -73,8 +73,8 @@ jit::KernelProgram BlockStatesKernel::make(const std::string& architecture) cons
 
 void block_states(const BlockMaskProgram& program, BlockState* states, void* stream) {
   const int64_t rows = program.rows(), cols = program.cols();
-  const int64_t ctas = program.batches * program.heads * rows *
-                       ((cols + device::kBlockStateThreads - 1) / device::kBlockStateThreads);
+  const int64_t ctas =
+      program.batches * program.heads * rows * ((cols + device::kBlockStateThreads - 1) / device::kBlockStateThreads);
   if (ctas == 0) return;
   if (ctas > INT32_MAX || std::max(program.lengths[0], program.lengths[1]) > INT32_MAX / 2) {
     throw std::invalid_argument("create_block_mask: lengths and heads must be below 2^30, but got " +
