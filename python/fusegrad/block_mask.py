@@ -150,8 +150,9 @@ def _totals(ends: list[Tensor]) -> tuple[int, int]:
     """The lengths of the sequences together, of queries and of keys."""
     totals = []
     for name, one in zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True):
-        if one.dim() != 1 or one.numel() < 2:
-            raise ValueError(f"varlen_mask: {name} must be [sequences + 1], but got {list(one.shape)}")
+        if one.is_nested or one.layout != torch.strided or one.dim() != 1 or one.numel() < 2:
+            got = "a nested tensor" if one.is_nested else f"{list(one.shape)}, {one.layout}"
+            raise ValueError(f"varlen_mask: {name} must be [sequences + 1], dense, but got {got}")
         if one.device.type == "cpu" and not (one[0] == 0 and bool((one.diff() >= 0).all())):
             raise ValueError(f"varlen_mask: {name} must not descend from 0 on, but got {one.tolist()[:16]}")
         totals.append(int(one[-1]))
