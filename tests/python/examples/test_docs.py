@@ -98,7 +98,7 @@ hidden_states, labels, global_valid_tokens = hidden, target, 8
 model = nn.Module()
 model.lm_head = nn.Linear(32, 16)
 """,
-    ("docs/transformers.md", 4): "query, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
+    ("docs/transformers.md", 5): "query, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
 }
 INSTEAD = {
     "all": [('device="cuda"', 'device="cpu"'), ('"nccl"', '"gloo"')],
