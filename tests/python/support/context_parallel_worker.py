@@ -12,7 +12,9 @@ import fusegrad
 import score_mods
 import torch
 import torch.distributed as dist
+from attention_reference import dense
 from fusegrad import ContextParallel, flex_attention
+from fusegrad.distributed.sequence_checks import takes_ring
 from processes import assert_raises, main
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -237,6 +239,40 @@ def shapes(group: Any) -> None:
     with torch.no_grad():
         parts = [context.shard(t, 2) for t in inputs()]
         assert not flex_attention(*parts, enable_gqa=True, context_parallel=context).requires_grad
+
+
+@case
+def rounding(group: Any) -> None:
+    """16 bits are as near to float64 as the contract says of one process."""
+    rel = torch.randn(H, 128)
+
+    def score_mod(dtype: torch.dtype) -> Any:
+        bias = rel.to(dtype)
+        return lambda s, b, h, q, kv: s + bias[h, q - kv]
+
+    mask = block_mask(causal, 64, 16)
+    whole = inputs(64, torch.bfloat16)
+    upstream = torch.randn(B, H, 64, E).bfloat16()
+
+    def eager(dtype: torch.dtype) -> list[Tensor]:
+        tensors = [t.detach().to(dtype).requires_grad_() for t in whole]
+        out = dense(*tensors, score_mod(dtype), torch.ones(64, 64, dtype=torch.bool).tril()).out
+        return [out, *torch.autograd.grad(out, tensors, upstream.to(dtype))]
+
+    truth, theirs = eager(torch.float64), eager(torch.bfloat16)
+    found: list[Tensor] = []
+    for way in ("gather", "ring"):
+        context = ContextParallel(group, "zigzag", length=64, way=way)
+        parts = [context.shard(t, 2).detach().requires_grad_() for t in whole]
+        out = flex_attention(*parts, score_mod(torch.float32), mask, enable_gqa=True, context_parallel=context)
+        ours = [out, *torch.autograd.grad(out, parts, context.shard(upstream, 2))]
+        for i, made in enumerate(ours):
+            right = context.shard(truth[i], 2)
+            errors = [(t.double() - right).square().mean().sqrt() for t in (made, context.shard(theirs[i], 2))]
+            assert errors[0] <= 1.5 * errors[1], f"{way} {i}: {errors}"
+            if i == 0:
+                found.append(errors[0])
+    assert found[1] <= 1.1 * found[0], "merged outputs are rounded once"
 
 
 @case
@@ -483,6 +519,11 @@ def helper(group: Any) -> None:
         weight = torch.randn(2, S, dtype=torch.float64)
         (grad,) = torch.autograd.grad((context.unshard(part) * weight).sum(), part)
         assert grad.equal(weight[:, index])
+    # The ring is for keys that are larger than a process's queries.
+    for key_heads, ring in ((32 // world, False), (32, True)):
+        heads = (32, key_heads, key_heads)
+        many = [torch.empty(1, h, 1 << 16, 128, dtype=torch.bfloat16, device="meta") for h in heads]
+        assert takes_ring(ContextParallel(group), *many, (world << 16, world << 16)) == ring
     documents = torch.tensor([0] * 40 + [1] * 8 + [2] * 16)
     for mask_mod in (causal, lambda b, h, q, kv: (q >= kv) & (documents[q] == documents[kv])):
         mask = create_block_mask(mask_mod, None, None, 64, 64, device=DEVICE, BLOCK_SIZE=4)
