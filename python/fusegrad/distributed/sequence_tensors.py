@@ -115,15 +115,21 @@ def _part_of(query: Any, key: Any, value: Any, given: ContextParallel | None) ->
             )
     if not context.sum_captured:
         groups = []
-    starts = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), 0)
     moved = tuple(name for name in ("b", "h") if name in roles.values())
-    if moved:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(query.shape, mesh, query.placements)
-        starts |= {"b": offset[0], "h": offset[1]}
+    starts = {"b": _first(query, 0), "h": _first(query, 1), "q_idx": 0, "kv_idx": 0}
     lengths = query.shape[2], key.shape[2]
     return Part(context, groups, roles, Starts(starts), lengths, moved), gradients
+
+
+def _first(tensor: Any, sharded: int) -> int:
+    """Where this process's part of a dimension begins, which one dimension of the mesh after the other cuts."""
+    first, size = 0, tensor.shape[sharded]
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(sharded):
+            chunk = -(-size // tensor.device_mesh.size(dim))
+            start = min(tensor.device_mesh.get_local_rank(dim) * chunk, size)
+            first, size = first + start, min(chunk, size - start)
+    return first
 
 
 def _role(found: list[Any], key_shape: Any) -> str:

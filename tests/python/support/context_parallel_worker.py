@@ -282,6 +282,8 @@ def contract(group: Any) -> None:
     out = flex_attention(*parts, enable_gqa=True, context_parallel=context)
     grad = torch.autograd.grad(out.sum(), parts[0], create_graph=True)[0]
     assert_raises(RuntimeError, "flex_attention", lambda: grad.sum().backward())
+    mapped = torch.vmap(lambda *t: flex_attention(*t, enable_gqa=True, context_parallel=context))
+    assert_raises(RuntimeError, "flex_attention", lambda: mapped(*(t.detach()[None] for t in parts)))
     documents = torch.zeros(S, dtype=torch.int64)
     mask = block_mask(lambda b, h, q, kv: documents[q] == documents[kv], S)
     out = flex_attention(*parts, None, mask, enable_gqa=True, context_parallel=context)
@@ -443,7 +445,7 @@ def meshes(group: Any) -> None:
     if world == 4:
         square = DeviceMesh(DEVICE, torch.tensor(ranks, device="cpu").view(2, 2), mesh_dim_names=("first", "second"))
         found += [(square, list(p)) for p in ((Shard(0), Shard(2)), (Shard(2), Shard(1)), (Shard(1), Shard(2)))]
-        found += [(square, [Shard(0), Shard(1)])]
+        found += [(square, [Shard(0), Shard(1)]), (square, [Shard(0), Shard(0)])]
     whole = inputs()
     slopes, rel = torch.randn(H, dtype=WIDEST), torch.randn(B, 2 * S, dtype=WIDEST, requires_grad=True)
     documents = torch.randint(0, 3, (B, S)).sort(-1).values
