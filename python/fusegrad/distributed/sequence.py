@@ -139,6 +139,9 @@ class ContextParallel:
         rank = dist.get_rank(process_group(NAME, group))
         return cls(group, balanced_ranges(block_mask, world)[rank], **options)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        return self  # with a copied module: its processes are the same
+
     def __repr__(self) -> str:
         return f"{NAME}({self.placement!r}, rank {self.rank} of {self.world}, length={self.length}, way={self.way!r})"
 

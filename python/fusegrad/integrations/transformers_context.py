@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from transformers.masking_utils import and_masks, find_packed_sequence_indices, packed_sequence_mask_function
 
 from fusegrad import ContextParallel
@@ -19,8 +19,8 @@ from fusegrad._arguments import checked
 
 __all__ = ["context_of", "context_parallel", "whole_mask"]
 
-# The modules whose attention is over spread sequences; a backward that runs a block again finds it here too.
-_contexts: weakref.WeakKeyDictionary[nn.Module, ContextParallel] = weakref.WeakKeyDictionary()
+# The name of what modules have whose attention is over spread sequences: a backward that runs a block again finds it.
+_CONTEXT = "_fusegrad_context"
 # While a forward runs: the mask of packed sequences of the whole sequence, or None, in a list.
 _running: ContextVar[list[Any] | None] = ContextVar("_running", default=None)
 
@@ -49,17 +49,18 @@ def context_parallel(model: nn.Module, context: ContextParallel) -> None:
             f'context_parallel: the model must have attn_implementation="fusegrad", but got {implementation!r}'
         )
     for module in model.modules():
-        _contexts[module] = context
+        setattr(module, _CONTEXT, context)
     model.forward = functools.partial(_forward, model.forward, context)
 
 
 def context_of(module: nn.Module | None) -> ContextParallel | None:
-    return None if module is None else _contexts.get(module)
+    return getattr(module, _CONTEXT, None)
 
 
 def whole_mask(mask: Callable[..., Any], q_length: int, kv_length: int) -> tuple[Callable[..., Any], int]:
     """A mask's function and its number of queries: those of the whole sequence while a spread forward runs."""
-    running = _running.get()
+    # A compiler reads no context variable, and a spread forward is not compiled.
+    running = None if torch.compiler.is_compiling() else _running.get()
     if running is None:
         return mask, q_length
     (packed,) = running
@@ -77,6 +78,7 @@ def _spread(packed: Tensor | None) -> Iterator[None]:
         _running.reset(token)
 
 
+@_disable_dynamo
 def _forward(
     forward: Callable[..., Any],
     context: ContextParallel,
