@@ -357,51 +357,64 @@ void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t col
   }
 }
 
-// Philox4x32 of 32 counters side by side; see cuda/attention/device/dropout.cuh.
-constexpr int kDropoutBlock = 16, kDropoutLanes = 32;
-void dropout_numbers(uint32_t (&word)[4][kDropoutLanes], const HeadDropout& head, int64_t q_block, int64_t kv_block) {
-  for (int i = 0; i < kDropoutLanes; ++i) {
-    word[0][i] = static_cast<uint32_t>(kv_block) * kDropoutLanes + static_cast<uint32_t>(i);
-    word[1][i] = static_cast<uint32_t>(q_block);
-    word[2][i] = head.key[0];
-    word[3][i] = head.key[1];
-  }
-  uint32_t key[2] = {};
-  for (int round = 0; round < 7; ++round) {
+// Which pairs of 32 queries by 32 keys are kept, as cuda/attention/device/dropout.cuh has it: 32 lanes side by side.
+constexpr int kDropoutBlock = 32, kDropoutLanes = 32;
+void kept_pairs(uint32_t (&kept)[kDropoutLanes], const HeadDropout& head, int64_t q_block, int64_t kv_block) {
+  for (uint32_t& bits : kept) bits = ~uint32_t{0};
+  const auto compare = [&](const uint32_t (&digit)[kDropoutLanes], int place) {
+    const uint32_t above = (head.threshold >> place & 1) - 1;  // all bits where the threshold has none
+    for (int i = 0; i < kDropoutLanes; ++i) kept[i] = (digit[i] & above) | ((digit[i] | above) & kept[i]);
+  };
+  for (int half = 0; half < 2; ++half) {
+    alignas(64) uint32_t word[4][kDropoutLanes];
     for (int i = 0; i < kDropoutLanes; ++i) {
-      const uint64_t a = uint64_t{0xD2511F53} * word[0][i], b = uint64_t{0xCD9E8D57} * word[2][i];
-      word[0][i] = static_cast<uint32_t>(b >> 32) ^ word[1][i] ^ key[0];
-      word[1][i] = static_cast<uint32_t>(b);
-      word[2][i] = static_cast<uint32_t>(a >> 32) ^ word[3][i] ^ key[1];
-      word[3][i] = static_cast<uint32_t>(a);
+      word[0][i] = static_cast<uint32_t>(kv_block * 2 + half) * kDropoutLanes + static_cast<uint32_t>(i);
+      word[1][i] = static_cast<uint32_t>(q_block);
+      word[2][i] = head.key[0];
+      word[3][i] = head.key[1];
     }
-    key[0] += 0x9E3779B9;
-    key[1] += 0xBB67AE85;
+    uint32_t key[2] = {};
+    for (int round = 0; round < 7; ++round) {
+      for (int i = 0; i < kDropoutLanes; ++i) {
+        const uint64_t a = uint64_t{0xD2511F53} * word[0][i], b = uint64_t{0xCD9E8D57} * word[2][i];
+        word[0][i] = static_cast<uint32_t>(b >> 32) ^ word[1][i] ^ key[0];
+        word[1][i] = static_cast<uint32_t>(b);
+        word[2][i] = static_cast<uint32_t>(a >> 32) ^ word[3][i] ^ key[1];
+        word[3][i] = static_cast<uint32_t>(a);
+      }
+      key[0] += 0x9E3779B9;
+      key[1] += 0xBB67AE85;
+      if (half != 0 || round < 2 || round == 6) continue;
+      for (int w = 1; w <= (round > 2 ? 3 : 1); w += 2) {
+        alignas(64) uint32_t digit[kDropoutLanes];
+        for (int i = 0; i < kDropoutLanes; ++i)
+          digit[i] = round == 5 ? word[w][i] << 16 | word[w][i] >> 16 : word[w][i];
+        compare(digit, round == 2 ? 0 : round * 2 - 5 + w / 2);
+      }
+    }
+    for (int w = 0; w < 4; ++w) compare(word[w], 7 + half * 4 + w);
   }
 }
 
 template <class T>
 void dropout(T* factor, int64_t stride, const HeadDropout& head, int64_t q, int64_t kv, int64_t rows, int64_t cols) {
   const T scale = static_cast<T>(head.scale);
-  alignas(64) uint32_t word[4][kDropoutLanes];
+  alignas(64) uint32_t kept[kDropoutLanes];
   for (int64_t qb = q / kDropoutBlock; qb * kDropoutBlock < q + rows; ++qb) {
     for (int64_t kb = kv / kDropoutBlock; kb * kDropoutBlock < kv + cols; ++kb) {
-      dropout_numbers(word, head, qb, kb);
-      // A word's halves, lane after lane, are eight rows of eight numbers.
-      T number[4][2 * kDropoutLanes];
-      for (int w = 0; w < 4; ++w) {
-        for (int i = 0; i < kDropoutLanes; ++i) {
-          number[w][2 * i] = (word[w][i] & 0x7fff) - head.first < head.count ? scale : T(0);
-          number[w][2 * i + 1] = (word[w][i] >> 16 & 0x7fff) - head.first < head.count ? scale : T(0);
-        }
-      }
+      kept_pairs(kept, head, qb, kb);
+      const int64_t first = kb * kDropoutBlock - kv;  // the block's first key
       for (int64_t r = 0; r < kDropoutBlock; ++r) {
         const int64_t row = qb * kDropoutBlock + r - q;
         if (row < 0 || row >= rows) continue;
-        for (int64_t c = 0; c < kDropoutBlock; ++c) {
-          const int64_t col = kb * kDropoutBlock + c - kv;
-          if (col >= 0 && col < cols) factor[row * stride + col] = number[r / 8 + c / 8 * 2][r % 8 * 8 + c % 8];
+        T of_row[kDropoutBlock];
+        for (int c = 0; c < kDropoutBlock; ++c) {
+          const int64_t bit = c % 2 * 16 + r / 16 * 8 + c / 8 * 2 + r / 8 % 2;
+          of_row[c] = (kept[r % 8 * 4 + c % 8 / 2] >> bit & 1) != 0 ? scale : T(0);
         }
+        const int64_t begin = first < 0 ? -first : 0, left = cols - first;
+        const int64_t end = left < kDropoutBlock ? left : kDropoutBlock;
+        for (int64_t c = begin; c < end; ++c) factor[row * stride + first + c] = of_row[c];
       }
     }
   }

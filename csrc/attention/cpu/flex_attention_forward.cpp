@@ -37,11 +37,7 @@ HeadDropout head_dropout(const FlexDropoutRule& rule, uint64_t seed, int64_t hea
     key[0] += 0x9E3779B9;
     key[1] += 0xBB67AE85;
   }
-  const auto threshold = static_cast<uint32_t>(rule.threshold);
-  return {{word[0], word[1]},
-          threshold > device::kMostFinite ? 0 : threshold,
-          FlexDropoutRule::kNumbers - threshold,
-          rule.scale};
+  return {{word[0], word[1]}, static_cast<uint32_t>(rule.threshold), rule.scale};
 }
 
 void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask) {
@@ -50,7 +46,7 @@ void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Ten
   const int64_t rows = mask.size(2), cols = mask.size(3);
   bool* out = mask.mutable_data_ptr<bool>();
   at::parallel_for(0, mask.size(0) * mask.size(1), 1, [&](int64_t begin, int64_t end) {
-    constexpr int64_t kRows = 16;
+    constexpr int64_t kRows = 32;
     const Scratch<float> factor(kRows * cols);
     for (int64_t head = begin; head < end; ++head) {
       const HeadDropout dropout = head_dropout(rule, number, head);

@@ -30,13 +30,11 @@ enum FlexTileKind : int {
 };
 enum FlexBlock : unsigned char { kBlockNone, kBlockPartial, kBlockFull, kBlockBad };
 
-/// The largest threshold of dropout with which numbers are compared as they are, float16's infinity.
-constexpr unsigned kMostFinite = 0x7c00;
 /// Attention dropout (dropout.cuh).
 struct FlexDropout {
   const long long* seed;
   float scale;         // kept weights are multiplied by it
-  unsigned threshold;  // below which a pair's number drops it; the same in both halves
+  unsigned threshold;  // of 15 bits: a pair whose number is below it is dropped
 };
 
 struct FlexForwardArguments {

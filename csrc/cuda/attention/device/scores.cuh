@@ -8,7 +8,7 @@
 //   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
 //   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
 //   kSplit                     float: products of split operands
-//   kDropout, kMostDropped     see dropout.cuh
+//   kDropout                   see dropout.cuh
 #pragma once
 
 #include "cuda/attention/device/dropout.cuh"

@@ -96,9 +96,20 @@ struct BackwardMemory {
 /// A swizzled tile of TMA.
 constexpr int swizzled_tile_bytes(int rows, int cols) { return rows * cols * 2; }
 
+/// Which pairs dropout keeps (hopper/drawn.cuh).
+struct HopperDrawnMemory {
+  static constexpr int kThreadBytes = 4;  // a word for each 64 columns
+  static constexpr int kForwardStages = 2, kBackwardStages = 1;
+  /// Of `rings` warpgroups and tiles of so many columns: the words, then full and empty of each stage.
+  static constexpr int bytes(int rings, int cols, int stages) {
+    return rings * stages * (128 * kThreadBytes * (cols / 64) + 2 * kBarrierBytes);
+  }
+};
+
 struct HopperForwardMemory {
   struct Sizes {
     int rows, cols, head, value, stages, query_stages, parts, line_bytes;
+    bool dropout;
   };
   static constexpr int kWorkStages = 2;
   Region query, key, value;
@@ -107,6 +118,7 @@ struct HopperForwardMemory {
   Region works;     // the next tiles of queries, from the producer
   Region entries;   // the list entry of each stage of keys
   Region lines;     // what mods read
+  Region drawn;     // which pairs dropout keeps
 
   constexpr explicit HopperForwardMemory(const Sizes& s)
       : query{0, swizzled_tile_bytes(s.rows, s.head), s.query_stages},
@@ -116,8 +128,10 @@ struct HopperForwardMemory {
         barriers(zeros.then(kBarrierBytes, 2 * (kWorkStages + s.query_stages + 2 * s.stages))),
         works(barriers.then(16, kWorkStages)),
         entries(works.then(4, s.stages)),
-        lines(entries.then(s.line_bytes)) {}
-  constexpr int bytes() const { return kSwizzleAlignment + lines.end(); }
+        lines(entries.then(s.line_bytes)),
+        drawn(lines.then(s.dropout ? HopperDrawnMemory::bytes(s.rows / 64, s.cols, HopperDrawnMemory::kForwardStages)
+                                   : 0)) {}
+  constexpr int bytes() const { return kSwizzleAlignment + drawn.end(); }
 };
 
 struct HopperGradQueryMemory {
@@ -149,7 +163,7 @@ struct HopperBackwardMemory {
     int rows, cols, head, value, stages, query_stages, key_stages;
     bool adds_grad_query;  // whether the CTA adds to dQ
     bool own_keys;         // each warpgroup has 64 keys of its own
-    bool has_score_mod;
+    bool has_score_mod, dropout;
     int captured_bytes;  // sums of captured buffers' gradients
   };
   static constexpr int kPlaces = 8;
@@ -159,6 +173,7 @@ struct HopperBackwardMemory {
   Region rows;         // row statistics of each stage of grad_out
   Region places;       // whose queries a tile is; read until after the tile's stages were released, with dQ
   Region barriers;     // value empty, key empty, then full and empty of queries, of grad_out and of dS
+  Region drawn;        // which pairs dropout keeps
   Region lines;        // of what a score_mod reads, or where prefetches write
   Region captured;
 
@@ -172,7 +187,10 @@ struct HopperBackwardMemory {
         rows(grad_query.then(kRowStatisticsBytes * s.rows, s.stages)),
         places(rows.then(16, kPlaces)),
         barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages))),
-        lines(barriers.then(s.has_score_mod ? 4 * (s.own_keys ? 512 : 256) : 0)),
+        drawn(barriers.then(s.dropout ? HopperDrawnMemory::bytes(s.own_keys ? s.cols / 64 : 1, s.rows,
+                                                                 HopperDrawnMemory::kBackwardStages)
+                                      : 0)),
+        lines(drawn.then(s.has_score_mod ? 4 * (s.own_keys ? 512 : 256) : 0)),
         captured(lines.then(s.captured_bytes)) {}
   constexpr int bytes() const { return captured.end(); }
 };

@@ -31,20 +31,20 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
       Tiles::more_;
-  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::begin_dropout, Tiles::drop_operand, Tiles::dropout_pairs,
-      Tiles::first_key, Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::first_key,
+      Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
-  using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
+  using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerRegisters, Tiles::kConsumerWarps, Tiles::kProducerRegisters,
+      Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty,
       Tiles::value_empty;
   using Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows,
       Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
   using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
-  using Tiles::warp;
-  using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
-      typename Tiles::T;
+  using Tiles::take_kept, Tiles::warp;
+  using typename Tiles::Kept, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // A warpgroup's dQ is transposed: 64 columns of the head. Where the head has no more, each warpgroup has its part of
   // the queries.
   static constexpr bool kRowsShared = Config::kHead == 64;
@@ -53,9 +53,6 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
   // P is computed while dP is still being multiplied.
   static constexpr bool kOverlapped = !kInOrder && Config::kGradScores;
-  // Dropout's numbers are made beside the exponentials where registers allow it.
-  static constexpr bool kDrawsAhead = Config::kDropout && kBlocksN == 8;
-  static constexpr int kDrawn = kDrawsAhead ? kBlocksN / 2 : 1;
   // Mask element by element: it is faster than by bits. A mask_mod that reads nothing can be called for pairs beyond
   // the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
@@ -71,15 +68,21 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void run() {
     begin(kConsumerWarps);
     if (group_ == Config::kGroups) {
-      give_registers<24>();
+      give_registers<kProducerRegisters>();
       const int warp = __shfl_sync(~0u, this->warp() - kConsumerWarps, 0);
+      if constexpr (Config::kDropout) {
+        if (warp == Config::kGroups + 1) {
+          draw();
+          return;
+        }
+      }
       if (warp == 0) {
         if (lane() == 0) produce();
       } else if (Config::kGradQuery && warp <= Config::kGroups) {
         add_grad_query(warp - 1);
       }
     } else {
-      take_registers<240>();
+      take_registers<kConsumerRegisters>();
       consume();
     }
   }
@@ -145,7 +148,6 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         if (h >= 0) sums_.end_head(b, h, first_key());
         col_ = now.col();
         sums_.begin_head();
-        begin_dropout(now);
         b = now.b;
         h = now.h;
       }
@@ -202,6 +204,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     release(grad_out_empty(stage_of(i)));
     release(query_empty(query_stage_of(i)));
+    if (Config::kDropout && now.tile != kNoMore) {
+      Kept unused;
+      take_kept(unused, i);
+    }
     if (h >= 0) sums_.end_head(b, h, first_key());
     return now.tile != kNoMore;
   }
@@ -268,15 +274,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
     }();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
-    DropoutPairs kept[kDrawn];
+    Kept kept;
+    take_kept(kept, i);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kDrawsAhead) {
-        if (n % 2 == 0) {
-          if (n % 4 == 0) hold_order();
-          kept[n / 2] = dropout_pairs(place, n);
-        }
-      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -298,11 +299,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if constexpr (Config::kDropout) {
-        if (!kDrawsAhead && n % 2 == 0) {
-          hold_order();
-          kept[n / 2 % kDrawn] = dropout_pairs(place, n);
-        }
-        kept[n / 2 % kDrawn].drop(n, d[n]);
+        kept.drop(n, d[n]);
 #pragma unroll
         for (int e = 0; e < 4; ++e) d[n][e] *= a_.dropout.scale;
       }
@@ -311,7 +308,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
       put_operand<T>(p + 2 * n, s[n]);
-      drop_operand(kept[n / 2 % kDrawn], n, p);
+      drop_operand(kept, n, p);
       if constexpr (kByElement) put_operand<T>(ds + 2 * n, d[n]);
     }
     if constexpr (kByElement) {

@@ -12,6 +12,7 @@
 #include "cuda/attention/device/buffers.cuh"
 #include "cuda/attention/device/gradient.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/hopper/drawn.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
@@ -50,6 +51,7 @@ class FlexBackwardHopperTiles {
                                                  .adds_grad_query = Config::kGradQuery,
                                                  .own_keys = kOwnKeys,
                                                  .has_score_mod = kHas<ScoreMod>,
+                                                 .dropout = Config::kDropout,
                                                  .captured_bytes = Sums::kSharedBytes}};
   static constexpr int kConsumerWarps = kThreads / kLanes;
   // What is there once for the keys; an even number.
@@ -61,6 +63,15 @@ class FlexBackwardHopperTiles {
   static constexpr int kTogether = 8;
   // Compute pairs eight queries at a time, against register pressure.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
+  // A thread of the producer's warpgroup, where one of its warps draws dropout's numbers, and of the consumers'. Above
+  // head size 128 consumers need all.
+  static constexpr int kProducerRegisters = Config::kDropout && kOwnKeys ? 40 : 24;
+  static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
+  // One warp draws dropout's numbers, for each warpgroup with keys of its own.
+  static constexpr int kDrawnRings = kOwnKeys ? Config::kGroups : 1, kDrawnStages = HopperDrawnMemory::kBackwardStages;
+  using Drawn = FlexDrawn<Config, true, kDrawnRings, Config::kRows / 64, kDrawnStages, 1>;
+  using Kept = typename Drawn::Kept;
+  static_assert(!Config::kDropout || Config::kRows % 64 == 0);
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 16 == 0);
 
@@ -80,8 +91,9 @@ class FlexBackwardHopperTiles {
         sums_(a, sums, score, shared + kMemory.captured.offset) {}
 
  protected:
-  /// Comes before all else. `releasing`: the warps that release a tile's stages.
-  __device__ __forceinline__ void begin(int releasing) {
+  /// Comes before all else. `releasing`: the warps that release a tile's stages; `readers`: those that take the words
+  /// of a ring of dropout's.
+  __device__ __forceinline__ void begin(int releasing, int readers = kWarpgroup / kLanes) {
     if (threadIdx.x == 0) {
       Barrier::init(value_empty(), kConsumerWarps);
       for (int s = 0; s < Config::kKeyStages; ++s) Barrier::init(key_empty(s), kConsumerWarps);
@@ -95,6 +107,7 @@ class FlexBackwardHopperTiles {
         Barrier::init(gradient_full(s), kConsumerWarps);
         Barrier::init(gradient_empty(s), kConsumerWarps);
       }
+      if constexpr (Config::kDropout) drawn().init(readers);
       Barrier::fence_inits();
     }
     __syncthreads();
@@ -174,6 +187,8 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned gradient_full(int s) const { return grad_out_empty(Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_empty(int s) const { return gradient_full(Config::kStages + s); }
 
+  __device__ __forceinline__ Drawn drawn() const { return Drawn(shared_ + kMemory.drawn.offset); }
+
   static __device__ __forceinline__ int thread() { return thread_anew(); }
   static __device__ __forceinline__ int lane() { return thread() % kLanes; }
   static __device__ __forceinline__ int warp() { return thread() / kLanes; }
@@ -252,6 +267,35 @@ class FlexBackwardHopperTiles {
     }
     // Keys come behind the first queries, for which there is room earlier.
     if (!kSeamless && first) load_keys();
+  }
+
+  /// Run by another warp: draws dropout's numbers, in the order of the producer's tiles. What stands behind the last
+  /// tile of some keys has numbers too, so that their stage follows from the tile.
+  __device__ __forceinline__ void draw() const {
+    FlexDropoutHead<Config> head;
+    int b = 0, h = -1, next = 0;
+    for (int i = 0;; ++i) {
+      wait_query(i);
+      const Place p = place_of(i);
+      if (p.tile == kNoMore) break;
+      if (p.b != b || p.h != h) head.begin(a_.dropout, p.b * a_.heads + p.h);
+      b = p.b;
+      h = p.h;
+#pragma unroll 1
+      for (int ring = 0; ring < kDrawnRings; ++ring) {
+        drawn().draw(head, a_.dropout, ring, drawn_stage_of(i), drawn_parity_of(i), p.col() + ring * 64, p.row(), next);
+      }
+    }
+  }
+  static __device__ __forceinline__ int drawn_stage_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) % kDrawnStages);
+  }
+  static __device__ __forceinline__ int drawn_parity_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) / kDrawnStages & 1);
+  }
+  /// Takes the dropout of tile i.
+  __device__ __forceinline__ void take_kept(Kept& kept, int i) const {
+    if constexpr (Config::kDropout) drawn().take(kept, key_group(), drawn_stage_of(i), drawn_parity_of(i));
   }
 
   // --- what consumers wait for ---
@@ -368,21 +412,12 @@ class FlexBackwardHopperTiles {
     return masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.kinds(), place.b, place.h,
                                                            place.row() + lane() % 4 * 2, first_key());
   }
-  /// Dropout of 16 queries from n * 8 on.
-  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
-  __device__ __forceinline__ DropoutPairs dropout_pairs(const Place& place, int n) const {
-    return dropout_.template pairs<true>(a_.dropout, place.row() + n * 8, first_key() - lane() / 4, lane());
-  }
   /// Drops probabilities from an operand; signs stay.
-  static __device__ __forceinline__ void drop_operand(const DropoutPairs& kept, int n, unsigned (&p)[kBlocksN * 2]) {
+  static __device__ __forceinline__ void drop_operand(const Kept& kept, int n, unsigned (&p)[kBlocksN * 2]) {
     if constexpr (Config::kDropout) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept.mask(n, r) | 0x80008000;
     }
-  }
-  /// Called before the first tile of a query head.
-  __device__ __forceinline__ void begin_dropout(const Place& place) {
-    dropout_.begin(a_.dropout, place.b * a_.heads + place.h);
   }
   /// The factor of dV.
   __device__ __forceinline__ float value_scale() const { return Config::kDropout ? a_.dropout.scale : 1.0f; }
@@ -406,14 +441,12 @@ class FlexBackwardHopperTiles {
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
-    DropoutPairs kept;
+    Kept kept;
+    take_kept(kept, i);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
-      if constexpr (Config::kDropout) {
-        if (n % 2 == 0) kept = dropout_pairs(place, n);
-        kept.drop(n, d[n]);
-      }
+      if constexpr (Config::kDropout) kept.drop(n, d[n]);
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -453,7 +486,6 @@ class FlexBackwardHopperTiles {
   const typename MaskMod::Captured& mask_;
   const unsigned shared_;
   Sums sums_;
-  FlexDropoutHead<Config> dropout_;
   int col_tile_, col_, key_batch_, key_head_, group_;
 };
 

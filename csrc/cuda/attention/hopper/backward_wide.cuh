@@ -19,16 +19,16 @@ template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch, Tiles::key_head, Tiles::score_, Tiles::sums_;
-  using Tiles::alive, Tiles::begin, Tiles::begin_dropout, Tiles::drop_operand, Tiles::dropout_pairs, Tiles::value_scale,
+  using Tiles::alive, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::take_kept, Tiles::value_scale,
       Tiles::grad_out_empty, Tiles::query_empty, Tiles::first_key, Tiles::lane;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
   using Tiles::kBlocksHeld, Tiles::kLines, Tiles::kThreads, Tiles::lines, Tiles::load, Tiles::reads, Tiles::thread;
-  using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
+  using Tiles::kConsumerRegisters, Tiles::kProducerRegisters, Tiles::pairs, Tiles::place_of, Tiles::produce,
+      Tiles::release, Tiles::rows;
   using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out;
-  using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
-      typename Tiles::T;
+  using typename Tiles::Kept, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // values of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
   static constexpr bool kKeysNeeded = Config::kGradScores;
@@ -40,13 +40,20 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::kSharedBytes, Tiles::Tiles;
 
   __device__ __forceinline__ void run() {
-    begin((kKeysNeeded + kValuesNeeded) * kWarps);
+    constexpr int kReaders = (kKeysNeeded + Config::kGradValue) * kWarps;
+    begin((kKeysNeeded + kValuesNeeded) * kWarps, kReaders);
     if (group_ == kProducer) {
-      give_registers<24>();
+      give_registers<kProducerRegisters>();
+      if constexpr (Config::kDropout && kReaders > 0) {
+        if (__shfl_sync(~0u, this->warp(), 0) == kThreads / kLanes + 1) {
+          draw();
+          return;
+        }
+      }
       if (threadIdx.x == kThreads) produce();
       return;
     }
-    take_registers<240>();
+    take_registers<kConsumerRegisters>();
     if (group_ == kKeys) {
       if constexpr (kKeysNeeded) consume_for_keys();
     } else {
@@ -80,7 +87,6 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       if (now.b != b || now.h != h) {
         if (h >= 0) sums_.end_head(b, h, first_key());
         sums_.begin_head();
-        begin_dropout(now);
         b = now.b;
         h = now.h;
       }
@@ -121,7 +127,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void consume_for_values() {
     float grad[kBlocksE][4], s[kBlocksN][4];
     zero(grad);
-    int i = 0, b = 0, h = -1;
+    int i = 0;
     issue_next_scores(s, i);
     if constexpr (Config::kGradValue) bring_lines(i);
     Place now = place_of(i);
@@ -133,11 +139,6 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         pin<kBlocksN * 4>(s[0]);
         unsigned p[kBlocksN * 2];
         if constexpr (kLines) meet();
-        if (Config::kDropout && (now.b != b || now.h != h)) {
-          begin_dropout(now);
-          b = now.b;
-          h = now.h;
-        }
         probabilities(now, i, s, p);
         issue_grad_value(grad, p, i);
         wgmma_commit();
@@ -178,13 +179,11 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     const int q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const auto reads = this->reads();
-    DropoutPairs kept;
+    Kept kept;
+    take_kept(kept, i);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if ((kInOrder && n % kBlocksHeld == 0) || Config::kDropout) hold_order();
-      if constexpr (Config::kDropout) {
-        if (n % 2 == 0) kept = dropout_pairs(place, n);
-      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll

@@ -24,14 +24,16 @@ template <class Config>
 class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   using Tiles = FlexForwardHopperTiles<Config>;
   using Tiles::a_, Tiles::mask_, Tiles::query_, Tiles::score_, Tiles::zeros_;
+  using Tiles::draw, Tiles::drawn, Tiles::lane, Tiles::produce, Tiles::release, Tiles::entry, Tiles::work,
+      Tiles::work_empty, Tiles::work_full;
   using Tiles::key, Tiles::kMemory, Tiles::query, Tiles::value;
   using Tiles::key_empty, Tiles::key_full, Tiles::query_empty, Tiles::query_full, Tiles::value_empty, Tiles::value_full;
-  using Tiles::lane, Tiles::produce, Tiles::release, Tiles::entry, Tiles::work, Tiles::work_empty, Tiles::work_full;
-  using typename Tiles::Entry, typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod,
-      typename Tiles::Stages;
+  using typename Tiles::Drawn, typename Tiles::DrawnStages, typename Tiles::Entry, typename Tiles::MaskMod,
+      typename Tiles::QueryStages, typename Tiles::ScoreMod, typename Tiles::Stages;
   using typename Tiles::Work, typename Tiles::Works;
   using T = typename Config::Element;
   using Softmax = FlexHopperSoftmax<Config>;
+  using Kept = typename Drawn::Kept;
   using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
   using OutProduct = Wgmma<T, Config::kValue, true, true>;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
@@ -43,7 +45,6 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
   // turns.
   static constexpr bool kSeamless = Config::kGroups == 3;
-  static_assert(!kSeamless || !Config::kDropout);
   // Warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so one's exponentials run beside the
   // other's products from the start. For smaller heads that is slower.
   static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
@@ -79,6 +80,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
       give_registers<Config::kGroups == 3 ? 32 : 40>();
+      if constexpr (Config::kDropout) {
+        const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) % kWarpgroup / kLanes, 0);
+        if (warp > 0) {
+          draw(warp - 1);
+          return;
+        }
+      }
       if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
     } else {
       take_registers<Config::kGroups == 3 ? 160 : 232>();
@@ -92,15 +100,16 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void consume() {
     Stages keys, values;
     QueryStages queries;
+    DrawnStages drawn;
     Works works;
     if constexpr (kSeamless) {
-      seamless(keys, values, queries, works);
+      seamless(keys, values, queries, drawn, works);
       return;
     }
     while (true) {
       const int tiles = take(works);
       if (row_ == Work::kNoMore) break;
-      compute(tiles, keys, values, queries, works.stage());
+      compute(tiles, keys, values, queries, drawn, works.stage());
     }
   }
   /// Takes the next work from the producer. Returns how many tiles it has.
@@ -123,11 +132,11 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   /// Computes one work. `parity`: of the number of works before it.
-  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries, int parity) {
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries,
+                                          DrawnStages& drawn, int parity) {
     float out[kBlocksE][4], s[kBlocksN][4];
     clear(out);
     if (tiles > 0) {
-      dropout_.begin(a_.dropout, b_ * a_.heads + h_);
       Barrier::wait(query_full(queries.stage()), queries.parity());
       // Nothing overlaps the first tile's scores.
       wait_keys(keys);
@@ -140,14 +149,15 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       bring_lines(now, 0);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
-      attend(tiles, now, out, s, keys, values, queries);
+      attend(tiles, now, out, s, keys, values, queries, drawn);
       wait_output(out, values, true);
     }
     finish(out, tiles < 0, b_, h_, first_query());
   }
 
   /// Computes all works.
-  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Works& works) {
+  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, DrawnStages& drawn,
+                                           Works& works) {
     float out[kBlocksE][4], s[kBlocksN][4];
     // Warpgroup 0 begins and each hands the turn to the next once its products are queued. Nobody takes the last turn.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
@@ -160,13 +170,15 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       clear(out);
       if (tiles > 0) {
         if (skips) --tiles;
-        attend(tiles, entry_of(keys, 0), out, s, keys, values, queries);
+        attend(tiles, entry_of(keys, 0), out, s, keys, values, queries, drawn);
         if (skips) {
           wait_keys(keys);
           begin_turn();
           end_turn();
           release(key_empty(keys.stage));
           keys.next();
+          Kept unused;
+          take_kept(unused, drawn);
         }
       }
       tiles = begin(s, keys, queries, works);
@@ -223,8 +235,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
   /// Computes all tiles, from `now` on, whose scores are there. At the end the output's last product is in flight.
   __device__ __forceinline__ void attend(int tiles, int now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
-                                         Stages& keys, Stages& values, QueryStages& queries) {
+                                         Stages& keys, Stages& values, QueryStages& queries, DrawnStages& drawn) {
     unsigned p[kBlocksN * 2];
+    Kept kept;
+    take_kept(kept, drawn);
     float rescale[2];
     release(key_empty(keys.stage));
     keys.next();
@@ -239,10 +253,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       Softmax::pack(p, s);
       if constexpr (Config::kDropout) {
 #pragma unroll
-        for (int n = 0; n < kBlocksN; n += 2) {
-          drop(p, now, n);
-          if (n % 4 == 2) hold_order();
-        }
+        for (int n = 0; n < kBlocksN; ++n) drop(p, kept, n);
       }
       // Vote per warpgroup: all its warps must execute the same wgmma.wait. `again`: a warp that computes a tile once
       // more is here by itself.
@@ -261,6 +272,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         if constexpr (kSeamless) end_turn();
         now = entry_of(keys, i);
         bring_lines(now, i % kLineSets);
+        take_kept(kept, drawn);
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
         release(key_empty(keys.stage));
@@ -275,7 +287,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         }
         apply_mods(s, now, 0);
         wait_output(out, values, true);
-        ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, now, n); });
+        ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, kept, n); });
         if (!ended) {
           scores_again(s, Entry::column(now) * Config::kCols);
           again = true;
@@ -422,12 +434,17 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
 
-  /// Drops probabilities of two blocks of keys, n on, from an operand.
-  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int tile, int n) const {
-    const int q = first_query() - lane() / 4, kv = Entry::column(tile) * Config::kCols;
-    const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
+  /// Takes a tile's dropout.
+  __device__ __forceinline__ void take_kept(Kept& kept, DrawnStages& stages) const {
+    if constexpr (Config::kDropout) {
+      drawn().take(kept, group_, stages.stage, stages.parity);
+      stages.next();
+    }
+  }
+  /// Drops probabilities of a block of eight keys from an operand.
+  __device__ __forceinline__ static void drop(unsigned (&p)[kBlocksN * 2], const Kept& kept, int n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);
+    for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept.mask(n, r);
   }
 
   /// Computes the warp's scores once more, from global memory: operands may be gone from shared memory.
@@ -500,7 +517,6 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   Softmax softmax_;
-  FlexDropoutHead<Config> dropout_;
   int b_, h_, row_, group_;
 };
 

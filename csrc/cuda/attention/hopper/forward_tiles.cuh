@@ -3,6 +3,7 @@
 
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/hopper/drawn.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
@@ -19,7 +20,8 @@ class FlexForwardHopperTiles {
                                                 .stages = Config::kStages,
                                                 .query_stages = Config::kQueryStages,
                                                 .parts = Config::kParts,
-                                                .line_bytes = Config::kLineBytes}};
+                                                .line_bytes = Config::kLineBytes,
+                                                .dropout = Config::kDropout}};
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   using Entry = TileEntry<Config::kParts>;
   // The producer asks for its next work so many tiles before the end of the present one: late, or the CTA with the
@@ -28,6 +30,11 @@ class FlexForwardHopperTiles {
   // Values are loaded so many tiles behind keys. 1 is the order of the products, in which keys do not wait for room for
   // values; it helps where tiles are so large that there is one tile of queries.
   static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
+  // Warps that draw dropout's numbers: those of the producer's warpgroup but for the producer's own.
+  static constexpr int kDrawers = Config::kDropout ? 3 : 0, kDrawnStages = HopperDrawnMemory::kForwardStages;
+  using Drawn = FlexDrawn<Config, false, Config::kGroups, Config::kCols / 64, kDrawnStages, kDrawers>;
+  using DrawnStages = DrawnRing<Config::kDropout, kDrawnStages>;
+  static_assert(!Config::kDropout || Config::kCols % 64 == 0);
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
   static_assert(Config::kCols % 16 == 0);
   static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
@@ -59,7 +66,7 @@ class FlexForwardHopperTiles {
       }
       for (int s = 0; s < 2; ++s) {
         Barrier::init(work_full(s), 1);
-        Barrier::init(work_empty(s), kConsumerWarps);
+        Barrier::init(work_empty(s), kConsumerWarps + kDrawers);
       }
       for (int s = 0; s < Config::kStages; ++s) {
         Barrier::init(key_full(s), 1);
@@ -67,6 +74,7 @@ class FlexForwardHopperTiles {
         Barrier::init(key_empty(s), kConsumerWarps);
         Barrier::init(value_empty(s), kConsumerWarps);
       }
+      if constexpr (Config::kDropout) drawn().init(kWarpgroup / kLanes);
       Barrier::fence_inits();
     }
     if constexpr (Config::kParts > 1) {
@@ -108,6 +116,7 @@ class FlexForwardHopperTiles {
     return query_ + kMemory.entries.offset + s * kMemory.entries.piece;
   }
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  __device__ __forceinline__ Drawn drawn() const { return Drawn(query_ + kMemory.drawn.offset); }
   // Called by each warp.
   __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
 
@@ -171,6 +180,35 @@ class FlexForwardHopperTiles {
       }
     }
     tell(w, works);
+  }
+  /// Run by each of the producer's other warps: draws dropout's numbers, in the order of the producer's tiles.
+  __device__ __forceinline__ void draw(int drawer) const {
+    FlexDropoutHead<Config> head;
+    DrawnStages stages;
+    Works works;
+    int next = drawer;
+    while (true) {
+      Work w;
+      Barrier::wait(work_full(works.stage()), works.parity());
+      load_four_by_first(lane(), work(works.stage()), w.b, w.h, w.row, w.tiles);
+      __syncwarp();
+      release(work_empty(works.stage()));
+      works.next();
+      if (w.row == Work::kNoMore) break;
+      if (w.tiles <= 0) continue;
+      head.begin(a_.dropout, w.b * a_.heads + w.h);
+      const TileWalk walk = walk_of(w);
+      w.row &= ~Work::kSkips;
+#pragma unroll 1
+      for (int i = 0; i < w.tiles; ++i) {
+        const int col = Entry::column(walk[i]) * Config::kCols;
+#pragma unroll 1
+        for (int group = 0; group < Config::kGroups; ++group) {
+          drawn().draw(head, a_.dropout, group, stages.stage, stages.parity, w.row + group * 64, col, next);
+        }
+        stages.next();
+      }
+    }
   }
   // The tile scheduler: static without a block mask, where all works take the same time, else dynamic.
   __device__ __forceinline__ int next_id(int id) const {

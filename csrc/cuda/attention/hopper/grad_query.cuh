@@ -399,6 +399,8 @@ class FlexGradQueryHopper {
   // wait, or ptxas would move the wait up.
   __device__ __forceinline__ void overlapped_pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                                    unsigned (&ds)[kBlocksN * 2]) const {
+    Kept kept;
+    if constexpr (Config::kDropout) kept = kept_of(tile);
 #pragma unroll
     for (int k = 0; k < kBlocksN * 4; ++k) {
       float changed;
@@ -412,12 +414,7 @@ class FlexGradQueryHopper {
     wgmma_wait<0>();
     pin<kBlocksN * 4>(d[0]);
 #pragma unroll
-    for (int n = 0; n < kBlocksN && Config::kDropout; n += 2) {
-      hold_order();
-      const auto kept = dropout_pairs(tile, n);
-      drop_gradient(kept, n, d[n]);
-      drop_gradient(kept, n + 1, d[n + 1]);
-    }
+    for (int n = 0; n < kBlocksN && Config::kDropout; ++n) drop_gradient(kept, n, d[n]);
 #pragma unroll
     for (int k = 0; k < kBlocksN * 4; ++k)
       d[k / 4][k % 4] = s[k / 4][k % 4] * (d[k / 4][k % 4] - rows_[k % 4 / 2].row.delta);
@@ -439,13 +436,12 @@ class FlexGradQueryHopper {
                                                             col_of(tile) + lane() % 4 * 2);
   }
 
-  /// Dropout of 16 keys from n * 8 on.
-  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
-  __device__ __forceinline__ DropoutPairs dropout_pairs(int tile, int n) const {
-    return dropout_.template pairs<false>(a_.dropout, first_query() - lane() / 4, col_of(tile) + n * 8, lane());
+  using Kept = FlexKept<false, Config::kCols / 64>;
+  __device__ __forceinline__ Kept kept_of(int tile) const {
+    return dropout_.template row<Config::kCols / 64>(a_.dropout, first_query() - lane() / 4, col_of(tile), lane());
   }
   /// Applies dropout to dP.
-  __device__ __forceinline__ void drop_gradient(const DropoutPairs& kept, int n, float (&d)[4]) const {
+  __device__ __forceinline__ void drop_gradient(const Kept& kept, int n, float (&d)[4]) const {
     kept.drop(n, d);
 #pragma unroll
     for (int e = 0; e < 4; ++e) d[e] *= a_.dropout.scale;
@@ -467,12 +463,12 @@ class FlexGradQueryHopper {
                                             float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
-    DropoutPairs kept;
+    Kept kept;
+    if constexpr (Config::kDropout) kept = kept_of(tile);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
       if constexpr (Config::kDropout) {
-        if (n % 2 == 0) kept = dropout_pairs(tile, n);
         drop_gradient(kept, n, d[n]);
       }
 #pragma unroll

@@ -62,17 +62,16 @@ Tensor rows_for(const Tensor& grad) {
 device::FlexDropout dropout_of(const Tensor& seed, double p) {
   static_assert(sizeof(long long) == sizeof(int64_t));
   const FlexDropoutRule rule(p);
-  const auto below = static_cast<unsigned>(drops_most(p) ? FlexDropoutRule::kNumbers - rule.threshold : rule.threshold);
   return {reinterpret_cast<const long long*>(seed.const_data_ptr<int64_t>()), static_cast<float>(rule.scale),
-          below | below << 16};
+          static_cast<unsigned>(rule.threshold)};
 }
 
 }  // namespace
 
 void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {
   const c10::cuda::CUDAGuard guard(seed.device());
-  flex_dropout_mask(dropout_of(seed, p), drops_most(p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1),
-                    mask.size(2), mask.size(3), at::cuda::getCurrentCUDAStream());
+  flex_dropout_mask(dropout_of(seed, p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1), mask.size(2),
+                    mask.size(3), at::cuda::getCurrentCUDAStream());
 }
 
 FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,

@@ -304,7 +304,7 @@ class FlexBackward {
       const int kv = first_key() + m * 16;
       const auto alive =
           pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile & 3, kMasked && masked, b, h, q, kv);
-      typename FlexDropoutHead<Config>::Pairs kept;
+      typename FlexDropoutHead<Config>::template Pairs<true> kept;
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
         if constexpr (Config::kDropout) {

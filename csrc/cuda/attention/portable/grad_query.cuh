@@ -125,7 +125,7 @@ class FlexGradQuery {
                                         float (&d)[kBlocksN][4]) {
     const int q = row_ + first_row() + m * 16 + lane() / 4;
     const auto alive = pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, q, kv);
-    typename FlexDropoutHead<Config>::Pairs kept;
+    typename FlexDropoutHead<Config>::template Pairs<false> kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if constexpr (Config::kDropout) {
