@@ -84,10 +84,13 @@ class FlexDrawn {
   unsigned shared_;
 };
 
-/// Where a ring of kStages tiles is; empty without dropout.
-template <bool kDropout, int kStages>
-struct DrawnRing : Ring<kStages> {};
-template <int kStages>
-struct DrawnRing<false, kStages> {};
+/// What a consumer has taken, and where the ring's next words are; empty without dropout.
+template <bool kDropout, class Drawn, int kStages>
+struct FlexTaken {
+  typename Drawn::Kept kept;
+  Ring<kStages> stages;
+};
+template <class Drawn, int kStages>
+struct FlexTaken<false, Drawn, kStages> {};
 
 }  // namespace fusegrad::device

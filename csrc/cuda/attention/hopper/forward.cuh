@@ -28,12 +28,11 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       Tiles::work_empty, Tiles::work_full;
   using Tiles::key, Tiles::kMemory, Tiles::query, Tiles::value;
   using Tiles::key_empty, Tiles::key_full, Tiles::query_empty, Tiles::query_full, Tiles::value_empty, Tiles::value_full;
-  using typename Tiles::Drawn, typename Tiles::DrawnStages, typename Tiles::Entry, typename Tiles::MaskMod,
-      typename Tiles::QueryStages, typename Tiles::ScoreMod, typename Tiles::Stages;
+  using typename Tiles::Entry, typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod,
+      typename Tiles::Stages;
   using typename Tiles::Work, typename Tiles::Works;
   using T = typename Config::Element;
   using Softmax = FlexHopperSoftmax<Config>;
-  using Kept = typename Drawn::Kept;
   using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
   using OutProduct = Wgmma<T, Config::kValue, true, true>;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
@@ -100,16 +99,15 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void consume() {
     Stages keys, values;
     QueryStages queries;
-    DrawnStages drawn;
     Works works;
     if constexpr (kSeamless) {
-      seamless(keys, values, queries, drawn, works);
+      seamless(keys, values, queries, works);
       return;
     }
     while (true) {
       const int tiles = take(works);
       if (row_ == Work::kNoMore) break;
-      compute(tiles, keys, values, queries, drawn, works.stage());
+      compute(tiles, keys, values, queries, works.stage());
     }
   }
   /// Takes the next work from the producer. Returns how many tiles it has.
@@ -132,8 +130,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   /// Computes one work. `parity`: of the number of works before it.
-  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries,
-                                          DrawnStages& drawn, int parity) {
+  __device__ __forceinline__ void compute(int tiles, Stages& keys, Stages& values, QueryStages& queries, int parity) {
     float out[kBlocksE][4], s[kBlocksN][4];
     clear(out);
     if (tiles > 0) {
@@ -149,15 +146,14 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       bring_lines(now, 0);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
-      attend(tiles, now, out, s, keys, values, queries, drawn);
+      attend(tiles, now, out, s, keys, values, queries);
       wait_output(out, values, true);
     }
     finish(out, tiles < 0, b_, h_, first_query());
   }
 
   /// Computes all works.
-  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, DrawnStages& drawn,
-                                           Works& works) {
+  __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Works& works) {
     float out[kBlocksE][4], s[kBlocksN][4];
     // Warpgroup 0 begins and each hands the turn to the next once its products are queued. Nobody takes the last turn.
     if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
@@ -170,15 +166,14 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       clear(out);
       if (tiles > 0) {
         if (skips) --tiles;
-        attend(tiles, entry_of(keys, 0), out, s, keys, values, queries, drawn);
+        attend(tiles, entry_of(keys, 0), out, s, keys, values, queries);
         if (skips) {
           wait_keys(keys);
           begin_turn();
           end_turn();
           release(key_empty(keys.stage));
           keys.next();
-          Kept unused;
-          take_kept(unused, drawn);
+          take_kept();
         }
       }
       tiles = begin(s, keys, queries, works);
@@ -235,10 +230,9 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
   /// Computes all tiles, from `now` on, whose scores are there. At the end the output's last product is in flight.
   __device__ __forceinline__ void attend(int tiles, int now, float (&out)[kBlocksE][4], float (&s)[kBlocksN][4],
-                                         Stages& keys, Stages& values, QueryStages& queries, DrawnStages& drawn) {
+                                         Stages& keys, Stages& values, QueryStages& queries) {
     unsigned p[kBlocksN * 2];
-    Kept kept;
-    take_kept(kept, drawn);
+    take_kept();
     float rescale[2];
     release(key_empty(keys.stage));
     keys.next();
@@ -253,7 +247,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       Softmax::pack(p, s);
       if constexpr (Config::kDropout) {
 #pragma unroll
-        for (int n = 0; n < kBlocksN; ++n) drop(p, kept, n);
+        for (int n = 0; n < kBlocksN; ++n) drop(p, n);
       }
       // Vote per warpgroup: all its warps must execute the same wgmma.wait. `again`: a warp that computes a tile once
       // more is here by itself.
@@ -272,7 +266,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         if constexpr (kSeamless) end_turn();
         now = entry_of(keys, i);
         bring_lines(now, i % kLineSets);
-        take_kept(kept, drawn);
+        take_kept();
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
         release(key_empty(keys.stage));
@@ -287,7 +281,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         }
         apply_mods(s, now, 0);
         wait_output(out, values, true);
-        ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, kept, n); });
+        ended = softmax_.add_by_first(s, p, [&](int n) {
+          (void)now;  // captured: else compilers number the registers of kernels without dropout in another order
+          drop(p, n);
+        });
         if (!ended) {
           scores_again(s, Entry::column(now) * Config::kCols);
           again = true;
@@ -435,16 +432,18 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   /// Takes a tile's dropout.
-  __device__ __forceinline__ void take_kept(Kept& kept, DrawnStages& stages) const {
+  __device__ __forceinline__ void take_kept() {
     if constexpr (Config::kDropout) {
-      drawn().take(kept, group_, stages.stage, stages.parity);
-      stages.next();
+      drawn().take(dropout_.kept, group_, dropout_.stages.stage, dropout_.stages.parity);
+      dropout_.stages.next();
     }
   }
   /// Drops probabilities of a block of eight keys from an operand.
-  __device__ __forceinline__ static void drop(unsigned (&p)[kBlocksN * 2], const Kept& kept, int n) {
+  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int n) const {
+    if constexpr (Config::kDropout) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept.mask(n, r);
+      for (int r = 0; r < 2; ++r) p[2 * n + r] &= dropout_.kept.mask(n, r);
+    }
   }
 
   /// Computes the warp's scores once more, from global memory: operands may be gone from shared memory.
@@ -517,6 +516,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
 
   Softmax softmax_;
+  typename Tiles::Dropout dropout_;
   int b_, h_, row_, group_;
 };
 

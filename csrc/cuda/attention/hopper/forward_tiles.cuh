@@ -33,7 +33,7 @@ class FlexForwardHopperTiles {
   // Warps that draw dropout's numbers: those of the producer's warpgroup but for the producer's own.
   static constexpr int kDrawers = Config::kDropout ? 3 : 0, kDrawnStages = HopperDrawnMemory::kForwardStages;
   using Drawn = FlexDrawn<Config, false, Config::kGroups, Config::kCols / 64, kDrawnStages, kDrawers>;
-  using DrawnStages = DrawnRing<Config::kDropout, kDrawnStages>;
+  using Dropout = FlexTaken<Config::kDropout, Drawn, kDrawnStages>;
   static_assert(!Config::kDropout || Config::kCols % 64 == 0);
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
   static_assert(Config::kCols % 16 == 0);
@@ -184,7 +184,7 @@ class FlexForwardHopperTiles {
   /// Run by each of the producer's other warps: draws dropout's numbers, in the order of the producer's tiles.
   __device__ __forceinline__ void draw(int drawer) const {
     FlexDropoutHead<Config> head;
-    DrawnStages stages;
+    Ring<kDrawnStages> stages;
     Works works;
     int next = drawer;
     while (true) {
