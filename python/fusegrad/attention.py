@@ -263,9 +263,8 @@ def flex_attention(
         )  # fmt: skip
     wrapped = _functorch.is_functorch_wrapped_tensor
     if not torch.compiler.is_compiling() and (wrapped(query) or wrapped(key) or wrapped(value)):
-        score_mod = block_mask = context_parallel = (
-            None  # the op refuses transforms, under which tracing would fail with another error
-        )
+        # The op refuses transforms, under which tracing would fail with another error.
+        score_mod = block_mask = context_parallel = None
     if context_parallel is not None or is_dtensor(query, key, value):
         from .distributed.sequence_attention import Options
         from .distributed.sequence_tensors import attend_parts

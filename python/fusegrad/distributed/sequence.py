@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from ..score_mod import ScoreMod
 from .sequence_ranges import (
     NAME,
     Ranges,
@@ -184,7 +185,7 @@ class ContextParallel:
 
     def block_mask(
         self,
-        mask_mod: Callable[..., Any],
+        mask_mod: Callable[..., Any] | ScoreMod,
         B: int | None,
         H: int | None,
         length: int | None = None,
@@ -193,11 +194,11 @@ class ContextParallel:
         block_size: int = 128,
     ) -> BlockMask:
         """The block mask of this process's queries and all keys, for ``flex_attention(..., context_parallel=self)``. No
-        process makes the others' rows; PyTorch's ``create_block_mask`` evaluates some rows of blocks at a time.
+        process makes the others' rows; :func:`fusegrad.create_block_mask` makes them.
 
         Args:
             mask_mod: ``(b, h, q_idx, kv_idx) -> bool`` of positions in the whole sequence.
-            B, H: as of ``create_block_mask``.
+            B, H, device, block_size: as there.
             length: S, where the class does not know it.
 
         Raises:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
+from ..score_mod import ScoreMod, trace_mask_mod
 from .sequence import ContextParallel
+from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import Ranges, sizes_of
 
 __all__ = ["MaskCuts", "Piece", "listed_pairs", "own_block_mask", "pieces"]
@@ -107,13 +109,9 @@ def listed_pairs(mask: BlockMask, cuts: MaskCuts, queries: Sequence[Piece], keys
     return made
 
 
-# Pairs whose mask is evaluated at a time.
-_PAIRS = 1 << 26
-
-
 def own_block_mask(
     context: ContextParallel,
-    mask_mod: Callable[..., Any],
+    mask_mod: Callable[..., Any] | ScoreMod,
     B: int | None,
     H: int | None,
     length: int,
@@ -121,10 +119,12 @@ def own_block_mask(
     block_size: int,
 ) -> BlockMask:
     """The block mask of this process's queries and all keys."""
+    from ..block_mask import create_block_mask
+
     everyone = context.ranges(length)
-    step = max(1, _PAIRS // max(1, (B or 1) * (H or 1) * length * block_size)) * block_size
-    parts = []
-    row = 0
+    mod = trace_mask_mod(mask_mod, device=torch.device(device))
+    moved = MovedMod(mod, ("q_idx",))
+    parts, row = [], 0
     for start, stop in everyone[context.rank]:
         if row % block_size:
             raise ValueError(
@@ -132,13 +132,8 @@ def own_block_mask(
                 f"the last, but got {block_size} and {list(everyone[context.rank])}"
             )
         row += stop - start
-        for first in range(start, stop, step):
-
-            def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, first: int = first) -> Tensor:
-                return mask_mod(b, h, q_idx + first, kv_idx)
-
-            size = min(step, stop - first)
-            parts.append(create_block_mask(moved, B, H, size, length, device=str(device), BLOCK_SIZE=block_size))
+        part = moved.traced(Starts().at(start, 0, 0))
+        parts.append(create_block_mask(part, B, H, stop - start, length, device=device, block_size=block_size))
     columns = -(-length // block_size)
     lists = []
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
@@ -146,4 +141,4 @@ def own_block_mask(
         nothing = torch.zeros(shape, dtype=torch.int32, device=device)
         lists.append(torch.cat([nothing, *(getattr(part, name) for part in parts)], 2))
     lengths = (sizes_of(everyone)[context.rank], length)
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mod, seq_lengths=lengths)

@@ -56,9 +56,15 @@ class MovedMod:
         """What an op takes for a part that starts there: text, buffers, floats and whole numbers."""
         if self.mod is None:
             return "", [], [], []
-        added = [starts.of[name] for name in self._moved] + [starts.row]
-        scalars = [*self._scalars, *added]
-        return self.text, buffers, *split_scalars([scalars[i] for i in self._order])
+        return self.text, buffers, *split_scalars(self._scalars_at(starts))
+
+    def traced(self, starts: Starts) -> ScoreMod:
+        """The same as a mod of its own."""
+        return ScoreMod(self.text, self.buffers, self._scalars_at(starts))
+
+    def _scalars_at(self, starts: Starts) -> list[Any]:
+        scalars = [*self._scalars, *(starts.of[name] for name in self._moved), starts.row]
+        return [scalars[i] for i in self._order]
 
 
 @dataclass(frozen=True)
