@@ -89,7 +89,7 @@ def create_block_mask(
     """
     if device is None:
         found = [b.device for b in trace_mask_mod(mask_mod).buffers if b.device.type != "cpu"]
-        device = found[0] if found else torch.get_default_device()
+        device = found[0] if found else torch.empty(0).device
     sizes = [1 if B is None else B, 1 if H is None else H, M, N]
     return BlockMask(**fields_of(mask_mod, sizes, torch.device(device), _pair("create_block_mask", block_size)))
 

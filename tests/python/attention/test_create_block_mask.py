@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import fusegrad
 import pytest
 import torch
@@ -150,6 +152,45 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.fusegrad.create_block_mask, arguments)
     ends = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 9])
     torch.library.opcheck(torch.ops.fusegrad.varlen_keys, (*ends, 12, True, 2, -1))
+
+
+class Program(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = torch.nn.Buffer(torch.arange(200) // 70)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = self.ids
+        mask = create_block_mask(
+            lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), None, None, x.size(2), x.size(2), block_size=32
+        )
+        return fusegrad.flex_attention(x, x, x, block_mask=mask)
+
+
+@pytest.mark.cpu_only
+def test_within_compiled_and_exported_programs() -> None:
+    """Of any length, in one graph; saved and loaded."""
+    program, given = Program(), [torch.randn(1, 2, n, 8) for n in (100, 130, 200)]
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=True)
+    lengths = {"x": {2: torch.export.Dim("n", min=66, max=200)}}
+    exported = torch.export.export(program, (given[0],), dynamic_shapes=lengths)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    loaded = torch.export.load(file).module()
+    for x in given:
+        for found in (compiled(x), loaded(x)):
+            torch.testing.assert_close(found, program(x))
+
+
+@pytest.mark.cpu_only
+def test_varlen_mask_within_a_compiled_program() -> None:
+    def run(x: Tensor, ends: Tensor) -> Tensor:
+        return fusegrad.flex_attention(x, x, x, block_mask=varlen_mask(ends, causal=True, lengths=(70, 70)))
+
+    x = torch.randn(1, 2, 70, 8)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for ends in (torch.tensor([0, 30, 70]), torch.tensor([0, 41, 60])):
+        torch.testing.assert_close(compiled(x, ends), run(x, ends))
 
 
 # --- packed sequences ---------------------------------------------------------------------------------------------
