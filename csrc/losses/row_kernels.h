@@ -35,7 +35,8 @@ struct RowTargets {
   bool dense = false;
 };
 
-/// z = cap * tanh(scale * x / cap); without a cap (0), z = scale * x. x are the stored logits.
+/// z = cap * tanh(scale * x / cap); without a cap (0), z = scale * x. x are the stored logits. Where a kernel's
+/// arguments have a row_scale, it is a factor of a row's scale.
 struct LogitTransform {
   double scale = 1.0;
   double cap = 0.0;
@@ -59,6 +60,7 @@ struct RowForward {
   int64_t grad_stride = 0;
   RowTargets targets;
   LogitTransform transform;
+  const void* row_scale = nullptr;  // [N] acc; null: all 1
   double z_loss = 0.0;
   const void* scales = nullptr;  // [2] acc on the device: cross entropy's, z-loss's; null: both 1
   bool lse_of_ignored = false;   // lse wanted for ignored rows too; otherwise they need not be read (lse 0)
@@ -73,6 +75,10 @@ struct RowForward {
   void* token_log_prob = nullptr;  // z[y] - lse; indices only
   void* entropy = nullptr;         // H = lse - sum_c p[c] * z[c]
   void* entropy_low = nullptr;     // what rounding took from entropy
+  // Null all three or none; entropy is not null then. They are what the gradient of a factor of z is made of.
+  void* mean = nullptr;      // sum_c p[c] * z[c]; of ignored rows too, as lse
+  void* variance = nullptr;  // sum_c p[c] * (z[c] - mean)^2
+  void* slope = nullptr;     // sum_c (A * p[c] - a[c]) * z[c]
 };
 
 /// Gradient from saved statistics: element-wise over a block of columns [col_offset, col_offset + cols) of a
@@ -94,6 +100,7 @@ struct RowGradient {
   int64_t grad_stride = 0;
   RowTargets targets;
   LogitTransform transform;
+  const void* row_scale = nullptr;  // [N] acc; null: all 1
   double z_loss = 0.0;
   const void* scales = nullptr;     // [2] acc, or null
   const void* lse = nullptr;        // [N] acc

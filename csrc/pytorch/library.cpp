@@ -54,6 +54,11 @@ TORCH_LIBRARY(fusegrad, m) {
                                          "(" + row_returns + ", Tensor logits, " + gradients);
   define_pair<LinearCrossEntropyBackward>(m, "linear_cross_entropy_backward", "(" + gradients);
 
+  // --- a softmax over a few columns of each row ------------------------------------------------------------
+  define<SupportLogits>(m, "support_logits", "Tensor logits");
+  define<SupportLogitsBackward>(m, "support_logits_backward", "(" + gradients);
+  define<SupportPositions>(m, "support_positions", "Tensor");
+
   // --- Jensen-Shannon divergence ---------------------------------------------------------------------------
   // `stats` is [k, N] acc: the soft and the hard loss, as `aux` asks for them.
   const std::string divergence_returns = "(Tensor loss, Tensor stats, Tensor scales, ";

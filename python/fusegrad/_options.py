@@ -47,7 +47,7 @@ class LinearCrossEntropy(CrossEntropy, total=False):
     ignore_index: int | None
     reduction: Reduction
     label_smoothing: float
-    logit_scale: float
+    logit_scale: float | Tensor
     accumulate_dtype: torch.dtype | None
     workspace_mib: int | None
     options: LinearCrossEntropyOptions | None
@@ -85,11 +85,12 @@ class DivergenceCall(OfACall, total=False):
 
 
 class CrossEntropyFunction(CrossEntropy, OfACall, total=False):
-    pass
+    support: Tensor | None
 
 
 class LinearCrossEntropyFunction(LinearCrossEntropy, OfACall, total=False):
     linear_bias: Tensor | None
+    support: Tensor | None
 
 
 class JSDFunction(JSD, DivergenceCall, total=False):

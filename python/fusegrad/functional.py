@@ -182,6 +182,7 @@ def cross_entropy(
     normalizer: float | Tensor | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    support: Tensor | None = None,
     inplace: bool = False,
     vocab_parallel: VocabParallel | None = None,
     return_aux: Aux | None = None,
@@ -210,6 +211,11 @@ def cross_entropy(
         label_smoothing: in [0, 1].
         z_loss: coefficient of lse**2 (PaLM, arXiv:2204.02311, section 5).
         softcap: z = softcap * tanh(input / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+        support: the softmax is over these classes of each row alone, as over logits that are -inf elsewhere: int64 or
+            int32, the shape of a class-index target and K. -1 pads. A row has a class at most once, and its target
+            among them: otherwise an error on the CPU, and on the GPU, unless :func:`fusegrad.set_check_targets` asks
+            for the check, NaN where the target is missing. Not with class probabilities, ``weight``,
+            ``label_smoothing`` or ``vocab_parallel``.
         inplace: permission to overwrite ``input`` with its gradient. Its version counter is raised, so PyTorch raises
             an error where another op has saved it for its own backward; a leaf, a view of one, an expanded or an
             overlapping tensor is refused before anything is written. Where versions cannot be checked (saved-tensor
@@ -241,6 +247,7 @@ def cross_entropy(
         z_loss,
         softcap,
         _aux_bits(return_aux),
+        support,
     )
     if vocab_parallel is not None or is_dtensor(input):
         return _result(sharded("cross_entropy", arguments, inplace, vocab_parallel), return_aux)
@@ -295,7 +302,8 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
+    support: Tensor | None = None,
     token_weight: Tensor | None = None,
     normalizer: float | Tensor | None = None,
     inplace: bool = False,
@@ -326,7 +334,10 @@ def linear_cross_entropy(
         linear_bias: ``[V]``.
         weight, ignore_index, reduction, label_smoothing, z_loss, softcap, token_weight, normalizer: as in
             :func:`cross_entropy`.
-        logit_scale: a factor of the logits, before the softcap.
+        logit_scale: a factor of the logits, before the softcap: a number, a 0-d tensor, or a tensor of one a row in the
+            shape of a class-index target (a temperature t of each row is ``1 / t``). A tensor gets a gradient where it
+            requires one; it must not be 0 there, nor come with a softcap.
+        support: as in :func:`cross_entropy`, ``[..., K]``. The logits at these columns are kept, whatever the budget.
         inplace: permission to overwrite ``input`` with its gradient, under the checks of :func:`cross_entropy`.
         accumulate_dtype: dtype in which the weight's gradient adds up over chunks: float32 (the default), or the
             weight's own, which saves 4 * V * H bytes and is less accurate (measured in docs/contract.md).
@@ -377,9 +388,11 @@ def linear_cross_entropy(
         z_loss,
         softcap,
         _aux_bits(return_aux),
-        logit_scale,
+        1.0 if isinstance(logit_scale, Tensor) else logit_scale,
         accumulate_dtype,
         workspace_mib,
+        logit_scale if isinstance(logit_scale, Tensor) else None,
+        support,
     )
     if vocab_parallel is not None or is_dtensor(input, linear_weight):
         return _result(sharded("linear_cross_entropy", arguments, inplace, vocab_parallel), return_aux)
@@ -397,7 +410,8 @@ def linear_log_prob(
     linear_bias: Tensor | None = None,
     ignore_index: int | None = None,
     softcap: float | None = None,
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
+    support: Tensor | None = None,
     workspace_mib: int | None = None,
     vocab_parallel: VocabParallel | None = None,
     return_entropy: bool = True,
@@ -410,8 +424,8 @@ def linear_log_prob(
     those aux values; a policy divided by a temperature t has ``logit_scale=1 / t``.
 
     Args:
-        input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, workspace_mib, vocab_parallel: as in
-            :func:`linear_cross_entropy`.
+        input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, support, workspace_mib,
+            vocab_parallel: as in :func:`linear_cross_entropy`.
         target: class indices ``[...]``, int64, int32 or uint8.
         return_entropy: False: ``entropy`` is None and costs nothing.
 
@@ -431,6 +445,7 @@ def linear_log_prob(
             reduction="none",
             softcap=softcap,
             logit_scale=logit_scale,
+            support=support,
             workspace_mib=workspace_mib,
             vocab_parallel=vocab_parallel,
             return_aux=Aux(token_log_prob=True, entropy=return_entropy),

@@ -21,14 +21,20 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and aux values of :func:`fusegrad.cross_entropy`, by PyTorch's own cross entropy a row.
 
-    z = softcap * tanh(input / softcap); a row costs PyTorch's cross entropy of z plus z_loss * logsumexp(z)**2.
+    z = softcap * tanh(input / softcap), -inf outside a support (of [N, V] logits); a row costs PyTorch's cross entropy
+    of z plus z_loss * logsumexp(z)**2.
     """
     ignore = -100 if ignore_index is None else ignore_index
     dim = 0 if input.dim() == 1 else 1
     z = input if softcap is None else softcap * torch.tanh(input / softcap)
+    if support is not None:
+        inside = z.new_zeros(z.shape[0], z.shape[1] + 1, dtype=torch.bool)
+        inside.scatter_(1, support.long().masked_fill(support < 0, z.shape[1]), True)
+        z = z.masked_fill(~inside[:, :-1], -torch.inf)
     rows = F.cross_entropy(z, target, weight, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore)
     lse = z.logsumexp(dim)
     if target.is_floating_point():
@@ -40,12 +46,13 @@ def cross_entropy(
         divisor = kept.sum() if weight is None else (weight.to(rows.dtype)[safe] * kept).sum()
     z_rows = z_loss * lse.square() * kept
     log_p = z.log_softmax(dim)
-    aux = {"lse": lse, "z_loss": z_rows, "entropy": -(log_p.exp() * log_p).sum(dim) * kept}
+    finite = log_p.masked_fill(z == -torch.inf, 0)
+    aux = {"lse": lse, "z_loss": z_rows, "entropy": -(log_p.exp() * finite).sum(dim) * kept}
     best = z.argmax(dim)
     aux["predicted_tokens"] = best.masked_fill(kept == 0, -1)
     if not target.is_floating_point():
         aux["token_accuracy"] = (best == safe).to(rows.dtype) * kept
-        aux["token_log_prob"] = log_p.gather(dim, safe.unsqueeze(dim)).squeeze(dim) * kept
+        aux["token_log_prob"] = log_p.gather(dim, safe.unsqueeze(dim)).squeeze(dim).masked_fill(kept == 0, 0)
     if token_weight is not None:
         rows, z_rows = rows * token_weight, z_rows * token_weight
     if reduction == "none":
@@ -63,12 +70,14 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
     upcast: bool = False,
     **options: object,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and aux values of :func:`fusegrad.linear_cross_entropy`. ``upcast``: the loss of float32 logits, which is
     how a careful user writes it in low precision."""
+    if isinstance(logit_scale, Tensor) and logit_scale.dim() > 0:
+        logit_scale = logit_scale.unsqueeze(-1)
     logits = F.linear(input, linear_weight, linear_bias) * logit_scale
     vocab = logits.shape[-1]
     rows = logits.reshape(-1, vocab)
@@ -78,7 +87,10 @@ def linear_cross_entropy(
     token_weight = options.pop("token_weight", None)
     if isinstance(token_weight, Tensor):
         token_weight = token_weight.reshape(-1)
-    loss, aux = cross_entropy(rows, flat, token_weight=token_weight, **options)  # type: ignore[arg-type]
+    support = options.pop("support", None)
+    if isinstance(support, Tensor):
+        support = support.reshape(-1, support.shape[-1])
+    loss, aux = cross_entropy(rows, flat, token_weight=token_weight, support=support, **options)  # type: ignore[arg-type]
     shape = input.shape[:-1]
     return (loss if loss.dim() == 0 else loss.reshape(shape)), {k: v.reshape(shape) for k, v in aux.items()}
 

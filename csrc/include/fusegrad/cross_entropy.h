@@ -22,6 +22,9 @@ struct CrossEntropyOptions {
   TORCH_ARG(double, z_loss) = 0.0;
   /// z = softcap * tanh(input / softcap).
   TORCH_ARG(std::optional<double>, softcap);
+  /// The softmax is over these columns of each row alone, as over logits that are -inf elsewhere: the shape of a
+  /// class-index target and K, int64 or int32, -1 pads, each column at most once in a row, the target's among them.
+  TORCH_ARG(std::optional<at::Tensor>, support);
   /// Permission to overwrite the input with its gradient. The input's version counter is raised then, and PyTorch
   /// raises where another op has saved it for its backward.
   TORCH_ARG(bool, inplace) = false;

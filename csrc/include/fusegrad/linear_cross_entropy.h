@@ -18,6 +18,10 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<double>, softcap);
   /// z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)).
   TORCH_ARG(double, logit_scale) = 1.0;
+  /// Another factor beside logit_scale: 0-d, or one a row, in the shape of a class-index target; any floating dtype, on
+  /// the input's device. Gets a gradient, without a softcap, where it is not 0.
+  TORCH_ARG(std::optional<at::Tensor>, row_scale);
+  TORCH_ARG(std::optional<at::Tensor>, support);
   /// Permission to overwrite the input with its gradient.
   TORCH_ARG(bool, inplace) = false;
   /// float32 (the default): the weight's gradient accumulates in float32. The weight's own low-precision dtype: it
@@ -48,7 +52,9 @@ struct LinearLogProbOptions {
   TORCH_ARG(int64_t, ignore_index) = -100;
   TORCH_ARG(std::optional<double>, softcap);
   TORCH_ARG(double, logit_scale) = 1.0;
+  TORCH_ARG(std::optional<at::Tensor>, row_scale);
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
+  TORCH_ARG(std::optional<at::Tensor>, support);
   /// false: the entropy is undefined and costs nothing.
   TORCH_ARG(bool, return_entropy) = true;
 };

@@ -89,14 +89,19 @@ struct RowStats {
   Acc target_dot = 0;  // dense: sum a[c] * (z - m), mass: sum a[c], both without at_index
   Acc mass = 0;
   Acc entropy_dot = 0;  // sum exp(z - m) * (z - m)
+  Acc square_dot = 0;   // sum exp(z - m) * (z - m)^2
 };
+
+// What row_stats() adds up beside the exponentials.
+enum class Moments { kNone, kFirst, kSecond };
 
 // `exps`, unless null, gets exp(z - m), padded to whole lanes.
 template <class T>
 RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T>>& transform, const Target<T>& target,
-                             bool entropy, AccOf<T>* exps = nullptr) {
+                             Moments moments, AccOf<T>* exps = nullptr) {
   using Acc = AccOf<T>;
   using Vec = at::vec::Vectorized<Acc>;
+  const bool entropy = moments != Moments::kNone, square = moments == Moments::kSecond;
   const Acc kLow = -std::numeric_limits<Acc>::infinity();
   RowStats<Acc> stats;
   Vec max_a(kLow), max_b(kLow);
@@ -119,7 +124,7 @@ RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T
   const Vec m(stats.max);
   const bool smooth = !target.dense && target.uniform != Acc(0);
   const bool extra = target.dense || smooth || entropy;
-  Vec sum_a(0), sum_b(0), shifted(0), dot(0), mass(0), entropy_dot(0);
+  Vec sum_a(0), sum_b(0), shifted(0), dot(0), mass(0), entropy_dot(0), square_dot(0);
   // Plain: nothing but the sum of exp(x - m), without a test in the loop.
   const auto add_up = [&](auto plain) {
     each_lanes(row, cols, kLow, [&](int64_t c, int64_t count, const Lanes<T>& x) {
@@ -142,6 +147,7 @@ RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T
       if constexpr (!plain) {
         if (smooth) shifted = shifted + za + zb;
         if (entropy) entropy_dot = entropy_dot + product_or_zero(ea, za) + product_or_zero(eb, zb);
+        if (square) square_dot = square_dot + product_or_zero(ea, za * za) + product_or_zero(eb, zb * zb);
         if (target.dense) {
           const auto a = target.coefficients(c, count, 0);
           dot = dot + product_or_zero(a.a, za) + product_or_zero(a.b, zb);
@@ -157,6 +163,7 @@ RowStats<AccOf<T>> row_stats(const T* row, int64_t cols, const Transform<AccOf<T
     stats.target_dot = reduce_add(dot);
     stats.mass = reduce_add(mass);
     stats.entropy_dot = reduce_add(entropy_dot);
+    stats.square_dot = reduce_add(square_dot);
   }
   return stats;
 }
@@ -246,17 +253,28 @@ int64_t first_of_largest(const T* row, int64_t cols, double scale) {
   return best;
 }
 
+// The transform of a row.
+template <class Acc>
+Transform<Acc> of_row(Transform<Acc> transform, const void* row_scale, int64_t n) {
+  if (row_scale != nullptr) transform.scale *= static_cast<const Acc*>(row_scale)[n];
+  return transform;
+}
+
 template <class T>
 void forward_rows(const RowForward& p, int64_t begin, int64_t end, void* scratch) {
   using Acc = AccOf<T>;
   auto* exps = static_cast<Acc*>(scratch);
-  const Transform<Acc> transform(p.transform);
+  const Transform<Acc> common(p.transform);
+  const auto moments = p.variance != nullptr  ? Moments::kSecond
+                       : p.entropy != nullptr ? Moments::kFirst
+                                              : Moments::kNone;
   const auto* scales = static_cast<const Acc*>(p.scales);
   const Acc ce_scale = scales != nullptr ? scales[0] : Acc(1), z_scale = scales != nullptr ? scales[1] : Acc(1);
   for (int64_t n = begin; n < end; ++n) {
     const T* row = static_cast<const T*>(p.logits) + n * p.logits_stride;
     T* grad = p.grad != nullptr ? static_cast<T*>(p.grad) + n * p.grad_stride : nullptr;
     const Target<T> target(p.targets, n, p.cols);
+    const auto transform = of_row(common, p.row_scale, n);
     if (!target.kept) {
       put(p.loss, n, Acc(0));
       put(p.lse_low, n, Acc(0));
@@ -266,17 +284,22 @@ void forward_rows(const RowForward& p, int64_t begin, int64_t end, void* scratch
       put(p.token_log_prob, n, Acc(0));
       put(p.entropy, n, Acc(0));
       put(p.entropy_low, n, Acc(0));
+      put(p.variance, n, Acc(0));
+      put(p.slope, n, Acc(0));
+      put(p.mean, n, Acc(0));
       Acc lse = 0;
       if (p.lse_of_ignored) {
-        const auto stats = row_stats(row, p.cols, transform, target, /*entropy=*/false);
+        const auto stats =
+            row_stats(row, p.cols, transform, target, p.mean != nullptr ? Moments::kFirst : Moments::kNone);
         lse = stats.max + std::log(stats.sum);
+        put(p.mean, n, stats.max + stats.entropy_dot / stats.sum);
         put(p.lse_low, n, lost_in_difference(stats.max, -std::log(stats.sum)));
       }
       put(p.lse, n, lse);
       if (grad != nullptr) fill_zero(grad, p.cols);
       continue;
     }
-    const auto stats = row_stats(row, p.cols, transform, target, p.entropy != nullptr, exps);
+    const auto stats = row_stats(row, p.cols, transform, target, moments, exps);
     const Acc log_sum = std::log(stats.sum), lse = stats.max + log_sum;
     const Acc at_index = target.index >= 0 ? transform.one(static_cast<Acc>(row[target.index])) : Acc(0);
     Acc mass = target.dense ? stats.mass + target.at_index : target.at_index + target.uniform * Acc(p.cols);
@@ -290,11 +313,14 @@ void forward_rows(const RowForward& p, int64_t begin, int64_t end, void* scratch
     put(p.lse_low, n, lost_in_difference(stats.max, -log_sum));
     put(p.mass, n, mass);
     put(p.z_loss_term, n, z_term);
-    if (p.predicted != nullptr) put(p.predicted, n, first_of_largest(row, p.cols, p.transform.scale));
+    if (p.predicted != nullptr) put(p.predicted, n, first_of_largest(row, p.cols, transform.scale));
     put(p.token_log_prob, n, (at_index - stats.max) - log_sum);
     const Acc mean = stats.entropy_dot / stats.sum;
     put(p.entropy, n, log_sum - mean);
     put(p.entropy_low, n, lost_in_difference(log_sum, mean));
+    put(p.mean, n, stats.max + mean);
+    put(p.variance, n, stats.square_dot / stats.sum - mean * mean);
+    put(p.slope, n, ce - mass * (log_sum - mean));
     if (grad != nullptr) {
       Factors<Acc> f;
       f.P = weight * ce_scale * mass;
@@ -316,13 +342,14 @@ Acc at_row(const void* values, int64_t n) {
 template <class T>
 void gradient_rows(const RowGradient& p, int64_t begin, int64_t end) {
   using Acc = AccOf<T>;
-  const Transform<Acc> transform(p.transform);
+  const Transform<Acc> common(p.transform);
   const auto* scales = static_cast<const Acc*>(p.scales);
   const Acc ce_scale = scales != nullptr ? scales[0] : Acc(1), z_scale = scales != nullptr ? scales[1] : Acc(1);
   for (int64_t n = begin; n < end; ++n) {
     const T* row = static_cast<const T*>(p.logits) + n * p.logits_stride;
     T* grad = static_cast<T*>(p.grad) + n * p.grad_stride;
     const Target<T> target(p.targets, n, p.vocab);
+    const auto transform = of_row(common, p.row_scale, n);
     const Acc lse = static_cast<const Acc*>(p.lse)[n];
     Factors<Acc> f;
     f.shift = lse;

@@ -14,6 +14,9 @@ RowOutputs cross_entropy(const CrossEntropyForward& call, bool inplace);
 /// `inplace`. Which gradients are wanted is found out here.
 RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace);
 
+/// The logits at `index`, [N, K] acc; the dtype is that in which the weight's gradient adds up.
+at::Tensor support_logits(const SupportLogits& call, std::optional<at::ScalarType> accumulate_dtype);
+
 /// `inplace` writes the student's gradient into the student.
 JsdOutputs jsd(JsdForward call, bool inplace);
 

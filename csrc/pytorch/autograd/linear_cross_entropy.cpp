@@ -30,7 +30,8 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
 // logits, which were kept or are computed a second time.
 struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "linear_cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& /*input: edge*/, const Tensor& /*weight: edge*/,
-                               const OptionalTensor& /*bias: edge*/, const LinearCrossEntropyForward& call) {
+                               const OptionalTensor& /*bias: edge*/, const OptionalTensor& /*row_scale: edge*/,
+                               const LinearCrossEntropyForward& call) {
     at::AutoDispatchBelowAutograd guard;
     const auto [out, logits, gradients] = dispatch::linear_cross_entropy_forward(call, /*inplace=*/false);
     ctx->set_materialize_grads(false);
@@ -49,16 +50,50 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
                                                    .options = call.options,
                                                    .linear = call.linear,
                                                    .logits = call.keep_logits ? OptionalTensor(logits) : std::nullopt,
-                                                   .grad_stats = {}});
+                                                   .grad_stats = {},
+                                                   .row_scale = call.row_scale});
     return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     auto call = load_arguments<LinearCrossEntropyBackward>(ctx);
-    if (!put_upstream(kOp, grads, call)) return variable_list(4);
+    if (!put_upstream(kOp, grads, call)) return variable_list(5);
     call.needs_grad = needed_gradients(ctx, call.linear_bias.has_value());
     const bool inplace = call.logits && may_reuse_saved(*call.logits, ctx->saved_data["hooks"].toBool());
-    return linear_result(dispatch::linear_cross_entropy_backward(call, inplace), call.needs_grad, 4);
+    auto result = linear_result(dispatch::linear_cross_entropy_backward(call, inplace), call.needs_grad, 5);
+    if (call.row_scale && ctx->needs_input_grad(call.linear_bias ? kBias + 1 : kBias)) {
+      result[kBias + 1] = refuse_double_backward(kOp, scale_gradient(call), {call.input, *call.row_scale});
+    }
+    return result;
+  }
+
+  // The gradient of row_scale. With z = s * x, by the chain rule over z:
+  //   s * d lse = mean of z,  s * d log p[y] = z[y] - mean = log p[y] + H,  s * d H = -variance of z.
+  static Tensor scale_gradient(const LinearCrossEntropyBackward& call) {
+    const auto& o = call.options;
+    const StatRows rows(dense_target(call.target, call.weight.has_value(), o.label_smoothing), o.aux);
+    const auto stat = [&](int64_t row) { return call.stats.select(0, row); };
+    auto gradient = at::zeros_like(call.lse);
+    if (call.grad_loss) {
+      auto each = stat(rows.slope);
+      auto penalty = 2 * o.z_loss * call.lse * stat(rows.mean);
+      if (!call.target.is_floating_point()) penalty = penalty.masked_fill(call.target.eq(o.ignore_index), 0);
+      if (call.scales.numel() != 0) {
+        each = each * call.scales[0];
+        penalty = penalty * call.scales[1];
+      }
+      if (o.z_loss != 0.0) each = each + penalty;
+      gradient = gradient + *call.grad_loss * (call.token_weight ? each * *call.token_weight : each);
+    }
+    if (call.grad_lse) gradient = gradient + *call.grad_lse * stat(rows.mean);
+    if (call.grad_stats) {
+      if (rows.token_log_prob >= 0) {
+        gradient = gradient +
+                   call.grad_stats->select(0, rows.token_log_prob) * (stat(rows.token_log_prob) + stat(rows.entropy));
+      }
+      gradient = gradient - call.grad_stats->select(0, rows.entropy) * stat(rows.variance);
+    }
+    return gradient / *call.row_scale;
   }
 };
 
@@ -69,7 +104,7 @@ RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, b
   const auto wanted = wanted_gradients(input, weight, call.linear_bias);
   if (deferred) {
     call.keep_logits &= wanted[0] || wanted[1] || wanted[2];
-    return from_visible(LinearCrossEntropyDeferred::apply(input, weight, call.linear_bias, call));
+    return from_visible(LinearCrossEntropyDeferred::apply(input, weight, call.linear_bias, call.row_scale, call));
   }
   call.needs_grad = wanted;
   return from_visible(LinearCrossEntropy::apply(input, weight, call.linear_bias, call, inplace));

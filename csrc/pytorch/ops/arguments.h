@@ -36,6 +36,9 @@ constexpr auto loss_options() {
               option(o, "softcap", &O::softcap, &kPositive), option("aux", &Call::aux));
 }
 
+/// A bit of RowOptions::aux beside AuxBit's: the forward keeps what the gradient of row_scale needs.
+constexpr int64_t kScaleGradient = 64;
+
 /// The same as kernels take them, checked.
 struct RowOptions {
   int64_t ignore_index = -100;
@@ -61,7 +64,8 @@ struct CrossEntropyCall {
   static constexpr auto fields() {
     using A = CrossEntropyCall;
     return list(overwritten("input", &A::input), required("target", &A::target),
-                option(&A::options, "weight", &CrossEntropyOptions::weight), loss_options<A, CrossEntropyOptions>());
+                option(&A::options, "weight", &CrossEntropyOptions::weight), loss_options<A, CrossEntropyOptions>(),
+                option(&A::options, "support", &CrossEntropyOptions::support));
   }
 };
 
@@ -101,7 +105,8 @@ struct CrossEntropyBackward {
 /// The gradient of a shard's logits [N, V / processes], columns [vocab_start, vocab_start + size) of `vocab` of them;
 /// the in-place twin writes it over them. Indices and the class weights count in the whole vocabulary, a probability
 /// target's columns are the shard's. `lse`, `lse_low` and (dense targets) `mass` are of whole rows, see RowGradient;
-/// `scales` holds the first two of RowScales.
+/// `scales` holds the first two of RowScales. The last four are of whole rows too, [N] acc; those that are absent are
+/// 0.
 struct CrossEntropyShardGradient {
   at::Tensor logits;
   OptionalTensor grad_loss, grad_lse;
@@ -113,6 +118,7 @@ struct CrossEntropyShardGradient {
   OptionalTensor token_weight;
   RowOptions options;
   int64_t vocab_start = 0, vocab = 0;
+  OptionalTensor grad_log_prob, grad_entropy, entropy, entropy_low;
 
   static constexpr auto fields() {
     using A = CrossEntropyShardGradient;
@@ -120,7 +126,9 @@ struct CrossEntropyShardGradient {
                 required("grad_lse", &A::grad_lse), required("target", &A::target), required("weight", &A::weight),
                 required("lse", &A::lse), required("lse_low", &A::lse_low), required("mass", &A::mass),
                 required("scales", &A::scales), required("token_weight", &A::token_weight), all_of<true>(&A::options),
-                required("vocab_start", &A::vocab_start), required("vocab", &A::vocab));
+                required("vocab_start", &A::vocab_start), required("vocab", &A::vocab),
+                option("grad_log_prob", &A::grad_log_prob), option("grad_entropy", &A::grad_entropy),
+                option("entropy", &A::entropy), option("entropy_low", &A::entropy_low));
   }
 };
 
@@ -139,7 +147,8 @@ struct LinearCrossEntropyCall {
                 required("target", &A::target), option(o, "linear_bias", &O::linear_bias),
                 option(o, "weight", &O::weight), loss_options<A, O>(),
                 option(o, "logit_scale", &O::logit_scale, &kFinite),
-                option(o, "accumulate_dtype", &O::accumulate_dtype), option(o, "workspace_mib", &O::workspace_mib));
+                option(o, "accumulate_dtype", &O::accumulate_dtype), option(o, "workspace_mib", &O::workspace_mib),
+                option(o, "row_scale", &O::row_scale), option(o, "support", &O::support));
   }
 };
 
@@ -166,6 +175,7 @@ struct LinearCrossEntropyForward {
   LinearOptions linear;
   std::array<bool, 3> needs_grad{};
   bool keep_logits = false;
+  OptionalTensor row_scale;  ///< [N] acc
 
   static constexpr auto fields() {
     using A = LinearCrossEntropyForward;
@@ -173,7 +183,8 @@ struct LinearCrossEntropyForward {
                 required("target", &A::target), required("linear_bias", &A::linear_bias),
                 required("weight", &A::weight), required("token_weight", &A::token_weight),
                 required("normalizer", &A::normalizer), all_of(&A::options), all_of(&A::linear),
-                required("needs_grad", &A::needs_grad), option("keep_logits", &A::keep_logits));
+                required("needs_grad", &A::needs_grad), option("keep_logits", &A::keep_logits),
+                option("row_scale", &A::row_scale));
   }
 };
 
@@ -187,7 +198,7 @@ struct LinearCrossEntropyBackward {
   RowOptions options;
   LinearOptions linear;
   std::array<bool, 3> needs_grad{};
-  OptionalTensor logits, grad_stats;
+  OptionalTensor logits, grad_stats, row_scale;
 
   static constexpr auto fields() {
     using A = LinearCrossEntropyBackward;
@@ -197,7 +208,57 @@ struct LinearCrossEntropyBackward {
                 required("stats", &A::stats), required("scales", &A::scales),
                 required("token_weight", &A::token_weight), all_of<true>(&A::options), all_of<true>(&A::linear),
                 required("needs_grad", &A::needs_grad), overwritten("logits", &A::logits),
-                option("grad_stats", &A::grad_stats), option(&A::options, "aux", &RowOptions::aux));
+                option("grad_stats", &A::grad_stats), option(&A::options, "aux", &RowOptions::aux),
+                option("row_scale", &A::row_scale));
+  }
+};
+
+// --- a softmax over a few columns of each row ----------------------------------------------------------------
+
+/// The logits input @ linear_weight.T + linear_bias at columns `index` [N, K] int64, as [N, K] acc; an index outside
+/// [0, V) gives any number.
+struct SupportLogits {
+  at::Tensor input, linear_weight;
+  OptionalTensor linear_bias;
+  at::Tensor index;
+  std::optional<int64_t> workspace_mib;
+
+  static constexpr auto fields() {
+    using A = SupportLogits;
+    return list(required("input", &A::input), required("linear_weight", &A::linear_weight),
+                required("linear_bias", &A::linear_bias), required("index", &A::index),
+                required("workspace_mib", &A::workspace_mib));
+  }
+};
+
+/// A column may come once in a row. What is given to an index outside [0, V) is lost.
+struct SupportLogitsBackward {
+  at::Tensor grad, input, linear_weight;
+  OptionalTensor linear_bias;
+  at::Tensor index;
+  std::optional<at::ScalarType> accumulate_dtype;
+  std::optional<int64_t> workspace_mib;
+  std::array<bool, 3> needs_grad{};
+
+  static constexpr auto fields() {
+    using A = SupportLogitsBackward;
+    return list(required("grad", &A::grad), required("input", &A::input), required("linear_weight", &A::linear_weight),
+                required("linear_bias", &A::linear_bias), required("index", &A::index),
+                required("accumulate_dtype", &A::accumulate_dtype), required("workspace_mib", &A::workspace_mib),
+                required("needs_grad", &A::needs_grad));
+  }
+};
+
+/// Where each row's target stands in its support [N, K] int64, -1 pads: [N] int64, -100 for `ignore_index` and K where
+/// it is not there or the support is wrong. On the CPU both are errors.
+struct SupportPositions {
+  at::Tensor target, support;
+  int64_t vocab = 0, ignore_index = -100;
+
+  static constexpr auto fields() {
+    using A = SupportPositions;
+    return list(required("target", &A::target), required("support", &A::support), required("vocab", &A::vocab),
+                required("ignore_index", &A::ignore_index));
   }
 };
 

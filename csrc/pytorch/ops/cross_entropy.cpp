@@ -6,6 +6,7 @@
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
+#include "pytorch/ops/support.h"
 
 namespace fusegrad {
 namespace {
@@ -32,11 +33,17 @@ LossTuple cross_entropy_op(const CrossEntropyCall& call) {
 
   // A gradient of an aux value, or of probabilities, needs the logits themselves in the backward. Only [N, V] and [V]
   // are rows in memory.
-  const bool overwrite = inplace && input.dim() <= 2 && (options.aux & kAuxDifferentiable) == 0 &&
-                         !rows.target.requires_grad() && may_overwrite(input, tensors);
+  const bool overwrite = inplace && input.dim() <= 2 && !call.options.support() &&
+                         (options.aux & kAuxDifferentiable) == 0 && !rows.target.requires_grad() &&
+                         may_overwrite(input, tensors);
   const auto logits = input.dim() == 2   ? input
                       : input.dim() == 1 ? input.unsqueeze(0)
                                          : input.movedim(class_dim, -1).reshape_symint({-1, vocab});
+  if (call.options.support()) {
+    const auto support = make_support(kOp, call, rows);
+    const auto some = logits.gather(1, support.clamp_min(0).clamp_max(vocab.guard_int(__FILE__, __LINE__) - 1));
+    return support_loss(kOp, some.to(acc_type(input.scalar_type())), support, vocab, rows, options);
+  }
   const CrossEntropyForward forward{logits, rows.target, rows.weight, rows.token_weight, rows.normalizer, options};
   return to_front(kOp, autograd::cross_entropy(forward, overwrite), rows, options);
 }

@@ -20,15 +20,22 @@ struct StatRows {
   int64_t entropy = -1;
   int64_t entropy_low = -1;  // what rounding took from entropy
   int64_t token_log_prob = -1;
+  int64_t mean = -1;  // of the logits, with their variance and their slope: see RowForward
+  int64_t variance = -1;
+  int64_t slope = -1;
   int64_t count = 1;
 
   StatRows(bool dense, int64_t aux) {
     const auto next = [&](bool wanted) { return wanted ? count++ : -1; };
     mass = next(dense);
     z_loss = next((aux & kAuxZLoss) != 0);
-    entropy = next((aux & kAuxEntropy) != 0);
-    entropy_low = next((aux & kAuxEntropy) != 0);
+    const bool scale = (aux & kScaleGradient) != 0;
+    entropy = next((aux & kAuxEntropy) != 0 || scale);
+    entropy_low = next((aux & kAuxEntropy) != 0 || scale);
     token_log_prob = next((aux & kAuxTokenLogProb) != 0);
+    mean = next(scale);
+    variance = next(scale);
+    slope = next(scale);
   }
 };
 

@@ -7,6 +7,7 @@
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
+#include "pytorch/ops/support.h"
 
 namespace fusegrad {
 namespace {
@@ -24,13 +25,31 @@ bool logits_fit(const Tensor& input, const Tensor& weight, std::optional<int64_t
   return input.sym_size(0) * logits_row_elements(weight.sym_size(0), size) * size <= *budget_bytes(workspace_mib);
 }
 
+// row_scale as [N] acc, differentiably.
+OptionalTensor make_row_scale(const Tensor& input, const LinearCrossEntropyOptions& options, const RowArguments& rows) {
+  const auto& scale = options.row_scale();
+  if (!scale) return std::nullopt;
+  const c10::SymIntArrayRef shape(rows.row_shape);
+  check_dense(kOp, "row_scale", *scale);
+  FUSEGRAD_CHECK_TYPE(scale->is_floating_point(), kOp, "row_scale must be floating-point, but got ",
+                      scale->scalar_type());
+  FUSEGRAD_CHECK_VALUE(scale->dim() == 0 || scale->sym_sizes() == shape, kOp, "row_scale must be 0-d or have shape ",
+                       shape, ", but got ", scale->sym_sizes());
+  check_same_device(kOp, "row_scale", *scale, input);
+  FUSEGRAD_CHECK_VALUE(!options.softcap() || !scale->requires_grad(), kOp,
+                       "row_scale must not require grad beside a softcap, where it gets no gradient, but got a tensor "
+                       "that does: detach it");
+  return scale->to(acc_type(input.scalar_type())).expand_symint(shape).reshape({-1}).contiguous();
+}
+
 template <bool inplace>
 LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
   const auto tensors = tensors_of(call);
   refuse_transforms(kOp, tensors);
-  const auto& [input, linear_weight, target, o, aux] = call;
+  const auto &input = call.input, &linear_weight = call.linear_weight, &target = call.target;
+  const auto& o = call.options;
   check_linear(kOp, "input", input, "linear_weight", linear_weight, "linear_bias", o.linear_bias());
-  const auto options = make_row_options(kOp, call);
+  auto options = make_row_options(kOp, call);
   check_budget(kOp, "linear_weight", linear_weight, o.accumulate_dtype(), o.workspace_mib());
   const LinearOptions linear{o.logit_scale(), o.accumulate_dtype(), o.workspace_mib()};
   // Under autocast only the input is cast here: the op itself rounds the weight, so that a float32 weight gets its
@@ -42,10 +61,21 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
       kOp, call, options, {std::move(row_shape), linear_weight.sym_size(0), input.dim() - 1, cast.scalar_type()});
   check_no_grad(kOp, "target", target);
 
-  const bool deferred =
-      options.reduction == at::Reduction::None || (aux & kAuxDifferentiable) != 0 || linear.workspace_mib == 0;
-  const bool overwrite = inplace && cast.is_same(input) && !deferred && may_overwrite(input, tensors);
+  const auto row_scale = make_row_scale(input, o, rows);
+  if (row_scale && at::GradMode::is_enabled() && row_scale->requires_grad()) options.aux |= kScaleGradient;
+  const bool deferred = options.reduction == at::Reduction::None || linear.workspace_mib == 0 ||
+                        (options.aux & (kAuxDifferentiable | kScaleGradient)) != 0;
+  const bool overwrite = inplace && !o.support() && cast.is_same(input) && !deferred && may_overwrite(input, tensors);
   const auto matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
+  if (o.support()) {
+    const auto support = make_support(kOp, call, rows);
+    auto some = autograd::support_logits({matrix, linear_weight, o.linear_bias(), support, linear.workspace_mib},
+                                         linear.accumulate_dtype);
+    if (linear.logit_scale != 1.0) some = some * linear.logit_scale;
+    if (row_scale) some = some * row_scale->unsqueeze(1);
+    options.aux &= ~kScaleGradient;
+    return support_loss(kOp, some, support, linear_weight.sym_size(0), rows, options);
+  }
   LinearCrossEntropyForward forward{.input = matrix,
                                     .linear_weight = linear_weight,
                                     .target = rows.target,
@@ -55,7 +85,8 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
                                     .normalizer = rows.normalizer,
                                     .options = options,
                                     .linear = linear,
-                                    .keep_logits = deferred && logits_fit(matrix, linear_weight, linear.workspace_mib)};
+                                    .keep_logits = deferred && logits_fit(matrix, linear_weight, linear.workspace_mib),
+                                    .row_scale = row_scale};
   return to_front(kOp, autograd::linear_cross_entropy(forward, deferred, overwrite), rows, options);
 }
 
@@ -82,7 +113,9 @@ LogProb linear_log_prob(const Tensor& input, const Tensor& linear_weight, const 
                         .reduction("none")
                         .softcap(options.softcap())
                         .logit_scale(options.logit_scale())
-                        .workspace_mib(options.workspace_mib());
+                        .row_scale(options.row_scale())
+                        .workspace_mib(options.workspace_mib())
+                        .support(options.support());
   const auto out = linear_cross_entropy_with_aux(input, linear_weight, target, rows,
                                                  Aux().token_log_prob(true).entropy(options.return_entropy()));
   return {out.aux.token_log_prob, out.aux.entropy};

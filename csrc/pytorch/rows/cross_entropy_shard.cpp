@@ -46,6 +46,10 @@ void write_gradient(const CrossEntropyShardGradient& call, const Tensor& logits,
   p.mass = pointer_at(call.mass, 0);
   put_upstream(call.grad_loss.value_or(Tensor()), p.grad_loss, p.grad_loss_stride);
   put_upstream(call.grad_lse.value_or(Tensor()), p.grad_lse, p.grad_lse_stride);
+  p.grad_log_prob = pointer_at(call.grad_log_prob, 0);
+  p.grad_entropy = pointer_at(call.grad_entropy, 0);
+  p.entropy = pointer_at(call.entropy, 0);
+  p.entropy_low = pointer_at(call.entropy_low, 0);
   device.kernels->gradient(p, to_dtype(logits.scalar_type()), device.stream);
 }
 

@@ -170,6 +170,7 @@ void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_log
   }
   p.targets = targets(first, 0);
   p.transform = {logit_scale_, options_.softcap};
+  p.row_scale = pointer_at(row_scale_, first);
   p.z_loss = options_.z_loss;
   p.scales = scales_come_last_ ? nullptr : pointer_at(out_.scales, 0);
   p.lse_of_ignored = (options_.aux & kAuxLse) != 0;
@@ -182,6 +183,9 @@ void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_log
   p.token_log_prob = stat(stat_rows_.token_log_prob, first);
   p.entropy = stat(stat_rows_.entropy, first);
   p.entropy_low = stat(stat_rows_.entropy_low, first);
+  p.mean = stat(stat_rows_.mean, first);
+  p.variance = stat(stat_rows_.variance, first);
+  p.slope = stat(stat_rows_.slope, first);
   device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
 }
 
@@ -235,6 +239,7 @@ void RowJob::gradient(const Upstream& upstream, const Tensor& logits, int64_t co
   p.grad_stride = grad.stride(0);
   p.targets = targets(0, column);
   p.transform = {logit_scale_, options_.softcap};
+  p.row_scale = pointer_at(row_scale_, 0);
   p.z_loss = options_.z_loss;
   p.scales = pointer_at(out_.scales, 0);
   p.lse = pointer_at(out_.lse, 0);

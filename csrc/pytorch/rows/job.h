@@ -70,6 +70,9 @@ class RowJob {
          const std::optional<at::Tensor>& token_weight, const RowOptions& options, double logit_scale, int64_t rows,
          int64_t vocab, at::ScalarType logits_dtype);
 
+  /// [N] acc: a factor of each row's logits beside the scale.
+  void set_row_scale(const std::optional<at::Tensor>& row_scale) { row_scale_ = row_scale; }
+
   /// What the forward does with gradients for an upstream gradient of 1: it makes none, stores them, or stores them in
   /// float16, where they leave a factor for later, see RowScales.
   enum class Gradients { kNone, kStored, kDeferred };
@@ -97,6 +100,7 @@ class RowJob {
   at::Tensor target_;
   std::optional<at::Tensor> weight_;
   std::optional<at::Tensor> token_weight_;
+  std::optional<at::Tensor> row_scale_;
   RowOptions options_;
   double logit_scale_;
   int64_t rows_;

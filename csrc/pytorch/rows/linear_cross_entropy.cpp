@@ -62,7 +62,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
   const auto& [input, linear_weight, target, linear_bias, weight, token_weight, normalizer, options, linear, needs_grad,
-               keep] = call;
+               keep, row_scale] = call;
   const int64_t rows = input.size(0), hidden = input.size(1), vocab = linear_weight.size(0);
   check_target_range("linear_cross_entropy", target, vocab, options.ignore_index);
   const auto dtype = product_type(input);
@@ -83,6 +83,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
 
   const Head head(linear_weight, linear_bias, dtype);
   RowJob job(target, weight, token_weight, options, linear.logit_scale, rows, vocab, dtype);
+  job.set_row_scale(row_scale);
   using Gradients = RowJob::Gradients;
   job.begin_forward(normalizer, !any_gradient                      ? Gradients::kNone
                                 : input.scalar_type() == at::kHalf ? Gradients::kDeferred
@@ -130,6 +131,7 @@ LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackwa
   const auto dtype = product_type(input);
   RowJob job(call.target, call.weight, call.token_weight, call.options, call.linear.logit_scale, input.size(0),
              linear_weight.size(0), dtype);
+  job.set_row_scale(call.row_scale);
   job.resume(call.lse, call.stats, call.scales);
   LinearSizes sizes;
   sizes.rows = input.size(0);

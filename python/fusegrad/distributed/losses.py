@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward, scale_saved
-from .rows import LSE, Rows
+from .rows import DIFFERENTIABLE, Rows, Upstream
 from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
 
 _ops = torch.ops.fusegrad
@@ -27,33 +27,41 @@ class CrossEntropy(torch.autograd.Function):
         everything = slice(0, rows.rows)
         rows.combine(rows.shards.gather(rows.statistics(logits, everything)), everything)
         if inplace:
-            rows.gradient(logits, everything, rows.unit(), None)
+            rows.gradient(logits, everything, Upstream(rows.unit()))
         ctx.inplace = inplace
         ctx.rows, kept = rows.pack()
         # Saved after the write, so that its version counter is the one that the write left.
         ctx.save_for_backward(logits, *kept)
-        return (rows.reduced(), rows.lse) if rows.aux & LSE else (rows.reduced(),)
+        return rows.outputs()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        upstream = Upstream(*grads)
         logits, *kept = ctx.saved_tensors
         rows: Rows = ctx.rows.unpack(kept)
-        if grad_loss is None and grad_lse is None:
+        if all(gradient is None for gradient in upstream):
             return None, None, None
         if ctx.inplace:
-            assert grad_loss is not None
-            gradient = scale_saved(logits, grad_loss, rows.factor, hooks_were_active=False)
+            assert upstream.loss is not None
+            gradient = scale_saved(logits, upstream.loss, rows.factor, hooks_were_active=False)
         else:
             with torch.no_grad():
-                gradient = rows.gradient(logits, slice(0, rows.rows), grad_loss, grad_lse, inplace=False)
+                gradient = rows.gradient(logits, slice(0, rows.rows), upstream, inplace=False)
         return None, _ops.refuse_double_backward("cross_entropy", gradient, [logits]), None
 
 
 class LinearOptions:
     def __init__(
-        self, shards: VocabParallel, input: Tensor, weight: Tensor, logit_scale: float, accumulate_dtype: Any, mib: Any
+        self,
+        shards: VocabParallel,
+        input: Tensor,
+        weight: Tensor,
+        logit_scale: float,
+        accumulate_dtype: Any,
+        mib: Any,
+        row_scale: Tensor | None = None,
     ) -> None:
-        self.shards, self.logit_scale, self.mib = shards, logit_scale, mib
+        self.shards, self.logit_scale, self.mib, self.row_scale = shards, logit_scale, mib, row_scale
         self.dtype = product_type(input)
         accumulate = accumulate_dtype or acc_of(self.dtype)
         self.lean = accumulate == self.dtype
@@ -82,8 +90,7 @@ def run_linear(
     bias: Tensor | None,
     needs_grad: tuple[bool, bool, bool],
     statistics: bool,
-    grad_loss: Tensor | None = None,
-    grad_lse: Tensor | None = None,
+    upstream: Upstream | None = None,
     inplace: bool = False,
 ) -> list[Tensor | None]:
     """All chunks: the statistics of their logits where they are not known, then the gradients that are wanted."""
@@ -94,10 +101,13 @@ def run_linear(
     for part in chunks(input.shape[0], count):
         x = input[part].to(linear.dtype)
         z = head.logits(x)
+        if linear.row_scale is not None:
+            z.mul_(linear.row_scale[part].unsqueeze(1))
         if statistics:
             rows.combine(linear.shards.gather(rows.statistics(z, part)), part)
         if any(needs_grad):
-            rows.gradient(z, part, grad_loss, grad_lse, linear.logit_scale)
+            assert upstream is not None
+            rows.gradient(z, part, upstream, linear.logit_scale, row_scale=linear.row_scale)
             gradients.add(x, z, part)
     return gradients.finish()
 
@@ -118,7 +128,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        made = run_linear(rows, linear, input, weight, bias, needs_grad, True, rows.unit(), None, inplace)
+        made = run_linear(rows, linear, input, weight, bias, needs_grad, True, Upstream(rows.unit()), inplace)
         save_linear(ctx, "linear_cross_entropy", rows.factor, inplace, (input, weight, bias), made)
         return rows.reduced()
 
@@ -129,7 +139,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 class LinearCrossEntropyRecompute(torch.autograd.Function):
     """Keeps one lse a row and computes the logits a second time in the backward: reduction 'none', a differentiable
-    lse, and where memory must be least."""
+    aux value, and where memory must be least."""
 
     @staticmethod
     def forward(
@@ -140,17 +150,18 @@ class LinearCrossEntropyRecompute(torch.autograd.Function):
         ctx.linear = linear
         ctx.rows, kept = rows.pack()
         ctx.save_for_backward(input, weight, bias, *kept)
-        return (rows.reduced(), rows.lse) if rows.aux & LSE else (rows.reduced(),)
+        return rows.outputs()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None = None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        upstream = Upstream(*grads)
         input, weight, bias, *kept = ctx.saved_tensors
-        if grad_loss is None and grad_lse is None:
+        if all(gradient is None for gradient in upstream):
             return None, None, None, None, None
         needs_grad = ctx.needs_input_grad[2:]
         with torch.no_grad():
             rows = ctx.rows.unpack(kept)
-            made = run_linear(rows, ctx.linear, input, weight, bias, needs_grad, False, grad_loss, grad_lse)
+            made = run_linear(rows, ctx.linear, input, weight, bias, needs_grad, False, upstream)
         return None, None, *refuse_double_backward("linear_cross_entropy", made, (input, weight, bias))
 
 
@@ -187,6 +198,11 @@ def may_overwrite(inplace: bool, tensor: Tensor, others: list[Any]) -> bool:
     return inplace and _ops.may_overwrite(tensor, [other for other in others if isinstance(other, Tensor)])
 
 
+def refuse_support(op: str, support: Tensor | None) -> None:
+    if support is not None:
+        raise ValueError(f"{op}: support must be None over a sharded vocabulary, but got a tensor")
+
+
 def refuse_target_gradient(op: str, target: Tensor) -> None:
     if target.requires_grad:
         raise ValueError(
@@ -201,12 +217,14 @@ def cross_entropy(
     weight: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | None,
+    support: Tensor | None = None,
     *,
     inplace: bool,
     shards: VocabParallel | None,
     **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "cross_entropy"
+    refuse_support(op, support)
     class_dim = 0 if input.dim() <= 1 else 1
     if is_dtensor(input):
         shards = part_of(op, "input", input, class_dim, shards)
@@ -223,7 +241,7 @@ def cross_entropy(
     row_shape = input.shape[:class_dim] + input.shape[class_dim + 1 :]
     overwrite = (
         input.dim() <= 2
-        and not options["aux"] & LSE
+        and not options["aux"] & DIFFERENTIABLE
         and may_overwrite(inplace, input, [target, weight, token_weight, normalizer])
     )
     logits = input
@@ -238,7 +256,7 @@ def cross_entropy(
     rows = Rows(op, shards, target, weight, token_weight, normalizer, options, input.dtype, input.dtype, overwrite)
     out = CrossEntropy.apply(rows, logits, overwrite)
     loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
-    return loss, rows.values(loss, out[1] if len(out) > 1 else None, row_shape)
+    return loss, rows.values(loss, out, row_shape)
 
 
 def autocast_input(input: Tensor) -> Tensor:
@@ -257,12 +275,15 @@ def linear_cross_entropy(
     weight: Tensor | None,
     token_weight: Tensor | None,
     normalizer: Tensor | None,
+    row_scale: Tensor | None = None,
+    support: Tensor | None = None,
     *,
     inplace: bool,
     shards: VocabParallel | None,
     **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "linear_cross_entropy"
+    refuse_support(op, support)
     if is_dtensor(linear_weight):
         shards = part_of(op, "linear_weight", linear_weight, 0, shards)
     elif shards is None:
@@ -281,17 +302,31 @@ def linear_cross_entropy(
         "weight": weight,
         "token_weight": token_weight,
         "normalizer": normalizer,
+        "row_scale": row_scale,
     }
     sharded = {"linear_weight": 0, "linear_bias": 0}
     if target.is_floating_point():
         sharded["target"] = target.dim() - 1
     check(op, shards, given, sharded, options)
     refuse_target_gradient(op, target)
+    if row_scale is not None:
+        if row_scale.requires_grad:
+            raise ValueError(
+                f"{op}: logit_scale must not require grad with vocab_parallel, since it gets no gradient there, but "
+                "got a tensor that does: detach it"
+            )
+        row_scale = row_scale.to(acc_of(input.dtype)).expand(input.shape[:-1]).reshape(-1)
     cast = autocast_input(input)
     linear = LinearOptions(
-        shards, cast, linear_weight, options["logit_scale"], options["accumulate_dtype"], options["workspace_mib"]
+        shards,
+        cast,
+        linear_weight,
+        options["logit_scale"],
+        options["accumulate_dtype"],
+        options["workspace_mib"],
+        row_scale,
     )
-    recompute = options["reduction"] == "none" or bool(options["aux"] & LSE) or linear.mib == 0
+    recompute = options["reduction"] == "none" or bool(options["aux"] & DIFFERENTIABLE) or linear.mib == 0
     overwrite = (
         cast is input
         and not recompute
@@ -319,4 +354,4 @@ def linear_cross_entropy(
     else:
         out = (LinearCrossEntropy.apply(rows, linear, needs_grad, overwrite, matrix, linear_weight, linear_bias),)
     loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
-    return loss, rows.values(loss, out[1] if len(out) > 1 else None, row_shape)
+    return loss, rows.values(loss, out, row_shape)

@@ -4,7 +4,7 @@ logits; formulas in csrc/losses/row_kernels.h."""
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,23 @@ from .shards import VocabParallel
 
 _ops = torch.ops.fusegrad
 LSE, Z_LOSS, ACCURACY, PREDICTED, ENTROPY, LOG_PROB = (1 << bit for bit in range(6))  # AuxBit of options.h
+
+
+DIFFERENTIABLE = LSE | ENTROPY | LOG_PROB
+
+
+class Upstream(NamedTuple):
+    """Upstream gradients of what :meth:`Rows.outputs` returns; None is 0."""
+
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    log_prob: Tensor | None = None
+
+    def of(self, part: slice, factor: Tensor | None = None) -> Upstream:
+        """Those of some rows, times a factor of each."""
+        cut = [g if g is None or g.dim() == 0 else g[part] for g in self]
+        return Upstream(*(g if g is None or factor is None else g * factor[part] for g in cut))
 
 
 class Rows:
@@ -81,6 +98,7 @@ class Rows:
         self.lse_low = torch.empty_like(self.loss)
         self.mass = torch.empty_like(self.loss) if self.dense else None
         self.entropy = torch.zeros_like(self.loss) if self.aux & ENTROPY else None
+        self.entropy_low = torch.zeros_like(self.loss) if self.aux & ENTROPY else None
         self.log_prob = torch.zeros_like(self.loss) if self.aux & LOG_PROB else None
         self.predict = bool(self.aux & (PREDICTED | ACCURACY))
         self.predicted = torch.empty(rows, dtype=torch.int64, device=device) if self.predict else None
@@ -204,7 +222,10 @@ class Rows:
         if self.entropy is not None:
             shares = (-above).exp()
             each = torch.where(shares == 0, 0, shares * (wide[:, 5 if self.soft else 3] + above))
-            self.entropy[part] = torch.where(kept, each.sum(0), 0).to(self.acc)
+            assert self.entropy_low is not None
+            exact = torch.where(kept, each.sum(0), 0)
+            self.entropy[part] = exact.to(self.acc)
+            self.entropy_low[part] = (exact - self.entropy[part].double()).to(self.acc)
         if self.predicted is not None:
             best, index = wide[:, -2], wide[:, -1].long()
             index = torch.where(best == best.amax(0), index + self.shards.starts(index.device), self.shards.vocab)
@@ -221,22 +242,30 @@ class Rows:
             total = torch.where(self.divisor == 0, torch.nan, total)
         return total.to(self.acc)
 
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The loss, and where an aux value is differentiable all of them, empty where not asked for."""
+        if not self.aux & DIFFERENTIABLE:
+            return (self.reduced(),)
+        empty = self.loss.new_empty(0)
+        values = (self.lse, self.entropy, self.log_prob)
+        return (self.reduced(), *(empty if value is None else value for value in values))
+
     def gradient(
         self,
         z: Tensor,
         part: slice,
-        grad_loss: Tensor | None,
-        grad_lse: Tensor | None,
+        upstream: Upstream,
         logit_scale: float = 1.0,
         inplace: bool = True,
+        row_scale: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of these rows' logits z, times logit_scale; it is written over z where `inplace`."""
-        each = grad_loss if grad_loss is None or grad_loss.dim() == 0 else grad_loss[part]
-        lse = None if grad_lse is None else grad_lse[part]
+        """The gradient of these rows' logits z, times logit_scale and row_scale; it is written over z where
+        `inplace`."""
+        each, lse, entropy, log_prob = upstream.of(part, row_scale)
         scales = self.scales
         if logit_scale != 1.0:
             scales = scales * logit_scale
-            lse = None if lse is None else lse * logit_scale
+            lse, entropy, log_prob = (None if g is None else g * logit_scale for g in (lse, entropy, log_prob))
         op = _ops.cross_entropy_shard_gradient_ if inplace else _ops.cross_entropy_shard_gradient
         done = op(
             z,
@@ -255,22 +284,26 @@ class Rows:
             self.softcap,
             self.shards.start,
             self.shards.vocab,
+            None if log_prob is None else log_prob.contiguous(),
+            None if entropy is None else entropy.contiguous(),
+            None if self.entropy is None else self.entropy[part],
+            None if self.entropy_low is None else self.entropy_low[part],
         )
         return z if inplace else done
 
     def unit(self) -> Tensor:
         return torch.ones((), dtype=self.acc, device=self.loss.device)
 
-    def values(self, loss: Tensor, lse: Tensor | None, shape: torch.Size) -> list[Tensor]:
-        """The aux values, in the order of their bits; what is a constant raises where a backward reaches it."""
+    def values(self, loss: Tensor, out: tuple[Tensor, ...], shape: torch.Size) -> list[Tensor]:
+        """The aux values, in the order of their bits; what is a constant raises where a backward reaches it. `out`:
+        what outputs() returned, as the autograd Function did."""
         made: list[Tensor] = []
 
         def constant(value: Tensor, name: str) -> Tensor:
             return _ops.constant_beside(value, loss, self.op, f"aux.{name}").reshape(shape)
 
         if self.aux & LSE:
-            assert lse is not None
-            made.append(lse.reshape(shape))
+            made.append(out[1].reshape(shape))
         if self.aux & Z_LOSS:
             made.append(constant(torch.where(self.kept, self.z_loss * self.lse.square(), 0), "z_loss"))
         if self.aux & ACCURACY:
@@ -279,9 +312,10 @@ class Rows:
         if self.aux & PREDICTED:
             assert self.predicted is not None
             made.append(self.predicted.reshape(shape))
-        for name, value in (("entropy", self.entropy), ("token_log_prob", self.log_prob)):
-            if value is not None:
-                made.append(constant(value, name))
+        if self.aux & ENTROPY:
+            made.append(out[2].reshape(shape))
+        if self.aux & LOG_PROB:
+            made.append(out[3].reshape(shape))
         return made
 
     # --- for the backward ---

@@ -1,14 +1,16 @@
-"""TRL: the log-probabilities of SFTTrainer's own head by linear cross entropy. See docs/transformers.md.
+"""TRL: the log-probabilities of its trainers' heads by linear cross entropy. See docs/post_training.md.
 
-SFTTrainer multiplies hidden states by the head's weight itself, and takes log-probabilities, entropies and whether a
-token is the most probable one of it; the model's loss is not asked. Importing this module puts fusegrad's in that place
-for the heads of models that :func:`fusegrad.integrations.transformers.apply` has changed; others stay TRL's.
+TRL's trainers (SFT, GRPO, DPO, KTO, RLOO, ...) multiply hidden states by the head's weight themselves, and take
+log-probabilities, entropies and whether a token is the most probable one of it; the model's loss is not asked.
+Importing this module puts fusegrad's in that place for the heads of models that :func:`apply` or
+:func:`fusegrad.integrations.transformers.apply` has changed; others stay TRL's.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import trl
@@ -17,29 +19,21 @@ from trl.trainer import utils
 
 import fusegrad
 
+from . import transformers
 from .transformers import options_of_head
 
-__all__: list[str] = []
+__all__ = ["apply", "remove"]
+
+_Target = TypeVar("_Target")
+_RECORD = "_fusegrad_trl"
 
 _chunked: Any = getattr(utils, "_ChunkedLogProbFunction", None)
 # The values that TRL may ask for and linear_cross_entropy gives.
-_SERVED = {"log_probs", "entropy", "is_top1"}
+_SERVED = {"log_probs", "entropy", "mean_logits", "is_top1"}
 
 
 def _step_aside(reason: str) -> None:
     warnings.warn(f"fusegrad: linear_cross_entropy steps aside, TRL's own head is used: {reason}", stacklevel=3)
-
-
-class _NoGradient(torch.autograd.Function):
-    """TRL's entropy has a gradient; where one is asked for, this raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, entropy: Tensor, log_probs: Tensor) -> Tensor:
-        return entropy.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise NotImplementedError("linear_cross_entropy: entropy must not be differentiated, but a backward reached it")
 
 
 def _log_probs(
@@ -54,11 +48,15 @@ def _log_probs(
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> tuple[Tensor | None, ...]:
     """As TRL's function: of hidden states ``[N, H]`` and a head ``[V, H]``, ``[N]`` each: log-probabilities of the
-    targets, entropy, two that are not served, and whether the target is the most probable; None where not asked for.
+    targets and entropy, differentiable both, one that is not served, the mean of the logits, and whether the target is
+    the most probable; None where not asked for.
 
     With a cap c, a scale s and a temperature t the logits are ``c * tanh(s * z / c) / t``.
     """
     given = options_of_head(weight)
+    if given is not None and "mean_logits" in outputs and final_logit_softcapping is not None:
+        _step_aside("it asks for mean_logits of a softcap")
+        given = None
     if given is not None and not _SERVED.issuperset(outputs):
         _step_aside(f"it asks for {', '.join(outputs)}")
         given = None
@@ -92,8 +90,12 @@ def _log_probs(
         workspace_mib=given["workspace_mib"],
     )
     top1 = None if aux.predicted_tokens is None else aux.predicted_tokens == targets
-    entropy = None if aux.entropy is None else _NoGradient.apply(aux.entropy, loss)
-    return -loss, entropy, None, None, top1
+    mean = None
+    if "mean_logits" in outputs:
+        with torch.no_grad():  # the mean of the products is a product with the mean
+            mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+            mean = (mean if bias is None else mean + bias.float().mean()) * (logit_scale / temperature)
+    return -loss, aux.entropy, None, mean, top1
 
 
 class _LogProbs:
@@ -106,3 +108,71 @@ if _chunked is None:
     _step_aside(f"trl must be 1.16, but got {trl.__version__}, which computes log-probabilities elsewhere")
 else:
     utils._ChunkedLogProbFunction = _LogProbs
+
+
+def _models(trainer: Any) -> list[Any]:
+    """The models of a trainer whose heads it multiplies by: its own and the reference's."""
+    found = [getattr(trainer, name, None) for name in ("model", "ref_model")]
+    unwrap = trainer.accelerator.unwrap_model
+    return [unwrap(model) for model in found if model is not None]
+
+
+def apply(target: _Target, *, workspace_mib: int | None = None) -> _Target:
+    """Lets a TRL trainer take its log-probabilities and entropies from hidden states, without logits.
+
+    Args:
+        target: a trainer (SFT, GRPO, DPO, KTO, RLOO), or a class of trainers: then all that are made of it later. Their
+            models are changed as by :func:`fusegrad.integrations.transformers.apply`.
+        workspace_mib: as in :func:`fusegrad.linear_cross_entropy`.
+
+    Returns:
+        The target, changed.
+
+    Raises:
+        TypeError: the target is neither.
+        ValueError: it is changed already, or so is its model.
+    """
+    kind = target if isinstance(target, type) else type(target)
+    if not hasattr(kind, "training_step"):
+        raise TypeError(f"apply: the target must be a trainer of TRL or a class of them, but got {kind.__name__}")
+    if _RECORD in vars(target):
+        raise ValueError(
+            f"apply: the target must not be changed already, but got such a {kind.__name__}: remove it first"
+        )
+    if not isinstance(target, type):
+        models = _models(target)
+        for model in models:
+            transformers.apply(model, workspace_mib=workspace_mib)
+        setattr(target, _RECORD, models)
+        return target
+    made = target.__init__  # type: ignore[misc]
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        apply(self, workspace_mib=workspace_mib)
+
+    setattr(target, _RECORD, made)
+    target.__init__ = init  # type: ignore[misc]
+    return target
+
+
+def remove(target: _Target) -> _Target:
+    """Undoes :func:`apply` of the same target; trainers that a class has made since stay changed.
+
+    Returns:
+        The target, as it was.
+
+    Raises:
+        ValueError: apply has not changed it.
+    """
+    record = vars(target).get(_RECORD)
+    if record is None:
+        raise ValueError(f"remove: the target must be changed by apply, but got {target}")
+    if isinstance(target, type):
+        target.__init__ = record  # type: ignore[misc]
+    else:
+        for model in record:
+            transformers.remove(model)
+    delattr(target, _RECORD)
+    return target

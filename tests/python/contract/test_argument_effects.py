@@ -111,6 +111,7 @@ VALUES: dict[str, Any] = {
     "z_loss": 0.1,
     "softcap": 2.0,
     "logit_scale": 0.5,
+    "support": torch.stack([T["target"], (T["target"] + 1) % V], 1),
     "linear_bias": torch.linspace(-1, 1, V),
     "student_bias": torch.linspace(-1, 1, V),
     "teacher_bias": torch.linspace(-1, 1, V),

@@ -52,6 +52,11 @@ query, key, value = torch.randn(3, 1, 4, 1024, 16).unbind(0)
 tokens = torch.arange(1024)[None]
 """,
     "docs/block_masks.md": "import torch\nquery, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
+    "docs/post_training.md": TRAINING
+    + """
+temperature, row_temperature = 0.7, torch.ones(8)
+old_log_prob, advantage = torch.zeros(8), torch.randn(8)
+""",
     "docs/flex_attention.md": "import torch, fusegrad\nquery, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
     ("docs/flex_attention.md", 1): "mask_mod = mask.mask_mod",
     "docs/score_mod.md": "import torch, fusegrad\nbias, offset = torch.zeros(4), torch.tensor([0, 2, 3, 1])",

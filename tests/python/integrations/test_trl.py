@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer: the same losses, metrics and weights as without fusegrad, and no logits."""
+"""TRL's trainers: the same losses, metrics and weights as without fusegrad, and no logits."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ import transformers as tf
 import trl
 from datasets import Dataset
 from fusegrad.integrations.transformers import apply, remove
+from fusegrad.integrations.trl import apply as apply_to_trainer
+from fusegrad.integrations.trl import remove as remove_from_trainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 pytestmark = pytest.mark.cpu_only
@@ -149,7 +151,7 @@ def test_removed_models_are_trls_again(tmp_path: Path, no_logits: dict[str, int]
 
 
 def test_what_trl_itself_would_do_otherwise() -> None:
-    """A gradient by the entropy is an error; what is not served is TRL's, loudly."""
+    """What is not served is TRL's, loudly."""
     from trl.trainer import utils
 
     head = apply(make()).get_output_embeddings()
@@ -162,10 +164,80 @@ def test_what_trl_itself_would_do_otherwise() -> None:
     truth = (hidden @ head.weight.T * 0.75).log_softmax(-1)
     torch.testing.assert_close(found, truth.gather(1, targets[:, None])[:, 0])
     torch.testing.assert_close(entropy, -(truth.exp() * truth).sum(-1))
-    with pytest.raises(NotImplementedError, match="entropy must not be differentiated"):
-        entropy.sum().backward()
-    with pytest.warns(UserWarning, match="steps aside, TRL's own head is used: it asks for log_probs, mean_logits"):
-        assert log_probs("log_probs", "mean_logits")[3] is not None
+    (ours,) = torch.autograd.grad(entropy.sum(), hidden)
+    (right,) = torch.autograd.grad(-(truth.exp() * truth).sum(), hidden)
+    torch.testing.assert_close(ours, right)
+    mean = (hidden @ head.weight.T * 0.75).mean(1).detach()
+    torch.testing.assert_close(log_probs("log_probs", "mean_logits")[3], mean)
+    with pytest.warns(UserWarning, match="steps aside, TRL's own head is used: it asks for log_probs, log_"):
+        assert log_probs("log_probs", "log_sum_sq_probs")[2] is not None
+
+
+COMMON: dict[str, Any] = {
+    **{"max_steps": 1, "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": [], "save_strategy": "no"},
+    **{"use_cpu": True, "learning_rate": 0.1, "optim": "sgd", "disable_tqdm": True, "seed": 0, "bf16": False},
+    "gradient_checkpointing": False,
+}
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) + 0.01 * i for i, text in enumerate(completions)]
+
+
+def grpo(model: Any, folder: Path) -> Any:
+    arguments = trl.GRPOConfig(
+        str(folder), num_generations=4, max_completion_length=6, beta=0.0, loss_type="dapo", **COMMON
+    )
+    prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(3, 9)]})
+    return trl.GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer())
+
+
+def dpo(model: Any, folder: Path) -> Any:
+    pairs = {"prompt": [f"w{i}" for i in range(3, 9)], "chosen": ["w5 w6 w7"] * 6, "rejected": ["w9 w8"] * 6}
+    arguments = trl.DPOConfig(str(folder), **COMMON)
+    given = {"args": arguments, "train_dataset": Dataset.from_dict(pairs), "processing_class": tokenizer()}
+    return trl.DPOTrainer(model, ref_model=make(), **given)
+
+
+@pytest.mark.parametrize("kind", [grpo, dpo], ids=lambda kind: kind.__name__)
+def test_preference_trainers(kind: Any, tmp_path: Path, no_logits: dict[str, int]) -> None:
+    """Log-probabilities of the policy and of the reference, in a step of each."""
+    found = []
+    for ours in (False, True):
+        model = make()
+        trainer = kind(model, tmp_path)
+        if ours:
+            assert apply_to_trainer(trainer) is trainer
+            with pytest.raises(ValueError, match="apply: the target must not be changed already"):
+                apply_to_trainer(trainer)
+        no_logits.update(linear_cross_entropy=0)
+        trainer.train()
+        assert (no_logits["linear_cross_entropy"] > 0) == ours
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append((log, {n: p.detach().clone() for n, p in model.named_parameters()}))
+    for name in ("loss", "grad_norm", "entropy", "kl", "rewards/margins", "logits/chosen"):
+        assert (name in found[0][0][0]) == (name in found[1][0][0])
+        if name in found[0][0][0]:
+            assert math.isclose(found[0][0][0][name], found[1][0][0][name], rel_tol=1e-3, abs_tol=1e-5), name
+    for name, weight in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_apply_to_a_class_of_trainers(tmp_path: Path, no_logits: dict[str, int]) -> None:
+    class Trainer(trl.SFTTrainer):
+        pass
+
+    assert apply_to_trainer(Trainer, workspace_mib=64) is Trainer
+    arguments = trl.SFTConfig(str(tmp_path), **COMMON)
+    trainer = Trainer(make(), args=arguments, train_dataset=data(), processing_class=tokenizer())
+    no_logits.update(linear_cross_entropy=0, products=0)
+    trainer.train()
+    assert no_logits["linear_cross_entropy"] > 0 and no_logits["products"] == 0
+    remove_from_trainer(Trainer)
+    with pytest.raises(ValueError, match="remove: the target must be changed by apply"):
+        remove_from_trainer(Trainer)
+    with pytest.raises(TypeError, match="apply: the target must be a trainer of TRL"):
+        apply_to_trainer(make())
 
 
 def test_nothing_imports_trl_unasked() -> None:

@@ -69,8 +69,10 @@ def check_same(
         for name, value in values.items():
             assert_close(value, right[1][name], f"{what}, {name}")
         out = out[0]
-        if "lse" in values:
-            out, right = out + values["lse"].mean(), (right[0] + right[1]["lse"].mean(), None)
+        for factor, name in ((1.0, "lse"), (-0.7, "entropy"), (0.3, "token_log_prob")):
+            if name in values:
+                out = out + factor * values[name].mean()
+                right = right[0] + factor * right[1][name].mean(), right[1]
     if isinstance(right, tuple):
         right = right[0]
     assert_close(out, right, f"{what}, loss")
@@ -96,7 +98,7 @@ def samples_of(shards: VocabParallel) -> Iterator[tuple[Sample, torch.dtype, Ten
 
 
 def auxes(sample: Sample, dtype: torch.dtype) -> tuple[Aux | None, ...]:
-    """Without aux values, and in the widest dtype with all of them, whose lse is differentiable."""
+    """Without aux values, and in the widest dtype with all of them."""
     index = not sample.probabilities
     return (None, Aux(True, True, index, True, True, index)) if dtype == WIDEST else (None,)
 

@@ -42,6 +42,7 @@ struct RowSums {
   float count = 0.f;    // columns
   float shifted = 0.f;  // y
   float entropy = 0.f;  // 2^y * y
+  float square = 0.f;   // 2^y * y^2
   float dot = 0.f;      // dense: a * y
   double mass = 0.0;    // dense: a; it is a factor of the whole gradient, so it should not round more than once
   float best = minus_infinity();
@@ -53,6 +54,7 @@ struct RowSums {
     if (m2 > minus_infinity()) {
       shifted = fmaf(count, shift, shifted);
       dot = fmaf(static_cast<float>(mass), shift, dot);
+      square = fmaf(shift, fmaf(sum, shift, 2.f * entropy), square) * exp2_fast(shift);
       entropy = fmaf(sum, shift, entropy) * exp2_fast(shift);
     } else {
       // With only -inf so far, or nothing, each value is -inf from a finite reference.
@@ -65,7 +67,7 @@ struct RowSums {
   template <class Over>
   __device__ void merge(const Over& over) {
     rebase(over.max(m2));
-    for (float* x : {&sum, &target_logit, &count, &shifted, &entropy, &dot}) *x = over.sum(*x);
+    for (float* x : {&sum, &target_logit, &count, &shifted, &entropy, &square, &dot}) *x = over.sum(*x);
     mass = over.sum(mass);
     const float largest = over.max(best);
     best_column = over.min(best == largest ? best_column : kNoColumn);
@@ -89,9 +91,12 @@ struct CrossEntropy {
   const Constants& constants;
   int64_t row;
   RowTarget<T> target;
+  float row_scale = 1.f;
 
   __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row)
-      : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {}
+      : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {
+    if (kMode != Mode::kPlain && p.row_scale != nullptr) row_scale = static_cast<const float*>(p.row_scale)[row];
+  }
 
   __device__ const T* input(int) const { return static_cast<const T*>(p.logits) + row * p.logits_stride; }
   /// Where the gradient of that input goes; null where it is not wanted.
@@ -105,8 +110,9 @@ struct CrossEntropy {
   __device__ float constant() const { return target.in_range ? 0.f : not_a_number(); }
 
   __device__ Logit logit(float x) const {
-    if (kMode != Mode::kPlain && constants.cap != 0.f) return Logit::capped<T>(constants, x);
-    return Logit::plain(constants, x);
+    if (kMode == Mode::kPlain) return Logit::plain(constants, x);
+    if (constants.cap != 0.f) return Logit::capped<T>(constants, x * row_scale);
+    return {x, constants.k * row_scale, 1.f};
   }
 
   /// Adds kCount vectors. `column(j)` is the first column of vector j; without kWhole it may hold columns outside
@@ -146,11 +152,14 @@ struct CrossEntropy {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const float power = exp2_fast(y[i]);
-        if (inside(i) && power > 0.f) sums.entropy = fmaf(power, y[i], sums.entropy);
+        if (inside(i) && power > 0.f) {
+          sums.entropy = fmaf(power, y[i], sums.entropy);
+          if (p.variance != nullptr) sums.square = fmaf(power * y[i], y[i], sums.square);
+        }
       }
     }
     if (p.predicted != nullptr) {
-      const float sign = constants.scale < 0.f ? -1.f : 1.f;
+      const float sign = constants.scale * row_scale < 0.f ? -1.f : 1.f;
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         if (inside(i) && stored[i] * sign > sums.best) {
@@ -201,7 +210,8 @@ struct CrossEntropy {
       const float lse = (sums.m2 + log2f(sums.sum)) * static_cast<float>(kInverseLog2E);
       P = fmaf(target.token_weight * (scales != nullptr ? scales[1] : 1.f) * 2.f * constants.z_loss, lse, P);
     }
-    return {sums.m2, __fdividef(P, sums.sum) * constants.scale, Q * constants.scale};
+    const float scale = kMode == Mode::kPlain ? constants.scale : constants.scale * row_scale;
+    return {sums.m2, __fdividef(P, sums.sum) * scale, Q * scale};
   }
 
   __device__ float mass(const Sums& sums) const {
@@ -244,17 +254,28 @@ struct CrossEntropy {
     put(p.lse, needs_row() ? lse : constant());
     put(p.lse_low, needs_row() ? static_cast<float>(lse_exact - static_cast<double>(lse)) : 0.f);
     if constexpr (kMode != Mode::kPlain) {
-      if (p.entropy != nullptr) {
-        const double mean = static_cast<double>(sums.entropy) / static_cast<double>(sums.sum);
-        const double entropy = (log2_exact(sums.sum) - mean) * kInverseLog2E;
-        put_kept(p.entropy, static_cast<float>(entropy));
-        put_kept(p.entropy_low, static_cast<float>(entropy - static_cast<double>(static_cast<float>(entropy))));
-      }
+      if (p.entropy != nullptr) write_moments(sums, mass, (mass * log2_sum - dot) * ln2);
       if (p.predicted != nullptr) {
         const int best = sums.best_column == kNoColumn ? 0 : sums.best_column;
         static_cast<int64_t*>(p.predicted)[row] = target.kept && target.in_range ? best : -1;
       }
     }
+  }
+
+  /// Entropy, and what the gradient of a factor of z needs; `cost`: the row's cross entropy.
+  __device__ void write_moments(const Sums& sums, float mass, float cost) const {
+    const bool counts = target.kept && target.in_range;
+    const auto put = [&](void* out, double value, bool wanted) {
+      if (out != nullptr) static_cast<float*>(out)[row] = wanted ? static_cast<float>(value) : constant();
+    };
+    const double sum = sums.sum, mean = static_cast<double>(sums.entropy) / sum;
+    const double entropy = (log2_exact(sums.sum) - mean) * kInverseLog2E;
+    put(p.entropy, entropy, counts);
+    put(p.entropy_low, entropy - static_cast<double>(static_cast<float>(entropy)), counts);
+    if (p.variance == nullptr) return;
+    put(p.mean, (static_cast<double>(sums.m2) + mean) * kInverseLog2E, needs_row());
+    put(p.variance, (static_cast<double>(sums.square) / sum - mean * mean) * kInverseLog2E * kInverseLog2E, counts);
+    put(p.slope, static_cast<double>(cost) - static_cast<double>(mass) * entropy, counts);
   }
 
   /// Turns one vector into its gradient, in place; write_target() corrects the target's column.

@@ -27,7 +27,7 @@ void row_forward(const RowForward& p, DType dtype, void* stream) {
   if (p.rows == 0) return;
   check_columns("cross entropy", p.cols);
   const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && p.transform.scale > 0.0 &&
-                     p.entropy == nullptr && p.predicted == nullptr;
+                     p.row_scale == nullptr && p.entropy == nullptr && p.predicted == nullptr;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (p.targets.dense) {

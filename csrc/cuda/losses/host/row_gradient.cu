@@ -115,6 +115,8 @@ __global__ void __launch_bounds__(kThreads)
     const auto at_row = [row](const void* values) {
       return values != nullptr ? static_cast<const float*>(values)[row] : 0.f;
     };
+    auto logits_by = static_cast<const device::LogitConstants&>(constants);
+    if (!kPlain && p.row_scale != nullptr) logits_by.scale *= at_row(p.row_scale);
     const float lse = static_cast<const float*>(p.lse)[row], low = at_row(p.lse_low);
     const float L = target.kept ? at_row(p.grad_log_prob) : 0.f, E = target.kept ? at_row(p.grad_entropy) : 0.f;
     float mean = 0.f, mean_low = 0.f;
@@ -144,14 +146,14 @@ __global__ void __launch_bounds__(kThreads)
       device::unpack(batch.packs[j], x);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        slope[i] = constants.scale;
+        slope[i] = logits_by.scale;
         a[i] = constants.uniform;
         if (!kPlain && constants.cap != 0.f) {
-          const auto z = device::Logit::capped<T>(constants, x[i]);
+          const auto z = device::Logit::capped<T>(logits_by, x[i]);
           slope[i] *= z.slope;
           x[i] = z.x;
         } else {
-          x[i] *= constants.scale;
+          x[i] *= logits_by.scale;
         }
         const float probability = device::probability<T>(x[i], lse, low);
         if (!kPlain && E != 0.f && probability != 0.f) {  // 0 * inf where the logit is -inf
@@ -232,8 +234,8 @@ void launch_scaling(const RowScaling& p, void* stream) {
 void row_gradient(const RowGradient& p, DType dtype, void* stream) {
   if (p.rows == 0 || p.cols == 0) return;
   check_columns("cross entropy", p.cols);
-  const bool plain =
-      p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && !p.targets.dense && p.grad_entropy == nullptr;
+  const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && !p.targets.dense &&
+                     p.grad_entropy == nullptr && p.row_scale == nullptr;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kWidth = 16 / sizeof(T);
