@@ -46,9 +46,10 @@ class ContextParallel:
             in which it has them; those of all processes must be [0, S) without gaps and overlaps, and may be empty.
         length: S. None: as many as the processes' parts together, which then are equally long. Needed where they are
             not; not with ranges, which say it.
-        way: ``"gather"``: each process gathers all keys and values. ``"ring"``: they travel from process to process,
-            and none holds more than two parts. ``"auto"``: gathers where all keys together are no larger than a
-            process's own queries, or than 64 MiB.
+        way: ``"gather"``: each process gathers all keys and values, or those that a block mask lists for its queries,
+            if these are few. ``"ring"``: they travel from process to process, and none holds more than two parts.
+            ``"auto"``: gathers where all keys together are no larger than a process's own queries, or than 64 MiB, and
+            where a mask lists few.
         sum_captured: whether gradients of captured plain tensors are summed over the group, so that they are the same
             in all its processes. False: each has what its own queries contribute, for DDP or FSDP over the same
             processes to reduce.

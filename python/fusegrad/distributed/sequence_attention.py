@@ -19,6 +19,7 @@ from .gradients import refuse_double_backward
 from .sequence import ContextParallel
 from .sequence_captured import captured
 from .sequence_checks import OP, Options, as_autocast_wants, check, check_own, is_own, takes_ring
+from .sequence_columns import listed_columns
 from .sequence_masks import MaskCuts
 from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import sizes_of
@@ -189,15 +190,17 @@ class _Prepared:
             wants = tuple(b.requires_grad for b in score.buffers)
             trains = any(wants) or any(t.requires_grad for t in (query, key, value))
             check_kernel_size(score.text, wants if trains and torch.is_grad_enabled() else None)
-        ring = takes_ring(context, query, key, value, lengths)
-        cuts = None
+        cuts = columns = None
         begins = part.starts.of["b"], part.starts.of["h"]
         if block_mask is not None:
             batches, heads = (range(first, first + n) for first, n in zip(begins, query.shape[:2], strict=True))
             cuts = MaskCuts(block_mask, own_mask, batches, heads)
             if own_mask:
                 check_own(cuts.size[0], queries[context.rank])
-        moved = (*part.moved, "q_idx", "kv_idx") if ring else (*part.moved, "q_idx")
+            elif context.world > 1 and context.way != "ring":
+                columns = listed_columns(block_mask, cuts, queries, keys, context.rank)
+        ring = columns is None and takes_ring(context, query, key, value, lengths)
+        moved = (*part.moved, "q_idx", "kv_idx") if ring or columns is not None else (*part.moved, "q_idx")
         places = (part.roles, queries, keys, context.rank)
         score_plan = captured(OP, "score_mod", score, *places)
         mask_plan = captured(OP, "mask_mod", mask, *places)
@@ -216,6 +219,7 @@ class _Prepared:
             moved_mask,
             block_mask,
             cuts,
+            columns,
             part.starts,
             [score_plan.own[i] for i in moved_score.kept],
             part.groups,
@@ -237,7 +241,13 @@ class _Prepared:
             None if score is None else [(b.dtype, b.dim()) for b in score.buffers],
             None
             if cuts is None
-            else (None if mask is None else (mask.text, mask.scalars), cuts.size, len(cuts.lists), own_mask),
+            else (
+                None if mask is None else (mask.text, mask.scalars),
+                cuts.size,
+                len(cuts.lists),
+                own_mask,
+                None if columns is None else columns.needed,
+            ),
             (options.scale, options.enable_gqa, options.max_scores, deterministic, options.dropout_p),
             (queries, keys, context.way, context.sum_captured),
         )

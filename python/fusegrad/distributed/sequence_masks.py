@@ -19,7 +19,7 @@ from .sequence import ContextParallel
 from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import Ranges, sizes_of
 
-__all__ = ["MaskCuts", "Piece", "listed_pairs", "own_block_mask", "pieces"]
+__all__ = ["MaskCuts", "Piece", "listed_pairs", "listed_versions", "own_block_mask", "pieces"]
 
 
 class Piece(NamedTuple):
@@ -71,6 +71,17 @@ class MaskCuts:
         first = (piece.row if self.own else piece.start) // self.size[0]
         return [t.narrow(2, first, -(-piece.size // self.size[0])) for t in self.lists]
 
+    def hulls(self) -> list[tuple[int, int]]:
+        """Of each row of blocks, the first block and the end of the last one that any batch or head lists; where none
+        is listed the first is not before the end. Read from the device."""
+        firsts, ends = [], []
+        for count, index in zip(self.lists[::2], self.lists[1::2], strict=True):
+            kept = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+            firsts.append(index.masked_fill(~kept, torch.iinfo(index.dtype).max).amin((0, 1, 3)))
+            ends.append(index.masked_fill(~kept, -1).amax((0, 1, 3)) + 1)
+        found = torch.stack([torch.stack(firsts).amin(0), torch.stack(ends).amax(0)], 1)
+        return [(first, end) for first, end in found.tolist()]
+
     def pair(self, queries: Piece, keys: Piece) -> list[Tensor]:
         """Those of a piece of queries for a piece of keys."""
         first = keys.start // self.size[1]
@@ -92,11 +103,15 @@ _Pairs = dict[tuple[Piece, Piece], list[Tensor]]
 _known: weakref.WeakKeyDictionary[BlockMask, tuple[Any, _Pairs]] = weakref.WeakKeyDictionary()
 
 
+def listed_versions(cuts: MaskCuts) -> Any:
+    """What differs where lists were replaced or written to."""
+    return tuple((t.data_ptr(), t._version, tuple(t.shape)) for t in cuts.lists)
+
+
 def listed_pairs(mask: BlockMask, cuts: MaskCuts, queries: Sequence[Piece], keys: Sequence[Piece]) -> _Pairs:
     """The lists of each pair of pieces that has any block: what the others list is nothing, and nothing is computed.
     Which these are is read from the device, once for a mask that many layers share."""
-    versions = tuple((t.data_ptr(), t._version, tuple(t.shape)) for t in cuts.lists)
-    key = (versions, tuple(queries), tuple(keys))
+    key = (listed_versions(cuts), tuple(queries), tuple(keys))
     known = _known.get(mask)
     if known is not None and known[0] == key:
         return known[1]

@@ -61,7 +61,7 @@ def sizes_of(everyone: Sequence[Ranges]) -> list[int]:
 
 def balanced_ranges(block_mask: BlockMask, world: int) -> list[list[tuple[int, int]]]:
     """Ranges for each process: chunks of equal length, the heaviest first, each to the process with the least work of
-    those that may have another. Of 2, 4, 8 and 16 chunks a process, the first number is taken that leaves none with
+    those that may have another. Of 1, 2, 4, 8 and 16 chunks a process, the first number is taken that leaves none with
     more than 2% above its share."""
     length = block_mask.seq_lengths[0]
     counts = block_mask.kv_num_blocks.double()
@@ -73,7 +73,7 @@ def balanced_ranges(block_mask: BlockMask, world: int) -> list[list[tuple[int, i
         raise ValueError(f"{NAME}.balanced: block_mask must list blocks, but got none")
     block = block_mask.BLOCK_SIZE[0]
     best: tuple[float, list[list[tuple[int, int]]]] | None = None
-    for each in (2, 4, 8, 16):
+    for each in (1, 2, 4, 8, 16):
         if each * world > len(rows) and best is not None:
             break
         made, share = _dealt(rows, length, block, each, world)

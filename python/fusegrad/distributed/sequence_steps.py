@@ -1,5 +1,5 @@
 """Attention of a process's queries over keys that other processes have: which parts are computed, and in which order.
-Two ways: all keys gathered, or parts that travel around a ring.
+Two ways: keys gathered, all of them or those that a mask's lists name, or parts that travel around a ring.
 
 Each step's backward has the lse and the output of all keys, so that its gradients are exact parts of the whole ones:
 dS = P * (dP - sum(grad_out * out) + grad_lse) with P = exp(s - lse) holds for any pair by itself.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .gradients import acc_of
 from .sequence import ContextParallel, gathered
+from .sequence_columns import Columns, Fetch, send_back
 from .sequence_masks import MaskCuts, Piece, listed_pairs, pieces
 from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import Ranges, sizes_of, unordered
@@ -34,6 +35,7 @@ class Call:
     Args:
         queries, keys: which positions each process has.
         block_mask, cuts: both or none.
+        columns: the keys to gather, where these are not all.
         starts: of b and h.
         own_buffers: for each buffer of the score_mod, whether its gradient is not summed.
         groups: over which the others are.
@@ -48,6 +50,7 @@ class Call:
         mask: MovedMod,
         block_mask: Any,
         cuts: MaskCuts | None,
+        columns: Columns | None,
         starts: Starts,
         own_buffers: list[bool],
         groups: Sequence[Any],
@@ -69,8 +72,8 @@ class Call:
         self.query_pieces = pieces(queries[context.rank], 0 if own else self.block_size[0])
         self.key_pieces = [pieces(part, self.block_size[1]) for part in keys]
         self.whole = Piece(0, self.length, 0)
-        self.cuts = cuts
-        self._pairs: dict[tuple[Piece, Piece], list[Tensor]] | None = None
+        self.cuts, self.columns = cuts, columns
+        self._pairs: dict[tuple[Piece, Piece], list[Tensor]] | None = None if columns is None else columns.lists
         if ring and cuts is not None:
             order = [piece for part in self.key_pieces for piece in part]
             self._pairs = listed_pairs(block_mask, cuts, self.query_pieces, order)
@@ -117,13 +120,12 @@ class Call:
         return self._ring_forward(t) if self.ring else self._gather_forward(t)
 
     def _gather_forward(self, t: Tensors) -> Results:
-        key, value = self._gathered(t)
         made = []
-        for q in self.query_pieces:
-            blocks = self._blocks(q, self.whole)
+        for q, k, key, value in self._gather_steps(t):
+            blocks = self._blocks(q, k)
             assert blocks is not None
-            made.append((q, self._forward(t, q, self.whole, key, value, blocks)))
-        if len(made) == 1:
+            made.append((q, self._forward(t, q, k, key, value, blocks)))
+        if len(made) == 1 and made[0][0].size == t.query.shape[2]:
             return made[0][1]
         results = nothing(t, self.max_scores)
         for q, part in made:
@@ -196,21 +198,24 @@ class Call:
     def _gather_backward(
         self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], sums: Sums
     ) -> list[Tensor | None]:
-        key, value = self._gathered(t)
-        acc = acc_of(t.query.dtype)
+        acc, columns = acc_of(t.query.dtype), self.columns
         rows: list[Tensor | None] = []
-        for whole, needed in ((key, sums.wanted[1]), (value, sums.wanted[2])):
-            shape = whole.movedim(2, 0).shape
-            rows.append(torch.zeros(shape, dtype=acc, device=whole.device) if needed else None)
-        for q in self.query_pieces:
-            made = self._backward(t, results, upstream, q, self.whole, key, value, sums)
+        for own, needed in ((t.key, sums.wanted[1]), (t.value, sums.wanted[2])):
+            size = self.length if columns is None else columns.size
+            shape = (size, *own.shape[:2], own.shape[3])
+            rows.append(torch.zeros(shape, dtype=acc, device=own.device) if needed else None)
+        for q, k, key, value in self._gather_steps(t):
+            made = self._backward(t, results, upstream, q, k, key, value, sums)
             assert made is not None
             for to, gradient in zip(rows, made, strict=True):
                 if to is not None:
-                    to.add_(gradient.movedim(2, 0))
-            del made
-        del key, value
-        return [None if r is None else self._own(r).movedim(0, 2).to(t.query.dtype) for r in rows]
+                    to.narrow(0, k.row, k.size).add_(gradient.movedim(2, 0))
+            del made, key, value
+        if columns is None:
+            rows = [None if r is None else self._own(r) for r in rows]
+        else:
+            rows = send_back(self.context, columns, rows, t.key.shape[2])
+        return [None if r is None else r.movedim(0, 2).to(t.query.dtype) for r in rows]
 
     def _own(self, rows: Tensor) -> Tensor:
         """Of rows of the whole sequence, those of this process, summed over all."""
@@ -251,8 +256,22 @@ class Call:
 
     # --- what travels ---
 
-    def _gathered(self, t: Tensors) -> tuple[Tensor, Tensor]:
-        return gathered(self.context, t.key, 2, self.keys), gathered(self.context, t.value, 2, self.keys)
+    def _gather_steps(self, t: Tensors) -> Iterator[tuple[Piece, Piece, Tensor, Tensor]]:
+        """Pieces of queries, with the keys and values that each needs."""
+        columns = self.columns
+        if columns is None:
+            key, value = (gathered(self.context, x, 2, self.keys) for x in (t.key, t.value))
+            for q in self.query_pieces:
+                yield q, self.whole, key, value
+            return
+        fetch = Fetch(self.context, columns, (t.key, t.value))
+        for number, q in enumerate((*columns.local, *columns.rest)):
+            if number == len(columns.local):
+                fetch.wait()
+            k = columns.keys_of[q]
+            yield q, k, fetch.key.narrow(2, k.row, k.size), fetch.value.narrow(2, k.row, k.size)
+        if not columns.rest:  # what others need of this process is under way
+            fetch.wait()
 
     def _steps(self, t: Tensors, layout: Layout) -> Iterator[tuple[int, list[tuple[Piece, Tensor, Tensor]]]]:
         """Whose part it is in each step, this process's first, and its pieces. The next part is under way while one is

@@ -3,9 +3,10 @@ flex_attention of one process on the whole sequence. A case that fails says why 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fusegrad
@@ -27,7 +28,7 @@ WORLDS = (2, 3, 4)
 B, H, HKV, S, D, E = 2, 4, 2, 21, 8, 6
 CASES: dict[str, Callable[..., None]] = {}
 # The cases that depend on how many processes there are; the others run on two.
-EVERYWHERE = ("ways", "ranges", "captured_dtensors", "meshes", "helper")
+EVERYWHERE = ("ways", "ranges", "captured_dtensors", "meshes", "helper", "columns")
 
 
 def runs(name: str, world: int) -> bool:
@@ -210,6 +211,71 @@ def masks(group: Any) -> None:
         "block_size must divide",
         lambda: context.block_mask(causal, None, None, S, device=DEVICE, block_size=2),
     )
+
+
+@case
+def columns(group: Any) -> None:
+    """Masks that list few keys: no others are sent, and all is as with all of them."""
+    world, rank, length = dist.get_world_size(group), dist.get_rank(group), 97
+    whole = inputs(length)
+    documents = torch.bucketize(torch.arange(length), torch.tensor([9, 14, 40, 62, 80]), right=True)
+    rel = torch.randn(H, 2 * length, dtype=WIDEST, requires_grad=True)
+    bias = torch.randn(length, dtype=WIDEST, requires_grad=True)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + rel[h, q - kv] + bias[kv]
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (documents[q] == documents[kv]) & (q >= kv + h % 2) & (documents[q] != 1)
+
+    def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q - kv <= 6 + b) & (kv - q <= 3)
+
+    masks = {"documents": block_mask(within, length, heads=H), "window": block_mask(window, length, 8)}
+    own = ranges_of(world, length)[rank]
+    for name, mask in masks.items():
+        placements = {
+            "balanced": ContextParallel.balanced(group, mask, way="gather"),
+            "contiguous": ContextParallel(group, length=length),
+            "zigzag": ContextParallel(group, "zigzag", length=length, way="gather"),
+            "uneven": ContextParallel(group, own, way="gather"),
+        }
+        for placement, context in placements.items():
+            with sent() as counts:
+                compare(f"{name} {placement}", context, whole, score_mod, mask, [rel, bias])
+            # Two forwards of keys and values and their gradients, in the forward and in two backwards.
+            assert len(counts) == 10 and sum(counts) < 10 * length / 2, f"{name} {placement}: {counts}"
+    context = ContextParallel(group, "zigzag", length=length, way="gather")
+    with sent() as counts:
+        compare("causal", context, whole, score_mod, block_mask(causal, length), [rel, bias])
+    assert not counts, "a mask that lists most keys"
+    low = inputs(length, torch.bfloat16)
+    compare("bfloat16", context, low, None, masks["window"])
+    parts = [context.shard(t, 2).detach().requires_grad_() for t in low]
+    found = []
+    for _ in range(2):
+        out = flex_attention(
+            *parts, None, masks["window"], enable_gqa=True, deterministic=True, context_parallel=context
+        )
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), parts)])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@contextlib.contextmanager
+def sent() -> Iterator[list[int]]:
+    """How many rows this process sends with each all_to_all_single."""
+    counts: list[int] = []
+    original = dist.all_to_all_single
+
+    def counted(output: Tensor, given: Tensor, *rest: Any, **options: Any) -> Any:
+        counts.append(given.shape[0])
+        return original(output, given, *rest, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        yield counts
+    finally:
+        dist.all_to_all_single = original
 
 
 @case
