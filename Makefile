@@ -144,6 +144,7 @@ lint: .venv-lint/.installed $(BUILD)/build.ninja
 	$(LINT)/python tools/performance.py --check
 	$(LINT)/ruff check . && $(LINT)/ruff format --check . || { echo "To mend it: make format" >&2; exit 1; }
 	$(LINT)/mypy
+	$(LINT)/python tools/check_rooms.py
 	# What users' own checkers see, with torch's types.
 	$(LINT)/mypy --config-file tests/typing/mypy.ini --python-executable $(BIN)/python
 	$(LINT)/pyright --project tests/typing --pythonpath $(BIN)/python

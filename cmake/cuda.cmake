@@ -1,6 +1,6 @@
 # Decides whether CUDA is built, and with which nvcc. Sets FUSEGRAD_WITH_CUDA (ON or OFF), FUSEGRAD_CUDA_STATUS (a
-# sentence for people), FUSEGRAD_CUDA_VERSION, FUSEGRAD_BUILT_ARCHS, CMAKE_CUDA_COMPILER, CMAKE_CUDA_ARCHITECTURES, FUSEGRAD_CUDA_RPATH
-# and the target fusegrad_cuda_settings.
+# sentence for people), FUSEGRAD_CUDA_VERSION, FUSEGRAD_BUILT_ARCHS, CMAKE_CUDA_COMPILER, CMAKE_CUDA_ARCHITECTURES, FUSEGRAD_CUDA_RPATH,
+# FUSEGRAD_CUDART (torch's runtime), FUSEGRAD_CUDART_STATIC and the target fusegrad_cuda_settings.
 set(FUSEGRAD_WITH_CUDA OFF)
 set(FUSEGRAD_CUDA_VERSION "")
 set(FUSEGRAD_BUILT_ARCHS "")
@@ -114,7 +114,6 @@ find_library(FUSEGRAD_CUDART NAMES libcudart.so.${major} libcudart.so
              HINTS ${nvidia}/lib ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED NO_CACHE)
 find_library(FUSEGRAD_CUDART_STATIC NAMES libcudart_static.a
              HINTS ${nvidia}/lib ${CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES} REQUIRED NO_CACHE)
-find_package(Threads REQUIRED)
 add_library(fusegrad_cuda_settings INTERFACE)
 target_include_directories(fusegrad_cuda_settings SYSTEM INTERFACE
   ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} ${nvidia}/include)
@@ -123,5 +122,4 @@ target_compile_definitions(fusegrad_cuda_settings INTERFACE FUSEGRAD_WITH_CUDA)
 target_compile_options(fusegrad_cuda_settings INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--expt-extended-lambda;--threads=2>"
   "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<NOT:$<CONFIG:Release>>>:-lineinfo>")
-target_link_libraries(fusegrad_cuda_settings INTERFACE ${FUSEGRAD_CUDART})
 set(FUSEGRAD_CUDA_RPATH "$ORIGIN/../../nvidia/cu${major}/lib")

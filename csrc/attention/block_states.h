@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 
+#include "common/host.h"
 #include "score_mod/block_bounds.h"
 
 namespace fusegrad {
@@ -36,11 +37,11 @@ namespace cpu {
 
 /// states[batches, heads, rows, cols]. A block that ends beyond the queries or keys is never full, as in PyTorch.
 /// Returns what a pair read out of range, or nothing.
-std::string block_states(const BlockMaskProgram& program, BlockState* states);
+std::string block_states(const Host& host, const BlockMaskProgram& program, BlockState* states);
 
 /// The lists of the blocks in that state of states[heads, rows, cols], by rows; by columns where `by_column`.
-void block_list(const BlockState* states, int64_t heads, int64_t rows, int64_t cols, bool by_column, BlockState state,
-                const BlockList& list);
+void block_list(const Host& host, const BlockState* states, int64_t heads, int64_t rows, int64_t cols, bool by_column,
+                BlockState state, const BlockList& list);
 
 }  // namespace cpu
 }  // namespace fusegrad

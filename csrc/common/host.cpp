@@ -1,20 +1,20 @@
 #include "common/host.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
 namespace fusegrad::cpu {
 
 InstructionSet instruction_set() {
-  const auto capability = at::get_cpu_capability();
-  return capability == "AVX512" ? InstructionSet::kAvx512
-         : capability == "AVX2" ? InstructionSet::kAvx2
-                                : InstructionSet::kDefault;
-}
-
-void parallel_for(void* /*stream*/, int64_t count, int64_t grain,
-                  const std::function<void(int64_t, int64_t)>& function) {
-  at::parallel_for(0, count, grain, function);
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
+  const auto most = avx512 ? InstructionSet::kAvx512 : avx2 ? InstructionSet::kAvx2 : InstructionSet::kDefault;
+  const char* text = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string_view named = text == nullptr ? "" : text;
+  return named == "default" ? InstructionSet::kDefault : named == "avx2" ? std::min(most, InstructionSet::kAvx2) : most;
 }
 
 }  // namespace fusegrad::cpu

@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "common/dtype.h"
 #include "cuda/launch.h"
 
 namespace fusegrad::cuda {

@@ -5,35 +5,11 @@
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <mutex>
-#include <new>
-#include <sstream>
-#include <stdexcept>
-#include <string>
-#include <utility>
 
-#include "losses/row_kernels.h"
+#include "common/error.h"
 
 namespace fusegrad::cuda {
-
-/// Raises `Error` of the parts, one after the other. The kernels know neither ATen's exceptions nor its library.
-template <class Error = std::runtime_error, class... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw Error(message.str());
-}
-
-/// The device's memory did not suffice.
-class OutOfDeviceMemory : public std::bad_alloc {
- public:
-  explicit OutOfDeviceMemory(std::string message) : message_(std::make_shared<const std::string>(std::move(message))) {}
-  const char* what() const noexcept override { return message_->c_str(); }
-
- private:
-  std::shared_ptr<const std::string> message_;  // copies must not throw
-};
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -126,13 +102,5 @@ template <class T>
 struct TypeTag {
   using type = T;
 };
-
-/// The kernels of cuda/losses/host/row_forward.cu, row_gradient.cu, row_reduce.cu and jsd.cu.
-void row_forward(const RowForward& p, DType dtype, void* stream);
-void row_gradient(const RowGradient& p, DType dtype, void* stream);
-void row_scaling(const RowScaling& p, DType dtype, void* stream);
-void row_scales(const RowScales& p, DType dtype, void* stream);
-void row_sum(const RowSum& p, DType dtype, void* stream);
-void row_jsd(const RowJsd& p, DType dtype, void* stream);
 
 }  // namespace fusegrad::cuda

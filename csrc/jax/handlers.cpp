@@ -266,8 +266,8 @@ ffi::Error guarded(Function&& function) {
 struct Cpu {
   using Context = ffi::ThreadPool;
   static void call(ffi::ThreadPool pool, const std::function<void(const Device&)>& function) {
-    HostStream stream{&pool};
-    function({&kCpuRowKernels, &stream, /*cpu=*/true});
+    cpu::Host host = host_of(pool);
+    function({&kCpuRowKernels, &host, /*cpu=*/true});
   }
   static constexpr std::initializer_list<ffi::Traits> kTraits = {};
 };

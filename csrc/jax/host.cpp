@@ -1,4 +1,4 @@
-// common/host.h in XLA's processes: its pool of threads, and what the machine has.
+// XLA's pool of threads as the kernels take it.
 #include "jax/host.h"
 
 #include <algorithm>
@@ -9,24 +9,24 @@
 #include <mutex>
 #include <new>
 
-#include "common/host.h"
-
-namespace fusegrad::cpu {
+namespace fusegrad::jax {
 namespace {
+
+using Body = void (*)(void* closure, int64_t begin, int64_t end);
 
 // One parallel_for. Threads take ranges until none is left; the caller is one of them, and waits only for ranges that
 // others have begun: handlers run on the pool's own threads, and waiting for a task that no thread is free to begin
-// would never end. Whoever comes late finds nothing, and must not touch `function`.
+// would never end. Whoever comes late finds nothing, and must not touch `closure`.
 class Ranges {
  public:
-  Ranges(int64_t count, int64_t size, const std::function<void(int64_t, int64_t)>& function)
-      : count_(count), size_(size), ranges_((count + size - 1) / size), function_(function) {}
+  Ranges(int64_t count, int64_t size, Body body, void* closure)
+      : count_(count), size_(size), ranges_((count + size - 1) / size), body_(body), closure_(closure) {}
 
   void run() {
     for (int64_t i = next_++; i < ranges_; i = next_++) {
       std::exception_ptr error;
       try {
-        function_(i * size_, std::min(count_, (i + 1) * size_));
+        body_(closure_, i * size_, std::min(count_, (i + 1) * size_));
       } catch (...) {
         error = std::current_exception();
       }
@@ -44,7 +44,8 @@ class Ranges {
 
  private:
   const int64_t count_, size_, ranges_;
-  const std::function<void(int64_t, int64_t)>& function_;
+  const Body body_;
+  void* const closure_;
   std::atomic<int64_t> next_{0};
   std::mutex mutex_;
   std::condition_variable all_done_;
@@ -52,32 +53,29 @@ class Ranges {
   std::exception_ptr error_;
 };
 
-}  // namespace
-
-InstructionSet instruction_set() {
-  __builtin_cpu_init();
-  const auto avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const auto avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-  return !avx2 ? InstructionSet::kDefault : avx512 ? InstructionSet::kAvx512 : InstructionSet::kAvx2;
+int64_t threads(void* context) {
+  return std::max<int64_t>(1, static_cast<xla::ffi::ThreadPool*>(context)->num_threads());
 }
 
-void parallel_for(void* stream, int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& function) {
+void parallel_for(void* context, int64_t count, int64_t grain, Body body, void* closure) {
   if (count <= 0) return;
-  auto& pool = *static_cast<jax::HostStream*>(stream)->pool;
-  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const int64_t size = std::max(grain, (count + threads - 1) / threads);
-  if (size >= count) return function(0, count);
-  const auto ranges = std::make_shared<Ranges>(count, size, function);
+  auto& pool = *static_cast<xla::ffi::ThreadPool*>(context);
+  const int64_t most = threads(context), size = std::max(grain, (count + most - 1) / most);
+  if (size >= count) return body(closure, 0, count);
+  const auto ranges = std::make_shared<Ranges>(count, size, body, closure);
   for (int64_t i = 1; i < (count + size - 1) / size; ++i) {
     try {
       pool.Schedule([ranges] { ranges->run(); });
     } catch (const std::bad_alloc&) {
-      break;  // this thread runs what no other takes; what was scheduled must not outlive `function`
+      break;  // this thread runs what no other takes; what was scheduled must not outlive `closure`
     }
   }
   ranges->run();
   ranges->wait();
 }
 
-}  // namespace fusegrad::cpu
+}  // namespace
+
+cpu::Host host_of(xla::ffi::ThreadPool& pool) { return {parallel_for, threads, &pool}; }
+
+}  // namespace fusegrad::jax

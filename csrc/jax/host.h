@@ -1,13 +1,13 @@
-// The stream that the CPU's row kernels get from XLA's handlers.
+// XLA's threads for the kernels below.
 #pragma once
 
 #include <xla/ffi/api/ffi.h>
 
+#include "common/host.h"
+
 namespace fusegrad::jax {
 
-/// A pool of threads that lives as long as the call of a handler.
-struct HostStream {
-  xla::ffi::ThreadPool* pool;
-};
+/// For as long as the call of a handler, whose pool of threads it is.
+cpu::Host host_of(xla::ffi::ThreadPool& pool);
 
 }  // namespace fusegrad::jax

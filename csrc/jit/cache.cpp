@@ -1,6 +1,5 @@
 #include "jit/cache.h"
 
-#include <c10/util/Exception.h>
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -19,6 +18,8 @@
 #include <set>
 #include <vector>
 
+#include "common/error.h"
+#include "jit/front_end.h"
 #include "jit/program.h"
 
 namespace fusegrad::jit {
@@ -39,8 +40,8 @@ void warn_once(const std::string& folder, const std::string& why) {
     const std::lock_guard lock(mutex);
     if (!warned.insert(folder).second) return;
   }
-  TORCH_WARN("fusegrad: compiled kernels are not kept in the cache folder ", folder, ": ", why,
-             ". Each process compiles its own. FUSEGRAD_CACHE_DIR names another folder.");
+  warn("fusegrad: compiled kernels are not kept in the cache folder " + folder + ": " + why +
+       ". Each process compiles its own. FUSEGRAD_CACHE_DIR names another folder.");
 }
 
 std::string error_text() { return std::strerror(errno); }
@@ -174,7 +175,7 @@ class DiskCache::Folder {
   // The same; throws where the folder cannot be read.
   std::vector<Listed> list_or_throw(const std::string& path) const {
     auto found = list();
-    TORCH_CHECK(found.has_value(), "jit: the cache folder ", path, " cannot be read: ", error_text());
+    FUSEGRAD_CHECK(RuntimeError, found.has_value(), "jit: the cache folder ", path, " cannot be read: ", error_text());
     return *std::move(found);
   }
   bool remove(const std::string& name) const { return ::unlinkat(get(), name.c_str(), 0) == 0; }
@@ -254,8 +255,8 @@ DiskCache DiskCache::from_environment() {
   uint64_t limit = 512;
   if (const std::string text = value("FUSEGRAD_CACHE_LIMIT_MIB"); !text.empty()) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), limit);
-    TORCH_CHECK_VALUE(error == std::errc() && end == text.data() + text.size() && limit < (1u << 30),
-                      "jit: FUSEGRAD_CACHE_LIMIT_MIB must be a whole number of MiB, 0 or more, but got '", text, "'");
+    FUSEGRAD_CHECK(ValueError, error == std::errc() && end == text.data() + text.size() && limit < (1u << 30),
+                   "jit: FUSEGRAD_CACHE_LIMIT_MIB must be a whole number of MiB, 0 or more, but got '", text, "'");
   }
   return {folder, limit << 20};
 }
@@ -318,7 +319,7 @@ DiskCache::Info DiskCache::info() const {
   Info result{folder_, limit_, {}, {}};
   const Folder folder(folder_, false);
   if (folder.missing() && !folder_.empty()) return result;
-  TORCH_CHECK(folder.usable(), "jit: the cache folder ", folder_, " is not used: ", folder.why());
+  FUSEGRAD_CHECK(RuntimeError, folder.usable(), "jit: the cache folder ", folder_, " is not used: ", folder.why());
   for (const Listed& file : folder.list_or_throw(folder_)) {
     const std::string architecture(architecture_of(file.name));
     Usage& usage = architecture.empty() ? result.other : result.architectures[architecture];
@@ -331,11 +332,12 @@ DiskCache::Info DiskCache::info() const {
 int64_t DiskCache::clear() const {
   const Folder folder(folder_, false);
   if (folder.missing() && !folder_.empty()) return 0;
-  TORCH_CHECK(folder.usable(), "jit: the cache folder ", folder_, " is not used: ", folder.why());
+  FUSEGRAD_CHECK(RuntimeError, folder.usable(), "jit: the cache folder ", folder_, " is not used: ", folder.why());
   int64_t removed = 0;
   for (const Listed& file : folder.list_or_throw(folder_)) {
     const bool gone = folder.remove(file.name);
-    TORCH_CHECK(gone || errno == ENOENT, "jit: ", folder_, "/", file.name, " cannot be removed: ", error_text());
+    FUSEGRAD_CHECK(RuntimeError, gone || errno == ENOENT, "jit: ", folder_, "/", file.name,
+                   " cannot be removed: ", error_text());
     removed += gone ? 1 : 0;
   }
   return removed;

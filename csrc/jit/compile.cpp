@@ -1,6 +1,5 @@
 #include "jit/compile.h"
 
-#include <c10/util/Exception.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -16,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/error.h"
 #include "common/process.h"
 #include "jit/cache.h"
 #include "jit/headers.h"
@@ -47,8 +47,8 @@ class Progress {
     if (text != nullptr && *text != '\0') {
       char* end = nullptr;
       seconds = std::string_view(text) == "off" ? -1 : std::strtod(text, &end);
-      TORCH_CHECK_VALUE(end == nullptr || (*end == '\0' && seconds >= 0),
-                        "jit: FUSEGRAD_JIT_PROGRESS must be seconds, 0 or more, or 'off', but got '", text, "'");
+      FUSEGRAD_CHECK(ValueError, end == nullptr || (*end == '\0' && seconds >= 0),
+                     "jit: FUSEGRAD_JIT_PROGRESS must be seconds, 0 or more, or 'off', but got '", text, "'");
     }
     if (seconds == 0) {
       tell();
@@ -106,10 +106,10 @@ class Running {
     static const int failed = pthread_atfork(nullptr, nullptr, [] {
       if (running.exchange(0) != 0) forked_meanwhile = true;
     });
-    TORCH_CHECK(failed == 0, "jit: pthread_atfork failed");
-    TORCH_CHECK(!forked_meanwhile,
-                "jit: kernels must not be compiled in a process that was forked while another thread of its parent "
-                "compiled one: fork earlier or later, or start the process anew (multiprocessing's 'spawn')");
+    FUSEGRAD_CHECK(RuntimeError, failed == 0, "jit: pthread_atfork failed");
+    FUSEGRAD_CHECK(RuntimeError, !forked_meanwhile,
+                   "jit: kernels must not be compiled in a process that was forked while another thread of its parent "
+                   "compiled one: fork earlier or later, or start the process anew (multiprocessing's 'spawn')");
     ++running;
   }
   Running(const Running&) = delete;
@@ -148,8 +148,8 @@ void dump(const Program& program, const Digest& key, const std::string& cubin, c
     if (text.empty()) continue;  // a cubin from the disk has no log
     std::ofstream file(stem + suffix, std::ios::binary);
     file << text << std::flush;
-    TORCH_CHECK(file.good(), "jit: FUSEGRAD_JIT_DUMP must name a folder that can be written, but ", stem, suffix,
-                " cannot be");
+    FUSEGRAD_CHECK(RuntimeError, file.good(), "jit: FUSEGRAD_JIT_DUMP must name a folder that can be written, but ",
+                   stem, suffix, " cannot be");
   }
 }
 
@@ -188,10 +188,11 @@ Compiled compile_uncached(const Program& program) {
                                 ? "an error of fusegrad's own, please report it."
                                 : "FUSEGRAD_JIT_FLAGS must hold flags that every kernel compiles with, but got '" +
                                       std::string(more) + "'; if it fails without them too, please report it.";
-  TORCH_CHECK(false, "jit: ", program.name, " was not compiled for sm_", program.architecture, " by NVRTC ", v.major,
-              ".", v.minor, ": ", whose, "\nscore_mod: ", program.score_mod.empty() ? "none" : "\n" + program.score_mod,
-              "\nsource: ", kept ? *kept : "not kept, for want of a cache folder; FUSEGRAD_JIT_DUMP=folder keeps it",
-              "\nlog:\n", compiled.log);
+  fail<RuntimeError>(
+      "jit: ", program.name, " was not compiled for sm_", program.architecture, " by NVRTC ", v.major, ".", v.minor,
+      ": ", whose, "\nscore_mod: ", program.score_mod.empty() ? "none" : "\n" + program.score_mod,
+      "\nsource: ", kept ? *kept : "not kept, for want of a cache folder; FUSEGRAD_JIT_DUMP=folder keeps it",
+      "\nlog:\n", compiled.log);
 }
 
 Cubin compile(const Program& program) {

@@ -1,8 +1,9 @@
 #include "jit/driver.h"
 
-#include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+
+#include "common/error.h"
 
 namespace fusegrad::jit {
 namespace {
@@ -10,7 +11,8 @@ namespace {
 template <class Function>
 void find(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));
-  TORCH_CHECK(function != nullptr, "jit: the CUDA driver must be of CUDA 12 or later, but has no ", name);
+  FUSEGRAD_CHECK(RuntimeError, function != nullptr, "jit: the CUDA driver must be of CUDA 12 or later, but has no ",
+                 name);
 }
 
 }  // namespace
@@ -24,8 +26,8 @@ Driver::Driver() {
   void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   if (library == nullptr) {
     const char* why = dlerror();
-    TORCH_CHECK(false, "jit: kernels run on a GPU, whose driver must be installed, but was not found: ",
-                why == nullptr ? "libcuda.so.1" : why);
+    fail<RuntimeError>("jit: kernels run on a GPU, whose driver must be installed, but was not found: ",
+                       why == nullptr ? "libcuda.so.1" : why);
   }
   find(library, "cuInit", call_.init);
   find(library, "cuGetErrorName", call_.error_name);
@@ -52,8 +54,8 @@ void Driver::check(CUresult status, const char* function, const char* what) cons
   const std::string message = std::string(what) + ": " + function +
                               " failed: " + (name == nullptr ? "an unknown error" : name) + ": " +
                               (words == nullptr ? std::to_string(status) : words);
-  TORCH_CHECK_WITH(OutOfMemoryError, status != CUDA_ERROR_OUT_OF_MEMORY, message);
-  TORCH_CHECK(false, message);
+  FUSEGRAD_CHECK(OutOfDeviceMemory, status != CUDA_ERROR_OUT_OF_MEMORY, message);
+  throw RuntimeError(message);
 }
 
 uint64_t Driver::current_context() const {
@@ -62,7 +64,8 @@ uint64_t Driver::current_context() const {
   if (context == nullptr) {
     // Makes the primary context of the thread's device, which torch uses, and makes it current.
     const cudaError_t status = cudaFree(nullptr);
-    TORCH_CHECK(status == cudaSuccess, "jit: the device's context was not made: ", cudaGetErrorString(status));
+    FUSEGRAD_CHECK(RuntimeError, status == cudaSuccess,
+                   "jit: the device's context was not made: ", cudaGetErrorString(status));
     check(call_.context(&context), "cuCtxGetCurrent", "jit");
   }
   unsigned long long id = 0;
@@ -118,8 +121,8 @@ void Driver::allow_shared(CUfunction function, int bytes, const char* what) cons
   check(call_.device_attribute(&most, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device),
         "cuDeviceGetAttribute", what);
   check(call_.attribute(&fixed, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function), "cuFuncGetAttribute", what);
-  TORCH_CHECK(bytes + fixed <= most, what, ": a CTA's shared memory must be at most the GPU's ", most,
-              " bytes, but got ", bytes + fixed);
+  FUSEGRAD_CHECK(RuntimeError, bytes + fixed <= most, what, ": a CTA's shared memory must be at most the GPU's ", most,
+                 " bytes, but got ", bytes + fixed);
   check(call_.set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes), "cuFuncSetAttribute",
         what);
 }

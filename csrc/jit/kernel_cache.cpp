@@ -1,15 +1,13 @@
 #include "jit/kernel_cache.h"
 
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
 
+#include "common/error.h"
 #include "jit/compile.h"
+#include "jit/front_end.h"
 
 namespace fusegrad::jit {
 namespace {
@@ -54,12 +52,9 @@ std::unique_ptr<Kernel> load(const KernelProgram& made, const std::string& cubin
 std::unique_ptr<Kernel> load_or_make_room(const KernelProgram& made, const std::string& cubin) {
   try {
     return load(made, cubin);
-  } catch (const c10::OutOfMemoryError&) {
-    // torch may hold all of the GPU's memory without using it. It cannot let go of it in a capture.
-    if (c10::cuda::device_count() == 0) throw;
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) throw;
+  } catch (const OutOfDeviceMemory&) {
+    if (!release_memory()) throw;
   }
-  c10::cuda::CUDACachingAllocator::emptyCache();
   return load(made, cubin);
 }
 

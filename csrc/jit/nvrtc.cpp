@@ -1,12 +1,13 @@
 #include "jit/nvrtc.h"
 
-#include <c10/util/Exception.h>
 #include <dlfcn.h>
 
 #include <charconv>
 #include <cstdlib>
 #include <sstream>
 
+#include "common/error.h"
+#include "jit/front_end.h"
 #include "jit/headers.h"
 
 namespace fusegrad::jit {
@@ -14,29 +15,19 @@ namespace {
 
 constexpr int kNewest = 13, kOldest = 12;  // the versions of CUDA whose NVRTC has what is needed
 
-// The folder with torch's libraries. (No std::filesystem in this library: libtorch.so exports functions of its own of
-// those names, of another version, which the loader would take.)
-std::string torch_folder() {
-  Dl_info info{};
-  const auto* function = reinterpret_cast<const void*>(&c10::WarningUtils::get_warning_handler);
-  const std::string file = dladdr(function, &info) != 0 ? info.dli_fname : "";
-  return file.substr(0, file.rfind('/'));
-}
-
-// Where NVRTC may be. The wheels' come first: their version is torch's, and the driver that runs torch loads what that
-// compiles.
+// Where NVRTC may be. The wheels' come first: their version is the front end's, and the driver that runs that loads
+// what it compiles.
 std::vector<std::string> candidates() {
   const char* named = std::getenv("FUSEGRAD_NVRTC");
   if (named != nullptr && *named != '\0') return {named};
-  const std::string packages = torch_folder() + "/../../nvidia/";
   std::vector<std::string> paths;
-  for (const bool wheel : {true, false}) {
+  for (const std::string& packages : package_folders()) {
     for (int major = kNewest; major >= kOldest; --major) {
-      std::string& path = paths.emplace_back();
-      if (wheel) path = packages + (major >= 13 ? "cu" + std::to_string(major) : "cuda_nvrtc") + "/lib/";
-      path += "libnvrtc.so." + std::to_string(major);
+      const std::string package = major >= 13 ? "cu" + std::to_string(major) : "cuda_nvrtc";
+      paths.push_back(packages + "/nvidia/" + package + "/lib/libnvrtc.so." + std::to_string(major));
     }
   }
+  for (int major = kNewest; major >= kOldest; --major) paths.push_back("libnvrtc.so." + std::to_string(major));
   return paths;
 }
 
@@ -91,13 +82,14 @@ Nvrtc::Nvrtc() {
     dlclose(library);
     tried += "\n  " + path + ": not NVRTC of CUDA " + std::to_string(kOldest) + " or later";
   }
-  TORCH_CHECK(false, "jit: kernels are compiled by NVRTC, which must be installed, but was not found:", tried,
-              "\nPyTorch's CUDA packages bring it; alone it is `pip install nvidia-cuda-nvrtc` (CUDA 13) or "
-              "`nvidia-cuda-nvrtc-cu12`. FUSEGRAD_NVRTC=/path/to/libnvrtc.so names another.");
+  fail<RuntimeError>("jit: kernels are compiled by NVRTC, which must be installed, but was not found:", tried,
+                     "\nPyTorch's CUDA packages bring it; alone it is `pip install nvidia-cuda-nvrtc` (CUDA 13) or "
+                     "`nvidia-cuda-nvrtc-cu12`. FUSEGRAD_NVRTC=/path/to/libnvrtc.so names another.");
 }
 
 void Nvrtc::check(int status, const char* function, const Program& program) const {
-  TORCH_CHECK(status == 0, "jit: ", program.name, ": ", function, " failed: ", call_.error_string(status));
+  FUSEGRAD_CHECK(RuntimeError, status == 0, "jit: ", program.name, ": ", function,
+                 " failed: ", call_.error_string(status));
 }
 
 void Nvrtc::check_architecture(const Program& program) const {
@@ -114,8 +106,8 @@ void Nvrtc::check_architecture(const Program& program) const {
     known += known.empty() ? "" : " ";
     known += std::to_string(architecture);
   }
-  TORCH_CHECK(false, "jit: ", program.name, ": the architecture must be one that NVRTC ", version_.major, ".",
-              version_.minor, " knows (", known, "), but got sm_", program.architecture, " (", path_, ")");
+  fail<RuntimeError>("jit: ", program.name, ": the architecture must be one that NVRTC ", version_.major, ".",
+                     version_.minor, " knows (", known, "), but got sm_", program.architecture, " (", path_, ")");
 }
 
 Compiled Nvrtc::compile(const Program& program) const {

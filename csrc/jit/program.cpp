@@ -1,13 +1,11 @@
 #include "jit/program.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
 #include <sstream>
 
-#include "fusegrad/build_info.h"
+#include "common/error.h"
 #include "jit/headers.h"
 #include "jit/nvrtc.h"
 
@@ -40,11 +38,12 @@ bool is_architecture(std::string_view text) {
 }
 
 void check(const Program& program) {
-  TORCH_CHECK_VALUE(is_name(program.name), "jit: a program's name must match [a-z0-9_]+, but got '", program.name, "'");
-  TORCH_CHECK_VALUE(is_architecture(program.architecture), "jit: ", program.name,
-                    ": the architecture must be one such as '80' or '90a', but got '", program.architecture, "'");
-  TORCH_CHECK_VALUE(program.source.find('\0') == std::string::npos, "jit: ", program.name,
-                    ": the source must not hold a null character");
+  FUSEGRAD_CHECK(ValueError, is_name(program.name), "jit: a program's name must match [a-z0-9_]+, but got '",
+                 program.name, "'");
+  FUSEGRAD_CHECK(ValueError, is_architecture(program.architecture), "jit: ", program.name,
+                 ": the architecture must be one such as '80' or '90a', but got '", program.architecture, "'");
+  FUSEGRAD_CHECK(ValueError, program.source.find('\0') == std::string::npos, "jit: ", program.name,
+                 ": the source must not hold a null character");
 }
 
 bool is_nvrtc_flag(std::string_view flag) {
@@ -69,7 +68,7 @@ std::vector<std::string> all_flags(const Program& program) {
 Digest cache_key(const Program& program) {
   const Version nvrtc = Nvrtc::get().version();
   Sha256 sum;
-  sum.field("fusegrad kernel 1").field(build_info().version);
+  sum.field("fusegrad kernel 1").field(FUSEGRAD_VERSION);
   sum.field(std::to_string(nvrtc.major) + "." + std::to_string(nvrtc.minor));
   const std::vector<std::string> flags = all_flags(program);
   sum.field(std::to_string(flags.size()));

@@ -7,9 +7,9 @@
 
 #include <cstdint>
 
-namespace fusegrad {
+#include "common/dtype.h"
 
-enum class DType : int8_t { kFloat32, kBFloat16, kFloat16, kFloat64 };
+namespace fusegrad {
 
 /// What a row is compared with. Row n has coefficients a[c] >= 0 with sum A, its cross entropy is
 /// A * lse - sum_c a[c] * z[c], and the gradient of that by z[c] is A * softmax(z)[c] - a[c].
@@ -224,8 +224,8 @@ struct RowJsd {
   void* hard = nullptr;
 };
 
-/// A device's kernels. `stream` is a cudaStream_t on CUDA; on the CPU what common/host.h's parallel_for takes, null for
-/// ATen's threads. Errors are exceptions of the standard library.
+/// A device's kernels. `stream` is a cudaStream_t on CUDA, a const cpu::Host* (common/host.h) on the CPU. Errors are
+/// exceptions of the standard library.
 struct RowKernels {
   void (*forward)(const RowForward&, DType, void* stream);
   void (*gradient)(const RowGradient&, DType, void* stream);

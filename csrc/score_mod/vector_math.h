@@ -7,8 +7,7 @@
 #include <cstdint>
 
 #ifndef FUSEGRAD_PLAIN_MATH
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
+#include "common/vec.h"
 #endif
 
 namespace fusegrad::score_mod {

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "common/error.h"
 #include "jit/compile.h"
 
 namespace fusegrad::jit {
@@ -23,7 +24,7 @@ inline bool has_nvrtc() {
   try {
     Nvrtc::get();
     return true;
-  } catch (const c10::Error&) {
+  } catch (const RuntimeError&) {
     return false;
   }
 }
@@ -105,8 +106,8 @@ class CountWarnings : public c10::WarningHandler {
 inline std::string message_of(const std::function<void()>& body) {
   try {
     body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
   }
   return "no error";
 }

@@ -3,10 +3,10 @@
 #include <fstream>
 #include <sstream>
 
+#include "pytorch/score_mod/tensors.h"
 #include "rendered_score_mods.h"
 #include "score_mod/derivative.h"
 #include "score_mod/render_cuda.h"
-#include "score_mod/tensors.h"
 
 namespace {
 

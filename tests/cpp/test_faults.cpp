@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "common.h"
+#include "common/error.h"
 #include "pytorch/ops/dispatch.h"
 
 namespace fusegrad::testing {
@@ -47,6 +48,17 @@ TEST(Faults, WantOfHostMemory) {
     EXPECT_EQ(words, std::string("op: memory must suffice, but an allocation failed (") +
                          (length ? "too long" : "std::bad_alloc") + ")");
   }
+}
+
+TEST(Faults, CoreErrorsBecomeTorchs) {
+  EXPECT_EQ(words_of<c10::ValueError>([]() -> int { throw ValueError("op: must hold"); }), "op: must hold");
+  EXPECT_EQ(words_of<c10::IndexError>([]() -> int { throw IndexError("out of range"); }), "out of range (in op)");
+  EXPECT_EQ(words_of<c10::NotImplementedError>([]() -> int { throw NotImplementedError("op: no"); }), "op: no");
+  EXPECT_EQ(words_of<c10::Error>([]() -> int { throw RuntimeError("jit: no NVRTC"); }), "jit: no NVRTC (in op)");
+  const auto memory = words_of<c10::OutOfMemoryError>([]() -> int { throw OutOfDeviceMemory("cuModuleLoadData"); });
+  EXPECT_EQ(memory, "op: memory must suffice, but an allocation failed (cuModuleLoadData)");
+  // Below the classes of common/error.h are others', such as the score_mod language's.
+  EXPECT_THROW(named_errors("op", []() -> int { throw std::invalid_argument("graph"); }), std::invalid_argument);
 }
 
 TEST(Faults, KernelsErrorsAndOthers) {

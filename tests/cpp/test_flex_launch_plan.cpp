@@ -1,11 +1,11 @@
 // What the planner of flex attention on CUDA decides, without a GPU: specs and their keys, shared memory, launches.
-#include <c10/util/Exception.h>
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "common/error.h"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/host/launch_plan.h"
 #include "cuda/attention/host/plan.h"
@@ -205,7 +205,7 @@ TEST(LaunchPlan, LaunchesShareTheKeysOfABackward) {
 
 TEST(LaunchPlan, RefusesTooManyCtas) {
   const FlexShape shape = make_shape(int64_t{1} << 16, int64_t{1} << 15, 1, 128, 128, 64);
-  EXPECT_THROW(plan(make_case(FlexKernel::kForward, 64, DType::kFloat32), shape), c10::ValueError);
+  EXPECT_THROW(plan(make_case(FlexKernel::kForward, 64, DType::kFloat32), shape), ValueError);
 }
 
 TEST(LaunchPlan, ListsAreDirectWhereTilesLieInABlockEach) {
@@ -270,7 +270,7 @@ TEST(TensorMaps, HaveValidStridesOfDimensionsOfOne) {
   EXPECT_EQ(rows.rank, 1);
   EXPECT_EQ(rows.sizes[0], 1000u);
   EXPECT_EQ(rows.box[0], 80u);
-  EXPECT_THROW(row_map(int64_t{1} << 31, 64), c10::ValueError);
+  EXPECT_THROW(row_map(int64_t{1} << 31, 64), ValueError);
 }
 
 }  // namespace

@@ -150,7 +150,7 @@ TEST_F(Jit, ProgressIsTold) {
       << text;
   for (const char* wrong : {"-1", "soon", "2s"}) {
     ::setenv("FUSEGRAD_JIT_PROGRESS", wrong, 1);
-    EXPECT_THROW(compile_uncached(program()), c10::ValueError) << wrong;
+    EXPECT_THROW(compile_uncached(program()), ValueError) << wrong;
   }
 }
 

@@ -33,7 +33,7 @@ TEST(JitCuda, MissingDriverIsNamed) {
   try {
     Driver::get();
     FAIL() << "there is no driver";
-  } catch (const c10::Error& error) {
+  } catch (const RuntimeError& error) {
     EXPECT_NE(std::string(error.what())
                   .find("jit: kernels run on a GPU, whose driver must be installed, but was not "
                         "found: libcuda.so.1"),
@@ -117,7 +117,7 @@ TEST(JitCuda, TensorMaps) {
   shape.box = {64, 64, 1};
   Driver::get().tensor_map(x.data_ptr(), shape, "probe");
   shape.box[0] = 512;
-  EXPECT_THROW(Driver::get().tensor_map(x.data_ptr(), shape, "probe"), c10::Error);
+  EXPECT_THROW(Driver::get().tensor_map(x.data_ptr(), shape, "probe"), RuntimeError);
 }
 
 }  // namespace

@@ -35,8 +35,8 @@ class KernelCache : public ::testing::Test {
   void SetUp() override {
     try {
       Nvrtc::get();
-    } catch (const c10::Error& error) {
-      GTEST_SKIP() << error.what_without_backtrace();
+    } catch (const RuntimeError& error) {
+      GTEST_SKIP() << error.what();
     }
     ::setenv("FUSEGRAD_CACHE_LIMIT_MIB", "0", 1);
     fake().context = ++contexts_;  // every test has one of its own
@@ -171,7 +171,7 @@ TEST_F(KernelCache, TensorMapsGiveTheOuterStrides) {
 TEST_F(KernelCache, WantOfMemoryKeepsItsType) {
   fake().failing = "cuModuleLoadData";
   fake().status = CUDA_ERROR_OUT_OF_MEMORY;
-  EXPECT_THROW(kernel("large", made), c10::OutOfMemoryError);
+  EXPECT_THROW(kernel("large", made), OutOfDeviceMemory);
   fake().failing.clear();
   fake().status = CUDA_ERROR_INVALID_VALUE;
   EXPECT_NE(kernel("large", made).function, nullptr);

@@ -3,10 +3,10 @@
 
 #include <cmath>
 
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/derivative.h"
 #include "score_mod/evaluate_cpu.h"
 #include "score_mod/simplify.h"
-#include "score_mod/tensors.h"
 #include "score_mod/text.h"
 #include "score_mod_examples.h"
 

@@ -4,10 +4,11 @@
 #include <algorithm>
 #include <tuple>
 
+#include "common/error.h"
 #include "jit/compile.h"
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/derivative.h"
 #include "score_mod/render_cuda.h"
-#include "score_mod/tensors.h"
 #include "score_mod/text.h"
 #include "score_mod_primitive_examples.h"
 
@@ -48,8 +49,8 @@ class Source {
   void check() const {
     try {
       jit::Nvrtc::get();
-    } catch (const c10::Error& error) {
-      GTEST_SKIP() << error.what_without_backtrace();
+    } catch (const RuntimeError& error) {
+      GTEST_SKIP() << error.what();
     }
     for (const char* architecture : {"80", "90a"}) {
       const jit::Compiled compiled = jit::compile_uncached({"score_mods", text_, architecture, {}, ""});

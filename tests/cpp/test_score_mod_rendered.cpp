@@ -4,11 +4,11 @@
 
 #include <cmath>
 
+#include "pytorch/score_mod/tensors.h"
 #include "rendered_score_mods.h"
 #include "score_mod/derivative.h"
 #include "score_mod/evaluate_cpu.h"
 #include "score_mod/render_cuda.h"
-#include "score_mod/tensors.h"
 
 namespace fusegrad::score_mod {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "losses/row_kernels.h"
+#include "common/dtype.h"
 
 namespace fusegrad::cpu {
 

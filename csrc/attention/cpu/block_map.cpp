@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/error.h"
+
 namespace fusegrad::cpu {
 namespace {
 
@@ -10,37 +12,36 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-BlockMap::BlockMap(const FlexScores& scores, int64_t queries, int64_t keys)
+BlockMap::BlockMap(const BlockLists& lists, bool masked, int64_t queries, int64_t keys)
     : queries_(queries),
       keys_(keys),
       block_rows_(std::max<int64_t>(queries, 1)),
       block_cols_(std::max<int64_t>(keys, 1)) {
-  if (scores.kv_blocks.empty()) {
+  if (!lists) {
     states_.assign(1, BlockState::kFull);
     return;
   }
-  block_rows_ = scores.block_size[0];
-  block_cols_ = scores.block_size[1];
-  const auto& partial = scores.kv_blocks[1];
-  batches_ = partial.size(0);
-  heads_ = partial.size(1);
-  rows_ = partial.size(2);
+  block_rows_ = lists.block_size[0];
+  block_cols_ = lists.block_size[1];
+  batches_ = lists.batches;
+  heads_ = lists.heads;
+  rows_ = lists.rows;
   cols_ = ceil_div(keys, block_cols_);
   states_.assign(static_cast<size_t>(batches_ * heads_ * rows_ * cols_), BlockState::kNone);
-  for (size_t list = 0; list < scores.kv_blocks.size(); list += 2) {
-    const auto state = list == 0 && !scores.mask_mod.text.empty() ? BlockState::kPartial : BlockState::kFull;
-    const auto count = scores.kv_blocks[list].to(at::kInt).contiguous();
-    const auto index = scores.kv_blocks[list + 1].to(at::kInt).contiguous();
-    const auto* counts = count.const_data_ptr<int32_t>();
-    const auto* indices = index.const_data_ptr<int32_t>();
-    const int64_t listed = index.size(3);
+  for (const BlockListView* list : {&lists.partial, &lists.full}) {
+    if (list->count == nullptr) continue;
+    const auto state = list == &lists.partial && masked ? BlockState::kPartial : BlockState::kFull;
+    const auto* counts = list->count;
+    const auto* indices = list->index;
+    const int64_t listed = list->columns;
     for (int64_t row = 0; row < batches_ * heads_ * rows_; ++row) {
-      TORCH_CHECK_INDEX(counts[row] >= 0 && counts[row] <= listed, "flex_attention: the block mask must list 0 to ",
-                        listed, " blocks in a row, but got ", counts[row]);
+      FUSEGRAD_CHECK(IndexError, counts[row] >= 0 && counts[row] <= listed,
+                     "flex_attention: the block mask must list 0 to ", listed, " blocks in a row, but got ",
+                     counts[row]);
       for (int64_t i = 0; i < counts[row]; ++i) {
         const int64_t col = indices[row * listed + i];
-        TORCH_CHECK_INDEX(col >= 0 && col < cols_, "flex_attention: the block mask must list key blocks in [0, ", cols_,
-                          "), but got ", col);
+        FUSEGRAD_CHECK(IndexError, col >= 0 && col < cols_,
+                       "flex_attention: the block mask must list key blocks in [0, ", cols_, "), but got ", col);
         auto& at = states_[static_cast<size_t>(row * cols_ + col)];
         at = std::max(at, state);
       }
@@ -133,7 +134,7 @@ TileMask TileMasker<T>::mask(int64_t b, int64_t h, Range queries, Range keys) {
         continue;
       }
       const bool in_range = evaluator_->mask_mod({b, h, q.begin, k.begin, q.size(), k.size()}, {first + at, stride_});
-      TORCH_CHECK_INDEX(in_range, "flex_attention: mask_mod: ", evaluator_->out_of_range().message());
+      FUSEGRAD_CHECK(IndexError, in_range, "flex_attention: mask_mod: ", evaluator_->out_of_range().message());
     }
   }
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "attention/block_states.h"
-#include "pytorch/attention/flex_attention.h"
+#include "attention/flex_attention.h"
 #include "score_mod/evaluate_cpu.h"
 
 namespace fusegrad::cpu {
@@ -22,8 +22,8 @@ struct Range {
 /// The state of every block of every head. Without a block mask one block of the whole size is full.
 class BlockMap {
  public:
-  /// Raises IndexError where a listed block does not exist.
-  BlockMap(const FlexScores& scores, int64_t queries, int64_t keys);
+  /// Raises IndexError where a listed block does not exist. `masked`: there is a mask_mod.
+  BlockMap(const BlockLists& lists, bool masked, int64_t queries, int64_t keys);
 
   BlockState at(int64_t b, int64_t h, int64_t row, int64_t col) const {
     return states_[((b % batches_ * heads_ + h % heads_) * rows_ + row) * cols_ + col];

@@ -4,7 +4,6 @@
 #include <mutex>
 #include <vector>
 
-#include "common/host.h"
 #include "score_mod/evaluate_cpu.h"
 
 namespace fusegrad::cpu {
@@ -96,7 +95,7 @@ class Decider {
 
 }  // namespace
 
-std::string block_states(const BlockMaskProgram& call, BlockState* states) {
+std::string block_states(const Host& host, const BlockMaskProgram& call, BlockState* states) {
   const int64_t rows = call.rows(), cols = call.cols();
   const auto of_bounds = [&](const score_mod::Graph& graph) {
     return TileProgram<float>(graph, {call.batches, call.heads, rows, cols}, call.bounds_buffers, call.bounds_scalars);
@@ -108,7 +107,7 @@ std::string block_states(const BlockMaskProgram& call, BlockState* states) {
       of_bounds(call.bounds.safe)};
   std::mutex mutex;
   std::string error;
-  parallel_for(nullptr, call.batches * call.heads * rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(host, call.batches * call.heads * rows, 1, [&](int64_t begin, int64_t end) {
     Decider decider(programs, call);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i / rows;
@@ -121,12 +120,12 @@ std::string block_states(const BlockMaskProgram& call, BlockState* states) {
   return error;
 }
 
-void block_list(const BlockState* states, int64_t heads, int64_t rows, int64_t cols, bool by_column, BlockState state,
-                const BlockList& list) {
+void block_list(const Host& host, const BlockState* states, int64_t heads, int64_t rows, int64_t cols, bool by_column,
+                BlockState state, const BlockList& list) {
   // Of a block's place in its line. By columns a thread has several, side by side in memory.
   const int64_t lines = by_column ? cols : rows, length = by_column ? rows : cols;
   const int64_t width = by_column ? 64 : 1, chunks = (lines + width - 1) / width;
-  parallel_for(nullptr, heads * chunks, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(host, heads * chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t head = chunk / chunks, first = chunk % chunks * width, last = std::min(first + width, lines);
       const BlockState* from = states + head * rows * cols;

@@ -1,10 +1,8 @@
 #include "attention/cpu/buffer_sums.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 
-#include "pytorch/rows/job.h"
+#include "attention/cpu/attention_kernels.h"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
 
@@ -17,6 +15,7 @@ using score_mod::VariableSet;
 constexpr int64_t kSmall = int64_t{1} << 16;
 // Sums for every lane of a large buffer take at most this much, or four times the buffer.
 constexpr int64_t kSumBytes = int64_t{256} << 20;
+constexpr int64_t kBlock = 512;  // elements that are rounded at a time
 
 // For each buffer the variables that any two pairs which meet in an element must agree in.
 std::vector<VariableSet> agreeing(const score_mod::Graph& derivative, const score_mod::Lengths& lengths) {
@@ -57,19 +56,44 @@ VariableSet needed_for(LaneCut cut) {
 
 bool allows(VariableSet agreed, LaneCut cut) { return (agreed & needed_for(cut)) == needed_for(cut); }
 
+// Zeros, first touched by several threads.
+template <class T>
+void fill_zero(const Host& host, T* data, int64_t count) {
+  ask_for_huge_pages(data, static_cast<size_t>(count) * sizeof(T));
+  parallel_for(host, count, 1 << 15, [&](int64_t begin, int64_t end) { std::fill(data + begin, data + end, T(0)); });
+}
+
+// gradient[at + i] = values[i], rounded once.
+template <class T>
+void store(const BufferGradient& gradient, int64_t at, const T* values, int64_t count) {
+  const auto put = [&](auto zero) {
+    using Out = decltype(zero);
+    std::transform(values, values + count, static_cast<Out*>(gradient.data) + at,
+                   [](T value) { return static_cast<Out>(value); });
+  };
+  if (gradient.dtype == score_mod::DType::kFloat64) return put(double{});
+  if (gradient.dtype == score_mod::DType::kFloat32) return put(float{});
+  float rounded[kBlock];
+  std::transform(values, values + count, rounded, [](T value) { return static_cast<float>(value); });
+  const auto dtype = gradient.dtype == score_mod::DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
+  const Matrix out{static_cast<uint16_t*>(gradient.data) + at, dtype, count, 1};
+  attention_kernels<float>().unpack(out, rounded, count, 1, count, nullptr, 1.f);
+}
+
 }  // namespace
 
 template <class T>
-BufferSums<T>::BufferSums(const ScoreMod& score_mod, const std::vector<bool>& wanted, const score_mod::Lengths& lengths,
-                          int64_t key_batches, int64_t key_heads, const std::vector<at::Tensor>& gradients)
-    : sums_(wanted.size()) {
+BufferSums<T>::BufferSums(const Host& host, const FlexBackward& call, const score_mod::Lengths& lengths,
+                          int64_t key_batches, int64_t key_heads)
+    : host_(host), sums_(call.needs_buffers.size()) {
+  const auto& wanted = call.needs_buffers;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool w) { return w; })) return;
-  const auto agreed = agreeing(*score_mod::cached_derivative(score_mod.text, wanted), lengths);
+  const auto agreed = agreeing(*score_mod::cached_derivative(call.of.score_mod.text, wanted), lengths);
   const auto large = [&](size_t i) { return sums_[i].wanted && !sums_[i].small; };
   for (size_t i = 0; i < sums_.size(); ++i) {
     sums_[i].wanted = wanted[i];
-    sums_[i].gradient = gradients[i];
-    sums_[i].small = gradients[i].numel() <= kSmall;
+    sums_[i].gradient = call.buffers[i];
+    sums_[i].small = call.buffers[i].count <= kSmall;
   }
   const auto all_allow = [&](LaneCut cut) {
     for (size_t i = 0; i < sums_.size(); ++i) {
@@ -78,7 +102,7 @@ BufferSums<T>::BufferSums(const ScoreMod& score_mod, const std::vector<bool>& wa
     return true;
   };
   // The finest cut that all large buffers allow, of those that give every thread some work.
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = cpu::threads(host);
   if (!all_allow(LaneCut::kAnywhere)) {
     if (key_batches * key_heads >= threads && all_allow(LaneCut::kHeads)) {
       cut_ = LaneCut::kHeads;
@@ -91,24 +115,27 @@ BufferSums<T>::BufferSums(const ScoreMod& score_mod, const std::vector<bool>& wa
   for (size_t i = 0; i < sums_.size(); ++i) {
     sums_[i].shared = large(i) && allows(agreed[i], cut_);
     if (!large(i) || sums_[i].shared) continue;
-    const int64_t bytes = gradients[i].numel() * int64_t{sizeof(T)};
+    const int64_t bytes = call.buffers[i].count * int64_t{sizeof(T)};
     most_lanes_ = std::min(most_lanes_, std::max<int64_t>(kSumBytes / bytes, 4));
   }
 }
 
 template <class T>
 void BufferSums<T>::prepare(size_t lanes) {
+  constexpr auto kAcc = std::is_same_v<T, double> ? score_mod::DType::kFloat64 : score_mod::DType::kFloat32;
   for (auto& s : sums_) {
     if (!s.wanted) continue;
-    const auto acc = s.small || std::is_same_v<T, double> ? at::kDouble : at::kFloat;
-    if (s.shared && s.gradient.scalar_type() == acc) {
-      s.sums = s.gradient.view({1, -1});
-    } else {
-      const int64_t rows = s.shared ? 1 : static_cast<int64_t>(lanes);
-      s.sums = at::empty({rows, s.gradient.numel()}, s.gradient.options().dtype(acc));
+    s.lanes = s.shared ? 1 : static_cast<int64_t>(lanes);
+    const int64_t count = s.lanes * s.gradient.count;
+    if (s.small) {
+      s.wide = Scratch<double>(count);
+      fill_zero(host_, s.wide.data(), count);
+      continue;
     }
-    ask_for_huge_pages(s.sums);
-    s.sums.zero_();
+    const bool in_place = s.shared && s.gradient.dtype == kAcc;
+    if (!in_place) s.own = Scratch<T>(count);
+    s.sums = in_place ? static_cast<T*>(s.gradient.data) : s.own.data();
+    fill_zero(host_, s.sums, count);
   }
 }
 
@@ -118,11 +145,11 @@ std::vector<score_mod::GradientSink<T>> BufferSums<T>::lane_sinks(size_t lane) c
   for (const auto& s : sums_) {
     score_mod::GradientSink<T> sink;
     if (s.wanted) {
-      const int64_t at = s.shared ? 0 : static_cast<int64_t>(lane) * s.gradient.numel();
+      const int64_t at = s.shared ? 0 : static_cast<int64_t>(lane) * s.gradient.count;
       if (s.small) {
-        sink.wide_sum = s.sums.template mutable_data_ptr<double>() + at;
+        sink.wide_sum = s.wide.data() + at;
       } else {
-        sink.sum = s.sums.template mutable_data_ptr<T>() + at;
+        sink.sum = s.sums + at;
       }
     }
     sinks.push_back(sink);
@@ -131,13 +158,33 @@ std::vector<score_mod::GradientSink<T>> BufferSums<T>::lane_sinks(size_t lane) c
 }
 
 template <class T>
+template <class Acc>
+void BufferSums<T>::add_lanes(const Sum& sum, const Acc* sums) const {
+  parallel_for(host_, sum.gradient.count, 1 << 13, [&](int64_t first, int64_t last) {
+    Acc total[kBlock];
+    for (int64_t begin = first; begin < last; begin += kBlock) {
+      const int64_t count = std::min(kBlock, last - begin);
+      std::copy_n(sums + begin, count, total);
+      for (int64_t lane = 1; lane < sum.lanes; ++lane) {
+        const Acc* one = sums + lane * sum.gradient.count + begin;
+        for (int64_t i = 0; i < count; ++i) total[i] += one[i];
+      }
+      store(sum.gradient, begin, total, count);
+    }
+  });
+}
+
+template <class T>
 void BufferSums<T>::finish() {
   for (auto& s : sums_) {
-    if (!s.wanted || s.sums.is_alias_of(s.gradient)) continue;
-    ask_for_huge_pages(s.gradient);
-    const at::Tensor total = s.sums.size(0) == 1 ? s.sums[0] : s.sums.sum(0);
-    s.gradient.copy_(total.view(s.gradient.sizes()));
-    s.sums.reset();
+    if (!s.wanted || s.sums == s.gradient.data) continue;
+    if (s.small) {
+      add_lanes(s, s.wide.data());
+    } else {
+      add_lanes(s, s.sums);
+    }
+    s.wide = {};
+    s.own = {};
   }
 }
 

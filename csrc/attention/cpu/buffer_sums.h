@@ -8,7 +8,9 @@
 #include <limits>
 #include <vector>
 
-#include "fusegrad/score_mod.h"
+#include "attention/flex_attention.h"
+#include "common/host.h"
+#include "common/memory.h"
 #include "score_mod/evaluate_cpu.h"
 
 namespace fusegrad::cpu {
@@ -24,10 +26,9 @@ enum class LaneCut {
 template <class T>
 class BufferSums {
  public:
-  /// `gradients`: of each buffer, to be written by finish(); anything where `wanted` is false. The work consists of so
-  /// many key heads in so many batches.
-  BufferSums(const ScoreMod& score_mod, const std::vector<bool>& wanted, const score_mod::Lengths& lengths,
-             int64_t key_batches, int64_t key_heads, const std::vector<at::Tensor>& gradients);
+  /// Of the call's gradients of captured buffers. The work consists of so many key heads in so many batches.
+  BufferSums(const Host& host, const FlexBackward& call, const score_mod::Lengths& lengths, int64_t key_batches,
+             int64_t key_heads);
 
   LaneCut cut() const { return cut_; }
   int64_t most_lanes() const { return most_lanes_; }
@@ -40,10 +41,18 @@ class BufferSums {
 
  private:
   struct Sum {
-    at::Tensor gradient;
+    BufferGradient gradient;
     bool wanted = false, small = false, shared = false;
-    at::Tensor sums;  ///< [lanes or 1, elements]
+    // [lanes or 1, elements]: small ones double. Or T in the gradient itself.
+    int64_t lanes = 1;
+    Scratch<double> wide;
+    Scratch<T> own;
+    T* sums = nullptr;
   };
+  template <class Acc>
+  void add_lanes(const Sum& sum, const Acc* sums) const;
+
+  const Host& host_;
   std::vector<Sum> sums_;
   LaneCut cut_ = LaneCut::kAnywhere;
   int64_t most_lanes_ = std::numeric_limits<int64_t>::max();

@@ -1,21 +1,18 @@
 // What the forward and the backward of flex_attention on the CPU share.
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-
+#include <algorithm>
 #include <atomic>
-#include <memory>
-#include <new>
 #include <optional>
 
 #include "attention/cpu/attention_kernels.h"
 #include "attention/cpu/block_map.h"
-#include "pytorch/attention/flex_attention.h"
-#include "pytorch/rows/job.h"
+#include "attention/flex_attention.h"
+#include "common/error.h"
+#include "common/host.h"
+#include "common/memory.h"
 #include "score_mod/cache.h"
 #include "score_mod/evaluate_cpu.h"
-#include "score_mod/tensors.h"
 
 namespace fusegrad::cpu {
 
@@ -27,35 +24,18 @@ inline constexpr int64_t kTileCols = 256;
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-/// Memory that is not initialised, aligned to cache lines: pages that nothing needs are never touched.
-template <class T>
-class Scratch {
- public:
-  Scratch() = default;
-  explicit Scratch(int64_t count)
-      : data_(static_cast<T*>(
-            ::operator new(static_cast<size_t>(count) * sizeof(T) + kAlignment, std::align_val_t{kAlignment}))) {}
-  T* data() const { return data_.get(); }
-  explicit operator bool() const { return data_ != nullptr; }
-
- private:
-  static constexpr size_t kAlignment = 64;
-  struct Delete {
-    void operator()(T* p) const { ::operator delete(p, std::align_val_t{kAlignment}); }
-  };
-  std::unique_ptr<T, Delete> data_;
-};
-
 /// Tensors [B, H, rows, cols] by heads.
 struct HeadView {
-  explicit HeadView(const at::Tensor& t)
-      : data(static_cast<char*>(const_cast<void*>(t.const_data_ptr()))),
-        dtype(to_dtype(t.scalar_type())),
-        bytes(t.element_size()),
-        batch_stride(t.size(0) == 1 ? 0 : t.stride(0)),
-        head_stride(t.stride(1)),
-        row_stride(t.stride(2)),
-        col_stride(t.stride(3)) {}
+  explicit HeadView(const TensorView& t)
+      : data(static_cast<char*>(t.data)),
+        dtype(t.dtype),
+        bytes(t.dtype == DType::kFloat64   ? 8
+              : t.dtype == DType::kFloat32 ? 4
+                                           : 2),
+        batch_stride(t.sizes[0] == 1 ? 0 : t.strides[0]),
+        head_stride(t.strides[1]),
+        row_stride(t.strides[2]),
+        col_stride(t.strides[3]) {}
 
   /// The rows of a head from `row` on. A batch of 1 stands for every b.
   Matrix at(int64_t b, int64_t h, int64_t row) const {
@@ -70,34 +50,30 @@ struct HeadView {
 /// The sizes of a call, its masks and its compiled score_mod.
 template <class T>
 struct FlexProblem {
-  FlexProblem(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const FlexScores& scores)
-      : batches(query.size(0)),
-        heads(query.size(1)),
-        queries(query.size(2)),
-        keys(key.size(2)),
-        key_batches(key.size(0)),
-        key_heads(key.size(1)),
-        head_size(query.size(3)),
-        value_size(value.size(3)),
-        scale(static_cast<T>(scores.scale)),
-        query(query),
-        key(key),
-        value(value),
-        blocks(scores, queries, keys),
-        score_tensors(scores.score_mod.buffers, scores.score_mod.scalars),
-        mask_tensors(scores.mask_mod.buffers, scores.mask_mod.scalars) {
-    if (!scores.score_mod.text.empty()) {
-      score_program.emplace(*score_mod::cached_graph(scores.score_mod.text), lengths(), score_tensors.buffers(),
-                            score_tensors.scalars());
-    }
-    if (!scores.mask_mod.text.empty()) {
-      mask_program.emplace(*score_mod::cached_graph(scores.mask_mod.text), lengths(), mask_tensors.buffers(),
-                           mask_tensors.scalars());
-    }
-    if (scores.dropout_seed.defined()) {
-      dropout.emplace(scores.dropout_p);
-      dropout_seed = static_cast<uint64_t>(scores.dropout_seed.item<int64_t>());
-    }
+  FlexProblem(const Host& host, const FlexArguments& a)
+      : host(host),
+        batches(a.query.sizes[0]),
+        heads(a.query.sizes[1]),
+        queries(a.query.sizes[2]),
+        keys(a.key.sizes[2]),
+        key_batches(a.key.sizes[0]),
+        key_heads(a.key.sizes[1]),
+        head_size(a.query.sizes[3]),
+        value_size(a.value.sizes[3]),
+        scale(static_cast<T>(a.scale)),
+        query(a.query),
+        key(a.key),
+        value(a.value),
+        blocks(a.block_mask, !a.mask_mod.text.empty(), queries, keys) {
+    const auto compile = [&](const CapturedMod& mod, std::optional<score_mod::TileProgram<T>>& program) {
+      if (!mod.text.empty()) {
+        program.emplace(*score_mod::cached_graph(mod.text), lengths(), mod.buffers, mod.scalars);
+      }
+    };
+    compile(a.score_mod, score_program);
+    compile(a.mask_mod, mask_program);
+    if (a.dropout) dropout.emplace(a.dropout_p);
+    dropout_seed = a.dropout_seed;
   }
 
   score_mod::Lengths lengths() const { return {batches, heads, queries, keys}; }
@@ -109,12 +85,12 @@ struct FlexProblem {
   HeadDropout dropout_of(int64_t b, int64_t h) const;
   const score_mod::TileProgram<T>* mask() const { return mask_program ? &*mask_program : nullptr; }
 
+  const Host& host;
   const AttentionKernels<T>& kernels = attention_kernels<T>();
   int64_t batches, heads, queries, keys, key_batches, key_heads, head_size, value_size;
   T scale;
   HeadView query, key, value;
   BlockMap blocks;
-  score_mod::CapturedTensors score_tensors, mask_tensors;
   std::optional<score_mod::TileProgram<T>> score_program, mask_program;
   std::optional<FlexDropoutRule> dropout;
   uint64_t dropout_seed = 0;
@@ -129,24 +105,22 @@ HeadDropout FlexProblem<T>::dropout_of(int64_t b, int64_t h) const {
 /// worker(next) on every thread, where next() gives each of 0 … tasks - 1 to one caller, in order. Tasks must not
 /// depend on who does which.
 template <class Worker>
-void share_tasks(int64_t tasks, Worker&& worker) {
+void share_tasks(const Host& host, int64_t tasks, Worker&& worker) {
   std::atomic<int64_t> counter{0};
   const auto next = [&]() -> std::optional<int64_t> {
     const int64_t task = counter.fetch_add(1, std::memory_order_relaxed);
     return task < tasks ? std::optional<int64_t>(task) : std::nullopt;
   };
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { worker(next); });
+  const int64_t callers = std::min<int64_t>(threads(host), tasks);
+  parallel_for(host, callers, 1, [&](int64_t, int64_t) { worker(next); });
 }
 
-FlexOutputTuple flex_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                       const FlexScores& scores, int64_t aux);
-/// Writes into `grads`, or in place the first three over the inputs. Always deterministic.
-void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
-                             const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
-                             bool deterministic, const std::vector<bool>& needs_grad, const FlexGradients& grads,
-                             bool inplace);
-/// Writes which pairs are kept into `mask`, bool [B, H, M, N], contiguous.
-void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask);
+/// There are queries; keys may be none.
+void attention_forward(const Host& host, const FlexArguments& arguments, const FlexResults& results);
+/// There are queries and keys. Always deterministic.
+void attention_backward(const Host& host, const FlexBackward& call);
+/// Writes which pairs are kept into `mask`, [heads, M, N], contiguous; heads of all batches.
+void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t queries, int64_t keys,
+                            bool* mask);
 
 }  // namespace fusegrad::cpu

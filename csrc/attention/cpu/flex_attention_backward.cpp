@@ -10,8 +10,6 @@
 
 #include "attention/cpu/buffer_sums.h"
 #include "attention/cpu/flex_attention.h"
-#include "pytorch/ops/check.h"
-#include "pytorch/ops/faults.h"
 
 namespace fusegrad::cpu {
 namespace {
@@ -19,13 +17,6 @@ namespace {
 constexpr int64_t kKeyBlock = 128;
 // Lanes that share a head have a sum of its query gradients each; all together at most about this much.
 constexpr int64_t kQuerySumBytes = int64_t{256} << 20;
-
-// What the tensors of a call hold, row by row.
-template <class T>
-struct RowValues {
-  at::Tensor delta;     // [B, H, M]: sum of grad_out * out, less grad_lse
-  at::Tensor grad_max;  // [B, H, M]: grad_max_scores / ties, or undefined
-};
 
 // Which units a lane computes, and in which order they stand.
 struct Units {
@@ -40,28 +31,24 @@ struct Units {
 template <class T>
 class Backward {
  public:
-  Backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-           const FlexOutputs& saved, const FlexScores& scores, const std::vector<bool>& needs_grad,
-           const FlexGradients& grads, bool inplace)
-      : p_(query, key, value, scores),
-        inplace_(inplace),
-        scores_(scores),
-        needs_(needs_grad),
-        lse_(saved.lse),
-        max_(saved.max_scores),
-        sums_(scores.score_mod, {needs_grad.begin() + 3, needs_grad.end()}, p_.lengths(), p_.key_batches, p_.key_heads,
-              grads.buffers) {
-    if (upstream.out.defined()) grad_out_.emplace(upstream.out);
-    if (needs_[0]) grad_query_.emplace(inplace ? query : grads.query);
-    if (needs_[1]) grad_key_.emplace(inplace ? key : grads.key);
-    if (needs_[2]) grad_value_.emplace(inplace ? value : grads.value);
-    wants_buffers_ = std::any_of(needs_.begin() + 3, needs_.end(), [](bool wanted) { return wanted; });
-    wants_scores_ = needs_[0] || needs_[1] || wants_buffers_;
+  Backward(const Host& host, const FlexBackward& call)
+      : p_(host, call.of),
+        call_(call),
+        lse_(static_cast<const T*>(call.saved.lse)),
+        max_(static_cast<const T*>(call.saved.max_scores)),
+        sums_(host, call, p_.lengths(), p_.key_batches, p_.key_heads) {
+    if (call.grad_out.data != nullptr) grad_out_.emplace(call.grad_out);
+    if (call.needs_query) grad_query_.emplace(call.query);
+    if (call.needs_key) grad_key_.emplace(call.key);
+    if (call.needs_value) grad_value_.emplace(call.value);
+    const auto& buffers = call.needs_buffers;
+    wants_scores_ = call.needs_query || call.needs_key ||
+                    std::any_of(buffers.begin(), buffers.end(), [](bool wanted) { return wanted; });
     if (p_.score_program && wants_scores_) {
-      derivative_.emplace(*score_mod::cached_derivative(scores.score_mod.text, {needs_.begin() + 3, needs_.end()}),
-                          p_.lengths(), p_.score_tensors.buffers(), p_.score_tensors.scalars());
+      const auto& mod = call.of.score_mod;
+      derivative_.emplace(*score_mod::cached_derivative(mod.text, buffers), p_.lengths(), mod.buffers, mod.scalars);
     }
-    row_values(upstream, saved);
+    row_values();
     divide();
   }
 
@@ -80,45 +67,49 @@ class Backward {
     return {b, key_head * p_.group() + i % p_.group()};
   }
 
-  void row_values(const FlexUpstream& upstream, const FlexOutputs& saved);
+  void row_values();
   void divide();
   void add_shared_query_sums(const std::vector<std::unique_ptr<Lane>>& lanes);
   void store_query_gradient(int64_t group, const T* sum);
 
   const FlexProblem<T> p_;
-  const bool inplace_;
-  const FlexScores& scores_;
-  const std::vector<bool> needs_;
-  bool wants_buffers_, wants_scores_;
-  const at::Tensor lse_, max_;
+  const FlexBackward& call_;
+  bool wants_scores_;
+  const T *lse_, *max_;
   std::optional<HeadView> grad_out_, grad_query_, grad_key_, grad_value_;
   std::optional<score_mod::TileProgram<T>> derivative_;
   BufferSums<T> sums_;
-  RowValues<T> rows_;
+  Scratch<T> delta_;     // [B, H, M]: sum of grad_out * out, less grad_lse
+  Scratch<T> grad_max_;  // [B, H, M]: grad_max_scores / ties, where there is one
   Units units_{};
   std::vector<Range> lanes_;       // of units
   std::vector<int32_t> visitors_;  // of each group: lanes that meet it
 };
 
 template <class T>
-void Backward<T>::row_values(const FlexUpstream& upstream, const FlexOutputs& saved) {
-  rows_.delta = upstream.lse.defined() ? upstream.lse.neg().contiguous() : at::zeros_like(saved.lse);
-  if (upstream.max_scores.defined()) rows_.grad_max = (upstream.max_scores / saved.max_ties).contiguous();
+void Backward<T>::row_values() {
+  const int64_t heads = p_.batches * p_.heads, rows = heads * p_.queries;
+  const auto* grad_lse = static_cast<const T*>(call_.grad_lse);
+  delta_ = Scratch<T>(rows);
+  for (int64_t i = 0; i < rows; ++i) delta_.data()[i] = grad_lse != nullptr ? -grad_lse[i] : T(0);
+  if (const auto* grad_max = static_cast<const T*>(call_.grad_max_scores)) {
+    const auto* ties = static_cast<const T*>(call_.saved.max_ties);
+    grad_max_ = Scratch<T>(rows);
+    for (int64_t i = 0; i < rows; ++i) grad_max_.data()[i] = grad_max[i] / ties[i];
+  }
   if (!grad_out_ || !wants_scores_) return;
-  std::vector<HeadView> parts{HeadView(saved.out)};
-  if (saved.out_low.numel() != 0) parts.emplace_back(saved.out_low);
-  T* delta = rows_.delta.template mutable_data_ptr<T>();
-  at::parallel_for(
-      0, p_.batches * p_.heads, 1 + (1 << 16) / (p_.queries * (p_.value_size + 1)), [&](int64_t begin, int64_t end) {
-        const Scratch<T> dot(p_.queries);
-        for (int64_t head = begin; head < end; ++head) {
-          const int64_t b = head / p_.heads, h = head % p_.heads;
-          for (const auto& part : parts) {
-            p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), part.at(b, h, 0), p_.queries, p_.value_size);
-            p_.kernels.add(delta + head * p_.queries, dot.data(), p_.queries);
-          }
-        }
-      });
+  std::vector<HeadView> parts{HeadView(call_.saved.out)};
+  if (call_.saved.out_low.data != nullptr) parts.emplace_back(call_.saved.out_low);
+  parallel_for(p_.host, heads, 1 + (1 << 16) / (p_.queries * (p_.value_size + 1)), [&](int64_t begin, int64_t end) {
+    const Scratch<T> dot(p_.queries);
+    for (int64_t head = begin; head < end; ++head) {
+      const int64_t b = head / p_.heads, h = head % p_.heads;
+      for (const auto& part : parts) {
+        p_.kernels.row_dot(dot.data(), grad_out_->at(b, h, 0), part.at(b, h, 0), p_.queries, p_.value_size);
+        p_.kernels.add(delta_.data() + head * p_.queries, dot.data(), p_.queries);
+      }
+    }
+  });
 }
 
 template <class T>
@@ -127,7 +118,7 @@ void Backward<T>::divide() {
   const int64_t head_bytes = p_.batches * p_.heads / units_.groups * p_.queries * p_.padded_head() * int64_t{sizeof(T)};
   const int64_t lane_bytes = std::max<int64_t>(units_.block_major ? head_bytes * units_.groups : head_bytes, 1);
   const int64_t most =
-      std::min({int64_t{at::get_num_threads()}, sums_.most_lanes(), std::max<int64_t>(kQuerySumBytes / lane_bytes, 2)});
+      std::min({threads(p_.host), sums_.most_lanes(), std::max<int64_t>(kQuerySumBytes / lane_bytes, 2)});
 
   std::vector<int64_t> cost(static_cast<size_t>(units_.count()) + 1, 0);
   for (int64_t u = 0; u < units_.count(); ++u) {
@@ -196,7 +187,7 @@ class Backward<T>::Lane {
         gradient_(kTileRows * kStride),
         alive_(kTileRows * kKeyBlock),
         masker_(p_.blocks, p_.mask(), kTileRows, kKeyBlock, p_.kernels.panel) {
-    if (call.rows_.grad_max.defined()) max_gradient_ = Scratch<T>(kTileRows * kStride);
+    if (call.grad_max_) max_gradient_ = Scratch<T>(kTileRows * kStride);
     if (p_.dropout) {
       dropout_ = Scratch<T>(kTileRows * kStride);
       kept_ = Scratch<T>(kTileRows * kStride);
@@ -211,7 +202,7 @@ class Backward<T>::Lane {
     for (int64_t u = range_.begin; u < range_.end; ++u) {
       const int64_t group = c_.units_.group(u);
       unit(group, c_.units_.block(u));
-      if (--left[group] > 0 || !c_.needs_[0] || c_.visitors_[static_cast<size_t>(group)] > 1) continue;
+      if (--left[group] > 0 || !c_.call_.needs_query || c_.visitors_[static_cast<size_t>(group)] > 1) continue;
       c_.store_query_gradient(group, query_sums_[group].data());
       query_sums_.erase(group);
     }
@@ -235,12 +226,12 @@ class Backward<T>::Lane {
     const int64_t head = p_.padded_head(), values = p_.padded_value();
     const Matrix key = p_.key.at(b, h, keys.begin), value = p_.value.at(b, h, keys.begin);
     kernels.pack_transposed(key_transposed_.data(), key, keys.size(), p_.head_size);
-    if (c_.needs_[0]) kernels.pack_panels(key_panels_.data(), key, keys.size(), p_.head_size, T(1));
+    if (c_.call_.needs_query) kernels.pack_panels(key_panels_.data(), key, keys.size(), p_.head_size, T(1));
     if (c_.wants_scores_) kernels.pack_transposed(value_transposed_.data(), value, keys.size(), p_.value_size);
     std::fill_n(grad_key_.data(), keys.size() * head, T(0));
     std::fill_n(grad_value_.data(), keys.size() * values, T(0));
     T* query_sum = nullptr;
-    if (c_.needs_[0]) {
+    if (c_.call_.needs_query) {
       auto& sum = query_sums_[group];
       const int64_t size = c_.group_heads() * p_.queries * head;
       if (!sum) {
@@ -257,11 +248,11 @@ class Backward<T>::Lane {
       }
     }
     // The queries were scaled when they were packed.
-    if (c_.needs_[1]) {
+    if (c_.call_.needs_key) {
       kernels.unpack(c_.grad_key_->at(b, h, keys.begin), grad_key_.data(), head, keys.size(), p_.head_size, nullptr,
                      T(1));
     }
-    if (c_.needs_[2]) {
+    if (c_.call_.needs_value) {
       kernels.unpack(c_.grad_value_->at(b, h, keys.begin), grad_value_.data(), values, keys.size(), p_.value_size,
                      nullptr, T(1));
     }
@@ -285,14 +276,13 @@ class Backward<T>::Lane {
     if (score_mod_) {
       const bool in_range =
           score_mod_->score_mod(where, {raw, kStride}, {mask.bytes, mask.stride}, {probability_.data(), kStride});
-      TORCH_CHECK_INDEX(in_range, "flex_attention: score_mod: ", score_mod_->out_of_range().message());
+      FUSEGRAD_CHECK(IndexError, in_range, "flex_attention: score_mod: ", score_mod_->out_of_range().message());
     }
     if (max_gradient_) {
       std::fill_n(max_gradient_.data(), rows * kStride, T(0));
-      kernels.add_max_gradient(max_gradient_.data(), scores, c_.max_.template const_data_ptr<T>() + row,
-                               c_.rows_.grad_max.template const_data_ptr<T>() + row);
+      kernels.add_max_gradient(max_gradient_.data(), scores, c_.max_ + row, c_.grad_max_.data() + row);
     }
-    const bool infinite = kernels.probabilities(scores, c_.lse_.template const_data_ptr<T>() + row);
+    const bool infinite = kernels.probabilities(scores, c_.lse_ + row);
 
     if (p_.dropout) {
       kernels.dropout(dropout_.data(), kStride, p_.dropout_of(b, h), queries.begin, where.kv, rows, cols);
@@ -300,7 +290,7 @@ class Backward<T>::Lane {
     }
 
     // dV += P^T dO, of what dropout makes of P
-    if (c_.grad_out_ && c_.needs_[2]) {
+    if (c_.grad_out_ && c_.call_.needs_value) {
       kernels.pack_panels(grad_out_panels_.data(), c_.grad_out_->at(b, h, queries.begin), rows, p_.value_size, T(1));
       kernels.multiply(cols, p_.value_size, rows, p_.dropout ? kept_.data() : probability_.data(), 1, kStride,
                        grad_out_panels_.data(), rows * panel, grad_value_.data() + mask.begin * p_.padded_value(),
@@ -319,8 +309,7 @@ class Backward<T>::Lane {
     } else {
       std::fill_n(gradient_.data(), rows * kStride, T(0));
     }
-    kernels.score_gradient(gradient_.data(), probability_.data(), kStride, rows, cols,
-                           c_.rows_.delta.template const_data_ptr<T>() + row);
+    kernels.score_gradient(gradient_.data(), probability_.data(), kStride, rows, cols, c_.delta_.data() + row);
     if (max_gradient_) {
       for (int64_t r = 0; r < rows; ++r) {
         kernels.add(gradient_.data() + r * kStride, max_gradient_.data() + r * kStride, cols);
@@ -335,11 +324,11 @@ class Backward<T>::Lane {
       }
       const bool in_range = derivative_->backward(where, {raw, kStride}, {gradient_.data(), kStride}, takes_part,
                                                   {gradient_.data(), kStride}, sinks_);
-      TORCH_CHECK_INDEX(in_range, "flex_attention: score_mod: ", derivative_->out_of_range().message());
+      FUSEGRAD_CHECK(IndexError, in_range, "flex_attention: score_mod: ", derivative_->out_of_range().message());
     }
 
     // dK += dS^T Q, dQ += dS K
-    if (c_.needs_[1]) {
+    if (c_.call_.needs_key) {
       kernels.pack_panels(query_panels_.data(), query, rows, p_.head_size, p_.scale);
       kernels.multiply(cols, p_.head_size, rows, gradient_.data(), 1, kStride, query_panels_.data(), rows * panel,
                        grad_key_.data() + mask.begin * p_.padded_head(), p_.padded_head(), true);
@@ -382,8 +371,8 @@ void Backward<T>::add_shared_query_sums(const std::vector<std::unique_ptr<Lane>>
       if (sum == nullptr) {
         sum = part;
       } else if (part != nullptr) {
-        at::parallel_for(0, size, 1 << 15,
-                         [&](int64_t begin, int64_t end) { p_.kernels.add(sum + begin, part + begin, end - begin); });
+        parallel_for(p_.host, size, 1 << 15,
+                     [&](int64_t begin, int64_t end) { p_.kernels.add(sum + begin, part + begin, end - begin); });
       }
     }
     store_query_gradient(group, sum);
@@ -394,35 +383,26 @@ template <class T>
 void Backward<T>::run() {
   sums_.prepare(lanes_.size());
   std::vector<std::unique_ptr<Lane>> lanes(lanes_.size());
-  if (inplace_) begin_overwriting("query, key and value");
-  share_tasks(static_cast<int64_t>(lanes_.size()), [&](const auto& next) {
+  if (call_.begin_writing != nullptr) call_.begin_writing();
+  share_tasks(p_.host, static_cast<int64_t>(lanes_.size()), [&](const auto& next) {
     while (const auto lane = next()) {
       auto& state = lanes[static_cast<size_t>(*lane)];
       state = std::make_unique<Lane>(*this, static_cast<size_t>(*lane));
       state->run();
     }
   });
-  if (needs_[0]) add_shared_query_sums(lanes);
+  if (call_.needs_query) add_shared_query_sums(lanes);
   lanes.clear();
   sums_.finish();
 }
 
 }  // namespace
 
-void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
-                             const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
-                             bool /*deterministic*/, const std::vector<bool>& needs_grad, const FlexGradients& grads,
-                             bool inplace) {
-  if (saved.lse.numel() == 0 || key.numel() == 0) {
-    if (inplace) begin_overwriting("query, key and value");
-    for (const auto& t : {inplace ? query : grads.query, inplace ? key : grads.key, inplace ? value : grads.value}) {
-      t.zero_();
-    }
-    for (const auto& t : grads.buffers) t.zero_();
-  } else if (query.scalar_type() == at::kDouble) {
-    Backward<double>(upstream, query, key, value, saved, scores, needs_grad, grads, inplace).run();
+void attention_backward(const Host& host, const FlexBackward& call) {
+  if (call.of.query.dtype == DType::kFloat64) {
+    Backward<double>(host, call).run();
   } else {
-    Backward<float>(upstream, query, key, value, saved, scores, needs_grad, grads, inplace).run();
+    Backward<float>(host, call).run();
   }
 }
 

@@ -5,8 +5,6 @@
 #include "attention/cpu/flex_attention.h"
 #include "common/capability.h"
 #include "cuda/attention/device/arguments.cuh"
-#include "pytorch/attention/outputs.h"
-#include "pytorch/ops/check.h"
 
 namespace fusegrad::cpu {
 
@@ -40,24 +38,22 @@ HeadDropout head_dropout(const FlexDropoutRule& rule, uint64_t seed, int64_t hea
   const auto threshold = static_cast<uint32_t>(rule.threshold);
   return {{word[0], word[1]},
           threshold > device::kMostFinite ? 0 : threshold,
-          FlexDropoutRule::kNumbers - threshold,
+          static_cast<uint32_t>(FlexDropoutRule::kNumbers - rule.threshold),
           rule.scale};
 }
 
-void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask) {
+void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t queries, int64_t keys,
+                            bool* mask) {
   const FlexDropoutRule rule(p);
-  const auto number = static_cast<uint64_t>(seed.item<int64_t>());
-  const int64_t rows = mask.size(2), cols = mask.size(3);
-  bool* out = mask.mutable_data_ptr<bool>();
-  at::parallel_for(0, mask.size(0) * mask.size(1), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(host, heads, 1, [&](int64_t begin, int64_t end) {
     constexpr int64_t kRows = 16;
-    const Scratch<float> factor(kRows * cols);
+    const Scratch<float> factor(kRows * keys);
     for (int64_t head = begin; head < end; ++head) {
-      const HeadDropout dropout = head_dropout(rule, number, head);
-      for (int64_t q = 0; q < rows; q += kRows) {
-        const int64_t height = std::min(kRows, rows - q);
-        attention_kernels<float>().dropout(factor.data(), cols, dropout, q, 0, height, cols);
-        std::transform(factor.data(), factor.data() + height * cols, out + (head * rows + q) * cols,
+      const HeadDropout dropout = head_dropout(rule, seed, head);
+      for (int64_t q = 0; q < queries; q += kRows) {
+        const int64_t height = std::min(kRows, queries - q);
+        attention_kernels<float>().dropout(factor.data(), keys, dropout, q, 0, height, keys);
+        std::transform(factor.data(), factor.data() + height * keys, mask + (head * queries + q) * keys,
                        [](float f) { return f != 0; });
       }
     }
@@ -74,7 +70,7 @@ template <class T>
 int64_t rows_of_a_task(const FlexProblem<T>& p) {
   int64_t rows = kMostRows;
   const int64_t heads = p.batches * p.heads;
-  while (rows > kTileRows && heads * tiles_in(p.queries, rows) < 4 * at::get_num_threads()) rows /= 2;
+  while (rows > kTileRows && heads * tiles_in(p.queries, rows) < 4 * threads(p.host)) rows /= 2;
   return std::min(rows, round_up(p.queries, kTileRows));
 }
 
@@ -82,13 +78,13 @@ int64_t rows_of_a_task(const FlexProblem<T>& p) {
 template <class T>
 class Worker {
  public:
-  Worker(const FlexProblem<T>& problem, const FlexOutputs& outputs, int64_t rows)
+  Worker(const FlexProblem<T>& problem, const FlexResults& results, int64_t rows)
       : p_(problem),
-        out_(outputs.out),
-        lse_(outputs.lse.mutable_data_ptr<T>()),
-        max_(outputs.max_scores.numel() != 0 ? outputs.max_scores.mutable_data_ptr<T>() : nullptr),
-        ties_(max_ != nullptr ? outputs.max_ties.mutable_data_ptr<T>() : nullptr),
-        out_low_(outputs.out_low.numel() != 0 ? std::optional<HeadView>(outputs.out_low) : std::nullopt),
+        out_(results.out),
+        lse_(static_cast<T*>(results.lse)),
+        max_(static_cast<T*>(results.max_scores)),
+        ties_(static_cast<T*>(results.max_ties)),
+        out_low_(results.out_low.data != nullptr ? std::optional<HeadView>(results.out_low) : std::nullopt),
         query_(rows * p_.head_size),
         key_(kTileCols * p_.head_size + p_.kernels.panel * p_.head_size),
         value_(kTileCols * p_.padded_value()),
@@ -140,7 +136,7 @@ class Worker {
       const bool in_range = evaluator_->score_mod({b, h, queries.begin, keys.begin + mask.begin, rows, cols},
                                                   {score_.data(), kScoreStride}, {mask.bytes, mask.stride},
                                                   {score_.data(), kScoreStride});
-      TORCH_CHECK_INDEX(in_range, "flex_attention: score_mod: ", evaluator_->out_of_range().message());
+      FUSEGRAD_CHECK(IndexError, in_range, "flex_attention: score_mod: ", evaluator_->out_of_range().message());
     }
     T* out = sum_of_values_.data() + row * values;
     kernels.softmax({score_.data(), kScoreStride, mask.bytes, mask.stride, rows, cols},
@@ -185,11 +181,11 @@ class Worker {
 };
 
 template <class T>
-void run(const FlexProblem<T>& problem, const FlexOutputs& outputs) {
+void run(const FlexProblem<T>& problem, const FlexResults& results) {
   const int64_t heads = problem.batches * problem.heads, rows = rows_of_a_task(problem);
   const int64_t row_tasks = tiles_in(problem.queries, rows);
-  share_tasks(heads * row_tasks, [&](const auto& next) {
-    Worker<T> worker(problem, outputs, rows);
+  share_tasks(problem.host, heads * row_tasks, [&](const auto& next) {
+    Worker<T> worker(problem, results, rows);
     while (const auto task = next()) {
       // The last queries first: under a causal mask they have the most keys.
       const int64_t head = *task % heads, begin = (row_tasks - 1 - *task / heads) * rows;
@@ -200,17 +196,12 @@ void run(const FlexProblem<T>& problem, const FlexOutputs& outputs) {
 
 }  // namespace
 
-FlexOutputTuple flex_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                       const FlexScores& scores, int64_t aux) {
-  const FlexOutputs outputs = empty_flex_outputs(query, value, aux);
-  if (outputs.lse.numel() != 0) {
-    if (query.scalar_type() == at::kDouble) {
-      run(FlexProblem<double>(query, key, value, scores), outputs);
-    } else {
-      run(FlexProblem<float>(query, key, value, scores), outputs);
-    }
+void attention_forward(const Host& host, const FlexArguments& arguments, const FlexResults& results) {
+  if (arguments.query.dtype == DType::kFloat64) {
+    run(FlexProblem<double>(host, arguments), results);
+  } else {
+    run(FlexProblem<float>(host, arguments), results);
   }
-  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
 }
 
 }  // namespace fusegrad::cpu

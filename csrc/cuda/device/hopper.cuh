@@ -5,8 +5,8 @@
 // swizzles; tiles begin at multiples of 1024 bytes.
 #pragma once
 
-#include "cuda/attention/device/arguments.cuh"
 #include "cuda/device/mma.cuh"
+#include "cuda/device/tensor.cuh"
 
 namespace fusegrad::device {
 

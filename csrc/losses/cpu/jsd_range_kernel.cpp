@@ -6,6 +6,7 @@
 
 #include "common/lanes.h"
 #include "losses/cpu/row_range.h"
+#include "losses/cpu/transform.h"
 
 namespace fusegrad::cpu {
 namespace CPU_CAPABILITY {

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/capability.h"
+#include "common/host.h"
 #include "losses/cpu/row_range.h"
 
 namespace fusegrad {
@@ -24,9 +25,12 @@ cpu::JsdRange jsd_range() {
 // Rows a thread should at least have: about 32 K elements, the work that is worth a thread.
 int64_t grain(int64_t cols) { return 1 + (int64_t{1} << 15) / (cols + 1); }
 
+const cpu::Host& host_of(void* stream) { return *static_cast<const cpu::Host*>(stream); }
+
 template <class Params>
 void over_rows(const Params& p, DType dtype, void* stream, void (*kernel)(const Params&, DType, int64_t, int64_t)) {
-  cpu::parallel_for(stream, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
+  cpu::parallel_for(host_of(stream), p.rows, grain(p.cols),
+                    [&](int64_t begin, int64_t end) { kernel(p, dtype, begin, end); });
 }
 
 int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? sizeof(double) : sizeof(float); }
@@ -38,7 +42,7 @@ std::unique_ptr<double[]> scratch_of(int64_t bytes) {
 }
 
 void forward(const RowForward& p, DType dtype, void* stream) {
-  cpu::parallel_for(stream, p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
+  cpu::parallel_for(host_of(stream), p.rows, grain(p.cols), [&](int64_t begin, int64_t end) {
     const auto scratch = p.grad != nullptr ? scratch_of(padded(p.cols) * acc_size(dtype)) : nullptr;
     range_kernels().forward(p, dtype, begin, end, scratch.get());
   });
@@ -51,7 +55,7 @@ void scaling(const RowScaling& p, DType dtype, void* stream) { over_rows(p, dtyp
 void jsd(const RowJsd& p, DType dtype, void* stream) {
   const int64_t bytes =
       cpu::kJsdBuffers * padded(p.cols) * acc_size(dtype) + 3 * (p.topk + 1) * static_cast<int64_t>(sizeof(double));
-  cpu::parallel_for(stream, p.rows, grain(p.cols),
+  cpu::parallel_for(host_of(stream), p.rows, grain(p.cols),
                     [&](int64_t begin, int64_t end) { jsd_range()(p, dtype, begin, end, scratch_of(bytes).get()); });
 }
 

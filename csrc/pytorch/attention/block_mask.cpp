@@ -10,9 +10,11 @@
 #include "attention/block_states.h"
 #include "pytorch/attention/block_tables.h"
 #include "pytorch/attention/flex_attention.h"
+#include "pytorch/host.h"
 #include "pytorch/ops/check.h"
+#include "pytorch/ops/faults.h"
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/cache.h"
-#include "score_mod/tensors.h"
 
 namespace fusegrad {
 namespace {
@@ -63,11 +65,11 @@ std::shared_ptr<const score_mod::Graph> checked_graph(const Tensor& like, std::s
 // A device's functions.
 struct Cpu {
   static void states(const BlockMaskProgram& program, BlockState* states) {
-    const std::string error = cpu::block_states(program, states);
+    const std::string error = cpu::block_states(torch_host(), program, states);
     TORCH_CHECK_INDEX(error.empty(), kOp, ": mask_mod: ", error);
   }
   static void list(const Tensor& states, bool by_column, BlockState state, const BlockList& list) {
-    cpu::block_list(reinterpret_cast<const BlockState*>(states.const_data_ptr<uint8_t>()),
+    cpu::block_list(torch_host(), reinterpret_cast<const BlockState*>(states.const_data_ptr<uint8_t>()),
                     states.size(0) * states.size(1), states.size(2), states.size(3), by_column, state, list);
   }
 };
@@ -176,9 +178,11 @@ Lists create_meta(const Tensor& like, std::string_view /*text*/, at::TensorList 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { m.impl("create_block_mask", TORCH_FN(create<Cpu>)); }
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { m.impl("create_block_mask", named_kernel<"create_block_mask", create<Cpu>>()); }
 #ifdef FUSEGRAD_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { m.impl("create_block_mask", TORCH_FN(create_on_cuda)); }
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) {
+  m.impl("create_block_mask", named_kernel<"create_block_mask", create_on_cuda>());
+}
 #endif
 TORCH_LIBRARY_IMPL(fusegrad, Meta, m) { m.impl("create_block_mask", TORCH_FN(create_meta)); }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 
 namespace fusegrad {
 namespace {

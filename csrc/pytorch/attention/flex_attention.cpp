@@ -2,7 +2,7 @@
 
 #include "pytorch/attention/outputs.h"
 #include "pytorch/ops/arguments.h"
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 
 namespace fusegrad::dispatch {
 namespace {

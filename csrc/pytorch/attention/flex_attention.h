@@ -6,9 +6,7 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <array>
-#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -27,17 +25,6 @@ struct FlexScores {
   double scale = 1.0;
   double dropout_p = 0.0;
   at::Tensor dropout_seed;  ///< one int64 on the query's device; undefined without dropout
-};
-
-/// Dropout as kernels have it: of the 15 bits of a pair's number, a pair whose number is below `threshold` is dropped,
-/// the weights of the others are multiplied by `scale`. So p is a multiple of 2^-15, for which expectations are exact.
-struct FlexDropoutRule {
-  static constexpr int64_t kNumbers = 1 << 15;
-  int64_t threshold;
-  double scale;
-  explicit FlexDropoutRule(double p)
-      : threshold(std::min<int64_t>(std::llround(p * kNumbers), kNumbers - 1)),
-        scale(static_cast<double>(kNumbers) / static_cast<double>(kNumbers - threshold)) {}
 };
 
 /// The bits of an op's `aux`: what is asked for besides the output. lse comes always.

@@ -1,15 +1,15 @@
 // The kernels of flex_attention_forward and its backwards: from the ops' arguments to plain ones.
 #include <torch/library.h>
 
-#include "attention/cpu/flex_attention.h"
+#include "pytorch/attention/cpu.h"
 #include "pytorch/attention/outputs.h"
 #include "pytorch/ops/arguments.h"
 #include "pytorch/ops/check.h"
 #include "pytorch/ops/faults.h"
 #ifdef FUSEGRAD_WITH_CUDA
-#include "cuda/attention/host/flex_attention.h"
+#include "pytorch/attention/cuda/flex_attention.h"
 #endif
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 
 namespace fusegrad {
 namespace {
@@ -36,7 +36,7 @@ FlexGradientTuple to_tuple(const FlexGradients& g) { return {g.query, g.key, g.v
 
 std::vector<bool> flags_of(const c10::List<bool>& list) { return {list.begin(), list.end()}; }
 
-// Forward and Backward: a device's functions of attention/cpu/flex_attention.h or cuda/attention/host/flex_attention.h.
+// Forward and Backward: a device's functions, of pytorch/attention/cpu.h or pytorch/attention/cuda/flex_attention.h.
 template <auto Forward>
 FlexOutputTuple forward(const FlexForward& call) {
   return Forward(call.query, call.key, call.value, make_scores(call.scoring), call.aux);

@@ -6,20 +6,12 @@
 #ifdef FUSEGRAD_WITH_CUDA
 #include "pytorch/bindings/cuda.h"
 #endif
-#include "jit/describe_error.h"
 #include "pytorch/bindings/jit.h"
 #include "pytorch/bindings/score_mod.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(_C, m) {
-  py::register_local_exception_translator([](std::exception_ptr error) {
-    if (const auto described = fusegrad::jit::describe_error(error)) {
-      PyErr_SetString(described->value_error ? PyExc_ValueError : PyExc_RuntimeError, described->message.c_str());
-    } else {
-      std::rethrow_exception(error);
-    }
-  });
   m.def(
       "build_info",
       [] {

@@ -3,7 +3,7 @@
 
 #include "fusegrad/flex_attention.h"
 #include "pytorch/ops/check.h"
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 
 namespace fusegrad {
 namespace {

@@ -9,6 +9,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "common/error.h"
+
 namespace fusegrad {
 namespace {
 
@@ -28,6 +30,21 @@ bool mentions(const c10::Error& error, const std::string& words) {
                    overwritten != nullptr ? "; " + lost(overwritten) : "");
 }
 
+// The exception that is being handled, where it is one of common/error.h, as PyTorch's of the same name.
+[[noreturn]] void rethrow_as_torch() {
+  try {
+    throw;
+  } catch (const RuntimeError& error) {
+    C10_THROW_ERROR(Error, error.what());
+  } catch (const NotImplementedError& error) {
+    C10_THROW_ERROR(NotImplementedError, error.what());
+  } catch (const ValueError& error) {
+    C10_THROW_ERROR(ValueError, error.what());
+  } catch (const IndexError& error) {
+    C10_THROW_ERROR(IndexError, error.what());
+  }
+}
+
 }  // namespace
 
 OverwriteScope::OverwriteScope() : outer_(std::exchange(overwriting, nullptr)) {}
@@ -40,7 +57,7 @@ void begin_overwriting(const char* arguments) { overwriting = arguments; }
 
 void rethrow_named(const char* op, const char* overwritten) {
   try {
-    throw;
+    rethrow_as_torch();
   } catch (c10::Error& error) {
     if (!mentions(error, std::string(op))) error.add_context("in " + std::string(op));
     if (overwritten != nullptr && !mentions(error, "contents are lost")) error.add_context(lost(overwritten));

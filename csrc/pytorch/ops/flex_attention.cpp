@@ -12,8 +12,8 @@
 #include "pytorch/ops/arguments.h"
 #include "pytorch/ops/check.h"
 #include "pytorch/ops/faults.h"
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/cache.h"
-#include "score_mod/tensors.h"
 
 namespace fusegrad {
 namespace {

@@ -1,10 +1,10 @@
 #include "pytorch/rows/job.h"
 
-#include <sys/mman.h>
-
 #include <limits>
 
+#include "common/memory.h"
 #include "fusegrad/options.h"
+#include "pytorch/host.h"
 
 #ifdef FUSEGRAD_WITH_CUDA
 #include <c10/cuda/CUDAStream.h>
@@ -26,7 +26,7 @@ Tensor readable_target(const Tensor& target, at::ScalarType logits_dtype) {
 }  // namespace
 
 RowDevice row_device(const at::Device& device) {
-  if (device.is_cpu()) return {&kCpuRowKernels, nullptr};
+  if (device.is_cpu()) return {&kCpuRowKernels, const_cast<cpu::Host*>(&torch_host())};
 #ifdef FUSEGRAD_WITH_CUDA
   return {&kCudaRowKernels, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
 #else
@@ -58,17 +58,10 @@ Tensor dense_rows(const Tensor& matrix) {
   return matrix.size(1) <= 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
 }
 
-constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-
-void ask_for_huge_pages(const Tensor& tensor) {
-  const auto data = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
-  const uintptr_t begin = (data + kHugePage - 1) & ~(kHugePage - 1), end = (data + tensor.nbytes()) & ~(kHugePage - 1);
-  if (begin < end) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-}
-
 Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
   auto result = at::empty(sizes, options);
-  if (result.is_cpu() && result.nbytes() >= 4 * kHugePage) ask_for_huge_pages(result);
+  if (result.is_cpu() && result.nbytes() >= 4 * kHugePage)
+    ask_for_huge_pages(result.mutable_data_ptr(), result.nbytes());
   return result;
 }
 

@@ -43,10 +43,6 @@ void put_upstream(const at::Tensor& gradient, const void*& pointer, int64_t& str
 /// Rows with a dense last dimension, as the kernels read them.
 at::Tensor dense_rows(const at::Tensor& matrix);
 
-/// Asks for huge pages for what of a CPU tensor lies in whole ones: the first touch of hundreds of MiB in pages of 4
-/// KiB takes eight times as long. Advice: where the system has none, nothing changes.
-void ask_for_huge_pages(const at::Tensor& tensor);
-
 /// An empty contiguous tensor for a result. Large ones on the CPU ask for huge pages: the first touch of 4 KiB pages
 /// takes longer than the kernel that writes them.
 at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);

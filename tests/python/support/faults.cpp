@@ -26,8 +26,8 @@ struct Range {
   }
 };
 
-// Of the callers: of posix_memalign (c10's CPU allocator), and of everything else (fusegrad).
-Range allocator, library;
+// Of the callers: of posix_memalign (c10's CPU allocator), and of everything else (fusegrad's two libraries).
+Range allocator, library, core;
 std::atomic<int> armed{0}, error_number{0};
 std::atomic<long> count{0}, nth{0};
 std::atomic<bool> failed{false};
@@ -35,7 +35,8 @@ std::atomic<bool> failed{false};
 // Counts a call; whether it is the one to fail.
 bool fails(Kind kind, const void* caller) {
   if ((armed.load(std::memory_order_relaxed) & kind) == 0) return false;
-  if (kind != kDevice && !(kind == kTensor ? allocator : library).has(caller)) return false;
+  if (kind == kTensor && !allocator.has(caller)) return false;
+  if (kind != kTensor && kind != kDevice && !library.has(caller) && !core.has(caller)) return false;
   if (++count != nth) return false;
   failed = true;
   return true;
@@ -71,9 +72,11 @@ void* allocate(size_t size, size_t alignment, const void* caller) {
 
 extern "C" {
 
-void faults_ranges(uintptr_t allocator_begin, uintptr_t allocator_end, uintptr_t begin, uintptr_t end) {
+void faults_ranges(uintptr_t allocator_begin, uintptr_t allocator_end, uintptr_t begin, uintptr_t end,
+                   uintptr_t core_begin, uintptr_t core_end) {
   allocator = {allocator_begin, allocator_end};
   library = {begin, end};
+  core = {core_begin, core_end};
 }
 // The n-th call (from 1) of a kind fails, files with `error`; n = 0: calls are only counted. kinds = 0: no more.
 void faults_arm(int kinds, long n, int error) {

@@ -61,9 +61,10 @@ class Faults:
         self.path = os.environ["FAULTS"]
         self._library = ctypes.CDLL(self.path)
         self._library.faults_count.restype = ctypes.c_long
-        self._library.faults_ranges.argtypes = [ctypes.c_size_t] * 4
+        self._library.faults_ranges.argtypes = [ctypes.c_size_t] * 6
         self._library.faults_arm.argtypes = [ctypes.c_int, ctypes.c_long, ctypes.c_int]
-        self._library.faults_ranges(*_code_of("libc10.so"), *_code_of("libfusegrad.so"))
+        libraries = ("libc10.so", "libfusegrad.so", "libfusegrad_core.so")
+        self._library.faults_ranges(*(end for name in libraries for end in _code_of(name)))
 
     @contextmanager
     def failing(self, kind: int, nth: int, error: int = 0) -> Iterator[None]:

@@ -1,14 +1,11 @@
-// The launch arguments of flex attention's kernels; the host includes this too. pytorch/attention/flex_attention.h
+// The launch arguments of flex attention's kernels; the host includes this too. attention/flex_attention.h
 // explains the letters. Strides are in elements. Kernels read query, key, value and grad_out 16 bytes at a time: their
 // innermost stride is 1 and their rows begin at multiples of 16 bytes.
 #pragma once
 
-namespace fusegrad::device {
+#include "cuda/device/tensor.cuh"
 
-struct FlexTensor {
-  void* data;
-  long long batch_stride, head_stride, row_stride, col_stride;
-};
+namespace fusegrad::device {
 
 /// The tiles of scores that take part: for each row of tiles (query tiles in the forward, key tiles in the backward)
 /// how many there are, and the words of their TileEntry, ascending. Without a block mask `count` is null: all tiles
@@ -46,11 +43,6 @@ struct FlexForwardArguments {
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   float scale;
   FlexDropout dropout;
-};
-
-/// A tensor map, as cuTensorMapEncodeTiled fills it.
-struct alignas(64) TensorMap {
-  char bytes[128];
 };
 
 /// What the Hopper forward takes besides.

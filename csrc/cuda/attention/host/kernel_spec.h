@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "losses/row_kernels.h"
+#include "common/dtype.h"
 #include "score_mod/captured.h"
 
 namespace fusegrad::cuda {

@@ -1,10 +1,9 @@
 #include "cuda/attention/host/launch_plan.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <utility>
 
+#include "common/error.h"
 #include "cuda/attention/host/tile_lists.h"
 
 namespace fusegrad::cuda {
@@ -48,7 +47,7 @@ bool lists_are_direct(const TileListPlan& lists, const BlockMaskShape& mask) {
 }  // namespace
 
 void check_ctas(int64_t ctas) {
-  TORCH_CHECK_VALUE(ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
+  FUSEGRAD_CHECK(ValueError, ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
 }
 
 TileListPlan plan_lists(const FlexTileSize& tile, bool by_key, const FlexShape& shape, const BlockMaskShape& mask) {
@@ -110,7 +109,7 @@ jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows) {
 }
 
 jit::TensorMapShape row_map(int64_t count, int rows) {
-  TORCH_CHECK_VALUE(count <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ", count);
+  FUSEGRAD_CHECK(ValueError, count <= INT32_MAX, "flex_attention: B * H * M must be below 2^31, but got ", count);
   jit::TensorMapShape shape;
   shape.dtype = CU_TENSOR_MAP_DATA_TYPE_FLOAT64;  // 8 bytes that are only copied
   shape.rank = 1;

@@ -1,14 +1,13 @@
 #include "cuda/attention/host/plan.h"
 
-#include <c10/util/Exception.h>
-
 #include <atomic>
 #include <functional>
 #include <utility>
 
+#include "attention/flex_attention.h"
+#include "common/error.h"
 #include "cuda/attention/device/arguments.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
-#include "pytorch/attention/flex_attention.h"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
 #include "score_mod/scatter_plan.h"
@@ -380,9 +379,9 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     }
     return KernelSpec(std::move(facts));
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
-                              " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
-                              " of ", element_bytes(c.dtype), " bytes");
+  fail<NotImplementedError>("flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
+                            " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
+                            " of ", element_bytes(c.dtype), " bytes");
 }
 
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,

@@ -2,8 +2,8 @@
 // Compiled ahead of time.
 #pragma once
 
+#include "common/dtype.h"
 #include "cuda/attention/device/arguments.cuh"
-#include "losses/row_kernels.h"
 
 namespace fusegrad::cuda {
 

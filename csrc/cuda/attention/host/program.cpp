@@ -1,9 +1,8 @@
 #include "cuda/attention/host/program.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 
+#include "common/error.h"
 #include "cuda/attention/host/plan.h"
 #include "score_mod/cache.h"
 #include "score_mod/kernel_size.h"
@@ -57,7 +56,7 @@ void check_size(const KernelFacts& f) {
   try {
     score_mod::check_kernel_size(f.score_mod.text, f.has_derivative ? &f.wants_grad : nullptr);
   } catch (const score_mod::GraphError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
+    throw ValueError(error.what());
   }
 }
 

@@ -5,6 +5,7 @@
 #include "cuda/dtype.h"
 #include "cuda/launch.h"
 #include "cuda/losses/device/target.cuh"
+#include "cuda/losses/host/row_kernels.h"
 
 namespace fusegrad::cuda {
 namespace {

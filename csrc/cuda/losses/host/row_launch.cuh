@@ -7,6 +7,7 @@
 #include "cuda/launch.h"
 #include "cuda/losses/device/row.cuh"
 #include "cuda/losses/device/short_row.cuh"
+#include "cuda/losses/host/row_kernels.h"
 
 namespace fusegrad::cuda {
 

@@ -4,6 +4,7 @@
 
 #include "cuda/device/reduce.cuh"
 #include "cuda/launch.h"
+#include "cuda/losses/host/row_kernels.h"
 
 namespace fusegrad::cuda {
 namespace {

@@ -1,5 +1,4 @@
-// Captured tensors and numbers as the language's buffers and scalars. Of this folder's headers the one that
-// knows PyTorch.
+// Captured tensors and numbers as the score_mod language's buffers and scalars.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 
 #include <algorithm>
 #include <string>

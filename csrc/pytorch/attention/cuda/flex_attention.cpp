@@ -1,4 +1,4 @@
-#include "cuda/attention/host/flex_attention.h"
+#include "pytorch/attention/cuda/flex_attention.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -6,12 +6,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/attention/host/buffer_sums.h"
-#include "cuda/attention/host/call.h"
+#include "attention/flex_attention.h"
 #include "cuda/attention/host/dropout.h"
 #include "cuda/attention/host/prepare.h"
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
+#include "pytorch/attention/cuda/buffer_sums.h"
+#include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/outputs.h"
 #include "pytorch/ops/faults.h"
 

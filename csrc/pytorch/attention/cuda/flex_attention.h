@@ -1,10 +1,10 @@
 // Flex attention on CUDA, as the front end calls it.
 //
-// Read in this order: flex_attention.cpp (the kernels of a call, and what lies between them), call.h, plan.h (which
-// family, tile and schemes), kernel_spec.h (what a kernel is compiled for), program.h (its source), launch_plan.h (its
-// CTAs, lists and maps), tile_lists.h, prepare.h, buffer_sums.h. Then ../device/arguments.cuh, shared_memory.cuh and
-// tile_entry.cuh, and a kernel, such as ../hopper/backward.cuh on backward_tiles.cuh, ../device/gradient.cuh,
-// scores.cuh and buffers.cuh, and cuda/device/hopper.cuh.
+// Read in this order: flex_attention.cpp (the kernels of a call, and what lies between them), call.h; below
+// csrc/cuda/attention: host/plan.h (which family, tile and schemes), kernel_spec.h (what a kernel is compiled for),
+// program.h (its source), launch_plan.h (its CTAs, lists and maps), tile_lists.h, prepare.h; buffer_sums.h here. Then
+// device/arguments.cuh, shared_memory.cuh and tile_entry.cuh, and a kernel, such as hopper/backward.cuh on
+// backward_tiles.cuh, device/gradient.cuh, scores.cuh and buffers.cuh, and cuda/device/hopper.cuh.
 #pragma once
 
 #include "pytorch/attention/flex_attention.h"

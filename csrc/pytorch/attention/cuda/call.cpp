@@ -1,4 +1,4 @@
-#include "cuda/attention/host/call.h"
+#include "pytorch/attention/cuda/call.h"
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -10,10 +10,10 @@
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
 #include "pytorch/rows/job.h"
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/cache.h"
 #include "score_mod/evaluate_cpu.h"
 #include "score_mod/render_cuda.h"
-#include "score_mod/tensors.h"
 
 namespace fusegrad::cuda {
 

@@ -1,12 +1,12 @@
-#include "cuda/attention/host/buffer_sums.h"
+#include "pytorch/attention/cuda/buffer_sums.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <bit>
 
-#include "cuda/attention/host/call.h"
 #include "cuda/attention/host/fixed_point.h"
+#include "pytorch/attention/cuda/call.h"
 #include "pytorch/ops/check.h"
 #include "score_mod/cache.h"
 

@@ -1,7 +1,7 @@
 // Expressions on tensors: fusegrad/score_mod.h.
 #include <fusegrad/score_mod.h>
 
-#include "score_mod/tensors.h"
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/text.h"
 #include "score_mod/trace.h"
 

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 
+#include "pytorch/score_mod/tensors.h"
 #include "score_mod/derivative.h"
 #include "score_mod/evaluate_cpu.h"
 #include "score_mod/simplify.h"
-#include "score_mod/tensors.h"
 #include "score_mod/text.h"
 
 namespace fusegrad::score_mod {

@@ -1,0 +1,93 @@
+// A call of flex_attention as front ends hand it to the family. What results are written into is theirs too.
+//
+// Letters: B batch, H query heads, M queries, N keys, D and E the head sizes of keys and of values. `acc` is float64
+// for float64 and float32 otherwise. Keys and values may have fewer heads, and a batch of 1 that stands for every b.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "common/tensor.h"
+#include "score_mod/captured.h"
+
+namespace fusegrad {
+
+/// A score_mod or mask_mod: its canonical text, and what the text calls @0, @1, … and $0, $1, …
+struct CapturedMod {
+  std::string_view text;  ///< empty: none
+  std::span<const score_mod::Buffer> buffers;
+  std::span<const score_mod::Value> scalars;
+};
+
+/// Some of the blocks of a block mask: `count` [batches, heads, rows] says how many entries of `index` [batches, heads,
+/// rows, columns] list key blocks.
+struct BlockListView {
+  const int32_t *count = nullptr, *index = nullptr;  ///< null: none
+  int64_t columns = 0;
+};
+
+/// PyTorch's BlockMask: without a list no pair is masked by it.
+struct BlockLists {
+  BlockListView partial, full;               ///< where there is no mask_mod, partial blocks count as full
+  int64_t batches = 1, heads = 1, rows = 0;  ///< of the lists; 1: for all
+  std::array<int64_t, 2> block_size{};       ///< of queries and of keys
+  explicit operator bool() const { return partial.count != nullptr; }
+};
+
+/// Dropout as kernels have it: of the 15 bits of a pair's number, a pair whose number is below `threshold` is dropped,
+/// the weights of the others are multiplied by `scale`. So p is a multiple of 2^-15, for which expectations are exact.
+struct FlexDropoutRule {
+  static constexpr int64_t kNumbers = 1 << 15;
+  int64_t threshold;
+  double scale;
+  explicit FlexDropoutRule(double p)
+      : threshold(std::min<int64_t>(std::llround(p * kNumbers), kNumbers - 1)),
+        scale(static_cast<double>(kNumbers) / static_cast<double>(kNumbers - threshold)) {}
+};
+
+/// What shapes the scores, and of what they are.
+struct FlexArguments {
+  TensorView query, key, value;  ///< [B, H, M, D], [B or 1, key heads, N, D], [B or 1, key heads, N, E]
+  CapturedMod score_mod, mask_mod;
+  BlockLists block_mask;
+  double scale = 1.0;
+  bool dropout = false;
+  double dropout_p = 0.0;
+  uint64_t dropout_seed = 0;
+};
+
+/// out [B, H, M, E]; lse, max_scores and max_ties (how many scores of a row equal the largest) [B, H, M] acc,
+/// contiguous. out_low is what rounding took from out, as a tensor like it: the backward's sum of grad_out * out is
+/// subtracted from numbers that may equal it but for a few places, so that rounding out to 16 bits would be its largest
+/// error by far.
+struct FlexResults {
+  TensorView out, out_low;                                          ///< out_low may be none
+  void *lse = nullptr, *max_scores = nullptr, *max_ties = nullptr;  ///< the latter two may be null
+};
+
+/// The gradient of a captured buffer, contiguous.
+struct BufferGradient {
+  void* data = nullptr;
+  score_mod::DType dtype = score_mod::DType::kFloat32;  ///< a floating one
+  int64_t count = 0;
+};
+
+struct FlexBackward {
+  FlexArguments of;
+  FlexResults saved;
+  TensorView grad_out;                                         ///< none: zero
+  const void *grad_lse = nullptr, *grad_max_scores = nullptr;  ///< [B, H, M] acc, contiguous; null: zero
+  bool needs_query = false, needs_key = false, needs_value = false;
+  TensorView query, key, value;     ///< as the inputs, or the inputs themselves; read where needed alone
+  std::vector<bool> needs_buffers;  ///< of each buffer of the score_mod
+  std::vector<BufferGradient> buffers;
+  /// Called right before the first write, after all that can fail for want of memory; null: nobody wants to know.
+  void (*begin_writing)() = nullptr;
+};
+
+}  // namespace fusegrad

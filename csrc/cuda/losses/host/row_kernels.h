@@ -1,0 +1,15 @@
+// The CUDA row kernels, each in the file of its name; row_reduce.cu has scales and sum, and the table of all.
+#pragma once
+
+#include "losses/row_kernels.h"
+
+namespace fusegrad::cuda {
+
+void row_forward(const RowForward& p, DType dtype, void* stream);
+void row_gradient(const RowGradient& p, DType dtype, void* stream);
+void row_scaling(const RowScaling& p, DType dtype, void* stream);
+void row_scales(const RowScales& p, DType dtype, void* stream);
+void row_sum(const RowSum& p, DType dtype, void* stream);
+void row_jsd(const RowJsd& p, DType dtype, void* stream);
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,48 @@
+"""libfusegrad_core: the kernels, once, and nothing of torch. docs/architecture.md draws what stands on it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fusegrad
+import pytest
+
+FOLDER = Path(fusegrad.__file__).parent / "lib"
+CORE = FOLDER / "libfusegrad_core.so"
+FRONT_ENDS = [path for name in ("fusegrad", "fusegrad_jax") if (path := FOLDER / f"lib{name}.so").exists()]
+
+
+def printed(*command: str | Path) -> str:
+    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout
+
+
+def needed(library: Path) -> list[str]:
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", printed("readelf", "-d", library))
+
+
+def test_no_symbol_of_torch() -> None:
+    undefined = printed("nm", "-D", "--undefined-only", "--demangle", CORE).splitlines()
+    assert len(undefined) > 20, "nm found what the C library defines"
+    of_torch = re.compile(r"\b(at|c10|caffe2|torch)::|Sleef_|GOMP|omp_|\bcuda[A-Z]")
+    assert [line for line in undefined if of_torch.search(line)] == []
+    assert [name for name in needed(CORE) if re.match("lib(torch|c10|gomp|cuda|python)", name)] == []
+
+
+def test_it_loads_alone() -> None:
+    """All its symbols are found in a process without torch, jaxlib and CUDA's runtime."""
+    code = f"import ctypes, os; ctypes.CDLL({str(CORE)!r}, os.RTLD_NOW); print(open('/proc/self/maps').read())"
+    maps = printed(sys.executable, "-I", "-S", "-c", code)
+    assert CORE.name in maps
+    assert re.findall(r"/lib(?:torch|c10|gomp|cudart|jax)[^/]*$", maps, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("library", FRONT_ENDS, ids=lambda path: path.name)
+def test_kernels_are_in_it_alone(library: Path) -> None:
+    assert CORE.name in needed(library)
+    kernels = re.compile(r" [DRBVu] .*(kCpuRowKernels|kCudaRowKernels|kTileKernels|kAttentionFloat)")
+    assert kernels.search(printed("nm", "-D", "--defined-only", CORE)) is not None
+    assert kernels.search(printed("nm", "-D", "--defined-only", library)) is None
+    assert ".nv_fatbin" not in printed("readelf", "-S", "-W", library)
