@@ -62,7 +62,7 @@ uint64_t Driver::current_context() const {
   CUcontext context = nullptr;
   check(call_.context(&context), "cuCtxGetCurrent", "jit");
   if (context == nullptr) {
-    // Makes the primary context of the thread's device, which torch uses, and makes it current.
+    // Makes device 0's primary context current: a front end that wanted another device has made its context current.
     const cudaError_t status = cudaFree(nullptr);
     FUSEGRAD_CHECK(RuntimeError, status == cudaSuccess,
                    "jit: the device's context was not made: ", cudaGetErrorString(status));
