@@ -77,7 +77,7 @@ struct BufferGradient {
   int64_t count = 0;
 };
 
-struct FlexBackward {
+struct FlexBackwardCall {
   FlexArguments of;
   FlexResults saved;
   TensorView grad_out;                                         ///< none: zero

@@ -83,7 +83,7 @@ void store(const BufferGradient& gradient, int64_t at, const T* values, int64_t 
 }  // namespace
 
 template <class T>
-BufferSums<T>::BufferSums(const Host& host, const FlexBackward& call, const score_mod::Lengths& lengths,
+BufferSums<T>::BufferSums(const Host& host, const FlexBackwardCall& call, const score_mod::Lengths& lengths,
                           int64_t key_batches, int64_t key_heads)
     : host_(host), sums_(call.needs_buffers.size()) {
   const auto& wanted = call.needs_buffers;

@@ -27,7 +27,7 @@ template <class T>
 class BufferSums {
  public:
   /// Of the call's gradients of captured buffers. The work consists of so many key heads in so many batches.
-  BufferSums(const Host& host, const FlexBackward& call, const score_mod::Lengths& lengths, int64_t key_batches,
+  BufferSums(const Host& host, const FlexBackwardCall& call, const score_mod::Lengths& lengths, int64_t key_batches,
              int64_t key_heads);
 
   LaneCut cut() const { return cut_; }

@@ -118,7 +118,7 @@ void share_tasks(const Host& host, int64_t tasks, Worker&& worker) {
 /// There are queries; keys may be none.
 void attention_forward(const Host& host, const FlexArguments& arguments, const FlexResults& results);
 /// There are queries and keys. Always deterministic.
-void attention_backward(const Host& host, const FlexBackward& call);
+void attention_backward(const Host& host, const FlexBackwardCall& call);
 /// Writes which pairs are kept into `mask`, [heads, M, N], contiguous; heads of all batches.
 void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t queries, int64_t keys,
                             bool* mask);

@@ -31,7 +31,7 @@ struct Units {
 template <class T>
 class Backward {
  public:
-  Backward(const Host& host, const FlexBackward& call)
+  Backward(const Host& host, const FlexBackwardCall& call)
       : p_(host, call.of),
         call_(call),
         lse_(static_cast<const T*>(call.saved.lse)),
@@ -73,7 +73,7 @@ class Backward {
   void store_query_gradient(int64_t group, const T* sum);
 
   const FlexProblem<T> p_;
-  const FlexBackward& call_;
+  const FlexBackwardCall& call_;
   bool wants_scores_;
   const T *lse_, *max_;
   std::optional<HeadView> grad_out_, grad_query_, grad_key_, grad_value_;
@@ -398,7 +398,7 @@ void Backward<T>::run() {
 
 }  // namespace
 
-void attention_backward(const Host& host, const FlexBackward& call) {
+void attention_backward(const Host& host, const FlexBackwardCall& call) {
   if (call.of.query.dtype == DType::kFloat64) {
     Backward<double>(host, call).run();
   } else {

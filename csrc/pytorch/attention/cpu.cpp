@@ -95,7 +95,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const Tensor grad_lse = rows(upstream.lse), grad_max_scores = rows(upstream.max_scores);
   std::vector<Tensor> buffers;
   for (const Tensor& t : grads.buffers) buffers.push_back(t.contiguous());
-  FlexBackward call;
+  FlexBackwardCall call;
   call.of = arguments.call();
   call.saved = {view_of(saved.out), view_of(saved.out_low), data_of(lse), data_of(max_scores), data_of(max_ties)};
   call.grad_out = view_of(upstream.out);
