@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 
 #include "common.h"
+#include "common/error.h"
 #include "jit/kernel_cache.h"
 
 namespace fusegrad::jit {

@@ -37,7 +37,8 @@ def test_out_of_memory_at_every_allocation(swept, device: str, kind: str, op: st
         assert outside <= 8 if kind == "host" else not outside
         failed = sum(row["outcomes"].get(k, 0) for k in ("error", "went on")) + outside
         assert failed == row["forward"] + row["backward"] - row["outcomes"].get("did not come to it", 0)
-        assert row["outcomes"]["error"] >= 3
+        # Flex attention in place takes two tensors on the CPU: its kernels' own memory is the host's.
+        assert row["outcomes"]["error"] >= 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
