@@ -21,13 +21,16 @@ std::vector<std::string> candidates() {
   const char* named = std::getenv("FUSEGRAD_NVRTC");
   if (named != nullptr && *named != '\0') return {named};
   std::vector<std::string> paths;
+  const auto add = [&](std::string folder, int major) {
+    paths.push_back(folder.append("libnvrtc.so.").append(std::to_string(major)));
+  };
   for (const std::string& packages : package_folders()) {
+    const std::string nvidia = packages + "/nvidia/";
     for (int major = kNewest; major >= kOldest; --major) {
-      const std::string package = major >= 13 ? "cu" + std::to_string(major) : "cuda_nvrtc";
-      paths.push_back(packages + "/nvidia/" + package + "/lib/libnvrtc.so." + std::to_string(major));
+      add(nvidia + (major >= 13 ? "cu" + std::to_string(major) : "cuda_nvrtc") + "/lib/", major);
     }
   }
-  for (int major = kNewest; major >= kOldest; --major) paths.push_back("libnvrtc.so." + std::to_string(major));
+  for (int major = kNewest; major >= kOldest; --major) add("", major);
   return paths;
 }
 
