@@ -44,6 +44,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "out[threadIdx.x] = copy[threadIdx.x];\n"
      "#endif",
      24},
+    {"cuda/device/tensor.cuh",
+     "using namespace fusegrad::device;\n"
+     "static_assert(sizeof(FlexTensor) == 40 && sizeof(TensorMap) == 128 && alignof(TensorMap) == 64);\n"
+     "const FlexTensor& t = *(const FlexTensor*)in;\n"
+     "out[threadIdx.x] = ((const float*)t.data)[threadIdx.x * t.row_stride];",
+     16},
     {"cuda/attention/device/arguments.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(sizeof(FlexTensor) == 40 && sizeof(FlexRow) == 8 && sizeof(FlexSums) == 24);\n"
