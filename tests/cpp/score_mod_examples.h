@@ -139,6 +139,11 @@ inline std::vector<MaskModExample> mask_mod_examples() {
       [](E, E, E q, E kv) { return (abs(floor_div(q, 16) - floor_div(kv, 16)) <= 2) & (abs(q % 16 - kv % 16) <= 2); });
   add("attention sink", [](E, E, E q, E kv) { return (kv < 4) | ((q >= kv) & (q - kv < 32)); });
   add("captured mask", [&](E, E, E q, E kv) { return allowed(q, kv); });
+  // Neighbours that float32 does not tell apart.
+  const at::Tensor ids = integers(8, {S});
+  const Captured wide((int64_t{1} << 62) + ids), narrow((int64_t{1} << 30) + ids.to(at::kInt));
+  add("identifiers of 64 bits", [&](E, E, E q, E kv) { return wide[q] == wide[kv]; });
+  add("identifiers of 32 bits", [&](E, E, E q, E kv) { return narrow[q] >= narrow[kv]; });
   add("of a head", [](E, E h, E q, E kv) { return where(h % 2 == 0, q >= kv, q <= kv); });
   add("everything", [](E, E, E, E) { return true; });
   return examples;

@@ -266,10 +266,10 @@ __device__ __forceinline__ bool read_if(const Bool* p, bool there) {
   return load_if(&p->byte, there, static_cast<unsigned char>(0)) != 0;
 }
 
-/// Each read from where it is.
+/// Each read from where it is. An integer stays one: float has no room for those beyond 2^24.
 struct ReadThere {
   template <int, class T>
-  __device__ __forceinline__ float read(const T* p, bool there) const {
+  __device__ __forceinline__ auto read(const T* p, bool there) const {
     return read_if(p, there);
   }
   __device__ __forceinline__ ReadThere at(int, int) const { return {}; }
