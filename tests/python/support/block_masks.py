@@ -58,7 +58,8 @@ def documents(S: int, count: int = 5) -> Tensor:
 for case in CASES:
 
     def make(B: int, H: int, M: int, N: int, case=case) -> MaskMod:
-        return case.make(B, H, M, N, torch.float32, torch.Generator("cpu").manual_seed(0))[1]
+        generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+        return case.make(B, H, M, N, torch.float32, generator)[1]
 
     if case.make(2, 3, 40, 48, torch.float32, torch.Generator("cpu").manual_seed(0))[0] is None:
         BLOCK_MASKS[case.name] = make
