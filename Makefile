@@ -4,7 +4,7 @@
 #        wheel | test-wheel | wheels
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), PYTHONS (of `make wheels`),
-# JOBS (compile jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
+# JOBS (compile jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_PCH=ON (torch's headers precompiled), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
@@ -70,7 +70,7 @@ build: $(BUILD)/build.ninja
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
 	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $(SITE)/fusegrad/
 
-OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX
+OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_PCH
 JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(VENV)/.installed-jax)
 CMAKE_OPTIONS := $(foreach o,$(OPTIONS),$(if $($(o)),-D$(o)='$($(o))',-U$(o)))
 $(BUILD)/options: FORCE
