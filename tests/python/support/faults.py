@@ -6,6 +6,7 @@ What is preloaded cannot be put into a process that runs: tests start another on
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import subprocess
@@ -68,7 +69,13 @@ class Faults:
 
     @contextmanager
     def failing(self, kind: int, nth: int, error: int = 0) -> Iterator[None]:
-        """Within it the `nth` call of a kind fails (from 1; 0: none), system calls with `error`."""
+        """Within it the `nth` call of a kind fails (from 1; 0: none), system calls with `error`.
+
+        Garbage of earlier calls is not collected in it: a node of torch 2.15's autograd allocates when it is destroyed,
+        and the process ends where that fails.
+        """
+        collects = gc.isenabled()
+        gc.disable()
         self._library.faults_arm(kind, nth, error)
         try:
             yield
@@ -78,3 +85,5 @@ class Faults:
             self.failed = bool(self._library.faults_failed())
             """Whether one of them failed."""
             self._library.faults_arm(0, 0, 0)
+            if collects:
+                gc.enable()
