@@ -68,6 +68,8 @@ class Pointwise {
           values[id] = {Type::kFloat, static_cast<const float*>(buffer.data)[offset], 0};
         if (buffer.dtype == DType::kInt64)
           values[id] = {Type::kInt, 0, static_cast<const int64_t*>(buffer.data)[offset]};
+        if (buffer.dtype == DType::kInt32)
+          values[id] = {Type::kInt, 0, static_cast<const int32_t*>(buffer.data)[offset]};
         if (buffer.dtype == DType::kBool)
           values[id] = {Type::kBool, 0, static_cast<const uint8_t*>(buffer.data)[offset]};
       } else {
