@@ -27,6 +27,8 @@ int storage_bytes(DType dtype) {
 
 std::string number(int64_t i) { return std::to_string(i); }
 
+constexpr int64_t kSmallScalar = int64_t{1} << 30;
+
 // Negative literals stand in parentheses: "-$0" must not become a decrement.
 std::string float_literal(double value) {
   if (std::isnan(value)) return "__int_as_float(0x7fffffff)";
@@ -56,9 +58,8 @@ class Renderer {
       }
       buffers.push_back(interval_of(options.dtypes[i]));
     }
-    constexpr int64_t kSmall = int64_t{1} << 30;
     for (size_t i = 0; i < graph.scalars().size(); ++i) {
-      scalars.push_back(options.small_scalars ? Interval{-kSmall, kSmall} : Interval{});
+      scalars.push_back(options.small_scalars ? Interval{-kSmallScalar, kSmallScalar} : Interval{});
     }
     intervals_ = intervals(graph, options.lengths, buffers, scalars);
     wide_ = needs_int64(graph, intervals_);
@@ -552,6 +553,23 @@ void check_indices(const Graph& graph) {
 }
 
 }  // namespace
+
+bool small_buffers(std::span<const Buffer> buffers) {
+  return std::all_of(buffers.begin(), buffers.end(), [](const Buffer& b) {
+    int64_t last = 0, elements = 1;
+    for (size_t d = 0; d < b.sizes.size(); ++d) {
+      last += (b.sizes[d] - 1) * b.strides[d];
+      elements *= b.sizes[d];
+    }
+    return last <= INT32_MAX && elements <= INT32_MAX;
+  });
+}
+
+bool small_scalars(std::span<const Value> scalars) {
+  return std::all_of(scalars.begin(), scalars.end(), [](const Value& s) {
+    return s.type == Type::kFloat || (s.i >= -kSmallScalar && s.i <= kSmallScalar);
+  });
+}
 
 std::string render_cuda(const Graph& graph, const RenderOptions& options) {
   check_lowered(graph);

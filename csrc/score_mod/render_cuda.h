@@ -20,6 +20,10 @@ struct RenderOptions {
   const Graph* score_mod = nullptr;  ///< of a derivative: whose lines it reads too
 };
 
+/// RenderOptions::small_buffers and small_scalars of what a call supplies.
+bool small_buffers(std::span<const Buffer> buffers);
+bool small_scalars(std::span<const Value> scalars);
+
 /// A struct that needs csrc/cuda/device/score_mod.cuh before it and nothing else:
 ///
 ///   struct <name> {

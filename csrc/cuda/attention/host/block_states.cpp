@@ -21,20 +21,11 @@ Facts facts_of(const BlockMaskProgram& program, std::span<const score_mod::Buffe
                std::span<const score_mod::Value> scalars) {
   Facts facts;
   auto& [options, text] = facts;
-  options.small_buffers = options.small_scalars = true;
+  options.small_buffers = score_mod::small_buffers(buffers);
+  options.small_scalars = score_mod::small_scalars(scalars);
   for (const auto& b : buffers) {
     options.dtypes.push_back(b.dtype);
     text += static_cast<char>('a' + static_cast<int>(b.dtype));
-    int64_t last = 0, elements = 1;
-    for (size_t d = 0; d < b.sizes.size(); ++d) {
-      last += (b.sizes[d] - 1) * b.strides[d];
-      elements *= b.sizes[d];
-    }
-    options.small_buffers &= last <= INT32_MAX && elements <= INT32_MAX;
-  }
-  constexpr int64_t kSmall = int64_t{1} << 30;
-  for (const auto& s : scalars) {
-    options.small_scalars &= s.type == score_mod::Type::kFloat || (s.i >= -kSmall && s.i <= kSmall);
   }
   const bool small = std::max(program.lengths[0], program.lengths[1]) <= kSmallLength &&
                      std::max(program.batches, program.heads) <= kSmallLength;

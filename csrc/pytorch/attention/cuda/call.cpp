@@ -31,19 +31,9 @@ std::vector<int64_t> prepare(FlexMod& mod, const ScoreMod& from) {
   if (from.text.empty()) return {0};
   mod.text = from.text;
   const score_mod::CapturedTensors captured(from.buffers, from.scalars);
-  for (const auto& b : captured.buffers()) {
-    mod.dtypes.push_back(b.dtype);
-    int64_t last = 0, elements = 1;
-    for (size_t d = 0; d < b.sizes.size(); ++d) {
-      last += (b.sizes[d] - 1) * b.strides[d];
-      elements *= b.sizes[d];
-    }
-    mod.small_buffers &= last <= INT32_MAX && elements <= INT32_MAX;
-  }
-  constexpr int64_t kSmall = int64_t{1} << 30;
-  for (const auto& s : captured.scalars()) {
-    mod.small_scalars &= s.type == score_mod::Type::kFloat || (s.i >= -kSmall && s.i <= kSmall);
-  }
+  for (const auto& b : captured.buffers()) mod.dtypes.push_back(b.dtype);
+  mod.small_buffers = score_mod::small_buffers(captured.buffers());
+  mod.small_scalars = score_mod::small_scalars(captured.scalars());
   return score_mod::pack_captured(*score_mod::cached_graph(from.text), captured.buffers(), captured.scalars());
 }
 
