@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _C, attention, build_info, distillation, functional
+from . import _C, attention, build_info, distillation, functional, reference
 
 Line = tuple[str, str]
 _BESIDE = ("triton", "transformers", "trl", "torchtitan", "lightning-thunder", "jax", "liger-kernel")
@@ -99,13 +99,6 @@ def _error(call: Callable[..., Tensor], truth: Callable[..., Tensor], inputs: li
     return max(errors) if all(e == e for e in errors) else float("nan")
 
 
-def _divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
-    middle = ((log_p.exp() + log_q.exp()) / 2).log()
-    terms = log_p.exp() * (log_p - middle) + log_q.exp() * (log_q - middle)
-    return terms.sum(-1).mean() / 2
-
-
 def _ops(device: str) -> Iterator[tuple[str, Callable[[], float]]]:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
@@ -138,13 +131,15 @@ def _ops(device: str) -> Iterator[tuple[str, Callable[[], float]]]:
     student, teacher = x @ w.t(), x @ other.t()
     yield (
         "jsd",
-        lambda: _error(lambda z: distillation.jsd(z, teacher), lambda z: _divergence(z, teacher.double()), [student]),
+        lambda: _error(
+            lambda z: distillation.jsd(z, teacher), lambda z: reference.jsd(z, teacher.double())[0], [student]
+        ),
     )
     yield (
         "linear_jsd",
         lambda: _error(
             lambda x, w: distillation.linear_jsd(x, w, x.detach(), other),
-            lambda x, w: _divergence(x @ w.t(), x.detach() @ other.double().t()),
+            lambda x, w: reference.linear_jsd(x, w, x.detach(), other.double())[0],
             [x, w],
         ),
     )
