@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import formulas
-from .adapter import call
+from .adapter import NotOffered, call
 from .verdict import check
 
 Tensors = dict[str, Tensor]
@@ -179,3 +179,14 @@ class Problem:
 def plain(loss: Loss, tensors: Tensors) -> Any:
     """The program that is the op alone."""
     return loss(tensors)
+
+
+def attempt(function: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether the function raised an error of whatever kind, and else what it returned. An op or option that is not
+    offered is no error."""
+    try:
+        return False, function()
+    except NotOffered:
+        raise
+    except Exception:
+        return True, None

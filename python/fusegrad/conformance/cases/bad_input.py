@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..adapter import NotOffered
 from ..case import case
-from ..problem import Loss, Problem, Tensors, plain
+from ..problem import Loss, Problem, Tensors, attempt, plain
 from ..verdict import Wrong, check
 
 CLASSES = ("cross_entropy", "linear_cross_entropy")
@@ -18,30 +18,30 @@ LINEAR = ("linear_cross_entropy", "linear_jsd")
 
 def must_raise(function: Callable[[], Any]) -> None:
     """An error of whatever kind, asynchronous ones of the GPU included."""
-    try:
+
+    def call() -> Any:
         value = function()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-    except NotOffered:
-        raise
-    except Exception:
-        return
-    raise Wrong(f"no error, but a loss of {value.detach().float().mean().item():.4g}")
+        return value
+
+    raised, value = attempt(call)
+    if not raised:
+        raise Wrong(f"no error, but a loss of {value.detach().float().mean().item():.4g}")
 
 
 def _out_of_range(problem: Problem, index: int) -> None:
     """An error; or, where nothing may wait for the GPU, NaN, and the other rows as they are."""
     problem.tensors["target"][3] = index
     t = problem.leaves()
-    try:
+
+    def call() -> Tensor:
         value = problem.ours(problem.activations(t))
         value.backward()
-        lost = value.isnan().all().item()
-    except NotOffered:
-        raise
-    except Exception:
-        return
-    if not lost:
+        return value.detach().cpu()  # an error of the GPU's kernels comes here
+
+    raised, value = attempt(call)
+    if not raised and not value.isnan().all():
         raise Wrong(f"no error, but a loss of {value.item():.4g}")
 
 

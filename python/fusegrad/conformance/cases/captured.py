@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapter import NotOffered
 from ..case import case
-from ..problem import Problem, Tensors, plain
+from ..problem import Problem, Tensors, attempt, plain
 from ..verdict import Wrong
 
 FLEX = ("flex_attention",)
@@ -251,12 +250,6 @@ def index_out_of_range(problem: Problem) -> None:
     problem.leaf_names = (*problem.leaf_names, "bias")
     problem.score_mod = lambda t: lambda s, b, h, q, kv: s + t["bias"][kv]
     t = problem.leaves()
-    try:
-        value = problem.ours(problem.activations(t))
-        lost = value.isnan().item()
-    except NotOffered:
-        raise
-    except Exception:
-        return
-    if not lost:
+    raised, value = attempt(lambda: problem.ours(problem.activations(t)).detach().cpu())
+    if not raised and not value.isnan():
         raise Wrong("the read beyond the end gave a number")
