@@ -7,7 +7,7 @@ dS = P * (dP - sum(grad_out * out) + grad_lse) with P = exp(s - lse) holds for a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -127,11 +127,7 @@ class Call:
             made.append((q, self._forward(t, q, k, key, value, blocks)))
         if len(made) == 1 and made[0][0].size == t.query.shape[2]:
             return made[0][1]
-        results = nothing(t, self.max_scores)
-        for q, part in made:
-            for to, what in zip(results.rows(q).tensors(), part.tensors(), strict=True):
-                to.copy_(what)
-        return results
+        return self._joined(t, made)
 
     def _ring_forward(self, t: Tensors) -> Results:
         made: dict[Piece, Results] = {}
@@ -141,9 +137,15 @@ class Call:
                     blocks = self._blocks(q, k)
                     if blocks is not None:
                         made[q] = merged(made.get(q), self._forward(t, q, k, key, value, blocks))
+        for part in made.values():
+            if t.query.dtype in (torch.bfloat16, torch.float16):
+                part.low = part.out - part.out.to(t.query.dtype)
+        return self._joined(t, made.items())
+
+    def _joined(self, t: Tensors, made: Iterable[tuple[Piece, Results]]) -> Results:
+        """Results of all of this process's queries from those of pieces; no key takes part for the others."""
         results = nothing(t, self.max_scores)
-        for q, part in made.items():
-            part.low = part.out - part.out.to(t.query.dtype) if results.low.numel() else part.low
+        for q, part in made:
             for to, what in zip(results.rows(q).tensors(), part.tensors(), strict=True):
                 to.copy_(what)
         return results
