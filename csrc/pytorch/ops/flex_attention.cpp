@@ -206,8 +206,8 @@ FlexTuple flex_attention_op(const FlexAttentionCall& call) {
   return {out.out, out.lse, out.max_scores};
 }
 
-FlexAttentionOutput run(const Tensor& query, const Tensor& key, const Tensor& value,
-                        const FlexAttentionOptions& options, int64_t aux) {
+FlexAttentionOutput run_flex_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                       const FlexAttentionOptions& options, int64_t aux) {
   static const Op<FlexAttentionCall, FlexTuple> op("fusegrad::flex_attention");
   const auto& score_mod = options.score_mod();
   const auto numbers = score_mod::numbers_of(score_mod);
@@ -256,12 +256,12 @@ FlexAttentionOutput run(const Tensor& query, const Tensor& key, const Tensor& va
 
 Tensor flex_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                       const FlexAttentionOptions& options) {
-  return run(query, key, value, options, 0).out;
+  return run_flex_attention(query, key, value, options, 0).out;
 }
 
 FlexAttentionOutput flex_attention_with_aux(const Tensor& query, const Tensor& key, const Tensor& value,
                                             const FlexAttentionOptions& options) {
-  return run(query, key, value, options, kFlexMaxScores);
+  return run_flex_attention(query, key, value, options, kFlexMaxScores);
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {

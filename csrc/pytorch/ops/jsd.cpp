@@ -51,7 +51,7 @@ LossTuple jsd_op(const JsdCall& call) {
   return to_front(kOp, autograd::jsd(forward, overwrite), row_shape, settings);
 }
 
-JSDOutput run(JsdCall call, const JSDAux& aux) {
+JSDOutput run_jsd(JsdCall call, const JSDAux& aux) {
   static const Twins<JsdCall, LossTuple> op("fusegrad::jsd");
   call.aux = aux_bits(aux);
   put_on_device(kOp, call.options.normalizer(), call.student);
@@ -61,11 +61,11 @@ JSDOutput run(JsdCall call, const JSDAux& aux) {
 }  // namespace
 
 JSDOutput jsd_with_aux(const Tensor& student, const Tensor& teacher, const JSDOptions& options, const JSDAux& aux) {
-  return run({student, teacher, {}, options, 0, {}}, aux);
+  return run_jsd({student, teacher, {}, options, 0, {}}, aux);
 }
 
 JSDOutput jsd_with_aux(const Tensor& student, const TopK& teacher, const JSDOptions& options, const JSDAux& aux) {
-  return run({student, teacher.log_probs, teacher.indices, options, 0, teacher.tail_log_prob}, aux);
+  return run_jsd({student, teacher.log_probs, teacher.indices, options, 0, teacher.tail_log_prob}, aux);
 }
 
 Tensor jsd(const Tensor& student, const Tensor& teacher, const JSDOptions& options) {

@@ -119,7 +119,7 @@ LossTuple linear_jsd_op(const LinearJsdCall& call) {
   return to_front(kOp, autograd::linear_jsd(forward, recompute, overwrite), row_shape, settings);
 }
 
-JSDOutput run(LinearJsdCall call, const JSDAux& aux) {
+JSDOutput run_linear_jsd(LinearJsdCall call, const JSDAux& aux) {
   static const Twins<LinearJsdCall, LossTuple> op("fusegrad::linear_jsd");
   call.aux = aux_bits(aux);
   put_on_device(kOp, call.options.normalizer(), call.student_input);
@@ -130,13 +130,13 @@ JSDOutput run(LinearJsdCall call, const JSDAux& aux) {
 
 JSDOutput linear_jsd_with_aux(const Tensor& student_input, const Tensor& student_weight, const Tensor& teacher_input,
                               const Tensor& teacher_weight, const LinearJSDOptions& options, const JSDAux& aux) {
-  return run({student_input, student_weight, teacher_input, teacher_weight, {}, options, 0, {}}, aux);
+  return run_linear_jsd({student_input, student_weight, teacher_input, teacher_weight, {}, options, 0, {}}, aux);
 }
 
 JSDOutput linear_jsd_with_aux(const Tensor& student_input, const Tensor& student_weight, const TopK& teacher,
                               const LinearJSDOptions& options, const JSDAux& aux) {
-  return run({student_input, student_weight, teacher.log_probs, {}, teacher.indices, options, 0, teacher.tail_log_prob},
-             aux);
+  return run_linear_jsd(
+      {student_input, student_weight, teacher.log_probs, {}, teacher.indices, options, 0, teacher.tail_log_prob}, aux);
 }
 
 Tensor linear_jsd(const Tensor& student_input, const Tensor& student_weight, const Tensor& teacher_input,

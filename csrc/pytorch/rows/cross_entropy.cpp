@@ -77,7 +77,7 @@ void scale_gradient_(const Tensor& gradient, const Tensor& scale, const Optional
   scale_rows(gradient, gradient, scale, factor);
 }
 
-void implement(torch::Library& m) {
+void implement_cross_entropy(torch::Library& m) {
   m.impl("cross_entropy_forward", named_kernel<"cross_entropy", unpacked<cross_entropy_forward<false>>()>());
   m.impl("cross_entropy_forward_", named_kernel<"cross_entropy", unpacked<cross_entropy_forward<true>>()>());
   m.impl("cross_entropy_backward", named_kernel<"cross_entropy", unpacked<cross_entropy_backward>()>());
@@ -87,9 +87,9 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement_cross_entropy(m); }
 #ifdef FUSEGRAD_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement_cross_entropy(m); }
 #endif
 
 }  // namespace fusegrad

@@ -64,16 +64,16 @@ void cross_entropy_shard_gradient_(const CrossEntropyShardGradient& call) {
   write_gradient(call, call.logits, call.logits);
 }
 
-void implement(torch::Library& m) {
+void implement_cross_entropy_shard(torch::Library& m) {
   m.impl("cross_entropy_shard_gradient", named_kernel<"cross_entropy", unpacked<cross_entropy_shard_gradient>()>());
   m.impl("cross_entropy_shard_gradient_", named_kernel<"cross_entropy", unpacked<cross_entropy_shard_gradient_>()>());
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement_cross_entropy_shard(m); }
 #ifdef FUSEGRAD_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement_cross_entropy_shard(m); }
 #endif
 
 }  // namespace fusegrad

@@ -49,8 +49,8 @@ at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 /// Upstream gradients of a forward's outputs; an undefined one is zero.
 struct Upstream {
-  at::Tensor loss, lse;
-  at::Tensor stats;  ///< contiguous
+  at::Tensor loss{}, lse{};
+  at::Tensor stats{};  ///< contiguous
 
   template <class Backward>
   static Upstream of(const Backward& call) {

@@ -42,16 +42,16 @@ JsdTuple jsd_forward(const JsdForward& call) {
   return {out.loss, out.stats, out.scales, grad_student, grad_teacher};
 }
 
-void implement(torch::Library& m) {
+void implement_jsd(torch::Library& m) {
   m.impl("jsd_forward", named_kernel<"jsd", unpacked<jsd_forward<false>>()>());
   m.impl("jsd_forward_", named_kernel<"jsd", unpacked<jsd_forward<true>>()>());
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement_jsd(m); }
 #ifdef FUSEGRAD_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement_jsd(m); }
 #endif
 
 }  // namespace fusegrad

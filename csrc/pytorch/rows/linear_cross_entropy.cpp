@@ -149,7 +149,7 @@ LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackwa
   return to_tuple(gradients, input, linear_weight, linear_bias);
 }
 
-void implement(torch::Library& m) {
+void implement_linear_cross_entropy(torch::Library& m) {
   m.impl("linear_cross_entropy_forward",
          named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_forward<false>>()>());
   m.impl("linear_cross_entropy_forward_",
@@ -162,9 +162,9 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement_linear_cross_entropy(m); }
 #ifdef FUSEGRAD_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement_linear_cross_entropy(m); }
 #endif
 
 }  // namespace fusegrad

@@ -78,7 +78,7 @@ class TeacherChunks {
   Tensor logits_, own_;
 };
 
-LinearGradients run(JsdJob& job, const Call& call, std::array<bool, 3> needs_grad, bool inplace) {
+LinearGradients compute(JsdJob& job, const Call& call, std::array<bool, 3> needs_grad, bool inplace) {
   const auto plan = call.plan(needs_grad[1]);
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
   ChunkGradients gradients(call.input, call.heads.student_weight, call.heads.student_bias, call.vocab, plan, needs_grad,
@@ -114,7 +114,7 @@ LinearJsdTuple linear_jsd_forward(const LinearJsdForward& arguments) {
   JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
   const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
   job.begin_forward(/*defer=*/any_gradient && input.scalar_type() == at::kHalf);
-  auto gradients = run(job, call, needs_grad, inplace);
+  auto gradients = compute(job, call, needs_grad, inplace);
   const auto out = job.finish_forward();
   if (inplace) gradients.input = Tensor();
   return std::tuple_cat(std::make_tuple(out.loss, out.stats, out.scales),
@@ -128,10 +128,10 @@ LinearGradientTuple linear_jsd_backward(const LinearJsdBackward& arguments) {
   const Call call{input, heads, linear};
   JsdJob job(rows, settings, call.rows(), call.vocab, call.dtype(), input);
   job.begin_backward(scales, grad_loss);
-  return to_tuple(run(job, call, needs_grad, /*inplace=*/false), input, heads.student_weight, heads.student_bias);
+  return to_tuple(compute(job, call, needs_grad, /*inplace=*/false), input, heads.student_weight, heads.student_bias);
 }
 
-void implement(torch::Library& m) {
+void implement_linear_jsd(torch::Library& m) {
   m.impl("linear_jsd_forward", named_kernel<"linear_jsd", unpacked<linear_jsd_forward<false>>()>());
   m.impl("linear_jsd_forward_", named_kernel<"linear_jsd", unpacked<linear_jsd_forward<true>>()>());
   m.impl("linear_jsd_backward", named_kernel<"linear_jsd", unpacked<linear_jsd_backward>()>());
@@ -139,9 +139,9 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement_linear_jsd(m); }
 #ifdef FUSEGRAD_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement_linear_jsd(m); }
 #endif
 
 }  // namespace fusegrad

@@ -4,7 +4,7 @@
 #include "losses/linear_plan.h"
 #include "pytorch/rows/registration.h"
 
-namespace fusegrad {
+namespace fusegrad::meta {
 namespace {
 
 using at::Tensor;
@@ -107,4 +107,4 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("scale_gradient_", TORCH_FN(scale_gradient_));
 }
 
-}  // namespace fusegrad
+}  // namespace fusegrad::meta

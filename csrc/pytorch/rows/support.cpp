@@ -13,7 +13,7 @@ namespace {
 using at::Tensor;
 
 template <class Call>
-LinearSizes sizes_of(const Call& call) {
+LinearSizes linear_sizes(const Call& call) {
   LinearSizes sizes;
   sizes.rows = call.input.size(0);
   sizes.hidden = call.input.size(1);
@@ -27,7 +27,7 @@ LinearSizes sizes_of(const Call& call) {
 Tensor support_logits(const SupportLogits& call) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
-  const auto sizes = sizes_of(call);
+  const auto sizes = linear_sizes(call);
   const auto dtype = product_type(call.input);
   const auto options = call.input.options().dtype(dtype);
   const auto plan = plan_linear(sizes, budget_bytes(call.workspace_mib));
@@ -48,7 +48,7 @@ LinearGradientTuple support_logits_backward(const SupportLogitsBackward& call) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
   const auto& [grad, input, weight, bias, index, accumulate_dtype, workspace_mib, needs_grad] = call;
-  auto sizes = sizes_of(call);
+  auto sizes = linear_sizes(call);
   const auto dtype = product_type(input);
   sizes.weight_grad = needs_grad[1];
   sizes.low_precision_result = weight.scalar_type() != accumulate_dtype.value_or(acc_type(dtype));
@@ -118,7 +118,7 @@ Tensor support_positions_meta(const SupportPositions& call) {
   return at::empty_symint(call.target.sym_sizes(), call.target.options().dtype(at::kLong));
 }
 
-void implement(torch::Library& m) {
+void implement_support(torch::Library& m) {
   m.impl("support_logits", named_kernel<"linear_cross_entropy", unpacked<support_logits>()>());
   m.impl("support_logits_backward", named_kernel<"linear_cross_entropy", unpacked<support_logits_backward>()>());
   m.impl("support_positions", TORCH_FN(unpacked<support_positions>()));
@@ -126,9 +126,9 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CPU, m) { implement_support(m); }
 #ifdef FUSEGRAD_WITH_CUDA
-TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement_support(m); }
 #endif
 TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("support_logits", TORCH_FN(unpacked<support_logits_meta>()));

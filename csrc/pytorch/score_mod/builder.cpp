@@ -9,7 +9,6 @@ namespace fusegrad {
 namespace {
 
 using score_mod::Input;
-using score_mod::Kind;
 using score_mod::TraceScope;
 
 ScoreMod finish(const TraceScope& scope, const Expression& result) {
@@ -44,13 +43,13 @@ CapturedNumber::operator Expression() const {
 }
 
 ScoreMod trace_score_mod(const ScoreModFunction& function) {
-  const TraceScope scope(Kind::kScoreMod);
+  const TraceScope scope(score_mod::Kind::kScoreMod);
   return finish(scope, function(scope.input(Input::kScore), scope.input(Input::kB), scope.input(Input::kH),
                                 scope.input(Input::kQ), scope.input(Input::kKv)));
 }
 
 ScoreMod trace_mask_mod(const MaskModFunction& function) {
-  const TraceScope scope(Kind::kMaskMod);
+  const TraceScope scope(score_mod::Kind::kMaskMod);
   return finish(
       scope, function(scope.input(Input::kB), scope.input(Input::kH), scope.input(Input::kQ), scope.input(Input::kKv)));
 }
