@@ -1,10 +1,10 @@
 # Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
 #
 #   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
-#        wheel | test-wheel | wheels
+#        wheel | test-wheel | release
 #
-# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), PYTHONS (of `make wheels`),
-# JOBS (compile jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_PCH=ON (torch's headers precompiled), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100" or native, FUSEGRAD_NVCC=path or pypi,
+# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), TORCHES (of the wheel), PYTHONS (of `make release`),
+# JOBS (compile jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_UNITY=OFF (each file compiled by itself, for work on one), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100", FUSEGRAD_NVCC=path or pypi,
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
@@ -21,7 +21,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel test-wheel wheels docs build clean FORCE
+.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel release docs build clean FORCE
 .DEFAULT_GOAL := build
 
 # --- environments ---------------------------------------------------------------------------------------------
@@ -64,14 +64,17 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.made
 # The package is installed into the environment as a wheel lays it out, its Python files as links: edits take
 # effect at once.
 build: $(BUILD)/build.ninja
-	$(BIN)/ninja -C $(BUILD) -j $(JOBS) fusegrad _C fusegrad_jax
+	$(BIN)/ninja -C $(BUILD) -j $(JOBS) package_files
+	rm -rf $(SITE)/fusegrad/lib $(SITE)/fusegrad/_C.*
 	$(BIN)/cmake --install $(BUILD) --prefix $(SITE)/fusegrad > $(BUILD)/install.log
 	find $(SITE)/fusegrad -maxdepth 1 -type l -delete
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
 	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $(SITE)/fusegrad/
 
-OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_PCH
-JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(VENV)/.installed-jax)
+OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_UNITY
+# JAX is installed for the tests; another target builds its library where it is there already.
+JAX_THERE := $(VENV)/.installed-jax
+JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(if $(filter test test-python wheel test-wheel release,$(MAKECMDGOALS)),$(JAX_THERE),$(wildcard $(JAX_THERE))))
 CMAKE_OPTIONS := $(foreach o,$(OPTIONS),$(if $($(o)),-D$(o)='$($(o))',-U$(o)))
 $(BUILD)/options: FORCE
 	mkdir -p $(BUILD)
@@ -116,27 +119,43 @@ $(VENV)/.installed-peers: pyproject.toml $(VENV)/.made
 	  $(BIN)/python -m pip $(PIP_INSTALL) torch==$(TORCH) "$$peer" || echo "Left out: $$peer" >&2; done
 	touch $@
 
-# One wheel for the environment's Python and torch, in a folder of that torch. auditwheel finds the oldest manylinux
-# whose glibc has what the libraries ask for, and would copy libraries of other packages: torch and CUDA bring theirs.
-WHEELS := dist/torch-$(TORCH)
-OTHERS_LIBRARIES := 'libtorch*.so' 'libc10*.so' 'libgomp*.so*' 'libcudart.so.*' 'libnvrtc.so.*' 'libcuda.so.*'
-wheel: build $(VENV)/.installed-wheel
-	rm -rf build/lib.* build/bdist.* $(BUILD)/wheel
-	FUSEGRAD_BUILD_DIR=$(BUILD) $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation \
-	  --no-deps --wheel-dir $(BUILD)/wheel .
-	tag=$$($(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])'); rm -f $(WHEELS)/*-$$tag-*.whl
-	PATH=$(BIN):$$PATH $(BIN)/auditwheel repair $(addprefix --exclude ,$(OTHERS_LIBRARIES)) \
-	  --wheel-dir $(WHEELS) $(BUILD)/wheel/*.whl
+# The wheel: of every Python from 3.10 on, with a library for each of these torches. Those that an environment here has
+# are taken from there; of others PyPI's headers and libraries are fetched.
+TORCHES ?= $(shell cat cmake/torches.txt)
+environment_of = .venv$(if $(filter-out $(DEFAULT_TORCH),$1),-$1)
+folder_of = $(or $(wildcard $(call environment_of,$1)/lib/python3.*/site-packages/torch),build/torches/$1/torch)
+empty :=
+WHEEL_TORCHES = $(subst $(empty) $(empty),;,$(foreach version,$(TORCHES),$(CURDIR)/$(call folder_of,$(version))))
+WHEEL := build/wheel
+MANYLINUX := manylinux_2_28_x86_64
+# auditwheel would copy libraries of other packages: torch and CUDA bring theirs.
+OTHERS_LIBRARIES := 'libtorch*.so' 'libc10*.so' 'libgomp*.so*' 'libcuda.so.*'
 
-# In an environment that has torch and nothing else, with no compiler on the PATH.
+build/torches/%/torch/version.py: $(VENV)/.made
+	echo "Fetching the headers of torch $*"
+	$(BIN)/python tools/fetch_torch.py $* build/torches/$*
+
+wheel: $(foreach version,$(TORCHES),$(call folder_of,$(version))/version.py) $(VENV)/.installed-build $(VENV)/.installed-wheel $(JAX)
+	rm -rf build/lib.* build/bdist.* $(WHEEL)/made dist/*.whl
+	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' FUSEGRAD_MANYLINUX=ON FUSEGRAD_BUILD_DIR=$(WHEEL) MAX_JOBS=$(JOBS) \
+	  $(BIN)/python -m pip wheel --verbose --disable-pip-version-check --no-build-isolation --no-deps \
+	  --wheel-dir $(WHEEL)/made .
+	PATH=$(BIN):$$PATH $(BIN)/auditwheel repair $(addprefix --exclude ,$(OTHERS_LIBRARIES)) --plat $(MANYLINUX) \
+	  --only-plat --wheel-dir dist $(WHEEL)/made/*.whl
+
+# In an environment that has TORCH and nothing else, with no compiler on the PATH; then a C++ program against it.
 test-wheel: wheel
-	$(BIN)/python tools/test_wheel.py $(WHEELS) $(BUILD)/clean
+	$(MAKE) test-the-wheel
+test-the-wheel: $(VENV)/.installed-build $(VENV)/.installed-wheel
+	$(BIN)/python tools/test_wheel.py dist $(WHEEL)/clean
 
-# Those of several Pythons, each in an environment and a build folder of its own.
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
-wheels:
-	for python in $(PYTHONS); do $(MAKE) test-wheel PYTHON=$$python VENV=$(VENV)-$${python##*/} \
-	  BUILD=$(BUILD)-$${python##*/}; done
+# The wheel for all torches, tested with each of them by the first of PYTHONS and with the last torch by all of PYTHONS.
+PYTHONS ?= python3.10 python3.13
+release: wheel
+	for torch in $(TORCHES); do for python in $(PYTHONS); do \
+	  if [ $$python = $(firstword $(PYTHONS)) ] || [ $$torch = $(lastword $(TORCHES)) ]; then \
+	    $(MAKE) test-the-wheel TORCH=$$torch PYTHON=$$python VENV=.venv-release/$$torch-$$python; fi; done; done
+	ls -l dist
 
 CXX_FILES = $$(git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' '*.cuh')
 lint: .venv-lint/.installed $(BUILD)/build.ninja

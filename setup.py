@@ -1,7 +1,8 @@
 """Packages what the CMake build makes: pyproject.toml has the metadata, CMakeLists.txt the sources.
 
-The library loads with one version of torch only, so it is built against the torch of the environment that pip
-installs into (also when pip builds in an isolated one), and the wheel requires that very version.
+A library of PyTorch's ops loads with one minor version of torch. It is built against the torch of the environment that
+pip installs into (also when pip builds in an isolated one), or against those of FUSEGRAD_TORCHES, and the wheel
+requires one of them.
 """
 
 import os
@@ -14,7 +15,6 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = pathlib.Path(__file__).parent
 DEFAULT_TORCH = "2.11.0"  # where the environment has none
-TARGETS = ("fusegrad", "_C", "fusegrad_jax")
 
 
 def outer_environment() -> dict[str, str]:
@@ -23,18 +23,27 @@ def outer_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not (isolated and k in ("PYTHONPATH", "PYTHONNOUSERSITE"))}
 
 
-def find_torch(environment: dict[str, str]) -> str | None:
-    """The version of torch that Python has in this environment."""
-    command = [sys.executable, str(ROOT / "cmake" / "find_torch.py")]
+def find_torches(environment: dict[str, str]) -> list[str]:
+    """The versions of torch to build for: of FUSEGRAD_TORCHES' folders, or the one that Python has here."""
+    folders = [folder for folder in environment.get("FUSEGRAD_TORCHES", "").split(";") if folder]
+    command = [sys.executable, str(ROOT / "cmake" / "find_torch.py"), *folders]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    return found.stdout.split(";")[1] if found.returncode == 0 else None
+    return [line.split(";")[1] for line in found.stdout.splitlines()] if found.returncode == 0 else []
+
+
+def requirement(versions: list[str]) -> str:
+    """What the wheel requires: one of the minor versions, which follow one another."""
+    minors = sorted({tuple(int(part) for part in version.split(".")[:2]) for version in versions})
+    (major, first), last = minors[0], minors[-1][1]
+    if minors != [(major, minor) for minor in range(first, last + 1)]:
+        raise SystemExit(f"fusegrad: the minor versions of torch must follow one another, but got {versions}")
+    return f"torch>={major}.{first},<{major}.{last + 1}"
 
 
 ENVIRONMENT = outer_environment()
-OUTER_TORCH = find_torch(ENVIRONMENT)
-if OUTER_TORCH is None:
+OUTER_TORCHES = find_torches(ENVIRONMENT)
+if not OUTER_TORCHES:
     ENVIRONMENT = dict(os.environ)
-TORCH = OUTER_TORCH or DEFAULT_TORCH
 
 
 class CMakeBuild(build_ext):
@@ -44,7 +53,6 @@ class CMakeBuild(build_ext):
         # Of PyPI's packages, not of the PATH: Debian 12's CMake does not know C++20 for CUDA 13.
         import cmake
         import ninja
-        import pybind11
 
         editable = self.inplace or self.editable_mode
         package = ROOT / "python" / "fusegrad" if editable else pathlib.Path(self.build_lib).absolute() / "fusegrad"
@@ -54,16 +62,13 @@ class CMakeBuild(build_ext):
             *(cmake_program, "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={pathlib.Path(ninja.BIN_DIR) / 'ninja'}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_INSTALL_RPATH_USE_LINK_PATH={'ON' if editable else 'OFF'}",
         ]
         subprocess.run(configure, check=True, env=ENVIRONMENT)
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
-        subprocess.run(
-            [cmake_program, "--build", str(build), "--parallel", jobs, "--target", *TARGETS],
-            check=True,
-            env=ENVIRONMENT,
-        )
+        print("fusegrad: compiling takes some minutes; pip shows it with -v", flush=True)
+        build_command = [cmake_program, "--build", str(build), "--parallel", jobs, "--target", "package_files"]
+        subprocess.run(build_command, check=True, env=ENVIRONMENT)
         subprocess.run([cmake_program, "--install", str(build), "--prefix", str(package)], check=True)
 
     def get_outputs(self) -> list[str]:
@@ -74,9 +79,10 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    # Tells setuptools that the wheel is of one platform and one Python; CMake knows the sources.
-    ext_modules=[Extension("fusegrad._C", sources=[])],
+    # Tells setuptools that the wheel is of one platform, and of every Python from 3.10 on; CMake knows the sources.
+    ext_modules=[Extension("fusegrad._C", sources=[], py_limited_api=True)],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
     cmdclass={"build_ext": CMakeBuild},
-    install_requires=[f"torch=={TORCH}"],
-    setup_requires=[] if OUTER_TORCH else [f"torch=={DEFAULT_TORCH}"],
+    install_requires=[requirement(OUTER_TORCHES or [DEFAULT_TORCH])],
+    setup_requires=[] if OUTER_TORCHES else [f"torch=={DEFAULT_TORCH}"],
 )

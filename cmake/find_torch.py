@@ -1,13 +1,19 @@
-"""Prints torch's folder, its version without the local part and its CUDA version, separated by semicolons."""
+"""Prints torch's folder, its version without the local part and its CUDA version or "none", separated by semicolons: of
+the folders that are named, a line each, or of this Python's torch."""
 
 import importlib.util
 import pathlib
 import runpy
 import sys
 
-spec = importlib.util.find_spec("torch")
-if spec is None or spec.origin is None:
-    sys.exit(1)
-folder = pathlib.Path(spec.origin).parent
-version = runpy.run_path(str(folder / "version.py"))
-print(folder.as_posix(), version["__version__"].split("+")[0], version["cuda"] or "", sep=";")
+folders = [pathlib.Path(name) for name in sys.argv[1:]]
+if not folders:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        sys.exit(1)
+    folders = [pathlib.Path(spec.origin).parent]
+for folder in folders:
+    if not (folder / "version.py").exists():
+        sys.exit(1)
+    version = runpy.run_path(str(folder / "version.py"))
+    print(folder.resolve().as_posix(), version["__version__"].split("+")[0], version["cuda"] or "none", sep=";")

@@ -1,14 +1,40 @@
-# Asks Python where torch is (without importing it, which takes seconds) and defines fusegrad::torch.
-# Sets FUSEGRAD_TORCH_ROOT, FUSEGRAD_TORCH_VERSION ("2.11.0") and FUSEGRAD_TORCH_CUDA ("13.0" or empty).
+# Finds the torches to build for: the folders in FUSEGRAD_TORCHES, or the one of this Python (without importing it, which
+# takes seconds). Sets the lists FUSEGRAD_TORCH_ROOTS, FUSEGRAD_TORCH_VERSIONS ("2.11.0"), FUSEGRAD_TORCH_MINORS ("2.11"),
+# and of the first of them FUSEGRAD_TORCH_ROOT, FUSEGRAD_TORCH_VERSION and FUSEGRAD_TORCH_CUDA ("13.0" or empty).
 execute_process(
-  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/find_torch.py
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/find_torch.py ${FUSEGRAD_TORCHES}
   WORKING_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}
   OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed)
-if(failed)
+if(failed AND FUSEGRAD_TORCHES)
+  message(FATAL_ERROR "FUSEGRAD_TORCHES must be folders that hold torch's include, lib and version.py, but is "
+                      "'${FUSEGRAD_TORCHES}'.")
+elseif(failed)
   message(FATAL_ERROR "${Python_EXECUTABLE} has no torch. Install it there first: pip install torch==2.11.0")
 endif()
-list(POP_FRONT found FUSEGRAD_TORCH_ROOT FUSEGRAD_TORCH_VERSION FUSEGRAD_TORCH_CUDA)
-if(FUSEGRAD_TORCH_VERSION VERSION_LESS 2.11)
-  message(FATAL_ERROR "fusegrad needs torch 2.11 or later, ${FUSEGRAD_TORCH_ROOT} is ${FUSEGRAD_TORCH_VERSION}.")
-endif()
-include(${CMAKE_CURRENT_LIST_DIR}/torch_target.cmake)
+string(REPLACE "\n" ";" found "${found}")
+foreach(name ROOTS VERSIONS MINORS CUDA)
+  set(FUSEGRAD_TORCH_${name} "")
+endforeach()
+while(found)
+  list(POP_FRONT found root version cuda)
+  if(version VERSION_LESS 2.11)
+    message(FATAL_ERROR "fusegrad needs torch 2.11 or later, ${root} is ${version}.")
+  endif()
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor ${version})
+  if(minor IN_LIST FUSEGRAD_TORCH_MINORS)
+    message(FATAL_ERROR "FUSEGRAD_TORCHES names torch ${minor} twice.")
+  endif()
+  if(NOT FUSEGRAD_TORCH_ROOTS AND NOT cuda STREQUAL "none")
+    set(FUSEGRAD_TORCH_CUDA ${cuda})
+  endif()
+  list(APPEND FUSEGRAD_TORCH_ROOTS ${root})
+  list(APPEND FUSEGRAD_TORCH_VERSIONS ${version})
+  list(APPEND FUSEGRAD_TORCH_MINORS ${minor})
+endwhile()
+list(GET FUSEGRAD_TORCH_ROOTS 0 FUSEGRAD_TORCH_ROOT)
+list(GET FUSEGRAD_TORCH_VERSIONS 0 FUSEGRAD_TORCH_VERSION)
+list(JOIN FUSEGRAD_TORCH_MINORS ", " FUSEGRAD_TORCH_NAMES)
+set(FUSEGRAD_TORCH_TABLE "")
+foreach(version minor IN ZIP_LISTS FUSEGRAD_TORCH_VERSIONS FUSEGRAD_TORCH_MINORS)
+  string(APPEND FUSEGRAD_TORCH_TABLE "    \"${minor}\": \"${version}\",\n")
+endforeach()

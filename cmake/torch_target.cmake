@@ -1,4 +1,4 @@
-# Defines fusegrad::torch from FUSEGRAD_TORCH_ROOT, the folder that holds torch's include/ and lib/. The build and
+# Defines fusegrad::torch from FUSEGRAD_TORCH_ROOT, the folder that holds torch's include/ and lib/. The C++ tests and
 # the installed package share this file. find_package(Torch) is not used: where torch has CUDA it demands a CUDA
 # toolkit, which a machine with torch from PyPI need not have.
 if(NOT TARGET fusegrad::torch)

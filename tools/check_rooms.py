@@ -21,7 +21,7 @@ TORCH = re.compile(r"(torch|ATen|c10)/")
 # The one file below the front ends with headers of torch's: vectors that leave no symbol of its libraries.
 VECTORS = "common/vec.h"
 # The headers of the C++ API that need no torch.
-PLAIN_API = ("fusegrad/expression.h", "fusegrad/reductions.h")
+PLAIN_API = ("fusegrad/check_targets.h", "fusegrad/expression.h", "fusegrad/reductions.h")
 
 
 def room(path: str) -> str:

@@ -1,8 +1,8 @@
-"""Tests a built wheel: `python tools/test_wheel.py <folder of wheels> <folder for an environment>`.
+"""Tests a built wheel: `python tools/test_wheel.py <folder of the wheel> <folder for an environment>`.
 
-The wheel of this Python must hold no path of this machine and no other package's library. It is installed into a fresh
-virtual environment that has this Python's torch, what torch requires, and nothing else; tests/installed.py runs there
-with that environment's programs alone on the PATH.
+It must be small, and hold no path of this machine and no other package's library. It is installed into a fresh virtual
+environment that has this Python's torch, what torch requires, and nothing else; tests/installed.py runs there with that
+environment's programs alone on the PATH. Then examples/cpp is built against the installed package, and run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+MOST_BYTES = 25 * 2**20
 
 
 def the_wheel(folder: pathlib.Path) -> pathlib.Path:
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    found = list(folder.glob(f"fusegrad-*-{tag}-{tag}-manylinux*.whl"))
+    found = list(folder.glob("fusegrad-*-cp310-abi3-manylinux*.whl"))
     if len(found) != 1:
-        raise SystemExit(f"test_wheel: {folder} must have one manylinux wheel for {tag}, but has {found}")
+        raise SystemExit(f"test_wheel: {folder} must have one manylinux wheel, but has {found}")
     return found[0]
 
 
 def check_contents(wheel: pathlib.Path) -> None:
-    """No path of this machine in any file, no search path that is not relative, nobody else's library."""
+    """The size; no path of this machine in any file, no search path that is not relative, nobody else's library."""
+    if wheel.stat().st_size > MOST_BYTES:
+        raise SystemExit(f"test_wheel: {wheel.name} must have at most {MOST_BYTES} bytes: {wheel.stat().st_size}")
     forbidden = {str(path).encode() for path in (ROOT, sys.prefix, pathlib.Path.home()) if len(str(path)) > 1}
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         for name in archive.namelist():
@@ -100,6 +102,20 @@ def _link(source: pathlib.Path, target: pathlib.Path) -> None:
         shutil.copy2(source, target)
 
 
+def test_program(python: pathlib.Path, folder: pathlib.Path) -> None:
+    """A C++ program, which finds the library of the environment's torch."""
+    (site,) = folder.glob("lib/python3.*/site-packages")
+    tools = pathlib.Path(sys.prefix) / "bin"
+    build = folder / "program"
+    configure = [tools / "cmake", "-S", ROOT / "examples" / "cpp", "-B", build, "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DCMAKE_PREFIX_PATH={site / 'fusegrad' / 'share' / 'cmake'}"]
+    for command in (configure, [tools / "ninja", "-C", build], [tools / "ctest", "--test-dir", build]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"test_wheel: {' '.join(map(str, command))} failed:\n{done.stdout}\n{done.stderr}")
+
+
 def main() -> int:
     wheels, folder = (pathlib.Path(one).absolute() for one in sys.argv[1:])
     wheel = the_wheel(wheels)
@@ -114,7 +130,11 @@ def main() -> int:
     if compilers:
         raise SystemExit(f"test_wheel: {python.parent} must have no compiler, but has {compilers}")
     subprocess.run([str(python), "-I", str(ROOT / "tests" / "installed.py")], check=True, env=environment, cwd=folder)
-    print(f"{wheel.name}: works where there is torch alone")
+    print(f"{wheel.name}: works where there is torch {importlib.metadata.version('torch')} alone", end="")
+    if shutil.which("c++"):
+        test_program(python, folder)
+        print(", a C++ program too", end="")
+    print(f"; Python {sys.version.split()[0]}, {wheel.stat().st_size / 2**20:.1f} MiB")
     return 0
 
 

@@ -17,6 +17,14 @@ void find(void* library, const char* name, Function& function) {
 
 }  // namespace
 
+bool capturing(CUstream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t failed = cudaStreamIsCapturing(stream, &status);
+  FUSEGRAD_CHECK(RuntimeError, failed == cudaSuccess,
+                 "jit: the stream's state was not found: ", cudaGetErrorString(failed));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 const Driver& Driver::get() {
   static const Driver driver;
   return driver;
@@ -82,6 +90,15 @@ int Driver::compute_capability() const {
   check(call_.device_attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), "cuDeviceGetAttribute",
         "jit");
   return 10 * major + minor;
+}
+
+int Driver::multiprocessors() const {
+  CUdevice device = 0;
+  int count = 0;
+  check(call_.device(&device), "cuCtxGetDevice", "jit");
+  check(call_.device_attribute(&count, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device), "cuDeviceGetAttribute",
+        "jit");
+  return count;
 }
 
 CUmodule Driver::load(const std::string& cubin, const char* what) const {

@@ -39,6 +39,9 @@ struct TensorMapShape {
   CUtensorMapL2promotion l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 };
 
+/// Whether the stream is being captured into a graph.
+bool capturing(CUstream stream);
+
 class Driver {
  public:
   /// Opens libcuda.so.1. Throws where there is none, and tries again at the next call.
@@ -49,6 +52,7 @@ class Driver {
   uint64_t current_context() const;
   /// Of the current context's device: 90 for sm_90.
   int compute_capability() const;
+  int multiprocessors() const;
 
   /// Into the current context, for as long as that lives. Allowed while a stream is being captured.
   CUmodule load(const std::string& cubin, const char* what) const;

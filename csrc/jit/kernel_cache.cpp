@@ -66,6 +66,11 @@ std::string current_architecture() {
   return std::to_string(capability) + (capability == 90 ? "a" : "");
 }
 
+int current_multiprocessors() {
+  Driver::get().current_context();
+  return Driver::get().multiprocessors();
+}
+
 const Kernel& kernel(std::string_view id, const std::function<KernelProgram(const std::string&)>& make) {
   Loaded& all = loaded();
   const uint64_t context = Driver::get().current_context();

@@ -31,6 +31,9 @@ struct Kernel {
 /// the plain "80", "89", "100".
 std::string current_architecture();
 
+/// Of the current device.
+int current_multiprocessors();
+
 /// The kernel named `id` on the current device; a thread's first call of it makes, compiles (compile.h) and loads the
 /// program. `id` must determine what `make` returns on that architecture: an id that is known is not made again. The
 /// reference stays valid for as long as the process runs. Threads may call it at once; of one program there is one

@@ -5,9 +5,10 @@
 #include "jit/front_end.h"
 
 #ifdef FUSEGRAD_WITH_CUDA
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include "jit/driver.h"
+#include "pytorch/gpu.h"
 #endif
 
 namespace fusegrad {
@@ -18,9 +19,12 @@ void warn(const std::string& message) { TORCH_WARN(message); }
 #ifdef FUSEGRAD_WITH_CUDA
 // torch may hold all of the GPU's memory without using it. It cannot let go of it in a capture.
 bool release_memory() {
-  if (c10::cuda::device_count() == 0) return false;
-  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return false;
-  c10::cuda::CUDACachingAllocator::emptyCache();
+  // JAX alone may have called, in a process whose torch has no GPU or has not begun to use it.
+  if (!c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return false;
+  if (c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).deviceCount() == 0) return false;
+  auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));
+  if (allocator == nullptr || !allocator->initialized() || jit::capturing(gpu::current_stream())) return false;
+  allocator->emptyCache();
   return true;
 }
 #else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import torch
 
@@ -14,18 +15,25 @@ except ImportError as error:
         "folder than python/, or install it: pip install --no-build-isolation ."
     ) from error
 
+_folder = pathlib.Path(__file__).parent
 _found = torch.__version__.split("+")[0]
-if _found != _build.torch_version:
-    # The library would fail with an unresolved symbol, or worse, load and misread torch's structures.
+_minor = ".".join(_found.split(".")[:2])
+# torch keeps its C++ structures from one patch release to the next. A nightly or a release candidate may differ from
+# the release: the library would fail with an unresolved symbol, or worse, load and misread them.
+_built = _build.torch_versions.get(_minor)
+if _built is None or not (re.fullmatch(r"[0-9.]+", _found) or _found == _built):
     raise ImportError(
-        f"fusegrad {_build.version} was built for torch {_build.torch_version}, but torch {_found} is installed. "
-        f"Either install the torch it was built for (pip install torch=={_build.torch_version}) or build fusegrad "
-        f"for this one (in its source folder: pip install --no-build-isolation --force-reinstall --no-deps .)."
+        f"fusegrad {_build.version} has libraries for torch {', '.join(_build.torch_versions)}, but torch {_found} is "
+        f"installed. Either install one of those (pip install 'torch=={[*_build.torch_versions][-1]}.*') or build "
+        "fusegrad for this one (in its source folder: "
+        "pip install --no-build-isolation --force-reinstall --no-deps .)."
     )
 
-torch.ops.load_library(str(pathlib.Path(__file__).parent / "lib" / "libfusegrad.so"))
+library = _folder / "lib" / f"torch-{_minor}" / "libfusegrad.so"
+"""The library of PyTorch's ops that this process has loaded."""
+torch.ops.load_library(str(library))
 
-import fusegrad._C as _C  # noqa: E402  (it links the library and must come after it)
+import fusegrad._C as _C  # noqa: E402  (it links the core, which the library has brought)
 
 from ._arguments import checked  # noqa: E402
 
@@ -33,8 +41,8 @@ version: str = _build.version
 
 
 def build_info() -> dict[str, str | bool]:
-    """What the library was built for and with: versions, CUDA (and why not), architectures, compiler."""
-    return _C.build_info()
+    """What the loaded libraries were built for and with: versions, CUDA (and why not), architectures, compiler."""
+    return {**_C.build_info(), "torch_version": _built}
 
 
 @checked

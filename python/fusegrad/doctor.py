@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _C, attention, build_info, distillation, functional, reference
+from . import _C, _load, attention, build_info, distillation, functional, reference
 
 Line = tuple[str, str]
 _BESIDE = ("triton", "transformers", "trl", "torchtitan", "lightning-thunder", "jax", "liger-kernel")
@@ -28,8 +28,9 @@ def _versions() -> Iterator[Line]:
     info = build_info()
     folder = pathlib.Path(__file__).parent
     yield "fusegrad", f"{info['version']} in {folder}"
-    for library in sorted((folder / "lib").glob("*.so")):
-        yield "library", f"{library.name}, {_size(library.stat().st_size)}"
+    for library in sorted((folder / "lib").rglob("*.so")):
+        note = ", the one loaded" if library == _load.library else ""
+        yield "library", f"{library.relative_to(folder / 'lib')}, {_size(library.stat().st_size)}{note}"
     yield "built for", f"torch {info['torch_version']}, by {info['compiler']}"
     yield "built", str(info["cuda_status"])
     yield "torch", f"{torch.__version__} with CUDA {torch.version.cuda}"

@@ -7,10 +7,23 @@ from contextlib import contextmanager
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
+import fusegrad
 import pytest
 import torch
 from fusegrad import _C
 from support import DEVICES, FLEX_FAMILIES
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped for want of CUDA."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    build = sum("build with CUDA" in reason for reason in reasons)
+    gpu = sum("GPU" in reason for reason in reasons)
+    if build:
+        status = fusegrad.build_info()["cuda_status"]
+        terminalreporter.write_line(f"{build} tests and modules need a build with CUDA; this one is {status}")
+    if gpu:
+        terminalreporter.write_line(f"{gpu} tests and modules need a GPU")
 
 
 def state_of_torch() -> dict[str, object]:

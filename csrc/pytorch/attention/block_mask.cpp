@@ -2,10 +2,10 @@
 #include <torch/library.h>
 
 #ifdef FUSEGRAD_WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+#include <ATen/DeviceGuard.h>
 
 #include "cuda/attention/host/block_states.h"
+#include "pytorch/gpu.h"
 #endif
 #include "attention/block_states.h"
 #include "pytorch/attention/block_tables.h"
@@ -20,7 +20,7 @@ namespace fusegrad {
 namespace {
 
 using at::Tensor;
-using Sizes = c10::SymIntArrayRef;
+using SymSizes = c10::SymIntArrayRef;
 
 constexpr const char* kOp = "create_block_mask";
 // Of keys by rows of queries, partial and full, then of queries by columns; each num_blocks and indices.
@@ -76,13 +76,12 @@ struct Cpu {
 #ifdef FUSEGRAD_WITH_CUDA
 struct Cuda {
   static void states(const BlockMaskProgram& program, BlockState* states) {
-    cuda::block_states(program, states, c10::cuda::getCurrentCUDAStream());
+    cuda::block_states(program, states, gpu::current_stream());
   }
   static void list(const Tensor& states, bool by_column, BlockState state, const BlockList& list) {
     const Tensor lines = by_column ? states.transpose(2, 3).contiguous() : states;
     cuda::block_list(reinterpret_cast<const BlockState*>(lines.const_data_ptr<uint8_t>()),
-                     lines.size(0) * lines.size(1), lines.size(2), lines.size(3), state, list,
-                     c10::cuda::getCurrentCUDAStream());
+                     lines.size(0) * lines.size(1), lines.size(2), lines.size(3), state, list, gpu::current_stream());
   }
 };
 #endif
@@ -113,7 +112,7 @@ Lists lists_of(const Tensor& states, int64_t batches, int64_t heads) {
 
 template <class Device>
 Lists create(const Tensor& like, std::string_view text, at::TensorList buffers, at::ArrayRef<double> floats,
-             at::IntArrayRef ints, Sizes sym_sizes, at::IntArrayRef block_size) {
+             at::IntArrayRef ints, SymSizes sym_sizes, at::IntArrayRef block_size) {
   const auto sizes = C10_AS_INTARRAYREF_SLOW(sym_sizes);
   check_sizes(sizes, block_size);
   const auto graph = checked_graph(like, text, buffers);
@@ -155,14 +154,15 @@ Lists create(const Tensor& like, std::string_view text, at::TensorList buffers, 
 
 #ifdef FUSEGRAD_WITH_CUDA
 Lists create_on_cuda(const Tensor& like, std::string_view text, at::TensorList buffers, at::ArrayRef<double> floats,
-                     at::IntArrayRef ints, Sizes sizes, at::IntArrayRef block_size) {
-  const c10::cuda::CUDAGuard guard(like.device());
+                     at::IntArrayRef ints, SymSizes sizes, at::IntArrayRef block_size) {
+  const c10::DeviceGuard guard(like.device());
   return create<Cuda>(like, text, buffers, floats, ints, sizes, block_size);
 }
 #endif
 
 Lists create_meta(const Tensor& like, std::string_view /*text*/, at::TensorList /*buffers*/,
-                  at::ArrayRef<double> /*floats*/, at::IntArrayRef /*ints*/, Sizes sizes, at::IntArrayRef block_size) {
+                  at::ArrayRef<double> /*floats*/, at::IntArrayRef /*ints*/, SymSizes sizes,
+                  at::IntArrayRef block_size) {
   check_sizes(sizes, block_size);
   const auto rows = (sizes[2] + (block_size[0] - 1)) / block_size[0];
   const auto cols = (sizes[3] + (block_size[1] - 1)) / block_size[1];

@@ -1,17 +1,23 @@
 #include "pytorch/bindings/cuda.h"
 
-#include <pybind11/stl.h>
-
 #include <optional>
 #include <stdexcept>
 
 #include "cuda/attention/host/block_states.h"
 #include "cuda/attention/host/plan.h"
 #include "cuda/attention/host/program.h"
+#include "pytorch/bindings/jit.h"
 #include "pytorch/bindings/score_mod.h"
 #include "score_mod/cache.h"
 
-namespace py = pybind11;
+namespace py = fusegrad::python;
+
+namespace fusegrad::python {
+
+template <>
+inline constexpr const char* kHeldAs<cuda::FlexCase> = "fusegrad._C.flex.Case";
+
+}  // namespace fusegrad::python
 
 namespace fusegrad::cuda {
 namespace {
@@ -107,16 +113,16 @@ std::optional<FlexFamily> family_named(const std::string& name) {
 
 }  // namespace
 
-void bind(py::module_& m) {
-  py::class_<FlexCase>(m, "Case", "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.")
-      .def(py::init(&make_case), py::arg("kernel"), py::arg("dtype"), py::arg("head_size"), py::arg("value_size"),
-           py::arg("score_mod") = std::pair<std::string, std::vector<std::string>>(),
-           py::arg("mask_mod") = std::pair<std::string, std::vector<std::string>>(), py::arg("block_size") = py::none(),
-           py::arg("wants_grad") = std::vector<bool>(), py::arg("elements") = std::vector<int64_t>(),
-           py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
-           py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true, py::arg("dropout_p") = 0.0,
-           py::arg("score_mod_small") = std::array<bool, 2>{true, true},
-           py::arg("mask_mod_small") = std::array<bool, 2>{true, true});
+void bind(py::Module m) {
+  m.def("Case", &make_case, py::arg("kernel"), py::arg("dtype"), py::arg("head_size"), py::arg("value_size"),
+        py::arg("score_mod") = std::make_tuple("", std::vector<std::string>()),
+        py::arg("mask_mod") = std::make_tuple("", std::vector<std::string>()), py::arg("block_size") = py::none(),
+        py::arg("wants_grad") = std::vector<bool>(), py::arg("elements") = std::vector<int64_t>(),
+        py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
+        py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true, py::arg("dropout_p") = 0.0,
+        py::arg("score_mod_small") = std::array<bool, 2>{true, true},
+        py::arg("mask_mod_small") = std::array<bool, 2>{true, true},
+        "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "backward_kernels",
@@ -147,9 +153,9 @@ void bind(py::module_& m) {
       [](const FlexCase& c, const std::string& architecture) {
         const KernelSpec spec = plan_kernel(c, architecture);
         const FlexTileSize& tile = spec.tile();
-        py::dict result;
+        py::Dict result;
         result["family"] = tile.family == FlexFamily::kHopper ? "hopper" : "portable";
-        result["tile"] = py::make_tuple(tile.rows, tile.cols, tile.warps, tile.share, tile.stages);
+        result["tile"] = std::make_tuple(tile.rows, tile.cols, tile.warps, tile.share, tile.stages);
         result["schemes"] = spec.facts().schemes;
         result["shared_bytes"] = spec.facts().shared_bytes;
         return result;

@@ -1,10 +1,10 @@
 // Part of fusegrad._C: the kernels of flex attention, for tests without a GPU.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include "pytorch/bindings/python.h"
 
 namespace fusegrad::cuda {
 
-void bind(pybind11::module_& m);
+void bind(python::Module m);
 
 }  // namespace fusegrad::cuda

@@ -1,27 +1,25 @@
 // Part of fusegrad._C: the cache for `python -m fusegrad cache`, compiling without a GPU for tests.
 #include "pytorch/bindings/jit.h"
 
-#include <pybind11/stl.h>
-
 #include "jit/cache.h"
 #include "jit/compile.h"
 #include "jit/headers.h"
 
-namespace py = pybind11;
+namespace py = fusegrad::python;
 
 namespace fusegrad::jit {
 namespace {
 
-py::dict usage(const DiskCache::Usage& of) {
-  py::dict result;
+py::Dict usage(const DiskCache::Usage& of) {
+  py::Dict result;
   result["entries"] = of.entries;
   result["bytes"] = of.bytes;
   return result;
 }
 
-py::dict cache_info() {
+py::Dict cache_info() {
   const DiskCache::Info info = DiskCache::from_environment().info();
-  py::dict result, architectures;
+  py::Dict result, architectures;
   for (const auto& [name, of] : info.architectures) architectures[name.c_str()] = usage(of);
   result["folder"] = info.folder;
   result["limit"] = info.limit;
@@ -30,9 +28,9 @@ py::dict cache_info() {
   return result;
 }
 
-py::dict counts() {
+py::Dict counts() {
   const Stats all = stats();
-  py::dict result;
+  py::Dict result;
   result["compilations"] = all.compilations;
   result["disk_hits"] = all.disk_hits;
   result["memory_hits"] = all.memory_hits;
@@ -45,24 +43,24 @@ Program program(const std::string& source, const std::string& architecture, cons
   return {name, source, architecture, flags, score_mod};
 }
 
-py::bytes compiled(const Program& program) {
+py::Bytes compiled(const Program& program) {
   Cubin cubin;
   {
-    const py::gil_scoped_release release;
+    const py::Released released;
     cubin = compile(program);
   }
   return {*cubin};
 }
 
-py::dict reported(const Program& program) {
+py::Dict reported(const Program& program) {
   Compiled compiled;
   {
-    const py::gil_scoped_release release;
+    const py::Released released;
     compiled = compile_uncached(program);
   }
-  py::dict result;
+  py::Dict result;
   for (const auto& [function, of] : resources(compiled.log)) {
-    py::dict row;
+    py::Dict row;
     row["registers"] = of.registers;
     row["stack_bytes"] = of.stack_bytes;
     row["spill_store_bytes"] = of.spill_store_bytes;
@@ -76,10 +74,10 @@ py::dict reported(const Program& program) {
 
 }  // namespace
 
-void bind(py::module_& m) {
-  py::class_<Program>(m, "Program", "A kernel's source for an architecture such as '90a'; see csrc/jit/program.h.")
-      .def(py::init(&program), py::arg("source"), py::arg("architecture"), py::arg("name") = "kernel",
-           py::arg("flags") = std::vector<std::string>{}, py::arg("score_mod") = "");
+void bind(py::Module m) {
+  m.def("Program", &program, py::arg("source"), py::arg("architecture"), py::arg("name") = "kernel",
+        py::arg("flags") = std::vector<std::string>{}, py::arg("score_mod") = "",
+        "A kernel's source for an architecture such as '90a'; see csrc/jit/program.h.");
   m.def("compile", &compiled, py::arg("program"), "The cubin: from memory, from the disk, or by NVRTC. Needs no GPU.");
   m.def("resources", &reported, py::arg("program"),
         "Compiles past the caches: {function: {registers, stack_bytes, spill_store_bytes, spill_load_bytes, "
@@ -88,13 +86,13 @@ void bind(py::module_& m) {
       "nvrtc",
       [] {
         const Nvrtc& nvrtc = Nvrtc::get();
-        return py::make_tuple(nvrtc.path(), nvrtc.version().major, nvrtc.version().minor);
+        return std::make_tuple(nvrtc.path(), nvrtc.version().major, nvrtc.version().minor);
       },
       "(path, major, minor) of NVRTC; RuntimeError where there is none.");
   m.def(
       "headers",
       [] {
-        py::dict result;
+        py::Dict result;
         for (const Header& header : headers()) result[header.name] = header.text;
         return result;
       },

@@ -1,8 +1,6 @@
 // Part of fusegrad._C: the language's functions on texts. Evaluation is an op, see ops.cpp.
 #include "pytorch/bindings/score_mod.h"
 
-#include <pybind11/stl.h>
-
 #include <optional>
 
 #include "score_mod/derivative.h"
@@ -12,15 +10,15 @@
 #include "score_mod/simplify.h"
 #include "score_mod/text.h"
 
-namespace py = pybind11;
+namespace py = fusegrad::python;
 
 namespace fusegrad::score_mod {
 namespace {
 
-py::list primitives() {
-  py::list rows;
+auto primitives() {
+  std::vector<std::tuple<std::string, int, int>> rows;
   for (const Primitive& p : kPrimitives) {
-    rows.append(py::make_tuple(std::string(p.name), p.arity, static_cast<int>(p.rule)));
+    rows.emplace_back(p.name, p.arity, static_cast<int>(p.rule));
   }
   return rows;
 }
@@ -35,9 +33,9 @@ std::string forward(const std::string& text) { return print(simplify(lowered(par
 
 std::string simplified(const std::string& text) { return print(simplify(parse(text))); }
 
-py::tuple compacted(const std::string& text) {
+auto compacted(const std::string& text) {
   const Compact result = compact(simplify(parse(text)));
-  return py::make_tuple(print(result.graph), result.buffers, result.scalars);
+  return std::make_tuple(print(result.graph), result.buffers, result.scalars);
 }
 
 std::string derivative(const std::string& text, const std::vector<bool>& wants_grad) {
@@ -49,14 +47,13 @@ std::string explanation(const std::string& text, const std::vector<bool>& wants_
 }
 
 // [(buffer, class, exclusive, reason)], one for each contribution of the derivative.
-py::list scatter_plan(const std::string& text, const std::vector<bool>& wants_grad,
-                      const std::vector<int64_t>& elements) {
+auto scatter_plan(const std::string& text, const std::vector<bool>& wants_grad, const std::vector<int64_t>& elements) {
   const Graph graph = differentiate(parse(text), wants_grad);
   const auto plan = plan_scatter(graph, elements);
-  py::list rows;
+  std::vector<std::tuple<int, std::string, bool, std::string>> rows;
   for (size_t k = 0; k < plan.size(); ++k) {
-    rows.append(py::make_tuple(graph.contributions()[k].buffer, std::string(1, static_cast<char>(plan[k].scheme)),
-                               plan[k].exclusive, plan[k].reason));
+    rows.emplace_back(graph.contributions()[k].buffer, std::string(1, static_cast<char>(plan[k].scheme)),
+                      plan[k].exclusive, plan[k].reason);
   }
   return rows;
 }
@@ -78,7 +75,7 @@ DType dtype_named(const std::string& name) {
   return static_cast<DType>(found - std::begin(kNames));
 }
 
-void bind(py::module_& m) {
+void bind(py::Module m) {
   m.def("primitives", &primitives, "The table: (name, arity, type rule) of every primitive.");
   m.def("canonical", &canonical_text, py::arg("text"),
         "The canonical text; ValueError with line:column if it is wrong.");

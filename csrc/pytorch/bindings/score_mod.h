@@ -1,9 +1,8 @@
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <string>
 
+#include "pytorch/bindings/python.h"
 #include "score_mod/captured.h"
 
 namespace fusegrad::score_mod {
@@ -12,6 +11,6 @@ namespace fusegrad::score_mod {
 DType dtype_named(const std::string& name);
 
 /// The language's functions on texts, as members of `m`.
-void bind(pybind11::module_& m);
+void bind(python::Module m);
 
 }  // namespace fusegrad::score_mod

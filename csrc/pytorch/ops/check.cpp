@@ -1,6 +1,5 @@
 #include "pytorch/ops/check.h"
 
-#include <atomic>
 #include <cmath>
 
 #include "fusegrad/options.h"
@@ -8,16 +7,11 @@
 namespace fusegrad {
 namespace {
 
-std::atomic<bool> check_targets{false};
-
 at::Tensor rows_as(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.to(dtype).reshape({-1}).contiguous();
 }
 
 }  // namespace
-
-void set_check_targets(bool enabled) { check_targets = enabled; }
-bool check_targets_enabled() { return check_targets; }
 
 int64_t parse_reduction(const char* op, std::string_view reduction) {
   if (reduction == "none") return at::Reduction::None;

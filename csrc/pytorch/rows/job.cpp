@@ -4,11 +4,8 @@
 
 #include "common/memory.h"
 #include "fusegrad/options.h"
+#include "pytorch/gpu.h"
 #include "pytorch/host.h"
-
-#ifdef FUSEGRAD_WITH_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace fusegrad {
 
@@ -28,7 +25,7 @@ Tensor readable_target(const Tensor& target, at::ScalarType logits_dtype) {
 RowDevice row_device(const at::Device& device) {
   if (device.is_cpu()) return {&kCpuRowKernels, const_cast<cpu::Host*>(&torch_host())};
 #ifdef FUSEGRAD_WITH_CUDA
-  return {&kCudaRowKernels, c10::cuda::getCurrentCUDAStream(device.index()).stream()};
+  return {&kCudaRowKernels, gpu::current_stream(device.index())};
 #else
   TORCH_INTERNAL_ASSERT(false, "built without CUDA");
 #endif

@@ -1,7 +1,6 @@
 #include "pytorch/attention/cuda/call.h"
 
 #include <ATen/Context.h>
-#include <ATen/cuda/CUDAContext.h>
 
 #include <algorithm>
 #include <array>
@@ -9,6 +8,7 @@
 
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
+#include "pytorch/gpu.h"
 #include "pytorch/rows/job.h"
 #include "pytorch/score_mod/tensors.h"
 #include "score_mod/cache.h"
@@ -85,7 +85,7 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
       key_(with_aligned_rows(key)),
       value_(with_aligned_rows(value)),
       scores_(scores),
-      stream_(at::cuda::getCurrentCUDAStream()) {
+      stream_(gpu::current_stream()) {
   for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) {
     common_.small_lengths &= as_int(n) <= kSmallLength;
   }
@@ -117,8 +117,8 @@ bool FlexCall::pays_tall() const {
 }
 
 LaunchPlan FlexCall::plan(const FlexCase& c, int64_t launches) const {
-  return plan_launch(plan_kernel(c, jit::current_architecture()), shape_, mask_,
-                     at::cuda::getCurrentDeviceProperties()->multiProcessorCount, launches);
+  return plan_launch(plan_kernel(c, jit::current_architecture()), shape_, mask_, jit::current_multiprocessors(),
+                     launches);
 }
 
 FlexCall::Lists FlexCall::lists(const LaunchPlan& plan) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <functional>
 #include <optional>
@@ -84,7 +83,7 @@ class FlexCall {
 
   const at::Tensor query_, key_, value_;
   const FlexScores& scores_;
-  const at::cuda::CUDAStream stream_;
+  CUstream_st* const stream_;
   FlexShape shape_;
   FlexCase common_;
   std::vector<int64_t> score_words_, mask_words_;

@@ -1,7 +1,6 @@
 #include "pytorch/attention/cuda/flex_attention.h"
 
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAGuard.h>
+#include <ATen/DeviceGuard.h>
 
 #include <algorithm>
 #include <utility>
@@ -14,6 +13,7 @@
 #include "pytorch/attention/cuda/buffer_sums.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/outputs.h"
+#include "pytorch/gpu.h"
 #include "pytorch/ops/faults.h"
 
 namespace fusegrad::cuda {
@@ -46,9 +46,8 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
   if (!deterministic || !c.wants_buffers()) return made;
   const FlexShape& n = call.shape();
-  const int64_t launches =
-      ordered_launches(c, n.key_batches, n.key_heads, n.keys,
-                       at::cuda::getCurrentDeviceProperties()->multiProcessorCount, jit::current_architecture());
+  const int64_t launches = ordered_launches(c, n.key_batches, n.key_heads, n.keys, jit::current_multiprocessors(),
+                                            jit::current_architecture());
   c.fixed_point = launches == 0;
   c.partial_sums = !c.fixed_point;
   made.launches = std::max<int64_t>(launches, 1);
@@ -71,14 +70,14 @@ device::FlexDropout dropout_of(const Tensor& seed, double p) {
 }  // namespace
 
 void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {
-  const c10::cuda::CUDAGuard guard(seed.device());
+  const c10::DeviceGuard guard(seed.device());
   flex_dropout_mask(dropout_of(seed, p), drops_most(p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1),
-                    mask.size(2), mask.size(3), at::cuda::getCurrentCUDAStream());
+                    mask.size(2), mask.size(3), gpu::current_stream());
 }
 
 FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                        const FlexScores& scores, int64_t aux) {
-  const c10::cuda::CUDAGuard guard(query.device());
+  const c10::DeviceGuard guard(query.device());
   const FlexOutputs outputs = empty_flex_outputs(query, value, aux);
   if (outputs.lse.numel() != 0 && key.numel() == 0) {
     outputs.out.zero_();
@@ -128,7 +127,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
 void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key, const Tensor& value,
                              const FlexOutputs& saved, const FlexScores& scores, bool deterministic,
                              const std::vector<bool>& needs_grad, const FlexGradients& grads, bool inplace) {
-  const c10::cuda::CUDAGuard guard(query.device());
+  const c10::DeviceGuard guard(query.device());
   const Tensor grad_query = inplace ? query : grads.query, grad_key = inplace ? key : grads.key,
                grad_value = inplace ? value : grads.value;
   if (saved.lse.numel() == 0 || key.numel() == 0) {
