@@ -61,6 +61,7 @@ struct FlexProblem {
         head_size(a.query.sizes[3]),
         value_size(a.value.sizes[3]),
         scale(static_cast<T>(a.scale)),
+        all_pairs(!a.block_mask),
         query(a.query),
         key(a.key),
         value(a.value),
@@ -89,6 +90,7 @@ struct FlexProblem {
   const AttentionKernels<T>& kernels = attention_kernels<T>();
   int64_t batches, heads, queries, keys, key_batches, key_heads, head_size, value_size;
   T scale;
+  bool all_pairs;  ///< there is no block mask
   HeadView query, key, value;
   BlockMap blocks;
   std::optional<score_mod::TileProgram<T>> score_program, mask_program;

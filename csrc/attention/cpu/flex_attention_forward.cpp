@@ -74,6 +74,14 @@ int64_t rows_of_a_task(const FlexProblem<T>& p) {
   return std::min(rows, round_up(p.queries, kTileRows));
 }
 
+// Whether the query heads of a key head are one task: they have few queries, for which packing keys and values would be
+// most of the work, and all keys, and there are tasks enough for the threads.
+template <class T>
+bool takes_groups(const FlexProblem<T>& p) {
+  return p.all_pairs && p.group() > 1 && p.group() * p.queries <= kTileRows &&
+         p.batches * p.key_heads >= threads(p.host);
+}
+
 // One thread's memory and evaluators.
 template <class T>
 class Worker {
@@ -98,76 +106,83 @@ class Worker {
     if (p_.dropout) dropout_ = Scratch<T>(kTileRows * kScoreStride);
   }
 
-  void run(int64_t b, int64_t h, Range queries) {
+  /// The queries of so many heads of one key head, from h on: of several all queries and keys, in one tile of rows.
+  void run(int64_t b, int64_t h, int64_t heads, Range queries) {
     const auto& kernels = p_.kernels;
-    const int64_t values = p_.padded_value();
-    std::fill_n(sum_of_values_.data(), queries.size() * values, T(0));
-    std::fill_n(row_max_.data(), queries.size(), -std::numeric_limits<T>::infinity());
-    std::fill_n(row_sum_.data(), queries.size(), T(0));
-    std::fill_n(row_ties_.data(), queries.size(), T(0));
-    kernels.pack_rows(query_.data(), p_.head_size, p_.query.at(b, h, queries.begin), queries.size(), p_.head_size,
-                      p_.scale);
+    const int64_t values = p_.padded_value(), rows = heads * queries.size();
+    std::fill_n(sum_of_values_.data(), rows * values, T(0));
+    std::fill_n(row_max_.data(), rows, -std::numeric_limits<T>::infinity());
+    std::fill_n(row_sum_.data(), rows, T(0));
+    std::fill_n(row_ties_.data(), rows, T(0));
+    for (int64_t i = 0; i < heads; ++i) {
+      kernels.pack_rows(query_.data() + i * queries.size() * p_.head_size, p_.head_size,
+                        p_.query.at(b, h + i, queries.begin), queries.size(), p_.head_size, p_.scale);
+    }
     const int64_t key_head = h / p_.group();
     for (const Range keys : p_.blocks.keys_of(b, h, queries, kTileCols)) {
       kernels.pack_transposed(key_.data(), p_.key.at(b, key_head, keys.begin), keys.size(), p_.head_size);
       kernels.pack_panels(value_.data(), p_.value.at(b, key_head, keys.begin), keys.size(), p_.value_size, T(1));
       for (int64_t q = queries.begin; q < queries.end; q += kTileRows) {
-        tile(b, h, {q, std::min(q + kTileRows, queries.end)}, q - queries.begin, keys);
+        tile(b, h, heads, {q, std::min(q + kTileRows, queries.end)}, q - queries.begin, keys);
       }
     }
-    finish(b, h, queries);
+    for (int64_t i = 0; i < heads; ++i) finish(b, h + i, i * queries.size(), queries);
   }
 
  private:
   // Rows of scores do not begin at a multiple of the cache's way size.
   static constexpr int64_t kScoreStride = kTileCols + 16;
 
-  // `row`: of the queries in the task.
-  void tile(int64_t b, int64_t h, Range queries, int64_t row, Range keys) {
+  // `row`: of the rows in the task.
+  void tile(int64_t b, int64_t h, int64_t heads, Range queries, int64_t row, Range keys) {
     const auto& kernels = p_.kernels;
     const TileMask mask = masker_.mask(b, h, queries, keys);
     if (mask.begin == mask.end) return;
-    const int64_t cols = mask.end - mask.begin, rows = queries.size();
+    const int64_t cols = mask.end - mask.begin, rows = heads * queries.size();
     const int64_t values = p_.padded_value();
     kernels.multiply(rows, cols, p_.head_size, query_.data() + row * p_.head_size, p_.head_size, 1,
                      key_.data() + mask.begin * p_.head_size, kernels.panel * p_.head_size, score_.data(), kScoreStride,
                      false);
-    if (evaluator_) {
-      const bool in_range = evaluator_->score_mod({b, h, queries.begin, keys.begin + mask.begin, rows, cols},
-                                                  {score_.data(), kScoreStride}, {mask.bytes, mask.stride},
-                                                  {score_.data(), kScoreStride});
+    for (int64_t i = 0; evaluator_ && i < heads; ++i) {
+      T* score = score_.data() + i * queries.size() * kScoreStride;
+      const bool in_range =
+          evaluator_->score_mod({b, h + i, queries.begin, keys.begin + mask.begin, queries.size(), cols},
+                                {score, kScoreStride}, {mask.bytes, mask.stride}, {score, kScoreStride});
       FUSEGRAD_CHECK(IndexError, in_range, "flex_attention: score_mod: ", evaluator_->out_of_range().message());
     }
     T* out = sum_of_values_.data() + row * values;
     kernels.softmax({score_.data(), kScoreStride, mask.bytes, mask.stride, rows, cols},
                     {row_max_.data() + row, row_sum_.data() + row, ties_ != nullptr ? row_ties_.data() + row : nullptr,
                      out, values, p_.value_size});
-    if (p_.dropout) {
-      kernels.dropout(dropout_.data(), kScoreStride, p_.dropout_of(b, h), queries.begin, keys.begin + mask.begin, rows,
-                      cols);
-      kernels.drop(score_.data(), score_.data(), dropout_.data(), kScoreStride, rows, cols);
+    for (int64_t i = 0; p_.dropout && i < heads; ++i) {
+      T* score = score_.data() + i * queries.size() * kScoreStride;
+      kernels.dropout(dropout_.data(), kScoreStride, p_.dropout_of(b, h + i), queries.begin, keys.begin + mask.begin,
+                      queries.size(), cols);
+      kernels.drop(score, score, dropout_.data(), kScoreStride, queries.size(), cols);
     }
     kernels.multiply(rows, p_.value_size, cols, score_.data(), kScoreStride, 1,
                      value_.data() + mask.begin * kernels.panel, keys.size() * kernels.panel, out, values, true);
   }
 
-  void finish(int64_t b, int64_t h, Range queries) {
+  // `row`: the first one of the head in the task.
+  void finish(int64_t b, int64_t h, int64_t row, Range queries) {
     const int64_t first = (b * p_.heads + h) * p_.queries + queries.begin;
     for (int64_t r = 0; r < queries.size(); ++r) {
-      const T sum = row_sum_.data()[r], max = row_max_.data()[r];
+      const T sum = row_sum_.data()[row + r], max = row_max_.data()[row + r];
       const bool none = max == -std::numeric_limits<T>::infinity();
       lse_[first + r] = none ? max : max + std::log(sum);
       if (max_ != nullptr) {
         max_[first + r] = max;
-        ties_[first + r] = row_ties_.data()[r];
+        ties_[first + r] = row_ties_.data()[row + r];
       }
-      row_sum_.data()[r] = none ? T(0) : T(1) / sum;
+      row_sum_.data()[row + r] = none ? T(0) : T(1) / sum;
     }
-    p_.kernels.unpack(out_.at(b, h, queries.begin), sum_of_values_.data(), p_.padded_value(), queries.size(),
-                      p_.value_size, row_sum_.data(), T(1));
+    const T* sums = sum_of_values_.data() + row * p_.padded_value();
+    p_.kernels.unpack(out_.at(b, h, queries.begin), sums, p_.padded_value(), queries.size(), p_.value_size,
+                      row_sum_.data() + row, T(1));
     if (out_low_) {
-      p_.kernels.unpack_low(out_low_->at(b, h, queries.begin), out_.at(b, h, queries.begin), sum_of_values_.data(),
-                            p_.padded_value(), queries.size(), p_.value_size, row_sum_.data());
+      p_.kernels.unpack_low(out_low_->at(b, h, queries.begin), out_.at(b, h, queries.begin), sums, p_.padded_value(),
+                            queries.size(), p_.value_size, row_sum_.data() + row);
     }
   }
 
@@ -182,6 +197,16 @@ class Worker {
 
 template <class T>
 void run(const FlexProblem<T>& problem, const FlexResults& results) {
+  if (takes_groups(problem)) {
+    const int64_t group = problem.group();
+    share_tasks(problem.host, problem.batches * problem.key_heads, [&](const auto& next) {
+      Worker<T> worker(problem, results, group * problem.queries);
+      while (const auto task = next()) {
+        worker.run(*task / problem.key_heads, *task % problem.key_heads * group, group, {0, problem.queries});
+      }
+    });
+    return;
+  }
   const int64_t heads = problem.batches * problem.heads, rows = rows_of_a_task(problem);
   const int64_t row_tasks = tiles_in(problem.queries, rows);
   share_tasks(problem.host, heads * row_tasks, [&](const auto& next) {
@@ -189,7 +214,7 @@ void run(const FlexProblem<T>& problem, const FlexResults& results) {
     while (const auto task = next()) {
       // The last queries first: under a causal mask they have the most keys.
       const int64_t head = *task % heads, begin = (row_tasks - 1 - *task / heads) * rows;
-      worker.run(head / problem.heads, head % problem.heads, {begin, std::min(begin + rows, problem.queries)});
+      worker.run(head / problem.heads, head % problem.heads, 1, {begin, std::min(begin + rows, problem.queries)});
     }
   });
 }

@@ -437,6 +437,31 @@ def test_gradients_that_are_not_wanted_are_not_made() -> None:
             torch.testing.assert_close(grad, full[i], rtol=1e-6 if on_cuda() else 0, atol=1e-6 if on_cuda() else 0)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("queries", [1, 3, 16, 17])
+def test_few_queries_of_many_heads(queries: int, dropout_p: float) -> None:
+    """On the CPU the query heads of a key head are one task then, up to 64 rows; scores differ by head and query."""
+    sizes = Sizes(3, 8, queries, 600, 20, 12, Hkv=2)
+    q, k, v = given = sizes.tensors()
+    bias = torch.randn(8, queries, 600, dtype=widest()).requires_grad_()
+    weight = dropout_weight(dropout_p, (3, 8, queries, 600)) if dropout_p > 0 else None
+
+    def score_mod(s, b, h, i, j):
+        return s * (1 + 0.125 * h) + bias[h, i, j]
+
+    how = {"dropout_p": dropout_p} if dropout_p > 0 else {}
+    out, aux = flex_attention(q, k, v, score_mod, enable_gqa=True, return_aux=BOTH, **how)
+    expected = dense(q, k, v, score_mod, weight=weight)
+    limits = {"rtol": 1e-3, "atol": 1e-4} if on_cuda() else {"rtol": 1e-9, "atol": 1e-10}
+    for ours, truth in zip((out, aux.lse, aux.max_scores), expected, strict=True):
+        torch.testing.assert_close(ours.double(), truth.double(), **limits)
+    upstream = torch.randn_like(expected.out)
+    wanted = [*given, bias]
+    grads = torch.autograd.grad(out, wanted, upstream)
+    for ours, truth in zip(grads, torch.autograd.grad(expected.out, wanted, upstream), strict=True):
+        torch.testing.assert_close(ours, truth, **limits)
+
+
 @pytest.mark.cpu_only
 def test_gradcheck() -> None:
     q, k, v = Sizes(2, 2, 5, 7, 3, 2, Hkv=1).tensors()
