@@ -415,6 +415,8 @@ def measured(row: Row, options: Options) -> dict[str, Any]:
         make(few, row.keys, row.size),
         make(few, row.keys, row.columns),
     )
+    query, key, value = (t.detach() for t in inputs)
+    detached = query, key, value
     upstream = make(row.heads, row.queries, row.columns).detach()
     attentions = ours(row, bias)
     if not options.ordered:
@@ -430,7 +432,7 @@ def measured(row: Row, options: Options) -> dict[str, Any]:
     calls: dict[str, Call] = {}
     for name, attention in attentions.items():
         if name not in ("frozen", "ordered"):
-            calls[f"{name} forward"] = Call(attention, inputs)
+            calls[f"{name} forward"] = Call(attention, detached)
         if row.backward:
             calls[f"{name} backward"] = Call(attention, inputs, [] if name in ("plain", "frozen") else tables, upstream)
     for name, call in list(calls.items()):

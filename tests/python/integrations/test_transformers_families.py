@@ -121,6 +121,27 @@ def test_attention_and_loss(name: str) -> None:
     close(step(apply(make(name))), expected)
 
 
+def test_windows() -> None:
+    """Swin: a table of biases for each layer, and windows that are shifted and masked."""
+    config = tf.SwinConfig(
+        **{"image_size": 28, "patch_size": 1, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4]},
+        **{"window_size": 7, "drop_path_rate": 0.0, "hidden_dropout_prob": 0.0},
+    )
+
+    def gradients(attention: str) -> tuple[Tensor, dict[str, Tensor]]:
+        config._attn_implementation = attention
+        model, generator = tf.SwinModel(config).train(), torch.Generator().manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.1, generator=generator)
+        loss = model(torch.randn(2, 3, 28, 28, generator=generator)).last_hidden_state.square().sum()
+        loss.backward()
+        return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients("eager")
+    assert sum("relative_position_bias_table" in name for name in expected[1]) == 3
+    close(gradients("fusegrad"), expected)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_compute_their_attention_themselves(name: str) -> None:
     """Refused by name, when the implementation is set; the loss is fused all the same."""
