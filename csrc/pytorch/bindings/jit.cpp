@@ -79,6 +79,9 @@ void bind(py::Module m) {
         py::arg("flags") = std::vector<std::string>{}, py::arg("score_mod") = "",
         "A kernel's source for an architecture such as '90a'; see csrc/jit/program.h.");
   m.def("compile", &compiled, py::arg("program"), "The cubin: from memory, from the disk, or by NVRTC. Needs no GPU.");
+  m.def(
+      "key", [](const Program& program) { return hex(cache_key(program)); }, py::arg("program"),
+      "What a cubin is stored under: over NVRTC, architecture, flags, headers and source, in hexadecimal digits.");
   m.def("resources", &reported, py::arg("program"),
         "Compiles past the caches: {function: {registers, stack_bytes, spill_store_bytes, spill_load_bytes, "
         "shared_bytes, products_wait}} as ptxas reports it.");

@@ -1,9 +1,11 @@
 """The kernels of flex attention for every architecture, compiled without a GPU: what registers and spills they take.
 
-Beside this, flex_kernels.txt says what each may take. Environment variables:
+Beside this, flex_kernels.txt says what each may take, and of which program that was measured: a kernel whose program,
+with NVRTC and all headers, is still that one is not compiled again. Environment variables:
 FUSEGRAD_FLEX_KERNELS=all    compiles the whole matrix, an hour's work; what the table does not have may take 255
                              registers and MOST_SPILLED bytes
-FUSEGRAD_FLEX_KERNELS=write  writes the table anew
+FUSEGRAD_FLEX_KERNELS=write  writes the table anew: to be done with each change to the kernels, or the suite takes
+                             minutes longer
 """
 
 from __future__ import annotations
@@ -112,11 +114,25 @@ class Kernel(NamedTuple):
             dropout_p=0.1 if dropout else 0.0,
         )
 
-    def takes(self) -> tuple[int, int]:
-        """Registers of a thread, bytes that they spill or that arrays take which are not in registers."""
-        (found,) = _C.jit.resources(flex.program(self.case(), self.architecture)).values()
+    def program(self) -> object:
+        return flex.program(self.case(), self.architecture)
+
+    def takes(self) -> Takes:
+        (found,) = _C.jit.resources(self.program()).values()
         assert not found["products_wait"], self
-        return found["registers"], max(found["spill_store_bytes"], found["stack_bytes"])
+        return Takes(found["registers"], max(found["spill_store_bytes"], found["stack_bytes"]), self.key())
+
+    def key(self) -> str:
+        return _C.jit.key(self.program())[:16]
+
+
+class Takes(NamedTuple):
+    """Registers of a thread, bytes that they spill or that arrays take which are not in registers, and the program's
+    key."""
+
+    registers: int
+    spilled: int
+    key: str
 
 
 # Each for two architectures; together they meet all that test_the_selection_meets_everything names.
@@ -250,30 +266,33 @@ def everything() -> list[Kernel]:
 # --- tests ----------------------------------------------------------------------------------------------------
 
 
-def table() -> dict[Kernel, tuple[int, int]]:
+def table() -> dict[Kernel, Takes]:
     rows = [line.split() for line in TABLE.read_text().splitlines() if line and not line.startswith("#")]
     return {
-        Kernel(kernel, dtype, int(head), int(value), *rest): (int(registers), int(spilled))
-        for kernel, dtype, head, value, *rest, registers, spilled in rows
+        Kernel(kernel, dtype, int(head), int(value), *rest): Takes(int(registers), int(spilled), key)
+        for kernel, dtype, head, value, *rest, registers, spilled, key in rows
     }
 
 
-def write(found: dict[Kernel, tuple[int, int]]) -> None:
-    lines = ["# kernel dtype head_size value_size score_mod mask architecture registers spilled_bytes"]
+def write(found: dict[Kernel, Takes]) -> None:
+    lines = ["# kernel dtype head_size value_size score_mod mask architecture registers spilled_bytes program"]
     lines += [" ".join(str(x) for x in (*kernel, *takes)) for kernel, takes in found.items()]
     TABLE.write_text("\n".join(lines) + "\n")
 
 
 def test_registers_and_spills() -> None:
     kernels = everything() if MODE == "all" else selection()
+    limits = {} if MODE == "write" else table()
+    if not MODE:
+        kernels = [kernel for kernel in kernels if kernel not in limits or kernel.key() != limits[kernel].key]
     with ThreadPoolExecutor(os.cpu_count() if MODE else 2) as threads:
         found = dict(zip(kernels, threads.map(Kernel.takes, kernels), strict=True))
     if MODE == "write":
         write(found)
-    limits = table()
+        return
     more = []
-    for kernel, (registers, spilled) in found.items():
-        most_registers, most_spilled = limits.get(kernel, (255, MOST_SPILLED))
+    for kernel, (registers, spilled, _) in found.items():
+        most_registers, most_spilled, _ = limits.get(kernel, (255, MOST_SPILLED, ""))
         if registers > most_registers + MORE_REGISTERS or spilled > most_spilled:
             takes = f"{registers} registers and {spilled} bytes"
             more.append(f"{' '.join(map(str, kernel))}: {takes}, at most {most_registers} and {most_spilled}")
