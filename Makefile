@@ -3,8 +3,10 @@
 #   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
 #        wheel | test-wheel | release
 #
-# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), TORCHES (of the wheel), PYTHONS (of `make release`),
-# JOBS (compile jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_JAX=OFF (neither JAX nor the library for it), FUSEGRAD_UNITY=OFF (each file compiled by itself, for work on one), FUSEGRAD_CUDA=AUTO|ON|OFF, FUSEGRAD_CUDA_ARCHS="90a;100", FUSEGRAD_NVCC=path or pypi,
+# Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), JOBS (compile
+# jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_CUDA=AUTO|ON|OFF,
+# FUSEGRAD_CUDA_ARCHS="90a;100", FUSEGRAD_NVCC=path or pypi, FUSEGRAD_JAX=OFF (neither JAX nor the library for it),
+# FUSEGRAD_UNITY=OFF (each file compiled by itself, for work on one), TORCHES (of the wheel), PYTHONS (of the release),
 # DEMO_OUT=demo (the demo's folder), DEMO_ARGS (options of both its programs), PYTEST_ARGS, BENCH_ARGS.
 DEFAULT_TORCH := 2.11.0
 TORCH ?= $(DEFAULT_TORCH)
@@ -71,7 +73,7 @@ build: $(BUILD)/build.ninja
 	ln -s $(addprefix $(CURDIR)/,$(wildcard python/fusegrad/*.py python/fusegrad/py.typed) \
 	  $(patsubst %/__init__.py,%,$(wildcard python/fusegrad/*/__init__.py))) $(SITE)/fusegrad/
 
-OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_UNITY
+OPTIONS := FUSEGRAD_CUDA FUSEGRAD_CUDA_ARCHS FUSEGRAD_NVCC FUSEGRAD_JAX FUSEGRAD_UNITY FUSEGRAD_TORCHES FUSEGRAD_MANYLINUX
 # JAX is installed for the tests; another target builds its library where it is there already.
 JAX_THERE := $(VENV)/.installed-jax
 JAX := $(if $(filter OFF,$(FUSEGRAD_JAX)),,$(if $(filter test test-python wheel test-wheel release,$(MAKECMDGOALS)),$(JAX_THERE),$(wildcard $(JAX_THERE))))
@@ -120,13 +122,13 @@ $(VENV)/.installed-peers: pyproject.toml $(VENV)/.made
 	touch $@
 
 # The wheel: of every Python from 3.10 on, with a library for each of these torches. Those that an environment here has
-# are taken from there; of others PyPI's headers and libraries are fetched.
+# are taken from there; of others PyPI's headers and libraries are fetched. The build folder is that of `make build`,
+# whose objects it takes: what is next made there is configured again.
 TORCHES ?= $(shell cat cmake/torches.txt)
 environment_of = .venv$(if $(filter-out $(DEFAULT_TORCH),$1),-$1)
 folder_of = $(or $(wildcard $(call environment_of,$1)/lib/python3.*/site-packages/torch),build/torches/$1/torch)
 empty :=
 WHEEL_TORCHES = $(subst $(empty) $(empty),;,$(foreach version,$(TORCHES),$(CURDIR)/$(call folder_of,$(version))))
-WHEEL := build/wheel
 MANYLINUX := manylinux_2_28_x86_64
 # auditwheel would copy libraries of other packages: torch and CUDA bring theirs.
 OTHERS_LIBRARIES := 'libtorch*.so' 'libc10*.so' 'libgomp*.so*' 'libcuda.so.*'
@@ -136,18 +138,19 @@ build/torches/%/torch/version.py: $(VENV)/.made
 	$(BIN)/python tools/fetch_torch.py $* build/torches/$*
 
 wheel: $(foreach version,$(TORCHES),$(call folder_of,$(version))/version.py) $(VENV)/.installed-build $(VENV)/.installed-wheel $(JAX)
-	rm -rf build/lib.* build/bdist.* $(WHEEL)/made dist/*.whl
-	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' FUSEGRAD_MANYLINUX=ON FUSEGRAD_BUILD_DIR=$(WHEEL) MAX_JOBS=$(JOBS) \
+	rm -rf build/lib.* build/bdist.* $(BUILD)/wheel dist/*.whl
+	FUSEGRAD_TORCHES='$(WHEEL_TORCHES)' FUSEGRAD_MANYLINUX=ON FUSEGRAD_BUILD_DIR=$(BUILD) MAX_JOBS=$(JOBS) \
 	  $(BIN)/python -m pip wheel --verbose --disable-pip-version-check --no-build-isolation --no-deps \
-	  --wheel-dir $(WHEEL)/made .
+	  --wheel-dir $(BUILD)/wheel .
 	PATH=$(BIN):$$PATH $(BIN)/auditwheel repair $(addprefix --exclude ,$(OTHERS_LIBRARIES)) --plat $(MANYLINUX) \
-	  --only-plat --wheel-dir dist $(WHEEL)/made/*.whl
+	  --only-plat --wheel-dir dist $(BUILD)/wheel/*.whl
+	rm -f $(BUILD)/options  # so that `make build` configures anew
 
 # In an environment that has TORCH and nothing else, with no compiler on the PATH; then a C++ program against it.
 test-wheel: wheel
 	$(MAKE) test-the-wheel
 test-the-wheel: $(VENV)/.installed-build $(VENV)/.installed-wheel
-	$(BIN)/python tools/test_wheel.py dist $(WHEEL)/clean
+	$(BIN)/python tools/test_wheel.py dist $(BUILD)/clean
 
 # The wheel for all torches, tested with each of them by the first of PYTHONS and with the last torch by all of PYTHONS.
 PYTHONS ?= python3.10 python3.13
@@ -174,9 +177,10 @@ format: .venv-lint/.installed
 	$(LINT)/ruff check --fix .
 	$(LINT)/ruff format .
 
-# All of csrc.
-tidy: .venv-lint/.installed $(BUILD)/build.ninja
-	$(LINT)/python tools/tidy.py $(BUILD) --all
+# All of csrc, whose files it must see one by one.
+tidy: .venv-lint/.installed
+	$(MAKE) $(BUILD)-tidy/build.ninja BUILD=$(BUILD)-tidy FUSEGRAD_UNITY=OFF
+	$(LINT)/python tools/tidy.py $(BUILD)-tidy --all
 
 docs: build $(VENV)/.installed-docs
 	command -v doxygen >/dev/null || { echo "doxygen is missing (Debian, Ubuntu: apt-get install doxygen)" >&2; exit 1; }

@@ -5,8 +5,10 @@ pip installs into (also when pip builds in an isolated one), or against those of
 requires one of them.
 """
 
+import importlib
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -15,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = pathlib.Path(__file__).parent
 DEFAULT_TORCH = "2.11.0"  # where the environment has none
+OPTIONS = [f"FUSEGRAD_{name}" for name in ("CUDA", "CUDA_ARCHS", "NVCC", "JAX", "UNITY", "TORCHES", "MANYLINUX")]
 
 
 def outer_environment() -> dict[str, str]:
@@ -40,6 +43,14 @@ def requirement(versions: list[str]) -> str:
     return f"torch>={major}.{first},<{major}.{last + 1}"
 
 
+def program(name: str, folder: str) -> str:
+    """PyPI, then the PATH: Debian 12's CMake does not know C++20 for CUDA 13. Conda has no such packages."""
+    try:
+        return str(pathlib.Path(getattr(importlib.import_module(name), folder)) / name)
+    except ImportError:
+        return shutil.which(name) or name
+
+
 ENVIRONMENT = outer_environment()
 OUTER_TORCHES = find_torches(ENVIRONMENT)
 if not OUTER_TORCHES:
@@ -50,18 +61,16 @@ class CMakeBuild(build_ext):
     """Runs CMake and installs into the package: build/lib… for a wheel, python/fusegrad for `pip install -e`."""
 
     def run(self) -> None:
-        # Of PyPI's packages, not of the PATH: Debian 12's CMake does not know C++20 for CUDA 13.
-        import cmake
-        import ninja
-
         editable = self.inplace or self.editable_mode
         package = ROOT / "python" / "fusegrad" if editable else pathlib.Path(self.build_lib).absolute() / "fusegrad"
         build = pathlib.Path(os.environ.get("FUSEGRAD_BUILD_DIR") or self.build_temp).absolute()
-        cmake_program = str(pathlib.Path(cmake.CMAKE_BIN_DIR) / "cmake")
+        cmake_program, ninja = program("cmake", "CMAKE_BIN_DIR"), program("ninja", "BIN_DIR")
         configure = [
             *(cmake_program, "-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
-            f"-DCMAKE_MAKE_PROGRAM={pathlib.Path(ninja.BIN_DIR) / 'ninja'}",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DPython_EXECUTABLE={sys.executable}",
+            # Of an earlier configuration CMake would keep its values.
+            *(f"-D{name}={os.environ[name]}" for name in OPTIONS if name in os.environ),
             f"-DCMAKE_INSTALL_RPATH_USE_LINK_PATH={'ON' if editable else 'OFF'}",
         ]
         subprocess.run(configure, check=True, env=ENVIRONMENT)

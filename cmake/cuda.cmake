@@ -1,11 +1,12 @@
 # Decides whether CUDA is built, and with which nvcc. Sets FUSEGRAD_WITH_CUDA (ON or OFF), FUSEGRAD_CUDA_STATUS (a
 # sentence for people), FUSEGRAD_CUDA_VERSION, FUSEGRAD_BUILT_ARCHS, CMAKE_CUDA_COMPILER,
-# CMAKE_CUDA_ARCHITECTURES, FUSEGRAD_CUDART (torch's runtime, for tests), FUSEGRAD_CUDART_STATIC and the target
-# fusegrad_cuda_settings.
+# CMAKE_CUDA_ARCHITECTURES, FUSEGRAD_CUDART (torch's runtime), FUSEGRAD_CUDA_RPATH, FUSEGRAD_CUDART_STATIC and the
+# target fusegrad_cuda_settings.
 set(FUSEGRAD_ALL_ARCHS 80 86 89 90a 100 120)
 set(FUSEGRAD_WITH_CUDA OFF)
 set(FUSEGRAD_CUDA_VERSION "")
 set(FUSEGRAD_BUILT_ARCHS "")
+set(FUSEGRAD_CUDA_RPATH "")
 
 # The version of an nvcc ("13.0"), or nothing if it does not run.
 function(fusegrad_nvcc_version nvcc result)
@@ -153,3 +154,6 @@ target_compile_definitions(fusegrad_cuda_settings INTERFACE FUSEGRAD_WITH_CUDA)
 target_compile_options(fusegrad_cuda_settings INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr;--expt-extended-lambda;--threads=2>"
   "$<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<NOT:$<CONFIG:Release>>>:-lineinfo>")
+if(NOT FUSEGRAD_MANYLINUX)
+  set(FUSEGRAD_CUDA_RPATH "$ORIGIN/../../../nvidia/cu${major}/lib")
+endif()

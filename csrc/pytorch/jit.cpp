@@ -5,9 +5,6 @@
 #include "jit/front_end.h"
 
 #ifdef FUSEGRAD_WITH_CUDA
-#include <c10/core/CachingDeviceAllocator.h>
-
-#include "jit/driver.h"
 #include "pytorch/gpu.h"
 #endif
 
@@ -17,16 +14,7 @@ namespace {
 void warn(const std::string& message) { TORCH_WARN(message); }
 
 #ifdef FUSEGRAD_WITH_CUDA
-// torch may hold all of the GPU's memory without using it. It cannot let go of it in a capture.
-bool release_memory() {
-  // JAX alone may have called, in a process whose torch has no GPU or has not begun to use it.
-  if (!c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return false;
-  if (c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).deviceCount() == 0) return false;
-  auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));
-  if (allocator == nullptr || !allocator->initialized() || jit::capturing(gpu::current_stream())) return false;
-  allocator->emptyCache();
-  return true;
-}
+constexpr auto release_memory = gpu::release_memory;
 #else
 constexpr bool (*release_memory)() = nullptr;
 #endif

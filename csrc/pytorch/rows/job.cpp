@@ -4,8 +4,11 @@
 
 #include "common/memory.h"
 #include "fusegrad/options.h"
-#include "pytorch/gpu.h"
 #include "pytorch/host.h"
+
+#ifdef FUSEGRAD_WITH_CUDA
+#include "pytorch/gpu.h"
+#endif
 
 namespace fusegrad {
 

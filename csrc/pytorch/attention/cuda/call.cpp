@@ -117,8 +117,7 @@ bool FlexCall::pays_tall() const {
 }
 
 LaunchPlan FlexCall::plan(const FlexCase& c, int64_t launches) const {
-  return plan_launch(plan_kernel(c, jit::current_architecture()), shape_, mask_, jit::current_multiprocessors(),
-                     launches);
+  return plan_launch(plan_kernel(c, jit::current_architecture()), shape_, mask_, gpu::multiprocessors(), launches);
 }
 
 FlexCall::Lists FlexCall::lists(const LaunchPlan& plan) {

@@ -46,8 +46,8 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
   if (!deterministic || !c.wants_buffers()) return made;
   const FlexShape& n = call.shape();
-  const int64_t launches = ordered_launches(c, n.key_batches, n.key_heads, n.keys, jit::current_multiprocessors(),
-                                            jit::current_architecture());
+  const int64_t launches =
+      ordered_launches(c, n.key_batches, n.key_heads, n.keys, gpu::multiprocessors(), jit::current_architecture());
   c.fixed_point = launches == 0;
   c.partial_sums = !c.fixed_point;
   made.launches = std::max<int64_t>(launches, 1);
