@@ -63,7 +63,9 @@ struct RowForward {
   const void* row_scale = nullptr;  // [N] acc; null: all 1
   double z_loss = 0.0;
   const void* scales = nullptr;  // [2] acc on the device: cross entropy's, z-loss's; null: both 1
-  bool lse_of_ignored = false;   // lse wanted for ignored rows too; otherwise they need not be read (lse 0)
+  // A row's outputs must not depend on the number of rows, nor on which others are wanted.
+  bool alone = false;
+  bool lse_of_ignored = false;  // lse wanted for ignored rows too; otherwise they need not be read (lse 0)
   // Outputs, [N], any may be null. acc but for predicted, which is int64. At ignored rows predicted is -1, lse
   // is the row's own (if lse_of_ignored), all others are 0.
   void* loss = nullptr;

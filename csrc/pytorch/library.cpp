@@ -53,10 +53,12 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair<LinearCrossEntropyForward>(m, "linear_cross_entropy_forward",
                                          "(" + row_returns + ", Tensor logits, " + gradients);
   define_pair<LinearCrossEntropyBackward>(m, "linear_cross_entropy_backward", "(" + gradients);
+  define_pair<LinearCrossEntropyBackwardInto>(m, "linear_cross_entropy_backward_into", "(" + gradients);
 
   // --- a softmax over a few columns of each row ------------------------------------------------------------
   define<SupportLogits>(m, "support_logits", "Tensor logits");
   define<SupportLogitsBackward>(m, "support_logits_backward", "(" + gradients);
+  define<SupportLogitsBackwardInto>(m, "support_logits_backward_into", "(" + gradients);
   define<SupportPositions>(m, "support_positions", "Tensor");
 
   // --- Jensen-Shannon divergence ---------------------------------------------------------------------------
@@ -101,6 +103,7 @@ TORCH_LIBRARY(fusegrad, m) {
   define(m, schema_of<CrossEntropyShardGradient>("cross_entropy_shard_gradient_", "()", /*mutating=*/true));
   // What autograd Functions in Python ask and do: pytorch/autograd/inplace.h, losses/linear_plan.h.
   define(m, "may_overwrite(Tensor tensor, Tensor[] others) -> bool");
+  define(m, "check_may_add_to(str op, str name, Tensor tensor, Tensor[] others) -> ()");
   define(m, "may_reuse_saved(Tensor saved, bool hooks_were_active) -> bool");
   define(m, "saved_tensor_hooks_active() -> bool");
   define(m, "refuse_double_backward(str op, Tensor gradient, Tensor[] inputs) -> Tensor");

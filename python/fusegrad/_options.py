@@ -50,6 +50,7 @@ class LinearCrossEntropy(CrossEntropy, total=False):
     logit_scale: float | Tensor
     accumulate_dtype: torch.dtype | None
     workspace_mib: int | None
+    batch_invariant: bool
     options: LinearCrossEntropyOptions | None
 
 
@@ -91,6 +92,7 @@ class CrossEntropyFunction(CrossEntropy, OfACall, total=False):
 class LinearCrossEntropyFunction(LinearCrossEntropy, OfACall, total=False):
     linear_bias: Tensor | None
     support: Tensor | None
+    grad_weight_into: Tensor | None
 
 
 class JSDFunction(JSD, DivergenceCall, total=False):

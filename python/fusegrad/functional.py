@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, overload, runtime_checka
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 from torch.nn._reduction import legacy_get_string
 
 from . import _options
@@ -17,6 +18,9 @@ from .distributed.shards import VocabParallel, is_dtensor, sharded
 __all__ = ["Aux", "AuxOutput", "LogProb", "cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from typing_extensions import Unpack
 
 
@@ -214,8 +218,8 @@ def cross_entropy(
         support: the softmax is over these classes of each row alone, as over logits that are -inf elsewhere: int64 or
             int32, the shape of a class-index target and K. -1 pads. A row has a class at most once, and its target
             among them: otherwise an error on the CPU, and on the GPU, unless :func:`fusegrad.set_check_targets` asks
-            for the check, NaN where the target is missing. Not with class probabilities, ``weight``,
-            ``label_smoothing`` or ``vocab_parallel``.
+            for the check, NaN where the target is missing. Not with class probabilities, ``weight`` or
+            ``label_smoothing``.
         inplace: permission to overwrite ``input`` with its gradient. Its version counter is raised, so PyTorch raises
             an error where another op has saved it for its own backward; a leaf, a view of one, an expanded or an
             overlapping tensor is refused before anything is written. Where versions cannot be checked (saved-tensor
@@ -254,6 +258,12 @@ def cross_entropy(
     ops = torch.ops.fusegrad
     out = (ops.cross_entropy_.default if inplace else ops.cross_entropy.default)(*arguments)
     return _result(out, return_aux)
+
+
+@_disable_dynamo
+def _outside_graphs(op: Callable[..., tuple[Tensor, list[Tensor]]], arguments: tuple[Any, ...]) -> Any:
+    """A call whose backward writes to one of its arguments, which a compiler's graph would not know."""
+    return op(*arguments)
 
 
 @overload
@@ -309,6 +319,8 @@ def linear_cross_entropy(
     inplace: bool = False,
     accumulate_dtype: torch.dtype | None = None,
     workspace_mib: int | None = None,
+    grad_weight_into: Tensor | None = None,
+    batch_invariant: bool = False,
     vocab_parallel: VocabParallel | None = None,
     return_aux: Aux | None = None,
     options: LinearCrossEntropyOptions | None = None,
@@ -336,7 +348,7 @@ def linear_cross_entropy(
             :func:`cross_entropy`.
         logit_scale: a factor of the logits, before the softcap: a number, a 0-d tensor, or a tensor of one a row in the
             shape of a class-index target (a temperature t of each row is ``1 / t``). A tensor gets a gradient where it
-            requires one; it must not be 0 there, nor come with a softcap.
+            requires one; it must not be 0 there, nor, without a support, come with a softcap or ``vocab_parallel``.
         support: as in :func:`cross_entropy`, ``[..., K]``. The logits at these columns are kept, whatever the budget.
         inplace: permission to overwrite ``input`` with its gradient, under the checks of :func:`cross_entropy`.
         accumulate_dtype: dtype in which the weight's gradient adds up over chunks: float32 (the default), or the
@@ -344,6 +356,17 @@ def linear_cross_entropy(
         workspace_mib: budget for temporaries in MiB, above the gradients. The default stays below what the same call
             takes under torch.compile; 0 takes the least there is, at one more product. The smallest chunks may exceed
             it.
+        grad_weight_into: ``[V, H]``, float32 (float64 for float64), contiguous, without requiring grad: each backward
+            adds the weight's gradient to it, in float32, and ``linear_weight`` itself, which must require grad, gets
+            none. A second backward of a kept graph adds once more; so does every micro-batch, and nothing is rounded
+            between them. Its version counter is raised. The gradients are computed in the backward then. It must share
+            no memory with another argument. Under ``torch.compile`` the call breaks the graph; ``fullgraph=True`` and
+            ``torch.export`` raise.
+        batch_invariant: a row's loss, aux values and gradient of ``input`` are bitwise the same whatever other rows are
+            in the call, however many there are, however ``workspace_mib`` cuts them and whichever outputs are asked
+            for. Products run on a fixed number of rows, which the last ones are filled up to, and the gradients are
+            computed in the backward: docs/post_training.md has the price. The scale of reduction 'mean' and the
+            weight's gradient are of all rows. Not with class probabilities or ``vocab_parallel``.
         vocab_parallel: ``linear_weight`` and ``linear_bias`` (and the columns of class probabilities) are a part of
             the vocabulary's, and a group of processes has the others: see :class:`fusegrad.VocabParallel`. A weight
             that is a DTensor of Shard(0) says so by itself. ``input``, which may then be a DTensor too, gets its whole
@@ -393,11 +416,14 @@ def linear_cross_entropy(
         workspace_mib,
         logit_scale if isinstance(logit_scale, Tensor) else None,
         support,
+        grad_weight_into,
+        batch_invariant,
     )
     if vocab_parallel is not None or is_dtensor(input, linear_weight):
         return _result(sharded("linear_cross_entropy", arguments, inplace, vocab_parallel), return_aux)
     ops = torch.ops.fusegrad
-    out = (ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default)(*arguments)
+    op = ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default
+    out = op(*arguments) if grad_weight_into is None else _outside_graphs(op, arguments)
     return _result(out, return_aux)
 
 
@@ -413,6 +439,8 @@ def linear_log_prob(
     logit_scale: float | Tensor = 1.0,
     support: Tensor | None = None,
     workspace_mib: int | None = None,
+    grad_weight_into: Tensor | None = None,
+    batch_invariant: bool = False,
     vocab_parallel: VocabParallel | None = None,
     return_entropy: bool = True,
 ) -> LogProb:
@@ -425,7 +453,7 @@ def linear_log_prob(
 
     Args:
         input, linear_weight, linear_bias, ignore_index, softcap, logit_scale, support, workspace_mib,
-            vocab_parallel: as in :func:`linear_cross_entropy`.
+            grad_weight_into, batch_invariant, vocab_parallel: as in :func:`linear_cross_entropy`.
         target: class indices ``[...]``, int64, int32 or uint8.
         return_entropy: False: ``entropy`` is None and costs nothing.
 
@@ -447,6 +475,8 @@ def linear_log_prob(
             logit_scale=logit_scale,
             support=support,
             workspace_mib=workspace_mib,
+            grad_weight_into=grad_weight_into,
+            batch_invariant=batch_invariant,
             vocab_parallel=vocab_parallel,
             return_aux=Aux(token_log_prob=True, entropy=return_entropy),
         )

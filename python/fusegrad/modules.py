@@ -40,7 +40,8 @@ def _options_of(function: Callable[..., Any]) -> Callable[[_Init], _Init]:
     shared = {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in _OF_A_CALL | {"vocab_parallel", "support"}
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and name not in _OF_A_CALL | {"vocab_parallel", "support", "grad_weight_into"}
     }
 
     def decorate(init: _Init) -> _Init:

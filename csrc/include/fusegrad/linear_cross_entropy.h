@@ -19,7 +19,7 @@ struct LinearCrossEntropyOptions {
   /// z = softcap(logit_scale * (input @ linear_weight.T + linear_bias)).
   TORCH_ARG(double, logit_scale) = 1.0;
   /// Another factor beside logit_scale: 0-d, or one a row, in the shape of a class-index target; any floating dtype, on
-  /// the input's device. Gets a gradient, without a softcap, where it is not 0.
+  /// the input's device. Gets a gradient, without a softcap or with a support, where it is not 0.
   TORCH_ARG(std::optional<at::Tensor>, row_scale);
   TORCH_ARG(std::optional<at::Tensor>, support);
   /// Permission to overwrite the input with its gradient.
@@ -29,6 +29,15 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(std::optional<at::ScalarType>, accumulate_dtype);
   /// Budget for temporary tensors, in MiB, above the gradients themselves. The smallest chunks may exceed it.
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
+  /// [V, H], float32 (float64 for float64), contiguous, on the weight's device, without requiring grad: each backward
+  /// adds the weight's gradient to it, in float32, and gives the weight itself none. Its version counter is raised. The
+  /// gradients are computed in the backward then. Shares no memory with another argument; not for a compiler's graph.
+  TORCH_ARG(std::optional<at::Tensor>, grad_weight_into);
+  /// A row's loss, aux values and gradient of the input are bitwise the same whatever other rows are in the call,
+  /// however many there are, however workspace_mib cuts them and whichever outputs are asked for: products run on a
+  /// fixed number of rows. The gradients are computed in the backward. Class indices alone. docs/post_training.md has
+  /// the price.
+  TORCH_ARG(bool, batch_invariant) = false;
 };
 
 /// cross_entropy(linear(input, linear_weight, linear_bias), target) without keeping the logits for the backward.
@@ -55,6 +64,8 @@ struct LinearLogProbOptions {
   TORCH_ARG(std::optional<at::Tensor>, row_scale);
   TORCH_ARG(std::optional<int64_t>, workspace_mib);
   TORCH_ARG(std::optional<at::Tensor>, support);
+  TORCH_ARG(std::optional<at::Tensor>, grad_weight_into);
+  TORCH_ARG(bool, batch_invariant) = false;
   /// false: the entropy is undefined and costs nothing.
   TORCH_ARG(bool, return_entropy) = true;
 };

@@ -11,11 +11,14 @@ RowOutputs cross_entropy(const CrossEntropyForward& call, bool inplace);
 
 /// `deferred`: the gradients are computed in the backward, from logits that are kept where the call says so and
 /// something needs a gradient, or are computed again. Otherwise they are computed in the forward, into the input where
-/// `inplace`. Which gradients are wanted is found out here.
-RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace);
+/// `inplace`. Which gradients are wanted is found out here. A deferred backward adds the weight's gradient to
+/// `grad_weight_into` where there is one, and returns none.
+RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace,
+                                const OptionalTensor& grad_weight_into);
 
 /// The logits at `index`, [N, K] acc; the dtype is that in which the weight's gradient adds up.
-at::Tensor support_logits(const SupportLogits& call, std::optional<at::ScalarType> accumulate_dtype);
+at::Tensor support_logits(const SupportLogits& call, std::optional<at::ScalarType> accumulate_dtype,
+                          const OptionalTensor& grad_weight_into);
 
 /// `inplace` writes the student's gradient into the student.
 JsdOutputs jsd(JsdForward call, bool inplace);

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "pytorch/ops/check.h"
 #include "pytorch/ops/faults.h"
 
 namespace fusegrad {
@@ -108,6 +109,23 @@ bool may_overwrite(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arg
 
 bool may_overwrite_strided(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arguments) {
   return autograd_allows(tensor, arguments) && elements_apart(tensor);
+}
+
+void check_may_add_to(const char* op, const char* name, const at::Tensor& tensor,
+                      at::ArrayRef<const at::Tensor*> arguments) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_traced(tensor), op, ": ", name,
+                              " must not come into a compiler's graph, which does not see that a backward writes to "
+                              "it, but it does");
+  FUSEGRAD_CHECK_VALUE(tensor.is_contiguous(), op, name, " must be contiguous, but got strides ", tensor.strides());
+  FUSEGRAD_CHECK_VALUE(!tensor.requires_grad(), op, name, " must not require grad, but got a tensor that does");
+  FUSEGRAD_CHECK_VALUE(!tensor.is_inference(), op, name,
+                       " must have a version counter, but got a tensor that was made in inference mode");
+  for (const auto* other : arguments) {
+    if (other->is_same(tensor)) continue;
+    const bool apart =
+        !tensor.is_alias_of(*other) || at::get_overlap_status(tensor, *other) == at::MemOverlapStatus::No;
+    FUSEGRAD_CHECK_VALUE(apart, op, name, " must not share memory with another argument, but it does");
+  }
 }
 
 bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active) {

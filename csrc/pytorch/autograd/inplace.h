@@ -20,6 +20,11 @@ bool may_overwrite(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arg
 /// The same for an op that writes tensors of any strides.
 bool may_overwrite_strided(const at::Tensor& tensor, at::ArrayRef<const at::Tensor*> arguments);
 
+/// Raises unless a backward may add to `tensor`, an argument `name` of `op`: contiguous, without requiring grad, with a
+/// version counter, of memory that none of the call's other `arguments` shares, in no compiler's graph.
+void check_may_add_to(const char* op, const char* name, const at::Tensor& tensor,
+                      at::ArrayRef<const at::Tensor*> arguments);
+
 /// Saved-tensor hooks (save_on_cpu, activation checkpointing) are active: what is saved may be somebody else's.
 bool saved_tensor_hooks_active();
 

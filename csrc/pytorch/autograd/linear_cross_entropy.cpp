@@ -31,7 +31,7 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
 struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "linear_cross_entropy"> {
   static variable_list forward(AutogradContext* ctx, const Tensor& /*input: edge*/, const Tensor& /*weight: edge*/,
                                const OptionalTensor& /*bias: edge*/, const OptionalTensor& /*row_scale: edge*/,
-                               const LinearCrossEntropyForward& call) {
+                               const LinearCrossEntropyForward& call, const OptionalTensor& grad_weight_into) {
     at::AutoDispatchBelowAutograd guard;
     const auto [out, logits, gradients] = dispatch::linear_cross_entropy_forward(call, /*inplace=*/false);
     ctx->set_materialize_grads(false);
@@ -52,15 +52,21 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
                                                    .logits = call.keep_logits ? OptionalTensor(logits) : std::nullopt,
                                                    .grad_stats = {},
                                                    .row_scale = call.row_scale});
+    save_grad_weight_into(ctx, grad_weight_into);
     return visible(out, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    constexpr size_t kArguments = 6;  // of forward()
     auto call = load_arguments<LinearCrossEntropyBackward>(ctx);
-    if (!put_upstream(kOp, grads, call)) return variable_list(5);
+    if (!put_upstream(kOp, grads, call)) return variable_list(kArguments);
     call.needs_grad = needed_gradients(ctx, call.linear_bias.has_value());
     const bool inplace = call.logits && may_reuse_saved(*call.logits, ctx->saved_data["hooks"].toBool());
-    auto result = linear_result(dispatch::linear_cross_entropy_backward(call, inplace), call.needs_grad, 5);
+    const auto into = saved_grad_weight_into(ctx);
+    const bool adds = into && call.needs_grad[kWeight];
+    const auto made = adds ? dispatch::linear_cross_entropy_backward_into({*into, call}, inplace)
+                           : dispatch::linear_cross_entropy_backward(call, inplace);
+    auto result = linear_result(made, call.needs_grad, kArguments, adds);
     if (call.row_scale && ctx->needs_input_grad(call.linear_bias ? kBias + 1 : kBias)) {
       result[kBias + 1] = refuse_double_backward(kOp, scale_gradient(call), {call.input, *call.row_scale});
     }
@@ -99,12 +105,14 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
 
 }  // namespace
 
-RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace) {
+RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace,
+                                const OptionalTensor& grad_weight_into) {
   const auto &input = call.input, &weight = call.linear_weight;
   const auto wanted = wanted_gradients(input, weight, call.linear_bias);
   if (deferred) {
     call.keep_logits &= wanted[0] || wanted[1] || wanted[2];
-    return from_visible(LinearCrossEntropyDeferred::apply(input, weight, call.linear_bias, call.row_scale, call));
+    return from_visible(
+        LinearCrossEntropyDeferred::apply(input, weight, call.linear_bias, call.row_scale, call, grad_weight_into));
   }
   call.needs_grad = wanted;
   return from_visible(LinearCrossEntropy::apply(input, weight, call.linear_bias, call, inplace));

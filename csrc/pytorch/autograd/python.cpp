@@ -16,6 +16,12 @@ bool may_overwrite_op(const Tensor& tensor, at::TensorList others) {
   return may_overwrite(tensor, arguments);
 }
 
+void check_may_add_to_op(std::string_view op, std::string_view name, const Tensor& tensor, at::TensorList others) {
+  std::vector<const Tensor*> arguments;
+  for (const auto& other : others) arguments.push_back(&other);
+  check_may_add_to(std::string(op).c_str(), std::string(name).c_str(), tensor, arguments);
+}
+
 Tensor refuse_double_backward_op(std::string_view op, const Tensor& gradient, at::TensorList inputs) {
   return refuse_double_backward(std::string(op).c_str(), gradient, inputs);
 }
@@ -33,6 +39,7 @@ std::tuple<int64_t, bool> plan_linear_op(int64_t rows, int64_t hidden, int64_t v
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
   m.impl("may_overwrite", TORCH_FN(may_overwrite_op));
+  m.impl("check_may_add_to", TORCH_FN(check_may_add_to_op));
   m.impl("may_reuse_saved", TORCH_FN(may_reuse_saved));
   m.impl("saved_tensor_hooks_active", TORCH_FN(saved_tensor_hooks_active));
   m.impl("refuse_double_backward", TORCH_FN(refuse_double_backward_op));

@@ -7,9 +7,11 @@
 namespace fusegrad {
 namespace {
 
-// Functorch can make no batching rule for backwards that return a list of tensors.
+// Functorch can make no batching rule for backwards that return a list of tensors, nor for those that add to one
+// tensor.
 void refuse_batched_gradients(torch::Library& m) {
-  for (const auto* op : {"flex_attention_backward", "flex_attention_backward_"}) {
+  for (const auto* op : {"flex_attention_backward", "flex_attention_backward_", "linear_cross_entropy_backward_into",
+                         "linear_cross_entropy_backward_into_", "support_logits_backward_into"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_batched_gradient>());
   }
 }
@@ -33,8 +35,9 @@ TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
   for (const auto* op :
        {"cross_entropy_forward", "cross_entropy_backward", "cross_entropy_shard_gradient", "flex_attention_forward",
         "flex_attention_backward", "flex_attention_dropout_mask", "jsd_forward", "linear_cross_entropy_forward",
-        "linear_cross_entropy_backward", "linear_jsd_forward", "linear_jsd_backward", "refuse_gradient",
-        "scale_gradient", "support_logits", "support_logits_backward"}) {
+        "linear_cross_entropy_backward", "linear_cross_entropy_backward_into", "linear_jsd_forward",
+        "linear_jsd_backward", "refuse_gradient", "scale_gradient", "support_logits", "support_logits_backward",
+        "support_logits_backward_into"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }
@@ -42,7 +45,8 @@ TORCH_LIBRARY_IMPL(fusegrad, Autograd, m) {
 TORCH_LIBRARY_IMPL(fusegrad, ADInplaceOrView, m) {
   for (const auto* op :
        {"cross_entropy_forward_", "cross_entropy_shard_gradient_", "flex_attention_backward_", "jsd_forward_",
-        "linear_cross_entropy_backward_", "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_"}) {
+        "linear_cross_entropy_backward_", "linear_cross_entropy_backward_into", "linear_cross_entropy_backward_into_",
+        "linear_cross_entropy_forward_", "linear_jsd_forward_", "scale_gradient_", "support_logits_backward_into"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&bump_overwritten>());
   }
 }

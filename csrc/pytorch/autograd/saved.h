@@ -137,12 +137,24 @@ inline std::array<bool, 3> needed_gradients(torch::autograd::AutogradContext* ct
   return {ctx->needs_input_grad(kInput), ctx->needs_input_grad(kWeight), bias && ctx->needs_input_grad(kBias)};
 }
 
-/// What a backward returns for a Function of `arguments` arguments.
+/// The tensor to which a backward adds the weight's gradient. It is no saved variable: other backwards that add to it
+/// in between raise its version, which is no error here.
+inline void save_grad_weight_into(torch::autograd::AutogradContext* ctx, const std::optional<at::Tensor>& into) {
+  if (into) ctx->saved_data["grad_weight_into"] = *into;
+}
+inline std::optional<at::Tensor> saved_grad_weight_into(torch::autograd::AutogradContext* ctx) {
+  const auto found = ctx->saved_data.find("grad_weight_into");
+  if (found == ctx->saved_data.end()) return std::nullopt;
+  return found->second.toTensor();
+}
+
+/// What a backward returns for a Function of `arguments` arguments. A weight's gradient that was added to another
+/// tensor comes empty, and is none.
 inline torch::autograd::variable_list linear_result(const LinearGradients& gradients, std::array<bool, 3> needs_grad,
-                                                    size_t arguments) {
+                                                    size_t arguments, bool added = false) {
   torch::autograd::variable_list result(arguments);
   if (needs_grad[kInput]) result[kInput] = gradients.input;
-  if (needs_grad[kWeight]) result[kWeight] = gradients.weight;
+  if (needs_grad[kWeight] && !added) result[kWeight] = gradients.weight;
   if (needs_grad[kBias]) result[kBias] = gradients.bias;
   return result;
 }

@@ -38,6 +38,8 @@ constexpr auto loss_options() {
 
 /// A bit of RowOptions::aux beside AuxBit's: the forward keeps what the gradient of row_scale needs.
 constexpr int64_t kScaleGradient = 64;
+/// Another: a row's results depend on that row alone, see batch_invariant of LinearCrossEntropyOptions.
+constexpr int64_t kBatchInvariant = 128;
 
 /// The same as kernels take them, checked.
 struct RowOptions {
@@ -148,7 +150,8 @@ struct LinearCrossEntropyCall {
                 option(o, "weight", &O::weight), loss_options<A, O>(),
                 option(o, "logit_scale", &O::logit_scale, &kFinite),
                 option(o, "accumulate_dtype", &O::accumulate_dtype), option(o, "workspace_mib", &O::workspace_mib),
-                option(o, "row_scale", &O::row_scale), option(o, "support", &O::support));
+                option(o, "row_scale", &O::row_scale), option(o, "support", &O::support),
+                option(o, "grad_weight_into", &O::grad_weight_into), option(o, "batch_invariant", &O::batch_invariant));
   }
 };
 
@@ -213,6 +216,17 @@ struct LinearCrossEntropyBackward {
   }
 };
 
+/// The weight's gradient is added to `grad_weight_into` [V, H] acc, and comes back empty.
+struct LinearCrossEntropyBackwardInto {
+  at::Tensor grad_weight_into;
+  LinearCrossEntropyBackward backward;
+
+  static constexpr auto fields() {
+    using A = LinearCrossEntropyBackwardInto;
+    return list(added_to("grad_weight_into", &A::grad_weight_into), all_of(&A::backward));
+  }
+};
+
 // --- a softmax over a few columns of each row ----------------------------------------------------------------
 
 /// The logits input @ linear_weight.T + linear_bias at columns `index` [N, K] int64, as [N, K] acc; an index outside
@@ -222,12 +236,13 @@ struct SupportLogits {
   OptionalTensor linear_bias;
   at::Tensor index;
   std::optional<int64_t> workspace_mib;
+  int64_t aux = 0;  ///< kBatchInvariant or 0
 
   static constexpr auto fields() {
     using A = SupportLogits;
     return list(required("input", &A::input), required("linear_weight", &A::linear_weight),
                 required("linear_bias", &A::linear_bias), required("index", &A::index),
-                required("workspace_mib", &A::workspace_mib));
+                required("workspace_mib", &A::workspace_mib), option("aux", &A::aux));
   }
 };
 
@@ -239,13 +254,24 @@ struct SupportLogitsBackward {
   std::optional<at::ScalarType> accumulate_dtype;
   std::optional<int64_t> workspace_mib;
   std::array<bool, 3> needs_grad{};
+  int64_t aux = 0;
 
   static constexpr auto fields() {
     using A = SupportLogitsBackward;
     return list(required("grad", &A::grad), required("input", &A::input), required("linear_weight", &A::linear_weight),
                 required("linear_bias", &A::linear_bias), required("index", &A::index),
                 required("accumulate_dtype", &A::accumulate_dtype), required("workspace_mib", &A::workspace_mib),
-                required("needs_grad", &A::needs_grad));
+                required("needs_grad", &A::needs_grad), option("aux", &A::aux));
+  }
+};
+
+struct SupportLogitsBackwardInto {
+  at::Tensor grad_weight_into;  ///< as above
+  SupportLogitsBackward backward;
+
+  static constexpr auto fields() {
+    using A = SupportLogitsBackwardInto;
+    return list(added_to("grad_weight_into", &A::grad_weight_into), all_of(&A::backward));
   }
 };
 

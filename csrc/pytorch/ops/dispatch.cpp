@@ -35,6 +35,12 @@ LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& 
   return std::make_from_tuple<LinearGradients>(op(call, inplace));
 }
 
+LinearGradients linear_cross_entropy_backward_into(const LinearCrossEntropyBackwardInto& call, bool inplace) {
+  static const Twins<LinearCrossEntropyBackwardInto, LinearGradientTuple> op(
+      "fusegrad::linear_cross_entropy_backward_into");
+  return std::make_from_tuple<LinearGradients>(op(call, inplace));
+}
+
 std::pair<JsdOutputs, std::array<Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace) {
   static const Twins<JsdForward, JsdTuple> op("fusegrad::jsd_forward");
   auto [loss, stats, scales, grad_student, grad_teacher] = op(call, inplace);

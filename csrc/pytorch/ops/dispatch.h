@@ -85,6 +85,7 @@ struct LinearCrossEntropyOutputs {
 };
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyForward& call, bool inplace);
 LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& call, bool inplace);
+LinearGradients linear_cross_entropy_backward_into(const LinearCrossEntropyBackwardInto& call, bool inplace);
 
 std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace);
 

@@ -37,6 +37,7 @@ namespace fusegrad {
 enum class Kind {
   kRequired,
   kOverwritten,    ///< required; the op with a trailing underscore writes over it
+  kAddedTo,        ///< required; the op writes to it, with and without the underscore
   kForward,        ///< required; of options that two directions have alike, this one only the forward reads
   kOption,         ///< its default is the member's initial value
   kNoneIsDefault,  ///< so is this one's, and the schema writes it None
@@ -93,6 +94,10 @@ constexpr auto required(const char* name, T Struct::* member) {
 template <class Struct, class T>
 constexpr auto overwritten(const char* name, T Struct::* member) {
   return field<Kind::kOverwritten>(name, member);
+}
+template <class Struct, class T>
+constexpr auto added_to(const char* name, T Struct::* member) {
+  return field<Kind::kAddedTo>(name, member);
 }
 template <class Struct, class T>
 constexpr auto forward_only(const char* name, T Struct::* member) {
@@ -267,7 +272,7 @@ std::string schema_of(const std::string& name, const std::string& returns, bool 
   for_each_field<Arguments>([&](const auto& field) {
     using F = std::decay_t<decltype(field)>;
     auto type = TypeOf<F>::name();
-    if (F::kKind == Kind::kOverwritten && mutating) {
+    if (F::kKind == Kind::kAddedTo || (F::kKind == Kind::kOverwritten && mutating)) {
       type.insert(std::string_view("Tensor").size(), {'(', alias++, '!', ')'});
     }
     text += (text.empty() ? "" : ", ") + type + " " + field.name;

@@ -36,10 +36,29 @@ OptionalTensor make_row_scale(const Tensor& input, const LinearCrossEntropyOptio
   FUSEGRAD_CHECK_VALUE(scale->dim() == 0 || scale->sym_sizes() == shape, kOp, "row_scale must be 0-d or have shape ",
                        shape, ", but got ", scale->sym_sizes());
   check_same_device(kOp, "row_scale", *scale, input);
-  FUSEGRAD_CHECK_VALUE(!options.softcap() || !scale->requires_grad(), kOp,
+  FUSEGRAD_CHECK_VALUE(!options.softcap() || options.support() || !scale->requires_grad(), kOp,
                        "row_scale must not require grad beside a softcap, where it gets no gradient, but got a tensor "
                        "that does: detach it");
   return scale->to(acc_type(input.scalar_type())).expand_symint(shape).reshape({-1}).contiguous();
+}
+
+// Checks the tensor to which the weight's gradient is to be added.
+void check_buffer(const LinearCrossEntropyCall& call, at::ArrayRef<const Tensor*> arguments) {
+  const auto& into = *call.options.grad_weight_into();
+  const auto& weight = call.linear_weight;
+  const auto acc = acc_type(call.input.scalar_type());
+  check_dense(kOp, "grad_weight_into", into);
+  FUSEGRAD_CHECK_TYPE(into.scalar_type() == acc, kOp, "grad_weight_into must be ", acc, ", but got ",
+                      into.scalar_type());
+  FUSEGRAD_CHECK_VALUE(into.sym_sizes() == weight.sym_sizes(), kOp, "grad_weight_into must have linear_weight's shape ",
+                       weight.sym_sizes(), ", but got ", into.sym_sizes());
+  check_same_device(kOp, "grad_weight_into", into, call.input);
+  check_may_add_to(kOp, "grad_weight_into", into, arguments);
+  FUSEGRAD_CHECK_VALUE(!at::GradMode::is_enabled() || weight.requires_grad(), kOp,
+                       "linear_weight must require grad with grad_weight_into, but got one that does not");
+  const auto& accumulate = call.options.accumulate_dtype();
+  FUSEGRAD_CHECK_VALUE(!accumulate || *accumulate == acc, kOp, "accumulate_dtype must be None or ", acc,
+                       " with grad_weight_into, but got ", *accumulate);
 }
 
 template <bool inplace>
@@ -51,6 +70,7 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
   check_linear(kOp, "input", input, "linear_weight", linear_weight, "linear_bias", o.linear_bias());
   auto options = make_row_options(kOp, call);
   check_budget(kOp, "linear_weight", linear_weight, o.accumulate_dtype(), o.workspace_mib());
+  if (o.grad_weight_into()) check_buffer(call, tensors);
   const LinearOptions linear{o.logit_scale(), o.accumulate_dtype(), o.workspace_mib()};
   // Under autocast only the input is cast here: the op itself rounds the weight, so that a float32 weight gets its
   // gradient in float32.
@@ -63,14 +83,20 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
 
   const auto row_scale = make_row_scale(input, o, rows);
   if (row_scale && at::GradMode::is_enabled() && row_scale->requires_grad()) options.aux |= kScaleGradient;
-  const bool deferred = options.reduction == at::Reduction::None || linear.workspace_mib == 0 ||
-                        (options.aux & (kAuxDifferentiable | kScaleGradient)) != 0;
+  if (o.batch_invariant()) {
+    FUSEGRAD_CHECK_VALUE(!rows.target.is_floating_point(), kOp,
+                         "batch_invariant must be False with class probabilities, but got True");
+    options.aux |= kBatchInvariant;
+  }
+  const bool deferred = options.reduction == at::Reduction::None || linear.workspace_mib == 0 || o.grad_weight_into() ||
+                        (options.aux & (kAuxDifferentiable | kScaleGradient | kBatchInvariant)) != 0;
   const bool overwrite = inplace && !o.support() && cast.is_same(input) && !deferred && may_overwrite(input, tensors);
   const auto matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
   if (o.support()) {
     const auto support = make_support(kOp, call, rows);
-    auto some = autograd::support_logits({matrix, linear_weight, o.linear_bias(), support, linear.workspace_mib},
-                                         linear.accumulate_dtype);
+    auto some = autograd::support_logits(
+        {matrix, linear_weight, o.linear_bias(), support, linear.workspace_mib, options.aux & kBatchInvariant},
+        linear.accumulate_dtype, o.grad_weight_into());
     if (linear.logit_scale != 1.0) some = some * linear.logit_scale;
     if (row_scale) some = some * row_scale->unsqueeze(1);
     options.aux &= ~kScaleGradient;
@@ -87,7 +113,8 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
                                     .linear = linear,
                                     .keep_logits = deferred && logits_fit(matrix, linear_weight, linear.workspace_mib),
                                     .row_scale = row_scale};
-  return to_front(kOp, autograd::linear_cross_entropy(forward, deferred, overwrite), rows, options);
+  return to_front(kOp, autograd::linear_cross_entropy(forward, deferred, overwrite, o.grad_weight_into()), rows,
+                  options);
 }
 
 }  // namespace
@@ -115,7 +142,9 @@ LogProb linear_log_prob(const Tensor& input, const Tensor& linear_weight, const 
                         .logit_scale(options.logit_scale())
                         .row_scale(options.row_scale())
                         .workspace_mib(options.workspace_mib())
-                        .support(options.support());
+                        .support(options.support())
+                        .grad_weight_into(options.grad_weight_into())
+                        .batch_invariant(options.batch_invariant());
   const auto out = linear_cross_entropy_with_aux(input, linear_weight, target, rows,
                                                  Aux().token_log_prob(true).entropy(options.return_entropy()));
   return {out.aux.token_log_prob, out.aux.entropy};

@@ -48,10 +48,10 @@ void* pointer_at(const Tensor& matrix, int64_t i, int64_t j) {
   return static_cast<char*>(matrix.data_ptr()) + (i * matrix.stride(0) + j * matrix.stride(1)) * matrix.element_size();
 }
 
-void put_upstream(const Tensor& gradient, const void*& pointer, int64_t& stride) {
+void put_upstream(const Tensor& gradient, const void*& pointer, int64_t& stride, int64_t first) {
   if (!gradient.defined()) return;
-  pointer = gradient.const_data_ptr();
   stride = gradient.dim() == 0 ? 0 : gradient.stride(0);
+  pointer = static_cast<const char*>(gradient.const_data_ptr()) + first * stride * gradient.element_size();
 }
 
 Tensor dense_rows(const Tensor& matrix) {
@@ -166,6 +166,7 @@ void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_log
   p.row_scale = pointer_at(row_scale_, first);
   p.z_loss = options_.z_loss;
   p.scales = scales_come_last_ ? nullptr : pointer_at(out_.scales, 0);
+  p.alone = (options_.aux & kBatchInvariant) != 0;
   p.lse_of_ignored = (options_.aux & kAuxLse) != 0;
   p.loss = pointer_at(row_loss_, first);
   p.lse = pointer_at(out_.lse, first);
@@ -219,7 +220,8 @@ void RowJob::resume(const Tensor& lse, const Tensor& stats, const Tensor& scales
 
 Tensor RowJob::unit_gradient() const { return at::ones({}, acc_); }
 
-void RowJob::gradient(const Upstream& upstream, const Tensor& logits, int64_t column, const Tensor& grad) {
+void RowJob::gradient(const Upstream& upstream, const Tensor& logits, int64_t column, const Tensor& grad,
+                      int64_t first) {
   if (logits.numel() == 0) return;
   RowGradient p;
   p.rows = logits.size(0);
@@ -230,22 +232,22 @@ void RowJob::gradient(const Upstream& upstream, const Tensor& logits, int64_t co
   p.logits_stride = logits.stride(0);
   p.grad = grad.data_ptr();
   p.grad_stride = grad.stride(0);
-  p.targets = targets(0, column);
+  p.targets = targets(first, column);
   p.transform = {logit_scale_, options_.softcap};
-  p.row_scale = pointer_at(row_scale_, 0);
+  p.row_scale = pointer_at(row_scale_, first);
   p.z_loss = options_.z_loss;
   p.scales = pointer_at(out_.scales, 0);
-  p.lse = pointer_at(out_.lse, 0);
-  p.lse_low = stat(stat_rows_.lse_low, 0);
-  p.mass = stat(stat_rows_.mass, 0);
-  put_upstream(upstream.loss, p.grad_loss, p.grad_loss_stride);
-  put_upstream(upstream.lse, p.grad_lse, p.grad_lse_stride);
+  p.lse = pointer_at(out_.lse, first);
+  p.lse_low = stat(stat_rows_.lse_low, first);
+  p.mass = stat(stat_rows_.mass, first);
+  put_upstream(upstream.loss, p.grad_loss, p.grad_loss_stride, first);
+  put_upstream(upstream.lse, p.grad_lse, p.grad_lse_stride, first);
   if (upstream.stats.defined()) {
-    const auto gradient_of = [&](int64_t row) { return row < 0 ? nullptr : pointer_at(upstream.stats, row); };
+    const auto gradient_of = [&](int64_t row) { return row < 0 ? nullptr : pointer_at(upstream.stats, row, first); };
     p.grad_log_prob = gradient_of(stat_rows_.token_log_prob);
     p.grad_entropy = gradient_of(stat_rows_.entropy);
-    p.entropy = stat(stat_rows_.entropy, 0);
-    p.entropy_low = stat(stat_rows_.entropy_low, 0);
+    p.entropy = stat(stat_rows_.entropy, first);
+    p.entropy_low = stat(stat_rows_.entropy_low, first);
   }
   device_.kernels->gradient(p, to_dtype(dtype_), device_.stream);
 }

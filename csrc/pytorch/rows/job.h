@@ -37,8 +37,9 @@ inline at::Tensor part(const at::Tensor& tensor, int64_t dim, int64_t first, int
   return count == tensor.size(dim) ? tensor : tensor.narrow(dim, first, count);
 }
 
-/// An upstream gradient for each row, or one for all, as the kernels take it; left alone where there is none.
-void put_upstream(const at::Tensor& gradient, const void*& pointer, int64_t& stride);
+/// An upstream gradient for each row from `first` on, or one for all, as the kernels take it; left alone where there is
+/// none.
+void put_upstream(const at::Tensor& gradient, const void*& pointer, int64_t& stride, int64_t first = 0);
 
 /// Rows with a dense last dimension, as the kernels read them.
 at::Tensor dense_rows(const at::Tensor& matrix);
@@ -81,9 +82,10 @@ class RowJob {
 
   /// Saved by a forward.
   void resume(const at::Tensor& lse, const at::Tensor& stats, const at::Tensor& scales);
-  /// All rows, columns [column, column + logits.size(1)): the gradient from saved statistics into `grad`, which may
-  /// be the logits.
-  void gradient(const Upstream& upstream, const at::Tensor& logits, int64_t column, const at::Tensor& grad);
+  /// Rows [first, first + logits.size(0)), columns [column, column + logits.size(1)): the gradient from saved
+  /// statistics into `grad`, which may be the logits.
+  void gradient(const Upstream& upstream, const at::Tensor& logits, int64_t column, const at::Tensor& grad,
+                int64_t first = 0);
 
   /// What resume() would be given in a forward that goes on to gradients: upstream gradient 1.
   at::Tensor unit_gradient() const;

@@ -5,6 +5,7 @@
 #include "pytorch/ops/faults.h"
 #include "pytorch/rows/job.h"
 #include "pytorch/rows/registration.h"
+#include "pytorch/rows/tiles.h"
 
 namespace fusegrad {
 
@@ -13,15 +14,16 @@ struct Head {
   Head(const at::Tensor& linear_weight, const std::optional<at::Tensor>& linear_bias, at::ScalarType dtype)
       : weight(linear_weight.to(dtype)), bias(linear_bias.has_value() ? linear_bias->to(dtype) : at::Tensor()) {}
 
-  // out = input @ weight[columns].T + bias[columns]
-  void logits(const at::Tensor& out, const at::Tensor& input, int64_t column) const {
+  // out = input @ weight[columns].T + bias[columns], `tile` rows at a time (0: all).
+  void logits(const at::Tensor& out, const at::Tensor& input, int64_t column, int64_t tile = 0) const {
     const auto w = part(weight, 0, column, out.size(1)).t();
-    auto result = out;
-    if (bias.defined()) {
-      at::addmm_out(result, part(bias, 0, column, out.size(1)), input, w);
-    } else {
-      at::mm_out(result, input, w);
-    }
+    by_tiles(out, tile_input(input, tile), tile, [&](at::Tensor z, const at::Tensor& x) {
+      if (bias.defined()) {
+        at::addmm_out(z, part(bias, 0, column, out.size(1)), x, w);
+      } else {
+        at::mm_out(z, x, w);
+      }
+    });
   }
 
   at::Tensor weight;
@@ -37,6 +39,17 @@ inline void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tenso
     TORCH_INTERNAL_ASSERT(out.is_cuda() && out.scalar_type() == at::kFloat);
     add ? at::addmm_out(result, out, a, b, at::kFloat) : at::mm_out(result, a, b, at::kFloat);
   }
+}
+
+// What begin_overwriting() is told before a backward adds to it.
+inline constexpr const char* kGradWeightInto = "grad_weight_into";
+
+/// Raises where it is no longer what it was in the forward.
+inline void check_grad_weight_into(const at::Tensor& into, const at::Tensor& weight) {
+  const bool same = into.sizes() == weight.sizes() && into.is_contiguous() && into.device() == weight.device() &&
+                    into.storage().nbytes() >= (into.storage_offset() + into.numel()) * into.itemsize();
+  TORCH_CHECK_VALUE(same, kGradWeightInto, " must be as it was in the forward, contiguous, with memory, of shape ",
+                    weight.sizes(), ", but got ", into.sizes());
 }
 
 // A gradient that is added up chunk by chunk in `accumulator`, which is `result` itself where the dtypes agree. Only
@@ -55,8 +68,16 @@ struct Sum {
     }
     result_options = options;
   }
+  /// Adds to a tensor that is there already, and has no result.
+  void add_to(const at::Tensor& tensor) {
+    accumulator = result = tensor;
+    used = tensor.size(0);
+    started = true;
+    given = true;
+  }
   bool wanted() const { return accumulator.defined(); }
   void add_product(const at::Tensor& a, const at::Tensor& b) {
+    if (given) begin_overwriting(kGradWeightInto);
     multiply(part(accumulator, 0, 0, used), a, b, started);
     started = true;
   }
@@ -66,6 +87,7 @@ struct Sum {
     started = true;
   }
   at::Tensor finish() {
+    if (given) return {};
     if (!wanted()) return result;
     const int64_t zeros_from = started ? used : 0;
     if (zeros_from < accumulator.size(0)) accumulator.slice(0, zeros_from).zero_();
@@ -77,6 +99,7 @@ struct Sum {
  private:
   at::TensorOptions result_options;
   int64_t used = 0;
+  bool given = false;
 };
 
 /// Rows of logits with their padding, and without it.
@@ -88,17 +111,23 @@ inline at::Tensor logits_buffer(int64_t rows, int64_t columns, const at::TensorO
 }
 
 /// The gradients of a head's input, weight and bias, from those of chunks of its logits. With `inplace` the input's are
-/// written over the input.
+/// written over the input. The weight's are added to `grad_weight_into` where that is defined, and the input's come
+/// from products of `tile` rows where that is not 0.
 class ChunkGradients {
  public:
   ChunkGradients(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                 int64_t vocab, const LinearPlan& plan, std::array<bool, 3> needs_grad, bool inplace)
-      : needs_grad_(needs_grad), inplace_(inplace) {
+                 int64_t vocab, const LinearPlan& plan, std::array<bool, 3> needs_grad, bool inplace,
+                 const at::Tensor& grad_weight_into = {}, int64_t tile = 0)
+      : needs_grad_(needs_grad), inplace_(inplace), tile_(tile) {
     const auto product = product_type(input), acc = acc_type(product);
     if (needs_grad[0]) input_ = inplace ? input : at::empty_like(input, at::MemoryFormat::Contiguous);
     // One chunk, or the lean choice, adds up in the result itself, where a product can be written into it.
     const bool direct = weight.scalar_type() == product && !plan.accumulator;
-    if (needs_grad[1]) weight_.allocate(weight.sizes(), weight.options(), direct ? product : acc, vocab);
+    if (grad_weight_into.defined()) {
+      weight_.add_to(grad_weight_into);
+    } else if (needs_grad[1]) {
+      weight_.allocate(weight.sizes(), weight.options(), direct ? product : acc, vocab);
+    }
     if (needs_grad[2]) bias_.allocate(bias->sizes(), bias->options(), acc, vocab);
     if (needs_grad[0] && vocab == 0) {  // no product will write it
       if (inplace) begin_overwriting("the input");
@@ -114,13 +143,13 @@ class ChunkGradients {
     if (!needs_grad_[0]) return;
     const auto block = part(input_, 0, first, x.size(0));
     const bool direct = block.scalar_type() == z.scalar_type();
-    const auto product = direct ? at::Tensor() : at::mm(z, head.weight);
+    const auto product = direct ? block : at::empty(block.sizes(), z.options());
+    if (inplace_ && direct) begin_overwriting("the input");
+    by_tiles(product, z, tile_,
+             [&](const at::Tensor& out, const at::Tensor& rows) { multiply(out, rows, head.weight, /*add=*/false); });
+    if (direct) return;
     if (inplace_) begin_overwriting("the input");
-    if (direct) {
-      multiply(block, z, head.weight, /*add=*/false);
-    } else {
-      block.copy_(product);
-    }
+    block.copy_(product);
   }
 
   LinearGradients finish() { return {input_, weight_.finish(), bias_.finish()}; }
@@ -128,6 +157,7 @@ class ChunkGradients {
  private:
   std::array<bool, 3> needs_grad_;
   bool inplace_;
+  int64_t tile_;
   at::Tensor input_;
   Sum weight_, bias_;
 };

@@ -20,18 +20,18 @@ struct Kept {
 
 // Gradients from saved statistics: the logits a block of columns at a time, so that each block of the weight's
 // gradient is complete, in one product, and only the input's needs an accumulator. Logits that were not kept are
-// computed again.
+// computed again. The weight's gradient is added to `into` where that is defined.
 LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Upstream& upstream, const Tensor& input,
                                      int64_t columns, const at::TensorOptions& weight_options,
                                      const at::TensorOptions& bias_options, const at::TensorOptions& input_options,
-                                     std::array<bool, 3> needs_grad, const Kept& kept = {}) {
+                                     std::array<bool, 3> needs_grad, const Kept& kept = {}, const Tensor& into = {}) {
   const auto x = input.to(head.weight.scalar_type());
   const int64_t rows = x.size(0), hidden = x.size(1), vocab = head.weight.size(0);
   const auto acc = acc_type(x.scalar_type());
   LinearGradients gradients;
   Sum input_sum;
   if (needs_grad[0]) input_sum.allocate({rows, hidden}, input_options, columns >= vocab ? x.scalar_type() : acc, rows);
-  if (needs_grad[1]) gradients.weight = empty_result({vocab, hidden}, weight_options);
+  if (needs_grad[1] && !into.defined()) gradients.weight = empty_result({vocab, hidden}, weight_options);
   if (needs_grad[2]) gradients.bias = at::empty({vocab}, bias_options);
   {
     const auto buffer = kept.overwrite ? kept.logits : logits_buffer(rows, std::min(columns, vocab), x.options());
@@ -42,7 +42,10 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Upstre
       if (!kept.logits.defined()) head.logits(z, x, column);
       job.gradient(upstream, kept.logits.defined() ? part(kept.logits, 1, column, width) : z, column, z);
       if (needs_grad[0]) input_sum.add_product(z, part(head.weight, 0, column, width));
-      if (needs_grad[1]) {
+      if (into.defined()) {
+        begin_overwriting(kGradWeightInto);
+        multiply(part(into, 0, column, width), z.t(), x, /*add=*/true);
+      } else if (needs_grad[1]) {
         const auto block = part(gradients.weight, 0, column, width);
         if (block.scalar_type() == x.scalar_type() || (block.is_cuda() && block.scalar_type() == at::kFloat)) {
           multiply(block, z.t(), x, /*add=*/false);
@@ -55,6 +58,30 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Upstre
   }
   if (needs_grad[0]) gradients.input = input_sum.finish();
   return gradients;
+}
+
+// The same in chunks of rows, whose logits and whose gradient of the input come from products of `tile` rows.
+LinearGradients gradients_by_tiles(RowJob& job, const Head& head, const Upstream& upstream,
+                                   const LinearCrossEntropyBackward& call, LinearPlan plan, int64_t tile,
+                                   const Kept& kept, const Tensor& into) {
+  const auto& input = call.input;
+  const int64_t rows = input.size(0), vocab = head.weight.size(0);
+  const auto dtype = head.weight.scalar_type();
+  plan.rows = kept.logits.defined() ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, tile);
+  plan.accumulator &= plan.rows < rows;
+  ChunkGradients chunks(input, call.linear_weight, call.linear_bias, vocab, plan, call.needs_grad, /*inplace=*/false,
+                        call.needs_grad[1] ? into : Tensor(), tile);
+  const auto buffer =
+      kept.overwrite ? kept.logits : logits_buffer(std::min(plan.rows, rows), vocab, head.weight.options());
+  if (kept.overwrite) begin_overwriting("the logits that the forward kept");
+  for (int64_t first = 0; vocab != 0 && first < rows; first += plan.rows) {
+    const int64_t count = std::min(plan.rows, rows - first);
+    const auto x = part(input, 0, first, count).to(dtype), z = part(buffer, 0, 0, count);
+    if (!kept.logits.defined()) head.logits(z, x, 0, tile);
+    job.gradient(upstream, kept.logits.defined() ? kept.logits : z, 0, z, first);
+    chunks.add(head, x, z, first);
+  }
+  return chunks.finish();
 }
 
 template <bool inplace>
@@ -78,7 +105,8 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   sizes.weight_grad = needs_grad[1];
   sizes.low_precision_result = linear_weight.scalar_type() != linear.accumulate_dtype.value_or(acc);
   auto plan = plan_linear(sizes, budget_bytes(linear.workspace_mib));
-  if (keep) plan.rows = std::max<int64_t>(rows, 1);
+  const int64_t tile = tile_rows(options.aux, input.device());
+  plan.rows = keep ? std::max<int64_t>(rows, 1) : whole_tiles(plan.rows, tile);
   const bool over_rows = any_gradient && plan.columns == 0;
 
   const Head head(linear_weight, linear_bias, dtype);
@@ -100,7 +128,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
       const int64_t count = std::min(plan.rows, rows - first);
       const auto z = part(buffer, 0, 0, count);
       const auto x = part(input, 0, first, count).to(dtype);
-      head.logits(z, x, 0);
+      head.logits(z, x, 0, tile);
       job.forward(z, first, over_rows);
       if (over_rows) chunks.add(head, x, z, first);
     }
@@ -122,8 +150,8 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
                         to_tuple(gradients, input, linear_weight, linear_bias));
 }
 
-template <bool inplace>
-LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackward& call) {
+LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackward& call, bool inplace,
+                                                   const Tensor& into) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
   const auto &input = call.input, &linear_weight = call.linear_weight;
@@ -141,12 +169,32 @@ LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackwa
   sizes.cpu = input.is_cpu();
   // Logits that were kept are one block, whether or not they may be written over: the bits must be the same.
   const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, sizes.vocab), inplace} : Kept();
+  const Head head(linear_weight, linear_bias, dtype);
+  if (const int64_t tile = tile_rows(call.options.aux, input.device()); tile != 0) {
+    sizes.weight_grad = call.needs_grad[1];
+    sizes.low_precision_result = !into.defined() && linear_weight.scalar_type() != acc_type(dtype);
+    sizes.by_columns = false;
+    const auto plan = plan_linear(sizes, budget_bytes(call.linear.workspace_mib));
+    return to_tuple(gradients_by_tiles(job, head, Upstream::of(call), call, plan, tile, kept, into), input,
+                    linear_weight, linear_bias);
+  }
   const auto columns =
       call.logits ? std::max<int64_t>(sizes.vocab, 1) : plan_columns(sizes, budget_bytes(call.linear.workspace_mib));
-  const auto gradients = gradients_by_columns(
-      job, Head(linear_weight, linear_bias, dtype), Upstream::of(call), input, columns, linear_weight.options(),
-      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), call.needs_grad, kept);
+  const auto gradients = gradients_by_columns(job, head, Upstream::of(call), input, columns, linear_weight.options(),
+                                              linear_bias ? linear_bias->options() : at::TensorOptions(),
+                                              input.options(), call.needs_grad, kept, into);
   return to_tuple(gradients, input, linear_weight, linear_bias);
+}
+
+template <bool inplace>
+LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackward& call) {
+  return linear_cross_entropy_gradients(call, inplace, Tensor());
+}
+
+template <bool inplace>
+LinearGradientTuple linear_cross_entropy_backward_into(const LinearCrossEntropyBackwardInto& call) {
+  check_grad_weight_into(call.grad_weight_into, call.backward.linear_weight);
+  return linear_cross_entropy_gradients(call.backward, inplace, call.grad_weight_into);
 }
 
 void implement_linear_cross_entropy(torch::Library& m) {
@@ -158,6 +206,10 @@ void implement_linear_cross_entropy(torch::Library& m) {
          named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward<false>>()>());
   m.impl("linear_cross_entropy_backward_",
          named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward<true>>()>());
+  m.impl("linear_cross_entropy_backward_into",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward_into<false>>()>());
+  m.impl("linear_cross_entropy_backward_into_",
+         named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_backward_into<true>>()>());
 }
 
 }  // namespace

@@ -51,6 +51,12 @@ LinearGradientTuple linear_cross_entropy_backward(const LinearCrossEntropyBackwa
   return linear_gradients(c.input, c.linear_weight, c.linear_bias, c.needs_grad);
 }
 
+LinearGradientTuple linear_cross_entropy_backward_into(const LinearCrossEntropyBackwardInto& c) {
+  auto backward = c.backward;
+  backward.needs_grad[1] = false;
+  return linear_cross_entropy_backward(backward);
+}
+
 std::tuple<Tensor, Tensor, Tensor> jsd_outputs(const c10::SymInt& rows, const Tensor& like,
                                                const JsdSettings& settings) {
   const auto acc = like.options().dtype(acc_type(like.scalar_type())).requires_grad(false);
@@ -100,6 +106,8 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("linear_cross_entropy_forward_", TORCH_FN(unpacked<linear_cross_entropy_forward<true>>()));
   m.impl("linear_cross_entropy_backward", TORCH_FN(unpacked<linear_cross_entropy_backward>()));
   m.impl("linear_cross_entropy_backward_", TORCH_FN(unpacked<linear_cross_entropy_backward>()));
+  m.impl("linear_cross_entropy_backward_into", TORCH_FN(unpacked<linear_cross_entropy_backward_into>()));
+  m.impl("linear_cross_entropy_backward_into_", TORCH_FN(unpacked<linear_cross_entropy_backward_into>()));
   m.impl("linear_jsd_forward", TORCH_FN(unpacked<linear_jsd_forward<false>>()));
   m.impl("linear_jsd_forward_", TORCH_FN(unpacked<linear_jsd_forward<true>>()));
   m.impl("linear_jsd_backward", TORCH_FN(unpacked<linear_jsd_backward>()));

@@ -6,6 +6,7 @@
 #include "pytorch/ops/faults.h"
 #include "pytorch/rows/linear.h"
 #include "pytorch/rows/registration.h"
+#include "pytorch/rows/tiles.h"
 
 namespace fusegrad {
 namespace {
@@ -30,7 +31,9 @@ Tensor support_logits(const SupportLogits& call) {
   const auto sizes = linear_sizes(call);
   const auto dtype = product_type(call.input);
   const auto options = call.input.options().dtype(dtype);
-  const auto plan = plan_linear(sizes, budget_bytes(call.workspace_mib));
+  auto plan = plan_linear(sizes, budget_bytes(call.workspace_mib));
+  const int64_t tile = tile_rows(call.aux, call.input.device());
+  plan.rows = whole_tiles(plan.rows, tile);
   const Head head(call.linear_weight, call.linear_bias, dtype);
   const auto out = at::empty({sizes.rows, call.index.size(1)}, options.dtype(acc_type(dtype)));
   const auto columns = call.index.clamp(0, sizes.vocab - 1);
@@ -38,23 +41,25 @@ Tensor support_logits(const SupportLogits& call) {
   for (int64_t first = 0; first < sizes.rows; first += plan.rows) {
     const int64_t count = std::min(plan.rows, sizes.rows - first);
     const auto z = part(buffer, 0, 0, count);
-    head.logits(z, part(call.input, 0, first, count).to(dtype), 0);
+    head.logits(z, part(call.input, 0, first, count).to(dtype), 0, tile);
     part(out, 0, first, count).copy_(z.gather(1, part(columns, 0, first, count)));
   }
   return out;
 }
 
-LinearGradientTuple support_logits_backward(const SupportLogitsBackward& call) {
+LinearGradientTuple support_gradients(const SupportLogitsBackward& call, const Tensor& into) {
   BelowAutogradAndAutocast below;
   const c10::OptionalDeviceGuard device(at::device_of(call.input));
-  const auto& [grad, input, weight, bias, index, accumulate_dtype, workspace_mib, needs_grad] = call;
+  const auto& [grad, input, weight, bias, index, accumulate_dtype, workspace_mib, needs_grad, aux] = call;
   auto sizes = linear_sizes(call);
   const auto dtype = product_type(input);
   sizes.weight_grad = needs_grad[1];
-  sizes.low_precision_result = weight.scalar_type() != accumulate_dtype.value_or(acc_type(dtype));
-  const auto plan = plan_linear(sizes, budget_bytes(workspace_mib));
+  sizes.low_precision_result = !into.defined() && weight.scalar_type() != accumulate_dtype.value_or(acc_type(dtype));
+  auto plan = plan_linear(sizes, budget_bytes(workspace_mib));
+  const int64_t tile = tile_rows(aux, input.device());
+  plan.rows = whole_tiles(plan.rows, tile);
   const Head head(weight, bias, dtype);
-  ChunkGradients chunks(input, weight, bias, sizes.vocab, plan, needs_grad, /*inplace=*/false);
+  ChunkGradients chunks(input, weight, bias, sizes.vocab, plan, needs_grad, /*inplace=*/false, into, tile);
   // What is no column goes to one behind the last.
   const auto none = index.lt(0).logical_or_(index.ge(sizes.vocab));
   const auto columns = index.masked_fill(none, sizes.vocab);
@@ -67,6 +72,15 @@ LinearGradientTuple support_logits_backward(const SupportLogitsBackward& call) {
     chunks.add(head, part(input, 0, first, count).to(dtype), part(z, 1, 0, sizes.vocab), first);
   }
   return to_tuple(chunks.finish(), input, weight, bias);
+}
+
+LinearGradientTuple support_logits_backward(const SupportLogitsBackward& call) {
+  return support_gradients(call, Tensor());
+}
+
+LinearGradientTuple support_logits_backward_into(const SupportLogitsBackwardInto& call) {
+  check_grad_weight_into(call.grad_weight_into, call.backward.linear_weight);
+  return support_gradients(call.backward, call.grad_weight_into);
 }
 
 // On the CPU, and on the GPU where set_check_targets asks for it: an error where a row's target is not among its
@@ -114,6 +128,12 @@ LinearGradientTuple support_logits_backward_meta(const SupportLogitsBackward& ca
           like(call.needs_grad[2], call.linear_bias.value_or(call.input))};
 }
 
+LinearGradientTuple support_logits_backward_into_meta(const SupportLogitsBackwardInto& call) {
+  auto backward = call.backward;
+  backward.needs_grad[1] = false;
+  return support_logits_backward_meta(backward);
+}
+
 Tensor support_positions_meta(const SupportPositions& call) {
   return at::empty_symint(call.target.sym_sizes(), call.target.options().dtype(at::kLong));
 }
@@ -121,6 +141,8 @@ Tensor support_positions_meta(const SupportPositions& call) {
 void implement_support(torch::Library& m) {
   m.impl("support_logits", named_kernel<"linear_cross_entropy", unpacked<support_logits>()>());
   m.impl("support_logits_backward", named_kernel<"linear_cross_entropy", unpacked<support_logits_backward>()>());
+  m.impl("support_logits_backward_into",
+         named_kernel<"linear_cross_entropy", unpacked<support_logits_backward_into>()>());
   m.impl("support_positions", TORCH_FN(unpacked<support_positions>()));
 }
 
@@ -133,6 +155,7 @@ TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) { implement_support(m); }
 TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("support_logits", TORCH_FN(unpacked<support_logits_meta>()));
   m.impl("support_logits_backward", TORCH_FN(unpacked<support_logits_backward_meta>()));
+  m.impl("support_logits_backward_into", TORCH_FN(unpacked<support_logits_backward_into_meta>()));
   m.impl("support_positions", TORCH_FN(unpacked<support_positions_meta>()));
 }
 

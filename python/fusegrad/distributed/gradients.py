@@ -146,7 +146,9 @@ class ChunkGradients:
         accumulator: bool,
         lean: bool,
         inplace: bool,
+        grad_weight_into: Tensor | None = None,
     ) -> None:
+        """The weight's gradient is added to `grad_weight_into` where there is one, and is none."""
         self.shards, self.head, self.needs_grad = shards, head, needs_grad
         product = head.weight.dtype
         self.acc = acc_of(product)
@@ -154,10 +156,13 @@ class ChunkGradients:
         self.input = self.weight = self.bias = None
         self.pending: Callable[[], None] | None = None
         self.started = False
+        self.given = grad_weight_into is not None and needs_grad[1]
         self.results = weight.dtype, None if bias is None else bias.dtype
         if needs_grad[0]:
             self.input = input if inplace else torch.empty_like(input, memory_format=torch.contiguous_format)
-        if needs_grad[1]:
+        if self.given:
+            self.weight = grad_weight_into
+        elif needs_grad[1]:
             direct = weight.dtype == product and not accumulator
             self.weight = torch.empty(weight.shape, dtype=product if direct else self.acc, device=weight.device)
         if needs_grad[2]:
@@ -172,7 +177,7 @@ class ChunkGradients:
             _multiply(grad, z, self.head.weight, add=False)
             work = self.shards.start_sum(grad)
         if self.weight is not None:
-            _multiply(self.weight, z.t(), x, self.started)
+            _multiply(self.weight, z.t(), x, self.started or self.given)
         if self.bias is not None:
             self.bias += z.sum(0, dtype=self.acc)
         self.started = True
@@ -194,6 +199,8 @@ class ChunkGradients:
 
     def finish(self) -> list[Tensor | None]:
         self._finish_sum()
+        if self.given:
+            self.weight = None
         if self.weight is not None and not self.started:
             self.weight.zero_()
         weight = None if self.weight is None else self.weight.to(self.results[0])

@@ -14,6 +14,7 @@ from torch import Tensor
 from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward, scale_saved
 from .rows import DIFFERENTIABLE, Rows, Upstream
 from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
+from .support import linear_logits, logits_of, loss_of
 
 _ops = torch.ops.fusegrad
 
@@ -60,12 +61,14 @@ class LinearOptions:
         accumulate_dtype: Any,
         mib: Any,
         row_scale: Tensor | None = None,
+        grad_weight_into: Tensor | None = None,
     ) -> None:
+        self.grad_weight_into = grad_weight_into
         self.shards, self.logit_scale, self.mib, self.row_scale = shards, logit_scale, mib, row_scale
         self.dtype = product_type(input)
         accumulate = accumulate_dtype or acc_of(self.dtype)
         self.lean = accumulate == self.dtype
-        self.low_precision_result = weight.dtype != accumulate
+        self.low_precision_result = grad_weight_into is None and weight.dtype != accumulate
 
     def plan(self, input: Tensor, weight_grad: bool, logits_per_row: int) -> tuple[int, bool]:
         """Rows of a chunk, the same in all processes; whether the weight's gradient needs an accumulator."""
@@ -97,7 +100,18 @@ def run_linear(
     count, accumulator = linear.plan(input, needs_grad[1], 1)
     head = Head(weight, bias, linear.logit_scale, min(count, input.shape[0]), linear.dtype)
     input, weight = input.detach(), weight.detach()
-    gradients = ChunkGradients(linear.shards, head, input, weight, bias, needs_grad, accumulator, linear.lean, inplace)
+    gradients = ChunkGradients(
+        linear.shards,
+        head,
+        input,
+        weight,
+        bias,
+        needs_grad,
+        accumulator,
+        linear.lean,
+        inplace,
+        linear.grad_weight_into,
+    )
     for part in chunks(input.shape[0], count):
         x = input[part].to(linear.dtype)
         z = head.logits(x)
@@ -198,11 +212,6 @@ def may_overwrite(inplace: bool, tensor: Tensor, others: list[Any]) -> bool:
     return inplace and _ops.may_overwrite(tensor, [other for other in others if isinstance(other, Tensor)])
 
 
-def refuse_support(op: str, support: Tensor | None) -> None:
-    if support is not None:
-        raise ValueError(f"{op}: support must be None over a sharded vocabulary, but got a tensor")
-
-
 def refuse_target_gradient(op: str, target: Tensor) -> None:
     if target.requires_grad:
         raise ValueError(
@@ -224,15 +233,21 @@ def cross_entropy(
     **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "cross_entropy"
-    refuse_support(op, support)
     class_dim = 0 if input.dim() <= 1 else 1
     if is_dtensor(input):
         shards = part_of(op, "input", input, class_dim, shards)
         input = local_part(input)
         target = local_part(target) if target.is_floating_point() else whole(target)
     assert shards is not None
-    weight, token_weight, target = whole(weight), whole(token_weight), whole(target)
-    given = {"input": input, "target": target, "weight": weight, "token_weight": token_weight, "normalizer": normalizer}
+    weight, token_weight, target, support = whole(weight), whole(token_weight), whole(target), whole(support)
+    given = {
+        "input": input,
+        "target": target,
+        "weight": weight,
+        "token_weight": token_weight,
+        "normalizer": normalizer,
+        "support": support,
+    }
     sharded = {"input": class_dim}
     if target.is_floating_point():
         sharded["target"] = class_dim
@@ -241,6 +256,7 @@ def cross_entropy(
     row_shape = input.shape[:class_dim] + input.shape[class_dim + 1 :]
     overwrite = (
         input.dim() <= 2
+        and support is None
         and not options["aux"] & DIFFERENTIABLE
         and may_overwrite(inplace, input, [target, weight, token_weight, normalizer])
     )
@@ -249,6 +265,10 @@ def cross_entropy(
         logits = input.unsqueeze(0)
     elif input.dim() > 2:
         logits = input.movedim(1, -1).reshape(row_shape.numel(), shards.size)
+    if support is not None:
+        support = support.long().reshape(-1, support.shape[-1])
+        z = logits_of(logits, support, shards)
+        return loss_of(op, z, support, target.reshape(-1), shards, row_shape, given, options)
     if target.is_floating_point():
         target = target.movedim(class_dim, -1).reshape(row_shape.numel(), shards.size)
     else:
@@ -277,13 +297,15 @@ def linear_cross_entropy(
     normalizer: Tensor | None,
     row_scale: Tensor | None = None,
     support: Tensor | None = None,
+    grad_weight_into: Tensor | None = None,
     *,
     inplace: bool,
     shards: VocabParallel | None,
     **options: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     op = "linear_cross_entropy"
-    refuse_support(op, support)
+    if options["batch_invariant"]:
+        raise ValueError(f"{op}: batch_invariant must be False over a sharded vocabulary, but got True")
     if is_dtensor(linear_weight):
         shards = part_of(op, "linear_weight", linear_weight, 0, shards)
     elif shards is None:
@@ -292,8 +314,9 @@ def linear_cross_entropy(
             "but got a plain tensor"
         )
     linear_weight, linear_bias = local_part(linear_weight), local_part(linear_bias)
+    grad_weight_into = local_part(grad_weight_into)
     target = local_part(target) if target.is_floating_point() else whole(target)
-    input, weight, token_weight = whole(input), whole(weight), whole(token_weight)
+    input, weight, token_weight, support = whole(input), whole(weight), whole(token_weight), whole(support)
     given = {
         "input": input,
         "linear_weight": linear_weight,
@@ -303,14 +326,21 @@ def linear_cross_entropy(
         "token_weight": token_weight,
         "normalizer": normalizer,
         "row_scale": row_scale,
+        "support": support,
+        "grad_weight_into": grad_weight_into,
     }
-    sharded = {"linear_weight": 0, "linear_bias": 0}
+    sharded = {"linear_weight": 0, "linear_bias": 0, "grad_weight_into": 0}
     if target.is_floating_point():
         sharded["target"] = target.dim() - 1
     check(op, shards, given, sharded, options)
     refuse_target_gradient(op, target)
+    if grad_weight_into is not None:
+        others = [value for value in given.values() if isinstance(value, Tensor) and value is not grad_weight_into]
+        _ops.check_may_add_to(op, "grad_weight_into", grad_weight_into, others)
+        if torch.is_grad_enabled() and not linear_weight.requires_grad:
+            raise ValueError(f"{op}: linear_weight must require grad with grad_weight_into, but got one that does not")
     if row_scale is not None:
-        if row_scale.requires_grad:
+        if row_scale.requires_grad and support is None:
             raise ValueError(
                 f"{op}: logit_scale must not require grad with vocab_parallel, since it gets no gradient there, but "
                 "got a tensor that does: detach it"
@@ -325,16 +355,27 @@ def linear_cross_entropy(
         options["accumulate_dtype"],
         options["workspace_mib"],
         row_scale,
+        grad_weight_into,
     )
-    recompute = options["reduction"] == "none" or bool(options["aux"] & DIFFERENTIABLE) or linear.mib == 0
+    recompute = (
+        options["reduction"] == "none"
+        or bool(options["aux"] & DIFFERENTIABLE)
+        or linear.mib == 0
+        or grad_weight_into is not None
+    )
     overwrite = (
         cast is input
+        and support is None
         and not recompute
         and may_overwrite(inplace, input, [linear_weight, linear_bias, target, weight, token_weight, normalizer])
     )
     row_shape = input.shape[:-1]
     matrix = cast.reshape(row_shape.numel(), input.shape[-1])
     target = target.reshape(row_shape.numel(), shards.size) if target.is_floating_point() else target.reshape(-1)
+    if support is not None:
+        support = support.long().reshape(-1, support.shape[-1])
+        z = linear_logits(linear, support, matrix, linear_weight, linear_bias)
+        return loss_of(op, z, support, target, shards, row_shape, given, options)
     needs_grad = wanted_gradients(matrix, linear_weight, linear_bias)
     rows = Rows(
         op,

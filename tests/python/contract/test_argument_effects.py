@@ -133,6 +133,8 @@ VALUES: dict[str, Any] = {
     "accumulate_dtype": torch.float16,
     "workspace_mib": -1,
     "options": object(),
+    "grad_weight_into": torch.zeros(V, H),
+    "batch_invariant": "of the op",
     "vocab_parallel": object(),
     "return_aux": "of the op",
     # Of modules.
@@ -150,6 +152,8 @@ def value_of(name: str, context: str) -> Any:
         return JSDAux(soft_loss=True) if "jsd" in context or "JSD" in context else Aux(entropy=True)
     if name == "inplace":
         return True
+    if name == "batch_invariant":  # no bits of so few rows differ: a value that must raise, or what raises with it
+        return True if "probabilities" in context else 1
     if name == "target" and "probabilities" in context:
         return T["probabilities"].flip(0)
     if name == "input" and context.startswith("cross"):

@@ -59,8 +59,8 @@ def test_linear_cross_entropy(device: str, dtype: torch.dtype, options: dict[str
     )
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_gradcheck(reduction: str) -> None:
+@pytest.mark.parametrize("reduction, softcap", [("none", None), ("mean", None), ("none", 2.0)])
+def test_gradcheck(reduction: str, softcap: float | None) -> None:
     torch.manual_seed(0)
     x, w, b = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2), (6, 2), (6,)))
     scale = torch.rand(3, dtype=torch.float64, requires_grad=True)
@@ -68,7 +68,15 @@ def test_gradcheck(reduction: str) -> None:
 
     def call(x: Tensor, w: Tensor, b: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         loss, aux = fusegrad.linear_cross_entropy(
-            x, w, target, linear_bias=b, support=support, logit_scale=scale, reduction=reduction, return_aux=AUX
+            x,
+            w,
+            target,
+            linear_bias=b,
+            support=support,
+            logit_scale=scale,
+            reduction=reduction,
+            softcap=softcap,
+            return_aux=AUX,
         )
         return loss, aux.lse, aux.entropy, aux.token_log_prob
 
@@ -114,6 +122,18 @@ def test_a_target_outside_its_support_is_nan_on_the_gpu() -> None:
     support = torch.tensor([[0, 1], [99, 2]], device="cuda")
     loss = fusegrad.cross_entropy(x, torch.tensor([3, 2], device="cuda"), support=support, reduction="none")
     assert loss.isnan().all()
+
+
+def test_opcheck() -> None:
+    target, support = sample("cpu")
+    x, w, b = (torch.randn(s, dtype=torch.float64) for s in ((ROWS, HIDDEN), (VOCAB, HIDDEN), (VOCAB,)))
+    ops = torch.ops.fusegrad
+    torch.library.opcheck(ops.support_logits.default, (x, w, b, support, None))
+    torch.library.opcheck(ops.support_logits.default, (x, w, None, support, 0, 128))
+    backward = (torch.randn(support.shape, dtype=torch.float64), x, w, b, support, None, None)
+    torch.library.opcheck(ops.support_logits_backward.default, (*backward, [True, True, True]))
+    torch.library.opcheck(ops.support_logits_backward.default, (*backward, [True, False, False]))
+    torch.library.opcheck(ops.support_positions.default, (target, support, VOCAB, -100))
 
 
 def test_compiled() -> None:

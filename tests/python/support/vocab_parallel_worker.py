@@ -158,6 +158,87 @@ def linear_cross_entropy(shards: VocabParallel) -> None:
 
 
 @case
+def support(shards: VocabParallel) -> None:
+    """A softmax over a few columns, of which each process has some, all or none."""
+    cut = slice(shards.start, shards.stop)
+    ids = torch.stack([torch.randperm(V)[:5] for _ in range(ROWS)])
+    target = ids[:, 2].clone()
+    ids[::2, 0] = -1
+    target[4] = -100
+    scale = torch.rand(ROWS) + 0.5
+    for dtype in (*DTYPES, torch.bfloat16):
+        # Of low precision the unsharded op is the truth, without aux values: formulas would round each step.
+        wide = dtype in DTYPES
+        truth: Any = reference if wide else fusegrad
+        aux = Aux(True, True, True, True, True, True) if wide else None
+        for options in ({"reduction": "none"}, {"softcap": 2.0, "z_loss": 0.1}, {"token_weight": scale}):
+            of_logits = {"support": ids, **options}
+            check_same(
+                f"{dtype} {list(options)}",
+                lambda z, a=aux, o=of_logits: fusegrad.cross_entropy(
+                    z, target, vocab_parallel=shards, return_aux=a, **o
+                ),
+                lambda z, t=truth, o=of_logits: t.cross_entropy(z, target, **o),
+                [torch.randn(ROWS, V).to(dtype)],
+                [lambda t: t[:, cut]],
+                wide,
+            )
+
+            def ours(x: Tensor, w: Tensor, b: Tensor, s: Tensor, a: Any = aux, o: Any = of_logits) -> Any:
+                how = {"linear_bias": b, "logit_scale": s, "workspace_mib": 1, **o}
+                return fusegrad.linear_cross_entropy(x, w, target, vocab_parallel=shards, return_aux=a, **how)
+
+            def plain(x: Tensor, w: Tensor, b: Tensor, s: Tensor, t: Any = truth, o: Any = of_logits) -> Any:
+                return t.linear_cross_entropy(x, w, target, linear_bias=b, logit_scale=s, **o)
+
+            check_same(
+                f"linear {dtype} {list(options)}",
+                ours,
+                plain,
+                [t.to(dtype) for t in (torch.randn(ROWS, H), torch.randn(V, H), torch.randn(V), scale)],
+                [same, lambda t: t[cut], lambda t: t[cut], same],
+                wide,
+            )
+    mine = torch.full((ROWS, 1), shards.rank)
+    assert_raises(
+        ValueError,
+        "must be the same in all processes",
+        lambda: fusegrad.cross_entropy(torch.randn(ROWS, V)[:, cut], mine[:, 0], support=mine, vocab_parallel=shards),
+    )
+
+
+@case
+def grad_weight_into(shards: VocabParallel) -> None:
+    cut = slice(shards.start, shards.stop)
+    target = torch.randint(0, V, (ROWS,))
+    for dtype in (*DTYPES, torch.bfloat16):
+        for options in ({}, {"reduction": "none", "workspace_mib": 0}, {"support": target[:, None]}):
+            x, w = leaf(torch.randn(ROWS, H).to(dtype)), leaf(torch.randn(V, H).to(dtype))
+            mine, part = leaf(x), leaf(w[cut])
+            into = torch.ones_like(part, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+            start = into.clone()
+            loss = fusegrad.linear_cross_entropy(
+                mine, part, target, vocab_parallel=shards, grad_weight_into=into, **options
+            )
+            fusegrad.linear_cross_entropy(x, w, target, **options).sum().backward()
+            version = into._version
+            for count in (1, 2):
+                loss.sum().backward(retain_graph=True)
+                assert part.grad is None
+                assert_close((into - start).to(dtype), count * w.grad[cut], f"{dtype} {options}")
+            assert shards.size == 0 or into._version > version
+            assert_close(mine.grad, 2 * x.grad, f"{dtype} {options}, input")
+    if shards.size != 0:
+        w = leaf(torch.randn(V, H)[cut])
+        options = {"vocab_parallel": shards, "grad_weight_into": w.detach()}
+        assert_raises(
+            ValueError,
+            "must not share memory",
+            lambda: fusegrad.linear_cross_entropy(torch.randn(ROWS, H), w, target, **options),
+        )
+
+
+@case
 def many_chunks(shards: VocabParallel) -> None:
     """Several chunks of rows, which must be the same in parts of any size; low precision, whose sums are float32."""
     shards = VocabParallel._of(shards.group, [(200 * start, 200 * stop) for start, stop in shards.bounds])

@@ -13,7 +13,7 @@ void launch_aligned(const RowForward& p, void* stream) {
   constexpr int kWidth = 16 / sizeof(T);
   using Loss = CrossEntropy<T, kMode>;
   const device::Constants constants(p.targets, p.transform, p.z_loss, p.cols);
-  const Rows rows{p.rows, p.cols, p.logits, p.logits_stride, p.grad != nullptr};
+  const Rows rows{p.rows, p.cols, p.logits, p.logits_stride, p.grad != nullptr, !p.alone};
   if (p.grad == nullptr || same_alignment(p.logits, p.logits_stride, p.grad, p.grad_stride, sizeof(T))) {
     launch_rows<Loss, T, kWidth>(rows, p, constants, stream);
   } else {
@@ -26,7 +26,7 @@ void launch_aligned(const RowForward& p, void* stream) {
 void row_forward(const RowForward& p, DType dtype, void* stream) {
   if (p.rows == 0) return;
   check_columns("cross entropy", p.cols);
-  const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && p.transform.scale > 0.0 &&
+  const bool plain = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && p.transform.scale > 0.0 && !p.alone &&
                      p.row_scale == nullptr && p.entropy == nullptr && p.predicted == nullptr;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
