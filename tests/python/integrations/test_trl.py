@@ -199,7 +199,23 @@ def dpo(model: Any, folder: Path) -> Any:
     return trl.DPOTrainer(model, ref_model=make(), **given)
 
 
-@pytest.mark.parametrize("kind", [grpo, dpo], ids=lambda kind: kind.__name__)
+def kto(model: Any, folder: Path) -> Any:
+    labels = {
+        "prompt": [f"w{i}" for i in range(3, 9)],
+        "completion": ["w5 w6 w7", "w9 w8"] * 3,
+        "label": [True, False] * 3,
+    }
+    given = {"train_dataset": Dataset.from_dict(labels), "processing_class": tokenizer()}
+    return trl.KTOTrainer(model, ref_model=make(), args=trl.KTOConfig(str(folder), **COMMON), **given)
+
+
+def rloo(model: Any, folder: Path) -> Any:
+    arguments = trl.RLOOConfig(str(folder), num_generations=4, max_completion_length=6, beta=0.0, **COMMON)
+    prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(3, 9)]})
+    return trl.RLOOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer())
+
+
+@pytest.mark.parametrize("kind", [grpo, dpo, kto, rloo], ids=lambda kind: kind.__name__)
 def test_preference_trainers(kind: Any, tmp_path: Path, no_logits: dict[str, int]) -> None:
     """Log-probabilities of the policy and of the reference, in a step of each."""
     found = []
