@@ -1,0 +1,61 @@
+"""examples/grpo.py: rewards, the policy's loss by both heads, and a short run."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpo
+import pytest
+import torch
+
+SMALL = ["--prompts=4", "--group=4", "--width=16", "--layers=1", "--heads=2"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_sums_and_rewards() -> None:
+    prompts, answers = grpo.sums("cpu")
+    row = [3, grpo.PLUS, 8, grpo.EQUALS]
+    (at,) = (prompts == torch.tensor(row)).all(1).nonzero()
+    assert answers[at].tolist() == [[1, 1]]
+    samples = torch.tensor([[1, 1], [1, 0], [0, 2]])
+    assert grpo.reward_of(samples, torch.tensor([[1, 1]] * 3)).tolist() == [[1, 1], [1, 0], [0, 0]]
+
+
+def test_both_heads_give_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = grpo.Model(16, 1, 2).double()
+    prompts, _ = grpo.sums("cpu")
+    samples = grpo.sample(model, prompts[:8], 1.0)
+    assert samples.shape == (8, 2)
+    tokens = torch.cat([prompts[:8], samples], 1)
+    advantage, old = torch.randn(8, 2).double(), -2.5 + 0.3 * torch.randn(8, 2).double()
+    found = []
+    for log_probs in grpo.LOG_PROBS.values():
+        hidden = model(tokens[:, :-1])[:, grpo.PROMPT - 1 :]
+        log_prob, entropy = log_probs(hidden, model.head.weight, samples, 0.8)
+        loss = grpo.policy_loss(log_prob, entropy, old, advantage, 0.2, 0.01)
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_the_program(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert grpo.main([*SMALL, "--rounds=3", "--least=0", f"--out={tmp_path}"]) == 0
+    reports = json.loads((tmp_path / "grpo.json").read_text())
+    assert [report["name"] for report in reports] == ["fusegrad", "PyTorch"]
+    assert all(len(report[key]) == 3 for report in reports for key in ("reward", "right", "entropy"))
+    assert reports[0]["reward"][0] == reports[1]["reward"][0]  # the same seed, before anything is learned
+    assert (tmp_path / "grpo.png").stat().st_size > 1000
+
+
+def test_the_check_fails_where_it_should() -> None:
+    reports = [{"name": "fusegrad", "right": [0.1, 0.95]}, {"name": "PyTorch", "right": [0.1, 0.8]}]
+    assert grpo.check(reports, 0.9) == 1 and grpo.check(reports, 0.8) == 0
