@@ -1,7 +1,8 @@
 """Log-probabilities of tokens and entropies, both with gradients: eager, torch.compile, TRL, Liger, verl and fusegrad
 beside the three products.
 
-What is timed is `log_prob + entropy / 2` of each row, with an upstream gradient for each. The floor is the three matrix
+What is timed is `log_prob + entropy / 2` of each row, with an upstream gradient for each; beside it GRPO's whole loss
+(rows named so), and calls with a support, into a buffer and with batch invariance. The floor is the three matrix
 products alone (logits, gradient of the input, gradient of the weight), back to back on the op's own data. Memory is
 above the inputs and counts both gradients.
 
@@ -35,7 +36,8 @@ CPU_SIZES = (1024, 512, 32000)
 KEPT_RATIO, KEPT_MIB = 1.10, 2560  # beside the gradients, as below
 LEAN_RATIO, LEAN_MIB = 1.40, 265
 SUPPORTS = {False: (64, 256, 1024), True: (256,)}
-PEERS = ("compile", "trl", "liger scaled", "verl")
+PEERS = ("compile", "trl", "trl chunked", "liger scaled", "verl")
+SEQUENCES = 8  # of GRPO's loss
 
 
 def objective(log_prob: Tensor, entropy: Tensor) -> Tensor:
@@ -77,7 +79,9 @@ def implementations(case: Case, options: Options) -> list[Implementation | Unava
     return [
         *_torch(case),
         *peers.optional("trl", "trl.trainer.utils", _trl),
+        *peers.optional("trl chunked", "trl.kernels", _trl_chunked),
         *peers.cuda_only(case, "liger scaled", "liger_kernel.ops", _liger),
+        *peers.cuda_only(case, "liger grpo", "liger_kernel.chunked_loss", _liger_grpo),
         *peers.cuda_only(case, "verl", "verl.utils.kernel.linear_cross_entropy", _verl),
         *peers.optional("fusegrad", "fusegrad", lambda fusegrad: ours(fusegrad, case, options.quick)),
     ]
@@ -102,6 +106,34 @@ def _trl(module: Any) -> list[Implementation]:
         return objective(*module.selective_log_softmax_and_entropy(hidden @ weight.T, target))
 
     return [_rows("trl", loss)]
+
+
+def _trl_chunked(module: Any) -> list[Implementation]:
+    """What its trainers take since 1.16: log-probabilities from hidden states, by tiles of the logits."""
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        out = module.ChunkedLogProbFunction.apply(
+            hidden, weight, None, target, 1.0, 32768, None, 1.0, ("log_probs", "entropy")
+        )
+        return objective(out[0], out[1])
+
+    return [_rows("trl chunked", loss)]
+
+
+def grpo(log_prob: Tensor) -> Tensor:
+    """GRPO's loss of the first update: all advantages are 1, so that the ratio's gradient alone counts."""
+    ratio = (log_prob - log_prob.detach()).exp()
+    return -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+
+def _liger_grpo(module: Any) -> list[Implementation]:
+    fused = module.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="bnpo")
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        states, ids = hidden.unflatten(0, (SEQUENCES, -1)), target.unflatten(0, (SEQUENCES, -1))
+        return fused(states, weight, ids, torch.ones_like(ids), torch.ones(SEQUENCES, device=ids.device))[0]
+
+    return [Implementation("liger grpo", loss, variant="grpo")]
 
 
 def _liger(module: Any) -> list[Implementation]:
@@ -134,6 +166,9 @@ def ours(fusegrad: Any, case: Case, quick: bool) -> list[Implementation]:
 
     rows, vocabulary = case["N"], case["V"]
 
+    def policy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return grpo(fusegrad.linear_log_prob(hidden, weight, target, return_entropy=False).log_prob)
+
     def support(target: Tensor, count: int) -> Tensor:
         """Distinct ids of each row, the target's first."""
         steps = torch.arange(count, device=target.device) * (vocabulary // count)
@@ -142,17 +177,19 @@ def ours(fusegrad: Any, case: Case, quick: bool) -> list[Implementation]:
     found = [
         make("", lambda _: {}),
         make(" recompute", lambda _: {"workspace_mib": LEAN_MIB}),
+        Implementation("fusegrad grpo", policy, ours=True, variant="grpo"),
+        make(" batch invariant", lambda _: {"batch_invariant": True}, essential=False),
         make(" temperature a row", lambda t: {"logit_scale": torch.ones(rows, device=t.device)}),
     ]
     supports = SUPPORTS[quick]
     return found + [
-        make(f" support {k}", lambda t, k=k: {"support": support(t, k)}, variant=k, essential=not quick)
+        make(f" support {k}", lambda t, k=k: {"support": support(t, k)}, variant=k)
         for k in supports
         if vocabulary >= 2 * k
     ]
 
 
-def _goals(rows: int, hidden: int, vocabulary: int) -> tuple[Goal, ...]:
+def _goals(rows: int, hidden: int, vocabulary: int, quick: bool) -> tuple[Goal, ...]:
     gradients = math.ceil((rows + vocabulary) * hidden * 2 / MIB)
     kept, lean = gradients + KEPT_MIB, gradients + LEAN_MIB
     text = f"<= {KEPT_RATIO} x floor at <= {kept} MiB"
@@ -169,7 +206,8 @@ def _goals(rows: int, hidden: int, vocabulary: int) -> tuple[Goal, ...]:
         goals.append(
             Goal(f"ahead of {peer}", ("fusegrad", "fusegrad recompute"), than=peer, min_speedup=1, max_memory_share=1)
         )
-    for name in (" temperature a row", *(f" support {k}" for k in SUPPORTS[False])):
+    goals.append(Goal("ahead of liger grpo", ("fusegrad grpo",), than="liger grpo", min_speedup=1, max_memory_share=1))
+    for name in (" temperature a row", *(f" support {k}" for k in SUPPORTS[quick])):
         subject = f"fusegrad{name}"
         goals.append(Goal(f"{name.strip()}: <= 1.05 of without", (subject,), than="fusegrad", min_speedup=1 / 1.05))
     return tuple(goals)
@@ -180,7 +218,8 @@ def plans(device: str, quick: bool) -> list[Plan]:
         sizes = tuple(zip("NHV", CPU_SIZES, strict=True))
         return [Plan(Case(OP, sizes, "float32", device), memory=False)]
     return [
-        Plan(Case(OP, tuple(zip("NHV", sizes, strict=True)), "bfloat16", device), _goals(*sizes)) for sizes in SIZES
+        Plan(Case(OP, tuple(zip("NHV", sizes, strict=True)), "bfloat16", device), _goals(*sizes, quick))
+        for sizes in SIZES
     ]
 
 
