@@ -65,6 +65,10 @@ import torch
 row_start, distances, bonds = torch.zeros(3, 64, dtype=torch.int64)
 spatial, edge = torch.zeros(2, 2, 2)
 """,
+    "docs/triangle_attention.md": """
+import math, torch
+n, bias, sizes = 4, torch.zeros(2, 2, 4, 4), torch.tensor([4, 3])
+""",
     "docs/compatibility.md": "import torch",
     "docs/jax.md": "import jax",
     ("docs/jax.md", 1): """

@@ -1,0 +1,1 @@
+"""What examples/triangle_attention.py is made of."""
