@@ -18,7 +18,8 @@ BUILD := build/torch-$(TORCH)
 BIN := $(CURDIR)/$(VENV)/bin
 LINT := .venv-lint/bin
 SITE = $(wildcard $(VENV)/lib/python3.*/site-packages)
-PIP_INSTALL := install --quiet --disable-pip-version-check
+# Without byte code, which takes half a minute for torch: Python makes what it imports.
+PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c

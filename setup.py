@@ -35,12 +35,10 @@ def find_torches(environment: dict[str, str]) -> list[str]:
 
 
 def requirement(versions: list[str]) -> str:
-    """What the wheel requires: one of the minor versions, which follow one another."""
-    minors = sorted({tuple(int(part) for part in version.split(".")[:2]) for version in versions})
-    (major, first), last = minors[0], minors[-1][1]
-    if minors != [(major, minor) for minor in range(first, last + 1)]:
-        raise SystemExit(f"fusegrad: the minor versions of torch must follow one another, but got {versions}")
-    return f"torch>={major}.{first},<{major}.{last + 1}"
+    """What the wheel requires: one of the minor versions of torch 2 that it has a library for."""
+    minors = {int(version.split(".")[1]) for version in versions}
+    absent = [f"!=2.{minor}.*" for minor in range(min(minors), max(minors)) if minor not in minors]
+    return ",".join([f"torch>=2.{min(minors)}", f"<2.{max(minors) + 1}", *absent])
 
 
 def program(name: str, folder: str) -> str:
