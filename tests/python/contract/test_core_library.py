@@ -46,3 +46,22 @@ def test_kernels_are_in_it_alone(library: Path) -> None:
     assert kernels.search(printed("nm", "-D", "--defined-only", CORE)) is not None
     assert kernels.search(printed("nm", "-D", "--defined-only", library)) is None
     assert ".nv_fatbin" not in printed("readelf", "-S", "-W", library)
+
+
+def test_a_torch_without_a_library_is_named() -> None:
+    """Another minor version, and a nightly of one that there is a library for, whose structures may differ."""
+    code = """
+import torch
+for version in ("2.1.0", torch.__version__.split("+")[0] + ".dev20261101+cpu"):
+    torch.__version__ = version
+    try:
+        import fusegrad
+    except ImportError as error:
+        print(error)
+"""
+    found = printed(sys.executable, "-I", "-c", code).splitlines()
+    minors = ", ".join(sorted(path.name.removeprefix("torch-") for path in FOLDER.glob("torch-*")))
+    assert len(found) == 2
+    for line, version in zip(found, ("2.1.0", ".dev20261101"), strict=True):
+        assert f"has libraries for torch {minors}, but torch" in line and f"{version} is installed" in line
+        assert "pip install 'torch==" in line and "pip install --no-build-isolation" in line
