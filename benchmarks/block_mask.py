@@ -193,7 +193,9 @@ def main() -> None:
         print(f"\n{length} tokens{heading}")
         ran = {name: one for name, one in case["results"].items() if "failure" not in one}
         columns = ("ms", "wall_ms", "peak_mib", "lists_mib")
-        rows = [[name, *(f"{one[column]:.3f}" for column in columns), str(one["compiled"])] for name, one in ran.items()]
+        rows = [
+            [name, *(f"{one[column]:.3f}" for column in columns), str(one["compiled"])] for name, one in ran.items()
+        ]
         print_table(["", "ms", "wall", "MiB", "lists", "compiled"], rows)
         for name, one in case["results"].items():
             if "failure" in one:
