@@ -63,10 +63,11 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
     call.needs_grad = needed_gradients(ctx, call.linear_bias.has_value());
     const bool inplace = call.logits && may_reuse_saved(*call.logits, ctx->saved_data["hooks"].toBool());
     const auto into = saved_grad_weight_into(ctx);
-    const bool adds = into && call.needs_grad[kWeight];
-    const auto made = adds ? dispatch::linear_cross_entropy_backward_into({*into, call}, inplace)
-                           : dispatch::linear_cross_entropy_backward(call, inplace);
-    auto result = linear_result(made, call.needs_grad, kArguments, adds);
+    auto result =
+        into && call.needs_grad[kWeight]
+            ? added_result(kOp, dispatch::linear_cross_entropy_backward_into({*into, call}, inplace), call.needs_grad,
+                           kArguments, {call.input, call.linear_weight})
+            : linear_result(dispatch::linear_cross_entropy_backward(call, inplace), call.needs_grad, kArguments);
     if (call.row_scale && ctx->needs_input_grad(call.linear_bias ? kBias + 1 : kBias)) {
       result[kBias + 1] = refuse_double_backward(kOp, scale_gradient(call), {call.input, *call.row_scale});
     }

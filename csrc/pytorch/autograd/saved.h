@@ -148,14 +148,24 @@ inline std::optional<at::Tensor> saved_grad_weight_into(torch::autograd::Autogra
   return found->second.toTensor();
 }
 
-/// What a backward returns for a Function of `arguments` arguments. A weight's gradient that was added to another
-/// tensor comes empty, and is none.
+/// What a backward returns for a Function of `arguments` arguments.
 inline torch::autograd::variable_list linear_result(const LinearGradients& gradients, std::array<bool, 3> needs_grad,
-                                                    size_t arguments, bool added = false) {
+                                                    size_t arguments) {
   torch::autograd::variable_list result(arguments);
   if (needs_grad[kInput]) result[kInput] = gradients.input;
-  if (needs_grad[kWeight] && !added) result[kWeight] = gradients.weight;
+  if (needs_grad[kWeight]) result[kWeight] = gradients.weight;
   if (needs_grad[kBias]) result[kBias] = gradients.bias;
+  return result;
+}
+
+/// The same from an op that added the weight's gradient to another tensor. Ops that mutate have no kernel at autograd's
+/// keys that would refuse a second differentiation.
+inline torch::autograd::variable_list added_result(const char* op, const LinearGradients& gradients,
+                                                   std::array<bool, 3> needs_grad, size_t arguments,
+                                                   at::TensorList inputs) {
+  needs_grad[kWeight] = false;
+  auto result = linear_result(gradients, needs_grad, arguments);
+  for (auto& gradient : result) gradient = refuse_double_backward(op, gradient, inputs);
   return result;
 }
 

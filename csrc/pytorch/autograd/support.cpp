@@ -35,9 +35,11 @@ struct SupportLogitsOf : NamedFunction<SupportLogitsOf, "linear_cross_entropy"> 
     call.grad = grads[0];
     call.needs_grad = needed_gradients(ctx, call.linear_bias.has_value());
     const auto into = saved_grad_weight_into(ctx);
-    const bool adds = into && call.needs_grad[kWeight];
-    const auto out = adds ? add(SupportLogitsBackwardInto{*into, call}) : op(call);
-    return linear_result(std::make_from_tuple<LinearGradients>(out), call.needs_grad, kArguments, adds);
+    if (!into || !call.needs_grad[kWeight]) {
+      return linear_result(std::make_from_tuple<LinearGradients>(op(call)), call.needs_grad, kArguments);
+    }
+    const auto out = std::make_from_tuple<LinearGradients>(add(SupportLogitsBackwardInto{*into, call}));
+    return added_result("linear_cross_entropy", out, call.needs_grad, kArguments, {call.input, call.linear_weight});
   }
 
  private:

@@ -63,14 +63,36 @@ def test_every_backward_adds(device: str) -> None:
     once = plain_gradient(hidden, weight, target)
     into.zero_()
     loss = fusegrad.linear_cross_entropy(hidden, weight, target, grad_weight_into=into, workspace_mib=0)
-    loss.backward(retain_graph=True)
-    assert torch.equal(into, once)
-    loss.backward(retain_graph=True)
+    for count in (1, 2):
+        version = into._version
+        loss.backward(retain_graph=True)
+        assert into._version > version
+        if count == 1:
+            assert torch.equal(into, once)
     torch.testing.assert_close(into, 2 * once)
     torch.autograd.grad(loss, hidden, retain_graph=True)  # asks for nothing of the weight's
     torch.testing.assert_close(into, 2 * once)
     loss.backward()
     torch.testing.assert_close(into, 3 * once)
+
+
+@pytest.mark.parametrize("support", [False, True])
+def test_a_second_differentiation_raises(support: bool) -> None:
+    hidden, weight, target, into = sample()
+    options: dict[str, Any] = {"support": target.clamp_min(0)[:, None]} if support else {}
+    bias = torch.zeros(VOCAB, requires_grad=True)
+    loss = fusegrad.linear_cross_entropy(
+        hidden, weight, target, linear_bias=bias, grad_weight_into=into, reduction="none", **options
+    )
+    wanted = [hidden, bias, weight]
+    for_hidden, for_bias, none = torch.autograd.grad(loss.sum(), wanted, create_graph=True, allow_unused=True)
+    assert none is None
+    for gradient in (for_hidden, for_bias):
+        with pytest.raises(NotImplementedError, match="linear_cross_entropy: the gradient must not be differentiated"):
+            gradient.sum().backward(retain_graph=True)
+    version = into._version
+    loss.sum().backward(retain_graph=True)
+    assert into._version > version
 
 
 def test_pending_micro_batches_and_versions() -> None:
