@@ -18,7 +18,7 @@ BUILD := build/torch-$(TORCH)
 BIN := $(CURDIR)/$(VENV)/bin
 LINT := .venv-lint/bin
 SITE = $(wildcard $(VENV)/lib/python3.*/site-packages)
-# Without byte code, which takes half a minute for torch: Python makes what it imports.
+# Without byte code of all of torch: Python makes that of what it imports.
 PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 
 SHELL := bash
