@@ -59,6 +59,15 @@ class Cache {
 
 Cache& cache() { return of_this_process<Cache>(); }
 
+// What is made of a text, with a choice for each of its buffers.
+std::string key_of(std::string_view text, char what, const std::vector<bool>& chosen) {
+  std::string key(text);
+  key.push_back('\0');  // no text holds one
+  key.push_back(what);
+  for (const bool one : chosen) key.push_back(one ? '1' : '0');
+  return key;
+}
+
 }  // namespace
 
 std::shared_ptr<const Graph> cached_graph(std::string_view text) {
@@ -66,11 +75,11 @@ std::shared_ptr<const Graph> cached_graph(std::string_view text) {
 }
 
 std::shared_ptr<const Graph> cached_derivative(std::string_view text, const std::vector<bool>& wants_grad) {
-  // No text holds a zero byte.
-  std::string key(text);
-  key.push_back('\0');
-  for (const bool wanted : wants_grad) key.push_back(wanted ? '1' : '0');
-  return cache().get(std::move(key), [&] { return differentiate(parse(text), wants_grad); });
+  return cache().get(key_of(text, 'd', wants_grad), [&] { return differentiate(parse(text), wants_grad); });
+}
+
+std::shared_ptr<const Graph> cached_tangent(std::string_view text, const std::vector<bool>& has_tangent) {
+  return cache().get(key_of(text, 't', has_tangent), [&] { return tangent(parse(text), has_tangent); });
 }
 
 }  // namespace fusegrad::score_mod

@@ -16,4 +16,7 @@ std::shared_ptr<const Graph> cached_graph(std::string_view text);
 /// differentiate(*cached_graph(text), wants_grad), kept in the same way.
 std::shared_ptr<const Graph> cached_derivative(std::string_view text, const std::vector<bool>& wants_grad);
 
+/// tangent(*cached_graph(text), has_tangent), kept in the same way.
+std::shared_ptr<const Graph> cached_tangent(std::string_view text, const std::vector<bool>& has_tangent);
+
 }  // namespace fusegrad::score_mod

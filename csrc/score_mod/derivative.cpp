@@ -232,4 +232,75 @@ Graph differentiate(const Graph& score_mod, const std::vector<bool>& wants_grad)
   return simplify(Backward(simplify(score_mod), wants_grad).take());
 }
 
+namespace {
+
+// Whether a node is linear in the upstreams below it. Nodes that are not on one are constants here.
+bool is_linear_step(const Graph& graph, NodeId id) {
+  const Node& node = graph[id];
+  const auto on = [&](size_t i) { return graph.on_upstream(node.operands[i]); };
+  const auto zero_or_on = [&](size_t i) {
+    const NodeId operand = node.operands[i];
+    return on(i) || (graph.is_constant(operand) && graph.type(operand) == Type::kFloat && graph.value(operand).f == 0);
+  };
+  switch (node.op) {
+    case Op::kUpstream:
+    case Op::kNeg:
+    case Op::kSum:
+      return true;
+    case Op::kAdd:
+    case Op::kSub:
+      return zero_or_on(0) && zero_or_on(1);
+    case Op::kMul:
+      return on(0) != on(1);
+    case Op::kDiv:
+      return !on(1);
+    case Op::kWhere:
+      return !on(0) && zero_or_on(1) && zero_or_on(2);
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+// A score_mod has one result, so its gradient by everything is known from one backward, of the gradient 1: the tangent
+// is the sum of its products with the tangents.
+Graph tangent(const Graph& score_mod, const std::vector<bool>& has_tangent) {
+  const Graph simple = simplify(score_mod);
+  for (const NodeId id : reachable(simple)) {
+    if (simple.on_upstream(id) && !is_linear_step(simple, id))
+      throw GraphError("in forward mode a backward of one's own must be linear in its upstream gradients");
+  }
+  const Graph derivative = differentiate(score_mod, has_tangent);
+  Graph graph = with_declarations_of(derivative, Kind::kTangent);
+  std::vector<int> tangent_of(derivative.buffers().size(), -1);
+  for (size_t i = 0; i < tangent_of.size() && i < has_tangent.size(); ++i) {
+    const auto [type, rank] = derivative.buffers()[i];
+    if (has_tangent[i] && type == Type::kFloat) tangent_of[i] = graph.add_buffer(type, rank);
+  }
+  std::vector<NodeId> image(derivative.nodes().size(), -1);
+  const auto images = [&](const std::vector<NodeId>& ids) {
+    std::vector<NodeId> found;
+    for (const NodeId id : ids) found.push_back(image[id]);
+    return found;
+  };
+  for (const NodeId id : reachable(derivative)) {
+    const Node& node = derivative[id];
+    const bool grad = node.op == Op::kInput && node.payload == static_cast<int64_t>(Input::kGrad);
+    image[id] = grad ? graph.constant(1.0) : graph.copy(derivative, id, images(node.operands));
+  }
+  Term sum = Term{&graph, image[derivative.result()]} * Term{&graph, graph.input(Input::kGrad)};
+  for (const Contribution& c : derivative.contributions()) {
+    const Term read{&graph, graph.load(tangent_of[c.buffer], images(c.indices))};
+    Term part = Term{&graph, image[c.value]} * read;
+    const AxisSet open = graph.open_axes(part.id);
+    for (int axis = 0; axis < static_cast<int>(graph.axes().size()); ++axis) {
+      if ((open & set_of_axis(axis)) != 0) part.id = graph.reduce(Op::kSum, graph.axis(axis), part.id);
+    }
+    sum = sum + part;
+  }
+  graph.set_result(sum.id);
+  return simplify(graph);
+}
+
 }  // namespace fusegrad::score_mod

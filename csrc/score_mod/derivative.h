@@ -15,4 +15,11 @@ namespace fusegrad::score_mod {
 /// multiplied by it: no NaN or infinity comes out of it.
 Graph differentiate(const Graph& score_mod, const std::vector<bool>& wants_grad);
 
+/// A graph of Kind::kTangent with the input `grad`, the tangent of `score`: its result is the tangent of the
+/// score_mod's result. Behind the score_mod's buffers it has one for each float buffer that `has_tangent` (one value a
+/// buffer; missing ones are false), in their order: its tangent, of its sizes, read where the buffer is read. Made of
+/// differentiate's graph, so with the same subgradients, and with those of custom backwards; GraphError where one of
+/// these is not linear in its upstreams. Simplified.
+Graph tangent(const Graph& score_mod, const std::vector<bool>& has_tangent);
+
 }  // namespace fusegrad::score_mod

@@ -340,6 +340,22 @@ bool TileEvaluator<T>::score_mod(const Tile& tile, Rectangle<const T> score, Rec
 }
 
 template <class T>
+bool TileEvaluator<T>::tangent(const Tile& tile, Rectangle<const T> score, Rectangle<const T> tangent,
+                               Rectangle<const uint8_t> mask, Rectangle<T> out) {
+  State& s = *state_;
+  if (s.code.kind != Kind::kTangent) throw GraphError("not the program of a tangent");
+  if (tile.rows <= 0 || tile.cols <= 0) return true;
+  s.start(tile, mask);
+  for (s.row = 0; s.row < tile.rows; ++s.row) {
+    s.bind(Input::kScore, score.row(s.row));
+    s.bind(Input::kGrad, tangent.row(s.row));
+    s.run(Rate::kPair, tile.cols);
+    s.write(s.row_values(s.code.result), T(0), out.row(s.row));
+  }
+  return s.wrong.buffer < 0;
+}
+
+template <class T>
 bool TileEvaluator<T>::mask_mod(const Tile& tile, Rectangle<uint8_t> out) {
   State& s = *state_;
   if (s.code.kind != Kind::kMaskMod) throw GraphError("not the program of a mask_mod");

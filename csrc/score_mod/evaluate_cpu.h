@@ -83,6 +83,11 @@ class TileEvaluator {
   /// Of a score_mod. `out` may be `score`.
   bool score_mod(const Tile& tile, Rectangle<const T> score, Rectangle<const uint8_t> mask, Rectangle<T> out);
 
+  /// Of a tangent: `tangent` is that of the score, `out` that of the score_mod's result, 0 of pairs that take no part;
+  /// may be `tangent`.
+  bool tangent(const Tile& tile, Rectangle<const T> score, Rectangle<const T> tangent, Rectangle<const uint8_t> mask,
+               Rectangle<T> out);
+
   /// Of a mask_mod: 1 where the pair takes part.
   bool mask_mod(const Tile& tile, Rectangle<uint8_t> out);
 

@@ -14,7 +14,7 @@ namespace {
 std::string quoted(std::string_view name) { return std::string("'").append(name).append("'"); }
 
 bool allowed(Kind kind, Input input) {
-  if (input == Input::kGrad) return kind == Kind::kDerivative;
+  if (input == Input::kGrad) return kind == Kind::kDerivative || kind == Kind::kTangent;
   if (input == Input::kScore) return kind != Kind::kMaskMod;
   return true;
 }
@@ -66,7 +66,7 @@ Op cast_to(Type type) { return type == Type::kFloat ? Op::kToFloat : type == Typ
 }  // namespace
 
 std::string_view kind_name(Kind kind) {
-  constexpr std::string_view kNames[] = {"score_mod", "mask_mod", "derivative"};
+  constexpr std::string_view kNames[] = {"score_mod", "mask_mod", "derivative", "tangent"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -21,10 +21,12 @@ enum class Kind : uint8_t {
   kScoreMod,    ///< one float, from score, b, h, q_idx, kv_idx
   kMaskMod,     ///< one bool, from b, h, q_idx, kv_idx: whether the key takes part
   kDerivative,  ///< of a score_mod: d score, and what each captured read adds to its buffer's gradient
+  kTangent,     ///< of a score_mod: the tangent of its result, from those of its score and of what it reads
 };
-std::string_view kind_name(Kind kind);  // "score_mod", "mask_mod", "derivative"
+std::string_view kind_name(Kind kind);  // "score_mod", "mask_mod", "derivative", "tangent"
 
-/// `grad` is the gradient by the score_mod's result; only derivatives have it. Masks have neither it nor the score.
+/// `grad` is the gradient by the score_mod's result in a derivative, and the tangent of the score in a tangent; no
+/// others have it. Masks have neither it nor the score.
 enum class Input : uint8_t { kScore, kB, kH, kQ, kKv, kGrad };
 inline constexpr int kInputCount = 6;
 std::string_view input_name(Input input);  // "score", "b", "h", "q_idx", "kv_idx", "grad"

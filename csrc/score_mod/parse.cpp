@@ -125,14 +125,14 @@ class Parser {
 
   Graph header() {
     const Token first = next();
-    for (const Kind kind : {Kind::kScoreMod, Kind::kMaskMod, Kind::kDerivative}) {
+    for (const Kind kind : {Kind::kScoreMod, Kind::kMaskMod, Kind::kDerivative, Kind::kTangent}) {
       if (first.text != kind_name(kind)) continue;
       const Token version = next();
       if (version.text != "1") fail(version.column, "expected version '1', but got " + shown(version.text));
       end_of_line();
       return Graph(kind);
     }
-    fail(first.column, "expected 'score_mod', 'mask_mod' or 'derivative', but got " + shown(first.text));
+    fail(first.column, "expected 'score_mod', 'mask_mod', 'derivative' or 'tangent', but got " + shown(first.text));
   }
 
   // "@3" after '@'; what does not count from 0 upwards is refused by the callers.

@@ -25,6 +25,26 @@ TEST(Derivative, ReadsOfOnePlaceAreOneContribution) {
             "%4 = add %3 %1\nreturn %1\nscatter %4 @0 h\n");
 }
 
+TEST(Tangent, IsTheSumOfProductsWithTheGradients) {
+  const auto text = [](const std::string& mod, const std::vector<bool>& has_tangent) {
+    return print(tangent(parse(mod), has_tangent));
+  };
+  const std::string product =
+      "score_mod 1\nbuffer @0 f 1\nbuffer @1 i64 1\n%0 = load @1 q_idx\n%1 = load @0 %0\n%2 = mul score %1\n"
+      "return %2\n";
+  const std::string declared = "tangent 1\nbuffer @0 f 1\nbuffer @1 i64 1\n";
+  EXPECT_EQ(text(product, {}), declared + "%0 = load @1 q_idx\n%1 = load @0 %0\n%2 = mul %1 grad\nreturn %2\n");
+  // The tangent of buffer 0 is a buffer behind the others, and is read where that is.
+  const std::string both = text(product, {true, true});
+  EXPECT_EQ(both.find(declared + "buffer @2 f 1\n"), 0u);
+  EXPECT_NE(both.find("load @2 %0"), std::string::npos);
+  EXPECT_EQ(print(parse(both)), both);
+  // A branch that is not taken adds nothing.
+  EXPECT_NE(text("score_mod 1\n%0 = gt score 0.0\n%1 = log score\n%2 = where %0 %1 0.0\nreturn %2\n", {}).find("where"),
+            std::string::npos);
+  EXPECT_THROW(text("derivative 1\nreturn grad\n", {}), GraphError);
+}
+
 TEST(Derivative, OnlyWantedBuffersContribute) {
   const std::string text =
       "score_mod 1\nbuffer @0 f 1\nbuffer @1 f 1\n%0 = load @0 h\n%1 = load @1 b\n%2 = mul %0 %1\n%3 = add score %2\n"

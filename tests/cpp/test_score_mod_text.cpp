@@ -94,7 +94,7 @@ TEST(Text, ErrorsHaveAPosition) {
   const Wrong cases[] = {
       {"", "1:1: expected 'score_mod 1', 'mask_mod 1' or 'derivative 1', but got nothing"},
       {"\n# only\n", "1:1: expected 'score_mod 1', 'mask_mod 1' or 'derivative 1', but got nothing"},
-      {"score 1", "1:1: expected 'score_mod', 'mask_mod' or 'derivative', but got 'score'"},
+      {"score 1", "1:1: expected 'score_mod', 'mask_mod', 'derivative' or 'tangent', but got 'score'"},
       {"score_mod 2", "1:11: expected version '1', but got '2'"},
       {"score_mod 1 x", "1:13: expected the end of the line, but got 'x'"},
       {"score_mod 1", "2:1: expected a statement or 'return', but got the end of the text"},

@@ -42,6 +42,10 @@ std::string derivative(const std::string& text, const std::vector<bool>& wants_g
   return print(differentiate(parse(text), wants_grad));
 }
 
+std::string tangent_text(const std::string& text, const std::vector<bool>& has_tangent) {
+  return print(tangent(parse(text), has_tangent));
+}
+
 std::string explanation(const std::string& text, const std::vector<bool>& wants_grad) {
   return explain(text, wants_grad);
 }
@@ -88,6 +92,8 @@ void bind(py::Module m) {
         "buffers' and the scalars' indices before). What a tracer hands on.");
   m.def("derivative", &derivative, py::arg("text"), py::arg("wants_grad"),
         "The text of a score_mod's derivative; wants_grad has a bool for each buffer.");
+  m.def("tangent", &tangent_text, py::arg("text"), py::arg("has_tangent"),
+        "The text of a score_mod's tangent; has_tangent has a bool for each buffer.");
   m.def("explain", &explanation, py::arg("text"), py::arg("wants_grad"),
         "The simplified graph, its derivative, and how each captured gradient is summed, and why.");
   m.def("scatter_plan", &scatter_plan, py::arg("text"), py::arg("wants_grad"),
