@@ -77,6 +77,17 @@ struct BufferGradient {
   int64_t count = 0;
 };
 
+/// Tangents of the inputs of a forward, none of which may be there, and of its results.
+struct FlexTangentCall {
+  FlexArguments of;
+  TensorView query, key, value;                ///< as the inputs; none: zero
+  std::vector<bool> has_tangent;               ///< of each buffer of the score_mod
+  std::span<const score_mod::Buffer> buffers;  ///< those of the score_mod, then the tangents of those that have one
+  FlexResults results;                         ///< out and lse
+  TensorView out;                              ///< as results.out
+  void* lse = nullptr;                         ///< [B, H, M] acc, contiguous
+};
+
 struct FlexBackwardCall {
   FlexArguments of;
   FlexResults saved;

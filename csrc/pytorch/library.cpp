@@ -83,6 +83,10 @@ TORCH_LIBRARY(fusegrad, m) {
   define<FlexBackward>(m, "flex_attention_backward",
                        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   define(m, schema_of<FlexBackwardInto>("flex_attention_backward_", "()", /*mutating=*/true));
+  // Forward mode of flex_attention_forward: its results, and their tangents. On the CPU alone.
+  define<FlexTangents>(m, "flex_attention_jvp", "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)");
+  // What autograd Functions in Python ask: checks a call's arguments; the lists as flex_attention_forward takes them.
+  define<FlexAttentionCall>(m, "flex_attention_checked", "(Tensor[] kv_blocks, float scale)");
   // Which pairs dropout keeps, bool [B, H, M, N]: for tests, and for looking at them.
   define(m, "flex_attention_dropout_mask(Tensor dropout_seed, float dropout_p, SymInt[] sizes) -> Tensor");
 

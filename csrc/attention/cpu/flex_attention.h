@@ -119,6 +119,8 @@ void share_tasks(const Host& host, int64_t tasks, Worker&& worker) {
 
 /// There are queries; keys may be none.
 void attention_forward(const Host& host, const FlexArguments& arguments, const FlexResults& results);
+/// The forward with tangents. There are queries; keys may be none.
+void attention_tangents(const Host& host, const FlexTangentCall& call);
 /// There are queries and keys. Always deterministic.
 void attention_backward(const Host& host, const FlexBackwardCall& call);
 /// Writes which pairs are kept into `mask`, [heads, M, N], contiguous; heads of all batches.

@@ -116,6 +116,30 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
 }
 
+FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const FlexInputTangents& tangents, const FlexScores& scores) {
+  const FlexOutputs outputs = empty_flex_outputs(query, value, 0), results = empty_flex_outputs(query, value, 0);
+  if (outputs.lse.numel() != 0) {
+    const Arguments arguments(query, key, value, scores);
+    std::vector<Tensor> buffers = scores.score_mod.buffers;
+    buffers.insert(buffers.end(), tangents.buffers.begin(), tangents.buffers.end());
+    const score_mod::CapturedTensors captured(buffers, {});
+    FlexTangentCall call;
+    call.of = arguments.call();
+    call.query = view_of(tangents.query);
+    call.key = view_of(tangents.key);
+    call.value = view_of(tangents.value);
+    call.has_tangent.assign(scores.score_mod.buffers.size(), false);
+    for (const int64_t i : tangents.with_tangent) call.has_tangent[static_cast<size_t>(i)] = true;
+    call.buffers = captured.buffers();
+    call.results = results_of(outputs);
+    call.out = view_of(results.out);
+    call.lse = data_of(results.lse);
+    attention_tangents(torch_host(), call);
+  }
+  return {outputs.out, outputs.lse, results.out, results.lse};
+}
+
 void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {
   attention_dropout_mask(torch_host(), static_cast<uint64_t>(seed.item<int64_t>()), p, mask.size(0) * mask.size(1),
                          mask.size(2), mask.size(3), mask.mutable_data_ptr<bool>());

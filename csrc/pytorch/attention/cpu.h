@@ -12,6 +12,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
                              const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
                              bool deterministic, const std::vector<bool>& needs_grad, const FlexGradients& grads,
                              bool inplace);
+/// out, lse and their tangents.
+FlexTangentTuple flex_attention_jvp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                    const FlexInputTangents& tangents, const FlexScores& scores);
 /// Writes which pairs are kept into `mask`, bool [B, H, M, N], contiguous.
 void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask);
 

@@ -58,6 +58,14 @@ struct FlexUpstream {
   at::Tensor out, lse, max_scores;
 };
 
+/// Tangents; undefined where there is none.
+struct FlexInputTangents {
+  at::Tensor query, key, value;
+  std::vector<int64_t> with_tangent;  ///< the buffers of the score_mod that have one, ascending
+  std::vector<at::Tensor> buffers;    ///< theirs
+};
+using FlexTangentTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
 namespace dispatch {
 
 FlexOutputs flex_attention_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,

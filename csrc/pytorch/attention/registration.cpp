@@ -72,6 +72,51 @@ FlexOutputTuple forward_meta(const FlexForward& c) { return to_tuple(empty_flex_
 FlexGradientTuple backward_meta(const FlexBackward& call) { return to_tuple(empty_gradients(call)); }
 void backward_into_meta(const FlexBackwardInto& /*call*/) {}
 
+FlexInputTangents checked_tangents(const FlexTangents& c) {
+  static constexpr const char* kOp = "flex_attention_jvp";
+  const auto check = [](const std::string& name, const Tensor& tangent, const Tensor& of) {
+    check_dense(kOp, name.c_str(), tangent);
+    FUSEGRAD_CHECK_VALUE(tangent.sym_sizes() == of.sym_sizes() && tangent.device() == of.device(), kOp, name,
+                         " must be as ", of.sym_sizes(), " on ", of.device(), ", but got ", tangent.sym_sizes(), " on ",
+                         tangent.device());
+    FUSEGRAD_CHECK_TYPE(tangent.scalar_type() == of.scalar_type(), kOp, name, " must have the dtype ", of.scalar_type(),
+                        ", but got ", tangent.scalar_type());
+    return tangent;
+  };
+  const auto optional = [&](const char* name, const OptionalTensor& tangent, const Tensor& of) {
+    return tangent.has_value() ? check(name, *tangent, of) : Tensor();
+  };
+  FlexInputTangents result{optional("query_tangent", c.query_tangent, c.query),
+                           optional("key_tangent", c.key_tangent, c.key),
+                           optional("value_tangent", c.value_tangent, c.value),
+                           {},
+                           {}};
+  const auto buffers = c.scoring.mods.score_mod_buffers;
+  FUSEGRAD_CHECK_VALUE(c.with_tangent.size() == c.buffer_tangents.size(), kOp,
+                       "with_tangent must have an index for each of the ", c.buffer_tangents.size(),
+                       " buffer_tangents, but got ", c.with_tangent.size());
+  for (size_t k = 0; k < c.with_tangent.size(); ++k) {
+    const int64_t i = c.with_tangent[k];
+    FUSEGRAD_CHECK_VALUE(i >= (k == 0 ? 0 : c.with_tangent[k - 1] + 1) && i < static_cast<int64_t>(buffers.size()), kOp,
+                         "with_tangent must be ascending indices of buffers, but got ", c.with_tangent);
+    const auto& of = buffers[static_cast<size_t>(i)];
+    FUSEGRAD_CHECK_TYPE(of.is_floating_point(), kOp, "a buffer with a tangent must hold floats, but got ",
+                        of.scalar_type());
+    result.buffers.push_back(check("buffer_tangents", c.buffer_tangents[k], of));
+    result.with_tangent.push_back(i);
+  }
+  return result;
+}
+
+FlexTangentTuple jvp_cpu(const FlexTangents& c) {
+  return cpu::flex_attention_jvp(c.query, c.key, c.value, checked_tangents(c), make_scores(c.scoring));
+}
+FlexTangentTuple jvp_meta(const FlexTangents& c) {
+  checked_tangents(c);
+  const FlexOutputs out = empty_flex_outputs(c.query, c.value, 0), tangents = empty_flex_outputs(c.query, c.value, 0);
+  return {out.out, out.lse, tangents.out, tangents.lse};
+}
+
 void check_dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes) {
   constexpr const char* kOp = "flex_attention_dropout_mask";
   FUSEGRAD_CHECK_VALUE(seed.scalar_type() == at::kLong && seed.sym_numel() == 1, kOp,
@@ -103,9 +148,16 @@ TORCH_LIBRARY_IMPL(fusegrad, CPU, m) {
   m.impl("flex_attention_backward_",
          named_kernel<"flex_attention", unpacked<backward_into<cpu::flex_attention_backward>>()>());
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask<cpu::flex_attention_dropout_mask>));
+  m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<jvp_cpu>()>());
 }
 
 #ifdef FUSEGRAD_WITH_CUDA
+namespace {
+FlexTangentTuple jvp_cuda(const FlexTangents& c) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention_jvp: tensors must be on the CPU, but got ", c.query.device(),
+                              ": there are no kernels of forward mode for CUDA yet");
+}
+}  // namespace
 TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) {
   m.impl("flex_attention_forward", named_kernel<"flex_attention", unpacked<forward<cuda::flex_attention_forward>>()>());
   m.impl("flex_attention_backward",
@@ -113,6 +165,7 @@ TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) {
   m.impl("flex_attention_backward_",
          named_kernel<"flex_attention", unpacked<backward_into<cuda::flex_attention_backward>>()>());
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask<cuda::flex_attention_dropout_mask>));
+  m.impl("flex_attention_jvp", TORCH_FN(unpacked<jvp_cuda>()));
 }
 #endif
 
@@ -121,6 +174,7 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("flex_attention_backward", TORCH_FN(unpacked<backward_meta>()));
   m.impl("flex_attention_backward_", TORCH_FN(unpacked<backward_into_meta>()));
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask_meta));
+  m.impl("flex_attention_jvp", TORCH_FN(unpacked<jvp_meta>()));
 }
 
 }  // namespace fusegrad

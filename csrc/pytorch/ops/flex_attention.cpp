@@ -166,11 +166,10 @@ Tensor dropout_seed_for(const Tensor& query) {
   return at::randint(std::numeric_limits<int64_t>::max(), {}, query.options().dtype(at::kLong).requires_grad(false));
 }
 
-FlexTuple flex_attention_op(const FlexAttentionCall& call) {
+// What shapes the scores, checked; q, k and v are as autocast wants them.
+FlexScores checked_scores(const FlexAttentionCall& call, const Tensor& q, const Tensor& k, const Tensor& v) {
   const auto& [query, key, value, mods, scale, enable_gqa, inplace, deterministic, aux, dropout_p] = call;
-  const auto tensors = tensors_of(call);
-  refuse_transforms(kOp, tensors);
-  const Tensor q = as_autocast_wants(query), k = as_autocast_wants(key), v = as_autocast_wants(value);
+  refuse_transforms(kOp, tensors_of(call));
   check_heads(q, k, v, enable_gqa);
   FlexScores scores;
   scores.score_mod = check_mod("score_mod", score_mod::Kind::kScoreMod, mods.score_mod, mods.score_mod_buffers,
@@ -190,7 +189,20 @@ FlexTuple flex_attention_op(const FlexAttentionCall& call) {
   FUSEGRAD_CHECK_VALUE((aux & ~kFlexMaxScores) == 0, kOp, "aux must be 0 or 1 (max_scores), but got ", aux);
   FUSEGRAD_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, kOp, "dropout_p must be at least 0 and less than 1, but got ",
                        dropout_p);
+  return scores;
+}
 
+std::tuple<std::vector<Tensor>, double> flex_attention_checked_op(const FlexAttentionCall& call) {
+  const FlexScores scores = checked_scores(call, call.query, call.key, call.value);
+  return {scores.kv_blocks, scores.scale};
+}
+
+FlexTuple flex_attention_op(const FlexAttentionCall& call) {
+  const auto& [query, key, value, mods, scale, enable_gqa, inplace, deterministic, aux, dropout_p] = call;
+  const auto tensors = tensors_of(call);
+  refuse_transforms(kOp, tensors);
+  const Tensor q = as_autocast_wants(query), k = as_autocast_wants(key), v = as_autocast_wants(value);
+  FlexScores scores = checked_scores(call, q, k, v);
   bool overwrite = inplace && q.is_same(query);
   if (overwrite) {
     // All three are asked, so that what would corrupt raises whichever it is.
@@ -266,6 +278,7 @@ FlexAttentionOutput flex_attention_with_aux(const Tensor& query, const Tensor& k
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
   m.impl("flex_attention", named_kernel<"flex_attention", unpacked<flex_attention_op>()>());
+  m.impl("flex_attention_checked", named_kernel<"flex_attention", unpacked<flex_attention_checked_op>()>());
 }
 
 }  // namespace fusegrad
