@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
+from . import _attention_transforms as transforms
 from ._arguments import checked
 from ._tracing.cache import tracing_state
+from ._transforms import is_transformed, outside_transforms
 from .distributed.sequence import ContextParallel
 from .distributed.shards import is_dtensor
 from .nested import Packed
@@ -53,7 +54,9 @@ def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: tor
     else:
         # A ScoreMod goes straight through, also where torch.compile traces this.
         if not isinstance(mod, ScoreMod) or mod.kind != kind:
-            mod = (trace_score_mod if kind == "score_mod" else trace_mask_mod)(mod, device=device)
+            trace = trace_score_mod if kind == "score_mod" else trace_mask_mod
+            with outside_transforms():
+                mod = trace(mod, device=device)
         text, buffers, scalars = mod.text, list(mod.buffers), list(mod.scalars)
     # One line: TorchInductor writes the arguments of GPU programs into comments that end with the line.
     return text.replace("\n", ";"), buffers, *split_scalars(scalars)
@@ -261,10 +264,15 @@ def flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
             return_aux=return_aux, inplace=inplace, deterministic=deterministic, dropout_p=dropout_p,
         )  # fmt: skip
-    wrapped = _functorch.is_functorch_wrapped_tensor
-    if not torch.compiler.is_compiling() and (wrapped(query) or wrapped(key) or wrapped(value)):
-        # The op refuses transforms, under which tracing would fail with another error.
-        score_mod = block_mask = context_parallel = None
+    transformed = not torch.compiler.is_compiling() and is_transformed((query, key, value))
+    if transformed:
+        # Before tracing, which would fail with another error.
+        transforms.check_vmap((query, key, value))
+        transforms.check_device(query)
+        if context_parallel is not None:
+            raise NotImplementedError(
+                "flex_attention: context_parallel must not come with forward mode and torch.func transforms, but does"
+            )
     if context_parallel is not None or is_dtensor(query, key, value):
         from .distributed.sequence_attention import Options
         from .distributed.sequence_tensors import attend_parts
@@ -284,6 +292,13 @@ def flex_attention(
             "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "
             "query, key and value as DTensors, or context_parallel, or capture to_local()"
         )
+    if transformed or (not torch.compiler.is_compiling() and is_transformed(score[1])):
+        maxima = return_aux is not None and return_aux.max_scores
+        out, lse = transforms.attend(
+            query, key, value, score, mask_mod, kv_blocks, block_size, scale, enable_gqa, deterministic, maxima,
+            dropout_p,
+        )  # fmt: skip
+        return _returned(out, lse, None, return_lse, return_aux)
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
         query,
         key,

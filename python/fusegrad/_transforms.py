@@ -1,0 +1,50 @@
+"""What PyTorch's function transforms and forward-mode automatic differentiation ask of an op."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+
+__all__ = ["is_batched", "is_transformed", "outside_transforms", "primal_of"]
+
+
+def is_transformed(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them is inside a ``torch.func`` transform, or has a forward-mode tangent."""
+    in_level = forward_ad._current_level >= 0
+    for t in tensors:
+        if _functorch.is_functorch_wrapped_tensor(t):
+            return True
+        if in_level and forward_ad.unpack_dual(t).tangent is not None:
+            return True
+    return False
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no ``torch.func`` transform is active: for work on tensors that are none of the transform's,
+    such as tracing a function with symbolic ones."""
+    if _functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def is_batched(tensors: Iterable[Tensor]) -> bool:
+    """Whether a ``torch.vmap`` is over one of them, at whatever level."""
+    for t in tensors:
+        inner = t
+        while _functorch.is_functorch_wrapped_tensor(inner):
+            if _functorch.is_batchedtensor(inner):
+                return True
+            inner = _functorch.get_unwrapped(inner)
+    return False
+
+
+def primal_of(tensor: Tensor) -> Tensor:
+    """Without the forward-mode tangent of the present level."""
+    return forward_ad.unpack_dual(tensor).primal if forward_ad._current_level >= 0 else tensor
