@@ -195,7 +195,7 @@ def cross_entropy(
 
     With logits z (after ``softcap``) and lse = log(sum(exp(z))), a row of target y costs ``lse - z[y]`` plus
     ``z_loss * lse**2``; class weights and smoothing as PyTorch defines them. Any number of backwards gives bitwise the
-    same gradients; a second differentiation raises.
+    same gradients. A second differentiation, forward mode, ``torch.func`` and ``torch.vmap``: see docs/transforms.md.
 
     Args:
         input: logits, ``[V]``, ``[N, V]`` or ``[N, V, d1, ...]``; float32, bfloat16, float16 (float64 on the CPU).

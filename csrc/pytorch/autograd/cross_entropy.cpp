@@ -1,4 +1,5 @@
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/saved.h"
 
 namespace fusegrad::autograd {
@@ -35,12 +36,19 @@ struct CrossEntropy : NamedFunction<CrossEntropy, "cross_entropy"> {
     auto call = load_arguments<CrossEntropyBackward>(ctx);
     variable_list result(3);
     if (!put_upstream(kOp, grads, call)) return result;
+    if (at::GradMode::is_enabled()) {  // create_graph=True
+      const std::array wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
+      const auto graph = composite::cross_entropy_gradients(call, wanted);
+      result[0] = graph[0];
+      result[1] = graph[1];
+      return result;
+    }
     if (ctx->needs_input_grad(0)) {
       const BelowAutogradUnlessRecording below;
       result[0] = dispatch::cross_entropy_backward(call);
     }
     if (ctx->needs_input_grad(1) && call.grad_loss) {
-      result[1] = refuse_double_backward(kOp, target_gradient(call), {call.logits, call.target});
+      result[1] = target_gradient(call);
     }
     return result;
   }

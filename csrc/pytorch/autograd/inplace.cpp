@@ -143,6 +143,12 @@ at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at
   return RefuseDoubleBackward::apply(gradient, inputs, std::string(op));
 }
 
+bool is_transformed(at::ArrayRef<const at::Tensor*> tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* tensor) {
+    return tensor->key_set().has_any(kTransformKeys) || tensor->_fw_grad(/*level=*/0).defined();
+  });
+}
+
 void refuse_transforms(const char* op, at::ArrayRef<const at::Tensor*> tensors) {
   for (const auto* tensor : tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(!tensor->key_set().has_any(kTransformKeys), op,

@@ -37,7 +37,10 @@ bool may_reuse_saved(const at::Tensor& saved, bool hooks_were_active);
 /// (create_graph=True), differentiating through it raises an error that names the op. `inputs` are the forward's.
 at::Tensor refuse_double_backward(const char* op, const at::Tensor& gradient, at::TensorList inputs);
 
-/// Raises where one of the tensors carries a forward-mode tangent or belongs to a functorch transform.
+/// Whether one of the tensors carries a forward-mode tangent or belongs to a functorch transform.
+bool is_transformed(at::ArrayRef<const at::Tensor*> tensors);
+
+/// Raises where one of them does.
 void refuse_transforms(const char* op, at::ArrayRef<const at::Tensor*> tensors);
 
 /// Kernel at ADInplaceOrView of every op that mutates: runs the op below, then raises the version counter of each

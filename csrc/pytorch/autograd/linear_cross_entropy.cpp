@@ -1,4 +1,5 @@
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/saved.h"
 
 namespace fusegrad::autograd {
@@ -17,12 +18,47 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
                                const OptionalTensor& bias, const LinearCrossEntropyForward& call, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
     const auto out = dispatch::linear_cross_entropy_forward(call, inplace);
-    save_linear_gradients(ctx, input, weight, bias, out.gradients, out.rows.scales, inplace);
+    const Tensor none;
+    save_linear_gradients(ctx, input, weight, bias, out.gradients, out.rows.scales, inplace,
+                          {call.target, call.weight.value_or(none), call.token_weight.value_or(none)});
+    const auto& o = call.options;
+    ctx->saved_data["numbers"] = std::vector<double>{o.label_smoothing, o.z_loss, o.softcap, call.linear.logit_scale};
+    ctx->saved_data["ignore_index"] = o.ignore_index;
+    ctx->saved_data["inplace"] = inplace;
     return visible(out.rows, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    if (at::GradMode::is_enabled() && !ctx->saved_data["inplace"].toBool() && grads[0].defined())
+      return graph_of(ctx, grads);
     return scale_linear_gradients(kOp, ctx, grads, 5);
+  }
+
+  // create_graph=True
+  static variable_list graph_of(AutogradContext* ctx, const variable_list& grads) {
+    check_differentiable_outputs(kOp, grads, 1);
+    const auto saved = ctx->get_saved_variables();
+    const auto given = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
+    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
+    const LinearCrossEntropyBackward call{.grad_loss = grads[0],
+                                          .grad_lse = {},
+                                          .input = saved[kInput],
+                                          .linear_weight = saved[kWeight],
+                                          .target = saved[7],
+                                          .linear_bias = given(kBias),
+                                          .weight = given(8),
+                                          .lse = {},
+                                          .stats = {},
+                                          .scales = saved[6],
+                                          .token_weight = given(9),
+                                          .options = {.ignore_index = ctx->saved_data["ignore_index"].toInt(),
+                                                      .label_smoothing = numbers[0],
+                                                      .z_loss = numbers[1],
+                                                      .softcap = numbers[2]},
+                                          .linear = {.logit_scale = numbers[3]}};
+    const auto wanted = needed_gradients(ctx, call.linear_bias.has_value());
+    const auto graph = composite::linear_cross_entropy_gradients(call, {wanted[0], wanted[1], wanted[2], false});
+    return linear_result({graph[0], graph[1], graph[2]}, wanted, 5);
   }
 };
 
@@ -61,14 +97,22 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
     auto call = load_arguments<LinearCrossEntropyBackward>(ctx);
     if (!put_upstream(kOp, grads, call)) return variable_list(kArguments);
     call.needs_grad = needed_gradients(ctx, call.linear_bias.has_value());
-    const bool inplace = call.logits && may_reuse_saved(*call.logits, ctx->saved_data["hooks"].toBool());
+    const bool scale_wanted = call.row_scale && ctx->needs_input_grad(call.linear_bias ? kBias + 1 : kBias);
     const auto into = saved_grad_weight_into(ctx);
+    const bool adds = into && call.needs_grad[kWeight];
+    if (at::GradMode::is_enabled() && !adds && (call.options.aux & kBatchInvariant) == 0) {  // create_graph=True
+      const auto [input, weight, bias] = call.needs_grad;
+      const auto graph = composite::linear_cross_entropy_gradients(call, {input, weight, bias, scale_wanted});
+      auto result = linear_result({graph[0], graph[1], graph[2]}, call.needs_grad, kArguments);
+      if (scale_wanted) result[kBias + 1] = graph[3];
+      return result;
+    }
+    const bool inplace = call.logits && may_reuse_saved(*call.logits, ctx->saved_data["hooks"].toBool());
     auto result =
-        into && call.needs_grad[kWeight]
-            ? added_result(kOp, dispatch::linear_cross_entropy_backward_into({*into, call}, inplace), call.needs_grad,
-                           kArguments, {call.input, call.linear_weight})
-            : linear_result(dispatch::linear_cross_entropy_backward(call, inplace), call.needs_grad, kArguments);
-    if (call.row_scale && ctx->needs_input_grad(call.linear_bias ? kBias + 1 : kBias)) {
+        adds ? added_result(kOp, dispatch::linear_cross_entropy_backward_into({*into, call}, inplace), call.needs_grad,
+                            kArguments, {call.input, call.linear_weight})
+             : linear_result(dispatch::linear_cross_entropy_backward(call, inplace), call.needs_grad, kArguments);
+    if (scale_wanted) {
       result[kBias + 1] = refuse_double_backward(kOp, scale_gradient(call), {call.input, *call.row_scale});
     }
     return result;

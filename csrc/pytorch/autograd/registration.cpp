@@ -20,8 +20,7 @@ void refuse_batched_gradients(torch::Library& m) {
 
 // What front ends call. They are composite, so autograd needs no kernel here.
 TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
-  for (const auto* op : {"cross_entropy", "cross_entropy_", "flex_attention", "jsd", "jsd_", "linear_cross_entropy",
-                         "linear_cross_entropy_", "linear_jsd", "linear_jsd_"}) {
+  for (const auto* op : {"flex_attention", "jsd", "jsd_", "linear_jsd", "linear_jsd_"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   }
 }

@@ -169,16 +169,21 @@ inline torch::autograd::variable_list added_result(const char* op, const LinearG
   return result;
 }
 
-/// Keeps the gradients that a linear loss made for an upstream gradient of 1; in place the input's lies in the input.
+/// Keeps the gradients that a linear loss made for an upstream gradient of 1, and `more` behind them; in place the
+/// input's lies in the input.
 inline void save_linear_gradients(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
                                   const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                  const LinearGradients& gradients, const at::Tensor& scales, bool inplace) {
+                                  const LinearGradients& gradients, const at::Tensor& scales, bool inplace,
+                                  const std::vector<at::Tensor>& more = {}) {
   ctx->set_materialize_grads(false);
   ctx->saved_data["hooks"] = saved_tensor_hooks_active();
   ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
   // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
-  ctx->save_for_backward({input, weight, bias.value_or(at::Tensor()), inplace ? input : gradients.input,
-                          gradients.weight, gradients.bias, scales});
+  torch::autograd::variable_list saved{
+      input,          weight, bias.value_or(at::Tensor()), inplace ? input : gradients.input, gradients.weight,
+      gradients.bias, scales};
+  saved.insert(saved.end(), more.begin(), more.end());
+  ctx->save_for_backward(std::move(saved));
 }
 
 /// The backward of what save_linear_gradients() kept, for a Function of `arguments` arguments.

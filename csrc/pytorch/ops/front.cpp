@@ -9,7 +9,8 @@ namespace fusegrad {
 
 using at::Tensor;
 
-LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const RowOptions& options) {
+LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const RowOptions& options,
+                   bool constants) {
   const c10::SymIntArrayRef shape(rows.row_shape);
   std::vector<Tensor> aux;
   if (options.aux != 0) {
@@ -18,9 +19,9 @@ LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& ro
       if ((options.aux & bit) != 0) aux.push_back(value().reshape_symint(shape));
     };
     const auto put_constant = [&](int64_t bit, const char* name, const auto& value) {
-      put(bit, [&] { return constant_beside(value(), out.loss, op, name); });
+      put(bit, [&] { return constants ? constant_beside(value(), out.loss, op, name) : value(); });
     };
-    const auto stat = [&](int64_t row) { return out.stats.detach().select(0, row); };
+    const auto stat = [&](int64_t row) { return (constants ? out.stats.detach() : out.stats).select(0, row); };
     put(kAuxLse, [&] { return out.lse; });
     put_constant(kAuxZLoss, "aux.z_loss", [&] { return stat(stat_rows.z_loss); });
     put_constant(kAuxTokenAccuracy, "aux.token_accuracy", [&] {

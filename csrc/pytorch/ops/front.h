@@ -14,8 +14,10 @@ namespace fusegrad {
 /// The loss, and the aux values that were asked for in the order of their bits, as the schemas have it.
 using LossTuple = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 
-/// Aux values in the shape of a row's target. Those that are constants raise where a backward reaches them.
-LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const RowOptions& options);
+/// Aux values in the shape of a row's target. Those that are constants raise where a backward reaches them; without
+/// `constants` all of them are differentiable.
+LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const RowOptions& options,
+                   bool constants = true);
 LossTuple to_front(const char* op, const JsdOutputs& out, c10::SymIntArrayRef row_shape, const JsdSettings& settings);
 
 LossOutput from_front(const LossTuple& out, const Aux& aux);

@@ -4,6 +4,7 @@
 
 #include "losses/linear_plan.h"
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
@@ -64,7 +65,10 @@ void check_buffer(const LinearCrossEntropyCall& call, at::ArrayRef<const Tensor*
 template <bool inplace>
 LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
   const auto tensors = tensors_of(call);
-  refuse_transforms(kOp, tensors);
+  const bool transformed = is_transformed(tensors);
+  if (transformed && call.options.support()) refuse_transforms("linear_cross_entropy with a support", tensors);
+  if (transformed && (call.options.grad_weight_into() || call.options.batch_invariant()))
+    refuse_transforms("linear_cross_entropy with grad_weight_into or batch_invariant", tensors);
   const auto &input = call.input, &linear_weight = call.linear_weight, &target = call.target;
   const auto& o = call.options;
   check_linear(kOp, "input", input, "linear_weight", linear_weight, "linear_bias", o.linear_bias());
@@ -90,7 +94,8 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
   }
   const bool deferred = options.reduction == at::Reduction::None || linear.workspace_mib == 0 || o.grad_weight_into() ||
                         (options.aux & (kAuxDifferentiable | kScaleGradient | kBatchInvariant)) != 0;
-  const bool overwrite = inplace && !o.support() && cast.is_same(input) && !deferred && may_overwrite(input, tensors);
+  const bool overwrite =
+      inplace && !transformed && !o.support() && cast.is_same(input) && !deferred && may_overwrite(input, tensors);
   const auto matrix = cast.dim() == 2 ? cast : cast.reshape_symint({-1, cast.sym_size(-1)});
   if (o.support()) {
     const auto support = make_support(kOp, call, rows);
@@ -113,6 +118,8 @@ LossTuple linear_cross_entropy_op(const LinearCrossEntropyCall& call) {
                                     .linear = linear,
                                     .keep_logits = deferred && logits_fit(matrix, linear_weight, linear.workspace_mib),
                                     .row_scale = row_scale};
+  if (transformed)
+    return to_front(kOp, composite::linear_cross_entropy(kOp, forward), rows, options, /*constants=*/false);
   return to_front(kOp, autograd::linear_cross_entropy(forward, deferred, overwrite, o.grad_weight_into()), rows,
                   options);
 }
@@ -151,6 +158,12 @@ LogProb linear_log_prob(const Tensor& input, const Tensor& linear_weight, const 
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  m.impl("linear_cross_entropy", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<false>>()>());
+  m.impl("linear_cross_entropy_", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<true>>()>());
+}
+
+// Under torch.vmap too they are compositions of other ops.
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
   m.impl("linear_cross_entropy", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<false>>()>());
   m.impl("linear_cross_entropy_", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_op<true>>()>());
 }

@@ -1,0 +1,25 @@
+// The losses as compositions of PyTorch's own differentiable ops: for what the row kernels have no derivative of.
+// Function transforms (torch.func, torch.vmap) and forward-mode tangents take them whole; a backward that is itself
+// differentiated (create_graph=True) takes its gradients from them. Rows are computed in acc at once, so the memory is
+// that of some [N, V] tensors in acc.
+#pragma once
+
+#include "pytorch/autograd/autograd.h"
+
+namespace fusegrad::composite {
+
+/// As autograd::cross_entropy. All that is returned is differentiable, the row of aux.z_loss too. A row with an index
+/// outside [0, V) is NaN where its values cannot be read (wrapped by a transform).
+RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call);
+
+/// As autograd::linear_cross_entropy.
+RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call);
+
+/// The gradients of logits and target, each where wanted, as a graph.
+std::array<at::Tensor, 2> cross_entropy_gradients(const CrossEntropyBackward& call, std::array<bool, 2> wanted);
+
+/// Those of input, weight, bias and row scale.
+std::array<at::Tensor, 4> linear_cross_entropy_gradients(const LinearCrossEntropyBackward& call,
+                                                         std::array<bool, 4> wanted);
+
+}  // namespace fusegrad::composite

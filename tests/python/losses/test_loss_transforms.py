@@ -1,0 +1,265 @@
+"""cross_entropy and linear_cross_entropy under torch.func, torch.vmap, forward-mode differentiation and a second
+backward, against the plain formulas in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fusegrad
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from fusegrad import Aux, reference
+from torch import Tensor
+
+N, V, H = 5, 7, 3
+DIFFERENTIABLE = Aux(lse=True, entropy=True, token_log_prob=True)
+
+
+def target() -> Tensor:
+    return torch.tensor([1, -100, 6, 0, 3])
+
+
+def probabilities() -> Tensor:
+    return torch.linspace(-2, 1, N * V, dtype=torch.float64).view(N, V).sin().softmax(1)
+
+
+CASES: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
+    "mean": (target, {}),
+    "sum": (lambda: target().abs() % 7, {"reduction": "sum", "ignore_index": 3}),
+    "none": (target, {"reduction": "none", "label_smoothing": 0.2}),
+    "weighted": (target, {"weight": torch.linspace(0.5, 2, V).double(), "label_smoothing": 0.1, "z_loss": 0.3}),
+    "capped": (target, {"softcap": 2.0, "z_loss": 0.1, "token_weight": torch.linspace(0, 2, N).double()}),
+    "normalized": (target, {"normalizer": 11.0, "z_loss": 0.2}),
+    "probabilities": (probabilities, {"label_smoothing": 0.1}),
+    "weighted probabilities": (
+        probabilities,
+        {"weight": torch.linspace(0.5, 2, V).double(), "reduction": "sum", "z_loss": 0.2},
+    ),
+}
+cases = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+
+
+def pair(case: tuple[Callable[[], Tensor], dict[str, Any]], linear: bool) -> tuple[Callable, Callable, list[Tensor]]:
+    """Ours and the formula as functions of what is differentiated, and that."""
+    of_target, options = case
+    made = of_target()
+    if linear:
+        more = {"logit_scale": 1.5, **options}
+        inputs = [torch.randn(s, dtype=torch.float64) for s in ((N, H), (V, H), (V,))]
+        return (
+            lambda x, w, b: fusegrad.linear_cross_entropy(x, w, made, linear_bias=b, **more),
+            lambda x, w, b: reference.linear_cross_entropy(x, w, made, linear_bias=b, **more)[0],
+            inputs,
+        )
+    return (
+        lambda z: fusegrad.cross_entropy(z, made, **options),
+        lambda z: reference.cross_entropy(z, made, **options)[0],
+        [torch.randn(N, V, dtype=torch.float64)],
+    )
+
+
+linears = pytest.mark.parametrize("linear", [False, True], ids=["cross_entropy", "linear_cross_entropy"])
+
+
+@cases
+@linears
+def test_transforms(case: Any, linear: bool) -> None:
+    ours, truth, inputs = pair(case, linear)
+    tangents = [torch.randn_like(t) for t in inputs]
+    places = tuple(range(len(inputs)))
+
+    def scalar(f: Callable) -> Callable:
+        return lambda *t: f(*t).square().sum()
+
+    def same(of: Callable[[Callable], Any]) -> None:
+        torch.testing.assert_close(of(ours), of(truth), rtol=1e-9, atol=1e-11)
+
+    same(lambda f: torch.func.jvp(f, tuple(inputs), tuple(tangents)))
+    same(lambda f: torch.func.grad(scalar(f), places)(*inputs))
+    same(lambda f: torch.func.vjp(f, *inputs)[1](f(*inputs)))
+    same(lambda f: torch.func.jacrev(f, places)(*inputs))
+    same(lambda f: torch.func.jacfwd(f, places)(*inputs))
+    same(lambda f: torch.func.hessian(scalar(f))(*inputs))  # forward over reverse
+    same(lambda f: torch.func.jacrev(torch.func.grad(scalar(f)))(*inputs))
+    batch = [torch.stack([t, t * 0.5, -t]) for t in inputs]
+    same(lambda f: torch.vmap(f)(*batch))
+    same(lambda f: torch.vmap(torch.func.grad(scalar(f), places))(*batch))
+    # Beside what is the same for all.
+    same(lambda f: torch.vmap(f, in_dims=(0, *[None] * (len(inputs) - 1)))(batch[0], *inputs[1:]))
+
+
+@cases
+@linears
+def test_second_derivatives(case: Any, linear: bool) -> None:
+    ours, truth, inputs = pair(case, linear)
+    leaves = [t.requires_grad_() for t in inputs]
+    assert torch.autograd.gradcheck(ours, leaves, check_forward_ad=True, check_undefined_grad=False)
+    assert torch.autograd.gradgradcheck(ours, leaves)
+    found = []
+    for f in (ours, truth):
+        value = f(*leaves)
+        first = torch.autograd.grad((value * value).sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
+    torch.testing.assert_close(*found)
+
+
+@linears
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_aux_values(linear: bool, reduction: str) -> None:
+    """All of them have derivatives under a transform; those that a backward refuses are refused in both orders."""
+    ours, _, inputs = pair((target, {"z_loss": 0.2, "reduction": reduction, "return_aux": DIFFERENTIABLE}), linear)
+    _, by_formula, _ = pair((target, {"z_loss": 0.2, "reduction": reduction}), linear)
+    del by_formula
+
+    def formula(*t: Tensor) -> tuple[Tensor, ...]:
+        call = (reference.linear_cross_entropy, reference.cross_entropy)[not linear]
+        more = {"linear_bias": t[2], "logit_scale": 1.5} if linear else {}
+        loss, aux = call(*t[:2] if linear else t[:1], target(), z_loss=0.2, reduction=reduction, **more)
+        return loss, aux["lse"], aux["entropy"], aux["token_log_prob"]
+
+    def values(*t: Tensor) -> tuple[Tensor, ...]:
+        loss, aux = ours(*t)
+        return loss, aux.lse, aux.entropy, aux.token_log_prob
+
+    tangents = tuple(torch.randn_like(t) for t in inputs)
+    torch.testing.assert_close(
+        torch.func.jvp(values, tuple(inputs), tangents), torch.func.jvp(formula, tuple(inputs), tangents)
+    )
+    leaves = [t.requires_grad_() for t in inputs]
+    found = []
+    for f in (values, formula):
+        total = sum((i + 1) * (v * v).sum() for i, v in enumerate(f(*leaves)))
+        first = torch.autograd.grad(total, leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
+    torch.testing.assert_close(*found)
+
+
+def test_constants_of_a_backward_have_tangents() -> None:
+    x, tangent = torch.randn(N, V), torch.randn(N, V)
+
+    def z_loss(x: Tensor) -> Tensor:
+        return fusegrad.cross_entropy(x, target(), z_loss=0.3, return_aux=Aux(z_loss=True))[1].z_loss
+
+    ours = torch.func.jvp(z_loss, (x,), (tangent,))
+    right = torch.func.jvp(lambda x: reference.cross_entropy(x, target(), z_loss=0.3)[1]["z_loss"], (x,), (tangent,))
+    torch.testing.assert_close(ours, right)
+
+
+def test_targets_of_probabilities() -> None:
+    z, t = torch.randn(N, V, dtype=torch.float64, requires_grad=True), probabilities().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda z, t: fusegrad.cross_entropy(z, t, label_smoothing=0.1), (z, t))
+    of = [lambda t, f=f: f(z.detach(), t) for f in (fusegrad.cross_entropy, F.cross_entropy)]
+    torch.testing.assert_close(*(torch.func.jacfwd(torch.func.grad(f))(t.detach()) for f in of))
+    torch.testing.assert_close(*(torch.func.grad(f)(t.detach()) for f in of))
+
+
+@linears
+def test_per_sample_gradients(linear: bool) -> None:
+    """What differential privacy asks for: vmap over grad, targets batched too."""
+    rows, targets = torch.randn(6, H if linear else V), torch.tensor([0, 3, 6, -100, 2, 2])
+    head = torch.randn(V, H)
+
+    def ours(w: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        if linear:
+            return fusegrad.linear_cross_entropy(x[None], w, t[None], reduction="sum")
+        return fusegrad.cross_entropy(x * w.sum(), t, reduction="sum")
+
+    def eager(w: Tensor, x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, w) if linear else x * w.sum(), t, reduction="sum")
+
+    found = [torch.vmap(torch.func.grad(f), in_dims=(None, 0, 0))(head, rows, targets) for f in (ours, eager)]
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@linears
+def test_dtypes(linear: bool, dtype: torch.dtype) -> None:
+    ours, _, inputs = pair((target, {"z_loss": 0.1}), linear)
+    _, truth, _ = pair((target, {"z_loss": 0.1}), linear)
+    low = [t.to(dtype) for t in inputs]
+    tangents = [torch.randn_like(t) for t in low]
+    value, tangent = torch.func.jvp(ours, tuple(low), tuple(tangents))
+    assert value.dtype == tangent.dtype == torch.float32
+    exact = torch.func.jvp(truth, tuple(t.double() for t in low), tuple(t.double() for t in tangents))
+    tolerance = {"rtol": 3e-2 if linear and dtype != torch.float32 else 1e-4, "atol": 2e-2 if linear else 1e-4}
+    torch.testing.assert_close((value.double(), tangent.double()), exact, **tolerance)
+    for gradient, leaf in zip(torch.func.grad(ours, tuple(range(len(low))))(*low), low, strict=True):
+        assert gradient.dtype == leaf.dtype
+
+
+def test_ignored_rows_count_for_nothing() -> None:
+    """Also where their logits are NaN; without a row that is kept the mean is NaN and its gradient 0."""
+    x = torch.randn(N, V, dtype=torch.float64)
+    wild = x.clone()
+    wild[1] = torch.nan
+    found = [torch.func.grad(lambda x: fusegrad.cross_entropy(x, target(), z_loss=0.1))(t) for t in (x, wild)]
+    torch.testing.assert_close(*found)
+    none = torch.full((N,), -100)
+    assert not torch.func.grad(lambda x: fusegrad.cross_entropy(x, none))(x).any()
+    leaf = wild.clone().requires_grad_()
+    (first,) = torch.autograd.grad(fusegrad.cross_entropy(leaf, target()), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), leaf)
+    assert not first[1].any() and not second[1].any() and second.isfinite().all()
+
+
+def test_wrong_indices() -> None:
+    x, wrong = torch.randn(N, V), torch.tensor([1, 7, 6, 0, 3])
+    with pytest.raises(IndexError, match="cross_entropy: target must be in"), forward_ad.dual_level():
+        fusegrad.cross_entropy(forward_ad.make_dual(x, x), wrong)
+    assert torch.func.grad_and_value(lambda x: fusegrad.cross_entropy(x, wrong))(x)[1].isnan()
+    batched = torch.vmap(lambda x, t: fusegrad.cross_entropy(x, t, reduction="none"))(x[None], wrong[None])[0]
+    assert batched[1].isnan() and batched[[0, 2, 3, 4]].isfinite().all()
+
+
+def test_what_is_refused() -> None:
+    x, w, t = torch.randn(4, V), torch.randn(V, V), torch.tensor([0, 1, 2, 3])
+    support = torch.arange(4).expand(4, 4)
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy with a support: torch\.func"):
+        torch.func.grad(lambda x: fusegrad.cross_entropy(x, t, support=support))(x)
+    with pytest.raises(NotImplementedError, match=r"^linear_cross_entropy with a support"), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        fusegrad.linear_cross_entropy(dual, w, t, support=support)
+    # In place the logits are gone.
+    leaf = torch.randn(4, V, requires_grad=True)
+    (first,) = torch.autograd.grad(fusegrad.cross_entropy(leaf * 1, t, inplace=True), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second time"):
+        first.sum().backward()
+
+
+def test_inplace_writes_nothing_under_transforms() -> None:
+    x = torch.randn(4, V)
+    kept, t = x.clone(), torch.tensor([0, 1, 2, 3])
+    found = torch.func.grad(lambda x: fusegrad.cross_entropy(x * 1, t, inplace=True))(x)
+    torch.testing.assert_close(found, torch.func.grad(lambda x: F.cross_entropy(x, t))(x))
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64], ids=str)
+def test_samples_of_pytorch(dtype: torch.dtype) -> None:
+    """PyTorch's own samples of cross_entropy: forward-mode gradients and second derivatives."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = [x for x in op_db if x.name == "nn.functional.cross_entropy"]
+    checked = 0
+    for sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+        if sample.input.numel() > 60 or sample.input.dim() < 1:
+            continue
+
+        def call(x: Tensor, sample: Any = sample) -> Tensor:
+            constants = [a.detach() if isinstance(a, Tensor) else a for a in sample.args]
+            return fusegrad.cross_entropy(x, *constants, **sample.kwargs)
+
+        leaf = sample.input.detach().requires_grad_()
+        assert torch.autograd.gradcheck(call, leaf, check_forward_ad=True, check_undefined_grad=False)
+        assert torch.autograd.gradgradcheck(call, leaf)
+        checked += 1
+    assert checked > 10
+
+
+def test_compiled() -> None:
+    x, t = torch.randn(4, V), torch.tensor([0, 1, 2, 3])
+    gradient = torch.func.grad(lambda x: fusegrad.cross_entropy(x, t))
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager", fullgraph=True)(x), gradient(x))
