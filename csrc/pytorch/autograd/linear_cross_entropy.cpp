@@ -40,22 +40,20 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
     const auto saved = ctx->get_saved_variables();
     const auto given = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
     const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
-    const LinearCrossEntropyBackward call{.grad_loss = grads[0],
-                                          .grad_lse = {},
-                                          .input = saved[kInput],
-                                          .linear_weight = saved[kWeight],
-                                          .target = saved[7],
-                                          .linear_bias = given(kBias),
-                                          .weight = given(8),
-                                          .lse = {},
-                                          .stats = {},
-                                          .scales = saved[6],
-                                          .token_weight = given(9),
-                                          .options = {.ignore_index = ctx->saved_data["ignore_index"].toInt(),
-                                                      .label_smoothing = numbers[0],
-                                                      .z_loss = numbers[1],
-                                                      .softcap = numbers[2]},
-                                          .linear = {.logit_scale = numbers[3]}};
+    LinearCrossEntropyBackward call;
+    call.grad_loss = grads[0];
+    call.input = saved[kInput];
+    call.linear_weight = saved[kWeight];
+    call.target = saved[7];
+    call.linear_bias = given(kBias);
+    call.weight = given(8);
+    call.scales = saved[6];
+    call.token_weight = given(9);
+    call.options.ignore_index = ctx->saved_data["ignore_index"].toInt();
+    call.options.label_smoothing = numbers[0];
+    call.options.z_loss = numbers[1];
+    call.options.softcap = numbers[2];
+    call.linear.logit_scale = numbers[3];
     const auto wanted = needed_gradients(ctx, call.linear_bias.has_value());
     const auto graph = composite::linear_cross_entropy_gradients(call, {wanted[0], wanted[1], wanted[2], false});
     return linear_result({graph[0], graph[1], graph[2]}, wanted, 5);
