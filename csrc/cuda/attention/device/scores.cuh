@@ -26,6 +26,10 @@ struct NoMod {
   };
   static constexpr int kLines = 0;
   static constexpr char kLineOf[] = {0};
+  static constexpr int kPairReads = 0;
+  static constexpr bool kPairOnBatch[] = {false};
+  static constexpr int kPairBox[] = {0};
+  static constexpr bool kPairBFloat16[] = {false};
   template <int>
   static __device__ float line(const Captured&, int, int, int, int, bool) {
     return 0.0f;
@@ -165,6 +169,10 @@ class TileLines {
       } else {
         return static_cast<Element<k>>(static_cast<const int*>(__cvta_shared_to_generic(from))[offset<k>()]);
       }
+    }
+    template <int, class T>
+    __device__ __forceinline__ auto pair(const T* p, bool there) const {
+      return score_mod::read_if(p, there);
     }
   };
 
