@@ -6,7 +6,8 @@
 //   kRows, kCols               queries and keys of a tile
 //   kWarps                     warps of a CTA
 //   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
-//   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
+//   kKeySplits                 whether each row of tiles is split over several CTAs, whose results another kernel
+//   merges kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
 //   kSplit                     float: products of split operands
 //   kDropout, kMostDropped     see dropout.cuh
 #pragma once
@@ -284,13 +285,21 @@ class TileWalk {
     }
   }
   __device__ __forceinline__ int count() const { return count_; }
+  /// Leaves the tiles of one of several splits of the keys, which differ by one at most.
+  __device__ __forceinline__ void keep(int split, int splits) {
+    if (count_ < 0) return;
+    const auto from = [&](int i) { return static_cast<int>(static_cast<long long>(count_) * i / splits); };
+    first_ = from(split);
+    count_ = from(split + 1) - first_;
+    if (list_ != nullptr) list_ += first_;
+  }
   /// The word of a TileEntry; without a block mask, whose tiles have no parts, a full tile.
   __device__ __forceinline__ int operator[](int i) const {
-    return list_ == nullptr ? i * (1 << TileEntry<>::kKindBits) : list_[i];
+    return list_ == nullptr ? (first_ + i) * (1 << TileEntry<>::kKindBits) : list_[i];
   }
 
  private:
-  int count_;
+  int count_, first_ = 0;
   const int* list_ = nullptr;
 };
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 
+#include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
 #include "pytorch/rows/job.h"
@@ -105,6 +106,14 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
     common_.most_dropped = drops_most(scores.dropout_p);
   }
   if (common_.blocks) take_blocks();
+}
+
+int FlexCall::few_rows(const FlexCase& c) const {
+  return few_query_rows(c, shape_, mask_, jit::current_architecture());
+}
+
+bool FlexCall::key_splits() const {
+  return pays_key_splits(shape_, at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
 }
 
 bool FlexCall::pays_tall() const {
@@ -208,7 +217,8 @@ void FlexCall::take_blocks() {
   map_.list_cols_partial = as_int(lists_[1].size(3));
   map_.list_cols_full = lists_.size() > 2 ? as_int(lists_[3].size(3)) : 0;
   map_.distinguish = !common_.mask_mod.text.empty();
-  mask_ = BlockMaskShape{scores_.block_size, map_.rows, map_.cols, map_.list_cols_partial, map_.list_cols_full};
+  mask_ =
+      BlockMaskShape{scores_.block_size, map_.rows, map_.cols, map_.list_cols_partial, map_.list_cols_full, map_.heads};
   tiles_.block_size_q = scores_.block_size[0];
   tiles_.block_size_kv = scores_.block_size[1];
 }
