@@ -107,9 +107,9 @@ def test_every_p(p: float) -> None:
     if p <= 0.99:  # beyond, outputs are a few numbers and zeros
         check(Sizes(1, 2, 60, 400, 64, 64).tensors(), lambda _: None, [], dropout_p=p)
     share = 1 - mask_of(5, p, 1, 1, 1000, 1000).double().mean().item()
-    exact = min(round(p * 2**15), 2**15 - 1) / 2**15
-    assert abs(share - exact) < 4 * math.sqrt(p * (1 - p) / 1e6) + 2**-15
-    assert abs(exact - p) <= 2**-15
+    exact = min(round(p * 2**40), 2**40 - 2**25) / 2**40
+    assert abs(share - exact) < 4 * math.sqrt(exact * (1 - exact) / 1e6)
+    assert abs(exact - min(p, 1 - 2**-15)) <= 2**-40
 
 
 def test_many_keys_and_queries() -> None:
@@ -177,7 +177,7 @@ def test_gradcheck() -> None:
 def test_statistics() -> None:
     p, sizes = 0.1, (2, 3, 700, 900)
     kept = mask_of(1234, p, *sizes).double()
-    exact = round(p * 2**15) / 2**15
+    exact = round(p * 2**40) / 2**40
     variance = exact * (1 - exact)
 
     def even(sums: Tensor, count: int) -> None:

@@ -43,7 +43,9 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
   // turns.
   static constexpr bool kSeamless = Config::kGroups == 3;
-  static_assert(!kSeamless || !Config::kDropout);
+  // Words of dropout of a tile.
+  static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;
+  static_assert(!Config::kDropout || Config::kCols % 64 == 0);
   // Warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so one's exponentials run beside the
   // other's products from the start. For smaller heads that is slower.
   static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
@@ -138,6 +140,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       // Other warps may still read the last tile's lines.
       if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
       bring_lines(now, 0);
+      draw(now);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       attend(tiles, now, out, s, keys, values, queries);
@@ -193,6 +196,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       wait_keys(keys);
     }
     issue_scores(s, queries.stage(), keys.stage);
+    if (Config::kDropout && tiles > 0) {
+      dropout_.begin(a_.dropout, b_ * a_.heads + h_);
+      draw(entry_of(keys, 0));
+    }
     if constexpr (Config::kParts > 1) {
       if (row_ != Work::kNoMore) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
     }
@@ -237,13 +244,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       });
       Softmax::multiply(out, rescale);
       Softmax::pack(p, s);
-      if constexpr (Config::kDropout) {
 #pragma unroll
-        for (int n = 0; n < kBlocksN; n += 2) {
-          drop(p, now, n);
-          if (n % 4 == 2) hold_order();
-        }
-      }
+      for (int n = 0; n < kBlocksN; ++n) drop(p, n);
       // Vote per warpgroup: all its warps must execute the same wgmma.wait. `again`: a warp that computes a tile once
       // more is here by itself.
       bool maxima = again;
@@ -261,6 +263,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         if constexpr (kSeamless) end_turn();
         now = entry_of(keys, i);
         bring_lines(now, i % kLineSets);
+        draw(now);
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
         release(key_empty(keys.stage));
@@ -275,7 +278,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         }
         apply_mods(s, now, 0);
         wait_output(out, values, true);
-        ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, now, n); });
+        ended = softmax_.add_by_first(s, p, [&](int n) {
+          (void)now;  // captured: else compilers number the registers of kernels without dropout in another order
+          drop(p, n);
+        });
         if (!ended) {
           scores_again(s, Entry::column(now) * Config::kCols);
           again = true;
@@ -422,12 +428,22 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
 
-  /// Drops probabilities of two blocks of keys, n on, from an operand.
-  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int tile, int n) const {
-    const int q = first_query() - lane() / 4, kv = Entry::column(tile) * Config::kCols;
-    const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
+  /// Draws a tile's dropout. Behind its products, so that both run side by side.
+  __device__ __forceinline__ void draw(int tile) {
+    if constexpr (Config::kDropout) {
+      const int q = first_query() - lane() / 4, kv = Entry::column(tile) * Config::kCols;
+      hold_order();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);
+      for (int w = 0; w < kWords; ++w) kept_.word[w] = dropout_.block(a_.dropout, q, kv + w * 64, lane());
+      pin_words(kept_.word);
+    }
+  }
+  /// Drops probabilities of a block of eight keys from an operand.
+  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int n) const {
+    if constexpr (Config::kDropout) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept_.mask(n, r);
+    }
   }
 
   /// Computes the warp's scores once more, from global memory: operands may be gone from shared memory.
@@ -501,6 +517,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
 
   Softmax softmax_;
   FlexDropoutHead<Config> dropout_;
+  FlexKept<false, kWords> kept_;
   int b_, h_, row_, group_;
 };
 

@@ -60,7 +60,7 @@ struct KernelFacts {
   int warps = 0;             ///< with keys (backward) or queries of their own
   int groups = 0;            ///< Hopper: consumer warpgroups
   bool keys_shared = false;  ///< Hopper backward: both consumer warpgroups have the same 64 keys
-  bool blocks = false, mixed = false, split = false, mask_alone = false, dropout = false, most_dropped = false;
+  bool blocks = false, mixed = false, split = false, mask_alone = false, dropout = false;
   // forward
   bool unscaled = false, first_maximum = false, max_scores = false, out_low = false;
   // backward and grad_query
