@@ -42,6 +42,8 @@ bool mentions(const c10::Error& error, const std::string& words) {
     C10_THROW_ERROR(ValueError, error.what());
   } catch (const IndexError& error) {
     C10_THROW_ERROR(IndexError, error.what());
+  } catch (const std::invalid_argument& error) {  // a score_mod's graph
+    C10_THROW_ERROR(ValueError, error.what());
   }
 }
 
