@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._transforms import is_batched, primal_of
+from ._transforms import as_autocast_wants, is_batched, primal_of
 
 __all__ = ["attend", "check_device", "check_vmap"]
 
@@ -170,11 +170,7 @@ def attend(
         raise NotImplementedError(
             "flex_attention: max_scores must not be asked for under forward mode and torch.func, but they are"
         )
-    if torch.is_autocast_enabled("cpu"):
-        wanted = torch.get_autocast_dtype("cpu")
-        query, key, value = (
-            t.to(wanted) if t.is_floating_point() and t.dtype != torch.float64 else t for t in (query, key, value)
-        )
+    query, key, value = (as_autocast_wants(t) for t in (query, key, value))
     seed = None
     if 0 < dropout_p < 1:
         seed = torch.randint(_NUMBERS, (), dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""What PyTorch's function transforms and forward-mode automatic differentiation ask of an op."""
+"""What PyTorch's function transforms, forward-mode automatic differentiation and autocast ask of an op."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-__all__ = ["is_batched", "is_transformed", "outside_transforms", "primal_of"]
+__all__ = ["as_autocast_wants", "is_batched", "is_transformed", "outside_transforms", "primal_of"]
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
@@ -48,3 +49,11 @@ def is_batched(tensors: Iterable[Tensor]) -> bool:
 def primal_of(tensor: Tensor) -> Tensor:
     """Without the forward-mode tangent of the present level."""
     return forward_ad.unpack_dual(tensor).primal if forward_ad._current_level >= 0 else tensor
+
+
+def as_autocast_wants(t: Tensor) -> Tensor:
+    """In autocast's dtype, where it is on and casts such a tensor."""
+    kind = t.device.type
+    if not torch.is_autocast_enabled(kind) or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    return t if t.element_size() == 1 else t.to(torch.get_autocast_dtype(kind))

@@ -32,7 +32,8 @@ void begin_overwriting(const char* arguments);
 
 /// Rethrows the exception that is being handled. An error of PyTorch's keeps its type, c10::OutOfMemoryError too, and
 /// gets the op's name and what was lost as its context, where it does not have them. Those of common/error.h become
-/// PyTorch's of the same name first. Want of memory below the front end (std::bad_alloc, std::length_error) becomes a
+/// PyTorch's of the same name first, and a std::invalid_argument, such as a score_mod's graph throws, a
+/// c10::ValueError. Want of memory below the front end (std::bad_alloc, std::length_error) becomes a
 /// c10::OutOfMemoryError, a kernel's std::runtime_error a c10::Error.
 /// Other exceptions, such as Python's, pass as they are.
 [[noreturn]] void rethrow_named(const char* op, const char* overwritten);

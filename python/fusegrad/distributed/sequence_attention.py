@@ -13,12 +13,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from .._transforms import as_autocast_wants
 from ..score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_mod
 from .agreement import agree
 from .gradients import refuse_double_backward
 from .sequence import ContextParallel
 from .sequence_captured import captured
-from .sequence_checks import OP, Options, as_autocast_wants, check, check_own, is_own, takes_ring
+from .sequence_checks import OP, Options, check, check_own, is_own, takes_ring
 from .sequence_columns import listed_columns
 from .sequence_masks import MaskCuts
 from .sequence_mods import MovedMod, Starts

@@ -32,13 +32,6 @@ class Options:
     dropout_p: float
 
 
-def as_autocast_wants(t: Tensor) -> Tensor:
-    kind = t.device.type
-    if not torch.is_autocast_enabled(kind) or not t.is_floating_point() or t.dtype == torch.float64:
-        return t
-    return t if t.element_size() == 1 else t.to(torch.get_autocast_dtype(kind))
-
-
 def takes_ring(context: ContextParallel, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, int]) -> bool:
     if context.way != "auto":
         return context.way == "ring"
