@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .divergence_rows import Divergence, TopK, roundoff
-from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward
+from .gradients import Head, acc_of, check, chunks, product_type, refuse_double_backward
 from .losses import (
     LinearOptions,
     autocast_input,
@@ -148,7 +148,7 @@ def run_linear(
     other = None
     if teacher.weight is not None:
         other = Head(teacher.weight, teacher.bias, teacher.scale, most, product_type(teacher.input))
-    gradients = ChunkGradients(linear.shards, head, input, weight, bias, needs_grad, accumulator, linear.lean, inplace)
+    gradients = linear.gradients(head, input, weight, bias, needs_grad, accumulator, inplace)
     for part in chunks(input.shape[0], count):
         x = input[part].to(linear.dtype)
         z = head.logits(x)

@@ -84,6 +84,19 @@ class LinearOptions:
             self.mib,
         )
 
+    def gradients(
+        self,
+        head: Head,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs_grad: tuple[bool, bool, bool],
+        accumulator: bool,
+        inplace: bool = False,
+    ) -> ChunkGradients:
+        given = input, weight, bias, needs_grad, accumulator
+        return ChunkGradients(self.shards, head, *given, self.lean, inplace, self.grad_weight_into)
+
 
 def run_linear(
     rows: Rows,
@@ -100,18 +113,7 @@ def run_linear(
     count, accumulator = linear.plan(input, needs_grad[1], 1)
     head = Head(weight, bias, linear.logit_scale, min(count, input.shape[0]), linear.dtype)
     input, weight = input.detach(), weight.detach()
-    gradients = ChunkGradients(
-        linear.shards,
-        head,
-        input,
-        weight,
-        bias,
-        needs_grad,
-        accumulator,
-        linear.lean,
-        inplace,
-        linear.grad_weight_into,
-    )
+    gradients = linear.gradients(head, input, weight, bias, needs_grad, accumulator, inplace)
     for part in chunks(input.shape[0], count):
         x = input[part].to(linear.dtype)
         z = head.logits(x)

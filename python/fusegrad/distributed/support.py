@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .gradients import ChunkGradients, Head, acc_of, chunks, refuse_double_backward
+from .gradients import Head, acc_of, chunks, refuse_double_backward
 from .rows import PREDICTED
 from .shards import VocabParallel
 
@@ -68,18 +68,7 @@ class _LinearLogits(torch.autograd.Function):
         with torch.no_grad():
             count, accumulator = linear.plan(input, needs_grad[1], 1)
             head = Head(weight, bias, 1.0, 0, linear.dtype)
-            gradients = ChunkGradients(
-                linear.shards,
-                head,
-                input,
-                weight,
-                bias,
-                needs_grad,
-                accumulator,
-                linear.lean,
-                False,
-                linear.grad_weight_into,
-            )
+            gradients = linear.gradients(head, input, weight, bias, needs_grad, accumulator)
             size = weight.shape[0]
             # What lies in another part goes to a column behind the last.
             columns = torch.where(columns < 0, size, columns)
