@@ -17,7 +17,8 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 BUILD := build/torch-$(TORCH)
 BIN := $(CURDIR)/$(VENV)/bin
 LINT := .venv-lint/bin
-SITE = $(wildcard $(VENV)/lib/python3.*/site-packages)
+# Looked up by the shell: make's own wildcard remembers the folders as they were before the environment was made.
+SITE = $(shell echo $(VENV)/lib/python3.*/site-packages)
 # Without byte code of all of torch: Python makes that of what it imports.
 PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 
@@ -127,7 +128,7 @@ $(VENV)/.installed-peers: pyproject.toml $(VENV)/.made
 # whose objects it takes: what is next made there is configured again.
 TORCHES ?= $(shell cat cmake/torches.txt)
 environment_of = .venv$(if $(filter-out $(DEFAULT_TORCH),$1),-$1)
-folder_of = $(or $(wildcard $(call environment_of,$1)/lib/python3.*/site-packages/torch),build/torches/$1/torch)
+folder_of = $(or $(shell ls -d $(call environment_of,$1)/lib/python3.*/site-packages/torch 2>/dev/null),build/torches/$1/torch)
 empty :=
 WHEEL_TORCHES = $(subst $(empty) $(empty),;,$(foreach version,$(TORCHES),$(CURDIR)/$(call folder_of,$(version))))
 MANYLINUX := manylinux_2_28_x86_64
