@@ -14,9 +14,10 @@ constexpr int kNoColumn = 0x7fffffff;
 
 /// The parts of the functor that are compiled in.
 enum class Mode {
-  kPlain,   // class indices, no smoothing, no softcap, a positive scale, no entropy or prediction
-  kSparse,  // class indices, everything else
-  kDense,   // a coefficient for every column
+  kPlain,    // class indices, no smoothing, no softcap, a positive scale, no entropy or prediction
+  kMoments,  // class indices, no smoothing, no softcap; entropy and variance, no prediction
+  kSparse,   // class indices, everything else
+  kDense,    // a coefficient for every column
 };
 
 /// Sums over part of a row.
@@ -31,6 +32,40 @@ struct RowSums<Mode::kPlain> : PowerSum {
   __device__ void merge(const Over& over) {
     PowerSum::merge(over);
     target_logit = over.sum(target_logit);
+  }
+  template <class F>
+  __device__ void each(const F& f) {
+    f(m2), f(sum), f(target_logit);
+  }
+};
+
+template <>
+struct RowSums<Mode::kMoments> {
+  float m2 = minus_infinity();
+  float sum = 0.f;
+  float target_logit = 0.f;
+  float entropy = 0.f;  // 2^y * y
+  float square = 0.f;   // 2^y * y^2
+
+  __device__ float reference() const { return m2 == minus_infinity() ? 0.f : m2; }
+  __device__ void rebase(float larger) {
+    if (m2 == larger) return;
+    if (m2 > minus_infinity()) {
+      const float shift = m2 - larger, factor = exp2_fast(shift);
+      square = fmaf(shift, fmaf(sum, shift, 2.f * entropy), square) * factor;
+      entropy = fmaf(sum, shift, entropy) * factor;
+      sum *= factor;
+    }
+    m2 = larger;
+  }
+  template <class Over>
+  __device__ void merge(const Over& over) {
+    rebase(over.max(m2));
+    for (float* x : {&sum, &target_logit, &entropy, &square}) *x = over.sum(*x);
+  }
+  template <class F>
+  __device__ void each(const F& f) {
+    f(m2), f(sum), f(target_logit), f(entropy), f(square);
   }
 };
 
@@ -85,7 +120,8 @@ struct CrossEntropy {
   static constexpr int kInputs = 1;
   static constexpr bool kBulk = true;
   static constexpr bool kSecondPass = false;
-  static constexpr int kUnroll = kMode == Mode::kPlain ? 4 : kMode == Mode::kSparse ? 2 : 1;  // what registers allow
+  // What registers allow.
+  static constexpr int kUnroll = kMode == Mode::kPlain ? 4 : kMode == Mode::kDense ? 1 : 2;
 
   const Params& p;
   const Constants& constants;
@@ -94,10 +130,11 @@ struct CrossEntropy {
   float row_scale = 1.f;
 
   __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row)
-      : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {
+      : p(p), constants(constants), row(row), target(p.targets, constants, row, vocab(p)) {
     if (kMode != Mode::kPlain && p.row_scale != nullptr) row_scale = static_cast<const float*>(p.row_scale)[row];
   }
 
+  __device__ static int64_t vocab(const Params& p) { return p.vocab != 0 ? p.vocab : p.cols; }
   __device__ const T* input(int) const { return static_cast<const T*>(p.logits) + row * p.logits_stride; }
   /// Where the gradient of that input goes; null where it is not wanted.
   __device__ T* output(int) const {
@@ -111,7 +148,7 @@ struct CrossEntropy {
 
   __device__ Logit logit(float x) const {
     if (kMode == Mode::kPlain) return Logit::plain(constants, x);
-    if (constants.cap != 0.f) return Logit::capped<T>(constants, x * row_scale);
+    if (kMode != Mode::kMoments && constants.cap != 0.f) return Logit::capped<T>(constants, x * row_scale);
     return {x, constants.k * row_scale, 1.f};
   }
 
@@ -121,9 +158,46 @@ struct CrossEntropy {
   __device__ void add(Sums& sums, const Pack<T, kWidth> (&packs)[kInputs][kCount], const Column& column) const {
     if constexpr (kMode == Mode::kPlain) {
       sums.add(packs[0], constants.k);
+    } else if constexpr (kMode == Mode::kMoments) {
+      add_moments<kWhole>(sums, packs[0], column);
     } else {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) add_vector<kWhole>(sums, packs[0][j], column(j));
+    }
+  }
+
+  template <bool kWhole, int kCount, int kWidth, class Column>
+  __device__ void add_moments(Sums& sums, const Pack<T, kWidth> (&packs)[kCount], const Column& column) const {
+    const float k = constants.k * row_scale;  // of either sign
+    float largest = minus_infinity();
+    float x[kCount][kWidth];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      unpack(packs[j], x[j]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const int at = kWhole ? 0 : column(j) + i;
+        if (kWhole || (at >= 0 && at < static_cast<int>(p.cols))) largest = fmaxf(largest, x[j][i] * k);
+      }
+    }
+    sums.rebase(fmaxf(sums.m2, largest));
+    const float from = sums.reference();
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      float part = 0.f, moment = 0.f, square = 0.f;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const int at = kWhole ? 0 : column(j) + i;
+        if (!kWhole && (at < 0 || at >= static_cast<int>(p.cols))) continue;
+        const float y = fmaf(x[j][i], k, -from), power = exp2_fast(y);
+        const float finite = fmaxf(y, kVanishes);  // 0 * -inf; a NaN is in the sum already
+        part += power;
+        moment = fmaf(power, finite, moment);
+        if (p.variance != nullptr) square = fmaf(power * finite, finite, square);
+      }
+      sums.sum += part;
+      sums.entropy += moment;
+      sums.square += square;
     }
   }
 
@@ -193,7 +267,8 @@ struct CrossEntropy {
   /// is read before anything overwrites the logits. It is not converted here, which would wait for it.
   using Early = T;
   __device__ Early read_early(int begin, int end) const {
-    return target.index >= max(begin, 0) && target.index < end ? input(0)[target.index] : static_cast<T>(0.f);
+    const int at = target.index - static_cast<int>(p.col_offset);
+    return at >= max(begin, 0) && at < min(end, static_cast<int>(p.cols)) ? input(0)[at] : static_cast<T>(0.f);
   }
   __device__ void add_early(Sums& sums, Early logit) const { sums.target_logit = widen(logit); }
 
@@ -216,11 +291,34 @@ struct CrossEntropy {
 
   __device__ float mass(const Sums& sums) const {
     if constexpr (kMode == Mode::kDense) return static_cast<float>(sums.mass + static_cast<double>(target.at_index));
-    return target.sparse_mass(constants, p.cols);
+    return target.sparse_mass(constants, vocab(p));
+  }
+
+  /// Adds what the blocks of columns before this one came to. False: this was not the last one, the sums are kept.
+  __device__ bool carry(Sums& sums) const {
+    float* at = static_cast<float*>(p.carried) + row;
+    if (p.col_offset != 0) {
+      Sums before;
+      const float* from = at;
+      before.each([&](float& x) { x = *from, from += p.rows; });
+      const float larger = fmaxf(before.m2, sums.m2);
+      before.rebase(larger), sums.rebase(larger);
+      float parts[kCarriedSums], *part = parts;
+      before.each([&](float& x) { *part++ = x; });
+      part = parts;
+      sums.each([&](float& x) { x += *part++; });
+      sums.m2 = larger;
+    }
+    if (p.col_offset + p.cols == vocab(p)) return true;
+    sums.each([&](float& x) { *at = x, at += p.rows; });
+    return false;
   }
 
   /// Called by one thread: stores the row's outputs.
-  __device__ void write(const Sums& sums, NoParts) const {
+  __device__ void write(Sums sums, NoParts) const {
+    if constexpr (kMode == Mode::kPlain || kMode == Mode::kMoments) {
+      if (p.carried != nullptr && !carry(sums)) return;
+    }
     const auto* scales = static_cast<const float*>(p.scales);
     const float ce_scale = scales != nullptr ? scales[0] : 1.f, z_scale = scales != nullptr ? scales[1] : 1.f;
     constexpr float ln2 = static_cast<float>(kInverseLog2E);
@@ -255,6 +353,8 @@ struct CrossEntropy {
     put(p.lse_low, needs_row() ? static_cast<float>(lse_exact - static_cast<double>(lse)) : 0.f);
     if constexpr (kMode != Mode::kPlain) {
       if (p.entropy != nullptr) write_moments(sums, mass, (mass * log2_sum - dot) * ln2);
+    }
+    if constexpr (kMode == Mode::kSparse || kMode == Mode::kDense) {
       if (p.predicted != nullptr) {
         const int best = sums.best_column == kNoColumn ? 0 : sums.best_column;
         static_cast<int64_t*>(p.predicted)[row] = target.kept && target.in_range ? best : -1;

@@ -71,6 +71,9 @@ __device__ inline float tanh_for<float>(float x) {
   return tanhf(x);
 }
 
+/// 2^x and e^x are 0 in float32 from here down.
+constexpr float kVanishes = -256.f;
+
 /// e^(z - lse - low), to the accuracy of the logits' dtype. z - lse first: exact for large offsets, where lse * log2(e)
 /// would not be.
 template <class T>
