@@ -53,35 +53,24 @@ inline int64_t balanced_chunk(int64_t total, int64_t limit, int64_t unit) {
   return std::min((even + unit - 1) / unit * unit, floor_limit);
 }
 
-/// Blocks of columns of all rows, of `limit` columns at most but not less than 1024.
+/// Columns of all rows at a time where lse is known, at least 1024. Without a budget 512 MiB of logits (32 MiB on the
+/// CPU).
 ///
 /// The block's rows are as far apart as they are long. Where that is a multiple of 4 KiB, the products with the block
 /// are some 4% slower on an H200 (docs/lab/linear_losses.md).
-inline int64_t column_block(const LinearSizes& s, int64_t limit) {
+inline int64_t plan_columns(const LinearSizes& s, std::optional<int64_t> budget) {
   constexpr int64_t kUnit = 128, kLeast = 1024, kSlowBytes = 4096;
+  const int64_t fallback = (s.cpu ? 32 : 512) * kMiB;
+  const int64_t accumulator = 4 * s.rows * s.hidden;  // the input's gradient, float32
+  const int64_t bytes = budget.has_value() ? *budget - accumulator : fallback;
+  const int64_t limit = std::max(kLeast, bytes / std::max<int64_t>(1, s.rows * s.element_size));
   // The padding of a row counts too: all columns are one block only where it fits.
   const int64_t columns = logits_row_elements(s.vocab, s.element_size);
-  int64_t block = balanced_chunk(columns, std::max(kLeast, limit), kUnit);
+  int64_t block = balanced_chunk(columns, limit, kUnit);
   if (block < columns && block > kLeast && block * s.element_size % kSlowBytes == 0) {
     block = balanced_chunk(columns, block - kUnit, kUnit);
   }
   return std::min(s.vocab, block);
-}
-
-/// Columns of all rows at a time where lse is known. Without a budget 512 MiB of logits (32 MiB on the CPU).
-inline int64_t plan_columns(const LinearSizes& s, std::optional<int64_t> budget) {
-  const int64_t fallback = (s.cpu ? 32 : 512) * kMiB;
-  const int64_t accumulator = 4 * s.rows * s.hidden;  // the input's gradient, float32
-  const int64_t bytes = budget.has_value() ? *budget - accumulator : fallback;
-  return column_block(s, bytes / std::max<int64_t>(1, s.rows * s.element_size));
-}
-
-/// Columns of all rows at a time in the memory of chunks of `rows` rows, for statistics alone; 0: those chunks. A
-/// product of a chunk reads all of the weight, one of a block all of the input: the smaller one is read more often.
-inline int64_t plan_statistics(const LinearSizes& s, int64_t rows) {
-  if (s.cpu || rows >= s.rows || s.rows > s.vocab) return 0;
-  const int64_t limit = rows * logits_row_elements(s.vocab, s.element_size) / s.rows;
-  return limit < 1024 ? 0 : column_block(s, limit);
 }
 
 /// The plan of a forward that computes the gradients too.

@@ -51,16 +51,9 @@ struct LogitTransform {
 ///                    * dz/dx,   p = exp(z - lse)
 /// An ignored row: loss 0, gradient 0 (written). An index outside [0, V): loss and gradient NaN, nothing is
 /// read or written out of bounds (the CPU kernels never meet one: it is refused before).
-///
-/// With `carried` (CUDA, takes_blocks(), no gradient) the call has a block of the columns, [col_offset, col_offset +
-/// cols) of `vocab`: it adds to the rows' sums, and the last block writes the outputs. class_weight and index count in
-/// the whole vocabulary.
 struct RowForward {
   int64_t rows = 0;
   int64_t cols = 0;
-  int64_t col_offset = 0;
-  int64_t vocab = 0;             // 0: cols
-  void* carried = nullptr;       // [kCarriedSums, N] float
   const void* logits = nullptr;  // [N, V], innermost stride 1
   int64_t logits_stride = 0;
   void* grad = nullptr;  // [N, V] in the dtype of the logits, or null: not wanted. May be `logits` itself.
@@ -89,14 +82,6 @@ struct RowForward {
   void* variance = nullptr;  // sum_c p[c] * (z[c] - mean)^2
   void* slope = nullptr;     // sum_c (A * p[c] - a[c]) * z[c]
 };
-
-/// What RowForward::carried holds of a row: the largest logit in units of log 2, and sums relative to it.
-constexpr int64_t kCarriedSums = 5;
-
-/// No more than class indices, a scale, and statistics that are sums: what blocks of columns can be added up for.
-inline bool takes_blocks(const RowForward& p) {
-  return p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && p.predicted == nullptr && !p.targets.dense && !p.alone;
-}
 
 /// Gradient from saved statistics: element-wise over a block of columns [col_offset, col_offset + cols) of a
 /// vocabulary of `vocab` columns.

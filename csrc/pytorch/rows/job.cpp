@@ -150,9 +150,17 @@ void RowJob::compute_scales() {
   device_.kernels->scales(p, to_dtype(dtype_), device_.stream);
 }
 
-/// What a forward over rows from `first` on has but for the logits.
-RowForward RowJob::forward_from(int64_t first) const {
+void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_logits) {
+  if (logits.numel() == 0) return;
   RowForward p;
+  p.rows = logits.size(0);
+  p.cols = vocab_;
+  p.logits = logits.const_data_ptr();
+  p.logits_stride = logits.stride(0);
+  if (gradient_over_logits) {
+    p.grad = logits.data_ptr();
+    p.grad_stride = logits.stride(0);
+  }
   p.targets = targets(first, 0);
   p.transform = {logit_scale_, options_.softcap};
   p.row_scale = pointer_at(row_scale_, first);
@@ -172,36 +180,6 @@ RowForward RowJob::forward_from(int64_t first) const {
   p.mean = stat(stat_rows_.mean, first);
   p.variance = stat(stat_rows_.variance, first);
   p.slope = stat(stat_rows_.slope, first);
-  return p;
-}
-
-void RowJob::forward(const Tensor& logits, int64_t first, bool gradient_over_logits) {
-  if (logits.numel() == 0) return;
-  auto p = forward_from(first);
-  p.rows = logits.size(0);
-  p.cols = vocab_;
-  p.logits = logits.const_data_ptr();
-  p.logits_stride = logits.stride(0);
-  if (gradient_over_logits) {
-    p.grad = logits.data_ptr();
-    p.grad_stride = logits.stride(0);
-  }
-  device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
-}
-
-bool RowJob::takes_columns() const { return target_.is_cuda() && takes_blocks(forward_from(0)); }
-
-void RowJob::forward_columns(const Tensor& logits, int64_t column) {
-  if (logits.numel() == 0) return;
-  if (!carried_.defined()) carried_ = at::empty({kCarriedSums, rows_}, acc_);
-  auto p = forward_from(0);
-  p.rows = rows_;
-  p.cols = logits.size(1);
-  p.col_offset = column;
-  p.vocab = vocab_;
-  p.carried = carried_.data_ptr();
-  p.logits = logits.const_data_ptr();
-  p.logits_stride = logits.stride(0);
   device_.kernels->forward(p, to_dtype(dtype_), device_.stream);
 }
 

@@ -77,11 +77,6 @@ class RowJob {
   void begin_forward(const std::optional<at::Tensor>& normalizer, Gradients gradients);
   /// Rows [first, first + logits.size(0)): statistics and loss; the gradient over the logits where asked for.
   void forward(const at::Tensor& logits, int64_t first, bool gradient_over_logits);
-  /// Whether forward_columns() can be called.
-  bool takes_columns() const;
-  /// All rows, columns [column, column + logits.size(1)), one block after the other from column 0 on: what forward()
-  /// does without a gradient.
-  void forward_columns(const at::Tensor& logits, int64_t column);
   /// Reduces the loss and hands out the outputs.
   RowOutputs finish_forward();
 
@@ -97,7 +92,6 @@ class RowJob {
 
  private:
   RowTargets targets(int64_t first_row, int64_t first_column) const;
-  RowForward forward_from(int64_t first) const;
   void* stat(int64_t row, int64_t first) const;
   void compute_scales();
 
@@ -118,7 +112,6 @@ class RowJob {
   bool deferred_ = false;
   bool scales_come_last_ = false;
   at::Tensor row_loss_;
-  at::Tensor carried_;
   RowOutputs out_;
 };
 

@@ -120,17 +120,7 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   const std::array<bool, 3> over = over_rows ? needs_grad : std::array<bool, 3>{};
   ChunkGradients chunks(input, linear_weight, linear_bias, vocab, plan, over, inplace);
   auto kept = at::empty({0}, input.options());
-  const int64_t columns =
-      keep || over_rows || tile != 0 || !job.takes_columns() ? 0 : plan_statistics(sizes, plan.rows);
-  if (columns != 0) {
-    const auto x = input.to(dtype);
-    const auto buffer = logits_buffer(rows, columns, x.options());
-    for (int64_t column = 0; column < vocab; column += columns) {
-      const auto z = part(buffer, 1, 0, std::min(columns, vocab - column));
-      head.logits(z, x, column);
-      job.forward_columns(z, column);
-    }
-  } else if (vocab != 0 || keep) {
+  if (vocab != 0 || keep) {
     const auto padded = padded_logits(std::min(plan.rows, rows), vocab, input.options().dtype(dtype));
     const auto buffer = part(padded, 1, 0, vocab);
     if (keep) kept = padded;

@@ -32,34 +32,42 @@ template <class T, int kWidth>
 struct Batch {
   using P = Pack<T, kWidth>;
   P packs[kBlockVectors];
-  bool whole = false;  // all of them
+  bool cut = false;  // the row's first or last vector, which is not whole, is among them
 
-  __device__ Batch() = default;
-  __device__ Batch(const RowVectors<T, kWidth>& vectors, const T* row, int first, int distance)
-      : whole(first >= vectors.whole_begin && first + (kBlockVectors - 1) * distance < vectors.whole_end) {
-    if (whole) {
-      const T* from = row + vectors.column(first);
+  __device__ Batch(const RowVectors<T, kWidth>& vectors, const T* row, int first, int distance) {
 #pragma unroll
-      for (int j = 0; j < kBlockVectors; ++j) packs[j] = P::load(from + j * distance * kWidth);
-    } else {
+    for (int j = 0; j < kBlockVectors; ++j) {
+      const int v = first + j * distance;
+      if (vectors.whole(v)) {
+        packs[j] = P::load(row + vectors.column(v));
+      } else {
+        packs[j] = P{};
+        cut |= v < vectors.count;
+      }
+    }
+    if (!cut) return;
+#pragma unroll 1
+    for (int j = 0; j < kBlockVectors; ++j) {
+      const int v = first + j * distance;
+      if (vectors.whole(v) || v >= vectors.count) continue;
+      const P pack = vectors.load(row, v, static_cast<T>(0.f));
 #pragma unroll
-      for (int j = 0; j < kBlockVectors; ++j) {
-        const int v = first + j * distance;
-        if (v < vectors.count) packs[j] = vectors.load(row, v, static_cast<T>(0.f));
+      for (int i = 0; i < kBlockVectors; ++i) {
+        if (i == j) packs[i] = pack;
       }
     }
   }
   __device__ void store(const RowVectors<T, kWidth>& vectors, T* row, int first, int distance) const {
-    if (whole) {
-      T* to = row + vectors.column(first);
 #pragma unroll
-      for (int j = 0; j < kBlockVectors; ++j) packs[j].store(to + j * distance * kWidth);
-    } else {
+    for (int j = 0; j < kBlockVectors; ++j) {
+      const int v = first + j * distance;
+      if (vectors.whole(v)) packs[j].store(row + vectors.column(v));
+    }
+    if (!cut) return;
 #pragma unroll 1
-      for (int j = 0; j < kBlockVectors; ++j) {
-        const int v = first + j * distance;
-        if (v < vectors.count) vectors.store(row, v, chosen(packs, j));
-      }
+    for (int j = 0; j < kBlockVectors; ++j) {
+      const int v = first + j * distance;
+      if (!vectors.whole(v) && v < vectors.count) vectors.store(row, v, chosen(packs, j));
     }
   }
 };

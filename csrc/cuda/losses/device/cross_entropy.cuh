@@ -33,10 +33,6 @@ struct RowSums<Mode::kPlain> : PowerSum {
     PowerSum::merge(over);
     target_logit = over.sum(target_logit);
   }
-  template <class F>
-  __device__ void each(const F& f) {
-    f(m2), f(sum), f(target_logit);
-  }
 };
 
 template <>
@@ -62,10 +58,6 @@ struct RowSums<Mode::kMoments> {
   __device__ void merge(const Over& over) {
     rebase(over.max(m2));
     for (float* x : {&sum, &target_logit, &entropy, &square}) *x = over.sum(*x);
-  }
-  template <class F>
-  __device__ void each(const F& f) {
-    f(m2), f(sum), f(target_logit), f(entropy), f(square);
   }
 };
 
@@ -130,11 +122,10 @@ struct CrossEntropy {
   float row_scale = 1.f;
 
   __device__ CrossEntropy(const Params& p, const Constants& constants, int64_t row)
-      : p(p), constants(constants), row(row), target(p.targets, constants, row, vocab(p)) {
+      : p(p), constants(constants), row(row), target(p.targets, constants, row, p.cols) {
     if (kMode != Mode::kPlain && p.row_scale != nullptr) row_scale = static_cast<const float*>(p.row_scale)[row];
   }
 
-  __device__ static int64_t vocab(const Params& p) { return p.vocab != 0 ? p.vocab : p.cols; }
   __device__ const T* input(int) const { return static_cast<const T*>(p.logits) + row * p.logits_stride; }
   /// Where the gradient of that input goes; null where it is not wanted.
   __device__ T* output(int) const {
@@ -267,8 +258,7 @@ struct CrossEntropy {
   /// is read before anything overwrites the logits. It is not converted here, which would wait for it.
   using Early = T;
   __device__ Early read_early(int begin, int end) const {
-    const int at = target.index - static_cast<int>(p.col_offset);
-    return at >= max(begin, 0) && at < min(end, static_cast<int>(p.cols)) ? input(0)[at] : static_cast<T>(0.f);
+    return target.index >= max(begin, 0) && target.index < end ? input(0)[target.index] : static_cast<T>(0.f);
   }
   __device__ void add_early(Sums& sums, Early logit) const { sums.target_logit = widen(logit); }
 
@@ -291,34 +281,11 @@ struct CrossEntropy {
 
   __device__ float mass(const Sums& sums) const {
     if constexpr (kMode == Mode::kDense) return static_cast<float>(sums.mass + static_cast<double>(target.at_index));
-    return target.sparse_mass(constants, vocab(p));
-  }
-
-  /// Adds what the blocks of columns before this one came to. False: this was not the last one, the sums are kept.
-  __device__ bool carry(Sums& sums) const {
-    float* at = static_cast<float*>(p.carried) + row;
-    if (p.col_offset != 0) {
-      Sums before;
-      const float* from = at;
-      before.each([&](float& x) { x = *from, from += p.rows; });
-      const float larger = fmaxf(before.m2, sums.m2);
-      before.rebase(larger), sums.rebase(larger);
-      float parts[kCarriedSums], *part = parts;
-      before.each([&](float& x) { *part++ = x; });
-      part = parts;
-      sums.each([&](float& x) { x += *part++; });
-      sums.m2 = larger;
-    }
-    if (p.col_offset + p.cols == vocab(p)) return true;
-    sums.each([&](float& x) { *at = x, at += p.rows; });
-    return false;
+    return target.sparse_mass(constants, p.cols);
   }
 
   /// Called by one thread: stores the row's outputs.
-  __device__ void write(Sums sums, NoParts) const {
-    if constexpr (kMode == Mode::kPlain || kMode == Mode::kMoments) {
-      if (p.carried != nullptr && !carry(sums)) return;
-    }
+  __device__ void write(const Sums& sums, NoParts) const {
     const auto* scales = static_cast<const float*>(p.scales);
     const float ce_scale = scales != nullptr ? scales[0] : 1.f, z_scale = scales != nullptr ? scales[1] : 1.f;
     constexpr float ln2 = static_cast<float>(kInverseLog2E);

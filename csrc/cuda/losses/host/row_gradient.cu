@@ -76,24 +76,12 @@ bool starts_whole(const void* p, int64_t stride, int64_t size) {
   return kWidth == 1 || is_aligned(p, stride, size, device::kLineBytes);
 }
 
-template <int kWidth, class T>
-void launch_gradient(const RowGradient& p, void* stream, T) {
-  const bool whole = starts_whole<kWidth>(p.logits, p.logits_stride, sizeof(T));
-  const Constants constants(p.targets, p.transform, p.z_loss, p.vocab);
-  const auto start = [&](auto kernel, int64_t most) {
-    const auto [blocks, grid] = make_blocks(p.rows, p.cols, kWidth, whole, most);
-    launch("gradient_kernel", kernel, grid, stream, p, constants, blocks);
-  };
-  constexpr bool kEntropy = sizeof(T) == 2;
-  const int64_t resident = int64_t{2} * kThreads * current_device().multiprocessors;  // as its launch bounds say
-  const bool simple = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && !p.targets.dense;
-  if (simple && p.grad_entropy == nullptr && p.row_scale == nullptr) {
-    start(device::streamed_gradient_kernel<T, false, kWidth>, resident);
-  } else if (simple && kEntropy) {
-    start(device::streamed_gradient_kernel<T, kEntropy, kWidth>, resident);
-  } else {
-    start(device::gradient_kernel<T, kWidth>, INT64_MAX);
-  }
+template <class T, device::Part kPart, int kWidth>
+void launch_gradient(const RowGradient& p, void* stream) {
+  const auto [blocks, grid] =
+      make_blocks(p.rows, p.cols, kWidth, starts_whole<kWidth>(p.logits, p.logits_stride, sizeof(T)), INT64_MAX);
+  launch("gradient_kernel", device::gradient_kernel<T, kPart, kWidth>, grid, stream, p,
+         Constants(p.targets, p.transform, p.z_loss, p.vocab), blocks);
 }
 
 template <class T, int kWidth>
@@ -109,11 +97,21 @@ void launch_scaling(const RowScaling& p, void* stream) {
 void row_gradient(const RowGradient& p, DType dtype, void* stream) {
   if (p.rows == 0 || p.cols == 0) return;
   check_columns("cross entropy", p.cols);
+  using device::Part;
+  const bool simple = p.targets.smoothing == 0.0 && p.transform.cap == 0.0 && !p.targets.dense;
+  const bool plain = simple && p.grad_entropy == nullptr && p.row_scale == nullptr;
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    same_alignment(p.logits, p.logits_stride, p.grad, p.grad_stride, sizeof(T))
-        ? launch_gradient<static_cast<int>(16 / sizeof(T))>(p, stream, T())
-        : launch_gradient<1>(p, stream, T());
+    constexpr int kWidth = 16 / sizeof(T);
+    const bool aligned = same_alignment(p.logits, p.logits_stride, p.grad, p.grad_stride, sizeof(T));
+    const auto launch = [&]<Part kPart>() {
+      aligned ? launch_gradient<T, kPart, kWidth>(p, stream) : launch_gradient<T, kPart, 1>(p, stream);
+    };
+    if (plain) return launch.template operator()<Part::kPlain>();
+    if constexpr (sizeof(T) == 2) {
+      if (simple) return launch.template operator()<Part::kEntropy>();
+    }
+    launch.template operator()<Part::kAll>();
   });
 }
 
