@@ -48,12 +48,13 @@ def compile_flex(
     requires_grad: bool = True,
     deterministic: bool | None = None,
     dropout_p: float = 0.0,
+    few_queries: bool = False,
     architecture: str | None = None,
 ) -> None:
     """Compiles what a call of :func:`fusegrad.flex_attention` on a GPU and its backward need, into the memory of this
     process and the cache on the disk; nothing is run. Lengths, strides, batch, heads, positive scales and the values of
-    captured tensors and numbers do not matter: one compilation serves them all. Kernels that give ``max_scores`` are
-    compiled by the first call that asks for it.
+    captured tensors and numbers do not matter: one compilation serves them all, but for calls of few queries, which
+    have kernels of their own. Kernels that give ``max_scores`` are compiled by the first call that asks for it.
 
     Args:
         score_mod: As for the call. Captured tensors count with their dtypes, numbers of elements and ``requires_grad``.
@@ -67,6 +68,8 @@ def compile_flex(
             some of them only has a kernel of its own.
         deterministic: As for the call.
         dropout_p: As for the call. Only whether it is 0, and whether it is above 0.968, makes a difference.
+        few_queries: Also the kernels of calls whose queries are at most 32, or too few to fill the GPU, whose keys are
+            split instead.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
             device.
 
@@ -117,7 +120,7 @@ def compile_flex(
                 f"compile_flex: architecture must be given where there is no GPU, but got None ({error})"
             ) from None
 
-    def case_of(kernel: str) -> Any:
+    def case_of(kernel: str, **more: Any) -> Any:
         return flex.Case(
             kernel,
             str(dtype).removeprefix("torch."),
@@ -135,10 +138,17 @@ def compile_flex(
             split=torch.backends.cuda.matmul.fp32_precision != "tf32",
             score_mod_small=score_small,
             mask_mod_small=mask_small,
+            **more,
         )
 
     cases = [case_of("forward")]
     if training:
         cases += flex.backward_kernels(case_of("backward"), ordered, architecture)
+    if few_queries:
+        cases += [case_of("forward", few_rows=rows) for rows in flex.few_query_tiles(head_size, value_size)]
+        cases.append(case_of("forward", key_splits=True))
+        if training:
+            split = flex.backward_kernels(case_of("backward", key_splits=True), ordered, architecture)
+            cases += [case for case in split if flex.plan(case, architecture)["key_splits"]]
     with ThreadPoolExecutor(len(cases)) as threads:
         list(threads.map(lambda case: _C.jit.compile(flex.program(case, architecture)), cases))

@@ -7,6 +7,7 @@
 
 #include "common/error.h"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/launch_plan.h"
 #include "cuda/attention/host/plan.h"
 #include "cuda/attention/host/program.h"
@@ -62,6 +63,7 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& f) { f.value += 64; },
       [](auto& f) { f.warps += 4; },
       [](auto& f) { f.groups += 1; },
+      [](auto& f) { f.key_splits = true; },
       [](auto& f) { f.blocks = true; },
       [](auto& f) { f.mixed = true; },
       [](auto& f) { f.split = true; },
@@ -201,6 +203,74 @@ TEST(LaunchPlan, LaunchesShareTheKeysOfABackward) {
   const LaunchPlan by_query = plan(make_case(FlexKernel::kGradQuery, 128), shape, 4);
   EXPECT_EQ(by_query.launches, 1);
   EXPECT_EQ(by_query.ctas, 4 * 8 * 4);
+}
+
+LaunchPlan plan_few(const FlexShape& shape, int rows = 16) {
+  FlexCase c = make_case(FlexKernel::kForward, 128);
+  c.few_rows = rows;
+  return plan(c, shape);
+}
+
+TEST(FewQueries, FillTheGpuWithSplitsOfTheKeys) {
+  // In tiles of 64 keys of 8 heads. Where one CTA a multiprocessor ends as early as two, there is less to merge.
+  const LaunchPlan one = plan_few(make_shape(1, 32, 8, 1, 8192, 128));
+  EXPECT_TRUE(one.spec.facts().few());
+  EXPECT_EQ(one.spec.facts().resident, 2);
+  EXPECT_EQ(one.together, 4);
+  EXPECT_EQ(one.splits, 16);
+  EXPECT_EQ(one.ctas, 8 * 16);
+  EXPECT_EQ(plan_few(make_shape(1, 32, 8, 1, 131072, 128)).splits, 33);  // 264 CTAs of 132 multiprocessors
+  EXPECT_EQ(plan_few(make_shape(16, 32, 8, 1, 8192, 128)).splits, 1);    // 128 of 132
+  EXPECT_EQ(plan_few(make_shape(64, 32, 8, 1, 8192, 128)).splits, 1);    // 512 of 528 places
+  EXPECT_EQ(plan_few(make_shape(1, 32, 8, 1, 64, 128)).splits, 1);       // one tile
+  // The last CTAs of a wave are many enough.
+  const int64_t splits = plan_few(make_shape(17, 32, 8, 1, 8192, 128)).splits, ctas = 17 * 8 * splits;
+  EXPECT_GE(10 * ctas, 9 * tiles_in(ctas, kProcessors) * kProcessors);
+  // Heads of a group share a tile, as many as fit.
+  EXPECT_EQ(plan_few(make_shape(1, 71, 1, 1, 64, 128), 32).ctas, 3);
+}
+
+TEST(FewQueries, AreThoseWhoseGroupFitsATile) {
+  const FlexCase c = make_case(FlexKernel::kForward, 128);
+  const auto rows = [](const FlexCase& of, const FlexShape& shape, std::optional<BlockMaskShape> mask = {}) {
+    return few_query_rows(of, shape, mask, "90a");
+  };
+  EXPECT_EQ(rows(c, make_shape(1, 32, 8, 4, 100, 128)), 16);
+  EXPECT_EQ(rows(c, make_shape(1, 32, 8, 5, 100, 128)), 32);
+  EXPECT_EQ(rows(c, make_shape(1, 32, 32, 32, 8192, 128)), 32);
+  EXPECT_EQ(rows(c, make_shape(1, 32, 32, 32, 100, 128)), 0);
+  EXPECT_EQ(rows(c, make_shape(1, 32, 32, 33, 8192, 128)), 0);
+  EXPECT_EQ(rows(make_case(FlexKernel::kForward, 256), make_shape(1, 32, 32, 17, 8192, 256)), 0);
+  EXPECT_EQ(rows(make_case(FlexKernel::kGradQuery, 128), make_shape(1, 32, 8, 1, 100, 128)), 0);
+  // Lists of a mask that differ from head to head.
+  BlockMaskShape mask = make_mask(make_shape(1, 32, 2, 2, 100, 128), 128);
+  EXPECT_EQ(rows(c, make_shape(1, 32, 2, 2, 100, 128), mask), 32);
+  mask.heads = 32;
+  EXPECT_EQ(rows(c, make_shape(1, 32, 2, 2, 100, 128), mask), 16);
+  // The largest score has the bits of the backward's family.
+  FlexCase max_scores = c;
+  max_scores.max_scores = true;
+  EXPECT_EQ(rows(max_scores, make_shape(1, 32, 8, 4, 100, 128)), 0);
+  EXPECT_EQ(few_query_rows(max_scores, make_shape(1, 32, 8, 4, 100, 128), {}, "80"), 16);
+}
+
+TEST(FewQueries, SplitKeysOfTheUsualTilesWhereThoseAreFew) {
+  EXPECT_TRUE(pays_key_splits(make_shape(1, 8, 8, 256, 65536, 128), kProcessors));
+  EXPECT_FALSE(pays_key_splits(make_shape(1, 8, 8, 256, 128, 128), kProcessors));
+  EXPECT_FALSE(pays_key_splits(make_shape(4, 16, 16, 4096, 4096, 128), kProcessors));
+  // Measured: merging takes more than the half of the keys.
+  EXPECT_FALSE(pays_key_splits(make_shape(1, 16, 16, 512, 512, 128), kProcessors));
+  EXPECT_TRUE(pays_key_splits(make_shape(1, 8, 8, 512, 2048, 128), kProcessors));
+  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kGradQuery}) {
+    FlexCase c = make_case(kernel, 128);
+    c.key_splits = true;
+    const LaunchPlan split = plan(c, make_shape(1, 8, 8, 256, 65536, 128));
+    EXPECT_EQ(split.splits, 8);  // of each of 16 rows of tiles
+    EXPECT_EQ(split.ctas, 16 * 8);
+  }
+  FlexCase by_key = make_case(FlexKernel::kBackward, 128);
+  by_key.key_splits = true;
+  EXPECT_EQ(plan(by_key, make_shape(1, 8, 8, 256, 65536, 128)).splits, 1);
 }
 
 TEST(LaunchPlan, RefusesTooManyCtas) {

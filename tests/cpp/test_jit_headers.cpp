@@ -139,6 +139,17 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexForward<Config>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                    *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      96, true},
+    {"cuda/attention/portable/forward_few.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexForwardFew<FewConfig>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
+     "                          *(const MaskMod::Captured*)in, shared_address(shared)).run();",
+     160, true},
+    {"cuda/attention/device/merge.cuh",
+     "FlexRowMerge merged;\n"
+     "merged.merge(3, in[0], [&](int i) { return ((const FlexPartialRow*)in)[i + 1]; },\n"
+     "             [&](int i) { return ((const float4*)in)[32 * i + threadIdx.x]; });\n"
+     "merged.finish<BFloat16>(*(const FlexRowResults*)out, 0, 1, 2, 3, 4 * threadIdx.x);",
+     48, true},
     {"cuda/attention/hopper/forward.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "cuda/attention/host/block_states.h"
+#include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/plan.h"
 #include "cuda/attention/host/program.h"
 #include "pytorch/bindings/jit.h"
@@ -37,7 +38,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    const std::optional<std::array<int64_t, 2>>& block_size, const std::vector<bool>& wants_grad,
                    const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
                    bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
-                   std::array<bool, 2> mask_mod_small) {
+                   std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits) {
   FlexCase c;
   c.kernel = kernel == "forward"    ? FlexKernel::kForward
              : kernel == "backward" ? FlexKernel::kBackward
@@ -49,6 +50,8 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.mask_mod = make_mod(mask_mod.first, mask_mod.second, mask_mod_small);
   c.split = split;
   c.tall = tall;
+  c.few_rows = few_rows;
+  c.key_splits = key_splits;
   c.dropout = dropout_p > 0;
   c.most_dropped = drops_most(dropout_p);
   c.blocks = block_size.has_value();
@@ -121,8 +124,8 @@ void bind(py::Module m) {
         py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
         py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true, py::arg("dropout_p") = 0.0,
         py::arg("score_mod_small") = std::array<bool, 2>{true, true},
-        py::arg("mask_mod_small") = std::array<bool, 2>{true, true},
-        "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
+        py::arg("mask_mod_small") = std::array<bool, 2>{true, true}, py::arg("few_rows") = 0,
+        py::arg("key_splits") = false, "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "backward_kernels",
@@ -154,14 +157,18 @@ void bind(py::Module m) {
         const KernelSpec spec = plan_kernel(c, architecture);
         const FlexTileSize& tile = spec.tile();
         py::Dict result;
-        result["family"] = tile.family == FlexFamily::kHopper ? "hopper" : "portable";
+        result["family"] = spec.facts().hopper() ? "hopper" : spec.facts().few() ? "few" : "portable";
         result["tile"] = std::make_tuple(tile.rows, tile.cols, tile.warps, tile.share, tile.stages);
         result["schemes"] = spec.facts().schemes;
+        result["key_splits"] = spec.facts().key_splits;
         result["shared_bytes"] = spec.facts().shared_bytes;
         return result;
       },
       py::arg("case"), py::arg("architecture"),
-      "{family: 'portable' or 'hopper', tile: (rows, cols, warps, share, stages), schemes, shared_bytes}.");
+      "{family: 'portable', 'hopper' or 'few', tile: (rows, cols, warps, share, stages), schemes, key_splits, "
+      "shared_bytes}.");
+  m.def("few_query_tiles", &few_query_tiles, py::arg("head_size"), py::arg("value_size"),
+        "What Case's few_rows may be, from the fewest rows on.");
   m.def(
       "program",
       [](const FlexCase& c, const std::string& architecture) {

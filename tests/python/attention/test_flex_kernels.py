@@ -81,7 +81,8 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 class Kernel(NamedTuple):
     # "ordered" is the backward whose sums are the same in every order, "short" the one without tall tiles; behind a
-    # plus sign, "dropout".
+    # plus sign, "dropout". "few16" and "few32" are the forward of few queries in tiles of so many rows; of "split_"
+    # ones keys are split over CTAs.
     kernel: str
     dtype: str
     head_size: int
@@ -99,6 +100,9 @@ class Kernel(NamedTuple):
             return ("", []) if mod is None else (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers])
 
         kernel, _, dropout = self.kernel.partition("+")
+        split, kernel = kernel.startswith("split_"), kernel.removeprefix("split_")
+        rows = int(kernel.removeprefix("few")) if kernel.startswith("few") else 0
+        kernel = "forward" if rows else kernel
         return flex.Case(
             "backward" if kernel in ("ordered", "short") else kernel,
             self.dtype,
@@ -112,6 +116,8 @@ class Kernel(NamedTuple):
             deterministic=kernel in ("ordered", "grad_query"),
             tall=kernel != "short",
             dropout_p=0.1 if dropout else 0.0,
+            few_rows=rows,
+            key_splits=split,
         )
 
     def program(self) -> object:
@@ -168,6 +174,11 @@ grad_query float16 256 256 softcap none
 grad_query float32 64 64 A document
 grad_query float32 256 256 none none
 ordered float32 128 128 B none
+few16 bfloat16 128 128 none none
+few32 float16 64 64 D small
+few16 float32 128 128 A causal
+split_forward bfloat16 64 64 none none
+split_grad_query float32 64 64 none causal
 """
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
@@ -235,6 +246,15 @@ backward+dropout bfloat16 64 64 none none
 backward+dropout bfloat16 128 128 none causal
 backward+dropout bfloat16 256 256 none none
 grad_query+dropout bfloat16 128 128 none none
+few16 bfloat16 128 128 none causal
+few32 bfloat16 128 128 E none
+few16 bfloat16 256 256 none none
+few16+dropout bfloat16 128 128 none none
+split_forward bfloat16 64 64 none causal
+split_forward bfloat16 128 128 none none
+split_forward bfloat16 256 256 D none
+split_grad_query bfloat16 128 128 none none
+split_grad_query bfloat16 256 256 none causal
 """
 
 
@@ -404,6 +424,8 @@ def test_the_selection_meets_everything() -> None:
         *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query"]),
         ("bfloat16", "ordered"),
         ("bfloat16", "short"),
+        ("bfloat16", "split_forward"),
+        ("bfloat16", "split_grad_query"),
     }
     schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")

@@ -34,16 +34,20 @@ MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
     "AD": lambda t: lambda s, b, h, i, j: s * t[0][h] + t[3][h, i - j + t[3].shape[1] // 2],
 }
 MASKS = ("none", "causal", "window", "documents")
-SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 128, 192, 256)}
+# "split": whatever takes calls of few queries, whose keys are split.
+SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 128, 192, 256), "split": (64, 128, 256)}
 
 
 # B, H, key heads, M, N. With many heads a CTA that stays goes on to another; with many queries tiles are tall.
 FEW, MANY, LONG = (2, 4, 2, 300, 333), (1, 160, 80, 100, 130), (1, 2, 1, 1700, 200)
+# Of keys that are split: few queries in a tile of a group's heads, and the usual tiles.
+GROUPED, USUAL = (2, 6, 2, 5, 1500), (1, 2, 1, 40, 3000)
 
 
 def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple[int, ...]]]:
     """Dtype, score_mod, mask, head size, deterministic, of each pair of which that matters one call at least; sizes."""
-    dtypes = [torch.bfloat16, torch.float32] if family == "portable" else [torch.bfloat16, torch.float16]
+    dtypes = [torch.bfloat16, torch.float16 if family == "hopper" else torch.float32]
+    often, seldom = (GROUPED, USUAL) if family == "split" else (FEW, MANY)
     for dtype in dtypes:
         sizes = [d for d in SIZES[family] if dtype != torch.float32 or d <= 128]
         every = list(itertools.product(MODS, MASKS, sizes, (False, True)))
@@ -54,8 +58,10 @@ def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple
             new = {("mod", case[0], case[3]), ("mask", case[1], case[2]), ("size", case[2], case[3])} - seen
             if new:
                 seen |= new
-                yield dtype, *case, FEW if found % 4 else MANY
+                yield dtype, *case, often if found % 4 else seldom
                 found += 1
+    if family == "split":
+        return
     for mask, size, deterministic in (("causal", 128, False), ("causal", 128, True), ("none", 64, False)):
         yield torch.bfloat16, "none", mask, size, deterministic, LONG
 
@@ -91,7 +97,8 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1, help="processes that share the calls")
     options = parser.parse_args()
-    _C.flex.force_family(options.family)
+    if options.family != "split":
+        _C.flex.force_family(options.family)
     mine = list(cases(options.family))[options.part :: options.parts]
     for case in mine:
         call(*case)

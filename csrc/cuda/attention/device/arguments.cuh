@@ -36,6 +36,30 @@ struct FlexDropout {
   unsigned threshold;  // below which a pair's number drops it; the same in both halves
 };
 
+/// What some of a row's keys give besides an output that is not divided by the sum yet. Scores are in units of
+/// FlexRowResults::unit.
+struct alignas(16) FlexPartialRow {
+  float max;   // the score that exponentials are relative to; -inf where no key takes part
+  float sum;   // of exponentials
+  float ties;  // how many scores equal `max`, where that is wanted
+  float nothing;
+};
+/// What a row's results are made of and where they go. max_scores and max_ties may be null, and out_low's data.
+struct FlexRowResults {
+  FlexTensor out, out_low;
+  float *lse, *max_scores, *max_ties;  // [B, H, M]
+  int value_size;
+  float unit;           // what scores are multiplied by
+  float dropout_scale;  // 1 without dropout
+};
+/// Outputs of parts of the keys, [rows, splits, cols], and what belongs to them, [rows, splits]. Row: (b * H + h) * M +
+/// q. Without splits, 1, CTAs write the results themselves.
+struct FlexPartials {
+  float* out;
+  FlexPartialRow* rows;
+  int splits;
+  int cols;  // E rounded up to a multiple of 4
+};
 struct FlexForwardArguments {
   FlexTensor query, key, value, out, out_low;
   float *lse, *max_scores, *max_ties;  // [B, H, M]; the latter two may be null
@@ -43,6 +67,8 @@ struct FlexForwardArguments {
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   float scale;
   FlexDropout dropout;
+  FlexPartials partials;  // where keys are split over CTAs
+  int together;           // few queries: heads of a group whose queries are the rows of one tile
 };
 
 /// What the Hopper forward takes besides.
@@ -85,6 +111,7 @@ struct FlexBackwardArguments {
   float scale;
   int fixed_bits;  // fixed point: a unit is 2^-fixed_bits of the power of two above the largest contribution
   FlexDropout dropout;
+  int splits;  // dQ by itself: where keys are split, grad_query is float [splits * B, H, M, D]
 };
 
 /// What the Hopper backward takes besides.

@@ -92,6 +92,8 @@ class FlexDropoutPairs {
  private:
   template <class Config>
   friend class FlexDropoutHead;
+  template <class Config>
+  friend class FlexDropoutRows;
   unsigned word_[4], threshold_;
 };
 
@@ -134,8 +136,51 @@ class FlexDropoutHead {
     return pairs;
   }
 
+  /// Those of query q alone, as accumulators have them in the lanes of its row.
+  struct Row {
+    unsigned word[2];
+  };
+  __device__ __forceinline__ Row row(int q, int kv, int lane) const {
+    unsigned x[4] = {static_cast<unsigned>(kv) / 16 * 32 + q % 8 * 4 + lane % 4, static_cast<unsigned>(q) / 16, key_[0],
+                     key_[1]};
+    philox<7>(x, 0, 0);
+    const bool lower = q % 16 < 8;
+    return {{lower ? x[0] : x[1], lower ? x[2] : x[3]}};
+  }
+
  private:
   unsigned key_[2];
+};
+
+/// The same where the two rows of a thread's accumulators are queries of any heads.
+template <class Config>
+class FlexDropoutRows {
+ public:
+  using Pairs = FlexDropoutPairs<Config::kMostDropped>;
+
+  /// Row `r`, 0 or 1: query q of `head`, b * H + h.
+  __device__ __forceinline__ void begin(const FlexDropout& dropout, int r, int head, int q) {
+    if constexpr (Config::kDropout) {
+      head_[r].begin(dropout, head);
+      query_[r] = q;
+    }
+  }
+  /// The numbers of 16 keys from kv on.
+  __device__ __forceinline__ Pairs pairs(const FlexDropout& dropout, int kv, int lane) const {
+    Pairs pairs;
+    pairs.threshold_ = dropout.threshold;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto half = head_[r].row(query_[r], kv, lane);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) pairs.word_[n * 2 + r] = half.word[n];
+    }
+    return pairs;
+  }
+
+ private:
+  FlexDropoutHead<Config> head_[2];
+  int query_[2];
 };
 
 }  // namespace fusegrad::device

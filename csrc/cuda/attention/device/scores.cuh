@@ -6,6 +6,7 @@
 //   kRows, kCols               queries and keys of a tile
 //   kWarps                     warps of a CTA
 //   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
+//   kKeySplits                 whether several CTAs share each row of tiles, and another kernel merges their results
 //   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
 //   kSplit                     float: products of split operands
 //   kDropout, kMostDropped     see dropout.cuh
@@ -284,13 +285,21 @@ class TileWalk {
     }
   }
   __device__ __forceinline__ int count() const { return count_; }
+  /// Leaves the tiles of one of several splits of the keys, which differ by one at most.
+  __device__ __forceinline__ void keep(int split, int splits) {
+    if (count_ < 0) return;
+    const int some = count_ / splits, more = count_ - some * splits;
+    first_ = split * some + min(split, more);
+    count_ = some + (split < more ? 1 : 0);
+    if (list_ != nullptr) list_ += first_;
+  }
   /// The word of a TileEntry; without a block mask, whose tiles have no parts, a full tile.
   __device__ __forceinline__ int operator[](int i) const {
-    return list_ == nullptr ? i * (1 << TileEntry<>::kKindBits) : list_[i];
+    return list_ == nullptr ? (first_ + i) * (1 << TileEntry<>::kKindBits) : list_[i];
   }
 
  private:
-  int count_;
+  int count_, first_ = 0;
   const int* list_ = nullptr;
 };
 

@@ -51,6 +51,28 @@ struct ForwardMemory {
   constexpr int bytes() const { return value.end(); }
 };
 
+/// Of few queries: each warp has keys of its own, and its own stages of them. Their outputs take the stages' place.
+struct FewForwardMemory {
+  struct Sizes {
+    int rows, cols, head, value, element_bytes, warps, stages;
+  };
+  Region query;
+  Region results;  // FlexPartialRow of each warp and row
+  Region stages;   // of each warp: each a tile of keys and behind it one of values
+  Region outputs;  // of each warp, float32
+
+  /// Floats of a row of `outputs`.
+  static constexpr int output_stride(int value) { return value + 4; }
+  constexpr explicit FewForwardMemory(const Sizes& s)
+      : query{0, padded_tile_bytes(s.rows, s.head, s.element_bytes), 1},
+        results(query.then(16 * s.rows, s.warps)),
+        stages(results.then(padded_tile_bytes(s.cols / s.warps, s.head, s.element_bytes) +
+                                padded_tile_bytes(s.cols / s.warps, s.value, s.element_bytes),
+                            s.warps * s.stages)),
+        outputs{stages.offset, 4 * s.rows * output_stride(s.value), s.warps} {}
+  constexpr int bytes() const { return stages.end() > outputs.end() ? stages.end() : outputs.end(); }
+};
+
 struct GradQueryMemory {
   struct Sizes {
     int rows, cols, head, value, element_bytes;

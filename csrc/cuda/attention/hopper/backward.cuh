@@ -456,7 +456,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       if (place.tile == kNoMore) break;
       const int row = place.row() + first_row(group) + lane() * 8;
-      if (adds && place.tile >= 0 && row < a_.sum_rows) {
+      if (adds && place.tile >= 0 && row < a_.queries) {
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
         add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
                    cols / 8 * kBlockBytes);

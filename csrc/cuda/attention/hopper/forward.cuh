@@ -15,6 +15,7 @@
 //                              tile's sums are too large
 #pragma once
 
+#include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/hopper/forward_tiles.cuh"
 #include "cuda/attention/hopper/softmax.cuh"
 
@@ -43,7 +44,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
   // turns.
   static constexpr bool kSeamless = Config::kGroups == 3;
-  static_assert(!kSeamless || !Config::kDropout);
+  static_assert(!kSeamless || (!Config::kDropout && !Config::kKeySplits));
   // Warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so one's exponentials run beside the
   // other's products from the start. For smaller heads that is slower.
   static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
@@ -116,6 +117,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     h_ = __shfl_sync(~0u, h_, 0);
     row_ = __shfl_sync(~0u, row_, 0);
     tiles = __shfl_sync(~0u, tiles, 0);
+    if constexpr (Config::kKeySplits) {
+      split_ = Work::split(b_);
+      b_ = Work::batch(b_);
+    }
     __syncwarp();
     release(work_empty(works.stage()));
     works.next();
@@ -209,7 +214,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   }
   /// The list entry of the stage's keys, tile i. After wait_keys.
   __device__ __forceinline__ int entry_of(const Stages& keys, int i) const {
-    return Config::kBlocks ? load_by_first(lane(), entry(keys.stage)) : i << Entry::kKindBits;
+    return Tiles::kEntries ? load_by_first(lane(), entry(keys.stage)) : i << Entry::kKindBits;
   }
   /// The kind of the warpgroup's part of a tile.
   __device__ __forceinline__ int kind_of(int tile) const { return Entry::kind(tile, group_); }
@@ -475,6 +480,25 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     return word;
   }
   __device__ __forceinline__ void finish(const float (&out)[kBlocksE][4], bool bad, int b, int h, int first) const {
+    if constexpr (Config::kKeySplits) {
+      finish_split(out, bad, b, h, first);
+    } else {
+      finish_whole(out, bad, b, h, first);
+    }
+  }
+  // What the split gives. A list that is wrong makes the row NaN.
+  __device__ __forceinline__ void finish_split(const float (&out)[kBlocksE][4], bool bad, int b, int h,
+                                               int first) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int q = first + 8 * r;
+      const float sum = row_sum(softmax_.sum(r)), ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
+      store_partial(q < a_.queries, a_.partials, static_cast<long long>(b * a_.heads + h) * a_.queries + q, split_,
+                    {bad ? __int_as_float(0x7fffffff) : softmax_.max(r), sum, ties, 0.0f}, out, r, lane());
+    }
+  }
+  __device__ __forceinline__ void finish_whole(const float (&out)[kBlocksE][4], bool bad, int b, int h,
+                                               int first) const {
     const float nan = __int_as_float(0x7fffffff);
     float factor[2];
 #pragma unroll
@@ -501,7 +525,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
 
   Softmax softmax_;
   FlexDropoutHead<Config> dropout_;
-  int b_, h_, row_, group_;
+  int b_, h_, row_, group_, split_;
 };
 
 }  // namespace fusegrad::device

@@ -111,9 +111,15 @@ class FlexForwardHopperTiles {
   // Called by each warp.
   __device__ __forceinline__ void release(unsigned barrier) const { Barrier::arrive_if(lane() == 0, barrier); }
 
+  /// Whether stages of keys have an entry: else their place in the row of tiles says all.
+  static constexpr bool kEntries = Config::kBlocks || Config::kKeySplits;
   /// kRows queries of a head from `row` on, and how many tiles of keys they have: negative if the block mask is bad.
+  /// Where keys are split, `b` has the split in its upper half.
   struct Work {
     int b, h, row, tiles;
+    static constexpr int kSplitShift = 16;
+    static __device__ __forceinline__ int batch(int b) { return Config::kKeySplits ? b & ((1 << kSplitShift) - 1) : b; }
+    static __device__ __forceinline__ int split(int b) { return b >> kSplitShift; }
     static constexpr int kNoMore = -1;  // as row
     // Beside a row, which is a multiple of 64: bit 2 * i says that the last of several tiles has no pair of part i.
     static constexpr int kSkips = Config::kParts > 1 ? 0x15 : 0;
@@ -134,7 +140,7 @@ class FlexForwardHopperTiles {
         next = work_at(id, next_first);
         continue;
       }
-      const int key_head = w.h / a_.group, key_batch = a_.key_batches == 1 ? 0 : w.b;
+      const int key_head = w.h / a_.group, key_batch = a_.key_batches == 1 ? 0 : Work::batch(w.b);
       const TileWalk walk = walk_of(w);
       const int ask = max(w.tiles - kAskBefore, 0);
       int col = 0;
@@ -146,15 +152,14 @@ class FlexForwardHopperTiles {
           const int stage = tiles.stage();
           col = Entry::column(now) * Config::kCols;
           Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
-          if constexpr (Config::kBlocks)
-            asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now) : "memory");
+          if constexpr (kEntries) asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now) : "memory");
           copy_tile<Config::kCols, Config::kHead>(key(stage), more_.key, key_full(stage), col, key_head, key_batch);
           now = !Config::kBlocks ? now + (1 << Entry::kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
         }
         if (i == 0) {
           Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
           copy_tile<Config::kRows, Config::kHead>(query(queries.stage()), more_.query, query_full(queries.stage()),
-                                                  w.row & ~Work::kSkips, w.h, w.b);
+                                                  w.row & ~Work::kSkips, w.h, Work::batch(w.b));
           queries.next();
         }
         if (kLag == 0) value_col = col;
@@ -177,12 +182,19 @@ class FlexForwardHopperTiles {
     return static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
   }
   __device__ __forceinline__ TileWalk walk_of(const Work& w) const {
-    return TileWalk(a_.tiles, w.b, w.h, w.row / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
-                    (Config*)nullptr);
+    TileWalk walk(a_.tiles, Work::batch(w.b), w.h, w.row / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
+                  (Config*)nullptr);
+    if constexpr (Config::kKeySplits) walk.keep(Work::split(w.b), a_.partials.splits);
+    return walk;
   }
   // `first` becomes its first tile, where it has one.
   __device__ __forceinline__ Work work_at(int id, int& first) const {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    int split = 0;
+    if constexpr (Config::kKeySplits) {
+      split = id % a_.partials.splits;
+      id /= a_.partials.splits;
+    }
     if (id >= a_.batches * a_.heads * row_tiles) return {0, 0, Work::kNoMore, 0};
     // The last queries come first: under a causal mask they have the most keys, and what begins last should not take
     // long.
@@ -190,6 +202,7 @@ class FlexForwardHopperTiles {
     const int heads = min(more_.section, a_.batches * a_.heads - section);
     const int head = section + place % heads, b = head / a_.heads;
     Work w{b, head - b * a_.heads, (row_tiles - 1 - place / heads) * Config::kRows, 0};
+    if constexpr (Config::kKeySplits) w.b += split << Work::kSplitShift;
     const TileWalk walk = walk_of(w);
     w.tiles = walk.count();
     first = walk[0];

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/device/hopper.cuh"
 
@@ -163,7 +164,8 @@ class FlexGradQueryHopper {
         if (i == 0) {
           const int s = stage_of(queries);
           Barrier::wait(query_empty(s), parity_of(queries) ^ 1);
-          asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %3};" ::"r"(work(queries)), "r"(b_), "r"(h_), "r"(row_)
+          asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(work(queries)), "r"(b_), "r"(h_), "r"(row_),
+                       "r"(Config::kKeySplits ? split_ : row_)
                        : "memory");
           Barrier::expect(query_full(s), kMemory.query.piece);
           copy_boxes<Config::kRows, Config::kHead>(query(s), more_.query, query_full(s), row_, h_, b_);
@@ -187,6 +189,10 @@ class FlexGradQueryHopper {
   /// Goes to queries number `id`. Returns whether there are any.
   __device__ __forceinline__ bool take(int id) {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+    if constexpr (Config::kKeySplits) {
+      split_ = id % a_.splits;
+      id /= a_.splits;
+    }
     if (id >= a_.batches * a_.heads * row_tiles) return false;
     const HeadTile work(a_.batches * a_.heads, row_tiles, id);
     // The last queries come first: under a causal mask they have the most keys.
@@ -196,8 +202,10 @@ class FlexGradQueryHopper {
     return true;
   }
   __device__ __forceinline__ TileWalk walk() const {
-    return TileWalk(a_.tiles, b_, h_, row_ / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
-                    (Config*)nullptr);
+    TileWalk walk(a_.tiles, b_, h_, row_ / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
+                  (Config*)nullptr);
+    if constexpr (Config::kKeySplits) walk.keep(split_, a_.splits);
+    return walk;
   }
   // Run by another warp: stores dQ of queries that have no tiles.
   __device__ __forceinline__ void store_empty() {
@@ -205,12 +213,20 @@ class FlexGradQueryHopper {
       const int tiles = walk().count();
       if (tiles > 0) continue;
       const FlexTensor& to = a_.grad_query;
-      T* p = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
-      const unsigned short none = tiles < 0 ? 0x7fff : 0;
+      if constexpr (Config::kKeySplits) {
+        const float none = tiles < 0 ? __int_as_float(0x7fffffff) : 0.0f;
+        float* p = split_head(b_, h_, split_);
+        const int floats = (min(row_ + Config::kRows, a_.queries) - row_) * static_cast<int>(to.row_stride);
 #pragma unroll 1
-      for (int q = row_; q < min(row_ + Config::kRows, a_.queries); ++q) {
+        for (int i = lane(); i < floats; i += kLanes) p[row_ * to.row_stride + i] = none;
+      } else {
+        T* p = static_cast<T*>(to.data) + b_ * to.batch_stride + h_ * to.head_stride;
+        const unsigned short none = tiles < 0 ? 0x7fff : 0;
 #pragma unroll 1
-        for (int c = lane(); c < a_.head_size; c += kLanes) p[q * to.row_stride + c * to.col_stride] = T{none};
+        for (int q = row_; q < min(row_ + Config::kRows, a_.queries); ++q) {
+#pragma unroll 1
+          for (int c = lane(); c < a_.head_size; c += kLanes) p[q * to.row_stride + c * to.col_stride] = T{none};
+        }
       }
     }
   }
@@ -292,7 +308,15 @@ class FlexGradQueryHopper {
   }
   __device__ __forceinline__ void read_work(unsigned i, int& b, int& h, int& row) const {
     int unused;
-    load_four_by_first(lane(), work(i), b, h, row, unused);
+    read_work(i, b, h, row, unused);
+  }
+  __device__ __forceinline__ void read_work(unsigned i, int& b, int& h, int& row, int& split) const {
+    load_four_by_first(lane(), work(i), b, h, row, split);
+  }
+  /// Where a split of the keys has dQ of a head.
+  __device__ __forceinline__ float* split_head(int b, int h, int split) const {
+    const FlexTensor& to = a_.grad_query;
+    return static_cast<float*>(to.data) + (split * a_.batches + b) * to.batch_stride + h * to.head_stride;
   }
   __device__ __forceinline__ void load_rows() {
 #pragma unroll
@@ -501,9 +525,20 @@ class FlexGradQueryHopper {
 
   __device__ __forceinline__ void store(const float (&sum)[kBlocksD][4], unsigned queries) const {
     if constexpr (Config::kGradQuery) {
-      int b, h, row;
-      read_work(queries, b, h, row);
-      store_rows<false, T>(a_.grad_query, b, h, first_query(row), a_.queries, a_.head_size, sum, {a_.scale, a_.scale});
+      int b, h, row, split;
+      read_work(queries, b, h, row, split);
+      if constexpr (Config::kKeySplits) {
+        const int stride = static_cast<int>(a_.grad_query.row_stride);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int q = first_query(row) + 8 * r;
+          store_floats(q < a_.queries, split_head(b, h, split) + static_cast<long long>(q) * stride, stride, sum, r,
+                       a_.scale, lane());
+        }
+      } else {
+        store_rows<false, T>(a_.grad_query, b, h, first_query(row), a_.queries, a_.head_size, sum,
+                             {a_.scale, a_.scale});
+      }
     }
   }
   __device__ __forceinline__ void put_largest() const { largest_.finish(a_.largest); }
@@ -513,7 +548,7 @@ class FlexGradQueryHopper {
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
   const unsigned query_, key_, barriers_;
-  int b_, h_, row_, group_;
+  int b_, h_, row_, group_, split_;
   FlexDropoutHead<Config> dropout_;
   FlexQuery rows_[2];
   FlexLargest<Config> largest_;

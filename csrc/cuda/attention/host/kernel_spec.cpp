@@ -67,6 +67,7 @@ std::string render_config(const KernelFacts& f) {
   config.number("kQueryStages", f.tile.query_stages);
   config.number("kKeyStages", f.tile.key_stages);
   config.number("kParts", f.tile.parts);
+  config.choice("kKeySplits", f.key_splits);
   config.choice("kBlocks", f.blocks);
   config.choice("kMixed", f.mixed);
   config.choice("kSplit", f.split);
@@ -79,6 +80,7 @@ std::string render_config(const KernelFacts& f) {
     config.choice("kFirstMaximum", f.first_maximum);
     config.choice("kMaxScores", f.max_scores);
     config.choice("kOutLow", f.out_low);
+    if (f.few()) config.number("kResident", f.resident);
   } else {
     config.choice("kGradQuery", f.grad_query);
     config.choice("kStoresBoxes", f.stores_boxes);
@@ -99,6 +101,7 @@ struct Names {
 Names names_of(const KernelFacts& f) {
   switch (f.kernel) {
     case FlexKernel::kForward:
+      if (f.few()) return {"flex_forward_few", "cuda/attention/portable/forward_few.cuh", "FlexForwardFew"};
       return f.hopper() ? Names{"flex_forward_hopper", "cuda/attention/hopper/forward.cuh", "FlexForwardHopper"}
                         : Names{"flex_forward", "cuda/attention/portable/forward.cuh", "FlexForward"};
     case FlexKernel::kGradQuery:

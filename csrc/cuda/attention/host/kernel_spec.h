@@ -15,8 +15,9 @@
 
 namespace fusegrad::cuda {
 
-/// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, TMA and warp specialization; sm_90a alone.
-enum class FlexFamily : uint8_t { kPortable, kHopper };
+/// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, TMA and warp specialization; sm_90a alone. Few:
+/// the forward of few queries, as portable.
+enum class FlexFamily : uint8_t { kPortable, kHopper, kFew };
 enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
 
 /// A score_mod or mask_mod; without a text there is none.
@@ -60,6 +61,7 @@ struct KernelFacts {
   int warps = 0;             ///< with keys (backward) or queries of their own
   int groups = 0;            ///< Hopper: consumer warpgroups
   bool keys_shared = false;  ///< Hopper backward: both consumer warpgroups have the same 64 keys
+  bool key_splits = false;   ///< each row of tiles is split over several CTAs
   bool blocks = false, mixed = false, split = false, mask_alone = false, dropout = false, most_dropped = false;
   // forward
   bool unscaled = false, first_maximum = false, max_scores = false, out_low = false;
@@ -72,9 +74,11 @@ struct KernelFacts {
   std::vector<int> tables;       ///< elements of a buffer of class F, else 0
   FlexMod score_mod, mask_mod;
   bool small_lengths = true;  ///< B, H, M and N are at most kSmallLength
+  int resident = 1;           ///< of few queries: CTAs of a multiprocessor
   int shared_bytes = 0;
 
   bool hopper() const { return tile.family == FlexFamily::kHopper; }
+  bool few() const { return tile.family == FlexFamily::kFew; }
   int threads() const { return hopper() ? 128 * (groups + 1) : 32 * warps; }
 
   bool operator==(const KernelFacts&) const = default;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/tile_lists.h"
 
 namespace fusegrad::cuda {
@@ -44,6 +45,23 @@ bool lists_are_direct(const TileListPlan& lists, const BlockMaskShape& mask) {
   return mask.rows <= kDirectListBytes && mask.rows * std::max(mask.partial_cols, mask.full_cols) <= kMostEntries;
 }
 
+LaunchPlan plan_few(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+                    int64_t processors) {
+  const KernelFacts& f = spec.facts();
+  const int64_t together = heads_of_tile(f.tile.rows, shape, mask);
+  const int64_t units = shape.batches * shape.key_heads * tiles_in(shape.group(), together);
+  const int64_t splits = key_splits({.units = units,
+                                     .tiles = tiles_in(shape.keys, f.tile.cols),
+                                     .outputs = outputs_of(shape),
+                                     .processors = processors,
+                                     .resident = f.resident});
+  check_ctas(units * splits);
+  std::optional<TileListPlan> lists;
+  if (mask) lists = plan_lists(f.tile, /*by_key=*/false, shape, *mask);
+  return {std::move(spec),           units * splits, /*launches=*/1, /*section=*/1, lists, static_cast<int>(splits),
+          static_cast<int>(together)};
+}
+
 }  // namespace
 
 void check_ctas(int64_t ctas) {
@@ -62,10 +80,19 @@ TileListPlan plan_lists(const FlexTileSize& tile, bool by_key, const FlexShape& 
 LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                        int64_t processors, int64_t launches) {
   const KernelFacts& f = spec.facts();
+  if (f.few()) return plan_few(std::move(spec), shape, mask, processors);
   const bool by_key = f.kernel == FlexKernel::kBackward;
   if (!by_key) launches = 1;
-  const int64_t work = by_key ? shape.key_batches * shape.key_heads * tiles_in(shape.keys, f.tile.cols)
-                              : shape.query_heads() * tiles_in(shape.queries, f.tile.rows);
+  int64_t work = by_key ? shape.key_batches * shape.key_heads * tiles_in(shape.keys, f.tile.cols)
+                        : shape.query_heads() * tiles_in(shape.queries, f.tile.rows);
+  int64_t splits = 1;
+  if (f.key_splits) {
+    splits = key_splits({.units = work,
+                         .tiles = tiles_in(shape.keys, f.tile.cols),
+                         .outputs = outputs_of(shape),
+                         .processors = processors});
+  }
+  work *= splits;
   const bool persistent = f.hopper() && !f.keys_shared && launches == 1;
   check_ctas(persistent ? work + processors : work / launches);  // persistent CTAs count on from their number
   int64_t section = 1;
@@ -74,8 +101,10 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
   }
   std::optional<TileListPlan> lists;
   if (mask) lists = plan_lists(f.tile, by_key, shape, *mask);
-  return {std::move(spec), persistent ? std::min(work, processors) : work / launches, launches,
-          static_cast<int>(section), lists};
+  return {std::move(spec), persistent ? std::min(work, processors) : work / launches,
+          launches,        static_cast<int>(section),
+          lists,           static_cast<int>(splits),
+          /*together=*/1};
 }
 
 // A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the

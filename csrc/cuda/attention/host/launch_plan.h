@@ -30,6 +30,7 @@ struct BlockMaskShape {
   std::array<int64_t, 2> block_size{};  ///< queries and keys of a block
   int64_t rows = 0, cols = 0;           ///< blocks of queries and of keys
   int64_t partial_cols = 0, full_cols = 0;
+  int64_t heads = 1;  ///< 1: the lists are the same for all heads
 };
 
 /// The lists of tiles that a kernel walks: for each of `rows` tiles of one kind which of `cols` tiles of the other.
@@ -49,6 +50,8 @@ struct LaunchPlan {
   int64_t launches = 1;  ///< one batch of keys after the other
   int section = 1;       ///< Hopper: heads whose tiles are begun together, in the order of their place in the head
   std::optional<TileListPlan> lists;
+  int splits = 1;    ///< parts of the keys of a row of tiles, each a CTA's
+  int together = 1;  ///< of few queries: heads whose queries are the rows of a tile
 };
 
 constexpr int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }

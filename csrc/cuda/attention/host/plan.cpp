@@ -93,6 +93,16 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                             .line_bytes = t.line_bytes})
             .bytes();
       }
+      if (t.family == FlexFamily::kFew) {
+        return device::FewForwardMemory({.rows = t.rows,
+                                         .cols = t.cols,
+                                         .head = head,
+                                         .value = value,
+                                         .element_bytes = element,
+                                         .warps = t.warps,
+                                         .stages = t.stages})
+            .bytes();
+      }
       return device::ForwardMemory(
                  {.rows = t.rows, .cols = t.cols, .head = head, .value = value, .element_bytes = element})
           .bytes();
@@ -158,7 +168,7 @@ int line_bytes(const FlexCase& c) {
 
 FlexTileSize hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.dropout ? 3 : 2;
+  const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.dropout && !c.key_splits ? 3 : 2;
   FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
   // 80 keys would leave no room for lines.
   t.line_bytes = line_bytes(c);
@@ -227,8 +237,27 @@ std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
   return found;
 }
 
+// CTAs of a multiprocessor. More than two would leave each thread fewer registers than it needs.
+int resident_ctas(int shared_bytes, const std::string& architecture) {
+  constexpr int kReserved = 1 << 10;
+  return std::clamp((flex_shared_limit(std::stoi(architecture)) + kReserved) / (shared_bytes + kReserved), 1, 2);
+}
+
+// Of few queries: copies of many keys under way, of two CTAs, so that one goes on where the other begins or ends.
+std::vector<FlexTileSize> few_forward(const FlexCase& c, const std::string& architecture) {
+  const int bytes = element_bytes(c.dtype) * std::max(head_cols(c), value_cols(c));
+  const int keys = bytes <= 128 ? 32 : 16;  // of a warp
+  std::vector<FlexTileSize> found;
+  for (const auto& [warps, stages] : {std::pair{4, 3}, {4, 2}, {2, 3}, {2, 2}, {1, 2}})
+    found.push_back({c.few_rows, keys * warps, warps, 1, stages, FlexFamily::kFew});
+  const auto two = [&](const FlexTileSize& t) { return resident_ctas(shared_bytes(c, t), architecture) == 2; };
+  if (!two(found[0]) && two(found[1])) std::swap(found[0], found[1]);
+  return found;
+}
+
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
+  if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
   if (takes_hopper(c, architecture)) {
     switch (c.kernel) {
       case FlexKernel::kForward:
@@ -307,6 +336,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   f.warps = warps_with_keys(c, tile);
   f.groups = tile.family == FlexFamily::kHopper ? consumer_warps(tile) / 4 : 0;
   f.keys_shared = keys_shared(c, tile);
+  f.key_splits = c.key_splits && c.kernel != FlexKernel::kBackward;
   f.blocks = c.blocks;
   f.mixed = mixed(c, tile);
   f.split = c.dtype == DType::kFloat32 && c.split;
@@ -369,6 +399,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
   for (size_t i = 0; i < tiles.size(); ++i) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
+    if (facts.few()) facts.resident = resident_ctas(facts.shared_bytes, architecture);
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
@@ -424,6 +455,7 @@ int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int6
 }
 
 void force_flex_family(std::optional<FlexFamily> family) { forced_family = family; }
+bool flex_family_is_forced() { return forced_family.load().has_value(); }
 void force_flex_scheme(char scheme) { forced_scheme = scheme; }
 
 }  // namespace fusegrad::cuda

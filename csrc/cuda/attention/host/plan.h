@@ -26,8 +26,10 @@ struct FlexCase {
   bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
   bool dropout = false;                 ///< there is dropout; its numbers are arguments
   bool most_dropped = false;            ///< so many pairs are dropped that numbers are compared the other way round
+  bool key_splits = false;              ///< forward and dQ by itself: rows of tiles are split over several CTAs
   // forward
   bool max_scores = false, out_low = false;
+  int few_rows = 0;  ///< rows of a tile whose rows are queries of several heads (few_queries.h); 0: the usual tile
   // backward
   std::vector<bool> wants_grad;   ///< of each buffer of the score_mod
   std::vector<int64_t> elements;  ///< of each of them
@@ -75,6 +77,7 @@ bool reads_pairs(const FlexMod& mod);
 
 /// For tests.
 void force_flex_family(std::optional<FlexFamily> family);
+bool flex_family_is_forced();
 /// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
 void force_flex_scheme(char scheme);
 

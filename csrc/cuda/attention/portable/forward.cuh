@@ -7,6 +7,7 @@
 //   kOutLow                    whether out_low, what rounding took from the output, is wanted
 #pragma once
 
+#include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
@@ -49,13 +50,19 @@ class FlexForward {
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     // The last queries come first: under a causal mask they have the most keys.
-    const HeadTile work(a_.batches * a_.heads, row_tiles);
+    int id = static_cast<int>(blockIdx.x);
+    if constexpr (Config::kKeySplits) {
+      split_ = id % a_.partials.splits;
+      id /= a_.partials.splits;
+    }
+    const HeadTile work(a_.batches * a_.heads, row_tiles, id);
     const int row_tile = row_tiles - 1 - work.tile;
     b_ = work.head / a_.heads;
     h_ = work.head % a_.heads;
     row_ = row_tile * Config::kRows;
     dropout_.begin(a_.dropout, work.head);
-    const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+    TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+    if constexpr (Config::kKeySplits) walk.keep(split_, a_.partials.splits);
     begin();
     if (walk.count() > 0) {
       int tile = walk[0];
@@ -217,8 +224,29 @@ class FlexForward {
     }
   }
 
+  // What the split gives. A list that is wrong makes the row NaN.
+  __device__ __forceinline__ void finish_split(bool bad) {
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
+        const float sum = row_sum(sum_[m][r]), ties = Config::kMaxScores ? row_sum(ties_[m][r]) : 0.0f;
+        store_partial(row < a_.queries, a_.partials, static_cast<long long>(b_ * a_.heads + h_) * a_.queries + row,
+                      split_, {bad ? __int_as_float(0x7fffffff) : max_[m][r], sum, ties, 0.0f}, out_[m], r, lane());
+      }
+    }
+  }
+
   __device__ __forceinline__ void finish(bool bad) {
     wait_copies<0>();
+    if constexpr (Config::kKeySplits) {
+      finish_split(bad);
+    } else {
+      finish_whole(bad);
+    }
+  }
+  __device__ __forceinline__ void finish_whole(bool bad) {
     __syncthreads();  // the output takes the queries' place
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
@@ -291,7 +319,7 @@ class FlexForward {
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
   const unsigned query_, key_, value_;
-  int b_, h_, row_;
+  int b_, h_, row_, split_;
   FlexDropoutHead<Config> dropout_;
   float out_[kBlocksM][kBlocksE][4], max_[kBlocksM][2], sum_[kBlocksM][2], ties_[kBlocksM][2];
 };

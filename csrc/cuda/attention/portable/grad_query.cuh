@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
@@ -46,7 +47,12 @@ class FlexGradQuery {
 
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    const HeadTile work(a_.batches * a_.heads, row_tiles);
+    int id = static_cast<int>(blockIdx.x);
+    if constexpr (Config::kKeySplits) {
+      split_ = id % a_.splits;
+      id /= a_.splits;
+    }
+    const HeadTile work(a_.batches * a_.heads, row_tiles, id);
     const int row_tile = row_tiles - 1 - work.tile;
     b_ = work.head / a_.heads;
     h_ = work.head % a_.heads;
@@ -55,7 +61,8 @@ class FlexGradQuery {
     largest_.begin();
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) begin(m);
-    const TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+    TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
+    if constexpr (Config::kKeySplits) walk.keep(split_, a_.splits);
     load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(grad_out_, a_.grad_out, b_, h_, row_, a_.queries, a_.value_size);
     int tile = walk.count() > 0 ? walk[0] : kNone;
@@ -168,8 +175,27 @@ class FlexGradQuery {
                                                  query_ + first_row() * QueryTile::kStride);
   }
 
+  __device__ __forceinline__ void store_split(float factor) {
+    const FlexTensor& to = a_.grad_query;
+    float* head = static_cast<float*>(to.data) + (split_ * a_.batches + b_) * to.batch_stride + h_ * to.head_stride;
+#pragma unroll
+    for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int q = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
+        store_floats(q < a_.queries, head + q * to.row_stride, static_cast<int>(to.row_stride), sum_[m], r, factor,
+                     lane());
+      }
+    }
+  }
+
   __device__ __forceinline__ void finish(bool bad) {
-    if constexpr (Config::kGradQuery) store_sum(bad ? __int_as_float(0x7fffffff) : a_.scale);
+    const float factor = bad ? __int_as_float(0x7fffffff) : a_.scale;
+    if constexpr (Config::kGradQuery && Config::kKeySplits) {
+      store_split(factor);
+    } else if constexpr (Config::kGradQuery) {
+      store_sum(factor);
+    }
     largest_.finish(a_.largest);
   }
 
@@ -177,7 +203,7 @@ class FlexGradQuery {
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
   const unsigned query_, grad_out_, stage_;
-  int b_, h_, row_;
+  int b_, h_, row_, split_;
   FlexDropoutHead<Config> dropout_;
   FlexQuery rows_[kBlocksM][2];
   float sum_[kBlocksM][kBlocksD][4];

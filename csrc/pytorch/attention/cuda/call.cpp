@@ -6,6 +6,7 @@
 #include <array>
 #include <bit>
 
+#include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
 #include "pytorch/gpu.h"
@@ -107,6 +108,12 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   if (common_.blocks) take_blocks();
 }
 
+int FlexCall::few_rows(const FlexCase& c) const {
+  return few_query_rows(c, shape_, mask_, jit::current_architecture());
+}
+
+bool FlexCall::key_splits() const { return pays_key_splits(shape_, gpu::multiprocessors()); }
+
 bool FlexCall::pays_tall() const {
   const auto share = [&] {
     const score_mod::CapturedTensors captured({}, scores_.mask_mod.scalars);
@@ -188,8 +195,9 @@ void FlexCall::launch(const LaunchPlan& plan, void* arguments, const std::vector
   how.block[0] = static_cast<unsigned>(facts.threads());
   how.shared_bytes = facts.shared_bytes;
   how.stream = stream_;
-  // Its first steps go on beside the kernel that makes its lists of tiles.
-  how.programmatic = facts.blocks && facts.kernel == FlexKernel::kForward && facts.hopper();
+  // Its first steps go on beside the kernel that makes its lists of tiles; of few queries, beside any.
+  how.programmatic = facts.few() ? std::stoi(jit::current_architecture()) >= 90
+                                 : facts.blocks && facts.kernel == FlexKernel::kForward && facts.hopper();
   std::vector<void*> all{arguments, score_words_.data(), mask_words_.data()};
   all.insert(all.end(), more.begin(), more.end());
   kernel.launch(how, all.data());
@@ -207,7 +215,8 @@ void FlexCall::take_blocks() {
   map_.list_cols_partial = as_int(lists_[1].size(3));
   map_.list_cols_full = lists_.size() > 2 ? as_int(lists_[3].size(3)) : 0;
   map_.distinguish = !common_.mask_mod.text.empty();
-  mask_ = BlockMaskShape{scores_.block_size, map_.rows, map_.cols, map_.list_cols_partial, map_.list_cols_full};
+  mask_ =
+      BlockMaskShape{scores_.block_size, map_.rows, map_.cols, map_.list_cols_partial, map_.list_cols_full, map_.heads};
   tiles_.block_size_q = scores_.block_size[0];
   tiles_.block_size_kv = scores_.block_size[1];
 }

@@ -52,6 +52,10 @@ class FlexCall {
     a.scale = static_cast<float>(scores_.scale);
   }
 
+  /// FlexCase::few_rows of a forward.
+  int few_rows(const FlexCase& c) const;
+  /// FlexCase::key_splits.
+  bool key_splits() const;
   /// Whether a backward's tall tiles take less time than others.
   bool pays_tall() const;
   LaunchPlan plan(const FlexCase& c, int64_t launches = 1) const;

@@ -7,6 +7,7 @@
 
 #include "attention/flex_attention.h"
 #include "cuda/attention/host/dropout.h"
+#include "cuda/attention/host/merge.h"
 #include "cuda/attention/host/prepare.h"
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
@@ -28,6 +29,8 @@ FlexCase forward_case(const FlexCall& call, const FlexScores& scores, bool max_s
   c.max_scores = max_scores;
   c.out_low = out_low && c.dtype != DType::kFloat32;  // float32 loses nothing
   c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
+  c.few_rows = call.few_rows(c);
+  c.key_splits = c.few_rows == 0 && call.key_splits();
   return c;
 }
 
@@ -41,6 +44,7 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   Backward made{call.common()};
   FlexCase& c = made.common;
   c.tall = call.pays_tall();
+  c.key_splits = call.key_splits();
   c.max_gradient = max_gradient;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
@@ -57,6 +61,17 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
 /// Where a kernel that stores boxes writes a gradient, whose rows may not be as those are.
 Tensor rows_for(const Tensor& grad) {
   return grad.numel() == 0 || has_aligned_rows(grad) ? grad : new_aligned_rows(grad, false);
+}
+
+/// Where the CTAs of split keys write, kept by `keep`; nowhere, if they write the results themselves.
+device::FlexPartials partials_of(const LaunchPlan& plan, const Tensor& lse, int value_size, Tensor& keep) {
+  device::FlexPartials p{nullptr, nullptr, plan.splits, (value_size + 3) / 4 * 4};
+  if (plan.splits == 1 && !plan.spec.facts().key_splits) return p;
+  const int64_t rows = lse.numel() * plan.splits;
+  keep = at::empty({rows, p.cols + 4}, lse.options());
+  p.rows = reinterpret_cast<device::FlexPartialRow*>(keep.mutable_data_ptr<float>());
+  p.out = keep.mutable_data_ptr<float>() + 4 * rows;
+  return p;
 }
 
 device::FlexDropout dropout_of(const Tensor& seed, double p) {
@@ -100,6 +115,9 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
     }
     if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
+    Tensor partials;
+    a.partials = partials_of(plan, outputs.lse, c.value_size, partials);
+    a.together = plan.together;
     const FlexCall::Lists lists = call.lists(plan);
     a.tiles = lists.tiles;
     // The kernels of a backward for gradients of the output alone.
@@ -119,6 +137,12 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       call.launch(plan, &a, {&more}, ahead);
     } else {
       call.launch(plan, &a, {}, ahead);
+    }
+    if (partials.defined()) {
+      flex_merge(a.partials,
+                 {a.out, a.out_low, a.lse, a.max_scores, a.max_ties, c.value_size, c.unscaled ? a.scale : 1.0f,
+                  c.dropout ? a.dropout.scale : 1.0f},
+                 a.batches, a.heads, a.queries, c.dtype, call.stream());
     }
   }
   return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
@@ -188,6 +212,13 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
 
   auto sum_arguments = sums.arguments();
+  Tensor query_parts;
+  if (own_kernel && plans.front().spec.facts().key_splits && query_out.defined()) {
+    const int64_t cols = (query.size(3) + 3) / 4 * 4;
+    query_parts = at::empty({plans.front().splits * query.size(0), query.size(1), query.size(2), cols}, floats);
+    a.grad_query = view(query_parts);
+  }
+  a.splits = plans.front().splits;
   if (inplace) {
     // A kernel that cannot be compiled or loaded must not be found after another has begun to write.
     for (const LaunchPlan& plan : plans) call.kernel(plan.spec);
@@ -213,7 +244,13 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows,
                           a.sum_cols, last.hopper(), a.scale},
                          c.dtype, call.stream());
-  } else if (needs_grad[0] && inplace) {
+  }
+  if (query_parts.defined()) {
+    flex_add_query_parts({view(query_out), query_parts.const_data_ptr<float>(), a.splits, a.batches, a.heads, a.queries,
+                          a.head_size, static_cast<int>(query_parts.size(3))},
+                         c.dtype, call.stream());
+  }
+  if (query_out.defined() && inplace) {
     grad_query.copy_(query_out);
   }
   if (!key_rows.is_same(grad_key)) grad_key.copy_(key_rows);
