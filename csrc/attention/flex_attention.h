@@ -39,14 +39,15 @@ struct BlockLists {
   explicit operator bool() const { return partial.count != nullptr; }
 };
 
-/// Dropout as kernels have it: of the 15 bits of a pair's number, a pair whose number is below `threshold` is dropped,
-/// the weights of the others are multiplied by `scale`. So p is a multiple of 2^-15, for which expectations are exact.
+/// Dropout as kernels have it: of numbers of 40 bits, a pair whose number is below `threshold` is dropped, the weights
+/// of the others are multiplied by `scale`. So p is a multiple of 2^-40, for which expectations are exact, and at most
+/// 1 - 2^-15, for which Float16 holds probabilities times the scale.
 struct FlexDropoutRule {
-  static constexpr int64_t kNumbers = 1 << 15;
+  static constexpr int64_t kNumbers = int64_t{1} << 40;
   int64_t threshold;
   double scale;
   explicit FlexDropoutRule(double p)
-      : threshold(std::min<int64_t>(std::llround(p * kNumbers), kNumbers - 1)),
+      : threshold(std::min<int64_t>(std::llround(p * kNumbers), kNumbers - (kNumbers >> 15))),
         scale(static_cast<double>(kNumbers) / static_cast<double>(kNumbers - threshold)) {}
 };
 

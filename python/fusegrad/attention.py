@@ -234,9 +234,10 @@ def flex_attention(
         deterministic: on CUDA: whether gradients must be the same bits in every run, at the price of another pass over
             the scores; None: as ``torch.use_deterministic_algorithms`` says. The CPU's always are.
         dropout_p: of each pair, the probability that its weight becomes 0; the other weights are divided by
-            ``1 - dropout_p``. At least 0 and less than 1, taken to the nearest multiple of 2^-15; lse and max_scores
-            are those without. Pass 0 where a model does not train. A call draws one number of PyTorch's generator of
-            the query's device, so that ``torch.manual_seed`` gives the same pairs again.
+            ``1 - dropout_p``. At least 0 and less than 1, taken to the nearest multiple of 2^-40 and to at most
+            1 - 2^-15; lse and max_scores are those without. Pass 0 where a model does not train. A call draws one
+            number of PyTorch's generator of the query's device, so that ``torch.manual_seed`` gives the same pairs
+            again.
         context_parallel: the sequence is spread over processes: query, key and value are this one's part, mods see
             positions of the whole. See :class:`fusegrad.ContextParallel` and docs/distributed.md. DTensors say by
             themselves how they are sharded.

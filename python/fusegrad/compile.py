@@ -67,7 +67,7 @@ def compile_flex(
         requires_grad: Whether query, key and value all get gradients, or none of them; a backward that is asked for
             some of them only has a kernel of its own.
         deterministic: As for the call.
-        dropout_p: As for the call. Only whether it is 0, and whether it is above 0.968, makes a difference.
+        dropout_p: As for the call. Only whether it is 0 makes a difference.
         few_queries: Also the kernels of calls whose queries are at most 32, or too few to fill the GPU, whose keys are
             split instead.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current

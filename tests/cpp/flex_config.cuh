@@ -72,7 +72,7 @@ struct Config {
   static constexpr int kHead = 16, kValue = 16, kRows = 32, kCols = 32, kWarps = 2, kShare = 1, kStages = 1,
                        kGradientStages = 1;
   static constexpr bool kKeySplits = false, kBlocks = true, kMixed = true, kSplit = false;
-  static constexpr bool kDropout = true, kMostDropped = false;
+  static constexpr bool kDropout = true;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
   static constexpr bool kMaxGradient = true, kFixedPoint = false, kPartialSums = true;

@@ -69,7 +69,6 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& f) { f.split = true; },
       [](auto& f) { f.mask_alone = !f.mask_alone; },
       [](auto& f) { f.dropout = true; },
-      [](auto& f) { f.most_dropped = true; },
       [](auto& f) { f.small_lengths = false; },
       [](auto& f) { f.score_mod.text = "score_mod"; },
       [](auto& f) { f.mask_mod.text = "mask_mod"; },

@@ -91,7 +91,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, shared).run();",
-     160, true},
+     168, true},
     {"cuda/attention/hopper/backward.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"
@@ -268,7 +268,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
     {"cuda/attention/device/dropout.cuh",
      "using namespace fusegrad::device;\n"
      "unsigned x[4] = {threadIdx.x, blockIdx.x, 2, 3};\n"
-     "philox<7>(x, 4, 5);\n"
+     "philox(x, 4, 5, 1, 7);\n"
      "out[threadIdx.x] = in[x[0] % 32] + in[x[1] % 32] + in[x[2] % 32] + in[x[3] % 32];",
      40},
     {"cuda/device/score_mod.cuh",

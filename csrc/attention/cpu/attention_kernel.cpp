@@ -1,5 +1,7 @@
 // The vectorised loops of attention. This file is compiled once per instruction set, with CPU_CAPABILITY set.
 #include "attention/cpu/attention_kernels.h"
+
+#include <algorithm>
 #include "common/lanes.h"
 
 namespace fusegrad::cpu {
@@ -357,17 +359,20 @@ void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t col
   }
 }
 
-// Philox4x32 of 32 counters side by side; see cuda/attention/device/dropout.cuh.
-constexpr int kDropoutBlock = 16, kDropoutLanes = 32;
-void dropout_numbers(uint32_t (&word)[4][kDropoutLanes], const HeadDropout& head, int64_t q_block, int64_t kv_block) {
+// A bit for each of the pairs of 16 queries by 64 keys, set where it is kept; see cuda/attention/device/dropout.cuh.
+constexpr int kDropoutRows = 16, kDropoutCols = 64, kDropoutLanes = 32;
+void dropout_block(uint32_t (&kept)[kDropoutLanes], const HeadDropout& head, int64_t q_block, int64_t kv_block) {
+  alignas(64) uint32_t digit[8][kDropoutLanes];
+  auto* word = digit;
   for (int i = 0; i < kDropoutLanes; ++i) {
-    word[0][i] = static_cast<uint32_t>(kv_block) * kDropoutLanes + static_cast<uint32_t>(i);
-    word[1][i] = static_cast<uint32_t>(q_block);
+    word[0][i] = static_cast<uint32_t>(q_block) * kDropoutLanes + static_cast<uint32_t>(i);
+    word[1][i] = static_cast<uint32_t>(kv_block);
     word[2][i] = head.key[0];
     word[3][i] = head.key[1];
   }
   uint32_t key[2] = {};
-  for (int round = 0; round < 7; ++round) {
+  for (int round = 0; round < 9; ++round) {
+    if (round == 7) std::copy_n(&digit[0][0], 4 * kDropoutLanes, &digit[4][0]);
     for (int i = 0; i < kDropoutLanes; ++i) {
       const uint64_t a = uint64_t{0xD2511F53} * word[0][i], b = uint64_t{0xCD9E8D57} * word[2][i];
       word[0][i] = static_cast<uint32_t>(b >> 32) ^ word[1][i] ^ key[0];
@@ -378,29 +383,30 @@ void dropout_numbers(uint32_t (&word)[4][kDropoutLanes], const HeadDropout& head
     key[0] += 0x9E3779B9;
     key[1] += 0xBB67AE85;
   }
+  for (int i = 0; i < kDropoutLanes; ++i) kept[i] = digit[5][i] * digit[6][i] + digit[7][i] < head.rest ? 0 : ~0u;
+  for (int d = 7; d >= 0; --d) {
+    const bool one = (head.digits >> (7 - d) & 1) != 0;
+    for (int i = 0; i < kDropoutLanes; ++i) kept[i] = one ? kept[i] & digit[d][i] : kept[i] | digit[d][i];
+  }
 }
 
 template <class T>
 void dropout(T* factor, int64_t stride, const HeadDropout& head, int64_t q, int64_t kv, int64_t rows, int64_t cols) {
   const T scale = static_cast<T>(head.scale);
-  alignas(64) uint32_t word[4][kDropoutLanes];
-  for (int64_t qb = q / kDropoutBlock; qb * kDropoutBlock < q + rows; ++qb) {
-    for (int64_t kb = kv / kDropoutBlock; kb * kDropoutBlock < kv + cols; ++kb) {
-      dropout_numbers(word, head, qb, kb);
-      // A word's halves, lane after lane, are eight rows of eight numbers.
-      T number[4][2 * kDropoutLanes];
-      for (int w = 0; w < 4; ++w) {
-        for (int i = 0; i < kDropoutLanes; ++i) {
-          number[w][2 * i] = (word[w][i] & 0x7fff) - head.first < head.count ? scale : T(0);
-          number[w][2 * i + 1] = (word[w][i] >> 16 & 0x7fff) - head.first < head.count ? scale : T(0);
-        }
-      }
-      for (int64_t r = 0; r < kDropoutBlock; ++r) {
-        const int64_t row = qb * kDropoutBlock + r - q;
+  alignas(64) uint32_t kept[kDropoutLanes];
+  for (int64_t qb = q / kDropoutRows; qb * kDropoutRows < q + rows; ++qb) {
+    for (int64_t kb = kv / kDropoutCols; kb * kDropoutCols < kv + cols; ++kb) {
+      dropout_block(kept, head, qb, kb);
+      const int64_t col = kb * kDropoutCols - kv;
+      const int64_t begin = col < 0 ? -col : 0, end = cols - col < kDropoutCols ? cols - col : kDropoutCols;
+      for (int64_t r = 0; r < kDropoutRows; ++r) {
+        const int64_t row = qb * kDropoutRows + r - q;
         if (row < 0 || row >= rows) continue;
-        for (int64_t c = 0; c < kDropoutBlock; ++c) {
-          const int64_t col = kb * kDropoutBlock + c - kv;
-          if (col >= 0 && col < cols) factor[row * stride + col] = number[r / 8 + c / 8 * 2][r % 8 * 8 + c % 8];
+        // A lane's word has bits of two keys side by side in its halves.
+        const uint32_t* of_row = kept + r % 8 * 4;
+        for (int64_t c = begin; c < end; ++c) {
+          const uint32_t bit = of_row[c % 8 / 2] >> (c % 2 * 16 + r / 8 * 8 + c / 8) & 1;
+          factor[row * stride + col + c] = bit != 0 ? scale : T(0);
         }
       }
     }

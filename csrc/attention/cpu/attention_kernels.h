@@ -39,12 +39,12 @@ struct OnlineSoftmax {
   int64_t out_stride, out_cols;
 };
 
-/// Dropout of a head: its key (the numbers of all its pairs follow from that and their places), those numbers with
-/// which a pair is kept, so many from the first one on, and what its weight is multiplied by then. See
-/// cuda/attention/device/dropout.cuh.
+/// Dropout of a head: its key (the numbers of all its pairs follow from that and their places), the threshold below
+/// which a number drops its pair, its eight highest digits and the rest, and what the weights of the others are
+/// multiplied by. See cuda/attention/device/dropout.cuh.
 struct HeadDropout {
   uint32_t key[2];
-  uint32_t first, count;
+  uint32_t digits, rest;
   double scale;
 };
 

@@ -4,7 +4,6 @@
 
 #include "attention/cpu/flex_attention.h"
 #include "common/capability.h"
-#include "cuda/attention/device/arguments.cuh"
 
 namespace fusegrad::cpu {
 
@@ -35,10 +34,9 @@ HeadDropout head_dropout(const FlexDropoutRule& rule, uint64_t seed, int64_t hea
     key[0] += 0x9E3779B9;
     key[1] += 0xBB67AE85;
   }
-  const auto threshold = static_cast<uint32_t>(rule.threshold);
   return {{word[0], word[1]},
-          threshold > device::kMostFinite ? 0 : threshold,
-          static_cast<uint32_t>(FlexDropoutRule::kNumbers - rule.threshold),
+          static_cast<uint32_t>(rule.threshold >> 32),
+          static_cast<uint32_t>(rule.threshold),
           rule.scale};
 }
 

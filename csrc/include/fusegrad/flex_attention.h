@@ -63,8 +63,8 @@ struct FlexAttentionOptions {
   /// The CPU's kernels always are.
   TORCH_ARG(std::optional<bool>, deterministic);
   /// Of each pair, the probability that its weight becomes 0; the other weights are divided by 1 - dropout_p. At least
-  /// 0 and less than 1, taken to the nearest multiple of 2^-15. A call draws one number of PyTorch's generator of the
-  /// query's device, by which the backward knows the pairs too.
+  /// 0 and less than 1, taken to the nearest multiple of 2^-40 and to at most 1 - 2^-15. A call draws one number of
+  /// PyTorch's generator of the query's device, by which the backward knows the pairs too.
   TORCH_ARG(double, dropout_p) = 0.0;
 };
 

@@ -53,7 +53,6 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.few_rows = few_rows;
   c.key_splits = key_splits;
   c.dropout = dropout_p > 0;
-  c.most_dropped = drops_most(dropout_p);
   c.blocks = block_size.has_value();
   if (c.blocks) c.block_size = *block_size;
   c.unscaled = c.kernel == FlexKernel::kForward && c.score_mod.text.empty();

@@ -107,9 +107,9 @@ def test_every_p(p: float) -> None:
     if p <= 0.99:  # beyond, outputs are a few numbers and zeros
         check(Sizes(1, 2, 60, 400, 64, 64).tensors(), lambda _: None, [], dropout_p=p)
     share = 1 - mask_of(5, p, 1, 1, 1000, 1000).double().mean().item()
-    exact = min(round(p * 2**15), 2**15 - 1) / 2**15
-    assert abs(share - exact) < 4 * math.sqrt(p * (1 - p) / 1e6) + 2**-15
-    assert abs(exact - p) <= 2**-15
+    exact = min(round(p * 2**40), 2**40 - 2**25) / 2**40
+    assert abs(share - exact) < 4 * math.sqrt(exact * (1 - exact) / 1e6)
+    assert abs(exact - min(p, 1 - 2**-15)) <= 2**-40
 
 
 def test_many_keys_and_queries() -> None:
@@ -177,7 +177,7 @@ def test_gradcheck() -> None:
 def test_statistics() -> None:
     p, sizes = 0.1, (2, 3, 700, 900)
     kept = mask_of(1234, p, *sizes).double()
-    exact = round(p * 2**15) / 2**15
+    exact = round(p * 2**40) / 2**40
     variance = exact * (1 - exact)
 
     def even(sums: Tensor, count: int) -> None:
@@ -205,6 +205,44 @@ def test_statistics() -> None:
     # Queries by keys the other way round.
     square = centred[..., :700]
     assert ((square * square.mT).mean() / variance).abs() < 6 / math.sqrt(square.numel())
+
+
+def philox(words: list[Tensor], key: tuple[int, int], rounds: int, first: int = 0) -> list[Tensor]:
+    """Rounds of Philox4x32 from `first` on, of words in int64."""
+    low = 2**32 - 1
+    x = words
+    for i in range(first, first + rounds):
+        bump = [(k + i * w) & low for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)]
+        # Products of 32 by 32 bits in halves of 16: int64 has no sign to spare.
+        halves = []
+        for word, factor in ((x[0], 0xD2511F53), (x[2], 0xCD9E8D57)):
+            lower, upper = word * (factor & 0xFFFF), word * (factor >> 16)
+            total = lower + ((upper & 0xFFFF) << 16)
+            halves.append((total & low, (upper >> 16) + (total >> 32)))
+        (low0, high0), (low1, high1) = halves
+        x = [high1 ^ x[1] ^ bump[0], low1, high0 ^ x[3] ^ bump[1], low0]
+    return x
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 2.0**-8, 0.9])
+def test_masks_are_what_the_documentation_says(p: float) -> None:
+    """By blocks of 16 queries by 64 keys on 32 lanes, in plain integers."""
+    number, heads, queries, keys = (1 << 62) + 12345678901, 3, 40, 150
+    found = mask_of(number, p, 1, heads, queries, keys)[0].cpu()
+    h, q, k = torch.meshgrid(*(torch.arange(n, device="cpu") for n in (heads, queries, keys)), indexing="ij")
+    none = torch.zeros_like(h)
+    head = philox([h, none, none, none], (number & 0xFFFFFFFF, number >> 32), 10)
+    lane = q % 8 * 4 + k % 8 // 2
+    lower = philox([q // 16 * 32 + lane, k // 64, head[0], head[1]], (0, 0), 7)
+    digits = philox(lower, (0, 0), 2, 7) + lower
+    bit = k % 2 * 16 + q % 16 // 8 * 8 + k % 64 // 8
+    value = none
+    for word in digits:
+        value = value * 2 + (word >> bit & 1)
+    low = 2**32 - 1
+    product = (digits[5] * (digits[6] & 0xFFFF) + ((digits[5] * (digits[6] >> 16) & 0xFFFF) << 16)) & low
+    value = (value << 32) + ((product + digits[7]) & low)
+    assert torch.equal(found, value >= round(p * 2**40))
 
 
 def test_calls_differ_and_seeds_say_how() -> None:

@@ -23,8 +23,8 @@ def dropout_weight(p: float, sizes: Sizes) -> Tensor:
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
     generator.set_rng_state(state)
     kept = torch.ops.fusegrad.flex_attention_dropout_mask(seed, p, list(sizes))
-    threshold = min(round(p * 2**15), 2**15 - 1)
-    return kept.double() * (2**15 / (2**15 - threshold))
+    threshold = min(round(p * 2**40), 2**40 - 2**25)
+    return kept.double() * (2**40 / (2**40 - threshold))
 
 
 class Dense(NamedTuple):

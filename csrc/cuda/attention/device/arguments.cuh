@@ -27,13 +27,12 @@ enum FlexTileKind : int {
 };
 enum FlexBlock : unsigned char { kBlockNone, kBlockPartial, kBlockFull, kBlockBad };
 
-/// The largest threshold of dropout with which numbers are compared as they are, float16's infinity.
-constexpr unsigned kMostFinite = 0x7c00;
 /// Attention dropout (dropout.cuh).
 struct FlexDropout {
   const long long* seed;
-  float scale;         // kept weights are multiplied by it
-  unsigned threshold;  // below which a pair's number drops it; the same in both halves
+  unsigned above[8];  // of the threshold's digits, the highest one first: all bits where it is 0, else none
+  unsigned rest;      // the threshold's lower 32 digits
+  float scale;        // kept weights are multiplied by it
 };
 
 /// What some of a row's keys give besides an output that is not divided by the sum yet. Scores are in units of
@@ -80,6 +79,7 @@ struct FlexForwardHopperArguments {
 
 /// What the backward needs of a row of scores.
 struct FlexRow {
+  // With dropout probabilities come out times its scale: lse is less the scale's logarithm, delta divided by the scale.
   float lse;    // of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0
   float delta;  // sum of grad_out * out, less grad_lse
 };

@@ -9,7 +9,7 @@
 //   kKeySplits                 whether several CTAs share each row of tiles, and another kernel merges their results
 //   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
 //   kSplit                     float: products of split operands
-//   kDropout, kMostDropped     see dropout.cuh
+//   kDropout                   see dropout.cuh
 #pragma once
 
 #include "cuda/attention/device/dropout.cuh"
@@ -218,6 +218,13 @@ constexpr bool kUnmaskedToo = [] {
 /// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than
 /// there are registers. An event that only profilers count; neither __syncwarp nor volatile code holds ptxas back.
 __device__ __forceinline__ void hold_order() { asm volatile("pmevent 0;" ::: "memory"); }
+/// Words that are computed before what comes behind it.
+template <int kWords>
+__device__ __forceinline__ void pin_words(unsigned (&word)[kWords]) {
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) asm volatile("" : "+r"(word[w]));
+  hold_order();
+}
 
 /// Whether pairs that take no part read captured tensors too, where their indices are inside: reads then have no
 /// condition of their own, and a thread's equal ones are one. A branch around a mask_mod would wait for each of them.

@@ -171,7 +171,7 @@ struct HopperBackwardMemory {
     int rows, cols, head, value, stages, query_stages, key_stages;
     bool adds_grad_query;  // whether the CTA adds to dQ
     bool own_keys;         // each warpgroup has 64 keys of its own
-    bool has_score_mod;
+    bool has_score_mod, has_dropout;
     int captured_bytes;  // sums of captured buffers' gradients
   };
   static constexpr int kPlaces = 8;
@@ -182,6 +182,7 @@ struct HopperBackwardMemory {
   Region places;       // whose queries a tile is; read until after the tile's stages were released, with dQ
   Region barriers;     // value empty, key empty, then full and empty of queries, of grad_out and of dS
   Region lines;        // of what a score_mod reads, or where prefetches write
+  Region drawn;        // of dropout, what a warpgroup draws for a tile; two sets where warpgroups take no turns
   Region captured;
 
   constexpr explicit HopperBackwardMemory(const Sizes& s)
@@ -195,7 +196,8 @@ struct HopperBackwardMemory {
         places(rows.then(16, kPlaces)),
         barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages))),
         lines(barriers.then(s.has_score_mod ? 4 * (s.own_keys ? 512 : 256) : 0)),
-        captured(lines.then(s.captured_bytes)) {}
+        drawn(lines.then(s.has_dropout ? 8 * s.rows : 0, s.own_keys ? 2 : 4)),
+        captured(drawn.then(s.captured_bytes)) {}
   constexpr int bytes() const { return captured.end(); }
 };
 

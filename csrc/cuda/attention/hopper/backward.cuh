@@ -31,20 +31,19 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
       Tiles::more_;
-  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::begin_dropout, Tiles::drop_operand, Tiles::dropout_pairs,
-      Tiles::first_key, Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::first_key,
+      Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty,
       Tiles::value_empty;
-  using Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load, Tiles::load_rows,
-      Tiles::sum;
+  using Tiles::kept_, Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load,
+      Tiles::load_rows, Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
   using Tiles::sums_, Tiles::thread, Tiles::touch, Tiles::wait_grad_out, Tiles::wait_query;
   using Tiles::warp;
-  using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
-      typename Tiles::T;
+  using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // A warpgroup's dQ is transposed: 64 columns of the head. Where the head has no more, each warpgroup has its part of
   // the queries.
   static constexpr bool kRowsShared = Config::kHead == 64;
@@ -53,9 +52,6 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
   // P is computed while dP is still being multiplied.
   static constexpr bool kOverlapped = !kInOrder && Config::kGradScores;
-  // Dropout's numbers are made beside the exponentials where registers allow it.
-  static constexpr bool kDrawsAhead = Config::kDropout && kBlocksN == 8;
-  static constexpr int kDrawn = kDrawsAhead ? kBlocksN / 2 : 1;
   // Mask element by element: it is faster than by bits. A mask_mod that reads nothing can be called for pairs beyond
   // the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
@@ -134,6 +130,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       lines.store(this->lines(), thread() % kWarpgroup);
       named_sync(kAlone + group_, kWarpgroup);
     }
+    draw(i);
     Place now = place_of(i);
     for (; now.tile >= 0; now = place_of(++i)) {
       if constexpr (!kOverlapped) {
@@ -145,7 +142,6 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         if (h >= 0) sums_.end_head(b, h, first_key());
         col_ = now.col();
         sums_.begin_head();
-        begin_dropout(now);
         b = now.b;
         h = now.h;
       }
@@ -187,6 +183,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       if constexpr (kLines) lines.store(this->lines(), thread() % kWarpgroup);
       if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
+      draw(i + 1);
       // The wait is here: at the loop's head the compiler would wait for each product.
       if constexpr (kOverlapped) wait_scores(s);
     }
@@ -268,15 +265,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
     }();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
-    DropoutPairs kept[kDrawn];
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (kDrawsAhead) {
-        if (n % 2 == 0) {
-          if (n % 4 == 0) hold_order();
-          kept[n / 2] = dropout_pairs(place, n);
-        }
-      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -297,22 +287,33 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if (place.last()) release(value_empty());
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if constexpr (Config::kDropout) {
-        if (!kDrawsAhead && n % 2 == 0) {
-          hold_order();
-          kept[n / 2 % kDrawn] = dropout_pairs(place, n);
-        }
-        kept[n / 2 % kDrawn].drop(n, d[n]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) d[n][e] *= a_.dropout.scale;
-      }
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+      if constexpr (Config::kDropout && kByElement) {
+        put_operand<T>(p + 2 * n, s[n]);
+        // Both gradients, of kept and of dropped pairs, and one of them as operands: fewer instructions than for dP.
+        unsigned dropped[2];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
-      put_operand<T>(p + 2 * n, s[n]);
-      drop_operand(kept[n / 2 % kDrawn], n, p);
-      if constexpr (kByElement) put_operand<T>(ds + 2 * n, d[n]);
+        for (int e = 0; e < 4; ++e) {
+          const float probability = s[n][e];
+          // As an expression compilers would negate the product by an instruction of its own.
+          asm("{\n.reg .f32 x;\nneg.f32 x, %2;\nmul.f32 %0, %1, x;\n}"
+              : "=f"(s[n][e])
+              : "f"(probability), "f"(of_row[e % 2].delta));
+          d[n][e] = fmaf(probability, d[n][e], s[n][e]);
+        }
+        put_operand<T>(ds + 2 * n, d[n]);
+        put_operand<T>(dropped, s[n]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) ds[2 * n + r] = select_bits(kept_.mask(n, r), ds[2 * n + r], dropped[r]);
+      } else {
+        if constexpr (Config::kDropout) kept_.drop(n, d[n]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[n][e] = s[n][e] * (d[n][e] - of_row[e % 2].delta);
+        put_operand<T>(p + 2 * n, s[n]);
+        if constexpr (kByElement) put_operand<T>(ds + 2 * n, d[n]);
+      }
+      drop_operand(n, p);
     }
     if constexpr (kByElement) {
       if (masked(place)) {

@@ -39,6 +39,7 @@ class FlexBackwardHopperTiles {
   // There are two sets of lines: a tile's sums are read until after the next tile's pairs have begun.
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
+  static constexpr int kWords = Config::kDropout ? Config::kRows / 64 : 1;
   static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
   static constexpr HopperBackwardMemory kMemory{{.rows = Config::kRows,
                                                  .cols = Config::kCols,
@@ -50,6 +51,7 @@ class FlexBackwardHopperTiles {
                                                  .adds_grad_query = Config::kGradQuery,
                                                  .own_keys = kOwnKeys,
                                                  .has_score_mod = kHas<ScoreMod>,
+                                                 .has_dropout = Config::kDropout,
                                                  .captured_bytes = Sums::kSharedBytes}};
   static constexpr int kConsumerWarps = kThreads / kLanes;
   // What is there once for the keys; an even number.
@@ -368,24 +370,52 @@ class FlexBackwardHopperTiles {
     return masked_pairs<Config, kBlocksN, true, kTogether>(a_, mask_, place.kinds(), place.b, place.h,
                                                            place.row() + lane() % 4 * 2, first_key());
   }
-  /// Dropout of 16 queries from n * 8 on.
-  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
-  __device__ __forceinline__ DropoutPairs dropout_pairs(const Place& place, int n) const {
-    return dropout_.template pairs<true>(a_.dropout, place.row() + n * 8, first_key() - lane() / 4, lane());
-  }
-  /// Drops probabilities from an operand; signs stay.
-  static __device__ __forceinline__ void drop_operand(const DropoutPairs& kept, int n, unsigned (&p)[kBlocksN * 2]) {
+  /// Draws dropout of tile i, whose place is there. Behind its products, so that both run side by side. A block of
+  /// pairs is 16 queries by the warpgroup's 64 keys: its warps draw a block each and share them.
+  __device__ __forceinline__ void draw(int i) {
     if constexpr (Config::kDropout) {
+      const Place p = place_of(i);
+      if (p.tile < 0) return;
+      if (const int head = p.b * a_.heads + p.h; head != head_) {
+        head_ = head;
+        dropout_.begin(a_.dropout, head);
+      }
+      const int thread = this->thread(), part = thread % kWarpgroup / kLanes;
+      const unsigned of_lane = drawn(i) + thread % kLanes * 4;
+      hold_order();
 #pragma unroll
-      for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept.mask(n, r) | 0x80008000;
+      for (int w = 0; w < kWords; ++w) {
+        const unsigned word =
+            dropout_.block(a_.dropout, p.row() + (4 * w + part) * 16, p.col() + key_group() * 64, thread % kLanes);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(of_lane + (4 * w + part) * (4 * kLanes)), "r"(word) : "memory");
+      }
+      named_sync(kAlone + group_, kWarpgroup);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        unsigned blocks[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          asm volatile("ld.shared.u32 %0, [%1];" : "=r"(blocks[k]) : "r"(of_lane + (4 * w + k) * (4 * kLanes)));
+        kept_.word[w] = kept_.transposed(blocks, part);
+      }
+      pin_words(kept_.word);
     }
   }
-  /// Called before the first tile of a query head.
-  __device__ __forceinline__ void begin_dropout(const Place& place) {
-    dropout_.begin(a_.dropout, place.b * a_.heads + place.h);
+  /// Where a warpgroup's warps share what they drew for tile i. Where they do not meet for a turn between two tiles,
+  /// one may still read a tile's when another one draws the next tile's.
+  __device__ __forceinline__ unsigned drawn(int i) const {
+    const int set = kOwnKeys ? group_ : group_ * 2 + i % 2;
+    return shared_ + kMemory.drawn.offset + set * kMemory.drawn.piece;
   }
-  /// The factor of dV.
-  __device__ __forceinline__ float value_scale() const { return Config::kDropout ? a_.dropout.scale : 1.0f; }
+  /// Drops probabilities from an operand; signs stay.
+  __device__ __forceinline__ void drop_operand(int n, unsigned (&p)[kBlocksN * 2]) const {
+    if constexpr (Config::kDropout) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept_.mask(n, r) | 0x80008000;
+    }
+  }
+  /// The factor of dV. Dropout's is in P already.
+  __device__ __forceinline__ float value_scale() const { return 1.0f; }
   // Computes P and dS of the warp's keys, as operands.
   __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
@@ -406,14 +436,10 @@ class FlexBackwardHopperTiles {
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
-    DropoutPairs kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
-      if constexpr (Config::kDropout) {
-        if (n % 2 == 0) kept = dropout_pairs(place, n);
-        kept.drop(n, d[n]);
-      }
+      if constexpr (Config::kDropout) kept_.drop(n, d[n]);
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -428,7 +454,7 @@ class FlexBackwardHopperTiles {
         }
         float value[Config::Derivative::kContributions + 1];
         const float score = s[n][e];
-        const float grad = !Config::kGradScores ? 0.0f : Config::kDropout ? d[n][e] * a_.dropout.scale : d[n][e];
+        const float grad = Config::kGradScores ? d[n][e] : 0.0f;
         const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
                                                   value, reads.at(n * 8 + e % 2, e / 2 * 8));
@@ -437,7 +463,7 @@ class FlexBackwardHopperTiles {
       if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();
       sums_.end_block(0, n);
       put_operand<T>(p + 2 * n, s[n]);
-      drop_operand(kept, n, p);
+      drop_operand(n, p);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
     }
   }
@@ -454,6 +480,8 @@ class FlexBackwardHopperTiles {
   const unsigned shared_;
   Sums sums_;
   FlexDropoutHead<Config> dropout_;
+  FlexKept<true, kWords> kept_;
+  int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
 };
 

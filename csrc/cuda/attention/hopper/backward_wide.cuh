@@ -19,16 +19,15 @@ template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch, Tiles::key_head, Tiles::score_, Tiles::sums_;
-  using Tiles::alive, Tiles::begin, Tiles::begin_dropout, Tiles::drop_operand, Tiles::dropout_pairs, Tiles::value_scale,
-      Tiles::grad_out_empty, Tiles::query_empty, Tiles::first_key, Tiles::lane;
+  using Tiles::alive, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::value_scale, Tiles::grad_out_empty,
+      Tiles::query_empty, Tiles::first_key, Tiles::lane;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;
   using Tiles::kBlocksHeld, Tiles::kLines, Tiles::kThreads, Tiles::lines, Tiles::load, Tiles::reads, Tiles::thread;
   using Tiles::pairs, Tiles::place_of, Tiles::produce, Tiles::release, Tiles::rows;
   using Tiles::stage_of, Tiles::query_stage_of, Tiles::wait_query, Tiles::wait_grad_out;
-  using typename Tiles::DropoutPairs, typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums,
-      typename Tiles::T;
+  using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   static constexpr int kKeys = 0, kValues = 1, kProducer = 2;  // values of group_
   // A warpgroup whose gradients nobody wants ends at once; one of them must take the tiles from the producer.
   static constexpr bool kKeysNeeded = Config::kGradScores;
@@ -71,6 +70,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
     bring_lines(i);
+    draw(i);
     Place now = place_of(i);
     col_ = now.col();
     for (; now.tile != kNoMore; now = place_of(++i)) {
@@ -80,7 +80,6 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       if (now.b != b || now.h != h) {
         if (h >= 0) sums_.end_head(b, h, first_key());
         sums_.begin_head();
-        begin_dropout(now);
         b = now.b;
         h = now.h;
       }
@@ -94,6 +93,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       wait_grad_out(i + 1);
       issue_grad_probabilities(d, i + 1);
       bring_lines(i + 1);
+      draw(i + 1);
       // The tile's sums go out while products run.
       if constexpr (Sums::kFlushes) {
         meet();
@@ -121,9 +121,12 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void consume_for_values() {
     float grad[kBlocksE][4], s[kBlocksN][4];
     zero(grad);
-    int i = 0, b = 0, h = -1;
+    int i = 0;
     issue_next_scores(s, i);
-    if constexpr (Config::kGradValue) bring_lines(i);
+    if constexpr (Config::kGradValue) {
+      bring_lines(i);
+      draw(i);
+    }
     Place now = place_of(i);
     col_ = now.col();
     for (; now.tile != kNoMore; now = place_of(++i)) {
@@ -133,17 +136,15 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
         pin<kBlocksN * 4>(s[0]);
         unsigned p[kBlocksN * 2];
         if constexpr (kLines) meet();
-        if (Config::kDropout && (now.b != b || now.h != h)) {
-          begin_dropout(now);
-          b = now.b;
-          h = now.h;
-        }
         probabilities(now, i, s, p);
         issue_grad_value(grad, p, i);
         wgmma_commit();
       }
       issue_next_scores(s, i + 1);
-      if constexpr (Config::kGradValue) bring_lines(i + 1);
+      if constexpr (Config::kGradValue) {
+        bring_lines(i + 1);
+        draw(i + 1);
+      }
       wgmma_wait<1>();
       pin<kBlocksE * 4>(grad[0]);
       release(grad_out_empty(stage_of(i)));
@@ -178,13 +179,9 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     const int q = place.row() + lane() % 4 * 2, kv = first_key();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const auto reads = this->reads();
-    DropoutPairs kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if ((kInOrder && n % kBlocksHeld == 0) || Config::kDropout) hold_order();
-      if constexpr (Config::kDropout) {
-        if (n % 2 == 0) kept = dropout_pairs(place, n);
-      }
+      if (kInOrder && n % kBlocksHeld == 0) hold_order();
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
 #pragma unroll
@@ -196,7 +193,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
                                                         reads.at(n * 8 + e % 2, e / 2 * 8));
       }
       put_operand<T>(p + 2 * n, s[n]);
-      drop_operand(kept, n, p);
+      drop_operand(n, p);
     }
   }
 

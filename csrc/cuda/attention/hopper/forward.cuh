@@ -36,6 +36,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
   using OutProduct = Wgmma<T, Config::kValue, true, true>;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
+  static constexpr int kScoreProducts = Config::kHead / 16, kOutProducts = Config::kCols / 16;
   // Mask element by element, or by bits: by bits a tile's mask takes as long as its softmax, but beside a score_mod
   // that reads for each pair it leaves more reads in flight. kTogether is the pairs for which a mask_mod is then called
   // at a time.
@@ -44,7 +45,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
   // turns.
   static constexpr bool kSeamless = Config::kGroups == 3;
-  static_assert(!kSeamless || (!Config::kDropout && !Config::kKeySplits));
+  static_assert(!kSeamless || !Config::kKeySplits);
+  // Words of dropout of a tile.
+  static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;
+  static_assert(!Config::kDropout || Config::kCols % 64 == 0);
   // Warpgroup 1 issues the first scores of its queries behind warpgroup 0's, so one's exponentials run beside the
   // other's products from the start. For smaller heads that is slower.
   static constexpr bool kStaggered = Config::kGroups == 2 && (Config::kHead > 128 || Config::kValue > 128);
@@ -137,12 +141,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       // Nothing overlaps the first tile's scores.
       wait_keys(keys);
       if (kStaggered && group_ == 1) named_sync(kTurn + parity, 2 * kWarpgroup);
-      issue_scores(s, queries.stage(), keys.stage);
+      issue_scores(s, queries.stage(), keys.stage, [](int) {});
       if (kStaggered && group_ == 0) named_arrive(kTurn + parity, 2 * kWarpgroup);
       const int now = entry_of(keys, 0);
       // Other warps may still read the last tile's lines.
       if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
       bring_lines(now, 0);
+      draw(now);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
       attend(tiles, now, out, s, keys, values, queries);
@@ -197,7 +202,11 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       Barrier::wait(query_full(queries.stage()), queries.parity());
       wait_keys(keys);
     }
-    issue_scores(s, queries.stage(), keys.stage);
+    issue_scores(s, queries.stage(), keys.stage, [](int) {});
+    if (Config::kDropout && tiles > 0) {
+      dropout_.begin(a_.dropout, b_ * a_.heads + h_);
+      draw(entry_of(keys, 0));
+    }
     if constexpr (Config::kParts > 1) {
       if (row_ != Work::kNoMore) row_ = (row_ & ~Work::kSkips) | (row_ >> 2 * group_ & 1);
     }
@@ -242,13 +251,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       });
       Softmax::multiply(out, rescale);
       Softmax::pack(p, s);
-      if constexpr (Config::kDropout) {
 #pragma unroll
-        for (int n = 0; n < kBlocksN; n += 2) {
-          drop(p, now, n);
-          if (n % 4 == 2) hold_order();
-        }
-      }
+      for (int n = 0; n < kBlocksN; ++n) drop(p, n);
       // Vote per warpgroup: all its warps must execute the same wgmma.wait. `again`: a warp that computes a tile once
       // more is here by itself.
       bool maxima = again;
@@ -259,13 +263,15 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       while (i < tiles) {
         wait_keys(keys);
         if constexpr (kSeamless) begin_turn();
-        issue_scores(s, queries.stage(), keys.stage);
+        Draws draws(*this, Config::kDropout ? entry_of(keys, i) : 0);
+        issue_scores(s, queries.stage(), keys.stage, [&](int k) { draws.step(k - 1); });
         Barrier::wait(value_full(values.stage), values.parity);
         pin<kBlocksE * 4>(out[0]);
-        issue_out(out, p, values.stage, now);
+        issue_out(out, p, values.stage, now, [&](int k) { draws.step(kScoreProducts - 1 + k - 1); });
         if constexpr (kSeamless) end_turn();
         now = entry_of(keys, i);
         bring_lines(now, i % kLineSets);
+        draws.end(kept_);
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
         release(key_empty(keys.stage));
@@ -280,7 +286,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         }
         apply_mods(s, now, 0);
         wait_output(out, values, true);
-        ended = softmax_.add_by_first(s, p, [&](int n) { drop(p, now, n); });
+        ended = softmax_.add_by_first(s, p, [&](int n) {
+          (void)now;  // captured: else compilers number the registers of kernels without dropout in another order
+          drop(p, n);
+        });
         if (!ended) {
           scores_again(s, Entry::column(now) * Config::kCols);
           again = true;
@@ -289,7 +298,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       }
     }
     Barrier::wait(value_full(values.stage), values.parity);
-    issue_out(out, p, values.stage, now);
+    issue_out(out, p, values.stage, now, [](int) {});
     queries.next();
   }
   __device__ __forceinline__ void release_values(Stages& values) const {
@@ -307,26 +316,32 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void end_turn() const {
     named_arrive(kTurn + (group_ + 1) % Config::kGroups, 2 * kWarpgroup);
   }
-  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, int stage) const {
+  /// `between(k)` is called before the k-th product but the first.
+  template <class Between>
+  __device__ __forceinline__ void issue_scores(float (&s)[kBlocksN][4], int query_stage, int stage,
+                                               const Between& between) const {
     // Uniform in a warp, and known to be: descriptors follow from it.
     query_stage = Config::kQueryStages == 1 ? 0 : __shfl_sync(~0u, query_stage, 0);
     const auto query = descriptor(this->query(query_stage) + group_ * 64 * kChunkBytes, 16);
     const auto key = descriptor(this->key(stage), 16);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Config::kHead / 16; ++k) {
+    for (int k = 0; k < kScoreProducts; ++k) {
+      if (k > 0) between(k);
       ScoreProduct::run(s[0], advanced(query, step_bytes<Config::kRows>(k)),
                         advanced(key, step_bytes<Config::kCols>(k)), k != 0);
     }
     wgmma_commit();
   }
+  template <class Between>
   __device__ __forceinline__ void issue_out(float (&out)[kBlocksE][4], const unsigned (&p)[kBlocksN * 2], int stage,
-                                            int tile) const {
+                                            int tile, const Between& between) const {
     const unsigned at = has_none(tile) ? zeros_ : this->value(stage);
     const auto value = descriptor(at, Config::kCols * kChunkBytes);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Config::kCols / 16; ++k) {
+    for (int k = 0; k < kOutProducts; ++k) {
+      if (k > 0) between(k);
       OutProduct::run(out[0], p + 4 * k, advanced(value, k * 16 * kChunkBytes), true);
     }
     wgmma_commit();
@@ -427,12 +442,60 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
   }
 
-  /// Drops probabilities of two blocks of keys, n on, from an operand.
-  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int tile, int n) const {
-    const int q = first_query() - lane() / 4, kv = Entry::column(tile) * Config::kCols;
-    const auto kept = dropout_.template pairs<false>(a_.dropout, q, kv + n * 8, lane());
+  /// Dropout of a tile, drawn step by step between the products that the warpgroup issues: it waits there anyway.
+  class Draws {
+   public:
+    __device__ __forceinline__ Draws(const FlexForwardHopper& forward, int tile) : dropout_(forward.a_.dropout) {
+      if constexpr (Config::kDropout) {
+        const int q = forward.first_query() - forward.lane() / 4, kv = Entry::column(tile) * Config::kCols;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) p[2 * n + i] &= kept.mask(i / 2, i % 2);
+        for (int w = 0; w < kWords; ++w) of_[w] = forward.dropout_.draw(q, kv + w * 64, forward.lane());
+      }
+    }
+    /// The steps between two products, those behind product i.
+    __device__ __forceinline__ void step(int i) {
+      if constexpr (Config::kDropout) {
+        const int begin = steps_before(i), end = steps_before(i + 1);
+#pragma unroll
+        for (int k = begin; k < end; ++k) {
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) of_[w].step(dropout_, k);
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) of_[w].pin(k);
+        }
+        if (end > begin) hold_order();
+      }
+    }
+    __device__ __forceinline__ void end(FlexKept<false, kWords>& kept) const {
+      if constexpr (Config::kDropout) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) kept.word[w] = of_[w].kept();
+      }
+    }
+
+   private:
+    static constexpr int steps_before(int i) {
+      return FlexDropoutDraw::kSteps * i / (kScoreProducts - 1 + kOutProducts - 1);
+    }
+    const FlexDropout& dropout_;
+    FlexDropoutDraw of_[kWords];
+  };
+  /// Draws a first tile's dropout. Behind its products, so that both run side by side.
+  __device__ __forceinline__ void draw(int tile) {
+    if constexpr (Config::kDropout) {
+      const int q = first_query() - lane() / 4, kv = Entry::column(tile) * Config::kCols;
+      hold_order();
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) kept_.word[w] = dropout_.block(a_.dropout, q, kv + w * 64, lane());
+      pin_words(kept_.word);
+    }
+  }
+  /// Drops probabilities of a block of eight keys from an operand.
+  __device__ __forceinline__ void drop(unsigned (&p)[kBlocksN * 2], int n) const {
+    if constexpr (Config::kDropout) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept_.mask(n, r);
+    }
   }
 
   /// Computes the warp's scores once more, from global memory: operands may be gone from shared memory.
@@ -525,6 +588,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
 
   Softmax softmax_;
   FlexDropoutHead<Config> dropout_;
+  FlexKept<false, kWords> kept_;
   int b_, h_, row_, group_, split_;
 };
 

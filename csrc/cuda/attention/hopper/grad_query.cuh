@@ -58,6 +58,7 @@ class FlexGradQueryHopper {
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   // P is computed while dP is being multiplied.
   static constexpr bool kOverlapped = !kInOrder;
+  static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;
   static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead == 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
   static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
@@ -254,6 +255,7 @@ class FlexGradQueryHopper {
       Barrier::wait(value_full(values.stage), values.parity);
       issue_grad_probabilities(d, 0, values);
       touch(now);
+      draw(now);
       if constexpr (kLines) {
         Lines lines;
         load(lines, now);
@@ -289,6 +291,7 @@ class FlexGradQueryHopper {
           zero(sum);
           if constexpr (!kSmall) load_rows();
         }
+        if (now != kNoMore) draw(now);
         // The wait is here: at the loop's head the compiler would wait for each product.
         if constexpr (kOverlapped) wait_scores(s);
       }
@@ -436,12 +439,7 @@ class FlexGradQueryHopper {
     wgmma_wait<0>();
     pin<kBlocksN * 4>(d[0]);
 #pragma unroll
-    for (int n = 0; n < kBlocksN && Config::kDropout; n += 2) {
-      hold_order();
-      const auto kept = dropout_pairs(tile, n);
-      drop_gradient(kept, n, d[n]);
-      drop_gradient(kept, n + 1, d[n + 1]);
-    }
+    for (int n = 0; n < kBlocksN; ++n) drop_gradient(n, d[n]);
 #pragma unroll
     for (int k = 0; k < kBlocksN * 4; ++k)
       d[k / 4][k % 4] = s[k / 4][k % 4] * (d[k / 4][k % 4] - rows_[k % 4 / 2].row.delta);
@@ -463,16 +461,19 @@ class FlexGradQueryHopper {
                                                             col_of(tile) + lane() % 4 * 2);
   }
 
-  /// Dropout of 16 keys from n * 8 on.
-  using DropoutPairs = typename FlexDropoutHead<Config>::Pairs;
-  __device__ __forceinline__ DropoutPairs dropout_pairs(int tile, int n) const {
-    return dropout_.template pairs<false>(a_.dropout, first_query() - lane() / 4, col_of(tile) + n * 8, lane());
-  }
-  /// Applies dropout to dP.
-  __device__ __forceinline__ void drop_gradient(const DropoutPairs& kept, int n, float (&d)[4]) const {
-    kept.drop(n, d);
+  /// Draws a tile's dropout. Behind its products, so that both run side by side.
+  __device__ __forceinline__ void draw(int tile) {
+    if constexpr (Config::kDropout) {
+      hold_order();
 #pragma unroll
-    for (int e = 0; e < 4; ++e) d[e] *= a_.dropout.scale;
+      for (int w = 0; w < kWords; ++w)
+        kept_.word[w] = dropout_.block(a_.dropout, first_query() - lane() / 4, col_of(tile) + w * 64, lane());
+      pin_words(kept_.word);
+    }
+  }
+  /// Applies dropout to dP of a block of eight keys.
+  __device__ __forceinline__ void drop_gradient(int n, float (&d)[4]) const {
+    if constexpr (Config::kDropout) kept_.drop(n, d);
   }
   // Computes dS of a tile, as an operand.
   __device__ __forceinline__ void pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
@@ -491,14 +492,10 @@ class FlexGradQueryHopper {
                                             float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
-    DropoutPairs kept;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
-      if constexpr (Config::kDropout) {
-        if (n % 2 == 0) kept = dropout_pairs(tile, n);
-        drop_gradient(kept, n, d[n]);
-      }
+      drop_gradient(n, d[n]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float value[Derivative::kContributions + 1];
@@ -550,6 +547,7 @@ class FlexGradQueryHopper {
   const unsigned query_, key_, barriers_;
   int b_, h_, row_, group_, split_;
   FlexDropoutHead<Config> dropout_;
+  FlexKept<false, kWords> kept_;
   FlexQuery rows_[2];
   FlexLargest<Config> largest_;
 };

@@ -15,8 +15,6 @@ class FlexHopperSoftmax {
   // The largest sum of a tile's exponentials relative to a row's first maximum: float32 and BFloat16 are far from
   // overflow.
   static constexpr float kMostSum = 0x1p64f;
-  // Blocks of keys whose dropout is computed at once.
-  static constexpr int kDropped = kBlocksN % 4 == 0 ? 4 : 2;
 
  public:
   __device__ __forceinline__ explicit FlexHopperSoftmax(const FlexForwardArguments& a) : a_(a) {}
@@ -81,7 +79,7 @@ class FlexHopperSoftmax {
     return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY;
   }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
-  /// their sums are not added. drop(n): of the operand of two blocks, n on, what dropout takes.
+  /// their sums are not added. drop(n): takes from block n of the operand what dropout drops.
   template <class Drop>
   __device__ __forceinline__ bool add_by_first(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2], const Drop& drop) {
     const float factor = unit() * kLog2E, origin[2] = {max_[0] * factor, max_[1] * factor};
@@ -103,14 +101,7 @@ class FlexHopperSoftmax {
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[e / 2] += s[n - 1][e];
         put_operand<T>(p + 2 * (n - 1), s[n - 1]);
-      }
-      if constexpr (Config::kDropout) {
-        // Philox is a chain of products: run several side by side, and beside exponentials.
-        if (n % kDropped == 0) {
-#pragma unroll
-          for (int i = n == 0 ? 0 : n - kDropped; i < n; i += 2) drop(i);
-        }
-        if (n % kDropped != 0) continue;
+        drop(n - 1);
       }
       if (n < kBlocksN) hold_order();
     }

@@ -8,33 +8,31 @@
 namespace fusegrad::cuda {
 namespace {
 
-constexpr int kWarp = 32, kBlock = 16;
+constexpr int kWarp = 32, kRows = 16, kCols = 64;
 
-template <bool kMost>
 struct Config {
-  static constexpr bool kDropout = true, kMostDropped = kMost;
+  static constexpr bool kDropout = true;
 };
 
-// One warp per block of 16 queries by 16 keys.
-template <bool kMost>
+// One warp per block of pairs.
 __global__ void __launch_bounds__(kWarp)
     mask_kernel(device::FlexDropout dropout, bool* mask, int64_t blocks, int queries, int keys) {
-  const int row_blocks = (queries + kBlock - 1) / kBlock, col_blocks = (keys + kBlock - 1) / kBlock;
+  const int row_blocks = (queries + kRows - 1) / kRows, col_blocks = (keys + kCols - 1) / kCols;
   const int lane = static_cast<int>(threadIdx.x);
   for (int64_t i = blockIdx.x; i < blocks; i += gridDim.x) {
     const int64_t head = i / (int64_t{row_blocks} * col_blocks);
     const int rest = static_cast<int>(i % (int64_t{row_blocks} * col_blocks));
-    const int q = rest / col_blocks * kBlock, kv = rest % col_blocks * kBlock;
-    device::FlexDropoutHead<Config<kMost>> of_head;
+    const int q = rest / col_blocks * kRows, kv = rest % col_blocks * kCols;
+    device::FlexDropoutHead<Config> of_head;
     of_head.begin(dropout, static_cast<int>(head));
-    const auto pairs = of_head.template pairs<false>(dropout, q, kv, lane);
-    for (int n = 0; n < 2; ++n) {
+    const auto kept = of_head.to_end(dropout, q, kv, lane);
+    for (int n = 0; n < kCols / 8; ++n) {
       for (int r = 0; r < 2; ++r) {
-        bool kept[2];
-        pairs.keeps(n, r, kept[0], kept[1]);
+        bool keeps[2];
+        kept.keeps(n, r, keeps[0], keeps[1]);
         const int at_q = q + r * 8 + lane / 4, at_kv = kv + n * 8 + lane % 4 * 2;
         for (int e = 0; e < 2; ++e) {
-          if (at_q < queries && at_kv + e < keys) mask[(head * queries + at_q) * keys + at_kv + e] = kept[e];
+          if (at_q < queries && at_kv + e < keys) mask[(head * queries + at_q) * keys + at_kv + e] = keeps[e];
         }
       }
     }
@@ -43,13 +41,12 @@ __global__ void __launch_bounds__(kWarp)
 
 }  // namespace
 
-void flex_dropout_mask(const device::FlexDropout& dropout, bool most, bool* mask, int64_t heads, int64_t queries,
-                       int64_t keys, void* stream) {
-  const int64_t blocks = heads * ((queries + kBlock - 1) / kBlock) * ((keys + kBlock - 1) / kBlock);
+void flex_dropout_mask(const device::FlexDropout& dropout, bool* mask, int64_t heads, int64_t queries, int64_t keys,
+                       void* stream) {
+  const int64_t blocks = heads * ((queries + kRows - 1) / kRows) * ((keys + kCols - 1) / kCols);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 20));
-  const auto kernel = most ? mask_kernel<true> : mask_kernel<false>;
-  kernel<<<grid, kWarp, 0, static_cast<cudaStream_t>(stream)>>>(dropout, mask, blocks, static_cast<int>(queries),
-                                                                static_cast<int>(keys));
+  mask_kernel<<<grid, kWarp, 0, static_cast<cudaStream_t>(stream)>>>(dropout, mask, blocks, static_cast<int>(queries),
+                                                                     static_cast<int>(keys));
   check(cudaGetLastError(), "flex_attention_dropout_mask");
 }
 

@@ -7,8 +7,8 @@
 
 namespace fusegrad::cuda {
 
-/// mask[head, q, kv] of `heads` heads, contiguous; `most`: device::FlexDropoutPairs.
-void flex_dropout_mask(const device::FlexDropout& dropout, bool most, bool* mask, int64_t heads, int64_t queries,
-                       int64_t keys, void* stream);
+/// mask[head, q, kv] of `heads` heads, contiguous.
+void flex_dropout_mask(const device::FlexDropout& dropout, bool* mask, int64_t heads, int64_t queries, int64_t keys,
+                       void* stream);
 
 }  // namespace fusegrad::cuda

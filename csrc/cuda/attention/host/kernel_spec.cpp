@@ -73,7 +73,6 @@ std::string render_config(const KernelFacts& f) {
   config.choice("kSplit", f.split);
   config.choice("kMaskAlone", f.mask_alone);
   config.choice("kDropout", f.dropout);
-  config.choice("kMostDropped", f.most_dropped);
   if (f.kernel == FlexKernel::kForward) {
     config.number("kLineBytes", f.tile.line_bytes);
     config.choice("kUnscaled", f.unscaled);

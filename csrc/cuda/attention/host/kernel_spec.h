@@ -62,7 +62,7 @@ struct KernelFacts {
   int groups = 0;            ///< Hopper: consumer warpgroups
   bool keys_shared = false;  ///< Hopper backward: both consumer warpgroups have the same 64 keys
   bool key_splits = false;   ///< each row of tiles is split over several CTAs
-  bool blocks = false, mixed = false, split = false, mask_alone = false, dropout = false, most_dropped = false;
+  bool blocks = false, mixed = false, split = false, mask_alone = false, dropout = false;
   // forward
   bool unscaled = false, first_maximum = false, max_scores = false, out_low = false;
   // backward and grad_query

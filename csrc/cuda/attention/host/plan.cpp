@@ -131,6 +131,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                              .adds_grad_query = adds_grad_query(c, t),
                                              .own_keys = !keys_shared(c, t),
                                              .has_score_mod = !c.score_mod.text.empty(),
+                                             .has_dropout = c.dropout,
                                              .captured_bytes = 0})
             .bytes();
       }
@@ -168,11 +169,11 @@ int line_bytes(const FlexCase& c) {
 
 FlexTileSize hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.dropout && !c.key_splits ? 3 : 2;
+  const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.key_splits ? 3 : 2;
   FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
-  // 80 keys would leave no room for lines.
+  // 80 keys would leave no room for lines, and dropout is drawn for 64.
   t.line_bytes = line_bytes(c);
-  if (head > 128) t.cols = c.blocks || t.line_bytes > 0 ? 64 : 80;
+  if (head > 128) t.cols = c.blocks || c.dropout || t.line_bytes > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
   // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
   t.query_stages = groups == 2 && first_maximum(c) ? 1 : 2;
@@ -342,7 +343,6 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   f.split = c.dtype == DType::kFloat32 && c.split;
   f.mask_alone = masks_alone(c);
   f.dropout = c.dropout;
-  f.most_dropped = c.most_dropped;
   if (c.kernel == FlexKernel::kForward) {
     f.unscaled = c.unscaled;
     f.first_maximum = first_maximum(c);
@@ -382,7 +382,6 @@ std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
   if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
   return t;
 }
-bool drops_most(double dropout_p) { return FlexDropoutRule(dropout_p).threshold > device::kMostFinite; }
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
 
 int flex_shared_limit(int capability) {

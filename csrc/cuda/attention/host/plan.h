@@ -25,7 +25,6 @@ struct FlexCase {
   bool split = true;                    ///< float32: full accuracy, by six products in TF32
   bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
   bool dropout = false;                 ///< there is dropout; its numbers are arguments
-  bool most_dropped = false;            ///< so many pairs are dropped that numbers are compared the other way round
   bool key_splits = false;              ///< forward and dQ by itself: rows of tiles are split over several CTAs
   // forward
   bool max_scores = false, out_low = false;
@@ -40,9 +39,6 @@ struct FlexCase {
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
-
-/// Whether dropout with this p compares numbers the other way round (device::FlexDropoutPairs).
-bool drops_most(double dropout_p);
 
 /// The largest dynamic shared memory of a CTA on GPUs of a capability such as 80 or 90.
 int flex_shared_limit(int capability);

@@ -8,10 +8,12 @@
 namespace fusegrad::cuda {
 
 /// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
-/// null). With `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, that becomes zeros.
+/// null). With dropout rows are such that P comes out times its scale, and its gradient where it is kept without.
+/// With `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, that becomes zeros.
 struct FlexRows {
   device::FlexTensor grad_out, out, out_low;
   const float *lse, *grad_lse;
+  float dropout_scale;  // 1 without dropout
   int batches, heads, queries, value_size;
   int row_stride;  // of what is made: [batches, heads, row_stride]
   float* query_sum;

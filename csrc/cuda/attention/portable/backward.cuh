@@ -150,8 +150,7 @@ class FlexBackward {
     }
     // Nobody reads the tiles of keys and values any more.
     if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
-    if constexpr (Config::kGradValue)
-      keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, Config::kDropout ? a_.dropout.scale : 1.0f);
+    if constexpr (Config::kGradValue) keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, 1.0f);
     __syncthreads();
     if constexpr (Config::kGradKey) store<KeyTile>(a_.grad_key, a_.head_size, key_);
     if constexpr (Config::kGradValue) store<ValueTile>(a_.grad_value, a_.value_size, value_);
@@ -304,14 +303,13 @@ class FlexBackward {
       const int kv = first_key() + m * 16;
       const auto alive =
           pairs_that_take_part<Config, kBlocksN, true>(a_, mask_, place.tile & 3, kMasked && masked, b, h, q, kv);
-      typename FlexDropoutHead<Config>::Pairs kept;
+      FlexKept<true> kept;
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
         if constexpr (Config::kDropout) {
           hold_order();
-          if (n % 2 == 0)
-            kept = dropout_.template pairs<true>(a_.dropout, q - lane() % 4 * 2 + n * 8, kv - lane() / 4, lane());
-          if constexpr (Config::kGradScores) kept.drop(n, d[m][n / 2][n % 2]);
+          if (n % 2 == 0) kept = dropout_.key_rows(a_.dropout, q - lane() % 4 * 2 + n * 8, kv - lane() / 4, lane());
+          if constexpr (Config::kGradScores) kept.drop(n % 2, d[m][n / 2][n % 2]);
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -326,13 +324,12 @@ class FlexBackward {
           float value[Config::Derivative::kContributions + 1];
           float &x = s[m][n / 2][n % 2][e], &dx = d[m][n / 2][n % 2][e];
           const float score = x;
-          if constexpr (Config::kDropout) dx *= a_.dropout.scale;
           const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
           dx = FlexPairGradient<Config>::apply(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes, x, value);
           sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
         }
         sums_.end_block(m, n);
-        if constexpr (Config::kDropout && Config::kGradValue) kept.drop(n, s[m][n / 2][n % 2]);
+        if constexpr (Config::kDropout && Config::kGradValue) kept.drop(n % 2, s[m][n / 2][n % 2]);
         put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n / 2][n % 2]);
         if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n / 2][n % 2]);
       }

@@ -212,15 +212,13 @@ class FlexForward {
 
   // Drops probabilities, which are in the sums already.
   __device__ __forceinline__ void drop(float (&s)[kBlocksM][kBlocksN][4], int col) const {
+    static_assert(!Config::kDropout || 64 % Config::kCols == 0);
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
+      const auto kept = dropout_.to_end(a_.dropout, row_ + first_row() + m * 16, col, lane());
 #pragma unroll
-      for (int n = 0; n < kBlocksN; n += 2) {
-        const auto kept = dropout_.template pairs<false>(a_.dropout, row_ + first_row() + m * 16, col + n * 8, lane());
-        kept.drop(n, s[m][n]);
-        kept.drop(n + 1, s[m][n + 1]);
-        hold_order();
-      }
+      for (int n = 0; n < kBlocksN; ++n) kept.drop(n, s[m][n]);
+      hold_order();
     }
   }
 

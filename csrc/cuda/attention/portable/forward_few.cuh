@@ -262,13 +262,11 @@ class FlexForwardFew {
 
   // Drops probabilities, which are in the sums already.
   __device__ __forceinline__ void drop(int m, float (&s)[kBlocksN][4], int col) const {
+    static_assert(64 % kKeys == 0);
+    const auto kept = dropout_[m].to_end(a_.dropout, col, lane());
 #pragma unroll
-    for (int n = 0; n < kBlocksN; n += 2) {
-      const auto kept = dropout_[m].pairs(a_.dropout, col + n * 8, lane());
-      kept.drop(n, s[n]);
-      kept.drop(n + 1, s[n + 1]);
-      hold_order();
-    }
+    for (int n = 0; n < kBlocksN; ++n) kept.drop(n, s[n]);
+    hold_order();
   }
 
   __device__ __forceinline__ FlexPartialRow* results_of(int warp) const {

@@ -132,18 +132,17 @@ class FlexGradQuery {
                                         float (&d)[kBlocksN][4]) {
     const int q = row_ + first_row() + m * 16 + lane() / 4;
     const auto alive = pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, q, kv);
-    typename FlexDropoutHead<Config>::Pairs kept;
+    static_assert(!Config::kDropout || 64 % Config::kCols == 0);
+    FlexKept<false> kept;
+    if constexpr (Config::kDropout) kept = dropout_.to_end(a_.dropout, q - lane() / 4, kv - lane() % 4 * 2, lane());
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if constexpr (Config::kDropout) {
         hold_order();
-        if (n % 2 == 0)
-          kept = dropout_.template pairs<false>(a_.dropout, q - lane() / 4, kv - lane() % 4 * 2 + n * 8, lane());
         kept.drop(n, d[n]);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if constexpr (Config::kDropout) d[n][e] *= a_.dropout.scale;
         float value[Derivative::kContributions + 1];
         const bool takes = (alive >> (n * 4 + e) & 1) != 0;
         const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;

@@ -101,10 +101,7 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   mask_words_ = prepare(common_.mask_mod, scores.mask_mod);
   common_.blocks = !scores.kv_blocks.empty();
   common_.block_size = scores.block_size;
-  if (scores.dropout_seed.defined()) {
-    common_.dropout = true;
-    common_.most_dropped = drops_most(scores.dropout_p);
-  }
+  common_.dropout = scores.dropout_seed.defined();
   if (common_.blocks) take_blocks();
 }
 

@@ -77,17 +77,20 @@ device::FlexPartials partials_of(const LaunchPlan& plan, const Tensor& lse, int 
 device::FlexDropout dropout_of(const Tensor& seed, double p) {
   static_assert(sizeof(long long) == sizeof(int64_t));
   const FlexDropoutRule rule(p);
-  const auto below = static_cast<unsigned>(drops_most(p) ? FlexDropoutRule::kNumbers - rule.threshold : rule.threshold);
-  return {reinterpret_cast<const long long*>(seed.const_data_ptr<int64_t>()), static_cast<float>(rule.scale),
-          below | below << 16};
+  device::FlexDropout dropout{.seed = reinterpret_cast<const long long*>(seed.const_data_ptr<int64_t>()),
+                              .above = {},
+                              .rest = static_cast<unsigned>(rule.threshold),
+                              .scale = static_cast<float>(rule.scale)};
+  for (int i = 0; i < 8; ++i) dropout.above[i] = (rule.threshold >> (39 - i) & 1) != 0 ? 0 : ~0u;
+  return dropout;
 }
 
 }  // namespace
 
 void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {
   const c10::DeviceGuard guard(seed.device());
-  flex_dropout_mask(dropout_of(seed, p), drops_most(p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1),
-                    mask.size(2), mask.size(3), gpu::current_stream());
+  flex_dropout_mask(dropout_of(seed, p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1), mask.size(2),
+                    mask.size(3), gpu::current_stream());
 }
 
 FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -184,12 +187,13 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
-  flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
-             data_of(grad_lse), static_cast<int>(query.size(0)), static_cast<int>(query.size(1)),
-             static_cast<int>(query.size(2)), c.value_size, static_cast<int>(row_stride),
-             query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr, static_cast<int>(sum_rows),
-             static_cast<int>(sum_cols)},
-            row_data, c.dtype, call.stream());
+  flex_rows(
+      {upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
+       data_of(grad_lse), c.dropout ? static_cast<float>(FlexDropoutRule(scores.dropout_p).scale) : 1.0f,
+       static_cast<int>(query.size(0)), static_cast<int>(query.size(1)), static_cast<int>(query.size(2)), c.value_size,
+       static_cast<int>(row_stride), query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr,
+       static_cast<int>(sum_rows), static_cast<int>(sum_cols)},
+      row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
   const FlexBufferSums sums(scores, last, query, key, grads.buffers);
