@@ -295,6 +295,21 @@ std::vector<Reads> reads(const Graph& graph) {
   return result;
 }
 
+std::vector<NodeId> pair_reads(const Graph& graph) {
+  std::vector<NodeId> result;
+  if (graph.kind() == Kind::kMaskMod) return result;
+  const auto kinds = reads(graph);
+  const auto dependence = dependences(graph);
+  for (const NodeId id : reachable(graph)) {
+    if (graph[id].op != Op::kLoad || graph[id].type != Type::kFloat) continue;
+    if (kinds[id] != Reads::kPair && kinds[id] != Reads::kLater) continue;
+    const VariableSet on = dependence[id].on();
+    const bool known = (on & (set_of(kVarLane) | set_of(kVarAxis))) == 0;
+    if (known && (on & kPairSet) == kPairSet) result.push_back(id);
+  }
+  return result;
+}
+
 VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals) {
   VariableSet known = 0;

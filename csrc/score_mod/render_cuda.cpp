@@ -75,6 +75,7 @@ class Renderer {
       begin_apply("float", "float score, " + indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
       lines(indices);
+      reads_of_pairs(indices);
       touch();
     } else if (graph_.kind() == Kind::kMaskMod) {
       begin_apply("bool", indices);
@@ -262,7 +263,10 @@ class Renderer {
     return "c.data" + number(buffer) + offset + ", valid" + in_range;
   }
   void load(NodeId id) {
-    const std::string read = line_of_[id] < 0 ? "read_if" : "reads.template read<" + number(line_of_[id]) + ">";
+    const std::string read = there_              ? "read_if"
+                             : line_of_[id] >= 0 ? "reads.template read<" + number(line_of_[id]) + ">"
+                             : pair_of_[id] >= 0 ? "reads.template pair<" + number(pair_of_[id]) + ">"
+                                                 : "read_if";
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + read + "(" + element(id) + ");\n";
   }
 
@@ -289,9 +293,12 @@ class Renderer {
   // A derivative's are found in one graph with its score_mod's.
   void number_lines() {
     line_of_.assign(graph_.nodes().size(), -1);
+    pair_of_.assign(graph_.nodes().size(), -1);
     if (graph_.kind() != Kind::kDerivative) {
       line_loads_ = line_loads(graph_);
+      pair_loads_ = pair_reads(graph_);
       for (size_t i = 0; i < line_loads_.size(); ++i) line_of_[line_loads_[i]] = static_cast<int>(i);
+      for (size_t i = 0; i < pair_loads_.size(); ++i) pair_of_[pair_loads_[i]] = static_cast<int>(i);
     } else if (options_.score_mod != nullptr) {
       const Graph score_mod = canonical(*options_.score_mod);
       Graph both = with_declarations_of(graph_, Kind::kDerivative);
@@ -309,12 +316,16 @@ class Renderer {
         }
         return ids;
       };
-      const std::vector<NodeId> theirs = copied(score_mod), ours = copied(graph_), loads = line_loads(score_mod);
-      for (const NodeId id : reachable(graph_)) {
-        for (size_t i = 0; i < loads.size(); ++i) {
-          if (ours[id] == theirs[loads[i]]) line_of_[id] = static_cast<int>(i);
+      const std::vector<NodeId> theirs = copied(score_mod), ours = copied(graph_);
+      const auto number = [&](const std::vector<NodeId>& loads, std::vector<int>& numbers) {
+        for (const NodeId id : reachable(graph_)) {
+          for (size_t i = 0; i < loads.size(); ++i) {
+            if (ours[id] >= 0 && ours[id] == theirs[loads[i]]) numbers[id] = static_cast<int>(i);
+          }
         }
-      }
+      };
+      number(line_loads(score_mod), line_of_);
+      number(pair_reads(score_mod), pair_of_);
     }
   }
   void lines(const std::string& indices) {
@@ -325,15 +336,64 @@ class Renderer {
     }
     text_ += "  static constexpr int kLines = " + number(static_cast<int64_t>(line_loads_.size())) + ";\n";
     text_ += "  static constexpr char kLineOf[] = {" + kinds + "0};\n";
+    elements_of("auto line", line_loads_, indices);
+  }
+  // One of several loads by itself.
+  void elements_of(const std::string& name, const std::vector<NodeId>& loads, const std::string& indices) {
     text_ += "  template <int k>\n";
-    begin("auto line", indices);
-    for (size_t i = 0; i < line_loads_.size(); ++i) {
+    begin(name, indices);
+    there_ = true;
+    for (size_t i = 0; i < loads.size(); ++i) {
       text_ += "    if constexpr (k == " + number(static_cast<int64_t>(i)) + ") {\n";
-      const NodeId id = line_loads_[i];
-      statements(graph_[id].operands);
-      text_ += "    return read_if(" + element(id) + ");\n    }\n";
+      statements(graph_[loads[i]].operands);
+      text_ += "    return read_if(" + element(loads[i]) + ");\n    }\n";
     }
+    there_ = false;
     text_ += "  }\n";
+  }
+  void reads_of_pairs(const std::string& indices) {
+    const auto dependence = dependences(graph_);
+    std::string on_batch;
+    for (const NodeId id : pair_loads_) on_batch += (dependence[id].on() & set_of(kVarB)) != 0 ? "true, " : "false, ";
+    text_ += "  static constexpr int kPairReads = " + number(static_cast<int64_t>(pair_loads_.size())) + ";\n";
+    text_ += "  static constexpr bool kPairOnBatch[] = {" + on_batch + "false};\n";
+    elements_of("auto pair_read", pair_loads_, indices);
+    std::string bytes;
+    std::string brain;
+    for (const NodeId id : pair_loads_) {
+      bytes += number(box_bytes(graph_, id, options_.dtypes)) + ", ";
+      const DType dtype = options_.dtypes[static_cast<size_t>(graph_[id].payload)];
+      brain += dtype == DType::kBFloat16 ? "true, " : "false, ";
+    }
+    text_ += "  static constexpr int kPairBox[] = {" + bytes + "0};\n";
+    text_ += "  static constexpr bool kPairBFloat16[] = {" + brain + "false};\n";
+    text_ += "  template <int k>\n";
+    begin("auto pair_row", "int b, int h, int q_idx, bool valid");
+    there_ = true;
+    for (size_t i = 0; i < pair_loads_.size(); ++i) {
+      if (box_bytes(graph_, pair_loads_[i], options_.dtypes) == 0) continue;
+      text_ += "    if constexpr (k == " + number(static_cast<int64_t>(i)) + ") {\n";
+      row_of(pair_loads_[i]);
+      text_ += "    }\n";
+    }
+    there_ = false;
+    text_ += "  }\n";
+  }
+  // Where the elements of a box's row begin.
+  void row_of(NodeId id) {
+    const Node& node = graph_[id];
+    const auto buffer = static_cast<int>(node.payload);
+    const std::vector<NodeId> before(node.operands.begin(), node.operands.end() - 1);
+    statements(before);
+    std::vector<std::string> index;
+    const std::string in_range = checks(buffer, before, index);
+    const std::string of = number(buffer), last = of + "_" + number(static_cast<int64_t>(before.size()));
+    std::string offset = "0ll";
+    for (size_t k = 0; k < index.size(); ++k) {
+      offset += " + (long long)(" + index[k] + ") * c.stride" + of + "_" + number(static_cast<int64_t>(k));
+    }
+    text_ += "    return PairRow{valid" + in_range + " ? reinterpret_cast<const char*>(c.data" + of + " + (" + offset +
+             ")) : nullptr, c.size" + last + ", c.stride" + last + "};\n";
   }
 
   // Reads at places of keys or diagonals; and of each pair its own.
@@ -367,13 +427,14 @@ class Renderer {
   void derivative(const std::string& indices) {
     const auto& contributions = graph_.contributions();
     const auto plan = plan_scatter(graph_);
-    std::string buffers, classes, exclusive, places;
+    std::string buffers, classes, exclusive, repeats, places;
     std::vector<NodeId> roots{graph_.result()};
     std::string stores;
     for (size_t k = 0; k < contributions.size(); ++k) {
       buffers += (k == 0 ? "" : ", ") + number(contributions[k].buffer);
       classes += (k == 0 ? "'" : ", '") + std::string(1, static_cast<char>(plan[k].scheme)) + "'";
       exclusive += std::string(k == 0 ? "" : ", ") + (plan[k].exclusive ? "true" : "false");
+      repeats += std::string(k == 0 ? "" : ", ") + (plan[k].repeats ? "true" : "false");
       places += std::string(k == 0 ? "" : ", ") + number(plan[k].places);
       if (is_vector(k)) {
         stores += "  value[" + number(static_cast<int64_t>(k)) + "] = 0.0f;\n  ";
@@ -388,6 +449,7 @@ class Renderer {
     text_ += "  static constexpr int kBuffer[] = {" + (none ? "-1" : buffers) + "};\n";
     text_ += "  static constexpr char kClass[] = {" + (none ? "0" : classes) + "};\n";
     text_ += "  static constexpr bool kExclusive[] = {" + (none ? "false" : exclusive) + "};\n";
+    text_ += "  static constexpr bool kRepeats[] = {" + (none ? "false" : repeats) + "};\n";
     text_ += "  static constexpr int kPlaces[] = {" + (none ? "1" : places) + "};\n";
     std::map<AxisSet, std::vector<size_t>> vectors;  // by their axes
     for (size_t k = 0; k < contributions.size(); ++k) {
@@ -420,6 +482,7 @@ class Renderer {
     begin("void scatter",
           "const float* score_of, const float* grad_of, int b, int h, const int* q_of, const int* kv_of, "
           "const bool* valid_of, const Put& put");
+    there_ = true;
     text_ += "    constexpr bool valid = true;\n";
     for (const auto& [axes, members] : vectors) {
       std::vector<NodeId> roots;
@@ -482,6 +545,7 @@ class Renderer {
       for (size_t depth = 0; depth < order.size(); ++depth) text_ += "    }\n    }\n";
       kept_.clear();
     }
+    there_ = false;
     text_ += "  }\n";
   }
   void begin_pairs() {
@@ -522,7 +586,9 @@ class Renderer {
   void place(size_t k, const std::string& parameters) {
     const Contribution& c = graph_.contributions()[k];
     begin("long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
+    there_ = true;
     end_with_result(c.indices, "  return " + place_of(c) + ";\n");
+    there_ = false;
   }
 
   const Graph& graph_;
@@ -531,7 +597,10 @@ class Renderer {
   std::vector<bool> wide_;
   std::vector<std::string> names_;
   std::vector<NodeId> line_loads_;  // of a score_mod or mask_mod
+  std::vector<NodeId> pair_loads_;  // of a score_mod
   std::vector<int> line_of_;        // of each node, or -1
+  std::vector<int> pair_of_;
+  bool there_ = false;  // every load reads its tensor itself
   const Loops loops_;
   std::vector<std::vector<NodeId>> kept_;  // by scatter(), in arrays of a value for each pair
   std::string text_;
@@ -553,6 +622,19 @@ void check_indices(const Graph& graph) {
 }
 
 }  // namespace
+
+int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
+  const Node& node = graph[load];
+  const int bytes = storage_bytes(dtypes[static_cast<size_t>(node.payload)]);
+  if (node.operands.empty() || bytes < 2 || bytes > 4) return 0;
+  const Node& last = graph[node.operands.back()];
+  if (last.op != Op::kInput || static_cast<Input>(last.payload) != Input::kKv) return 0;
+  const auto dependence = dependences(graph);
+  for (size_t k = 0; k + 1 < node.operands.size(); ++k) {
+    if ((dependence[node.operands[k]].on() & set_of(kVarKv)) != 0) return 0;
+  }
+  return bytes;
+}
 
 bool small_buffers(std::span<const Buffer> buffers) {
   return std::all_of(buffers.begin(), buffers.end(), [](const Buffer& b) {

@@ -20,6 +20,10 @@ struct RenderOptions {
   const Graph* score_mod = nullptr;  ///< of a derivative: whose lines it reads too
 };
 
+/// Of one of pair_reads: the bytes of an element where a query's elements for all keys are a row of the buffer, key by
+/// key, and have 2 or 4 bytes each; else 0.
+int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
+
 /// RenderOptions::small_buffers and small_scalars of what a call supplies.
 bool small_buffers(std::span<const Buffer> buffers);
 bool small_scalars(std::span<const Value> scalars);
@@ -39,6 +43,16 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static constexpr char kLineOf[];  // 'K': keys, 'D': diagonals
 ///     template <int k>
 ///     static __device__ auto line(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
+///     // its reads of numbers at places that query and key give, each for itself, and no score: how many there are,
+///     // whether b plays a part, and an element. Each goes through reads.pair<k>(pointer, there)
+///     static constexpr int kPairReads;
+///     static constexpr bool kPairOnBatch[];
+///     template <int k>
+///     static __device__ auto pair_read(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
+///     static constexpr int kPairBox[];  // box_bytes of each, and where it is not 0, a query's row
+///     static constexpr bool kPairBFloat16[];
+///     template <int k>
+///     static __device__ PairRow pair_row(const Captured&, int b, int h, int q_idx, bool valid);
 ///     static constexpr bool kTouchesBesides;  // whether touch() has other reads
 ///     // brings to the first-level cache what apply reads at places that depend on the key, or on its distance from
 ///     // the query: all of a tile are those of its first query, and where there are diagonals of its last one too
@@ -63,11 +77,12 @@ bool small_scalars(std::span<const Value> scalars);
 ///                                            bool valid);
 ///     template <int k> ... offset(...);   // offset_<k>
 ///     // of a derivative: how many contributions there are, and of each its buffer, its class, 'A' to 'G' (by the
-///     // graph alone: never 'F'), and whether it is exclusive
+///     // graph alone: never 'F'), whether it is exclusive, and, of class D, whether diagonals may share an element
 ///     static constexpr int kContributions;
 ///     static constexpr int kBuffer[];
 ///     static constexpr char kClass[];
 ///     static constexpr bool kExclusive[];
+///     static constexpr bool kRepeats[];
 ///     // of each, to how many places a pair contributes; whether any does to several, by axes. Those have no value and
 ///     no
 ///     // offset, but scatter() gives them, of kPairs pairs at once: for every element

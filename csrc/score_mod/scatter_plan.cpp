@@ -54,6 +54,15 @@ ScatterStep classify(const Graph& graph, const Contribution& c, std::span<const 
                                                     : "")};
 }
 
+// Whether two diagonals may have one element: no index is a multiple of q_idx - kv_idx and something else that is the
+// same for all pairs.
+bool diagonals_meet(const Contribution& c, std::span<const Dependence> dependence) {
+  return std::none_of(c.indices.begin(), c.indices.end(), [&](NodeId index) {
+    const Dependence& d = dependence[index];
+    return d.coefficient[kVarQ] != 0 && (d.rest & kPairSet) == 0;
+  });
+}
+
 }  // namespace
 
 std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const int64_t> elements) {
@@ -68,6 +77,12 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     const auto same_buffer = [&](const Contribution& other) { return other.buffer == c.buffer; };
     const auto& all = derivative.contributions();
     step.is_vector = derivative.open_axes(c) != 0;
+    VariableSet on = 0;
+    for (const NodeId index : c.indices) on |= dependence[index].on();
+    step.over_batches = !step.is_vector && step.scheme >= ScatterClass::kInjective &&
+                        (on & (set_of(kVarB) | set_of(kVarLane) | set_of(kVarAxis))) == 0;
+    step.repeats = step.scheme == ScatterClass::kDiagonal && diagonals_meet(c, dependence);
+    if (step.repeats) step.reason += ", equal neighbours together";
     step.places = derivative.values(derivative.open_axes(c));
     if (step.is_vector) step.reason += "; for each of " + std::to_string(step.places) + " elements of a vector";
     const bool only_read = std::count_if(all.begin(), all.end(), same_buffer) == 1;

@@ -34,6 +34,10 @@ struct ScatterStep {
   /// Within a batch no other pair or h writes to a place of this one, nor does another contribution: added batch after
   /// batch, the sums are in one order.
   bool once_a_batch = false;
+  /// Classes E to G: b plays no part in its place, so that what a pair contributes may be summed over b first.
+  bool over_batches = false;
+  /// Class D: several diagonals may have one element, such as a bucket. Neighbours then are added up first.
+  bool repeats = false;
   /// Whether there are axes, and to how many places a pair contributes by them.
   bool is_vector = false;
   int64_t places = 1;

@@ -49,12 +49,14 @@ def compile_flex(
     deterministic: bool | None = None,
     dropout_p: float = 0.0,
     few_queries: bool = False,
+    lengths: tuple[int, int] | None = None,
     architecture: str | None = None,
 ) -> None:
     """Compiles what a call of :func:`fusegrad.flex_attention` on a GPU and its backward need, into the memory of this
-    process and the cache on the disk; nothing is run. Lengths, strides, batch, heads, positive scales and the values of
-    captured tensors and numbers do not matter: one compilation serves them all, but for calls of few queries, which
-    have kernels of their own. Kernels that give ``max_scores`` are compiled by the first call that asks for it.
+    process and the cache on the disk; nothing is run. Strides, batch, heads, positive scales, the values of captured
+    tensors and numbers, and lengths above 128 do not matter: one compilation serves them all, but for calls of few
+    queries, which have kernels of their own. Kernels that give ``max_scores`` are compiled by the first call that asks
+    for it.
 
     Args:
         score_mod: As for the call. Captured tensors count with their dtypes, numbers of elements and ``requires_grad``.
@@ -70,6 +72,8 @@ def compile_flex(
         dropout_p: As for the call. Only whether it is 0 makes a difference.
         few_queries: Also the kernels of calls whose queries are at most 32, or too few to fill the GPU, whose keys are
             split instead.
+        lengths: M and N of the calls, where one of them is at most 128: short sequences have tiles, and so kernels, of
+            their own. By default those of longer ones are compiled.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
             device.
 
@@ -98,6 +102,8 @@ def compile_flex(
         raise ValueError(f"compile_flex: architecture must be one such as '80' or '90a', but got {architecture!r}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"compile_flex: dropout_p must be at least 0 and less than 1, but got {dropout_p}")
+    if lengths is not None and min(lengths) < 1:
+        raise ValueError(f"compile_flex: lengths must be two positive numbers, but got {lengths!r}")
     flex = getattr(_C, "flex", None)
     if flex is None:
         raise NotImplementedError("compile_flex: fusegrad must be built with CUDA, but got a build without")
@@ -138,17 +144,21 @@ def compile_flex(
             split=torch.backends.cuda.matmul.fp32_precision != "tf32",
             score_mod_small=score_small,
             mask_mod_small=mask_small,
+            lengths=lengths or (0, 0),
             **more,
         )
 
-    cases = [case_of("forward")]
-    if training:
-        cases += flex.backward_kernels(case_of("backward"), ordered, architecture)
+    cases = []
+    for many_batches in (False, True) if lengths is not None else (False,):
+        cases.append(case_of("forward", many_batches=many_batches))
+        if training:
+            cases += flex.backward_kernels(case_of("backward", many_batches=many_batches), ordered, architecture)
     if few_queries:
         cases += [case_of("forward", few_rows=rows) for rows in flex.few_query_tiles(head_size, value_size)]
         cases.append(case_of("forward", key_splits=True))
         if training:
             split = flex.backward_kernels(case_of("backward", key_splits=True), ordered, architecture)
             cases += [case for case in split if flex.plan(case, architecture)["key_splits"]]
-    with ThreadPoolExecutor(len(cases)) as threads:
-        list(threads.map(lambda case: _C.jit.compile(flex.program(case, architecture)), cases))
+    programs = {_C.jit.key(program): program for program in (flex.program(case, architecture) for case in cases)}
+    with ThreadPoolExecutor(len(programs)) as threads:
+        list(threads.map(_C.jit.compile, programs.values()))

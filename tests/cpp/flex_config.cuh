@@ -18,6 +18,18 @@ struct ScoreMod {
   static __device__ float line(const Captured&, int b, int h, int q, int kv, bool valid) {
     return 0.0f;
   }
+  static constexpr int kPairReads = 0;
+  static constexpr bool kPairOnBatch[] = {false};
+  static constexpr int kPairBox[] = {0};
+  static constexpr bool kPairBFloat16[] = {false};
+  template <int>
+  static __device__ float pair_read(const Captured&, int b, int h, int q, int kv, bool valid) {
+    return 0.0f;
+  }
+  template <int>
+  static __device__ score_mod::PairRow pair_row(const Captured&, int b, int h, int q, bool valid) {
+    return {};
+  }
   static constexpr bool kTouchesKeys = true, kTouchesDiagonals = true, kTouchesBesides = true;
   static constexpr int kPairBytes = 4;
   static __device__ void touch(const Captured& c, int b, int h, int q, int kv, bool valid, unsigned nowhere) {
@@ -49,6 +61,7 @@ struct ScaleGradient {
   static constexpr int kContributions = 1;
   static constexpr bool kVectors = false;
   static constexpr const int* kBuffer = kScaleBuffer;
+  static constexpr bool kRepeats[] = {false};
   template <class Reads = score_mod::ReadThere>
   static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
                                 float* value, const Reads& = Reads()) {
@@ -75,7 +88,11 @@ struct Config {
   static constexpr bool kDropout = true;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
-  static constexpr bool kMaxGradient = true, kFixedPoint = false, kPartialSums = true;
+  static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,
+                        kPartialSums = true;
+};
+struct GradBuffersConfig : Config {
+  static constexpr bool kBlocks = false, kMixed = false, kDropout = false, kMaxGradient = false;
 };
 struct FewConfig : Config {
   static constexpr int kStages = 2;

@@ -59,6 +59,8 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& f) { f.tile.key_stages += 1; },
       [](auto& f) { f.tile.parts += 1; },
       [](auto& f) { f.tile.gradient_stages += 1; },
+      [](auto& f) { f.tile.keeps = true; },
+      [](auto& f) { f.tile.boxes = true; },
       [](auto& f) { f.head += 64; },
       [](auto& f) { f.value += 64; },
       [](auto& f) { f.warps += 4; },
@@ -90,6 +92,7 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& f) { f.keys_shared = true; },
       [](auto& f) { f.grad_query = !f.grad_query; },
       [](auto& f) { f.stores_boxes = !f.stores_boxes; },
+      [](auto& f) { f.stores_query = !f.stores_query; },
       [](auto& f) { f.grad_key = false; },
       [](auto& f) { f.grad_value = false; },
       [](auto& f) { f.grad_scores = false; },
@@ -326,6 +329,92 @@ TEST(LaunchPlan, TallTilesPayWhereTheyAreFewEnough) {
   FlexCase float32 = c;
   float32.dtype = DType::kFloat32;
   EXPECT_FALSE(pays(float32, make_shape(1, 8, 8, 4096, 4096, 128)));
+}
+
+// Of small heads, a bias of pairs that all batches share, or a table of places in a window.
+FlexCase biased(FlexKernel kernel, int head_size, const std::string& buffers, const std::string& body,
+                std::vector<score_mod::DType> dtypes, std::vector<int64_t> elements) {
+  FlexCase c = make_case(kernel, head_size);
+  c.unscaled = false;
+  c.score_mod.text = "score_mod 1\n" + buffers + body;
+  c.score_mod.dtypes = std::move(dtypes);
+  if (kernel != FlexKernel::kForward) {
+    c.wants_grad.assign(elements.size(), false);
+    c.wants_grad.back() = true;
+    c.elements = std::move(elements);
+  }
+  return c;
+}
+FlexCase pairs_of_heads(FlexKernel kernel, int head_size, score_mod::DType dtype = score_mod::DType::kBFloat16) {
+  return biased(kernel, head_size, "buffer @0 f 3\n", "%0 = load @0 h q_idx kv_idx\n%1 = add score %0\nreturn %1\n",
+                {dtype}, {4 * 512 * 512});
+}
+FlexCase windows(FlexKernel kernel, int head_size) {
+  return biased(kernel, head_size, "buffer @0 i64 2\nbuffer @1 f 2\n",
+                "%0 = load @0 q_idx kv_idx\n%1 = load @1 %0 h\n%2 = add score %1\nreturn %2\n",
+                {score_mod::DType::kInt32, score_mod::DType::kFloat32}, {49 * 49, 169 * 16});
+}
+
+TEST(PairBoxes, AreOfRowsOfKeys) {
+  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
+    EXPECT_TRUE(plan_kernel(pairs_of_heads(kernel, 32), "90a").tile().boxes);
+    EXPECT_TRUE(plan_kernel(pairs_of_heads(kernel, 32, score_mod::DType::kFloat32), "80").tile().boxes);
+    EXPECT_FALSE(plan_kernel(pairs_of_heads(kernel, 32, score_mod::DType::kFloat64), "80").tile().boxes);
+    EXPECT_FALSE(plan_kernel(windows(kernel, 32), "90a").tile().boxes);
+    const FlexCase by_column =
+        biased(kernel, 32, "buffer @0 f 3\n", "%0 = load @0 h kv_idx q_idx\n%1 = add score %0\nreturn %1\n",
+               {score_mod::DType::kBFloat16}, {4 * 512 * 512});
+    EXPECT_FALSE(plan_kernel(by_column, "90a").tile().boxes);
+    const FlexCase moved = biased(kernel, 32, "buffer @0 f 3\n",
+                                  "%0 = add kv_idx 1\n%1 = load @0 h q_idx %0\n%2 = add score %1\nreturn %2\n",
+                                  {score_mod::DType::kBFloat16}, {4 * 512 * 512});
+    EXPECT_FALSE(plan_kernel(moved, "90a").tile().boxes);
+  }
+  EXPECT_FALSE(plan_kernel(pairs_of_heads(FlexKernel::kGradQuery, 32), "80").tile().boxes);
+}
+
+TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {
+  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
+    FlexCase c = windows(kernel, 32);
+    c.most_queries = c.most_keys = 64;
+    const FlexShape shape = make_shape(2048, 16, 16, 49, 49, 32);
+    EXPECT_EQ(plan(c, shape).ctas, 2048 * 16);
+    c.keeps = true;
+    const LaunchPlan stays = plan(c, shape);
+    EXPECT_EQ(stays.ctas % 16, 0);
+    EXPECT_LE(stays.ctas, 4 * kProcessors);
+    EXPECT_EQ(plan(c, make_shape(3, 16, 16, 49, 49, 32)).ctas, 3 * 16);
+  }
+}
+
+TEST(SumsOverBatches, AreOfWhatBatchesShare) {
+  const auto sums = [](const FlexCase& c, int64_t batches, int64_t heads, int64_t length) {
+    return sums_over_batches(c, {true, true, true}, batches, heads, length, length, kProcessors);
+  };
+  const FlexCase pairs = pairs_of_heads(FlexKernel::kBackward, 32);
+  // 64 tiles of 4 heads: three CTAs each fill 396 places twice, nearly.
+  const auto triangle = sums(pairs, 512, 4, 512);
+  ASSERT_TRUE(triangle);
+  EXPECT_EQ(triangle->common.kernel, FlexKernel::kGradBuffers);
+  EXPECT_EQ(triangle->ctas, triangle->parts * 4 * 64);
+  EXPECT_EQ(triangle->sums, triangle->ctas * 64 * 64);
+  EXPECT_TRUE(triangle->common.partial_sums);
+  // So many tiles that one CTA each fills the GPU: a place gets one sum.
+  const auto many = sums(pairs, 512, 32, 512);
+  ASSERT_TRUE(many);
+  EXPECT_EQ(many->parts, 1);
+  EXPECT_FALSE(many->common.partial_sums);
+  EXPECT_TRUE(sums(windows(FlexKernel::kBackward, 32), 2048, 16, 49)->common.partial_sums);
+  EXPECT_FALSE(sums(pairs, 3, 4, 512));
+  EXPECT_FALSE(sums(pairs_of_heads(FlexKernel::kBackward, 80), 512, 4, 512));
+  EXPECT_FALSE(sums(masked(pairs, 128), 512, 4, 512));
+  EXPECT_FALSE(sums(biased(FlexKernel::kBackward, 32, "buffer @0 f 4\n",
+                           "%0 = load @0 b h q_idx kv_idx\n%1 = add score %0\nreturn %1\n",
+                           {score_mod::DType::kBFloat16}, {512 * 4 * 512}),
+                    512, 4, 512));
+  FlexCase dropped = pairs;
+  dropped.dropout = true;
+  EXPECT_FALSE(sums(dropped, 512, 4, 512));
 }
 
 TEST(TensorMaps, HaveValidStridesOfDimensionsOfOne) {

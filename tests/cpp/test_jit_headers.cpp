@@ -164,6 +164,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "#endif\n"
      "out[threadIdx.x] = in[threadIdx.x];",
      16, true},
+    {"cuda/attention/portable/grad_buffers.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexGradBuffers<GradBuffersConfig>(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
+     "                                   *(const ScoreMod::Captured*)in, *(const MaskMod::Captured*)in,\n"
+     "                                   shared_address(shared)).run();",
+     128, true},
     {"cuda/attention/portable/grad_query.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
@@ -185,6 +191,14 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "out[threadIdx.x] = FlexPairGradient<Config>::apply(*(const ScoreMod::Captured*)in, in[4], in[threadIdx.x],\n"
      "                                                   in[5], row, 0, 1, 2, 3, threadIdx.x < 7, p, value);\n"
      "out[threadIdx.x + 32] = p + value[0];",
+     24, true},
+    {"cuda/attention/device/pair_boxes.cuh",
+     "using Boxes = PairBoxes<ScoreMod, 32, 32, true>;\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "Boxes::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 0, 1, 2, 3, 32, threadIdx.x);\n"
+     "auto reads = Boxes::reads<true>(shared_address(shared), 0, 16, threadIdx.x % kLanes);\n"
+     "reads.e = 3;\n"
+     "out[threadIdx.x] = ScoreMod::apply(*(const ScoreMod::Captured*)in, in[1], 0, 1, 2, 3, true, reads);",
      24, true},
     {"cuda/attention/device/scores.cuh",
      "hold_order();\n"

@@ -54,6 +54,37 @@ TEST(ScatterPlan, SmallTablesGetAHistogram) {
   EXPECT_EQ(class_for({1 << 20, kSmallTableElements + 1}), ScatterClass::kGeneral);
 }
 
+// Whether batches share places, of classes E to G.
+TEST(ScatterPlan, OverBatches) {
+  const auto over = [](const std::string& body) {
+    const Graph derivative = differentiate(parse("score_mod 1\nbuffer @0 f 2\nbuffer @1 i64 2\nbuffer @2 f 3\n" + body),
+                                           {true, false, true});
+    return plan_scatter(derivative).at(0).over_batches;
+  };
+  EXPECT_TRUE(over("%0 = load @0 q_idx kv_idx\n%1 = add score %0\nreturn %1\n"));
+  EXPECT_TRUE(over("%0 = load @2 h q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"));
+  EXPECT_TRUE(over("%0 = load @1 q_idx kv_idx\n%1 = load @0 %0 h\n%2 = add score %1\nreturn %2\n"));
+  EXPECT_FALSE(over("%0 = load @2 b q_idx kv_idx\n%1 = add score %0\nreturn %1\n"));
+  EXPECT_FALSE(over("%0 = load @1 b kv_idx\n%1 = load @0 %0 q_idx\n%2 = add score %1\nreturn %2\n"));
+  EXPECT_FALSE(over("%0 = to_int score\n%1 = load @0 %0 kv_idx\n%2 = add score %1\nreturn %2\n"));
+  // Keys are fewer sums than pairs.
+  EXPECT_FALSE(over("%0 = load @0 h kv_idx\n%1 = add score %0\nreturn %1\n"));
+}
+
+// Whether neighbouring diagonals may have one element.
+TEST(ScatterPlan, RepeatedDiagonals) {
+  const auto repeats = [](const std::string& body) {
+    const Graph derivative = differentiate(parse("score_mod 1\nbuffer @0 f 2\n%0 = sub q_idx kv_idx\n" + body), {true});
+    const ScatterStep step = plan_scatter(derivative).at(0);
+    EXPECT_EQ(step.scheme, ScatterClass::kDiagonal);
+    return step.repeats;
+  };
+  EXPECT_FALSE(repeats("%1 = add %0 128\n%2 = load @0 h %1\n%3 = add score %2\nreturn %3\n"));
+  EXPECT_FALSE(repeats("%1 = mul %0 3\n%2 = add %1 128\n%3 = load @0 h %2\n%4 = add score %3\nreturn %4\n"));
+  EXPECT_TRUE(repeats("%1 = floor_div %0 16\n%2 = add %1 128\n%3 = load @0 h %2\n%4 = add score %3\nreturn %4\n"));
+  EXPECT_TRUE(repeats("%1 = abs %0\n%2 = load @0 h %1\n%3 = add score %2\nreturn %3\n"));
+}
+
 TEST(ScatterPlan, ExplainNamesEveryWantedGradient) {
   const std::string text = explain(
       "score_mod 1\nbuffer @0 i64 1\nbuffer @1 f 1\nbuffer @2 f 0\n"

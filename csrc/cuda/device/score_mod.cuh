@@ -266,10 +266,20 @@ __device__ __forceinline__ bool read_if(const Bool* p, bool there) {
   return load_if(&p->byte, there, static_cast<unsigned char>(0)) != 0;
 }
 
+/// What a query reads of a buffer, element by element for the keys: nowhere if `data` is null.
+struct PairRow {
+  const char* data;
+  int64 size, stride;  // elements; beyond the size a read is out of range
+};
+
 /// Each read from where it is. An integer stays one: float has no room for those beyond 2^24.
 struct ReadThere {
   template <int, class T>
   __device__ __forceinline__ auto read(const T* p, bool there) const {
+    return read_if(p, there);
+  }
+  template <int, class T>
+  __device__ __forceinline__ auto pair(const T* p, bool there) const {
     return read_if(p, there);
   }
   __device__ __forceinline__ ReadThere at(int, int) const { return {}; }

@@ -38,11 +38,13 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    const std::optional<std::array<int64_t, 2>>& block_size, const std::vector<bool>& wants_grad,
                    const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
                    bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
-                   std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits) {
+                   std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits, std::array<int64_t, 2> lengths,
+                   bool many_batches) {
   FlexCase c;
-  c.kernel = kernel == "forward"    ? FlexKernel::kForward
-             : kernel == "backward" ? FlexKernel::kBackward
-                                    : FlexKernel::kGradQuery;
+  c.kernel = kernel == "forward"      ? FlexKernel::kForward
+             : kernel == "backward"   ? FlexKernel::kBackward
+             : kernel == "grad_query" ? FlexKernel::kGradQuery
+                                      : FlexKernel::kGradBuffers;
   c.dtype = dtype == "float32" ? DType::kFloat32 : dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
   c.head_size = head_size;
   c.value_size = value_size;
@@ -56,15 +58,22 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.blocks = block_size.has_value();
   if (c.blocks) c.block_size = *block_size;
   c.unscaled = c.kernel == FlexKernel::kForward && c.score_mod.text.empty();
+  if (c.dtype != DType::kFloat32 && lengths[0] > 0 && lengths[1] > 0) {
+    c.most_queries = most_of(lengths[0]);
+    c.most_keys = most_of(lengths[1]);
+  }
+  c.keeps = many_batches && !c.blocks && c.most_queries == 64 && c.most_keys == 64 && shares_reads(c.score_mod);
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && c.kernel == FlexKernel::kForward && c.dtype != DType::kFloat32;
   if (c.kernel != FlexKernel::kForward) {
     c.wants_grad = wants_grad;
     c.elements = elements;
-    c.grad_query = needs_grad && (c.kernel == FlexKernel::kGradQuery) == deterministic;
+    const bool of_buffers = c.kernel == FlexKernel::kGradBuffers;
+    c.grad_query = needs_grad && !of_buffers && (c.kernel == FlexKernel::kGradQuery) == deterministic;
     c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;
     c.max_gradient = max_scores;
-    if (deterministic && c.wants_buffers()) {
+    c.partial_sums = of_buffers;
+    if (deterministic && c.wants_buffers() && !of_buffers) {
       // As for all lengths and architectures.
       c.partial_sums = ordered_launches(c, 2, 1, 1, 2, "80") != 0;
       c.fixed_point = !c.partial_sums;
@@ -124,7 +133,8 @@ void bind(py::Module m) {
         py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true, py::arg("dropout_p") = 0.0,
         py::arg("score_mod_small") = std::array<bool, 2>{true, true},
         py::arg("mask_mod_small") = std::array<bool, 2>{true, true}, py::arg("few_rows") = 0,
-        py::arg("key_splits") = false, "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
+        py::arg("key_splits") = false, py::arg("lengths") = std::array<int64_t, 2>{0, 0},
+        py::arg("many_batches") = false, "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "backward_kernels",
@@ -138,6 +148,20 @@ void bind(py::Module m) {
           floats.partial_sums = true;
           for (auto& kernel : backward_kernels(floats, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));
+        }
+        // And how many batches there are, whether their sums are made first; how many heads, whether in parts.
+        constexpr int64_t kMany = 512;
+        for (const int64_t heads : {int64_t{1}, kMany * kMany}) {
+          const auto apart = sums_over_batches(c, needs_grad, kMany, heads, 1, 1, 1);
+          if (!apart) continue;
+          FlexCase others = c;
+          for (size_t i = 0; i < others.wants_grad.size(); ++i) {
+            if (apart->common.wants_grad[i]) others.wants_grad[i] = false;
+          }
+          if (!others.wants_buffers()) others.fixed_point = others.partial_sums = false;
+          for (auto& kernel : backward_kernels(others, needs_grad, deterministic, architecture))
+            kernels.push_back(std::move(kernel));
+          kernels.push_back(apart->common);
         }
         // They decide which tiles take less time, too.
         for (size_t i = 0, made = kernels.size(); i < made; ++i) {

@@ -146,6 +146,98 @@ def test_deterministic_elements_of_one_pair(own: bool, heads: int, masked: bool)
         assert relative(plain, ordered) <= (2e-4 if ordered.dtype == torch.float32 else 5e-3)
 
 
+# What every batch shares, class E, F and G, of which a kernel of its own sums up the batches; and what it leaves alone.
+SHARED: dict[str, tuple[list[tuple[int, ...]], Callable]] = {
+    "a head's pairs": ([(4, 130, 150)], lambda i, t: lambda s, b, h, q, kv: s + t[h, q, kv]),
+    "all heads' pairs": ([(130, 150)], lambda i, t: lambda s, b, h, q, kv: s * t[q, kv]),
+    "a small table": ([(40, 4)], lambda i, t: lambda s, b, h, q, kv: s * t[i[q, kv] % 40, h]),
+    "a large table": ([(5000,)], lambda i, t: lambda s, b, h, q, kv: s + t[i[q, kv]]),
+    "pairs that meet": ([(4, 100, 150)], lambda i, t: lambda s, b, h, q, kv: s + t[h, q % 100, kv]),
+    "two tables and a batch's own": (
+        [(4, 130, 150), (40,), (9, 150)],
+        lambda i, t, u, w: lambda s, b, h, q, kv: s * u[i[q, kv] % 40] + t[h, q, kv] + w[b, kv],
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("size", [24, 64])
+@pytest.mark.parametrize("name", SHARED)
+def test_sums_over_batches(name: str, size: int, deterministic: bool) -> None:
+    shapes, function = SHARED[name]
+    held = [(1 + 0.3 * torch.randn(s)).requires_grad_() for s in shapes]
+    places = torch.randint(5000, (130, 150), dtype=torch.int32)
+    given = [*inputs(9, 4, 130, 150, size, hkv=2), *held]
+    upstream = torch.randn_like(given[0])
+
+    def backward() -> tuple[Tensor, ...]:
+        out = flex_attention(*given[:3], function(places, *held), enable_gqa=True, deterministic=deterministic)
+        return torch.autograd.grad(out, given, upstream)
+
+    runs = [backward() for _ in range(3 if deterministic else 1)]
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+    wide = [t.detach().double().requires_grad_() for t in given]
+    out = dense(*wide[:3], function(places, *wide[3:])).out
+    for ours, truth in zip(runs[0], torch.autograd.grad(out, wide, upstream.double()), strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+# Biases [H, M, N] as models hold them: by rows of 16 bytes or not, by columns, a part of another, shorter.
+LAID_OUT: dict[str, Callable[[int, int, int, torch.dtype], Tensor]] = {
+    "dense": lambda h, m, n, dtype: torch.randn(h, m, n, dtype=dtype),
+    "an offset": lambda h, m, n, dtype: torch.randn(h, m, n + 24, dtype=dtype)[:, :, 3 : n + 3],
+    "by columns": lambda h, m, n, dtype: torch.randn(h, n, m, dtype=dtype).mT,
+    "pairs last": lambda h, m, n, dtype: torch.randn(m, n, h, dtype=dtype).permute(2, 0, 1),
+    "expanded": lambda h, m, n, dtype: torch.randn(1, m, n, dtype=dtype).expand(h, m, n),
+}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (136, 264), (30, 128)], ids=str)
+@pytest.mark.parametrize("layout", LAID_OUT)
+def test_biases_of_pairs(layout: str, lengths: tuple[int, int], dtype: torch.dtype, masked: bool) -> None:
+    m, n = lengths
+    bias = LAID_OUT[layout](4, m, n, dtype).detach().requires_grad_()
+    given = [*inputs(5, 4, m, n, 24, hkv=2), bias]
+    mask = create_block_mask(causal, None, None, m, n, device=DEVICE) if masked else None
+    upstream = torch.randn_like(given[0])
+    out = flex_attention(*given[:3], lambda s, b, h, q, kv: s + bias[h, q, kv], mask, enable_gqa=True)
+    got = torch.autograd.grad(out, given, upstream)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    allowed = torch.ones(m, n).tril().bool() if masked else None
+    expected = dense(*wide[:3], lambda s, b, h, q, kv: s + wide[3][h, q, kv], allowed).out
+    assert relative(out, expected) <= 1e-2
+    for ours, truth in zip(got, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("size", [24, 64])
+def test_buckets_of_diagonals(size: int, deterministic: bool) -> None:
+    """Neighbouring diagonals have one element, here and there the same as one further on."""
+    q, k, v = inputs(2, 3, 700, 650, size)
+    table = torch.randn(24, 3, requires_grad=True)
+
+    def score_mod(s, b, h, q, kv):
+        far = torch.clamp((q - kv).abs() // 40, max=9)
+        return s + table[torch.where((q - kv) % 50 < 3, 11, far + torch.where(q < kv, 12, 0)), h]
+
+    out = flex_attention(q, k, v, score_mod, deterministic=deterministic)
+    upstream = torch.randn_like(q)
+    (grad,) = torch.autograd.grad(out, table, upstream, retain_graph=True)
+    wide = table.detach().double().requires_grad_()
+    i, j = torch.arange(700)[:, None], torch.arange(650)
+    far = torch.clamp((i - j).abs() // 40, max=9)
+    place = torch.where((i - j) % 50 < 3, 11, far + torch.where(i < j, 12, 0))
+    score = q.double() @ k.double().mT * size**-0.5 + wide[place].permute(2, 0, 1)
+    (truth,) = torch.autograd.grad(score.softmax(-1) @ v.double(), wide, upstream.double())
+    assert relative(grad, truth) <= 1e-2
+    if deterministic:
+        assert torch.equal(grad, torch.autograd.grad(out, table, upstream)[0])
+
+
 def of_places(w: Tensor) -> Callable:
     places = torch.arange(300) * 7 % w.numel()
     return lambda s, b, h, q, kv: s * w[places[kv]]

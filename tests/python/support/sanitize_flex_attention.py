@@ -31,6 +31,7 @@ MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
     "E": lambda t: lambda s, b, h, i, j: s + t[4][h, i, j],
     "F": lambda t: lambda s, b, h, i, j: s + t[5][(i * 3 + j) % 64],
     "G": lambda t: lambda s, b, h, i, j: s + t[6][(i * 31 + j * 7) % 5000],
+    "buckets": lambda t: lambda s, b, h, i, j: s + t[3][h, (i - j) // 16 + t[3].shape[1] // 2],
     "AD": lambda t: lambda s, b, h, i, j: s * t[0][h] + t[3][h, i - j + t[3].shape[1] // 2],
 }
 MASKS = ("none", "causal", "window", "documents")
@@ -42,6 +43,8 @@ SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 128, 192, 256), "split":
 FEW, MANY, LONG = (2, 4, 2, 300, 333), (1, 160, 80, 100, 130), (1, 2, 1, 1700, 200)
 # Of keys that are split: few queries in a tile of a group's heads, and the usual tiles.
 GROUPED, USUAL = (2, 6, 2, 5, 1500), (1, 2, 1, 40, 3000)
+# Of many batches: windows, of which CTAs stay with a head, and more pairs, whose sums are over the batches.
+WINDOWS, SHARED = (9, 4, 4, 49, 49), (5, 4, 2, 130, 264)
 
 
 def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple[int, ...]]]:
@@ -64,6 +67,9 @@ def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple
         return
     for mask, size, deterministic in (("causal", 128, False), ("causal", 128, True), ("none", 64, False)):
         yield torch.bfloat16, "none", mask, size, deterministic, LONG
+    if family == "portable":
+        for mod, sizes in itertools.product(("none", "E", "F"), (WINDOWS, SHARED)):
+            yield torch.bfloat16, mod, "none", 32, mod == "F", sizes
 
 
 def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, sizes: tuple[int, ...]) -> None:

@@ -262,8 +262,10 @@ class FlexBufferSums {
           put_at<k>(b, h, q + i, 0, sum);
         }
       } else if constexpr (scheme(k) == 'D') {
-        constexpr int kAll = Config::kRows + kTeamKeys - 1;
-        for (int i = thread; i < kAll; i += kTeamThreads) {
+        // Beyond the last diagonal sums are 0.
+        constexpr bool kRepeats = D::kRepeats[k];
+        constexpr int kAll = Config::kRows + kTeamKeys - 1, kPlaces = kRepeats ? round_up_to(kAll, kLanes) : kAll;
+        for (int i = thread; i < kPlaces; i += kTeamThreads) {
           const int difference = i - (kTeamKeys - 1);  // of q and kv within the team's part of the tile
           float sum = 0.0f;
 #pragma unroll
@@ -279,7 +281,12 @@ class FlexBufferSums {
           }
           // The diagonal's representative lies in the tile, and so within the lengths if any pair of it does.
           const int down = difference < 0 ? -difference : 0;
-          put_at<k>(b, h, q + difference + down, kv + team() * kTeamKeys + down, sum);
+          const int at_q = q + difference + down, at_kv = kv + team() * kTeamKeys + down;
+          if constexpr (kRepeats) {
+            put_run<k>(b, h, at_q, at_kv, sum);
+          } else {
+            put_at<k>(b, h, at_q, at_kv, sum);
+          }
         }
       } else if constexpr (scheme(k) == 'F') {
         int* counts = table<k>() + 4;
@@ -488,6 +495,23 @@ class FlexBufferSums {
     if (sum == 0.0f) return;
     const long long at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, q, kv, true);
     if (at >= 0) put<k>(at, sum);
+  }
+  // The same, called by whole warps: where lanes side by side have one element, the first of them adds for all.
+  // Additions to one place of memory come one after the other.
+  template <int k>
+  __device__ __forceinline__ void put_run(int b, int h, int q, int kv, float sum) {
+    long long at = -1;
+    if (sum != 0.0f) at = D::template offset<k>(captured_of<D>(captured_), 0.0f, b, h, q, kv, true);
+    const long long before = __shfl_up_sync(~0u, at, 1);
+    const unsigned firsts = __ballot_sync(~0u, lane() == 0 || before != at);
+    // Lanes up to the next first one, or the warp's end.
+    const int run = __ffs(static_cast<int>(firsts >> lane() >> 1 | 1u << (kLanes - 1 - lane())));
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      const float further = __shfl_down_sync(~0u, sum, step);
+      if (step < run) sum += further;
+    }
+    if ((firsts >> lane() & 1) != 0 && at >= 0) put<k>(at, sum);
   }
   // Adds the sum over a head's queries, which the thread has for this key alone.
   template <int k>

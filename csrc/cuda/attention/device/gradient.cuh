@@ -13,6 +13,7 @@ struct NoDerivative {
   static constexpr int kContributions = 0;
   static constexpr bool kVectors = false;
   static constexpr int kBuffer[] = {-1};
+  static constexpr bool kRepeats[] = {false};
   template <int>
   static __device__ long long offset(const Captured&, float, int, int, int, int, bool) {
     return -1;

@@ -27,9 +27,21 @@ struct NoMod {
   };
   static constexpr int kLines = 0;
   static constexpr char kLineOf[] = {0};
+  static constexpr int kPairReads = 0;
+  static constexpr bool kPairOnBatch[] = {false};
+  static constexpr int kPairBox[] = {0};
+  static constexpr bool kPairBFloat16[] = {false};
   template <int>
   static __device__ float line(const Captured&, int, int, int, int, bool) {
     return 0.0f;
+  }
+  template <int>
+  static __device__ float pair_read(const Captured&, int, int, int, int, bool) {
+    return 0.0f;
+  }
+  template <int>
+  static __device__ score_mod::PairRow pair_row(const Captured&, int, int, int, bool) {
+    return {};
   }
 };
 /// A derivative's view of what its score_mod captured.
@@ -166,6 +178,10 @@ class TileLines {
       } else {
         return static_cast<Element<k>>(static_cast<const int*>(__cvta_shared_to_generic(from))[offset<k>()]);
       }
+    }
+    template <int, class T>
+    __device__ __forceinline__ auto pair(const T* p, bool there) const {
+      return score_mod::read_if(p, there);
     }
   };
 

@@ -39,16 +39,20 @@ constexpr int padded_tile_bytes(int rows, int cols, int element_bytes) {
 
 struct ForwardMemory {
   struct Sizes {
-    int rows, cols, head, value, element_bytes;
+    int rows, cols, head, value, element_bytes, box_bytes, kept_bytes;
   };
   Region query;  // the epilogue's output takes the same place
   Region key, value;
+  Region boxes;  // of what a score_mod reads for each pair by itself
+  Region kept;   // the same, for all batches
 
   constexpr explicit ForwardMemory(const Sizes& s)
       : query{0, padded_tile_bytes(s.rows, s.head > s.value ? s.head : s.value, s.element_bytes), 1},
         key(query.then(padded_tile_bytes(s.cols, s.head, s.element_bytes))),
-        value(key.then(padded_tile_bytes(s.cols, s.value, s.element_bytes))) {}
-  constexpr int bytes() const { return value.end(); }
+        value(key.then(padded_tile_bytes(s.cols, s.value, s.element_bytes))),
+        boxes(value.then(s.box_bytes)),
+        kept(boxes.then(s.kept_bytes)) {}
+  constexpr int bytes() const { return kept.end(); }
 };
 
 /// Of few queries: each warp has keys of its own, and its own stages of them. Their outputs take the stages' place.
@@ -89,16 +93,38 @@ struct GradQueryMemory {
   constexpr int bytes() const { return stages.end(); }
 };
 
+struct GradBuffersMemory {
+  struct Sizes {
+    int rows, cols, head, value, element_bytes, kept;
+  };
+  Region stages;  // each a tile of queries, one of grad_out, one of keys and one of values
+  Region kept;    // what the score_mod reads for each pair by itself, in float
+
+  constexpr explicit GradBuffersMemory(const Sizes& s)
+      : stages{0,
+               padded_tile_bytes(s.rows, s.head, s.element_bytes) +
+                   padded_tile_bytes(s.rows, s.value, s.element_bytes) +
+                   padded_tile_bytes(s.cols, s.head, s.element_bytes) +
+                   padded_tile_bytes(s.cols, s.value, s.element_bytes),
+               2},
+        kept(stages.then(4 * s.rows * s.cols, s.kept)) {}
+  constexpr int bytes() const { return kept.end(); }
+};
+
 struct BackwardMemory {
   struct Sizes {
     int rows, cols, head, value, element_bytes, stages, gradient_stages;
-    bool shares_keys;    // warps that share keys exchange probabilities
+    bool shares_keys;  // warps that share keys exchange probabilities
+    int box_bytes;     // of a stage
+    int kept_bytes;
     int captured_bytes;  // sums of captured buffers' gradients
   };
   Region key, value;
   Region stages;         // each a tile of queries, one of grad_out and the row statistics
   Region grad_scores;    // dS
   Region probabilities;  // P, where warps share keys
+  Region boxes;          // of each stage, what a score_mod reads for each pair by itself
+  Region kept;           // the same, for all batches
   Region captured;
 
   constexpr explicit BackwardMemory(const Sizes& s)
@@ -109,7 +135,9 @@ struct BackwardMemory {
                           s.stages)),
         grad_scores(stages.then(padded_tile_bytes(s.cols, s.rows, s.element_bytes), s.gradient_stages)),
         probabilities(grad_scores.then(padded_tile_bytes(s.cols, s.rows, s.element_bytes), s.shares_keys ? 1 : 0)),
-        captured(probabilities.then(s.captured_bytes)) {}
+        boxes(probabilities.then(s.box_bytes, s.stages)),
+        kept(boxes.then(s.kept_bytes)),
+        captured(kept.then(s.captured_bytes)) {}
   constexpr int bytes() const { return captured.end(); }
 };
 
@@ -200,6 +228,11 @@ struct HopperBackwardMemory {
         captured(drawn.then(s.captured_bytes)) {}
   constexpr int bytes() const { return captured.end(); }
 };
+
+/// A tile of boxes (PairBoxes) of elements of so many bytes each; 0: no box.
+constexpr int box_tile_bytes(int rows, int cols, int element_bytes) {
+  return element_bytes == 0 ? 0 : padded_tile_bytes(rows, cols, element_bytes);
+}
 
 // --- sums of captured buffers' gradients --------------------------------------------------------------------
 

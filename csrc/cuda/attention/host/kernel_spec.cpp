@@ -72,6 +72,8 @@ std::string render_config(const KernelFacts& f) {
   config.choice("kMixed", f.mixed);
   config.choice("kSplit", f.split);
   config.choice("kMaskAlone", f.mask_alone);
+  config.choice("kBoxes", f.tile.boxes);
+  config.choice("kKeeps", f.tile.keeps);
   config.choice("kDropout", f.dropout);
   if (f.kernel == FlexKernel::kForward) {
     config.number("kLineBytes", f.tile.line_bytes);
@@ -83,6 +85,7 @@ std::string render_config(const KernelFacts& f) {
   } else {
     config.choice("kGradQuery", f.grad_query);
     config.choice("kStoresBoxes", f.stores_boxes);
+    config.choice("kStoresQuery", f.stores_query);
     config.choice("kGradKey", f.grad_key);
     config.choice("kGradValue", f.grad_value);
     config.choice("kGradScores", f.grad_scores);
@@ -106,6 +109,8 @@ Names names_of(const KernelFacts& f) {
     case FlexKernel::kGradQuery:
       return f.hopper() ? Names{"flex_grad_query_hopper", "cuda/attention/hopper/grad_query.cuh", "FlexGradQueryHopper"}
                         : Names{"flex_grad_query", "cuda/attention/portable/grad_query.cuh", "FlexGradQuery"};
+    case FlexKernel::kGradBuffers:
+      return {"flex_grad_buffers", "cuda/attention/portable/grad_buffers.cuh", "FlexGradBuffers"};
     case FlexKernel::kBackward:
       break;
   }

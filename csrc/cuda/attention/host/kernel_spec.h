@@ -18,7 +18,8 @@ namespace fusegrad::cuda {
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, TMA and warp specialization; sm_90a alone. Few:
 /// the forward of few queries, as portable.
 enum class FlexFamily : uint8_t { kPortable, kHopper, kFew };
-enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery };
+/// kGradBuffers: the gradients of captured buffers alone, of which every batch has the same part.
+enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery, kGradBuffers };
 
 /// A score_mod or mask_mod; without a text there is none.
 struct FlexMod {
@@ -47,6 +48,8 @@ struct FlexTileSize {
   int parts = 1;            ///< Hopper: parts of a tile's rows, each with a kind (device::FlexTileKind) of its own
   int gradient_stages = 1;  ///< portable backward: tiles of dS
   int line_bytes = 0;       ///< Hopper forward: for lines of what mods read
+  bool keeps = false;       ///< portable: a CTA stays for many batches, and keeps what a score_mod reads of their pairs
+  bool boxes = false;       ///< portable: what a score_mod reads of pairs comes by way of shared memory, where it can
 
   bool operator==(const FlexTileSize&) const = default;
   auto operator<=>(const FlexTileSize&) const = default;
@@ -67,7 +70,7 @@ struct KernelFacts {
   bool unscaled = false, first_maximum = false, max_scores = false, out_low = false;
   // backward and grad_query
   bool grad_query = false, stores_boxes = false, grad_key = false, grad_value = false, grad_scores = false,
-       max_gradient = false, fixed_point = false, partial_sums = false;
+       max_gradient = false, fixed_point = false, partial_sums = false, stores_query = false;
   bool has_derivative = false;
   std::vector<bool> wants_grad;  ///< of each buffer of the score_mod
   std::string schemes;           ///< the class of each contribution, 'A' to 'G'

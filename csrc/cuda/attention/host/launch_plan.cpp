@@ -83,6 +83,13 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
   if (f.few()) return plan_few(std::move(spec), shape, mask, processors);
   const bool by_key = f.kernel == FlexKernel::kBackward;
   if (!by_key) launches = 1;
+  if (f.tile.keeps) {
+    // CTAs that fit the GPU at once, as many for each head.
+    const int64_t places = (by_key ? 3 : 4) * processors;
+    const int64_t parts = std::clamp(places / shape.heads, int64_t{1}, shape.batches);
+    check_ctas(shape.heads * parts);
+    return {std::move(spec), shape.heads * parts, 1, 1, std::nullopt};
+  }
   int64_t work = by_key ? shape.key_batches * shape.key_heads * tiles_in(shape.keys, f.tile.cols)
                         : shape.query_heads() * tiles_in(shape.queries, f.tile.rows);
   int64_t splits = 1;

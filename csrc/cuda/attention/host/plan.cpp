@@ -10,6 +10,7 @@
 #include "cuda/attention/device/shared_memory.cuh"
 #include "score_mod/cache.h"
 #include "score_mod/index_analysis.h"
+#include "score_mod/render_cuda.h"
 #include "score_mod/scatter_plan.h"
 
 namespace fusegrad::cuda {
@@ -64,6 +65,12 @@ bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
          c.score_mod.text.empty();
 }
 
+// Portable: whether a CTA of the backward has all keys of each of its queries, and there are any.
+bool stores_query(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kPortable && c.kernel == FlexKernel::kBackward && c.grad_query && !c.blocks &&
+         c.most_keys != 0 && c.most_keys <= t.cols;
+}
+
 // What a contribution's scheme takes of shared memory.
 int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int table) {
   const bool hopper = t.family == FlexFamily::kHopper;
@@ -74,6 +81,37 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
                                       .queries = t.rows / t.share,
                                       .keys = t.cols * t.share / warps};
   return memory.bytes(scheme, table);
+}
+
+// The score_mod's reads of each pair by itself that are the same in every batch.
+int kept_reads(const FlexMod& mod) {
+  const auto graph = score_mod::cached_graph(mod.text);
+  const auto dependence = score_mod::dependences(*graph);
+  const auto loads = score_mod::pair_reads(*graph);
+  return static_cast<int>(std::count_if(loads.begin(), loads.end(), [&](score_mod::NodeId id) {
+    return (dependence[id].on() & score_mod::set_of(score_mod::kVarB)) == 0;
+  }));
+}
+
+// What the kept reads of a tile take.
+int kept_bytes(const FlexCase& c, const FlexTileSize& t) {
+  return t.keeps ? 4 * t.rows * t.cols * kept_reads(c.score_mod) : 0;
+}
+// What the boxes of a tile of the score_mod's reads take.
+int box_bytes(const FlexCase& c, const FlexTileSize& t) {
+  if (!t.boxes) return 0;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  int bytes = 0;
+  for (const score_mod::NodeId id : score_mod::pair_reads(*graph))
+    bytes += device::box_tile_bytes(t.rows, t.cols, score_mod::box_bytes(*graph, id, c.score_mod.dtypes));
+  return bytes;
+}
+bool has_boxes(const FlexMod& mod) {
+  if (mod.dtypes.empty()) return false;
+  const auto graph = score_mod::cached_graph(mod.text);
+  const auto loads = score_mod::pair_reads(*graph);
+  return std::any_of(loads.begin(), loads.end(),
+                     [&](score_mod::NodeId id) { return score_mod::box_bytes(*graph, id, mod.dtypes) > 0; });
 }
 
 // The dynamic shared memory of a kernel, but for what schemes take.
@@ -103,8 +141,13 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                          .stages = t.stages})
             .bytes();
       }
-      return device::ForwardMemory(
-                 {.rows = t.rows, .cols = t.cols, .head = head, .value = value, .element_bytes = element})
+      return device::ForwardMemory({.rows = t.rows,
+                                    .cols = t.cols,
+                                    .head = head,
+                                    .value = value,
+                                    .element_bytes = element,
+                                    .box_bytes = box_bytes(c, t),
+                                    .kept_bytes = kept_bytes(c, t)})
           .bytes();
     case FlexKernel::kGradQuery:
       if (hopper) {
@@ -118,6 +161,14 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       }
       return device::GradQueryMemory(
                  {.rows = t.rows, .cols = t.cols, .head = head, .value = value, .element_bytes = element})
+          .bytes();
+    case FlexKernel::kGradBuffers:
+      return device::GradBuffersMemory({.rows = t.rows,
+                                        .cols = t.cols,
+                                        .head = head,
+                                        .value = value,
+                                        .element_bytes = element,
+                                        .kept = kept_reads(c.score_mod)})
           .bytes();
     case FlexKernel::kBackward:
       if (hopper) {
@@ -143,6 +194,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                      .stages = t.stages,
                                      .gradient_stages = t.gradient_stages,
                                      .shares_keys = t.share > 1,
+                                     .box_bytes = box_bytes(c, t),
+                                     .kept_bytes = kept_bytes(c, t),
                                      .captured_bytes = 0})
           .bytes();
   }
@@ -227,7 +280,15 @@ std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
     found.push_back(t);
   };
   if (head <= 64) {
-    add({128, 128, 8, 2, 2});
+    const bool few = c.most_queries == 64;
+    if (few && c.most_keys == 64) {
+      if (FlexTileSize t{64, 64, 4, 1, 1}; c.keeps) {
+        t.keeps = true;
+        add(t);
+      }
+      add({64, 64, 4, 1, 1});
+    }
+    if (!few) add({128, 128, 8, 2, 2});
     add({64, 128, 8, 2, 1});
   } else {
     add({64, 128, 8, 2, 2});
@@ -256,9 +317,28 @@ std::vector<FlexTileSize> few_forward(const FlexCase& c, const std::string& arch
   return found;
 }
 
+constexpr FlexTileSize kGradBuffersTile{64, 64, 4};
+
+// Each of the portable tiles with boxes first, where the score_mod has reads for them.
+std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize> tiles) {
+  if (c.kernel == FlexKernel::kGradQuery || !has_boxes(c.score_mod)) return tiles;
+  std::vector<FlexTileSize> found;
+  for (FlexTileSize& t : tiles) {
+    t.boxes = !t.keeps;
+    found.push_back(t);
+  }
+  for (FlexTileSize& t : tiles) {
+    t.boxes = false;
+    found.push_back(t);
+  }
+  return found;
+}
+
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
+std::vector<FlexTileSize> portable(const FlexCase& c);
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
   if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
+  if (c.kernel == FlexKernel::kGradBuffers) return {kGradBuffersTile};
   if (takes_hopper(c, architecture)) {
     switch (c.kernel) {
       case FlexKernel::kForward:
@@ -267,14 +347,23 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
         return hopper_grad_query(c);
       case FlexKernel::kBackward:
         return hopper_backward(c);
+      case FlexKernel::kGradBuffers:
+        break;
     }
   }
+  return with_boxes(c, portable(c));
+}
+std::vector<FlexTileSize> portable(const FlexCase& c) {
   const int head = std::max(head_cols(c), value_cols(c));
   const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
   switch (c.kernel) {
     case FlexKernel::kForward:
       if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
-      if (head <= 64) return {{128, 64, 4}};
+      if (head <= 64) {
+        FlexTileSize t{c.most_queries == 64 ? 64 : 128, 64, 4};
+        t.keeps = c.keeps && !c.key_splits && c.most_queries == 64 && c.most_keys == 64;
+        return {t};
+      }
       if (head <= 128) return {mods ? FlexTileSize{128, 32, 4} : FlexTileSize{128, 64, 4}, {64, 32, 4}};
       return {mods ? FlexTileSize{128, 32, 8} : FlexTileSize{128, 64, 8}, {64, 32, 4}};
     case FlexKernel::kGradQuery:
@@ -283,6 +372,8 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
       return {{64, 32, 4}, {32, 32, 2}};
     case FlexKernel::kBackward:
       return portable_backward(c, head);
+    case FlexKernel::kGradBuffers:
+      break;
   }
   return {};
 }
@@ -351,6 +442,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   } else {
     f.grad_query = adds_grad_query(c, tile);
     f.stores_boxes = stores_boxes(c, tile);
+    f.stores_query = stores_query(c, tile);
     f.grad_key = c.grad_key;
     f.grad_value = c.grad_value;
     f.grad_scores = c.grad_query || c.grad_key;  // choose_schemes may add to it
@@ -382,6 +474,8 @@ std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
   if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
   return t;
 }
+bool shares_reads(const FlexMod& mod) { return !mod.text.empty() && kept_reads(mod) > 0; }
+int most_of(int64_t length) { return length <= 64 ? 64 : length <= 128 ? 128 : 0; }
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
 
 int flex_shared_limit(int capability) {
@@ -402,9 +496,9 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
-      // Sums in shared memory are worth more than a stage.
+      // Sums in shared memory are worth more than a stage, or boxes.
       const bool another = sums && i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
-      if (!choose_schemes(c, left, facts) && another) continue;
+      if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes)) continue;
       facts.grad_scores |= !facts.schemes.empty();
     }
     return KernelSpec(std::move(facts));
@@ -433,6 +527,58 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
   c.grad_value = needs_grad[2];
   if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
   return kernels;
+}
+
+std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
+                                           int64_t heads, int64_t queries, int64_t keys, int64_t processors) {
+  constexpr int64_t kLeastBatches = 4;
+  constexpr int kMostCols = 64, kMostContributions = 2;
+  if (c.score_mod.text.empty() || c.dtype == DType::kFloat32 || batches < kLeastBatches) return std::nullopt;
+  if (forced_scheme != 0) return std::nullopt;
+  if (c.blocks || c.dropout || c.max_gradient || head_cols(c) > kMostCols || value_cols(c) > kMostCols)
+    return std::nullopt;
+  if (!needs_grad[0] && !needs_grad[1] && !needs_grad[2]) return std::nullopt;
+  const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+  const auto& contributions = derivative->contributions();
+  const auto steps = score_mod::plan_scatter(*derivative, c.elements);
+  BatchSums found{c};
+  found.common.kernel = FlexKernel::kGradBuffers;
+  found.common.fixed_point = found.common.key_splits = false;
+  found.common.partial_sums = true;
+  for (size_t k = 0; k < steps.size(); ++k) {
+    if (!steps[k].over_batches) found.common.wants_grad[static_cast<size_t>(contributions[k].buffer)] = false;
+  }
+  int count = 0;
+  bool once = true;
+  for (size_t k = 0; k < steps.size(); ++k) {
+    if (!found.common.wants_grad[static_cast<size_t>(contributions[k].buffer)]) continue;
+    ++count;
+    once = once && steps[k].once_a_batch;
+  }
+  if (count == 0 || count > kMostContributions) return std::nullopt;
+  // As many CTAs a tile as fill the GPU, each of some batches.
+  const auto tiles_of = [](int64_t n, int size) { return (n + size - 1) / size; };
+  const int64_t tiles = heads * tiles_of(queries, kGradBuffersTile.rows) * tiles_of(keys, kGradBuffersTile.cols);
+  constexpr int64_t kPerProcessor = 3, kMostParts = 64, kEnoughTiles = 1024;
+  const int64_t places = kPerProcessor * processors;
+  if (tiles < kEnoughTiles) {
+    double best = 0;
+    for (int64_t parts = 1; parts <= std::min(kMostParts, batches / kLeastBatches); ++parts) {
+      const int64_t ctas = tiles * parts, waves = tiles_of(ctas, static_cast<int>(places));
+      const double filled = static_cast<double>(ctas) / static_cast<double>(waves * places);
+      if (filled <= best) continue;
+      best = filled;
+      found.parts = parts;
+      if (filled >= 0.9) break;
+    }
+  }
+  found.ctas = tiles * found.parts;
+  // A place that gets one sum needs no other kernel.
+  if (once && found.parts == 1) found.common.partial_sums = false;
+  constexpr int64_t kMostSums = int64_t{1} << 23;
+  found.sums = found.ctas * kGradBuffersTile.rows * kGradBuffersTile.cols;
+  if (found.common.partial_sums && found.sums > kMostSums) return std::nullopt;
+  return found;
 }
 
 int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,

@@ -24,6 +24,8 @@ struct FlexCase {
   bool small_lengths = true;            ///< B, H, M and N are at most 2^21
   bool split = true;                    ///< float32: full accuracy, by six products in TF32
   bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
+  bool keeps = false;                   ///< portable: many batches, of whose pairs a score_mod reads the same
+  int most_queries = 0, most_keys = 0;  ///< the lengths are at most so many, where that decides a tile: 64, 128; 0: any
   bool dropout = false;                 ///< there is dropout; its numbers are arguments
   bool key_splits = false;              ///< forward and dQ by itself: rows of tiles are split over several CTAs
   // forward
@@ -40,6 +42,12 @@ struct FlexCase {
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
 
+/// Whether a score_mod has reads of each pair by itself that are the same in every batch.
+bool shares_reads(const FlexMod& mod);
+
+/// FlexCase::most_queries or most_keys of a length.
+int most_of(int64_t length);
+
 /// The largest dynamic shared memory of a CTA on GPUs of a capability such as 80 or 90.
 int flex_shared_limit(int capability);
 
@@ -55,6 +63,17 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 /// in the Hopper family, where two kernels are faster than one though each computes the scores.
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
+
+/// A kernel (kGradBuffers) for the gradients of buffers in whose places b plays no part.
+struct BatchSums {
+  FlexCase common;    ///< wants the gradients of these buffers alone
+  int64_t parts = 1;  ///< CTAs for each tile of a head's pairs, which share its batches
+  int64_t ctas = 0, sums = 0;
+};
+/// Which buffers' gradients are better summed over batches first: those that every batch shares, of small heads. `c` is
+/// what the kernels of a backward have in common, `needs_grad` of query, key and value.
+std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
+                                           int64_t heads, int64_t queries, int64_t keys, int64_t processors);
 
 /// In how many launches, one batch after the other or all at once, the backward's sums of the buffers' gradients come
 /// in one order without fixed point: where each place gets one contribution a launch, and a launch fills the GPU's

@@ -85,10 +85,11 @@ std::string mods(const KernelFacts& f) {
 std::string entry(const KernelSpec& spec) {
   const KernelFacts& f = spec.facts();
   const bool hopper = f.hopper(), backward = f.kernel == FlexKernel::kBackward;
+  const bool sums = backward || f.kernel == FlexKernel::kGradBuffers;
   const std::string kernel = "fusegrad::device::" + std::string(spec.type()) + "<Config>";
   const std::string arguments = f.kernel == FlexKernel::kForward ? "Forward" : "Backward";
   std::string text = "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(f.shared_bytes) + ");\n";
-  if (backward) text += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
+  if (sums) text += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
   text += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(f.threads()) +
           (hopper    ? ", 1) "
            : f.few() ? ", Config::kResident) "
@@ -96,10 +97,10 @@ std::string entry(const KernelSpec& spec) {
           spec.name() + "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
           "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
           "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
-          (backward ? ",\n    const __grid_constant__ Sums sums" : "") +
+          (sums ? ",\n    const __grid_constant__ Sums sums" : "") +
           (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments + "HopperArguments more" : "") +
           ") {\n  extern __shared__ __align__(" + (hopper && backward ? "1024" : "16") + ") char shared[];\n  " +
-          kernel + "(arguments, " + (backward ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
+          kernel + "(arguments, " + (sums ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
           (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
   return text;
 }

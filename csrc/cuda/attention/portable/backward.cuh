@@ -15,10 +15,13 @@
 //   kGradQuery, kGradKey, kGradValue   which gradients are wanted
 //   kGradScores                whether any gradient but the values' is wanted
 //   kMaxGradient               whether max_scores has a gradient
+//   kBoxes, kKeeps             as the forward has them
+//   kStoresQuery               the CTA has all keys, and so all of its queries' gradient, which it stores
 #pragma once
 
 #include "cuda/attention/device/buffers.cuh"
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/pair_boxes.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
@@ -35,10 +38,12 @@ class FlexBackward {
   using QueryTile = Tile<T, Config::kRows, Config::kHead>;
   using GradOutTile = Tile<T, Config::kRows, Config::kValue>;
   using ScoreTile = Tile<T, Config::kCols, Config::kRows>;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Config::kBoxes>;
   static constexpr int kThreads = kLanes * Config::kWarps;
   static constexpr int kPart = Config::kRows / Config::kShare;                           // queries of a warp's scores
   static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16;  // of 16 keys, of a warp
   static constexpr int kBlocksN = kPart / 8;
+  using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   static constexpr int kOperands = kBlocksN * kOperandWords<T>;
   // Blocks of 16 columns of a head, and how many of them a warp has.
   static constexpr int kBlocksD = Config::kHead / 16, kMineD = (kBlocksD + Config::kShare - 1) / Config::kShare;
@@ -58,6 +63,8 @@ class FlexBackward {
                                            .stages = Config::kStages,
                                            .gradient_stages = Config::kGradientStages,
                                            .shares_keys = Config::kShare > 1,
+                                           .box_bytes = Boxes::kBytes,
+                                           .kept_bytes = Kept::kBytes,
                                            .captured_bytes = Sums::kSharedBytes}};
   static constexpr bool kDelayed = Config::kGradientStages == 2;
   static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
@@ -85,6 +92,7 @@ class FlexBackward {
         sums_(a, sums, score, shared + kMemory.captured.offset) {}
 
   __device__ __forceinline__ void run() {
+    if constexpr (Config::kKeeps) return run_batches();
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
     const int key_heads = a_.heads / a_.group;
     int head = static_cast<int>(blockIdx.x / col_tiles);
@@ -96,6 +104,31 @@ class FlexBackward {
     }
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
+    walk();
+  }
+
+ private:
+  // The CTAs of a head have every n-th batch each, of n; each query head has its own keys.
+  __device__ __forceinline__ void run_batches() {
+    const int parts = static_cast<int>(gridDim.x) / a_.heads;
+    key_head_ = static_cast<int>(blockIdx.x) / parts;
+    col_tile_ = col_ = 0;
+    const auto place = [&](int block, int e) {
+      return PairPlace{part() * kPart + block % kBlocksN * 8 + lane() % 4 * 2 + e % 2,
+                       first_key() + block / kBlocksN * 16 + e / 2 * 8};
+    };
+    Kept::load(kept(), score_, key_head_, place, [&](int block, int e) {
+      const PairPlace at = place(block, e);
+      return at.q < a_.queries && at.kv < a_.keys;
+    });
+#pragma unroll 1
+    for (key_batch_ = static_cast<int>(blockIdx.x) % parts; key_batch_ < a_.batches; key_batch_ += parts) {
+      walk();
+      __syncthreads();
+    }
+  }
+  // All tiles of queries for the CTA's keys.
+  __device__ __forceinline__ void walk() {
     col_ = col_tile_ * Config::kCols;
     row_tiles_ = (a_.queries + Config::kRows - 1) / Config::kRows;
     load_tile<KeyTile, kThreads>(key_, a_.key, key_batch_, key_head_, col_, a_.keys, a_.head_size);
@@ -156,7 +189,6 @@ class FlexBackward {
     if constexpr (Config::kGradValue) store<ValueTile>(a_.grad_value, a_.value_size, value_);
   }
 
- private:
   /// A tile of queries of one of the query heads that share the keys.
   struct ListPlace {
     int b, h, i, tile;  // i: in the head's list; tile: its entry
@@ -191,11 +223,16 @@ class FlexBackward {
   __device__ __forceinline__ int part() const { return warp() % Config::kShare; }
   __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
 
+  __device__ __forceinline__ unsigned kept() const { return key_ + kMemory.kept.offset; }
+  __device__ __forceinline__ unsigned boxes(int stage) const {
+    return key_ + kMemory.boxes.offset + stage * kMemory.boxes.piece;
+  }
   __device__ __forceinline__ void load_stage(const ListPlace& p, int stage) const {
     const unsigned to = stage_ + stage * kMemory.stages.piece;
     const int b = p.b, h = p.h, row = (p.tile >> TileEntry<>::kKindBits) * Config::kRows;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h, row, a_.queries, a_.head_size);
     load_tile<GradOutTile, kThreads>(to + QueryTile::kBytes, a_.grad_out, b, h, row, a_.queries, a_.value_size);
+    Boxes::template load<kThreads>(boxes(stage), score_, b, h, row, col_, a_.queries, static_cast<int>(threadIdx.x));
     if (const int i = static_cast<int>(threadIdx.x); i < Config::kRows) {
       const FlexRow* rows = a_.rows + static_cast<long long>(b * a_.heads + h) * a_.row_stride + row;
       const bool there = row + i < a_.queries;
@@ -221,7 +258,7 @@ class FlexBackward {
     const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
     const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * kMemory.grad_scores.piece;
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
-    scores(query, grad_out, place, p, ds);
+    scores(query, grad_out, boxes(stage), place, p, ds);
     // The prefetch is here, not before the scores: other warps compute while these wait.
     if constexpr (Config::kStages == 2 && kAhead) load_next(next, 1 - stage);
     if constexpr (Config::kShare > 1 && Config::kGradValue) keep(probability_, p);
@@ -270,7 +307,7 @@ class FlexBackward {
   }
 
   // Computes P and dS of the warp's keys and its part of the queries, as operands.
-  __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, const ListPlace& place,
+  __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, unsigned boxes, const ListPlace& place,
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     Scores s = {}, d = {};
     // Scores equal the forward's to the bit: the gradient of max_scores compares them.
@@ -286,16 +323,17 @@ class FlexBackward {
     sums_.begin_tile();
     // A score_mod is instantiated once, so that it compiles quickly.
     if (kHas<ScoreMod> || masked) {
-      pairs<true>(place, masked, rows, s, d, p, ds);
+      pairs<true>(place, masked, rows, boxes, s, d, p, ds);
     } else {
-      pairs<false>(place, masked, rows, s, d, p, ds);
+      pairs<false>(place, masked, rows, boxes, s, d, p, ds);
     }
     sums_.end_tile();
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void pairs(const ListPlace& place, bool masked, const FlexRow* rows, Scores& s, Scores& d,
-                                        unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
+  __device__ __forceinline__ void pairs(const ListPlace& place, bool masked, const FlexRow* rows, unsigned boxes,
+                                        Scores& s, Scores& d, unsigned (&p)[kBlocksM][kOperands],
+                                        unsigned (&ds)[kBlocksM][kOperands]) {
     const int b = place.b, h = place.h,
               q = (place.tile >> TileEntry<>::kKindBits) * Config::kRows + part() * kPart + lane() % 4 * 2;
 #pragma unroll
@@ -311,6 +349,7 @@ class FlexBackward {
           if (n % 2 == 0) kept = dropout_.key_rows(a_.dropout, q - lane() % 4 * 2 + n * 8, kv - lane() / 4, lane());
           if constexpr (Config::kGradScores) kept.drop(n % 2, d[m][n / 2][n % 2]);
         }
+        auto reads = this->reads(boxes, m, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
@@ -325,7 +364,9 @@ class FlexBackward {
           float &x = s[m][n / 2][n % 2][e], &dx = d[m][n / 2][n % 2][e];
           const float score = x;
           const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-          dx = FlexPairGradient<Config>::apply(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes, x, value);
+          reads.e = e;
+          dx = FlexPairGradient<Config>::apply(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes, x, value,
+                                               reads);
           sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
         }
         sums_.end_block(m, n);
@@ -333,6 +374,15 @@ class FlexBackward {
         put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n / 2][n % 2]);
         if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n / 2][n % 2]);
       }
+    }
+  }
+
+  // The score_mod's of four pairs.
+  __device__ __forceinline__ auto reads([[maybe_unused]] unsigned boxes, int m, int n) const {
+    if constexpr (Config::kKeeps) {
+      return Kept::reads(kept(), m * kBlocksN + n);
+    } else {
+      return Boxes::template reads<true>(boxes, part() * kPart + n * 8, key_group() + m * 16, lane());
     }
   }
 
@@ -408,6 +458,16 @@ class FlexBackward {
           Product::load_b_transposed(words, key_, KeyTile::kStride, k * Product::kDepth, block(i) * 16, lane());
         },
         there);
+    if constexpr (Config::kStoresQuery) {
+#pragma unroll
+      for (int j = 0; j < kBlocksQ; ++j) {
+#pragma unroll
+        for (int i = 0; i < kMineQ; ++i) {
+          if (there(i)) store_grad_query(b, h, row + group + j * 16, block(i) * 16, c[j][i]);
+        }
+      }
+      return;
+    }
     // A warp adds whole cache lines of 128 bytes; rows beyond the queries exist.
     const long long head = static_cast<long long>(b * a_.heads + h) * a_.sum_rows;
     float* to = a_.query_sum + (head + row + group) * Config::kHead + lane() * 2;
@@ -423,6 +483,30 @@ class FlexBackward {
           add_pair(at + 8 * Config::kHead, c[j][i][n][2], c[j][i][n][3]);
         }
       }
+    }
+  }
+
+  // 16 queries by 16 columns.
+  __device__ __forceinline__ void store_grad_query(int b, int h, int row, int col, const float (&c)[2][4]) const {
+    const FlexTensor& to = a_.grad_query;
+    const long long stride = to.row_stride;
+    T* out = static_cast<T*>(to.data) + b * to.batch_stride + h * to.head_stride;
+    const bool pairs = to.col_stride == 1 && stride % 2 == 0 && a_.head_size % 2 == 0 &&
+                       reinterpret_cast<unsigned long long>(out) % (2 * sizeof(T)) == 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int q = row + lane() / 4 + i % 2 * 8, d = col + i / 2 * 8 + lane() % 4 * 2;
+      const float first = c[i / 2][i % 2 * 2] * a_.scale, second = c[i / 2][i % 2 * 2 + 1] * a_.scale;
+      if (q >= a_.queries || d >= a_.head_size) continue;
+      T* at = out + q * stride + d * to.col_stride;
+      if constexpr (sizeof(T) == 2) {
+        if (pairs) {
+          *reinterpret_cast<unsigned*>(at) = pack(T{}, first, second);
+          continue;
+        }
+      }
+      device::store(at, first);
+      if (d + 1 < a_.head_size) device::store(at + to.col_stride, second);
     }
   }
 

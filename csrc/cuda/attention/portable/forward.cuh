@@ -5,9 +5,13 @@
 //   kUnscaled                  the scale is positive and left to the exponent: there is no score_mod
 //   kMaxScores                 whether max_scores and max_ties are wanted
 //   kOutLow                    whether out_low, what rounding took from the output, is wanted
+//   kKeeps                     whether a CTA has all queries and keys of a head, of one batch after the other, and
+//                              keeps what the score_mod reads of their pairs where that is the same in all of them
+//   kBoxes                     whether what the score_mod reads of pairs comes by way of shared memory, where it can
 #pragma once
 
 #include "cuda/attention/device/merge.cuh"
+#include "cuda/attention/device/pair_boxes.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
@@ -28,11 +32,15 @@ class FlexForward {
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksE = Config::kValue / 8;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Config::kBoxes>;
+  using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   static constexpr ForwardMemory kMemory{{.rows = Config::kRows,
                                           .cols = Config::kCols,
                                           .head = Config::kHead,
                                           .value = Config::kValue,
-                                          .element_bytes = static_cast<int>(sizeof(T))}};
+                                          .element_bytes = static_cast<int>(sizeof(T)),
+                                          .box_bytes = Boxes::kBytes,
+                                          .kept_bytes = Kept::kBytes}};
   static_assert(kBlocksM * 16 * Config::kWarps == Config::kRows && kBlocksN * kBlocksM * 4 <= 128);
 
  public:
@@ -48,6 +56,7 @@ class FlexForward {
         value_(shared + kMemory.value.offset) {}
 
   __device__ __forceinline__ void run() {
+    if constexpr (Config::kKeeps) return run_batches();
     const int row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     // The last queries come first: under a causal mask they have the most keys.
     int id = static_cast<int>(blockIdx.x);
@@ -82,6 +91,8 @@ class FlexForward {
  private:
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * kBlocksM * 16; }
+  __device__ __forceinline__ unsigned kept() const { return query_ + kMemory.kept.offset; }
+  __device__ __forceinline__ unsigned boxes() const { return query_ + kMemory.boxes.offset; }
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
@@ -100,12 +111,39 @@ class FlexForward {
     }
   }
 
+  // The CTAs of a head have every n-th batch each, of n.
+  __device__ __forceinline__ void run_batches() {
+    const int parts = static_cast<int>(gridDim.x) / a_.heads;
+    h_ = static_cast<int>(blockIdx.x) / parts;
+    row_ = 0;
+    const auto place = [&](int block, int e) {
+      return PairPlace{first_row() + block / kBlocksN * 16 + lane() / 4 + e / 2 * 8,
+                       block % kBlocksN * 8 + lane() % 4 * 2 + e % 2};
+    };
+    Kept::load(kept(), score_, h_, place, [&](int block, int e) {
+      const PairPlace at = place(block, e);
+      return at.q < a_.queries && at.kv < a_.keys;
+    });
+#pragma unroll 1
+    for (b_ = static_cast<int>(blockIdx.x) % parts; b_ < a_.batches; b_ += parts) {
+      dropout_.begin(a_.dropout, b_ * a_.heads + h_);
+      begin();
+      load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
+      load_tile<KeyTile, kThreads>(key_, a_.key, b_, h_ / a_.group, 0, a_.keys, a_.head_size);
+      commit_copies();
+      step(0, kNone);
+      finish(false);
+      __syncthreads();
+    }
+  }
+
   // Computes one tile, whose keys are being copied; leaves the copies of the next tile's keys under way.
   __device__ __forceinline__ void step(int tile, int next) {
     const int col = Entry::column(tile) * Config::kCols;
     wait_copies<0>();
     __syncthreads();
     load_tile<ValueTile, kThreads>(value_, a_.value, b_, h_ / a_.group, col, a_.keys, a_.value_size);
+    Boxes::template load<kThreads>(boxes(), score_, b_, h_, row_, col, a_.queries, static_cast<int>(threadIdx.x));
     commit_copies();
     float s[kBlocksM][kBlocksN][4] = {};
     multiply_rows<T, Config::kSplit, Config::kHead>(s, query_, QueryTile::kStride, first_row(), key_, KeyTile::kStride,
@@ -134,17 +172,28 @@ class FlexForward {
           pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, row + m * 16, col);
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
+        auto reads = this->reads(m, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const bool takes = (alive >> (n * 4 + e) & 1) != 0;
           float x = s[m][n][e];
           if constexpr (!Config::kUnscaled) x *= a_.scale;
           if constexpr (kHas<ScoreMod>) {
-            x = ScoreMod::apply(score_, x, b_, h_, row + m * 16 + e / 2 * 8, col + n * 8 + e % 2, takes);
+            reads.e = e;
+            x = ScoreMod::apply(score_, x, b_, h_, row + m * 16 + e / 2 * 8, col + n * 8 + e % 2, takes, reads);
           }
           s[m][n][e] = takes ? x : -FUSEGRAD_INFINITY;
         }
       }
+    }
+  }
+
+  // The score_mod's of four pairs.
+  __device__ __forceinline__ auto reads(int m, int n) const {
+    if constexpr (Config::kKeeps) {
+      return Kept::reads(kept(), m * kBlocksN + n);
+    } else {
+      return Boxes::template reads<false>(boxes(), first_row() + m * 16, n * 8, lane());
     }
   }
 

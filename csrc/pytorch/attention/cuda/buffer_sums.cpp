@@ -15,19 +15,21 @@ namespace fusegrad::cuda {
 using at::Tensor;
 
 FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& facts, const Tensor& query,
-                               const Tensor& key, const std::vector<Tensor>& grads)
+                               const Tensor& key, const std::vector<Tensor>& grads, int64_t partial)
     : derivative_(scores.score_mod.text.empty()
                       ? nullptr
                       : score_mod::cached_derivative(scores.score_mod.text, facts.wants_grad)) {
   const auto floats = query.options().dtype(at::kFloat), integers = floats.dtype(at::kLong);
   const auto& buffers = scores.score_mod.buffers;
   const int64_t heads = query.size(0) * query.size(1), pairs = heads * query.size(2) * key.size(2);
-  const int64_t partial = heads * facts.tile.share * tiles_in(key.size(2), facts.tile.cols) * facts.tile.cols;
+  const bool all_partial = facts.kernel == FlexKernel::kGradBuffers;
+  if (!all_partial) partial = heads * facts.tile.share * tiles_in(key.size(2), facts.tile.cols) * facts.tile.cols;
   std::vector<bool> fixed(buffers.size(), facts.fixed_point);
   for (size_t k = 0; k < contributions(); ++k) {
     partial_.emplace_back();
-    if (!facts.partial_sums || facts.schemes[k] > 'B') continue;
-    partial_[k] = {at::zeros({partial}, floats), at::empty({partial}, integers)};
+    if (!facts.partial_sums || (facts.schemes[k] > 'B' && !all_partial)) continue;
+    partial_[k] = {all_partial ? at::empty({partial}, floats) : at::zeros({partial}, floats),
+                   at::empty({partial}, integers)};
     fixed[buffer_of(k)] = true;
   }
   for (size_t i = 0; i < buffers.size(); ++i) {

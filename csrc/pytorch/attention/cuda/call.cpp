@@ -95,11 +95,20 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   common_.dtype = to_dtype(query.scalar_type());
   common_.head_size = as_int(query.size(3));
   common_.value_size = as_int(value.size(3));
+  // Lengths that decide no tile leave the program as it is.
+  if (common_.dtype != DType::kFloat32) {
+    common_.most_queries = most_of(shape_.queries);
+    common_.most_keys = most_of(shape_.keys);
+  }
   common_.split = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) !=
                   at::Float32Precision::TF32;
   score_words_ = prepare(common_.score_mod, scores.score_mod);
   mask_words_ = prepare(common_.mask_mod, scores.mask_mod);
   common_.blocks = !scores.kv_blocks.empty();
+  constexpr int64_t kManyBatches = 8;
+  common_.keeps = common_.most_queries == 64 && common_.most_keys == 64 && !common_.blocks &&
+                  shape_.batches >= kManyBatches && shape_.key_batches == shape_.batches && shape_.group() == 1 &&
+                  shares_reads(common_.score_mod);
   common_.block_size = scores.block_size;
   common_.dropout = scores.dropout_seed.defined();
   if (common_.blocks) take_blocks();

@@ -3,6 +3,7 @@
 #include <ATen/DeviceGuard.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "attention/flex_attention.h"
@@ -34,10 +35,18 @@ FlexCase forward_case(const FlexCall& call, const FlexScores& scores, bool max_s
   return c;
 }
 
-/// What the kernels of a backward have in common, and the launches of the one by keys.
+/// What the kernels of a backward have in common, the launches of the one by keys, and the kernel for buffers alone.
 struct Backward {
   FlexCase common;
   int64_t launches = 1;
+  std::optional<BatchSums> apart = std::nullopt;
+
+  std::vector<FlexCase> kernels(const std::vector<bool>& needs_grad, bool deterministic,
+                                const std::string& architecture) const {
+    auto found = backward_kernels(common, needs_grad, deterministic, architecture);
+    if (apart) found.push_back(apart->common);
+    return found;
+  }
 };
 Backward backward_case(const FlexCall& call, const FlexScores& scores, const std::vector<bool>& needs_grad,
                        bool deterministic, bool max_gradient) {
@@ -48,8 +57,15 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   c.max_gradient = max_gradient;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
-  if (!deterministic || !c.wants_buffers()) return made;
   const FlexShape& n = call.shape();
+  if (c.wants_buffers()) {
+    made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys,
+                                   at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
+  }
+  for (size_t i = 0; made.apart && i < c.wants_grad.size(); ++i) {
+    if (made.apart->common.wants_grad[i]) c.wants_grad[i] = false;
+  }
+  if (!deterministic || !c.wants_buffers()) return made;
   const int64_t launches =
       ordered_launches(c, n.key_batches, n.key_heads, n.keys, gpu::multiprocessors(), jit::current_architecture());
   c.fixed_point = launches == 0;
@@ -130,8 +146,8 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
       const bool ordered = (aux & kFlexOrdered) != 0;
-      const FlexCase backward = backward_case(call, scores, needs_grad, ordered, /*max_gradient=*/false).common;
-      for (const FlexCase& next : backward_kernels(backward, needs_grad, ordered, architecture)) {
+      const Backward backward = backward_case(call, scores, needs_grad, ordered, /*max_gradient=*/false);
+      for (const FlexCase& next : backward.kernels(needs_grad, ordered, architecture)) {
         jit::compile_ahead(flex_program(plan_kernel(next, jit::current_architecture()), architecture).program);
       }
     };
@@ -164,10 +180,14 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     return;
   }
   FlexCall call(query, key, value, scores);
-  const auto [c, launches] = backward_case(call, scores, needs_grad, deterministic, upstream.max_scores.defined());
+  const auto [c, launches, apart] =
+      backward_case(call, scores, needs_grad, deterministic, upstream.max_scores.defined());
   std::vector<LaunchPlan> plans;
   for (const FlexCase& kernel : backward_kernels(c, needs_grad, deterministic, jit::current_architecture()))
     plans.push_back(call.plan(kernel, launches));
+  std::optional<LaunchPlan> of_buffers;
+  if (apart)
+    of_buffers = LaunchPlan{plan_kernel(apart->common, jit::current_architecture()), apart->ctas, 1, 1, std::nullopt};
   const KernelFacts& last = plans.back().spec.facts();
   const bool own_kernel = plans.front().spec.facts().kernel == FlexKernel::kGradQuery;  // for dQ
 
@@ -182,8 +202,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
                 sum_cols = tiles_in(query.size(3), 16) * 16;
   // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
   Tensor query_sum, query_out;
-  if (needs_grad[0] && !own_kernel) query_sum = at::empty({heads, sum_rows, sum_cols}, floats);
-  if (needs_grad[0] && own_kernel) query_out = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
+  const bool stored = own_kernel || last.stores_query;
+  if (needs_grad[0] && !stored) query_sum = at::empty({heads, sum_rows, sum_cols}, floats);
+  if (needs_grad[0] && stored) query_out = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
@@ -226,6 +247,12 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   if (inplace) {
     // A kernel that cannot be compiled or loaded must not be found after another has begun to write.
     for (const LaunchPlan& plan : plans) call.kernel(plan.spec);
+  }
+  if (of_buffers) {
+    const FlexBufferSums over_batches(scores, of_buffers->spec.facts(), query, key, grads.buffers, apart->sums);
+    auto arguments = over_batches.arguments();
+    call.launch(*of_buffers, &a, {arguments.data()});
+    over_batches.finish(grads.buffers, call.stream());
   }
   for (const LaunchPlan& plan : plans) {
     const bool by_key = plan.spec.facts().kernel == FlexKernel::kBackward;

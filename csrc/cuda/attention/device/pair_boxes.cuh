@@ -1,0 +1,231 @@
+// What a score_mod reads for each pair by itself, as tiles in shared memory: where a query's elements for all keys are
+// a row of a buffer (kPairBox of csrc/score_mod/render_cuda.h), a tile of rows is copied as it lies, 16 bytes at a
+// time, and a thread takes its elements by the fragments of its scores. Read from the buffer, each pair would compute
+// an address and wait.
+#pragma once
+
+#include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/device/mma.cuh"
+
+namespace fusegrad::device {
+
+/// What a score_mod reads of a thread's pairs that is the same in every batch, kept in shared memory by each thread for
+/// itself: kBlocks times four pairs. kUsed: whether it is kept at all.
+template <class Mod, int kBlocks, int kThreads, bool kUsed>
+class KeptReads {
+  using Captured = typename Mod::Captured;
+  static constexpr int kPiece = kBlocks * kThreads * 16;
+  static __device__ constexpr bool there(int k) { return kUsed && !Mod::kPairOnBatch[k]; }
+  static __device__ constexpr int before(int k) {
+    int count = 0;
+    for (int i = 0; i < k; ++i) count += there(i) ? 1 : 0;
+    return count;
+  }
+  static __device__ __forceinline__ unsigned place(unsigned kept, int k, int block) {
+    return kept + before(k) * kPiece + (block * kThreads + static_cast<int>(threadIdx.x)) * 16;
+  }
+  template <int kValue>
+  struct Number {
+    static constexpr int value = kValue;
+  };
+  template <int k = 0, class F>
+  static __device__ __forceinline__ void for_each_read(const F& f) {
+    if constexpr (k < Mod::kPairReads) {
+      if constexpr (there(k)) f(Number<k>());
+      for_each_read<k + 1>(f);
+    }
+  }
+
+ public:
+  static constexpr int kCount = before(Mod::kPairReads);
+  static constexpr int kBytes = kCount * kPiece;
+
+  /// pair(block, e) is a pair's {query, key}, inside(block, e) whether it has any.
+  template <class Pair, class Inside>
+  static __device__ __forceinline__ void load(unsigned kept, const Captured& captured, int h, const Pair& pair,
+                                              const Inside& inside) {
+    for_each_read([&](auto read) {
+      constexpr int k = decltype(read)::value;
+#pragma unroll 1
+      for (int block = 0; block < kBlocks; ++block) {
+        float x[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const auto [q, kv] = pair(block, e);
+          x[e] = Mod::template pair_read<k>(captured, 0, h, q, kv, inside(block, e));
+        }
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place(kept, k, block)), "f"(x[0]), "f"(x[1]),
+                     "f"(x[2]), "f"(x[3])
+                     : "memory");
+      }
+    });
+  }
+
+  /// The reads of four pairs, of which e is one.
+  struct Reads {
+    float x[kCount + 1][4];
+    int e = 0;
+    template <int, class T>
+    __device__ __forceinline__ auto read(const T* p, bool valid) const {
+      return score_mod::read_if(p, valid);
+    }
+    template <int k, class T>
+    __device__ __forceinline__ auto pair(const T* p, bool valid) const {
+      if constexpr (there(k)) {
+        return x[before(k)][e];
+      } else {
+        return score_mod::read_if(p, valid);
+      }
+    }
+  };
+  static __device__ __forceinline__ Reads reads(unsigned kept, int block) {
+    Reads found;
+    for_each_read([&](auto read) {
+      constexpr int k = decltype(read)::value;
+      float (&x)[4] = found.x[before(k)];
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                   : "r"(place(kept, k, block)));
+    });
+    return found;
+  }
+};
+/// A pair's place.
+struct PairPlace {
+  int q, kv;
+};
+
+/// kUsed: whether there are such tiles at all.
+template <class Mod, int kQueries, int kKeys, bool kUsed>
+class PairBoxes {
+  using Captured = typename Mod::Captured;
+  static __device__ constexpr bool there(int k) { return kUsed && Mod::kPairBox[k] > 0; }
+  static __device__ constexpr int stride(int k) { return padded_row_bytes(kKeys, Mod::kPairBox[k]); }
+  static __device__ constexpr int offset(int k) {
+    int sum = 0;
+    for (int i = 0; i < k; ++i) sum += there(i) ? kQueries * stride(i) : 0;
+    return sum;
+  }
+  template <int kValue>
+  struct Number {
+    static constexpr int value = kValue;
+  };
+  template <int k = 0, class F>
+  static __device__ __forceinline__ void for_each_box(const F& f) {
+    if constexpr (k < Mod::kPairReads) {
+      if constexpr (there(k)) f(Number<k>());
+      for_each_box<k + 1>(f);
+    }
+  }
+
+ public:
+  static constexpr int kBytes = offset(Mod::kPairReads);
+
+  /// Called by kThreads threads: copies the tile from (q, kv) on, of which `queries` by all keys have elements. The
+  /// threads wait for copies and meet before any reads.
+  template <int kThreads>
+  static __device__ __forceinline__ void load(unsigned to, const Captured& captured, int b, int h, int q, int kv,
+                                              int queries, int thread) {
+    for_each_box([&](auto box) {
+      constexpr int k = decltype(box)::value, kElement = Mod::kPairBox[k], kTogether = 16 / kElement;
+      constexpr int kAcross = kKeys / kTogether;
+      static_assert(kThreads % kAcross == 0 && kQueries % (kThreads / kAcross) == 0);
+      const int first = thread / kAcross, at = kv + thread % kAcross * kTogether;
+      unsigned place = to + offset(k) + first * stride(k) + thread % kAcross * 16;
+#pragma unroll 4
+      for (int i = 0; i < kQueries; i += kThreads / kAcross, place += kThreads / kAcross * stride(k)) {
+        const bool inside = q + first + i < queries;
+        const auto row = Mod::template pair_row<k>(captured, b, h, q + first + i, inside);
+        const char* from = row.data + at * row.stride * kElement;
+        const bool whole = row.data != nullptr && row.stride == 1 && at + kTogether <= row.size;
+        if (!inside || (whole && reinterpret_cast<unsigned long long>(from) % 16 == 0)) {
+          copy_async(place, from, inside);
+        } else {
+          copy_each<kElement>(place, row, at);
+        }
+      }
+    });
+  }
+
+  /// The reads of a thread's four pairs of a block.
+  struct Reads {
+    float x[Mod::kPairReads + 1][4];
+    int e = 0;
+    template <int, class T>
+    __device__ __forceinline__ auto read(const T* p, bool valid) const {
+      return score_mod::read_if(p, valid);
+    }
+    template <int k, class T>
+    __device__ __forceinline__ auto pair(const T* p, bool valid) const {
+      if constexpr (there(k)) {
+        return x[k][e];
+      } else {
+        return score_mod::read_if(p, valid);
+      }
+    }
+  };
+  /// Of 16 queries by 8 keys, queries being rows, or of 16 keys by 8 queries, keys being rows (kKeyRows), from (q, kv)
+  /// of the tile on. Called by whole warps.
+  template <bool kKeyRows>
+  static __device__ __forceinline__ Reads reads(unsigned tile, int q, int kv, int lane) {
+    Reads found;
+    for_each_box([&](auto box) {
+      constexpr int k = decltype(box)::value;
+      float (&x)[4] = found.x[k];
+      const unsigned from = tile + offset(k);
+      if constexpr (Mod::kPairBox[k] == 4) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if constexpr (kKeyRows) {
+            const unsigned at = from + (q + lane % 4 * 2) * stride(k) + (kv + lane / 4 + r * 8) * 4;
+            x[2 * r] = load_shared<float>(at);
+            x[2 * r + 1] = load_shared<float>(at + stride(k));
+          } else {
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(x[2 * r]), "=f"(x[2 * r + 1])
+                         : "r"(from + (q + lane / 4 + r * 8) * stride(k) + (kv + lane % 4 * 2) * 4));
+          }
+        }
+      } else {
+        unsigned word[2];
+        if constexpr (kKeyRows) {
+          const unsigned at = from + (q + lane % 8) * stride(k) + (kv + lane / 8 % 2 * 8) * 2;
+          asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                       : "=r"(word[0]), "=r"(word[1])
+                       : "r"(at));
+        } else {
+          const unsigned at = from + (q + lane % 16) * stride(k) + kv * 2;
+          asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                       : "=r"(word[0]), "=r"(word[1])
+                       : "r"(at));
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto bits = static_cast<unsigned short>(word[i / 2] >> i % 2 * 16);
+          x[i] = Mod::kPairBFloat16[k] ? score_mod::from_bits(BFloat16{bits}) : score_mod::from_bits(Float16{bits});
+        }
+      }
+    });
+    return found;
+  }
+
+ private:
+  // 16 bytes of a row that does not lie so.
+  template <int kElement>
+  static __device__ __forceinline__ void copy_each(unsigned to, score_mod::PairRow row, int at) {
+#pragma unroll 1
+    for (int i = 0; i < 16 / kElement; ++i, ++at, to += kElement) {
+      const bool valid = row.data != nullptr && at < row.size;
+      const char* from = row.data + at * row.stride * kElement;
+      if constexpr (kElement == 4) {
+        const unsigned bits = valid ? *reinterpret_cast<const unsigned*>(from) : 0x7fffffffu;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
+      } else {
+        const unsigned short bits = valid ? *reinterpret_cast<const unsigned short*>(from) : 0x7fff;
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
+      }
+    }
+  }
+};
+
+}  // namespace fusegrad::device
