@@ -118,9 +118,9 @@ def check(
 
 def good(ours: Tensor, eager: Tensor, truth: Tensor, name: str) -> None:
     """Rule 12; of a handful of numbers eager's error may be small by luck, where two roundings are allowed, or where
-    what is of order one cancels, a few of float32."""
+    what is of order one cancels, a few of float32: sums come in any order."""
     scale = truth.double().square().mean().sqrt().item() if truth.numel() else 0.0
-    few = max(2**-19, torch.finfo(ours.dtype).eps if ours.dtype.itemsize == 2 else 0.0) * scale + 2**-22
+    few = max(2**-18, torch.finfo(ours.dtype).eps if ours.dtype.itemsize == 2 else 0.0) * scale + 2**-22
     if 0 < truth.numel() <= 16 and ours.dtype != torch.float64 and rmse(ours, truth) <= few:
         return
     assert_as_good_as_eager(ours, eager, truth, name)
