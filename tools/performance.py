@@ -187,6 +187,43 @@ def score_mods(document: Document) -> str:
     return table(["ms, forward / backward", "**fusegrad**", *(PEERS_OF_ATTENTION[peer] for peer in peers)], rows)
 
 
+def short(ms: float) -> str:
+    return f"{ms:.3f}" if ms < 0.1 else number(ms)
+
+
+def learned_biases(document: Document) -> str:
+    """Attention that differs from an LLM's: time, how many times that without the bias, and the fastest peer."""
+    names = {"efficient": "SDPA's efficient", "cudnn": "cuDNN", "math": "SDPA's math"}
+    names |= {"flex": "compiled flex_attention", "fa4": "FlashAttention 4", "cuequivariance": "cuEquivariance"}
+    rows = []
+    for case in document["cases"]:
+        ms, parts = case["ms"], ("forward", "backward")
+        ours = "fusegrad" if "fusegrad forward" in ms else "plain"
+        mine = [ms[f"{ours} {part}"] for part in parts if f"{ours} {part}" in ms]
+        plain = [ms[f"plain {part}"] for part in parts[: len(mine)]]
+        over = "–" if ours == "plain" else " / ".join(f"{a / b:.2f}" for a, b in zip(mine, plain, strict=True))
+        peers = {name: [ms.get(f"{name} {part}") for part in parts[: len(mine)]] for name in names}
+        whole = {name: times for name, times in peers.items() if None not in times}
+        best = min(whole, key=lambda name: sum(whole[name]), default=None)
+        found = "–" if best is None else f"{' / '.join(short(one) for one in whole[best])} ({names[best]})"
+        rows.append([case["row"], " / ".join(short(one) for one in mine), over, found])
+    return table(["ms, forward / backward", "**fusegrad**", "times that without the bias", "fastest peer"], rows)
+
+
+def block_masks(document: Document) -> str:
+    rows = []
+    for case in document["cases"]:
+        found = case["results"]
+        cells = [
+            f"{short(one['ms'])} / {number(one['peak_mib'])}" if one.get("ms") is not None else "–"
+            for one in (found.get(name, {}) for name in ("fusegrad", "fusegrad varlen_mask", "torch compiled", "torch"))
+        ]
+        forward = case.get("forward_ms")
+        rows.append([f"{case['sizes']['S']:,}", *cells, "–" if forward is None else short(forward)])
+    heads = ["ms / MiB", "**create_block_mask**", "**varlen_mask**", "PyTorch, compiled", "PyTorch, eager"]
+    return table([*heads, "the forward it is for, ms"], rows)
+
+
 def steps(document: Document) -> str:
     titles = {
         "train_step": "training",
@@ -238,6 +275,9 @@ def goals(gpu: dict[str, Document]) -> str:
         missed = sorted((g for g in verdicts if not g["passed"]), key=lambda goal: -goal["worst_excess"])
         text = "; ".join(f"{goal['goal']} (by {100 * goal['worst_excess']:.1f}%)" for goal in missed)
         rows.append([op, f"{len(verdicts) - len(missed)} of {len(verdicts)}", text or "none"])
+    for op in ("learned_biases", "block_mask"):
+        passed = [goal["passed"] for case in gpu[op]["cases"] for goal in case["goals"]]
+        rows.append([op, f"{sum(passed)} of {len(passed)}", "none" if all(passed) else "the file has them"])
     return table(["run", "goals met", "missed"], rows)
 
 
@@ -283,6 +323,19 @@ Score_mods and masks, B 4, H 16, S 4096, D 128:
 
 {score_mods}
 
+## Learned biases, head sizes, few queries
+
+Bias tables with gradients, sizes as (batch, heads, tokens, head size); [which is which](learned_biases.md). PyTorch's
+peers only: cuEquivariance, compiled flex_attention and FlashAttention 4 were not in this run.
+
+{learned_biases}
+
+## Block masks
+
+16 causal documents, others at each call; [how](block_masks.md).
+
+{block_masks}
+
 ## Gradients of captured tensors
 
 The backward of the same size; the letters are the classes of [flex_attention.md](flex_attention.md#cuda).
@@ -324,6 +377,8 @@ def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
         linear_cross_entropy=linear_cross_entropy(gpu["linear_cross_entropy"]),
         attention=attention(gpu["flex_attention"]),
         score_mods=score_mods(gpu["flex_attention"]),
+        learned_biases=learned_biases(gpu["learned_biases"]),
+        block_masks=block_masks(gpu["block_mask"]),
         captured=captured(gpu["flex_attention"]),
         first=took[0],
         disk=took[1],
