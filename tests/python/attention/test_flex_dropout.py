@@ -129,8 +129,8 @@ def test_no_dropout_is_the_op_without() -> None:
     again = flex_attention(*tensors, dropout_p=0.0)
     assert torch.equal(out, again)
     assert torch.equal(torch.get_rng_state(), state)
-    # So small that no number is below.
-    assert torch.equal(flex_attention(*tensors, dropout_p=1e-9), out)
+    # So small that nothing is dropped; a GPU's kernels may have other tiles.
+    torch.testing.assert_close(flex_attention(*tensors, dropout_p=1e-9), out)
 
 
 def test_lse_and_maxima_are_those_without() -> None:
