@@ -122,12 +122,23 @@ def test_tf32_is_another_kernel() -> None:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
+@needs_flex_compiler
+def test_short_sequences_have_kernels_of_their_own() -> None:
+    options = {"head_size": 16, "requires_grad": False, "architecture": "80"}
+    assert stats(lambda: compile_flex(**options))["compilations"] == 1
+    assert stats(lambda: compile_flex(lengths=(49, 64), **options))["compilations"] == 1
+    for lengths in ((30, 20), (129, 1000)):
+        again = stats(lambda lengths=lengths: compile_flex(lengths=lengths, **options))
+        assert again == {"compilations": 0, "memory_hits": 1, "disk_hits": 0}
+
+
 BAD = [
     ({"head_size": 0}, ValueError, "head_size must be a whole number from 1 to 256, but got 0"),
     ({"value_size": 257}, ValueError, "value_size must be a whole number from 1 to 256, but got 257"),
     ({"dtype": torch.float64}, TypeError, "dtype must be bfloat16, float16 or float32, but got torch.float64"),
     ({"mask_mod": causal, "block_size": 0}, ValueError, "block_size must be one or two positive numbers, but got 0"),
     ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, but got 1.0"),
+    ({"lengths": (0, 5)}, ValueError, "lengths must be two positive numbers, but got (0, 5)"),
     ({"architecture": "sm_90"}, ValueError, "architecture must be one such as '80' or '90a', but got 'sm_90'"),
     (
         {"mask_mod": causal, "block_mask": create_block_mask(causal, None, None, 8, 8, device="cpu")},
