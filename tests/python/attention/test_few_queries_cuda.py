@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from attention_reference import dense, dropout_weight
 from flex_cuda_support import DEVICE, inputs, relative
-from fusegrad import flex_attention
+from fusegrad import _C, flex_attention
 from support import assert_as_good_as_eager
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
@@ -121,6 +121,22 @@ def test_what_shapes_the_scores(kind: str, name: str, dtype: torch.dtype) -> Non
     compare(SIZES[name], dtype, kind)
 
 
+@pytest.fixture
+def usual_tiles_share_keys() -> Iterator[None]:
+    _C.flex.allow_key_splits(True)
+    yield
+    _C.flex.allow_key_splits(False)
+
+
+@pytest.mark.usefixtures("usual_tiles_share_keys")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 3, 3, 64, 5000, 64, 64), (2, 4, 2, 130, 3001, 128, 120)], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "score_mod", "mask", "dropout"])
+def test_usual_tiles(kind: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Some splits have no tiles under the mask, and some rows no keys."""
+    compare(sizes, dtype, kind)
+
+
 @pytest.mark.parametrize("keys", [1, 63, 64, 65, 4096, 100_003])
 def test_the_same_bits_and_graphs(keys: int) -> None:
     q, k, v = inputs(1, 8, 2, keys, 128, hkv=2)
@@ -206,16 +222,17 @@ def test_memory_that_runs_out() -> None:
     """The workspace of the splits is an allocation as any other: an error and no more."""
     q, k, v = inputs(4, 16, 32, 30_000, 128)
     with torch.no_grad():
-        expected = flex_attention(q, k, v)  # 33 MiB of splits
+        expected = flex_attention(q, k, v)  # 2 MiB of splits
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**22) / total)
         rest = []  # of larger blocks, which could be had without asking the device
         try:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                while True:
-                    rest.append(torch.empty(2**22, dtype=torch.uint8))
+            for size in (2**22, 2**20 + 2**12):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    while True:
+                        rest.append(torch.empty(size, dtype=torch.uint8))
             with pytest.raises(torch.OutOfMemoryError):
                 flex_attention(q, k, v)
         finally:
