@@ -120,6 +120,23 @@ RowOutputs outputs_of(const Rows& rows, const Targets& t, const Tensor& loss) {
           .scales = {}};
 }
 
+struct Input {
+  Tensor* tensor;  // null: not there
+  bool wanted;
+};
+
+// What gradients are asked for: each wanted tensor is replaced by an alias of it, which comes back. Of the tensors
+// themselves the engine would go on through their own graphs, where one of them depends on another (tied weights).
+std::vector<Tensor> aliases(std::initializer_list<Input> inputs) {
+  std::vector<Tensor> result;
+  for (const auto& input : inputs) {
+    const bool wanted = input.wanted && input.tensor != nullptr;
+    if (wanted) *input.tensor = at::alias(*input.tensor);
+    result.push_back(wanted ? *input.tensor : Tensor());
+  }
+  return result;
+}
+
 // Of what a backward got gradients of, as functions of the logits: the gradients of `inputs`, of those that are
 // defined.
 template <class Backward>
@@ -197,23 +214,22 @@ RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward&
   return cross_entropy(op, {logits, call.target, call.weight, call.token_weight, call.normalizer, options});
 }
 
-std::array<Tensor, 2> cross_entropy_gradients(const CrossEntropyBackward& call, std::array<bool, 2> wanted) {
+std::array<Tensor, 2> cross_entropy_gradients(CrossEntropyBackward call, std::array<bool, 2> wanted) {
   const at::AutoGradMode enabled(true);
-  const auto found =
-      gradients_of(call.logits, call, {wanted[0] ? call.logits : Tensor(), wanted[1] ? call.target : Tensor()});
+  const auto inputs = aliases({{&call.logits, wanted[0]}, {&call.target, wanted[1]}});
+  const auto found = gradients_of(call.logits, call, inputs);
   return {found[0], found[1]};
 }
 
-std::array<Tensor, 4> linear_cross_entropy_gradients(const LinearCrossEntropyBackward& call,
-                                                     std::array<bool, 4> wanted) {
+std::array<Tensor, 4> linear_cross_entropy_gradients(LinearCrossEntropyBackward call, std::array<bool, 4> wanted) {
   const at::AutoGradMode enabled(true);
+  const auto inputs = aliases({{&call.input, wanted[0]},
+                               {&call.linear_weight, wanted[1]},
+                               {call.linear_bias ? &*call.linear_bias : nullptr, wanted[2]},
+                               {call.row_scale ? &*call.row_scale : nullptr, wanted[3]}});
   const auto logits =
       linear_logits(call.input, call.linear_weight, call.linear_bias, call.linear.logit_scale, call.row_scale);
-  const Tensor none;
-  const auto found = gradients_of(
-      logits, call,
-      {wanted[0] ? call.input : none, wanted[1] ? call.linear_weight : none,
-       wanted[2] && call.linear_bias ? *call.linear_bias : none, wanted[3] && call.row_scale ? *call.row_scale : none});
+  const auto found = gradients_of(logits, call, inputs);
   return {found[0], found[1], found[2], found[3]};
 }
 

@@ -16,10 +16,9 @@ RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call);
 RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call);
 
 /// The gradients of logits and target, each where wanted, as a graph.
-std::array<at::Tensor, 2> cross_entropy_gradients(const CrossEntropyBackward& call, std::array<bool, 2> wanted);
+std::array<at::Tensor, 2> cross_entropy_gradients(CrossEntropyBackward call, std::array<bool, 2> wanted);
 
 /// Those of input, weight, bias and row scale.
-std::array<at::Tensor, 4> linear_cross_entropy_gradients(const LinearCrossEntropyBackward& call,
-                                                         std::array<bool, 4> wanted);
+std::array<at::Tensor, 4> linear_cross_entropy_gradients(LinearCrossEntropyBackward call, std::array<bool, 4> wanted);
 
 }  // namespace fusegrad::composite

@@ -156,6 +156,30 @@ def test_targets_of_probabilities() -> None:
     torch.testing.assert_close(*(torch.func.grad(f)(t.detach()) for f in of))
 
 
+def test_inputs_that_depend_on_each_other() -> None:
+    """Tied weights, a target made of the logits: a gradient is by one input alone, its way through the other is the
+    graph's own."""
+    w, tokens = torch.randn(V, H, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 3, 5])
+
+    def tied(head: Callable, **options: Any) -> Tensor:
+        return head(w[tokens].tanh(), w, tokens.roll(1), **options).square().sum()
+
+    pairs = [
+        [lambda: tied(fusegrad.linear_cross_entropy), lambda: tied(lambda x, w, t: F.cross_entropy(x @ w.T, t))],
+        [
+            lambda: tied(fusegrad.linear_cross_entropy, reduction="none"),
+            lambda: tied(lambda x, w, t: F.cross_entropy(x @ w.T, t, reduction="none")),
+        ],
+        [lambda c=c: c(w, (w * 2).softmax(1)) for c in (fusegrad.cross_entropy, F.cross_entropy)],
+    ]
+    for both in pairs:
+        found = []
+        for f in both:
+            (first,) = torch.autograd.grad(f(), w, create_graph=True)
+            found.append([first, *torch.autograd.grad(first.square().sum(), w)])
+        torch.testing.assert_close(*found)
+
+
 @linears
 def test_per_sample_gradients(linear: bool) -> None:
     """What differential privacy asks for: vmap over grad, targets batched too."""
