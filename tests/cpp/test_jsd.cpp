@@ -184,6 +184,26 @@ TEST_P(Jsd, NoRowsAndNoKeptRows) {
   }
 }
 
+TEST_P(Jsd, DoubleBackward) {
+  const auto twice = [](const Tensor& loss, const std::vector<Tensor>& leaves) {
+    const auto first = torch::autograd::grad({loss}, leaves, {}, /*retain_graph=*/true, /*create_graph=*/true);
+    return torch::autograd::grad({first[0].square().sum() + first[1].square().sum()}, leaves);
+  };
+  const auto dtype = GetParam().dtype;
+  const double most = dtype == at::kDouble ? 1e-10 : dtype == at::kFloat ? 1e-4 : 5e-2;
+  const auto student = leaf(data.student, dtype), teacher = leaf(data.teacher, dtype);
+  const auto x = student.detach().to(at::kDouble).requires_grad_(),
+             y = teacher.detach().to(at::kDouble).requires_grad_();
+  for (const double beta : {0.0, 0.5, 1.0}) {
+    const auto options = JSDOptions().beta(beta).labels(data.labels).hard_weight(0.5).reduction("sum");
+    const auto expected = twice(reference(x, y, options), {x, y});
+    const auto found = twice(jsd(student.clone(), teacher, options), {student, teacher});
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_LE(l2(found[i].to(at::kDouble) - expected[i]), most * l2(expected[i])) << beta << ", gradient " << i;
+    }
+  }
+}
+
 TEST_P(Jsd, RepeatedBackward) {
   const auto upstream = at::full({}, 0.37, data.scalar.options());
   for (const bool inplace : {false, true}) {

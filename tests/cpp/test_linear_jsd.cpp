@@ -157,6 +157,27 @@ TEST_P(LinearJsd, NoRowsAndNoKeptRows) {
   }
 }
 
+TEST_P(LinearJsd, DoubleBackward) {
+  const auto twice = [](const Tensor& loss, const std::vector<Tensor>& leaves) {
+    const auto first = torch::autograd::grad({loss}, leaves, {}, /*retain_graph=*/true, /*create_graph=*/true);
+    return torch::autograd::grad({first[0].square().sum() + first[1].square().sum()}, leaves);
+  };
+  const auto dtype = GetParam().dtype;
+  const double most = dtype == at::kDouble ? 1e-10 : dtype == at::kFloat ? 1e-4 : 5e-2;
+  const std::vector<Tensor> leaves{leaf(data.input, dtype), leaf(data.weight, dtype)};
+  const std::vector<Tensor> exact{leaves[0].detach().to(at::kDouble).requires_grad_(),
+                                  leaves[1].detach().to(at::kDouble).requires_grad_()};
+  for (const bool recompute : {false, true}) {
+    auto options = LinearJSDOptions().labels(data.labels).hard_weight(0.5).reduction("sum");
+    const auto expected = twice(reference(data, exact, options), exact);
+    if (recompute) options.workspace_mib(0);
+    const auto found = twice(ours(data, leaves, options), leaves);
+    for (size_t i = 0; i < 2; ++i) {
+      EXPECT_LE(l2(found[i].to(at::kDouble) - expected[i]), most * l2(expected[i])) << recompute << ", gradient " << i;
+    }
+  }
+}
+
 TEST_P(LinearJsd, RepeatedBackward) {
   const auto upstream = at::full({}, 0.37, data.scalar.options());
   for (const bool inplace : {false, true}) {

@@ -1,18 +1,11 @@
 #include "pytorch/autograd/composite.h"
 
-#include <torch/csrc/autograd/autograd.h>
-
-#include <limits>
-
-#include "pytorch/autograd/inplace.h"
-#include "pytorch/ops/check.h"
+#include "pytorch/autograd/composite_parts.h"
 
 namespace fusegrad::composite {
 namespace {
 
 using at::Tensor;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Targets {
   const Tensor& target;
@@ -27,10 +20,6 @@ struct Rows {
   Tensor valid;                              // of class indices: whether the row is kept
   Tensor lse, entropy, log_prob, predicted;  // aux values, where asked for
 };
-
-Tensor with_softcap(const Tensor& logits, double softcap) {
-  return softcap == 0.0 ? logits : (logits / softcap).tanh() * softcap;
-}
 
 // sum_c weight[c] * (lse - z[c]) / V
 Tensor smoothing_of(const Tensor& z, const Tensor& lse, const OptionalTensor& weight) {
@@ -57,26 +46,22 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
     if (smoothing > 0) rows.loss = rows.loss + smoothing * smoothing_of(z, lse, t.weight);
     rows.kept = rows.divisor = at::ones_like(lse.detach()).sum();
   } else {
-    const auto target = t.target.to(at::kLong);
-    rows.valid = target.ne(o.ignore_index);
-    const auto inside = target.ge(0).logical_and(target.lt(z.sym_size(1).guard_int(__FILE__, __LINE__)));
-    const auto index = target.masked_fill(rows.valid.logical_and(inside).logical_not(), 0);
-    // An ignored row counts for nothing, also where its logits are infinite.
-    z = z.masked_fill(rows.valid.logical_not().unsqueeze(1), 0);
+    const Labels labels(t.target, o.ignore_index, z.sym_size(1).guard_int(__FILE__, __LINE__));
+    rows.valid = labels.valid;
+    z = labels.without_ignored(z);
     lse = z.logsumexp(1);
-    const auto log_prob = z.gather(1, index.unsqueeze(1)).squeeze(1) - lse;
+    const auto log_prob = labels.column(z) - lse;
     rows.loss = log_prob * (smoothing - 1);
     auto count = at::ones_like(lse.detach());
     if (t.weight) {
-      count = t.weight->gather(0, index);
+      count = t.weight->gather(0, labels.index);
       rows.loss = rows.loss * count;
     }
     if (smoothing > 0) rows.loss = rows.loss + smoothing * smoothing_of(z, lse, t.weight);
-    const auto ignored = rows.valid.logical_not(), wrong = rows.valid.logical_and(inside.logical_not());
-    rows.loss = rows.loss.masked_fill(wrong, kNaN).masked_fill(ignored, 0);
-    rows.divisor = count.masked_fill(ignored, 0).sum();
-    rows.kept = rows.valid.to(acc).sum();
-    if ((o.aux & kAuxTokenLogProb) != 0) rows.log_prob = log_prob.masked_fill(wrong, kNaN).masked_fill(ignored, 0);
+    rows.loss = labels.of_rows(rows.loss);
+    rows.divisor = count.masked_fill(labels.valid.logical_not(), 0).sum();
+    rows.kept = labels.valid.to(acc).sum();
+    if ((o.aux & kAuxTokenLogProb) != 0) rows.log_prob = labels.of_rows(log_prob);
   }
   const auto where_kept = [&](const Tensor& x) {
     return rows.valid.defined() ? x.masked_fill(rows.valid.logical_not(), 0) : x;
@@ -120,34 +105,16 @@ RowOutputs outputs_of(const Rows& rows, const Targets& t, const Tensor& loss) {
           .scales = {}};
 }
 
-struct Input {
-  Tensor* tensor;  // null: not there
-  bool wanted;
-};
-
-// What gradients are asked for: each wanted tensor is replaced by an alias of it, which comes back. Of the tensors
-// themselves the engine would go on through their own graphs, where one of them depends on another (tied weights).
-std::vector<Tensor> aliases(std::initializer_list<Input> inputs) {
-  std::vector<Tensor> result;
-  for (const auto& input : inputs) {
-    const bool wanted = input.wanted && input.tensor != nullptr;
-    if (wanted) *input.tensor = at::alias(*input.tensor);
-    result.push_back(wanted ? *input.tensor : Tensor());
-  }
-  return result;
-}
-
 // Of what a backward got gradients of, as functions of the logits: the gradients of `inputs`, of those that are
 // defined.
 template <class Backward>
 std::vector<Tensor> gradients_of(const Tensor& logits, const Backward& call, const std::vector<Tensor>& inputs) {
   const Targets t{call.target, call.weight, call.token_weight, call.options};
   const auto rows = rows_of(logits, t);
-  torch::autograd::variable_list outputs, upstream, wanted;
+  std::vector<Tensor> outputs, upstream;
   if (call.grad_loss) {
-    // By what the forward divided; see RowScales. It is infinite where no row is kept, whose gradients are 0.
     const auto scaled = [&](const Tensor& x, int64_t i) {
-      return call.scales.numel() == 0 ? x : x * (call.scales[i].nan_to_num(0, 0, 0) * call.scales[2]);
+      return call.scales.numel() == 0 ? x : x * scale_of(call.scales, i);
     };
     auto loss = scaled(rows.loss, 0);
     if (rows.z_loss.defined()) loss = loss + scaled(rows.z_loss, 1);
@@ -163,35 +130,23 @@ std::vector<Tensor> gradients_of(const Tensor& logits, const Backward& call, con
     outputs.push_back(stats_of(rows, t));
     upstream.push_back(*call.grad_stats);
   }
-  for (const auto& input : inputs) {
-    if (input.defined()) wanted.push_back(input);
-  }
-  std::vector<Tensor> result(inputs.size());
-  if (wanted.empty()) return result;
-  const auto gradients = torch::autograd::grad(outputs, wanted, upstream, /*retain_graph=*/true, /*create_graph=*/true,
-                                               /*allow_unused=*/true);
-  for (size_t i = 0, next = 0; i < inputs.size(); ++i) {
-    if (inputs[i].defined()) result[i] = gradients[next++];
-  }
-  return result;
+  return differentiate(outputs, upstream, inputs);
 }
 
-// Products in the input's dtype, to which the head is rounded.
-Tensor linear_logits(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, double logit_scale,
-                     const OptionalTensor& row_scale) {
-  const auto dtype = input.scalar_type();
-  auto logits = at::linear(input, weight.to(dtype), bias ? OptionalTensor(bias->to(dtype)) : std::nullopt);
-  if (logit_scale != 1.0 || row_scale) logits = logits.to(acc_type(dtype)) * logit_scale;
-  return row_scale ? logits * row_scale->unsqueeze(1) : logits;
+template <class Call>
+Tensor logits_of(const Call& call) {
+  auto logits = linear_logits(call.input, call.linear_weight, call.linear_bias);
+  if (call.linear.logit_scale != 1.0 || call.row_scale)
+    logits = logits.to(acc_type(logits.scalar_type())) * call.linear.logit_scale;
+  return call.row_scale ? logits * call.row_scale->unsqueeze(1) : logits;
 }
 
 }  // namespace
 
 RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call) {
   const auto& o = call.options;
-  const Tensor* target = &call.target;
-  if (!is_transformed({target}) && !is_traced(*target) && !target->is_meta())
-    check_target_range(op, *target, call.logits.sym_size(1).guard_int(__FILE__, __LINE__), o.ignore_index);
+  if (is_readable(call.target))
+    check_target_range(op, call.target, call.logits.sym_size(1).guard_int(__FILE__, __LINE__), o.ignore_index);
   const Targets t{call.target, call.weight, call.token_weight, o};
   const auto rows = rows_of(call.logits, t);
   if (o.reduction == at::Reduction::None)
@@ -207,8 +162,7 @@ RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call) {
 }
 
 RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call) {
-  const auto logits =
-      linear_logits(call.input, call.linear_weight, call.linear_bias, call.linear.logit_scale, call.row_scale);
+  const auto logits = logits_of(call);
   auto options = call.options;
   options.aux &= ~kScaleGradient;
   return cross_entropy(op, {logits, call.target, call.weight, call.token_weight, call.normalizer, options});
@@ -225,10 +179,9 @@ std::array<Tensor, 4> linear_cross_entropy_gradients(LinearCrossEntropyBackward 
   const at::AutoGradMode enabled(true);
   const auto inputs = aliases({{&call.input, wanted[0]},
                                {&call.linear_weight, wanted[1]},
-                               {call.linear_bias ? &*call.linear_bias : nullptr, wanted[2]},
-                               {call.row_scale ? &*call.row_scale : nullptr, wanted[3]}});
-  const auto logits =
-      linear_logits(call.input, call.linear_weight, call.linear_bias, call.linear.logit_scale, call.row_scale);
+                               input_of(call.linear_bias, wanted[2]),
+                               input_of(call.row_scale, wanted[3])});
+  const auto logits = logits_of(call);
   const auto found = gradients_of(logits, call, inputs);
   return {found[0], found[1], found[2], found[3]};
 }

@@ -15,10 +15,22 @@ RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call);
 /// As autograd::linear_cross_entropy.
 RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call);
 
+/// As autograd::jsd and autograd::linear_jsd, the rows of soft_loss and hard_loss too. A row whose label or a column of
+/// whose top-k teacher is outside [0, V) is NaN where these cannot be read; the sums of log-probabilities are checked
+/// where they can.
+JsdOutputs jsd(const char* op, const JsdForward& call);
+JsdOutputs linear_jsd(const char* op, const LinearJsdForward& call);
+
 /// The gradients of logits and target, each where wanted, as a graph.
 std::array<at::Tensor, 2> cross_entropy_gradients(CrossEntropyBackward call, std::array<bool, 2> wanted);
 
 /// Those of input, weight, bias and row scale.
 std::array<at::Tensor, 4> linear_cross_entropy_gradients(LinearCrossEntropyBackward call, std::array<bool, 4> wanted);
+
+/// Those of student and teacher.
+std::array<at::Tensor, 2> jsd_gradients(JsdBackward call, std::array<bool, 2> wanted);
+
+/// Those of input, weight and bias, where the call needs them.
+LinearGradients linear_jsd_gradients(LinearJsdBackward call);
 
 }  // namespace fusegrad::composite

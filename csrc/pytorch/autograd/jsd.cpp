@@ -1,4 +1,7 @@
+#include <algorithm>
+
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/saved.h"
 
 namespace fusegrad::autograd {
@@ -13,16 +16,35 @@ constexpr const char* kOp = "jsd";
 // Computes the gradients for an upstream gradient of 1 in the forward, since they need the divergence of whole rows,
 // and scales them in the backward. With `inplace` the student's lies in the student.
 struct Jsd : NamedFunction<Jsd, "jsd"> {
+  static constexpr ptrdiff_t kSaved = 3;  // variables before the arguments
+
   static variable_list forward(AutogradContext* ctx, const Tensor& student, const Tensor& teacher,
                                const JsdForward& call, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
     const auto [out, gradients] = dispatch::jsd_forward(call, inplace);
+    const auto& wanted = call.needs_grad;
+    if (!wanted[0] && !wanted[1]) return visible(out, call.settings);
     ctx->set_materialize_grads(false);
-    ctx->saved_data["hooks"] = saved_tensor_hooks_active();
-    // Those that get a gradient are saved for their place in the graph: a second differentiation must find its way to
-    // the error. Saved after the write, so that the version counter is the one that the write left.
-    ctx->save_for_backward({call.needs_grad[0] ? student : Tensor(), call.needs_grad[1] ? teacher : Tensor(),
-                            inplace ? student : gradients[0], gradients[1], out.scales});
+    const auto made = [&](size_t i) { return wanted[i] ? gradients[i] : Tensor(); };
+    const bool half = student.scalar_type() == at::kHalf;
+    variable_list saved{inplace ? student : made(0), made(1), half ? out.scales : Tensor()};
+    if (inplace) {
+      ctx->saved_data["hooks"] = saved_tensor_hooks_active();
+      // Those that get a gradient are saved for their place in the graph: a second differentiation must find its way to
+      // the error. Saved after the write, so that the version counter is the one that the write left.
+      if (wanted[0]) saved.push_back(student);
+      if (wanted[1]) saved.push_back(teacher);
+      ctx->save_for_backward(std::move(saved));
+    } else {
+      save_arguments(ctx,
+                     JsdBackward{.grad_loss = {},
+                                 .student = student,
+                                 .teacher = teacher,
+                                 .rows = call.rows,
+                                 .scales = out.scales,
+                                 .settings = call.settings},
+                     std::move(saved));
+    }
     return visible(out, call.settings);
   }
 
@@ -31,16 +53,20 @@ struct Jsd : NamedFunction<Jsd, "jsd"> {
     const auto saved = ctx->get_saved_variables();
     variable_list result(4);
     if (!grads[0].defined()) return result;
-    const bool hooks = ctx->saved_data["hooks"].toBool();
-    std::vector<Tensor> inputs;
-    for (size_t i = 0; i < 2; ++i) {
-      if (saved[i].defined()) inputs.push_back(saved[i]);
+    const std::array wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
+    if (makes_graph(ctx)) {
+      auto call = load_arguments<JsdBackward>(ctx, saved, kSaved);
+      call.grad_loss = grads[0];
+      const auto graph = composite::jsd_gradients(call, wanted);
+      std::copy(graph.begin(), graph.end(), result.begin());
+      return result;
     }
+    const bool hooks = hooks_of_either(ctx);
+    const auto factor = saved[2].defined() ? deferred_factor(saved[2], at::kHalf) : std::nullopt;
+    const at::TensorList inputs = at::TensorList(saved).slice(kSaved);
     for (size_t i = 0; i < 2; ++i) {
-      if (!saved[i].defined() || !ctx->needs_input_grad(i)) continue;
-      const auto& gradient = saved[2 + i];
-      const auto scaled = scale_saved(gradient, grads[0], deferred_factor(saved[4], gradient.scalar_type()), hooks);
-      result[i] = refuse_double_backward(kOp, scaled, inputs);
+      if (!wanted[i]) continue;
+      result[i] = refuse_double_backward(kOp, scale_saved(saved[i], grads[0], factor, hooks), inputs);
     }
     return result;
   }

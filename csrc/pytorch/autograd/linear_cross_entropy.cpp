@@ -18,45 +18,38 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
                                const OptionalTensor& bias, const LinearCrossEntropyForward& call, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
     const auto out = dispatch::linear_cross_entropy_forward(call, inplace);
-    const Tensor none;
+    if (!any_of(call.needs_grad)) return visible(out.rows, call.options);
     save_linear_gradients(ctx, input, weight, bias, out.gradients, out.rows.scales, inplace,
-                          {call.target, call.weight.value_or(none), call.token_weight.value_or(none)});
-    const auto& o = call.options;
-    ctx->saved_data["numbers"] = std::vector<double>{o.label_smoothing, o.z_loss, o.softcap, call.linear.logit_scale};
-    ctx->saved_data["ignore_index"] = o.ignore_index;
-    ctx->saved_data["inplace"] = inplace;
+                          LinearCrossEntropyBackward{.grad_loss = {},
+                                                     .grad_lse = {},
+                                                     .input = input,
+                                                     .linear_weight = weight,
+                                                     .target = call.target,
+                                                     .linear_bias = bias,
+                                                     .weight = call.weight,
+                                                     .lse = {},
+                                                     .stats = {},
+                                                     .scales = out.rows.scales,
+                                                     .token_weight = call.token_weight,
+                                                     .options = call.options,
+                                                     .linear = call.linear,
+                                                     .logits = {},
+                                                     .grad_stats = {},
+                                                     .row_scale = call.row_scale});
     return visible(out.rows, call.options);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    if (at::GradMode::is_enabled() && !ctx->saved_data["inplace"].toBool() && grads[0].defined())
-      return graph_of(ctx, grads);
-    return scale_linear_gradients(kOp, ctx, grads, 5);
-  }
-
-  // create_graph=True
-  static variable_list graph_of(AutogradContext* ctx, const variable_list& grads) {
+    constexpr size_t kArguments = 5;  // of forward()
     check_differentiable_outputs(kOp, grads, 1);
     const auto saved = ctx->get_saved_variables();
-    const auto given = [&](size_t i) { return saved[i].defined() ? OptionalTensor(saved[i]) : std::nullopt; };
-    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
-    LinearCrossEntropyBackward call;
+    if (!grads[0].defined()) return variable_list(kArguments);
+    if (!makes_graph(ctx)) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
+    auto call = load_arguments<LinearCrossEntropyBackward>(ctx, saved, kMade);
     call.grad_loss = grads[0];
-    call.input = saved[kInput];
-    call.linear_weight = saved[kWeight];
-    call.target = saved[7];
-    call.linear_bias = given(kBias);
-    call.weight = given(8);
-    call.scales = saved[6];
-    call.token_weight = given(9);
-    call.options.ignore_index = ctx->saved_data["ignore_index"].toInt();
-    call.options.label_smoothing = numbers[0];
-    call.options.z_loss = numbers[1];
-    call.options.softcap = numbers[2];
-    call.linear.logit_scale = numbers[3];
     const auto wanted = needed_gradients(ctx, call.linear_bias.has_value());
     const auto graph = composite::linear_cross_entropy_gradients(call, {wanted[0], wanted[1], wanted[2], false});
-    return linear_result({graph[0], graph[1], graph[2]}, wanted, 5);
+    return linear_result({graph[0], graph[1], graph[2]}, wanted, kArguments);
   }
 };
 
@@ -69,7 +62,6 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
     at::AutoDispatchBelowAutograd guard;
     const auto [out, logits, gradients] = dispatch::linear_cross_entropy_forward(call, /*inplace=*/false);
     ctx->set_materialize_grads(false);
-    ctx->saved_data["hooks"] = saved_tensor_hooks_active();
     save_arguments(ctx, LinearCrossEntropyBackward{.grad_loss = {},
                                                    .grad_lse = {},
                                                    .input = call.input,
@@ -105,7 +97,7 @@ struct LinearCrossEntropyDeferred : NamedFunction<LinearCrossEntropyDeferred, "l
       if (scale_wanted) result[kBias + 1] = graph[3];
       return result;
     }
-    const bool inplace = call.logits && may_reuse_saved(*call.logits, ctx->saved_data["hooks"].toBool());
+    const bool inplace = call.logits && may_reuse_saved(*call.logits, hooks_were_active(ctx));
     auto result =
         adds ? added_result(kOp, dispatch::linear_cross_entropy_backward_into({*into, call}, inplace), call.needs_grad,
                             kArguments, {call.input, call.linear_weight})
@@ -153,7 +145,7 @@ RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, b
   const auto &input = call.input, &weight = call.linear_weight;
   const auto wanted = wanted_gradients(input, weight, call.linear_bias);
   if (deferred) {
-    call.keep_logits &= wanted[0] || wanted[1] || wanted[2];
+    call.keep_logits &= any_of(wanted);
     return from_visible(
         LinearCrossEntropyDeferred::apply(input, weight, call.linear_bias, call.row_scale, call, grad_weight_into));
   }

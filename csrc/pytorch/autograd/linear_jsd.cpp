@@ -1,4 +1,5 @@
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/saved.h"
 
 namespace fusegrad::autograd {
@@ -10,6 +11,23 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "linear_jsd";
 
+LinearJsdBackward kept(const LinearJsdForward& call, const Tensor& scales) {
+  return {.grad_loss = {},
+          .student_input = call.student_input,
+          .heads = call.heads,
+          .rows = call.rows,
+          .scales = scales,
+          .settings = call.settings,
+          .linear = call.linear};
+}
+
+// create_graph=True, for a Function of `arguments` arguments.
+variable_list graph_of(AutogradContext* ctx, LinearJsdBackward call, const Tensor& grad_loss, size_t arguments) {
+  call.grad_loss = grad_loss;
+  call.needs_grad = needed_gradients(ctx, call.heads.student_bias.has_value());
+  return linear_result(composite::linear_jsd_gradients(call), call.needs_grad, arguments);
+}
+
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearJsd : NamedFunction<LinearJsd, "linear_jsd"> {
@@ -17,12 +35,19 @@ struct LinearJsd : NamedFunction<LinearJsd, "linear_jsd"> {
                                const OptionalTensor& bias, const LinearJsdForward& call, bool inplace) {
     at::AutoDispatchBelowAutograd guard;
     const auto [out, gradients] = dispatch::linear_jsd_forward(call, inplace);
-    save_linear_gradients(ctx, input, weight, bias, gradients, out.scales, inplace);
+    if (any_of(call.needs_grad)) {
+      save_linear_gradients(ctx, input, weight, bias, gradients, out.scales, inplace, kept(call, out.scales));
+    }
     return visible(out, call.settings);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    return scale_linear_gradients(kOp, ctx, grads, 5);
+    constexpr size_t kArguments = 5;  // of forward()
+    check_differentiable_outputs(kOp, grads, 1);
+    const auto saved = ctx->get_saved_variables();
+    if (!grads[0].defined()) return variable_list(kArguments);
+    if (!makes_graph(ctx)) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
+    return graph_of(ctx, load_arguments<LinearJsdBackward>(ctx, saved, kMade), grads[0], kArguments);
   }
 };
 
@@ -34,13 +59,7 @@ struct LinearJsdRecompute : NamedFunction<LinearJsdRecompute, "linear_jsd"> {
     at::AutoDispatchBelowAutograd guard;
     const auto out = dispatch::linear_jsd_forward(call, /*inplace=*/false).first;
     ctx->set_materialize_grads(false);
-    save_arguments(ctx, LinearJsdBackward{.grad_loss = {},
-                                          .student_input = call.student_input,
-                                          .heads = call.heads,
-                                          .rows = call.rows,
-                                          .scales = out.scales,
-                                          .settings = call.settings,
-                                          .linear = call.linear});
+    save_arguments(ctx, kept(call, out.scales));
     return visible(out, call.settings);
   }
 
@@ -48,6 +67,7 @@ struct LinearJsdRecompute : NamedFunction<LinearJsdRecompute, "linear_jsd"> {
     check_differentiable_outputs(kOp, grads, 1);
     if (!grads[0].defined()) return variable_list(4);
     auto call = load_arguments<LinearJsdBackward>(ctx);
+    if (at::GradMode::is_enabled()) return graph_of(ctx, call, grads[0], 4);
     call.grad_loss = grads[0];
     call.needs_grad = needed_gradients(ctx, call.heads.student_bias.has_value());
     return linear_result(dispatch::linear_jsd_backward(call), call.needs_grad, 4);

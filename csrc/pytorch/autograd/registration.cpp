@@ -20,9 +20,7 @@ void refuse_batched_gradients(torch::Library& m) {
 
 // What front ends call. They are composite, so autograd needs no kernel here.
 TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
-  for (const auto* op : {"flex_attention", "jsd", "jsd_", "linear_jsd", "linear_jsd_"}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
-  }
+  m.impl("flex_attention", torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 
 // torch.vmap has the first key, is_grads_batched the second.

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <cstring>
+
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/dispatch.h"
 #include "pytorch/ops/faults.h"
@@ -59,47 +61,90 @@ bool put_upstream(const char* op, const torch::autograd::variable_list& grads, B
   return call.grad_loss || call.grad_lse || call.grad_stats;
 }
 
-/// Keeps a backward's arguments: tensors as the Function's saved variables, the rest in one list. Which gradients are
-/// wanted (bool[3]) the backward finds out itself.
+/// A number as an integer of the same bits.
+template <class T>
+int64_t bits_of(const T& value) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= sizeof(int64_t));
+  int64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+template <class T>
+T from_bits(int64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+/// Keeps a backward's arguments: tensors that are there as the Function's saved variables, behind the `first` ones, the
+/// rest as one list of integers, the first of which has a bit for each tensor that is there. Which gradients are wanted
+/// (bool[3]) the backward finds out itself. Every call pays for this, so it is one list, and of the cheapest kind.
 template <class Backward>
-void save_arguments(torch::autograd::AutogradContext* ctx, const Backward& arguments) {
-  torch::autograd::variable_list tensors;
-  c10::List<c10::IValue> values(c10::AnyType::get());
+void save_arguments(torch::autograd::AutogradContext* ctx, const Backward& arguments,
+                    torch::autograd::variable_list first = {}) {
+  auto tensors = std::move(first);
+  tensors.reserve(tensors.size() + 8);
+  c10::List<int64_t> numbers;
+  numbers.reserve(24);
+  int64_t bit = 1, there = saved_tensor_hooks_active() ? bit : 0;
+  numbers.push_back(there);
+  const auto put = [&](const at::Tensor& tensor) {
+    bit *= 2;
+    if (!tensor.defined()) return;
+    there += bit;
+    tensors.push_back(tensor);
+  };
   for_each_field<Backward>([&](const auto& field) {
     using Value = typename std::decay_t<decltype(field)>::Value;
     const auto& value = field.of(arguments);
     if constexpr (std::is_same_v<Value, at::Tensor>) {
-      tensors.push_back(value);
+      put(value);
     } else if constexpr (std::is_same_v<Value, std::optional<at::Tensor>>) {
-      tensors.push_back(value.value_or(at::Tensor()));
+      put(value ? *value : at::Tensor());
+    } else if constexpr (requires { value.has_value(); }) {
+      numbers.push_back(value.has_value());
+      if (value.has_value()) numbers.push_back(bits_of(*value));
     } else if constexpr (!std::is_same_v<Value, std::array<bool, 3>>) {
-      values.push_back(c10::IValue(value));
+      numbers.push_back(bits_of(value));
     }
   });
-  ctx->saved_data["arguments"] = std::move(values);
+  numbers.set(0, there);
+  ctx->saved_data["arguments"] = std::move(numbers);
   ctx->save_for_backward(std::move(tensors));
+}
+
+/// `saved`: the Function's saved variables, of which the first `skipped` are others.
+template <class Backward>
+Backward load_arguments(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list saved,
+                        ptrdiff_t skipped = 0) {
+  Backward arguments;
+  auto tensor = saved.begin() + skipped;
+  const auto numbers = ctx->saved_data["arguments"].toIntVector();
+  auto number = numbers.begin() + 1;
+  int64_t there = numbers.front();
+  for_each_field<Backward>([&](const auto& field) {
+    using Value = typename std::decay_t<decltype(field)>::Value;
+    auto& value = field.of(arguments);
+    if constexpr (std::is_same_v<Value, at::Tensor> || std::is_same_v<Value, std::optional<at::Tensor>>) {
+      there /= 2;
+      if (there % 2 != 0) value = std::move(*tensor++);
+    } else if constexpr (requires { value.has_value(); }) {
+      if (*number++ != 0) value = from_bits<typename Value::value_type>(*number++);
+    } else if constexpr (!std::is_same_v<Value, std::array<bool, 3>>) {
+      value = from_bits<Value>(*number++);
+    }
+  });
+  return arguments;
+}
+
+/// Whether saved-tensor hooks were active when save_arguments() was called.
+inline bool hooks_were_active(torch::autograd::AutogradContext* ctx) {
+  return ctx->saved_data["arguments"].toIntList().get(0) % 2 != 0;
 }
 
 template <class Backward>
 Backward load_arguments(torch::autograd::AutogradContext* ctx) {
-  Backward arguments;
-  auto tensors = ctx->get_saved_variables();
-  auto tensor = tensors.begin();
-  const auto values = ctx->saved_data["arguments"].toListRef();
-  auto next = values.begin();
-  for_each_field<Backward>([&](const auto& field) {
-    using Value = typename std::decay_t<decltype(field)>::Value;
-    auto& value = field.of(arguments);
-    if constexpr (std::is_same_v<Value, at::Tensor>) {
-      value = std::move(*tensor++);
-    } else if constexpr (std::is_same_v<Value, std::optional<at::Tensor>>) {
-      if (tensor->defined()) value = std::move(*tensor);
-      ++tensor;
-    } else if constexpr (!std::is_same_v<Value, std::array<bool, 3>>) {
-      value = (next++)->template to<Value>();
-    }
-  });
-  return arguments;
+  return load_arguments<Backward>(ctx, ctx->get_saved_variables());
 }
 
 /// Which gradients of a linear loss are wanted. Inside Function::forward nothing requires grad any more: asked here, by
@@ -110,6 +155,8 @@ inline std::array<bool, 3> wanted_gradients(const at::Tensor& input, const at::T
   return {enabled && input.requires_grad(), enabled && weight.requires_grad(),
           enabled && bias.has_value() && bias->requires_grad()};
 }
+
+inline bool any_of(std::array<bool, 3> wanted) { return wanted[0] || wanted[1] || wanted[2]; }
 
 /// The factor that the forward left out of a saved gradient: it applies 1 / D itself, but for float16, whose range
 /// is too small for it (see RowScales).
@@ -169,37 +216,47 @@ inline torch::autograd::variable_list added_result(const char* op, const LinearG
   return result;
 }
 
-/// Keeps the gradients that a linear loss made for an upstream gradient of 1, and `more` behind them; in place the
-/// input's lies in the input.
-inline void save_linear_gradients(torch::autograd::AutogradContext* ctx, const at::Tensor& input,
-                                  const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                                  const LinearGradients& gradients, const at::Tensor& scales, bool inplace,
-                                  const std::vector<at::Tensor>& more = {}) {
+/// Whether a backward is to make its gradients as a graph (create_graph=True), of the arguments that it kept.
+inline bool makes_graph(torch::autograd::AutogradContext* ctx) {
+  return at::GradMode::is_enabled() && ctx->saved_data.count("arguments") != 0;
+}
+
+/// Whether saved-tensor hooks were active in a forward that keeps arguments but where it writes in place.
+inline bool hooks_of_either(torch::autograd::AutogradContext* ctx) {
+  const auto inplace = ctx->saved_data.find("hooks");
+  return inplace == ctx->saved_data.end() ? hooks_were_active(ctx) : inplace->second.toBool();
+}
+
+/// Keeps the gradients that a linear loss made for an upstream gradient of 1, and the arguments that a graph of them is
+/// made of. With `inplace` the input's gradient lies in the input, and there is no such graph.
+constexpr ptrdiff_t kMade = 4;  // saved variables before the arguments
+template <class Backward>
+void save_linear_gradients(torch::autograd::AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+                           const std::optional<at::Tensor>& bias, const LinearGradients& gradients,
+                           const at::Tensor& scales, bool inplace, const Backward& arguments) {
   ctx->set_materialize_grads(false);
-  ctx->saved_data["hooks"] = saved_tensor_hooks_active();
-  ctx->saved_data["half"] = input.scalar_type() == at::kHalf;
+  const bool half = input.scalar_type() == at::kHalf;
+  torch::autograd::variable_list saved{inplace ? input : gradients.input, gradients.weight,
+                                       bias ? gradients.bias : at::Tensor(), half ? scales : at::Tensor()};
+  if (!inplace) return save_arguments(ctx, arguments, std::move(saved));
   // The inputs are saved for their place in the graph: a second differentiation must find its way to the error.
-  torch::autograd::variable_list saved{
-      input,          weight, bias.value_or(at::Tensor()), inplace ? input : gradients.input, gradients.weight,
-      gradients.bias, scales};
-  saved.insert(saved.end(), more.begin(), more.end());
+  saved.insert(saved.end(), {input, weight});
+  if (bias) saved.push_back(*bias);
+  ctx->saved_data["hooks"] = saved_tensor_hooks_active();
   ctx->save_for_backward(std::move(saved));
 }
 
 /// The backward of what save_linear_gradients() kept, for a Function of `arguments` arguments.
 inline torch::autograd::variable_list scale_linear_gradients(const char* op, torch::autograd::AutogradContext* ctx,
-                                                             const torch::autograd::variable_list& grads,
-                                                             size_t arguments) {
-  check_differentiable_outputs(op, grads, 1);
-  const auto saved = ctx->get_saved_variables();
+                                                             const torch::autograd::variable_list& saved,
+                                                             const at::Tensor& upstream, size_t arguments) {
   torch::autograd::variable_list result(arguments);
-  if (!grads[0].defined()) return result;
-  const bool hooks = ctx->saved_data["hooks"].toBool();
-  const auto factor = deferred_factor(saved[6], ctx->saved_data["half"].toBool() ? at::kHalf : at::kFloat);
-  const std::vector<at::Tensor> inputs(saved.begin(), saved.begin() + (saved[kBias].defined() ? 3 : 2));
+  const bool hooks = hooks_of_either(ctx);
+  const auto factor = saved[3].defined() ? deferred_factor(saved[3], at::kHalf) : std::nullopt;
+  const at::TensorList inputs = at::TensorList(saved).slice(kMade);
   for (size_t i = 0; i < kInputs; ++i) {
     if (!saved[i].defined() || !ctx->needs_input_grad(i)) continue;
-    result[i] = refuse_double_backward(op, scale_saved(saved[kInputs + i], grads[0], factor, hooks), inputs);
+    result[i] = refuse_double_backward(op, scale_saved(saved[i], upstream, factor, hooks), inputs);
   }
   return result;
 }

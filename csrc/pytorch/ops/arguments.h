@@ -389,6 +389,21 @@ struct JsdForward {
   }
 };
 
+/// What a graph of jsd's gradients is made of. No op has these arguments: the forward makes the gradients.
+struct JsdBackward {
+  at::Tensor grad_loss, student, teacher;
+  JsdRows rows;
+  at::Tensor scales;
+  JsdSettings settings;
+
+  static constexpr auto fields() {
+    using A = JsdBackward;
+    return list(required("grad_loss", &A::grad_loss), required("student", &A::student),
+                required("teacher", &A::teacher), all_of<true>(&A::rows), required("scales", &A::scales),
+                all_of<true>(&A::settings), option(&A::settings, "log_probs", &JsdSettings::log_probs));
+  }
+};
+
 // --- linear Jensen-Shannon divergence ----------------------------------------------------------------------------
 
 /// A top-k teacher has no weight: its log-probabilities stand in for hidden states.

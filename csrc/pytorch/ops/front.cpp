@@ -36,12 +36,14 @@ LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& ro
   return {options.reduction == at::Reduction::None ? out.loss.reshape_symint(shape) : out.loss, std::move(aux)};
 }
 
-LossTuple to_front(const char* op, const JsdOutputs& out, c10::SymIntArrayRef row_shape, const JsdSettings& settings) {
+LossTuple to_front(const char* op, const JsdOutputs& out, c10::SymIntArrayRef row_shape, const JsdSettings& settings,
+                   bool constants) {
   std::vector<Tensor> aux;
   const auto put = [&](int64_t bit, const char* name) {
     if ((settings.aux & bit) == 0) return;
-    const auto value = out.stats.detach().select(0, static_cast<int64_t>(aux.size())).reshape_symint(row_shape);
-    aux.push_back(constant_beside(value, out.loss, op, name));
+    const auto row = static_cast<int64_t>(aux.size());
+    const auto value = (constants ? out.stats.detach() : out.stats).select(0, row).reshape_symint(row_shape);
+    aux.push_back(constants ? constant_beside(value, out.loss, op, name) : value);
   };
   put(kJSDAuxSoftLoss, "aux.soft_loss");
   put(kJSDAuxHardLoss, "aux.hard_loss");

@@ -18,7 +18,8 @@ using LossTuple = std::tuple<at::Tensor, std::vector<at::Tensor>>;
 /// `constants` all of them are differentiable.
 LossTuple to_front(const char* op, const RowOutputs& out, const RowArguments& rows, const RowOptions& options,
                    bool constants = true);
-LossTuple to_front(const char* op, const JsdOutputs& out, c10::SymIntArrayRef row_shape, const JsdSettings& settings);
+LossTuple to_front(const char* op, const JsdOutputs& out, c10::SymIntArrayRef row_shape, const JsdSettings& settings,
+                   bool constants = true);
 
 LossOutput from_front(const LossTuple& out, const Aux& aux);
 JSDOutput from_front(const LossTuple& out, const JSDAux& aux);

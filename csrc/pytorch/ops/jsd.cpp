@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
@@ -20,7 +21,7 @@ constexpr const char* kOp = "jsd";
 template <bool inplace>
 LossTuple jsd_op(const JsdCall& call) {
   const auto tensors = tensors_of(call);
-  refuse_transforms(kOp, tensors);
+  const bool transformed = is_transformed(tensors);
   const auto &student = call.student, &teacher = call.teacher;
   check_floating(kOp, "student", student);
   FUSEGRAD_CHECK_VALUE(student.dim() >= 1, kOp, "student must have shape [..., V], but got a 0-d tensor");
@@ -47,6 +48,7 @@ LossTuple jsd_op(const JsdCall& call) {
                      .teacher = teacher_rows,
                      .rows = make_jsd_rows(kOp, student, call, row_shape, acc_type(dtype)),
                      .settings = settings};
+  if (transformed) return to_front(kOp, composite::jsd(kOp, forward), row_shape, settings, /*constants=*/false);
   const bool overwrite = inplace && cast.is_same(student) && may_overwrite(student, tensors);
   return to_front(kOp, autograd::jsd(forward, overwrite), row_shape, settings);
 }
@@ -77,6 +79,12 @@ Tensor jsd(const Tensor& student, const TopK& teacher, const JSDOptions& options
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  m.impl("jsd", named_kernel<"jsd", unpacked<jsd_op<false>>()>());
+  m.impl("jsd_", named_kernel<"jsd", unpacked<jsd_op<true>>()>());
+}
+
+// Under torch.vmap too they are compositions of other ops.
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
   m.impl("jsd", named_kernel<"jsd", unpacked<jsd_op<false>>()>());
   m.impl("jsd_", named_kernel<"jsd", unpacked<jsd_op<true>>()>());
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
 #include "pytorch/ops/faults.h"
 #include "pytorch/ops/front.h"
@@ -96,7 +97,7 @@ JsdSettings make_linear_settings(const LinearJsdCall& call) {
 template <bool inplace>
 LossTuple linear_jsd_op(const LinearJsdCall& call) {
   const auto tensors = tensors_of(call);
-  refuse_transforms(kOp, tensors);
+  const bool transformed = is_transformed(tensors);
   const auto& student_input = call.student_input;
   const auto& o = call.options;
   check_linear(kOp, "student_input", student_input, "student_weight", call.student_weight, "student_bias",
@@ -114,6 +115,7 @@ LossTuple linear_jsd_op(const LinearJsdCall& call) {
   check_vocabularies(call.student_weight, call.teacher_weight, o.vocab_size());
   forward.rows = make_jsd_rows(kOp, student_input, call, row_shape, acc_type(cast.scalar_type()));
 
+  if (transformed) return to_front(kOp, composite::linear_jsd(kOp, forward), row_shape, settings, /*constants=*/false);
   const bool recompute = settings.reduction == at::Reduction::None || o.workspace_mib() == 0;
   const bool overwrite = inplace && cast.is_same(student_input) && !recompute && may_overwrite(student_input, tensors);
   return to_front(kOp, autograd::linear_jsd(forward, recompute, overwrite), row_shape, settings);
@@ -150,6 +152,12 @@ Tensor linear_jsd(const Tensor& student_input, const Tensor& student_weight, con
 }
 
 TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  m.impl("linear_jsd", named_kernel<"linear_jsd", unpacked<linear_jsd_op<false>>()>());
+  m.impl("linear_jsd_", named_kernel<"linear_jsd", unpacked<linear_jsd_op<true>>()>());
+}
+
+// Under torch.vmap too they are compositions of other ops.
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
   m.impl("linear_jsd", named_kernel<"linear_jsd", unpacked<linear_jsd_op<false>>()>());
   m.impl("linear_jsd_", named_kernel<"linear_jsd", unpacked<linear_jsd_op<true>>()>());
 }

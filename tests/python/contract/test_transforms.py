@@ -3,7 +3,6 @@
 import fusegrad
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from all_losses import NAMES, make
 from fusegrad import reference
@@ -235,15 +234,3 @@ def test_autocast(device, dtype) -> None:
         for grad, right in zip(grads, truth, strict=True):
             assert grad.dtype == torch.float32
             assert ((grad - right).norm() / right.norm()).item() < 2e-2
-
-
-@pytest.mark.parametrize("name", ["jsd", "linear_jsd"])
-def test_transforms_that_are_not_implemented_name_the_op(name) -> None:
-    loss = make(name, "cpu")
-    x = torch.randn(8, 8)
-    with pytest.raises(NotImplementedError, match=f"^{name}: .*vmap"):
-        torch.vmap(loss.ours)(torch.randn(3, 8, 8))
-    with pytest.raises(NotImplementedError, match=f"^{name}: .*torch.func"):
-        torch.func.grad(loss.ours)(x)
-    with pytest.raises(NotImplementedError, match=f"^{name}: .*forward-mode"), forward_ad.dual_level():
-        loss.ours(forward_ad.make_dual(x, torch.ones_like(x)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+from function_transforms import assert_same_under_transforms, assert_second_derivatives, twice
 from fusegrad import Aux, reference
 from torch import Tensor
 
@@ -67,43 +68,13 @@ linears = pytest.mark.parametrize("linear", [False, True], ids=["cross_entropy",
 @cases
 @linears
 def test_transforms(case: Any, linear: bool) -> None:
-    ours, truth, inputs = pair(case, linear)
-    tangents = [torch.randn_like(t) for t in inputs]
-    places = tuple(range(len(inputs)))
-
-    def scalar(f: Callable) -> Callable:
-        return lambda *t: f(*t).square().sum()
-
-    def same(of: Callable[[Callable], Any]) -> None:
-        torch.testing.assert_close(of(ours), of(truth), rtol=1e-9, atol=1e-11)
-
-    same(lambda f: torch.func.jvp(f, tuple(inputs), tuple(tangents)))
-    same(lambda f: torch.func.grad(scalar(f), places)(*inputs))
-    same(lambda f: torch.func.vjp(f, *inputs)[1](f(*inputs)))
-    same(lambda f: torch.func.jacrev(f, places)(*inputs))
-    same(lambda f: torch.func.jacfwd(f, places)(*inputs))
-    same(lambda f: torch.func.hessian(scalar(f))(*inputs))  # forward over reverse
-    same(lambda f: torch.func.jacrev(torch.func.grad(scalar(f)))(*inputs))
-    batch = [torch.stack([t, t * 0.5, -t]) for t in inputs]
-    same(lambda f: torch.vmap(f)(*batch))
-    same(lambda f: torch.vmap(torch.func.grad(scalar(f), places))(*batch))
-    # Beside what is the same for all.
-    same(lambda f: torch.vmap(f, in_dims=(0, *[None] * (len(inputs) - 1)))(batch[0], *inputs[1:]))
+    assert_same_under_transforms(*pair(case, linear))
 
 
 @cases
 @linears
 def test_second_derivatives(case: Any, linear: bool) -> None:
-    ours, truth, inputs = pair(case, linear)
-    leaves = [t.requires_grad_() for t in inputs]
-    assert torch.autograd.gradcheck(ours, leaves, check_forward_ad=True, check_undefined_grad=False)
-    assert torch.autograd.gradgradcheck(ours, leaves)
-    found = []
-    for f in (ours, truth):
-        value = f(*leaves)
-        first = torch.autograd.grad((value * value).sum(), leaves, create_graph=True)
-        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
-    torch.testing.assert_close(*found)
+    assert_second_derivatives(*pair(case, linear))
 
 
 @linears
@@ -129,12 +100,11 @@ def test_aux_values(linear: bool, reduction: str) -> None:
         torch.func.jvp(values, tuple(inputs), tangents), torch.func.jvp(formula, tuple(inputs), tangents)
     )
     leaves = [t.requires_grad_() for t in inputs]
-    found = []
-    for f in (values, formula):
-        total = sum((i + 1) * (v * v).sum() for i, v in enumerate(f(*leaves)))
-        first = torch.autograd.grad(total, leaves, create_graph=True)
-        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
-    torch.testing.assert_close(*found)
+
+    def total(f: Callable) -> Callable:
+        return lambda *t: sum((i + 1) * (v * v).sum() for i, v in enumerate(f(*t)))
+
+    torch.testing.assert_close(*(twice(total(f), leaves) for f in (values, formula)))
 
 
 def test_constants_of_a_backward_have_tangents() -> None:

@@ -1,0 +1,206 @@
+#include <algorithm>
+
+#include "pytorch/autograd/composite.h"
+#include "pytorch/autograd/composite_parts.h"
+#include "pytorch/ops/jsd_settings.h"
+
+namespace fusegrad::composite {
+namespace {
+
+using at::Tensor;
+
+struct Divergence {
+  const Tensor &student, &teacher;
+  const JsdRows& rows;
+  const JsdSettings& settings;
+
+  int64_t vocab() const { return student.sym_size(1).guard_int(__FILE__, __LINE__); }
+  bool top_k() const { return rows.teacher_index.has_value(); }
+};
+
+// Per-row values, [N] acc each. `loss` has the token weight in it; the others are there where they count or are asked
+// for.
+struct DivergenceRows {
+  Tensor loss, soft, hard;
+  Tensor kept;  // 0-d
+};
+
+// sum_c of a row's divergence between exp(log_q) and exp(log_p), [N]. `normalized`: each sums to 1.
+//
+// All is a function of v = log of the smaller probability over the larger, and the larger: no exponential overflows,
+// and no derivative of whatever order has a small probability in a divisor. With e = expm1(v) and b the weight of the
+// smaller one in the mixture m, log(m / larger) = log1p(b * e). A KL of normalized rows has the sum of differences of
+// the two added, which is 0: each of its terms is of second order in v then, as the mixture's are anyway.
+Tensor divergence(const Tensor& log_q, const Tensor& log_p, double beta, bool normalized) {
+  const auto up = log_p.gt(log_q), u = log_p - log_q;
+  const auto larger = at::where(up, log_p, log_q).exp();
+  // Where both are 0 there is nothing, and u is NaN; where one is, v is -inf.
+  const auto v = at::where(up, -u, u).masked_fill(larger.eq(0), 0);
+  const auto finite = v.masked_fill(v.eq(-kInfinity), 0);
+  const auto e = v.expm1(), ratio = e + 1;
+  if (beta > 0 && beta < 1) {
+    const auto b = up.to(v.scalar_type()) * (1 - 2 * beta) + beta;
+    const auto log_m = (b * e).log1p();
+    return (larger * (b * ratio * (finite - log_m) - (1 - b) * log_m)).sum(1);
+  }
+  const auto over_larger = beta == 0 ? up : up.logical_not();  // which KL(x | y) takes its average of
+  auto each = at::where(over_larger, -v, ratio * finite);
+  if (normalized) each = each + at::where(over_larger, e, -e);
+  return (larger * each).sum(1);
+}
+
+// Over a top-k teacher's K columns and one for all others. K is small: in float64, as the kernels have it.
+Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::optional<Labels>& labels) {
+  const auto& s = call.settings;
+  const auto vocab = call.vocab();
+  const auto& index = *call.rows.teacher_index;
+  const auto padding = index.eq(-1);
+  const auto wrong = index.lt(-1).logical_or(index.ge(vocab));
+  // A further column of probability 0, for padding and for indices that cannot be read.
+  const auto columns = index.masked_fill(padding.logical_or(wrong), vocab);
+  const auto padded = at::constant_pad_nd(z, {0, 1}, -kInfinity);
+  const auto others = padded.scatter(1, columns, -kInfinity);
+  const auto none = others.eq(-kInfinity).all(1, /*keepdim=*/true);  // whose logsumexp has no derivative
+  const auto tail = others.masked_fill(none, 0).logsumexp(1, /*keepdim=*/true).masked_fill(none, -kInfinity);
+  const auto log_q = at::cat({padded.gather(1, columns), tail}, 1).to(at::kDouble).log_softmax(1);
+
+  auto log_p = call.teacher.to(at::kDouble);
+  if (labels) log_p = labels->without_ignored(log_p);
+  log_p = log_p.masked_fill(padding, -kInfinity);
+  const auto p = log_p.exp(), mass = p.sum(1, /*keepdim=*/true);
+  Tensor rest;
+  if (s.renormalize) {
+    log_p = log_p - mass.log();
+    rest = at::full_like(mass, -kInfinity);
+  } else if (call.rows.tail_log_prob) {
+    rest = call.rows.tail_log_prob->to(at::kDouble).unsqueeze(1);
+    if (labels) rest = labels->without_ignored(rest);
+  } else {
+    const double least = std::min(s.roundoff, roundoff_of(at::kFloat));
+    const auto resolution = (p * (least - s.roundoff * log_p.masked_fill(p.eq(0), 0))).sum(1, /*keepdim=*/true);
+    rest = at::maximum(1 - mass, resolution).log();
+  }
+  const auto whole = padding.logical_not().sum(1, /*keepdim=*/true).eq(vocab);  // no other columns
+  log_p = at::cat({log_p, rest.masked_fill(whole, -kInfinity)}, 1);
+  return divergence(log_q, log_p, s.beta, /*normalized=*/false).masked_fill(wrong.any(1), kNaN).to(z.scalar_type());
+}
+
+Tensor soft_of(const Tensor& z, const Divergence& call, const std::optional<Labels>& labels) {
+  const auto& s = call.settings;
+  const auto by_temperature = [](const Tensor& x, double t) { return t == 1.0 ? x : x / t; };
+  const auto student = by_temperature(z, s.student_temperature);
+  Tensor soft;
+  if (call.top_k()) {
+    soft = top_k_divergence(student, call, labels);
+  } else {
+    auto teacher = call.teacher.to(z.scalar_type());
+    if (s.teacher_logit_scale != 1.0) teacher = teacher * s.teacher_logit_scale;
+    teacher = by_temperature(with_softcap(teacher, s.teacher_softcap), s.teacher_temperature);
+    if (labels) teacher = labels->without_ignored(teacher);
+    soft = s.log_probs ? divergence(student, teacher, s.beta, /*normalized=*/false)
+                       : divergence(student.log_softmax(1), teacher.log_softmax(1), s.beta, /*normalized=*/true);
+  }
+  soft = soft - soft.detach().clamp_max(0);  // what rounding left of 0; NaN stays
+  return labels ? labels->of_rows(soft) : soft;
+}
+
+DivergenceRows rows_of(const Divergence& call) {
+  const auto& s = call.settings;
+  const auto acc = acc_type(call.student.scalar_type());
+  const auto vocab = call.vocab();
+  auto z = call.student.to(acc);
+  if (s.student_logit_scale != 1.0) z = z * s.student_logit_scale;
+  z = with_softcap(z, s.student_softcap);
+  std::optional<Labels> labels;
+  if (call.rows.labels) labels.emplace(*call.rows.labels, s.ignore_index, vocab);
+  if (labels) z = labels->without_ignored(z);
+  const auto none = at::zeros_like(z.detach().sum(1));
+  DivergenceRows rows;
+  rows.loss = none;
+  rows.kept = labels ? labels->valid.to(acc).sum() : at::ones_like(none).sum();
+  // A part without weight is left out: infinite it would be NaN.
+  if (s.soft_weight != 0.0 || (s.aux & kJSDAuxSoftLoss) != 0) rows.soft = vocab == 0 ? none : soft_of(z, call, labels);
+  if (s.hard_wanted()) rows.hard = vocab == 0 ? none : labels->of_rows(z.logsumexp(1) - labels->column(z));
+  if (s.soft_weight != 0.0) rows.loss = rows.loss + s.soft_weight * rows.soft;
+  if (s.hard_weight != 0.0) rows.loss = rows.loss + s.hard_weight * rows.hard;
+  if (call.rows.token_weight) rows.loss = rows.loss * *call.rows.token_weight;
+  return rows;
+}
+
+JsdOutputs outputs_of(const char* op, const Divergence& call, const OptionalTensor& normalizer) {
+  const auto& s = call.settings;
+  const auto readable = [](const OptionalTensor& tensor) { return !tensor || is_readable(*tensor); };
+  const auto& r = call.rows;
+  if (r.labels && is_readable(*r.labels)) check_target_range(op, *r.labels, call.vocab(), s.ignore_index, "labels");
+  if (call.top_k() && is_readable(call.teacher) && readable(r.teacher_index) && readable(r.tail_log_prob) &&
+      readable(r.labels))
+    check_top_k(op, call.teacher, r, s, call.vocab());
+  if (s.log_probs && readable(r.labels)) {
+    if (is_readable(call.student)) check_log_probs(op, "student", call.student, r, s);
+    if (is_readable(call.teacher)) check_log_probs(op, "teacher", call.teacher, r, s);
+  }
+  const auto rows = rows_of(call);
+  JsdOutputs out;
+  out.loss = s.reduction == at::Reduction::None ? rows.loss : rows.loss.sum();
+  if (s.averaged()) out.loss = out.loss / (normalizer ? *normalizer : rows.kept.clamp_min(1));
+  if (s.reduction == at::Reduction::Mean) out.loss = out.loss / std::max<int64_t>(call.vocab(), 1);
+  std::vector<Tensor> stats;
+  if ((s.aux & kJSDAuxSoftLoss) != 0) stats.push_back(rows.soft);
+  if ((s.aux & kJSDAuxHardLoss) != 0) stats.push_back(rows.hard);
+  if (!stats.empty()) out.stats = at::stack(stats);
+  return out;
+}
+
+std::vector<Tensor> gradients_of(const Divergence& call, const Tensor& scales, const Tensor& grad_loss,
+                                 const std::vector<Tensor>& inputs) {
+  auto loss = rows_of(call).loss;
+  if (scales.numel() != 0) loss = loss * scale_of(scales, 0);
+  if (grad_loss.dim() == 0) loss = loss.sum();
+  if (!loss.requires_grad()) {  // neither part has a weight
+    std::vector<Tensor> result;
+    for (const auto& input : inputs) result.push_back(input.defined() ? at::zeros_like(input) : Tensor());
+    return result;
+  }
+  return differentiate({loss}, {grad_loss}, inputs);
+}
+
+// The logits of both heads, or a top-k teacher as it is.
+std::array<Tensor, 2> logits_of(const Tensor& input, const JsdHeads& heads, const LinearJsdOptions& options) {
+  const auto used = [&](const Tensor& x) { return options.vocab_size ? x.narrow(0, 0, *options.vocab_size) : x; };
+  const auto used_of = [&](const OptionalTensor& x) { return x ? OptionalTensor(used(*x)) : std::nullopt; };
+  const auto student = linear_logits(input, used(heads.student_weight), used_of(heads.student_bias));
+  if (!heads.teacher_weight) return {student, heads.teacher};
+  const auto teacher = linear_logits(heads.teacher, used(*heads.teacher_weight), used_of(heads.teacher_bias));
+  return {student, teacher.to(student.scalar_type())};
+}
+
+}  // namespace
+
+JsdOutputs jsd(const char* op, const JsdForward& call) {
+  return outputs_of(op, {call.student, call.teacher, call.rows, call.settings}, call.rows.normalizer);
+}
+
+JsdOutputs linear_jsd(const char* op, const LinearJsdForward& call) {
+  const auto [student, teacher] = logits_of(call.student_input, call.heads, call.linear);
+  return outputs_of(op, {student, teacher, call.rows, call.settings}, call.rows.normalizer);
+}
+
+std::array<Tensor, 2> jsd_gradients(JsdBackward call, std::array<bool, 2> wanted) {
+  const at::AutoGradMode enabled(true);
+  const auto inputs = aliases({{&call.student, wanted[0]}, {&call.teacher, wanted[1]}});
+  const auto found =
+      gradients_of({call.student, call.teacher, call.rows, call.settings}, call.scales, call.grad_loss, inputs);
+  return {found[0], found[1]};
+}
+
+LinearGradients linear_jsd_gradients(LinearJsdBackward call) {
+  const at::AutoGradMode enabled(true);
+  const auto inputs = aliases({{&call.student_input, call.needs_grad[0]},
+                               {&call.heads.student_weight, call.needs_grad[1]},
+                               input_of(call.heads.student_bias, call.needs_grad[2])});
+  const auto [student, teacher] = logits_of(call.student_input, call.heads, call.linear);
+  const auto found = gradients_of({student, teacher, call.rows, call.settings}, call.scales, call.grad_loss, inputs);
+  return {found[0], found[1], found[2]};
+}
+
+}  // namespace fusegrad::composite

@@ -1,0 +1,98 @@
+// What the compositions of the losses share; see pytorch/autograd/composite.h.
+#pragma once
+
+#include <torch/csrc/autograd/autograd.h>
+
+#include <initializer_list>
+#include <limits>
+#include <vector>
+
+#include "pytorch/autograd/composite.h"
+#include "pytorch/autograd/inplace.h"
+#include "pytorch/ops/check.h"
+
+namespace fusegrad::composite {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
+
+/// Whether a check may read the values: they are those of a plain tensor.
+inline bool is_readable(const at::Tensor& tensor) {
+  return !is_transformed({&tensor}) && !is_traced(tensor) && !tensor.is_meta();
+}
+
+inline at::Tensor with_softcap(const at::Tensor& logits, double softcap) {
+  return softcap == 0.0 ? logits : (logits / softcap).tanh() * softcap;
+}
+
+/// Products in the input's dtype, to which the head is rounded.
+inline at::Tensor linear_logits(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
+  const auto dtype = input.scalar_type();
+  return at::linear(input, weight.to(dtype), bias ? OptionalTensor(bias->to(dtype)) : std::nullopt);
+}
+
+/// Class indices [N], some of which say that a row is ignored. A row with an index outside [0, V) is NaN.
+struct Labels {
+  at::Tensor valid, wrong;
+  at::Tensor index;  ///< in [0, V) everywhere
+
+  Labels(const at::Tensor& labels, int64_t ignore_index, int64_t vocab) {
+    const auto all = labels.to(at::kLong);
+    valid = all.ne(ignore_index);
+    const auto inside = all.ge(0).logical_and(all.lt(vocab));
+    wrong = valid.logical_and(inside.logical_not());
+    index = all.masked_fill(valid.logical_and(inside).logical_not(), 0);
+  }
+
+  /// An ignored row counts for nothing, also where it is infinite or NaN.
+  at::Tensor without_ignored(const at::Tensor& rows) const {
+    return rows.masked_fill(valid.logical_not().unsqueeze(1), 0);
+  }
+  /// [N, V] at the labels.
+  at::Tensor column(const at::Tensor& rows) const { return rows.gather(1, index.unsqueeze(1)).squeeze(1); }
+  /// [N], with the values of ignored and wrong rows.
+  at::Tensor of_rows(const at::Tensor& values) const {
+    return values.masked_fill(wrong, kNaN).masked_fill(valid.logical_not(), 0);
+  }
+};
+
+/// By what the forward divided; see RowScales. It is infinite where no row is kept, whose gradients are 0.
+inline at::Tensor scale_of(const at::Tensor& scales, int64_t i) { return scales[i].nan_to_num(0, 0, 0) * scales[2]; }
+
+struct Input {
+  at::Tensor* tensor;  ///< null: not there
+  bool wanted;
+};
+inline Input input_of(OptionalTensor& tensor, bool wanted) { return {tensor ? &*tensor : nullptr, wanted}; }
+
+/// What differentiate() takes: each wanted tensor is replaced by an alias of it, which comes back. By the tensors
+/// themselves the engine would go on through their own graphs, where one of them depends on another (tied weights).
+inline std::vector<at::Tensor> aliases(std::initializer_list<Input> inputs) {
+  std::vector<at::Tensor> result;
+  for (const auto& input : inputs) {
+    const bool wanted = input.wanted && input.tensor != nullptr;
+    if (wanted) *input.tensor = at::alias(*input.tensor);
+    result.push_back(wanted ? *input.tensor : at::Tensor());
+  }
+  return result;
+}
+
+/// The gradients of those `inputs` that are defined, as a graph: 0 where nothing depends on them.
+inline std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& outputs,
+                                             const std::vector<at::Tensor>& upstream,
+                                             const std::vector<at::Tensor>& inputs) {
+  std::vector<at::Tensor> wanted, result(inputs.size());
+  for (const auto& input : inputs) {
+    if (input.defined()) wanted.push_back(input);
+  }
+  if (wanted.empty()) return result;
+  const auto gradients = torch::autograd::grad(outputs, wanted, upstream, /*retain_graph=*/true, /*create_graph=*/true,
+                                               /*allow_unused=*/true);
+  for (size_t i = 0, next = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].defined()) continue;
+    const auto& gradient = gradients[next++];
+    result[i] = gradient.defined() ? gradient : at::zeros_like(inputs[i]);
+  }
+  return result;
+}
+
+}  // namespace fusegrad::composite
