@@ -59,8 +59,7 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
   const FlexShape& n = call.shape();
   if (c.wants_buffers()) {
-    made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys,
-                                   at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
+    made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys, gpu::multiprocessors());
   }
   for (size_t i = 0; made.apart && i < c.wants_grad.size(); ++i) {
     if (made.apart->common.wants_grad[i]) c.wants_grad[i] = false;
