@@ -20,6 +20,8 @@ LEVEL = {prefix: level for level, prefixes in enumerate(ROOMS.values()) for pref
 TORCH = re.compile(r"(torch|ATen|c10)/")
 # The one file below the front ends with headers of torch's: vectors that leave no symbol of its libraries.
 VECTORS = "common/vec.h"
+# The one file that may name torch's CUDA: a wheel's library has none of its symbols.
+GPU = "pytorch/gpu.h"
 # The headers of the C++ API that need no torch.
 PLAIN_API = ("fusegrad/check_targets.h", "fusegrad/expression.h", "fusegrad/reductions.h")
 
@@ -47,6 +49,9 @@ def main() -> int:
         if file.suffix not in (".h", ".cpp", ".cu", ".cuh") or "/" not in path:
             continue
         for number, line in enumerate(file.read_text().splitlines(), 1):
+            if path != GPU and re.search(r"\b(at|c10)::cuda::", line):
+                failed = True
+                print(f"csrc/{file.relative_to(CSRC).as_posix()}:{number}: only {GPU} may name torch's CUDA")
             found = re.match(r'\s*#\s*include\s+[<"](.+)[>"]', line)
             if found and wrong(path, found[1]):
                 failed = True
