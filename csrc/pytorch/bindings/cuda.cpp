@@ -155,9 +155,7 @@ void bind(py::Module m) {
           const auto apart = sums_over_batches(c, needs_grad, kMany, heads, 1, 1, 1);
           if (!apart) continue;
           FlexCase others = c;
-          for (size_t i = 0; i < others.wants_grad.size(); ++i) {
-            if (apart->common.wants_grad[i]) others.wants_grad[i] = false;
-          }
+          apart->leave_out(others);
           if (!others.wants_buffers()) others.fixed_point = others.partial_sums = false;
           for (auto& kernel : backward_kernels(others, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));

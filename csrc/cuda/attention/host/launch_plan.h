@@ -54,8 +54,6 @@ struct LaunchPlan {
   int together = 1;  ///< of few queries: heads whose queries are the rows of a tile
 };
 
-constexpr int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
 /// Raises where there would be 2^31 CTAs or more.
 void check_ctas(int64_t ctas);
 

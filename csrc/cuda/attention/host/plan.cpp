@@ -529,6 +529,12 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
   return kernels;
 }
 
+void BatchSums::leave_out(FlexCase& c) const {
+  for (size_t i = 0; i < c.wants_grad.size(); ++i) {
+    if (common.wants_grad[i]) c.wants_grad[i] = false;
+  }
+}
+
 std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
                                            int64_t heads, int64_t queries, int64_t keys, int64_t processors) {
   constexpr int64_t kLeastBatches = 4;
@@ -557,14 +563,13 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   }
   if (count == 0 || count > kMostContributions) return std::nullopt;
   // As many CTAs a tile as fill the GPU, each of some batches.
-  const auto tiles_of = [](int64_t n, int size) { return (n + size - 1) / size; };
-  const int64_t tiles = heads * tiles_of(queries, kGradBuffersTile.rows) * tiles_of(keys, kGradBuffersTile.cols);
+  const int64_t tiles = heads * tiles_in(queries, kGradBuffersTile.rows) * tiles_in(keys, kGradBuffersTile.cols);
   constexpr int64_t kPerProcessor = 3, kMostParts = 64, kEnoughTiles = 1024;
   const int64_t places = kPerProcessor * processors;
   if (tiles < kEnoughTiles) {
     double best = 0;
     for (int64_t parts = 1; parts <= std::min(kMostParts, batches / kLeastBatches); ++parts) {
-      const int64_t ctas = tiles * parts, waves = tiles_of(ctas, static_cast<int>(places));
+      const int64_t ctas = tiles * parts, waves = tiles_in(ctas, places);
       const double filled = static_cast<double>(ctas) / static_cast<double>(waves * places);
       if (filled <= best) continue;
       best = filled;

@@ -64,11 +64,17 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
 
+/// Tiles of so many that hold n.
+constexpr int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
 /// A kernel (kGradBuffers) for the gradients of buffers in whose places b plays no part.
 struct BatchSums {
   FlexCase common;    ///< wants the gradients of these buffers alone
   int64_t parts = 1;  ///< CTAs for each tile of a head's pairs, which share its batches
   int64_t ctas = 0, sums = 0;
+
+  /// Leaves these buffers out of what the backward's other kernels are to do.
+  void leave_out(FlexCase& c) const;
 };
 /// Which buffers' gradients are better summed over batches first: those that every batch shares, of small heads. `c` is
 /// what the kernels of a backward have in common, `needs_grad` of query, key and value.

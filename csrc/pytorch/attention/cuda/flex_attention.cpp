@@ -61,9 +61,7 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   if (c.wants_buffers()) {
     made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys, gpu::multiprocessors());
   }
-  for (size_t i = 0; made.apart && i < c.wants_grad.size(); ++i) {
-    if (made.apart->common.wants_grad[i]) c.wants_grad[i] = false;
-  }
+  if (made.apart) made.apart->leave_out(c);
   if (!deterministic || !c.wants_buffers()) return made;
   const int64_t launches =
       ordered_launches(c, n.key_batches, n.key_heads, n.keys, gpu::multiprocessors(), jit::current_architecture());
