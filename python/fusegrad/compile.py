@@ -70,7 +70,8 @@ def compile_flex(
             some of them only has a kernel of its own.
         deterministic: As for the call.
         dropout_p: As for the call. Only whether it is 0 makes a difference.
-        few_queries: Also the forward's kernels of calls whose queries are at most 32.
+        few_queries: Also the kernels of calls whose queries are at most 32, or too few to fill the GPU, whose keys are
+            split instead.
         lengths: M and N of the calls, where one of them is at most 128: short sequences have tiles, and so kernels, of
             their own. By default those of longer ones are compiled.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
@@ -154,6 +155,10 @@ def compile_flex(
             cases += flex.backward_kernels(case_of("backward", many_batches=many_batches), ordered, architecture)
     if few_queries:
         cases += [case_of("forward", few_rows=rows) for rows in flex.few_query_tiles(head_size, value_size)]
+        cases.append(case_of("forward", key_splits=True))
+        if training:
+            split = flex.backward_kernels(case_of("backward", key_splits=True), ordered, architecture)
+            cases += [case for case in split if flex.plan(case, architecture)["key_splits"]]
     programs = {_C.jit.key(program): program for program in (flex.program(case, architecture) for case in cases)}
     with ThreadPoolExecutor(len(programs)) as threads:
         list(threads.map(_C.jit.compile, programs.values()))

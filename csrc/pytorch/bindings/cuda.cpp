@@ -203,9 +203,6 @@ void bind(py::Module m) {
       "force_family", [](const std::string& family) { force_flex_family(family_named(family)); }, py::arg("family"),
       "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
   m.def(
-      "allow_key_splits", [](bool allowed) { allow_key_splits(allowed); }, py::arg("allowed"),
-      "For tests: whether several CTAs share the keys of usual tiles, where that pays.");
-  m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");
 }

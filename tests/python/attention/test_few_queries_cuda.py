@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from attention_reference import dense, dropout_weight
 from flex_cuda_support import DEVICE, inputs, relative
-from fusegrad import _C, flex_attention
+from fusegrad import flex_attention
 from support import assert_as_good_as_eager
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
@@ -121,20 +121,19 @@ def test_what_shapes_the_scores(kind: str, name: str, dtype: torch.dtype) -> Non
     compare(SIZES[name], dtype, kind)
 
 
-@pytest.fixture
-def usual_tiles_share_keys() -> Iterator[None]:
-    _C.flex.allow_key_splits(True)
-    yield
-    _C.flex.allow_key_splits(False)
-
-
-@pytest.mark.usefixtures("usual_tiles_share_keys")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 3, 3, 64, 5000, 64, 64), (2, 4, 2, 130, 3001, 128, 120)], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "score_mod", "mask", "dropout"])
+@pytest.mark.parametrize(
+    "sizes", [(1, 3, 3, 64, 5000, 64, 64), (2, 4, 2, 130, 3001, 128, 120), (1, 2, 2, 60, 2100, 256, 200)], ids=str
+)
+@pytest.mark.parametrize("kind", ["plain", "score_mod", "mask", "dropout", "deterministic"])
 def test_usual_tiles(kind: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Some splits have no tiles under the mask, and some rows no keys."""
-    compare(sizes, dtype, kind)
+    """Their keys are split over CTAs, in deterministic mode and of wide heads dQ's too; some splits have no tiles
+    under the mask, and some rows no keys."""
+    torch.use_deterministic_algorithms(kind == "deterministic")
+    try:
+        compare(sizes, dtype, kind)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("keys", [1, 63, 64, 65, 4096, 100_003])

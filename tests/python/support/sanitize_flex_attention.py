@@ -103,9 +103,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1, help="processes that share the calls")
     options = parser.parse_args()
-    if options.family == "split":
-        _C.flex.allow_key_splits(True)
-    else:
+    if options.family != "split":
         _C.flex.force_family(options.family)
     mine = list(cases(options.family))[options.part :: options.parts]
     for case in mine:

@@ -1,12 +1,9 @@
 #include "cuda/attention/host/few_queries.h"
 
 #include <algorithm>
-#include <atomic>
 
 namespace fusegrad::cuda {
 namespace {
-
-std::atomic<bool> usual_splits{false};
 
 // In times that a multiprocessor takes for a tile: 0.75 to 1.2 us on an H200.
 double time_of(const SplitWork& work, int64_t splits) {
@@ -71,9 +68,6 @@ int64_t key_splits(const SplitWork& work) {
   }
   return best;
 }
-
-void allow_key_splits(bool allowed) { usual_splits = allowed; }
-bool key_splits_are_allowed() { return usual_splits; }
 
 int64_t outputs_of(const FlexShape& shape) {
   return shape.query_heads() * shape.queries * std::max(shape.head_size, shape.value_size);

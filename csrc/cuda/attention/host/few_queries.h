@@ -25,11 +25,6 @@ int64_t heads_of_tile(int64_t rows, const FlexShape& shape, const std::optional<
 /// Whether the keys of the usual tiles are split over CTAs (FlexCase::key_splits), as those would not fill the GPU.
 bool pays_key_splits(const FlexShape& shape, int64_t processors);
 
-/// For tests: whether a call's usual tiles are split where that pays. They are not unless allowed: their results have
-/// not been compared on a GPU, only timed.
-void allow_key_splits(bool allowed);
-bool key_splits_are_allowed();
-
 /// Rows of tiles whose keys may be split.
 struct SplitWork {
   int64_t units = 0;                     ///< rows of tiles

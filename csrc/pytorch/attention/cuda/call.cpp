@@ -118,9 +118,7 @@ int FlexCall::few_rows(const FlexCase& c) const {
   return few_query_rows(c, shape_, mask_, jit::current_architecture());
 }
 
-bool FlexCall::key_splits() const {
-  return key_splits_are_allowed() && pays_key_splits(shape_, gpu::multiprocessors());
-}
+bool FlexCall::key_splits() const { return pays_key_splits(shape_, gpu::multiprocessors()); }
 
 bool FlexCall::pays_tall() const {
   const auto share = [&] {
