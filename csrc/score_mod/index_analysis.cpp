@@ -301,7 +301,7 @@ std::vector<NodeId> pair_reads(const Graph& graph) {
   const auto kinds = reads(graph);
   const auto dependence = dependences(graph);
   for (const NodeId id : reachable(graph)) {
-    if (graph[id].op != Op::kLoad || graph[id].type != Type::kFloat) continue;
+    if (graph[id].op != Op::kLoad || graph[id].type == Type::kBool) continue;
     if (kinds[id] != Reads::kPair && kinds[id] != Reads::kLater) continue;
     const VariableSet on = dependence[id].on();
     const bool known = (on & (set_of(kVarLane) | set_of(kVarAxis))) == 0;

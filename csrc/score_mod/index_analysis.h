@@ -71,8 +71,8 @@ enum class Reads : uint8_t {
 /// Of every node; of one that is no load it means nothing.
 std::vector<Reads> reads(const Graph& graph);
 
-/// The loads of numbers, of those that the result needs, at places that q_idx and kv_idx give, each for itself, and no
-/// score: what a score_mod reads of a pair, and other batches perhaps too.
+/// The loads of numbers and integers, of those that the result needs, at places that q_idx and kv_idx give, each for
+/// itself, and no score: what a score_mod reads of a pair, and other batches perhaps too.
 std::vector<NodeId> pair_reads(const Graph& graph);
 
 /// The variables that a tuple of indices determines: v is in the set if no two tuples are equal that differ in v.

@@ -139,8 +139,11 @@ class Renderer {
   }
 
   void begin_apply(const std::string& type, const std::string& parameters) {
-    text_ += "  template <class Reads = fusegrad::device::score_mod::ReadThere>\n";
-    begin(type + " apply", parameters + ", [[maybe_unused]] const Reads& reads = Reads()");
+    with_reads("  template <", type + " apply", parameters);
+  }
+  void with_reads(const std::string& parameters_of_template, const std::string& name, const std::string& parameters) {
+    text_ += parameters_of_template + "class Reads = fusegrad::device::score_mod::ReadThere>\n";
+    begin(name, parameters + ", [[maybe_unused]] const Reads& reads = Reads()");
   }
 
   // The statements that `roots` need, and the end of the function.
@@ -358,15 +361,16 @@ class Renderer {
     text_ += "  static constexpr int kPairReads = " + number(static_cast<int64_t>(pair_loads_.size())) + ";\n";
     text_ += "  static constexpr bool kPairOnBatch[] = {" + on_batch + "false};\n";
     elements_of("auto pair_read", pair_loads_, indices);
-    std::string bytes;
-    std::string brain;
+    std::string bytes, brain, integer;
     for (const NodeId id : pair_loads_) {
+      integer += graph_[id].type == Type::kInt ? "true, " : "false, ";
       bytes += number(box_bytes(graph_, id, options_.dtypes)) + ", ";
       const DType dtype = options_.dtypes[static_cast<size_t>(graph_[id].payload)];
       brain += dtype == DType::kBFloat16 ? "true, " : "false, ";
     }
     text_ += "  static constexpr int kPairBox[] = {" + bytes + "0};\n";
     text_ += "  static constexpr bool kPairBFloat16[] = {" + brain + "false};\n";
+    text_ += "  static constexpr bool kPairInteger[] = {" + integer + "false};\n";
     text_ += "  template <int k>\n";
     begin("auto pair_row", "int b, int h, int q_idx, bool valid");
     there_ = true;
@@ -427,14 +431,18 @@ class Renderer {
   void derivative(const std::string& indices) {
     const auto& contributions = graph_.contributions();
     const auto plan = plan_scatter(graph_);
-    std::string buffers, classes, exclusive, repeats, places;
+    std::string buffers, classes, exclusive, repeats, columns, places, bytes, brain;
     std::vector<NodeId> roots{graph_.result()};
     std::string stores;
     for (size_t k = 0; k < contributions.size(); ++k) {
       buffers += (k == 0 ? "" : ", ") + number(contributions[k].buffer);
       classes += (k == 0 ? "'" : ", '") + std::string(1, static_cast<char>(plan[k].scheme)) + "'";
       exclusive += std::string(k == 0 ? "" : ", ") + (plan[k].exclusive ? "true" : "false");
+      const DType dtype = options_.dtypes[static_cast<size_t>(contributions[k].buffer)];
+      bytes += (k == 0 ? "" : ", ") + number(storage_bytes(dtype));
+      brain += std::string(k == 0 ? "" : ", ") + (dtype == DType::kBFloat16 ? "true" : "false");
       repeats += std::string(k == 0 ? "" : ", ") + (plan[k].repeats ? "true" : "false");
+      columns += std::string(k == 0 ? "" : ", ") + (plan[k].has_column ? "true" : "false");
       places += std::string(k == 0 ? "" : ", ") + number(plan[k].places);
       if (is_vector(k)) {
         stores += "  value[" + number(static_cast<int64_t>(k)) + "] = 0.0f;\n  ";
@@ -450,6 +458,9 @@ class Renderer {
     text_ += "  static constexpr char kClass[] = {" + (none ? "0" : classes) + "};\n";
     text_ += "  static constexpr bool kExclusive[] = {" + (none ? "false" : exclusive) + "};\n";
     text_ += "  static constexpr bool kRepeats[] = {" + (none ? "false" : repeats) + "};\n";
+    text_ += "  static constexpr bool kColumn[] = {" + (none ? "false" : columns) + "};\n";
+    text_ += "  static constexpr int kBytes[] = {" + (none ? "0" : bytes) + "};\n";
+    text_ += "  static constexpr bool kBFloat16[] = {" + (none ? "false" : brain) + "};\n";
     text_ += "  static constexpr int kPlaces[] = {" + (none ? "1" : places) + "};\n";
     std::map<AxisSet, std::vector<size_t>> vectors;  // by their axes
     for (size_t k = 0; k < contributions.size(); ++k) {
@@ -460,16 +471,32 @@ class Renderer {
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) {
       if (!is_vector(k)) place(k, indices);
+      if (plan[k].has_column) column(k, plan[k].column, indices);
     }
-    text_ += "  template <int k>\n";
-    begin("long long offset", "float score, " + indices);
+    with_reads("  template <int k, ", "long long offset", "float score, " + indices);
     for (size_t k = 0; k < contributions.size(); ++k) {
       const std::string index = number(static_cast<int64_t>(k));
       if (is_vector(k)) continue;
-      text_ +=
-          "    if constexpr (k == " + index + ") return offset_" + index + "(c, score, b, h, q_idx, kv_idx, valid);\n";
+      text_ += "    if constexpr (k == " + index + ") return offset_" + index +
+               "(c, score, b, h, q_idx, kv_idx, valid, reads);\n";
     }
     text_ += "    return -1;\n  }\n";
+    with_reads("  template <int k, ", "int in_column", "float score, " + indices);
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      if (!plan[k].has_column) continue;
+      const std::string index = number(static_cast<int64_t>(k));
+      text_ += "    if constexpr (k == " + index + ") return in_column_" + index +
+               "(c, score, b, h, q_idx, kv_idx, valid, reads);\n";
+    }
+    text_ += "    return -1;\n  }\n";
+    text_ += "  template <int k>\n";
+    begin("long long of_column", "int b, int h, int i");
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      if (!plan[k].has_column) continue;
+      const std::string index = number(static_cast<int64_t>(k));
+      text_ += "    if constexpr (k == " + index + ") return of_column_" + index + "(c, b, h, i);\n";
+    }
+    text_ += "    return i;\n  }\n";
     if (!vectors.empty()) scatter(vectors);
   }
 
@@ -585,10 +612,43 @@ class Renderer {
 
   void place(size_t k, const std::string& parameters) {
     const Contribution& c = graph_.contributions()[k];
-    begin("long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
-    there_ = true;
+    with_reads("  template <", "long long offset_" + number(static_cast<int64_t>(k)), "float score, " + parameters);
     end_with_result(c.indices, "  return " + place_of(c) + ";\n");
+  }
+  // A contribution's place in the column of its (b, h), of at most kSmallTableElements; and an element's place in the
+  // dense gradient.
+  void column(size_t k, uint32_t dimensions, const std::string& parameters) {
+    const Contribution& c = graph_.contributions()[k];
+    const std::string of = number(static_cast<int64_t>(k)), buffer = number(c.buffer);
+    std::vector<NodeId> inner, outer;
+    for (size_t d = 0; d < c.indices.size(); ++d) ((dimensions >> d & 1) != 0 ? inner : outer).push_back(c.indices[d]);
+    with_reads("  template <", "int in_column_" + of, "float score, " + parameters);
+    std::vector<std::string> index;
+    std::string local = "0";
+    const std::string in_range = checks(c.buffer, c.indices, index);
+    for (size_t d = 0; d < index.size(); ++d) {
+      if ((dimensions >> d & 1) == 0) continue;
+      local =
+          "(" + local + " * int(c.size" + buffer + "_" + number(static_cast<int64_t>(d)) + ") + int(" + index[d] + "))";
+    }
+    end_with_result(c.indices, "  return valid" + in_range + " ? " + local + " : -1;\n");
+    begin("long long of_column_" + of, "int b, int h, int i");
+    text_ += "    [[maybe_unused]] constexpr bool valid = true;\n";
+    there_ = true;
+    statements(outer);
     there_ = false;
+    std::string offset = "0ll";
+    for (size_t d = index.size(); d-- > 0;) {
+      if ((dimensions >> d & 1) == 0) continue;
+      const std::string at = "i" + number(static_cast<int64_t>(d));
+      const std::string size = "int(c.size" + buffer + "_" + number(static_cast<int64_t>(d)) + ")";
+      text_ += "    const int " + at + " = i % " + size + ";\n    i /= " + size + ";\n";
+      index[d] = at;
+    }
+    for (size_t d = 0; d < index.size(); ++d) {
+      offset = "(" + offset + " * c.size" + buffer + "_" + number(static_cast<int64_t>(d)) + " + (" + index[d] + "))";
+    }
+    text_ += "    return " + offset + ";\n  }\n";
   }
 
   const Graph& graph_;
@@ -625,15 +685,17 @@ void check_indices(const Graph& graph) {
 
 int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
   const Node& node = graph[load];
-  const int bytes = storage_bytes(dtypes[static_cast<size_t>(node.payload)]);
-  if (node.operands.empty() || bytes < 2 || bytes > 4) return 0;
+  const DType dtype = dtypes[static_cast<size_t>(node.payload)];
+  const bool takes =
+      dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kInt32;
+  if (node.operands.empty() || !takes) return 0;
   const Node& last = graph[node.operands.back()];
   if (last.op != Op::kInput || static_cast<Input>(last.payload) != Input::kKv) return 0;
   const auto dependence = dependences(graph);
   for (size_t k = 0; k + 1 < node.operands.size(); ++k) {
     if ((dependence[node.operands[k]].on() & set_of(kVarKv)) != 0) return 0;
   }
-  return bytes;
+  return storage_bytes(dtype);
 }
 
 bool small_buffers(std::span<const Buffer> buffers) {

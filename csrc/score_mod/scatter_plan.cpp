@@ -1,6 +1,7 @@
 #include "score_mod/scatter_plan.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "score_mod/derivative.h"
 #include "score_mod/index_analysis.h"
@@ -81,6 +82,13 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     for (const NodeId index : c.indices) on |= dependence[index].on();
     step.over_batches = !step.is_vector && step.scheme >= ScatterClass::kInjective &&
                         (on & (set_of(kVarB) | set_of(kVarLane) | set_of(kVarAxis))) == 0;
+    if (!step.is_vector && step.scheme >= ScatterClass::kSmallTable && c.indices.size() <= 32) {
+      for (size_t k = 0; k < c.indices.size(); ++k) {
+        constexpr VariableSet kOfHead = set_of(kVarB) | set_of(kVarH);
+        if ((dependence[c.indices[k]].on() & ~kOfHead) != 0) step.column |= uint32_t{1} << k;
+      }
+      step.has_column = step.column != 0 && static_cast<size_t>(std::popcount(step.column)) < c.indices.size();
+    }
     step.repeats = step.scheme == ScatterClass::kDiagonal && diagonals_meet(c, dependence);
     if (step.repeats) step.reason += ", equal neighbours together";
     step.places = derivative.values(derivative.open_axes(c));
@@ -90,6 +98,12 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     step.exclusive = only_read && (determines & kHead) == kHead;
     step.once_a_batch =
         only_read && step.scheme == ScatterClass::kInjective && (determines & set_of(kVarH)) == set_of(kVarH);
+    if (step.exclusive && c.indices.size() == kVariables) {
+      for (const NodeId index : c.indices) {
+        if (derivative[index].op == Op::kInput) step.inputs.push_back(static_cast<Input>(derivative[index].payload));
+      }
+      if (step.inputs.size() != c.indices.size() || step.scheme != ScatterClass::kInjective) step.inputs.clear();
+    }
     if (step.exclusive) {
       step.reason += "; exclusive: no other b or h and no other read writes there";
     } else if (!only_read) {

@@ -2,6 +2,7 @@
 // exact one, from what the indices of each read depend on. docs/score_mod.md explains the classes.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
@@ -38,6 +39,14 @@ struct ScatterStep {
   bool over_batches = false;
   /// Class D: several diagonals may have one element, such as a bucket. Neighbours then are added up first.
   bool repeats = false;
+  /// Whether the indices are b, h, q_idx and kv_idx themselves, each of which kInput it is: where the sizes are the
+  /// call's lengths, every element gets one contribution. Empty if not.
+  std::vector<Input> inputs;
+  /// Classes F and G: the dimensions, a bit each, whose indices tell pairs of a (b, h) apart. Of a table with others
+  /// too, such as t[i, h], a tile reaches a column alone, of the product of these sizes.
+  uint32_t column = 0;
+  /// Whether there are others.
+  bool has_column = false;
   /// Whether there are axes, and to how many places a pair contributes by them.
   bool is_vector = false;
   int64_t places = 1;

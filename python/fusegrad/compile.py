@@ -145,6 +145,7 @@ def compile_flex(
             score_mod_small=score_small,
             mask_mod_small=mask_small,
             lengths=lengths or (0, 0),
+            sizes=[list(b.shape) for b in buffers],
             **more,
         )
 

@@ -22,6 +22,7 @@ struct ScoreMod {
   static constexpr bool kPairOnBatch[] = {false};
   static constexpr int kPairBox[] = {0};
   static constexpr bool kPairBFloat16[] = {false};
+  static constexpr bool kPairInteger[] = {false};
   template <int>
   static __device__ float pair_read(const Captured&, int b, int h, int q, int kv, bool valid) {
     return 0.0f;
@@ -62,15 +63,27 @@ struct ScaleGradient {
   static constexpr bool kVectors = false;
   static constexpr const int* kBuffer = kScaleBuffer;
   static constexpr bool kRepeats[] = {false};
+  static constexpr bool kColumn[] = {false};
+  static constexpr int kBytes[] = {4};
+  static constexpr bool kBFloat16[] = {false};
   template <class Reads = score_mod::ReadThere>
   static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
                                 float* value, const Reads& = Reads()) {
     value[0] = valid ? grad * score : 0.0f;
     return valid ? grad * c.scale[h] : 0.0f;
   }
-  template <int>
-  static __device__ long long offset(const Captured&, float, int b, int h, int q, int kv, bool valid) {
+  template <int, class Reads = score_mod::ReadThere>
+  static __device__ long long offset(const Captured&, float, int b, int h, int q, int kv, bool valid,
+                                     const Reads& = Reads()) {
     return valid ? h : -1;
+  }
+  template <int, class Reads = score_mod::ReadThere>
+  static __device__ int in_column(const Captured&, float, int, int, int, int, bool, const Reads& = Reads()) {
+    return -1;
+  }
+  template <int>
+  static __device__ long long of_column(const Captured&, int, int, int i) {
+    return i;
   }
 };
 struct Config {

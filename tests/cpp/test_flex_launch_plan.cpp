@@ -360,7 +360,8 @@ TEST(PairBoxes, AreOfRowsOfKeys) {
     EXPECT_TRUE(plan_kernel(pairs_of_heads(kernel, 32), "90a").tile().boxes);
     EXPECT_TRUE(plan_kernel(pairs_of_heads(kernel, 32, score_mod::DType::kFloat32), "80").tile().boxes);
     EXPECT_FALSE(plan_kernel(pairs_of_heads(kernel, 32, score_mod::DType::kFloat64), "80").tile().boxes);
-    EXPECT_FALSE(plan_kernel(windows(kernel, 32), "90a").tile().boxes);
+    // Where a table is read, integers say.
+    EXPECT_TRUE(plan_kernel(windows(kernel, 32), "90a").tile().boxes);
     const FlexCase by_column =
         biased(kernel, 32, "buffer @0 f 3\n", "%0 = load @0 h kv_idx q_idx\n%1 = add score %0\nreturn %1\n",
                {score_mod::DType::kBFloat16}, {4 * 512 * 512});
@@ -379,7 +380,7 @@ TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {
     c.most_queries = c.most_keys = 64;
     const FlexShape shape = make_shape(2048, 16, 16, 49, 49, 32);
     EXPECT_EQ(plan(c, shape).ctas, 2048 * 16);
-    c.keeps = true;
+    c.many_batches = true;
     const LaunchPlan stays = plan(c, shape);
     EXPECT_EQ(stays.ctas % 16, 0);
     EXPECT_LE(stays.ctas, 4 * kProcessors);

@@ -129,7 +129,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "sums.begin();\n"
      "sums.begin_tile();\n"
      "sums.add(value, 0, 0, 0, 1.0f, 0, 1, 2, 3, true);\n"
-     "sums.end_block(0, 0);\n"
+     "sums.end_block(0, 0, 0, 0);\n"
      "sums.end_tile();\n"
      "sums.flush(0, 1, 2, 3);\n"
      "sums.end_head(0, 1, 3);",
@@ -193,7 +193,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "out[threadIdx.x + 32] = p + value[0];",
      24, true},
     {"cuda/attention/device/pair_boxes.cuh",
-     "using Boxes = PairBoxes<ScoreMod, 32, 32, true>;\n"
+     "using Boxes = PairBoxes<ScoreMod, 32, 32, KeptReads<ScoreMod, 4, 128, false>, true>;\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "Boxes::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 0, 1, 2, 3, 32, threadIdx.x);\n"
      "auto reads = Boxes::reads<true>(shared_address(shared), 0, 16, threadIdx.x % kLanes);\n"

@@ -39,7 +39,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
                    bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
                    std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits, std::array<int64_t, 2> lengths,
-                   bool many_batches) {
+                   bool many_batches, const std::vector<std::vector<int64_t>>& sizes) {
   FlexCase c;
   c.kernel = kernel == "forward"      ? FlexKernel::kForward
              : kernel == "backward"   ? FlexKernel::kBackward
@@ -62,12 +62,13 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
     c.most_queries = most_of(lengths[0]);
     c.most_keys = most_of(lengths[1]);
   }
-  c.keeps = many_batches && !c.blocks && c.most_queries == 64 && c.most_keys == 64 && shares_reads(c.score_mod);
+  c.many_batches = many_batches;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && c.kernel == FlexKernel::kForward && c.dtype != DType::kFloat32;
   if (c.kernel != FlexKernel::kForward) {
     c.wants_grad = wants_grad;
     c.elements = elements;
+    c.sizes = sizes;
     const bool of_buffers = c.kernel == FlexKernel::kGradBuffers;
     c.grad_query = needs_grad && !of_buffers && (c.kernel == FlexKernel::kGradQuery) == deterministic;
     c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;
@@ -134,19 +135,29 @@ void bind(py::Module m) {
         py::arg("score_mod_small") = std::array<bool, 2>{true, true},
         py::arg("mask_mod_small") = std::array<bool, 2>{true, true}, py::arg("few_rows") = 0,
         py::arg("key_splits") = false, py::arg("lengths") = std::array<int64_t, 2>{0, 0},
-        py::arg("many_batches") = false, "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
+        py::arg("many_batches") = false, py::arg("sizes") = std::vector<std::vector<int64_t>>(),
+        "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "backward_kernels",
       [](const FlexCase& c, bool deterministic, const std::string& architecture) {
         const std::vector<bool> needs_grad(3, c.grad_key);
         auto kernels = backward_kernels(c, needs_grad, deterministic, architecture);
-        // Whether they will be in one order without fixed point, lengths decide.
-        if (c.fixed_point && ordered_launches(c, 1, 1, 1, 1, architecture) != 0) {
-          FlexCase floats = c;
-          floats.fixed_point = false;
-          floats.partial_sums = true;
-          for (auto& kernel : backward_kernels(floats, needs_grad, deterministic, architecture))
+        // Lengths decide whether gradients of pairs are stored, and whether sums will be in one order without fixed
+        // point.
+        FlexCase covered = c;
+        covered.covered.assign(c.wants_grad.size(), true);
+        const bool stores = plan_kernel(covered, architecture).facts().schemes.find('S') != std::string::npos;
+        for (const FlexCase& one : {c, covered}) {
+          if (!one.covered.empty() && !stores) continue;
+          const bool floats = c.fixed_point && ordered_launches(one, 1, 1, 1, 1, architecture) != 0;
+          if (one.covered.empty() && !floats) continue;
+          FlexCase other = one;
+          if (floats) {
+            other.fixed_point = false;
+            other.partial_sums = true;
+          }
+          for (auto& kernel : backward_kernels(other, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));
         }
         // And how many batches there are, whether their sums are made first; how many heads, whether in parts.

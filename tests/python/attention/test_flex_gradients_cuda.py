@@ -214,6 +214,24 @@ def test_biases_of_pairs(layout: str, lengths: tuple[int, int], dtype: torch.dty
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("size", [48, 64])
+def test_a_forward_and_a_backward_of_two_families(size: int, deterministic: bool) -> None:
+    """Where nothing is forced, some biases of pairs take one family's forward and the other one's backward."""
+    _C.flex.force_family("")
+    given = [*inputs(3, 4, 136, 264, size, hkv=2), torch.randn(3, 4, 136, 264, requires_grad=True)]
+    upstream = torch.randn_like(given[0])
+    out = flex_attention(
+        *given[:3], lambda s, b, h, q, kv: s + given[3][b, h, q, kv], enable_gqa=True, deterministic=deterministic
+    )
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], lambda s, b, h, q, kv: s + wide[3][b, h, q, kv]).out
+    assert relative(out, expected) <= 1e-2
+    truths = torch.autograd.grad(expected, wide, upstream.double())
+    for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("size", [24, 64])
 def test_buckets_of_diagonals(size: int, deterministic: bool) -> None:
     """Neighbouring diagonals have one element, here and there the same as one further on."""
@@ -236,6 +254,75 @@ def test_buckets_of_diagonals(size: int, deterministic: bool) -> None:
     assert relative(grad, truth) <= 1e-2
     if deterministic:
         assert torch.equal(grad, torch.autograd.grad(out, table, upstream)[0])
+
+
+# Tables of which a (b, h) reaches a column, by places that a tensor has for each pair.
+COLUMNS: dict[str, tuple[list[tuple[int, ...]], Callable]] = {
+    "heads last": ([(600, 4)], lambda i, t: lambda s, b, h, q, kv: s + t[i[b, q, kv], h]),
+    "heads first": ([(4, 600)], lambda i, t: lambda s, b, h, q, kv: s * t[h, i[b, q, kv] - 600]),
+    "two tables": (
+        [(600, 4), (40, 4)],
+        lambda i, t, u: lambda s, b, h, q, kv: s * u[i[b, kv, q] % 40, h] + t[i[b, q, kv], h],
+    ),
+    "a batch's own": ([(20, 600, 4)], lambda i, t: lambda s, b, h, q, kv: s + t[b, i[0, q, kv], h]),
+    "two places": ([(30, 4, 20)], lambda i, t: lambda s, b, h, q, kv: s + t[i[b, q, kv] % 30, h, i[b, q, kv] % 20]),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("lengths", [(49, 49), (130, 150)], ids=str)
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_tables(name: str, lengths: tuple[int, int], dtype: torch.dtype, deterministic: bool) -> None:
+    m, n = lengths
+    shapes, function = COLUMNS[name]
+    held = [(1 + 0.3 * torch.randn(s)).requires_grad_() for s in shapes]
+    places = torch.randint(600, (20, 150, 151), dtype=dtype)[:, :, 1:]  # rows are at no multiples of 16 bytes
+    given = [*inputs(20, 4, m, n, 24), *held]
+    upstream = torch.randn_like(given[0])
+
+    def backward() -> tuple[Tensor, ...]:
+        out = flex_attention(*given[:3], function(places, *held), deterministic=deterministic)
+        return torch.autograd.grad(out, given, upstream)
+
+    runs = [backward() for _ in range(3 if deterministic else 1)]
+    for run in runs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs[0], run, strict=True))
+    wide = [t.detach().double().requires_grad_() for t in given]
+    out = dense(*wide[:3], function(places, *wide[3:])).out
+    for ours, truth in zip(runs[0], torch.autograd.grad(out, wide, upstream.double()), strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+# Biases by b: where each element has a pair of its own, the gradient is stored, in the bias' own dtype.
+OF_EVERY_PAIR: dict[str, tuple[tuple[int, ...], Callable]] = {
+    "in order": ((5, 4, 136, 150), lambda t: lambda s, b, h, q, kv: s * t[b, h, q, kv]),
+    "another order": ((150, 4, 5, 136), lambda t: lambda s, b, h, q, kv: s + t[kv, h, b, q]),
+    "some more keys": ((5, 4, 136, 160), lambda t: lambda s, b, h, q, kv: s + t[b, h, q, kv]),
+    "one further": ((5, 4, 136, 150), lambda t: lambda s, b, h, q, kv: s + t[b, h, q, (kv + 1) % 150]),
+    "some without": (
+        (5, 4, 136, 150),
+        lambda t: lambda s, b, h, q, kv: torch.where(kv <= q + 10, s + t[b, h, q, kv], -math.inf),
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [24, 64, 128])
+@pytest.mark.parametrize("name", OF_EVERY_PAIR)
+def test_biases_of_every_pair(name: str, size: int, dtype: torch.dtype, deterministic: bool) -> None:
+    shape, function = OF_EVERY_PAIR[name]
+    # The gradient's memory has nothing in it before.
+    torch.full((2 * math.prod(shape),), math.nan)
+    given = [*inputs(5, 4, 136, 150, size, hkv=2), (1 + 0.3 * torch.randn(shape)).to(dtype).requires_grad_()]
+    upstream = torch.randn_like(given[0])
+    out = flex_attention(*given[:3], function(given[3]), enable_gqa=True, deterministic=deterministic)
+    got = torch.autograd.grad(out, given, upstream)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], function(wide[3])).out
+    for ours, truth in zip(got, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+        assert relative(ours, truth) <= 1e-2
 
 
 def of_places(w: Tensor) -> Callable:

@@ -7,6 +7,7 @@
 //   Schemes::kScheme[]         the class of each contribution. Small letters ('a', 'b', 'c', 'g') are contributions to
 //                              several elements along axes: a warp sums up an element over its 16 keys by 8 queries as
 //                              the class allows, then adds it
+//                              'S': class E where every element gets one contribution of one pair, which is stored
 //   Schemes::kTable[]          the elements of a buffer of class F
 //   kFixedPoint                sums are 64-bit integers, the same in every order
 //   kPartialSums               classes A and B are stored head by head, and summed by a later kernel
@@ -166,8 +167,9 @@ class FlexBufferSums {
   }
 
   /// Adds what the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
+  template <class Reads = score_mod::ReadThere>
   __device__ __forceinline__ void add(const float* value, int m, int n, int e, float score, int b, int h, int q, int kv,
-                                      bool takes_part) {
+                                      bool takes_part, const Reads& of_pair = Reads()) {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       const float v = value[k];
@@ -189,8 +191,14 @@ class FlexBufferSums {
       } else {
         four_[k][e] = v;
         const bool reads = kAllRead || takes_part;
-        const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, reads);
-        at_[k][e] = v == 0.0f ? -1 : at;  // pairs that take no part have 0 too
+        long long at;
+        if constexpr (scheme(k) == 'F' && D::kColumn[k]) {
+          at = D::template in_column<k>(captured_of<D>(captured_), score, b, h, q, kv, reads, of_pair);
+        } else {
+          at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, reads, of_pair);
+        }
+        // Pairs that take no part have 0 too. What is stored has no zeros below.
+        at_[k][e] = scheme(k) != 'S' && v == 0.0f ? -1 : at;
       }
     });
     if constexpr (D::kVectors) {
@@ -200,7 +208,7 @@ class FlexBufferSums {
     }
   }
   /// Called after the pairs of 16 keys and 8 queries.
-  __device__ __forceinline__ void end_block(int m, int n) {
+  __device__ __forceinline__ void end_block(int m, int n, int b, int h) {
     if constexpr (kTeams == 1 && kHeld) hold_order();
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -221,7 +229,7 @@ class FlexBufferSums {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if constexpr (scheme(k) == 'F') {
-            histogram<k>(at_[k][e], four_[k][e]);
+            histogram<k>(b, h, at_[k][e], four_[k][e]);
           } else {
             put_if<k>(at_[k][e] >= 0, at_[k][e], four_[k][e]);
           }
@@ -293,10 +301,10 @@ class FlexBufferSums {
         for (int i = thread; i < Config::Schemes::kTable[k]; i += kTeamThreads) {
           int &high = counts[i], &low = counts[Config::Schemes::kTable[k] + i];
           if constexpr (Config::kFixedPoint) {
-            if ((high | low) != 0) put_fixed<k>(i, joined(high, low));
+            if ((high | low) != 0) put_fixed<k>(of_column<k>(b, h, i), joined(high, low));
           } else {
             const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
-            if (sum != 0.0f) put<k>(i, sum * unit<k>());
+            if (sum != 0.0f) put<k>(of_column<k>(b, h, i), sum * unit<k>());
           }
           high = low = 0;
         }
@@ -416,8 +424,14 @@ class FlexBufferSums {
   __device__ __forceinline__ long long joined(int units, int rest) const {
     return static_cast<long long>(units) * (1 << rest_bits()) + rest;
   }
+  // Where an element of a histogram is in the buffer.
   template <int k>
-  __device__ __forceinline__ void histogram(long long place, float v) {
+  __device__ __forceinline__ long long of_column(int b, int h, int i) const {
+    if constexpr (D::kColumn[k]) return D::template of_column<k>(captured_of<D>(captured_), b, h, i);
+    return i;
+  }
+  template <int k>
+  __device__ __forceinline__ void histogram(int b, int h, long long place, float v) {
     const int at = static_cast<int>(place);
     bool near = true;
     if constexpr (!Config::kFixedPoint) {
@@ -429,7 +443,11 @@ class FlexBufferSums {
     const unsigned to = shared_address(table<k>() + 4) + static_cast<unsigned>(at) * 4;
     add_shared_if(near && at >= 0, to, units);
     add_shared_if(near && at >= 0, to + Config::Schemes::kTable[k] * 4, rest);
-    if constexpr (!Config::kFixedPoint) put_if<k>(!near && at >= 0, at, v);
+    if constexpr (!Config::kFixedPoint && D::kColumn[k]) {
+      if (!near && at >= 0) put<k>(of_column<k>(b, h, at), v);
+    } else if constexpr (!Config::kFixedPoint) {
+      put_if<k>(!near && at >= 0, at, v);
+    }
   }
 
   // Puts an element of a contribution by axes, for a thread's four pairs (kv, q) = (g + 8 * (e / 2), 2 * t + e % 2).
@@ -464,10 +482,23 @@ class FlexBufferSums {
     if (sum != 0.0f && at >= 0) put<k>(at, sum);
   }
 
+  // Stores a contribution, the element's only one, in the buffer's own dtype.
+  template <int k>
+  __device__ __forceinline__ void store_if(bool there, long long at, float v) const {
+    if constexpr (D::kBytes[k] == 4) {
+      if (there) static_cast<float*>(sums_[k].data)[at] = v;
+    } else if constexpr (D::kBFloat16[k]) {
+      if (there) device::store(static_cast<BFloat16*>(sums_[k].data) + at, v);
+    } else {
+      if (there) device::store(static_cast<Float16*>(sums_[k].data) + at, v);
+    }
+  }
   // Adds a contribution.
   template <int k>
   __device__ __forceinline__ void put_if(bool there, long long at, float v) const {
-    if constexpr (Config::kFixedPoint) {
+    if constexpr (scheme(k) == 'S') {
+      store_if<k>(there, at, v);
+    } else if constexpr (Config::kFixedPoint) {
       int units, rest;
       split<k>(v, units, rest);
       add_global_if(there, static_cast<unsigned long long*>(sums_[k].data) + at,

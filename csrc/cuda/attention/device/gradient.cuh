@@ -14,9 +14,20 @@ struct NoDerivative {
   static constexpr bool kVectors = false;
   static constexpr int kBuffer[] = {-1};
   static constexpr bool kRepeats[] = {false};
-  template <int>
-  static __device__ long long offset(const Captured&, float, int, int, int, int, bool) {
+  static constexpr bool kColumn[] = {false};
+  static constexpr int kBytes[] = {0};
+  static constexpr bool kBFloat16[] = {false};
+  template <int, class Reads = score_mod::ReadThere>
+  static __device__ long long offset(const Captured&, float, int, int, int, int, bool, const Reads& = Reads()) {
     return -1;
+  }
+  template <int, class Reads = score_mod::ReadThere>
+  static __device__ int in_column(const Captured&, float, int, int, int, int, bool, const Reads& = Reads()) {
+    return -1;
+  }
+  template <int>
+  static __device__ long long of_column(const Captured&, int, int, int i) {
+    return i;
   }
 };
 

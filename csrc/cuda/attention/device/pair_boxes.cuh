@@ -14,8 +14,13 @@ namespace fusegrad::device {
 template <class Mod, int kBlocks, int kThreads, bool kUsed>
 class KeptReads {
   using Captured = typename Mod::Captured;
+
+ public:
+  /// Whether read k is kept. What another read needs as a place is not.
+  static __device__ constexpr bool there(int k) { return kUsed && !Mod::kPairOnBatch[k] && !Mod::kPairInteger[k]; }
+
+ private:
   static constexpr int kPiece = kBlocks * kThreads * 16;
-  static __device__ constexpr bool there(int k) { return kUsed && !Mod::kPairOnBatch[k]; }
   static __device__ constexpr int before(int k) {
     int count = 0;
     for (int i = 0; i < k; ++i) count += there(i) ? 1 : 0;
@@ -95,11 +100,11 @@ struct PairPlace {
   int q, kv;
 };
 
-/// kUsed: whether there are such tiles at all.
-template <class Mod, int kQueries, int kKeys, bool kUsed>
+/// kUsed: whether there are such tiles at all; none of reads that are kept (Kept).
+template <class Mod, int kQueries, int kKeys, class Kept, bool kUsed>
 class PairBoxes {
   using Captured = typename Mod::Captured;
-  static __device__ constexpr bool there(int k) { return kUsed && Mod::kPairBox[k] > 0; }
+  static __device__ constexpr bool there(int k) { return kUsed && Mod::kPairBox[k] > 0 && !Kept::there(k); }
   static __device__ constexpr int stride(int k) { return padded_row_bytes(kKeys, Mod::kPairBox[k]); }
   static __device__ constexpr int offset(int k) {
     int sum = 0;
@@ -141,7 +146,7 @@ class PairBoxes {
         if (!inside || (whole && reinterpret_cast<unsigned long long>(from) % 16 == 0)) {
           copy_async(place, from, inside);
         } else {
-          copy_each<kElement>(place, row, at);
+          copy_each<kElement, Mod::kPairInteger[k]>(place, row, at);
         }
       }
     });
@@ -157,7 +162,9 @@ class PairBoxes {
     }
     template <int k, class T>
     __device__ __forceinline__ auto pair(const T* p, bool valid) const {
-      if constexpr (there(k)) {
+      if constexpr (there(k) && Mod::kPairInteger[k]) {
+        return __float_as_int(x[k][e]);
+      } else if constexpr (there(k)) {
         return x[k][e];
       } else {
         return score_mod::read_if(p, valid);
@@ -211,19 +218,39 @@ class PairBoxes {
 
  private:
   // 16 bytes of a row that does not lie so.
-  template <int kElement>
+  template <int kElement, bool kInteger>
   static __device__ __forceinline__ void copy_each(unsigned to, score_mod::PairRow row, int at) {
 #pragma unroll 1
     for (int i = 0; i < 16 / kElement; ++i, ++at, to += kElement) {
       const bool valid = row.data != nullptr && at < row.size;
       const char* from = row.data + at * row.stride * kElement;
       if constexpr (kElement == 4) {
-        const unsigned bits = valid ? *reinterpret_cast<const unsigned*>(from) : 0x7fffffffu;
+        const unsigned bits = valid ? *reinterpret_cast<const unsigned*>(from) : kInteger ? 0u : 0x7fffffffu;
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
       } else {
         const unsigned short bits = valid ? *reinterpret_cast<const unsigned short*>(from) : 0x7fff;
         asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
       }
+    }
+  }
+};
+
+/// Reads of four pairs, kept or from boxes.
+template <class Kept, class Boxes>
+struct PairReads {
+  typename Kept::Reads kept;
+  typename Boxes::Reads boxes;
+  __device__ __forceinline__ void of(int e) { kept.e = boxes.e = e; }
+  template <int, class T>
+  __device__ __forceinline__ auto read(const T* p, bool valid) const {
+    return score_mod::read_if(p, valid);
+  }
+  template <int k, class T>
+  __device__ __forceinline__ auto pair(const T* p, bool valid) const {
+    if constexpr (Kept::there(k)) {
+      return kept.template pair<k>(p, valid);
+    } else {
+      return boxes.template pair<k>(p, valid);
     }
   }
 };

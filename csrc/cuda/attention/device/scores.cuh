@@ -31,6 +31,7 @@ struct NoMod {
   static constexpr bool kPairOnBatch[] = {false};
   static constexpr int kPairBox[] = {0};
   static constexpr bool kPairBFloat16[] = {false};
+  static constexpr bool kPairInteger[] = {false};
   template <int>
   static __device__ float line(const Captured&, int, int, int, int, bool) {
     return 0.0f;

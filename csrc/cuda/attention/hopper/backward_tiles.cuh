@@ -461,7 +461,7 @@ class FlexBackwardHopperTiles {
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
       if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();
-      sums_.end_block(0, n);
+      sums_.end_block(0, n, b, h);
       put_operand<T>(p + 2 * n, s[n]);
       drop_operand(n, p);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);

@@ -1,6 +1,7 @@
 #include "cuda/attention/host/plan.h"
 
 #include <atomic>
+#include <bit>
 #include <functional>
 #include <utility>
 
@@ -83,14 +84,43 @@ int scheme_bytes(const FlexCase& c, const FlexTileSize& t, char scheme, int tabl
   return memory.bytes(scheme, table);
 }
 
-// The score_mod's reads of each pair by itself that are the same in every batch.
+// Whether a read of a pair by itself is a number that is the same in every batch.
+bool is_kept(const score_mod::Graph& graph, score_mod::NodeId read) {
+  const auto on = score_mod::dependences(graph)[read].on();
+  return graph.type(read) == score_mod::Type::kFloat && (on & score_mod::set_of(score_mod::kVarB)) == 0;
+}
 int kept_reads(const FlexMod& mod) {
+  if (mod.text.empty()) return 0;
   const auto graph = score_mod::cached_graph(mod.text);
-  const auto dependence = score_mod::dependences(*graph);
   const auto loads = score_mod::pair_reads(*graph);
-  return static_cast<int>(std::count_if(loads.begin(), loads.end(), [&](score_mod::NodeId id) {
-    return (dependence[id].on() & score_mod::set_of(score_mod::kVarB)) == 0;
-  }));
+  return static_cast<int>(
+      std::count_if(loads.begin(), loads.end(), [&](score_mod::NodeId id) { return is_kept(*graph, id); }));
+}
+
+// The elements of the column of a table that a (b, h) reaches, rounded up so that other sizes take the same kernel; 0
+// where it is the whole table.
+int column_elements(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer) {
+  if (!step.has_column || buffer >= c.sizes.size()) return 0;
+  int64_t elements = 1;
+  for (size_t d = 0; d < c.sizes[buffer].size(); ++d) {
+    if ((step.column >> d & 1) != 0) elements *= std::max<int64_t>(c.sizes[buffer][d], 1);
+    if (elements > score_mod::kSmallTableElements) return 0;
+  }
+  return static_cast<int>(std::bit_ceil(static_cast<uint32_t>(std::max<int64_t>(elements, 64))));
+}
+bool sums_columns(const FlexCase& c) {
+  if (c.score_mod.text.empty() || !c.wants_buffers()) return false;
+  const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+  const auto steps = score_mod::plan_scatter(*derivative, c.elements);
+  for (size_t k = 0; k < steps.size(); ++k) {
+    if (column_elements(c, steps[k], static_cast<size_t>(derivative->contributions()[k].buffer)) > 0) return true;
+  }
+  return false;
+}
+// Portable: whether a CTA stays with a head for many batches, whose reads or sums are partly the same.
+bool stays(const FlexCase& c) {
+  if (!c.many_batches || c.key_splits || c.blocks || c.most_queries != 64 || c.most_keys != 64) return false;
+  return kept_reads(c.score_mod) > 0 || (c.kernel == FlexKernel::kBackward && sums_columns(c));
 }
 
 // What the kept reads of a tile take.
@@ -102,8 +132,10 @@ int box_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (!t.boxes) return 0;
   const auto graph = score_mod::cached_graph(c.score_mod.text);
   int bytes = 0;
-  for (const score_mod::NodeId id : score_mod::pair_reads(*graph))
+  for (const score_mod::NodeId id : score_mod::pair_reads(*graph)) {
+    if (t.keeps && is_kept(*graph, id)) continue;
     bytes += device::box_tile_bytes(t.rows, t.cols, score_mod::box_bytes(*graph, id, c.score_mod.dtypes));
+  }
   return bytes;
 }
 bool has_boxes(const FlexMod& mod) {
@@ -282,7 +314,7 @@ std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
   if (head <= 64) {
     const bool few = c.most_queries == 64;
     if (few && c.most_keys == 64) {
-      if (FlexTileSize t{64, 64, 4, 1, 1}; c.keeps) {
+      if (FlexTileSize t{64, 64, 4, 1, 1}; stays(c)) {
         t.keeps = true;
         add(t);
       }
@@ -324,7 +356,7 @@ std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize
   if (c.kernel == FlexKernel::kGradQuery || !has_boxes(c.score_mod)) return tiles;
   std::vector<FlexTileSize> found;
   for (FlexTileSize& t : tiles) {
-    t.boxes = !t.keeps;
+    t.boxes = true;
     found.push_back(t);
   }
   for (FlexTileSize& t : tiles) {
@@ -334,12 +366,22 @@ std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize
   return found;
 }
 
+// Whether boxes are worth more than the Hopper kernels, which have none: measured without block masks, where sums are
+// in any order.
+bool boxes_pay(const FlexCase& c) {
+  const std::optional<FlexFamily> forced = forced_family;
+  if (forced || c.blocks || c.fixed_point || c.partial_sums || !has_boxes(c.score_mod)) return false;
+  const int head = std::max(head_cols(c), value_cols(c));
+  return (c.kernel == FlexKernel::kForward && head <= 48) ||
+         (c.kernel == FlexKernel::kBackward && c.grad_query && head <= 64);
+}
+
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
 std::vector<FlexTileSize> portable(const FlexCase& c);
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
   if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
   if (c.kernel == FlexKernel::kGradBuffers) return {kGradBuffersTile};
-  if (takes_hopper(c, architecture)) {
+  if (takes_hopper(c, architecture) && !boxes_pay(c)) {
     switch (c.kernel) {
       case FlexKernel::kForward:
         return {hopper_forward(c)};
@@ -361,7 +403,7 @@ std::vector<FlexTileSize> portable(const FlexCase& c) {
       if (wide) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
       if (head <= 64) {
         FlexTileSize t{c.most_queries == 64 ? 64 : 128, 64, 4};
-        t.keeps = c.keeps && !c.key_splits && c.most_queries == 64 && c.most_keys == 64;
+        t.keeps = stays(c);
         return {t};
       }
       if (head <= 128) return {mods ? FlexTileSize{128, 32, 4} : FlexTileSize{128, 64, 4}, {64, 32, 4}};
@@ -391,6 +433,15 @@ char scheme_of(score_mod::ScatterClass planned) {
 // The scheme of contributions that are added element by element (device::FlexBufferSums).
 char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
 
+// Whether contribution k is stored, as every element of its buffer gets one.
+bool is_stored(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer) {
+  if (forced_scheme != 0 || c.blocks || step.inputs.empty() || buffer >= c.covered.size() || !c.covered[buffer])
+    return false;
+  const score_mod::DType dtype = c.score_mod.dtypes[buffer];
+  return dtype == score_mod::DType::kFloat32 || dtype == score_mod::DType::kBFloat16 ||
+         dtype == score_mod::DType::kFloat16;
+}
+
 // The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
 bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
@@ -402,7 +453,12 @@ bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
     if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
     if (steps[k].is_vector) scheme = vector_scheme(scheme);
+    if (c.kernel == FlexKernel::kBackward && is_stored(c, steps[k], static_cast<size_t>(contributions[k].buffer)))
+      scheme = 'S';
     int table = scheme == 'F' ? static_cast<int>(elements) : 0;
+    const int column = column_elements(c, steps[k], static_cast<size_t>(contributions[k].buffer));
+    if (column > 0 && forced_scheme == 0) scheme = 'F';
+    if (column > 0 && scheme == 'F') table = column;
     int bytes = scheme_bytes(c, facts.tile, scheme, table);
     if (bytes > left) {
       all_fit = false;
@@ -474,7 +530,6 @@ std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
   if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
   return t;
 }
-bool shares_reads(const FlexMod& mod) { return !mod.text.empty() && kept_reads(mod) > 0; }
 int most_of(int64_t length) { return length <= 64 ? 64 : length <= 128 ? 128 : 0; }
 bool reads_pairs(const FlexMod& mod) { return reads_by(mod, {Reads::kPair}); }
 
@@ -586,12 +641,39 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   return found;
 }
 
+std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4>& lengths) {
+  std::vector<bool> covered(c.sizes.size(), false);
+  if (c.score_mod.text.empty()) return covered;
+  const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+  const auto steps = score_mod::plan_scatter(*derivative, c.elements);
+  for (size_t k = 0; k < steps.size(); ++k) {
+    const auto& inputs = steps[k].inputs;
+    const auto buffer = static_cast<size_t>(derivative->contributions()[k].buffer);
+    if (inputs.empty() || buffer >= covered.size()) continue;
+    const auto length_of = [&](score_mod::Input input) {
+      return input == score_mod::Input::kB   ? lengths[0]
+             : input == score_mod::Input::kH ? lengths[1]
+             : input == score_mod::Input::kQ ? lengths[2]
+                                             : lengths[3];
+    };
+    covered[buffer] = true;
+    for (size_t d = 0; d < inputs.size(); ++d) {
+      if (c.sizes[buffer][d] != length_of(inputs[d])) covered[buffer] = false;
+    }
+  }
+  return covered;
+}
+
 int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
                          const std::string& architecture) {
   if (c.score_mod.text.empty()) return 0;
-  auto steps = score_mod::plan_scatter(*score_mod::cached_derivative(c.score_mod.text, c.wants_grad), c.elements);
+  const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
+  auto steps = score_mod::plan_scatter(*derivative, c.elements);
   if (std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step.is_vector; })) return 0;
-  std::erase_if(steps, [](const auto& step) { return scheme_of(step.scheme) <= 'B'; });
+  for (size_t k = steps.size(); k-- > 0;) {
+    const bool stored = is_stored(c, steps[k], static_cast<size_t>(derivative->contributions()[k].buffer));
+    if (stored || scheme_of(steps[k].scheme) <= 'B') steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(k));
+  }
   if (steps.empty()) return 1;
   if (!takes_hopper(c, architecture)) return 0;
   const auto all = [&](auto member) { return std::all_of(steps.begin(), steps.end(), std::mem_fn(member)); };

@@ -24,7 +24,7 @@ struct FlexCase {
   bool small_lengths = true;            ///< B, H, M and N are at most 2^21
   bool split = true;                    ///< float32: full accuracy, by six products in TF32
   bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
-  bool keeps = false;                   ///< portable: many batches, of whose pairs a score_mod reads the same
+  bool many_batches = false;            ///< so many that a CTA of the portable kernels may stay with a head for some
   int most_queries = 0, most_keys = 0;  ///< the lengths are at most so many, where that decides a tile: 64, 128; 0: any
   bool dropout = false;                 ///< there is dropout; its numbers are arguments
   bool key_splits = false;              ///< forward and dQ by itself: rows of tiles are split over several CTAs
@@ -32,8 +32,10 @@ struct FlexCase {
   bool max_scores = false, out_low = false;
   int few_rows = 0;  ///< rows of a tile whose rows are queries of several heads (few_queries.h); 0: the usual tile
   // backward
-  std::vector<bool> wants_grad;   ///< of each buffer of the score_mod
-  std::vector<int64_t> elements;  ///< of each of them
+  std::vector<bool> wants_grad;             ///< of each buffer of the score_mod
+  std::vector<int64_t> elements;            ///< of each of them
+  std::vector<std::vector<int64_t>> sizes;  ///< of each of them, where known
+  std::vector<bool> covered;  ///< of each: whether it has an element for each of the call's pairs, and no other
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
@@ -41,9 +43,6 @@ struct FlexCase {
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
-
-/// Whether a score_mod has reads of each pair by itself that are the same in every batch.
-bool shares_reads(const FlexMod& mod);
 
 /// FlexCase::most_queries or most_keys of a length.
 int most_of(int64_t length);
@@ -80,6 +79,9 @@ struct BatchSums {
 /// what the kernels of a backward have in common, `needs_grad` of query, key and value.
 std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
                                            int64_t heads, int64_t queries, int64_t keys, int64_t processors);
+
+/// FlexCase::covered for so many b, h, q_idx and kv_idx.
+std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4>& lengths);
 
 /// In how many launches, one batch after the other or all at once, the backward's sums of the buffers' gradients come
 /// in one order without fixed point: where each place gets one contribution a launch, and a launch fills the GPU's

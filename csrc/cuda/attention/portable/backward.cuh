@@ -38,12 +38,12 @@ class FlexBackward {
   using QueryTile = Tile<T, Config::kRows, Config::kHead>;
   using GradOutTile = Tile<T, Config::kRows, Config::kValue>;
   using ScoreTile = Tile<T, Config::kCols, Config::kRows>;
-  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Config::kBoxes>;
   static constexpr int kThreads = kLanes * Config::kWarps;
   static constexpr int kPart = Config::kRows / Config::kShare;                           // queries of a warp's scores
   static constexpr int kBlocksM = Config::kCols * Config::kShare / Config::kWarps / 16;  // of 16 keys, of a warp
   static constexpr int kBlocksN = kPart / 8;
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
   static constexpr int kOperands = kBlocksN * kOperandWords<T>;
   // Blocks of 16 columns of a head, and how many of them a warp has.
   static constexpr int kBlocksD = Config::kHead / 16, kMineD = (kBlocksD + Config::kShare - 1) / Config::kShare;
@@ -121,6 +121,7 @@ class FlexBackward {
       const PairPlace at = place(block, e);
       return at.q < a_.queries && at.kv < a_.keys;
     });
+    sums_.begin();
 #pragma unroll 1
     for (key_batch_ = static_cast<int>(blockIdx.x) % parts; key_batch_ < a_.batches; key_batch_ += parts) {
       walk();
@@ -138,7 +139,8 @@ class FlexBackward {
       zero(grad_key_[m]);
       zero(grad_value_[m]);
     }
-    sums_.begin();
+    // In units that the last batch has shown to be right, class F needs no additions to memory.
+    if constexpr (!Config::kKeeps) sums_.begin();
 
     if constexpr (kDelayed) later_ = __shfl_sync(~0u, static_cast<int>(warp() >= Config::kWarps / 2), 0) != 0;
     ListPlace place = first();
@@ -364,12 +366,12 @@ class FlexBackward {
           float &x = s[m][n / 2][n % 2][e], &dx = d[m][n / 2][n % 2][e];
           const float score = x;
           const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-          reads.e = e;
+          reads.of(e);
           dx = FlexPairGradient<Config>::apply(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes, x, value,
                                                reads);
-          sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
+          sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes, reads);
         }
-        sums_.end_block(m, n);
+        sums_.end_block(m, n, b, h);
         if constexpr (Config::kDropout && Config::kGradValue) kept.drop(n % 2, s[m][n / 2][n % 2]);
         put_operand<T>(p[m] + n * kOperandWords<T>, s[m][n / 2][n % 2]);
         if constexpr (Config::kGradScores) put_operand<T>(ds[m] + n * kOperandWords<T>, d[m][n / 2][n % 2]);
@@ -378,12 +380,9 @@ class FlexBackward {
   }
 
   // The score_mod's of four pairs.
-  __device__ __forceinline__ auto reads([[maybe_unused]] unsigned boxes, int m, int n) const {
-    if constexpr (Config::kKeeps) {
-      return Kept::reads(kept(), m * kBlocksN + n);
-    } else {
-      return Boxes::template reads<true>(boxes, part() * kPart + n * 8, key_group() + m * 16, lane());
-    }
+  __device__ __forceinline__ PairReads<Kept, Boxes> reads(unsigned boxes, int m, int n) const {
+    return {Kept::reads(kept(), m * kBlocksN + n),
+            Boxes::template reads<true>(boxes, part() * kPart + n * 8, key_group() + m * 16, lane())};
   }
 
   __device__ __forceinline__ void keep(unsigned tile, const unsigned (&words)[kBlocksM][kOperands]) const {

@@ -32,8 +32,8 @@ class FlexForward {
   static constexpr int kBlocksM = Config::kRows / Config::kWarps / 16;  // of 16 rows, of a warp
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kBlocksE = Config::kValue / 8;
-  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Config::kBoxes>;
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
   static constexpr ForwardMemory kMemory{{.rows = Config::kRows,
                                           .cols = Config::kCols,
                                           .head = Config::kHead,
@@ -179,7 +179,7 @@ class FlexForward {
           float x = s[m][n][e];
           if constexpr (!Config::kUnscaled) x *= a_.scale;
           if constexpr (kHas<ScoreMod>) {
-            reads.e = e;
+            reads.of(e);
             x = ScoreMod::apply(score_, x, b_, h_, row + m * 16 + e / 2 * 8, col + n * 8 + e % 2, takes, reads);
           }
           s[m][n][e] = takes ? x : -FUSEGRAD_INFINITY;
@@ -189,12 +189,9 @@ class FlexForward {
   }
 
   // The score_mod's of four pairs.
-  __device__ __forceinline__ auto reads(int m, int n) const {
-    if constexpr (Config::kKeeps) {
-      return Kept::reads(kept(), m * kBlocksN + n);
-    } else {
-      return Boxes::template reads<false>(boxes(), first_row() + m * 16, n * 8, lane());
-    }
+  __device__ __forceinline__ PairReads<Kept, Boxes> reads(int m, int n) const {
+    return {Kept::reads(kept(), m * kBlocksN + n),
+            Boxes::template reads<false>(boxes(), first_row() + m * 16, n * 8, lane())};
   }
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }

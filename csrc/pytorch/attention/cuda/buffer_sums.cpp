@@ -32,7 +32,16 @@ FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& fact
                    at::empty({partial}, integers)};
     fixed[buffer_of(k)] = true;
   }
+  std::vector<bool> stored(buffers.size(), false);
+  for (size_t k = 0; k < contributions(); ++k) {
+    if (facts.schemes[k] == 'S') stored[buffer_of(k)] = true;
+  }
   for (size_t i = 0; i < buffers.size(); ++i) {
+    if (stored[i]) {
+      sums_.push_back(grads[i].is_contiguous() ? grads[i] : at::empty(grads[i].sizes(), grads[i].options()));
+      fixed[i] = false;
+      continue;
+    }
     const bool there =
         facts.wants_grad[i] && !fixed[i] && grads[i].scalar_type() == at::kFloat && grads[i].is_contiguous();
     sums_.push_back(!facts.wants_grad[i] ? Tensor()

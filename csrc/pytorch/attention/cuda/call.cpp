@@ -106,9 +106,8 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   mask_words_ = prepare(common_.mask_mod, scores.mask_mod);
   common_.blocks = !scores.kv_blocks.empty();
   constexpr int64_t kManyBatches = 8;
-  common_.keeps = common_.most_queries == 64 && common_.most_keys == 64 && !common_.blocks &&
-                  shape_.batches >= kManyBatches && shape_.key_batches == shape_.batches && shape_.group() == 1 &&
-                  shares_reads(common_.score_mod);
+  common_.many_batches = common_.most_queries == 64 && common_.most_keys == 64 && shape_.batches >= kManyBatches &&
+                         shape_.key_batches == shape_.batches && shape_.group() == 1;
   common_.block_size = scores.block_size;
   common_.dropout = scores.dropout_seed.defined();
   if (common_.blocks) take_blocks();
