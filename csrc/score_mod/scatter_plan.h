@@ -41,7 +41,7 @@ struct ScatterStep {
   bool repeats = false;
   /// Whether the indices are b, h, q_idx and kv_idx themselves, each of which kInput it is: where the sizes are the
   /// call's lengths, every element gets one contribution. Empty if not.
-  std::vector<Input> inputs;
+  std::vector<Input> inputs = {};
   /// Classes F and G: the dimensions, a bit each, whose indices tell pairs of a (b, h) apart. Of a table with others
   /// too, such as t[i, h], a tile reaches a column alone, of the product of these sizes.
   uint32_t column = 0;

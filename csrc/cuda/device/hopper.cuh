@@ -2,7 +2,8 @@
 // mbarriers between copies and warps, named barriers, and the registers of warp-specialized CTAs.
 //
 // A tile in shared memory is a sequence of chunks of 64 columns. A chunk's rows have 128 bytes, whose 16-byte parts TMA
-// swizzles; tiles begin at multiples of 1024 bytes.
+// swizzles; tiles begin at multiples of 1024 bytes. Where the columns are no multiple of 64, the last chunk has zeros
+// behind them, which products leave out.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -13,6 +14,7 @@ namespace fusegrad::device {
 constexpr int kWarpgroup = 128;
 constexpr int kChunk = 64;        // columns
 constexpr int kChunkBytes = 128;  // of a row
+constexpr int chunks_of(int cols) { return (cols + kChunk - 1) / kChunk; }
 
 // --- barriers -----------------------------------------------------------------------------------------------
 
@@ -146,19 +148,19 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, uns
       "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-/// Copies all chunks of a tile of kRows rows and kCols columns, kRows * kCols * 2 bytes.
+/// Copies all chunks of a tile of kRows rows and kCols columns, whole ones.
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
                                            int batch) {
 #pragma unroll
-  for (int c = 0; c < kCols / kChunk; ++c)
+  for (int c = 0; c < chunks_of(kCols); ++c)
     copy_box(to + c * kRows * kChunkBytes, from, barrier, c * kChunk, row, head, batch);
 }
 /// Called by one thread, which arrives at `barrier` too.
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_tile(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
                                           int batch) {
-  Barrier::expect(barrier, kRows * kCols * 2);
+  Barrier::expect(barrier, kRows * chunks_of(kCols) * kChunkBytes);
   copy_boxes<kRows, kCols>(to, from, barrier, row, head, batch);
 }
 /// Copies a box of a tensor of one dimension.
@@ -303,7 +305,8 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
   for (int r = 0; r < 2; ++r) {
     const int at = first + 8 * r;
     T* row = head + at * to.row_stride;
-    unsigned words[kBlocks / 4][4];
+    constexpr int kFours = (kBlocks + 3) / 4;
+    unsigned words[kFours][4] = {};
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       float x0 = x[n][2 * r] * factor[r], x1 = x[n][2 * r + 1] * factor[r];
@@ -314,18 +317,18 @@ __device__ __forceinline__ void store_rows(const FlexTensor& to, int b, int h, i
       words[n / 4][n % 4] = pack(T{}, x0, x1);
     }
 #pragma unroll
-    for (int i = 0; i < kBlocks / 4; ++i) transpose_in_fours(words[i]);
+    for (int i = 0; i < kFours; ++i) transpose_in_fours(words[i]);
     const int first_col = lane % 4 * 8;
     if (vectors) {
       // Predicated: branches would make the shuffles of one block wait for those of the block before.
 #pragma unroll
-      for (int i = 0; i < kBlocks / 4; ++i) {
+      for (int i = 0; i < kFours; ++i) {
         const int col = first_col + i * 32;
         store_if(at < rows && col < cols, row + col, words[i]);
       }
     } else if (at < rows) {
 #pragma unroll
-      for (int i = 0; i < kBlocks / 4; ++i) {
+      for (int i = 0; i < kFours; ++i) {
         const int col = first_col + i * 32;
         // Unrolled, this would be half of a kernel's code.
 #pragma unroll 1

@@ -154,6 +154,33 @@ WIDTHS = [
 ]
 
 
+# The Hopper kernels multiply multiples of 16 columns, of chunks of 64 in shared memory.
+HEADS = [
+    *[(16, 16), (32, 32), (48, 40), (72, 72), (80, 80), (80, 40), (40, 80)],
+    *[(96, 88), (112, 128), (144, 144), (240, 176)],
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all pairs", "block mask"])
+@pytest.mark.parametrize("d, e", HEADS, ids=str)
+def test_head_sizes(d: int, e: int, masked: bool, deterministic: bool) -> None:
+    """What lies in memory behind a row's columns reaches nothing."""
+    m, n, h = 300, 333, 4
+    shapes = [(2, h, m, d), (2, 2, n, d), (2, 2, n, e)]
+    wide = [torch.full((*s[:3], s[3] + 24), torch.nan, dtype=torch.bfloat16) for s in shapes]
+    given = [t[..., :-24].copy_(torch.randn(s)).detach().requires_grad_() for t, s in zip(wide, shapes, strict=True)]
+    mask = create_block_mask(causal, None, None, m, n, device=DEVICE, BLOCK_SIZE=128) if masked else None
+    upstream = torch.randn(2, h, m, e).bfloat16()
+    out = flex_attention(*given, block_mask=mask, enable_gqa=True, deterministic=deterministic)
+    exact = [t.detach().double().requires_grad_() for t in given]
+    truth = dense(*exact, mask=torch.ones(m, n).tril().bool() if masked else None).out
+    assert relative(out, truth) <= 1e-2
+    expected = torch.autograd.grad(truth, exact, upstream.double())
+    for ours, right in zip(torch.autograd.grad(out, given, upstream), expected, strict=True):
+        assert relative(ours, right) <= 1e-2
+
+
 @pytest.mark.parametrize("dtype, size", WIDTHS, ids=str)
 def test_gradients_of_any_layout_in_order_and_in_place(dtype: torch.dtype, size: int) -> None:
     m, n, h = 150, 170, 2

@@ -13,7 +13,7 @@ from attention_reference import dense, one_by_one
 from flex_cuda_support import DEVICE, ON_EACH_FAMILY, causal, inputs, relative
 from fusegrad import _C, flex_attention
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 pytestmark = ON_EACH_FAMILY
 
@@ -229,6 +229,21 @@ def test_a_forward_and_a_backward_of_two_families(size: int, deterministic: bool
     truths = torch.autograd.grad(expected, wide, upstream.double())
     for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
         assert relative(ours, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("size", [24, 48, 64])
+def test_the_gradient_of_max_scores_takes_one_family(size: int) -> None:
+    """It goes to the scores that equal the forward's to the bit."""
+    _C.flex.force_family("")
+    given = [*inputs(3, 4, 136, 264, size), torch.randn(3, 4, 136, 264, requires_grad=True)]
+    _, aux = flex_attention(
+        *given[:3], lambda s, b, h, q, kv: s + given[3][b, h, q, kv], return_aux=AuxRequest(max_scores=True)
+    )
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], lambda s, b, h, q, kv: s + wide[3][b, h, q, kv]).max_scores
+    upstream = torch.randn_like(aux.max_scores)
+    truth = torch.autograd.grad(expected, wide[3], upstream.double())[0]
+    assert relative(torch.autograd.grad(aux.max_scores, given[3], upstream)[0], truth) <= 1e-2
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])

@@ -197,6 +197,8 @@ forward float16 64 64 A small
 forward float16 128 128 softcap document
 forward float16 192 128 none causal
 forward float16 256 256 D small
+forward bfloat16 48 48 none none
+forward bfloat16 80 80 none none
 backward bfloat16 64 64 none none
 backward bfloat16 64 64 alibi causal
 backward bfloat16 64 64 D document
@@ -214,6 +216,8 @@ backward bfloat16 128 128 D document
 backward bfloat16 128 128 F none
 backward bfloat16 128 128 AD small
 backward float16 128 64 E none
+backward bfloat16 80 80 none none
+backward bfloat16 80 80 D causal
 short bfloat16 64 64 none none
 short bfloat16 128 128 none none
 short bfloat16 128 128 none causal
@@ -226,6 +230,7 @@ grad_query bfloat16 128 128 none causal
 grad_query bfloat16 128 128 softcap document
 grad_query bfloat16 128 128 D none
 grad_query float16 128 64 A small
+grad_query bfloat16 80 80 none none
 backward bfloat16 256 256 none none
 backward bfloat16 256 256 none causal
 backward bfloat16 256 256 none document
@@ -441,7 +446,8 @@ def test_the_selection_meets_everything() -> None:
         ("float16", (64, 128), "90a", "hopper"),
         ("bfloat16", (128, 128), "90", "portable"),  # wgmma is of sm_90a alone
         ("bfloat16", (128, 128), "100", "portable"),
-        ("bfloat16", (16, 16), "90a", "portable"),  # three quarters of what it computes would be zeros
+        ("bfloat16", (16, 16), "90a", "hopper"),
+        ("bfloat16", (80, 72), "90a", "hopper"),
         ("bfloat16", (128, 0), "90a", "portable"),
         ("float32", (128, 128), "90a", "portable"),
     ],
@@ -463,6 +469,21 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
         assert families() == ["hopper" if available else "portable"] * 3
     finally:
         flex.force_family("")
+
+
+@pytest.mark.parametrize(
+    "size, lengths, family",
+    [
+        (48, (64, 64), "portable"),
+        (64, (64, 64), "hopper"),
+        (32, (64, 1000), "portable"),
+        (48, (64, 1000), "hopper"),
+        (32, (129, 129), "hopper"),
+    ],
+)
+def test_the_family_of_short_sequences(size: int, lengths: tuple[int, int], family: str) -> None:
+    for kernel in ("forward", "backward", "grad_query"):
+        assert flex.plan(flex.Case(kernel, "bfloat16", size, size, lengths=lengths), "90a")["family"] == family
 
 
 def test_a_family_that_there_is_not() -> None:

@@ -36,7 +36,7 @@ MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
 }
 MASKS = ("none", "causal", "window", "documents")
 # "split": whatever takes calls of few queries, whose keys are split.
-SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 128, 192, 256), "split": (64, 128, 256)}
+SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 80, 128, 192, 256), "split": (64, 128, 256)}
 
 
 # B, H, key heads, M, N. With many heads a CTA that stays goes on to another; with many queries tiles are tall.

@@ -86,7 +86,7 @@ def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype]) -> Case:
         lengths[1] = lengths[0]
     elif rng.random() < 0.2:  # keys that many queries attend to have tiles of their own on Hopper
         lengths[0] = rng.randint(longest // 2, 2 * longest)
-    head = rng.choice([8, 32, 64, 64, 80, 128, 128, 192, 256])
+    head = rng.choice([8, 32, 48, 64, 64, 72, 80, 112, 128, 128, 192, 256])
     sizes = (rng.choice([1, 2] if captures else [1, 2, 3]), key_heads * group, key_heads, *lengths, head)
     value = head if rng.random() < 0.7 else rng.choice([16, 64, 128])
     return Case(

@@ -2,7 +2,7 @@
 //
 // The host generates a Config (cuda/attention/host/kernel_spec.cpp), which says what a kernel is compiled for:
 //   Element                    BFloat16, Float16 or float
-//   kHead, kValue              D and E, rounded up to 16 (portable) or 64 (Hopper)
+//   kHead, kValue              D and E, rounded up to 16
 //   kRows, kCols               queries and keys of a tile
 //   kWarps                     warps of a CTA
 //   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod

@@ -143,8 +143,9 @@ struct BackwardMemory {
 
 // --- Hopper kernels, of 16-bit elements ---------------------------------------------------------------------
 
-/// A swizzled tile of TMA.
-constexpr int swizzled_tile_bytes(int rows, int cols) { return rows * cols * 2; }
+/// Columns of a swizzled tile of TMA: whole chunks of 64, the last of which may be zeros in part.
+constexpr int swizzled_cols(int cols) { return round_up_to(cols, 64); }
+constexpr int swizzled_tile_bytes(int rows, int cols) { return rows * swizzled_cols(cols) * 2; }
 
 struct HopperForwardMemory {
   struct Sizes {
@@ -189,7 +190,7 @@ struct HopperGradQueryMemory {
         barriers(value.then(kBarrierBytes, 2 * (s.query_stages + 2 * s.stages + 1))),
         works(barriers.then(16, 2 * s.query_stages)),
         entries(works.then(4, s.stages + 1)),
-        lines(entries.then(4 * s.rows * (s.head == 64 && s.value == 64 ? 10 : 3))) {}
+        lines(entries.then(4 * s.rows * (s.head <= 64 && s.value <= 64 ? 10 : 3))) {}
   constexpr int bytes() const { return kSwizzleAlignment + lines.end(); }
 };
 
@@ -219,7 +220,7 @@ struct HopperBackwardMemory {
         query(value.then(swizzled_tile_bytes(s.rows, s.head), s.query_stages)),
         grad_out(query.then(swizzled_tile_bytes(s.rows, s.value), s.stages)),
         grad_scores(grad_out.then(s.adds_grad_query ? swizzled_tile_bytes(s.rows, s.cols) : 0, s.stages)),
-        grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * s.head : 0)),
+        grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * swizzled_cols(s.head) : 0)),
         rows(grad_query.then(kRowStatisticsBytes * s.rows, s.stages)),
         places(rows.then(16, kPlaces)),
         barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages))),

@@ -46,7 +46,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // A warpgroup's dQ is transposed: 64 columns of the head. Where the head has no more, each warpgroup has its part of
   // the queries.
-  static constexpr bool kRowsShared = Config::kHead == 64;
+  static constexpr bool kRowsShared = Config::kHead <= 64;
   static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1), kBlocksQ = kSumRows / 8;
   static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float)), kEightRows = 8 * kBlockBytes;
   using QueryProduct = Wgmma<T, kSumRows, false, true>;
@@ -59,7 +59,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
-  static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || Config::kHead == Config::kGroups * 64));
+  static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));
 
  public:
   using Tiles::kSharedBytes, Tiles::Tiles;
@@ -472,7 +472,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // Stores dK or dV by TMA, then waits for what the warpgroup hands over next.
   template <int kCols>
   __device__ __forceinline__ void store_gradient(const TensorMap& to, int group, const Place& place) const {
-    if (const int chunk = lane(); chunk < kCols / kChunk) {
+    if (const int chunk = lane(); chunk < chunks_of(kCols)) {
       store_box(to, sum(group) + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64, key_head(place),
                 key_batch(place));
       commit_sums();

@@ -64,7 +64,7 @@ class FlexBackwardHopperTiles {
   // Compute pairs eight queries at a time, against register pressure.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
-  static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kRows % 16 == 0);
+  static_assert(Config::kHead % 16 == 0 && Config::kValue % 16 == 0 && Config::kRows % 16 == 0);
 
  public:
   static constexpr int kSharedBytes = kMemory.bytes();

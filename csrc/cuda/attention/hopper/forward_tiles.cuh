@@ -28,7 +28,7 @@ class FlexForwardHopperTiles {
   // Values are loaded so many tiles behind keys. 1 is the order of the products, in which keys do not wait for room for
   // values; it helps where tiles are so large that there is one tile of queries.
   static constexpr int kLag = Config::kQueryStages == 1 && Config::kGroups == 2 ? 1 : 0;
-  static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0);
+  static_assert(Config::kRows == 64 * Config::kGroups && Config::kHead % 16 == 0 && Config::kValue % 16 == 0);
   static_assert(Config::kCols % 16 == 0);
   static_assert(Config::kParts == 1 || (Config::kParts == Config::kGroups && Config::kBlocks && Config::kMaskAlone));
 

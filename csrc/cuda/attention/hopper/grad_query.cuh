@@ -59,9 +59,9 @@ class FlexGradQueryHopper {
   // P is computed while dP is being multiplied.
   static constexpr bool kOverlapped = !kInOrder;
   static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;
-  static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead == 64 ? 4 : 2;
+  static constexpr int kBlocksHeld = kPairs ? 2 : !kTouches && !kLines ? 1 : Config::kHead <= 64 ? 4 : 2;
   static_assert(Config::kRows == 64 * Config::kGroups && Config::kWarps == kConsumerWarps);
-  static_assert(Config::kHead % kChunk == 0 && Config::kValue % kChunk == 0 && Config::kCols % 16 == 0);
+  static_assert(Config::kHead % 16 == 0 && Config::kValue % 16 == 0 && Config::kCols % 16 == 0);
 
  public:
   static constexpr int kSharedBytes = kMemory.bytes();

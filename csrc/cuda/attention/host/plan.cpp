@@ -22,21 +22,17 @@ using score_mod::Reads;
 std::atomic<char> forced_scheme{0};
 std::atomic<std::optional<FlexFamily>> forced_family{};
 
-// Kernels round head sizes up to a multiple of it.
-constexpr int kPortableCols = 16, kHopperCols = 64;
-int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-int multiple_of(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? kHopperCols : kPortableCols; }
+// Products round head sizes up to kCols. In shared memory the Hopper kernels have whole chunks of kHopperCols columns.
+constexpr int kCols = 16, kHopperCols = 64;
 int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-int head_cols(const FlexCase& c, int multiple = kPortableCols) { return round_up(c.head_size, multiple); }
-int value_cols(const FlexCase& c, int multiple = kPortableCols) {
-  return round_up(std::max(c.value_size, 1), multiple);
+int head_cols(const FlexCase& c, int multiple = kCols) { return device::round_up_to(c.head_size, multiple); }
+int value_cols(const FlexCase& c, int multiple = kCols) {
+  return device::round_up_to(std::max(c.value_size, 1), multiple);
 }
 bool has_mods(const FlexCase& c) {
   return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient || c.dropout;
 }
 
-int head_cols(const FlexCase& c, const FlexTileSize& t) { return head_cols(c, multiple_of(t)); }
-int value_cols(const FlexCase& c, const FlexTileSize& t) { return value_cols(c, multiple_of(t)); }
 bool mixed(const FlexCase& c, const FlexTileSize& t) {
   return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
 }
@@ -138,17 +134,20 @@ int box_bytes(const FlexCase& c, const FlexTileSize& t) {
   }
   return bytes;
 }
-bool has_boxes(const FlexMod& mod) {
+enum class Boxes : uint8_t { kAny, kNumbers };
+bool has_boxes(const FlexMod& mod, Boxes of = Boxes::kAny) {
   if (mod.dtypes.empty()) return false;
   const auto graph = score_mod::cached_graph(mod.text);
   const auto loads = score_mod::pair_reads(*graph);
-  return std::any_of(loads.begin(), loads.end(),
-                     [&](score_mod::NodeId id) { return score_mod::box_bytes(*graph, id, mod.dtypes) > 0; });
+  return std::any_of(loads.begin(), loads.end(), [&](score_mod::NodeId id) {
+    const bool counts = of == Boxes::kAny || graph->type(id) == score_mod::Type::kFloat;
+    return counts && score_mod::box_bytes(*graph, id, mod.dtypes) > 0;
+  });
 }
 
 // The dynamic shared memory of a kernel, but for what schemes take.
 int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
-  const int head = head_cols(c, t), value = value_cols(c, t), element = element_bytes(c.dtype);
+  const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
   const bool hopper = t.family == FlexFamily::kHopper;
   switch (c.kernel) {
     case FlexKernel::kForward:
@@ -356,7 +355,8 @@ std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize
   if (c.kernel == FlexKernel::kGradQuery || !has_boxes(c.score_mod)) return tiles;
   std::vector<FlexTileSize> found;
   for (FlexTileSize& t : tiles) {
-    t.boxes = true;
+    // Of places of reads that are kept, boxes would be copied for each batch in vain.
+    t.boxes = !t.keeps || kept_reads(c.score_mod) == 0;
     found.push_back(t);
   }
   for (FlexTileSize& t : tiles) {
@@ -366,11 +366,13 @@ std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize
   return found;
 }
 
-// Whether boxes are worth more than the Hopper kernels, which have none: measured without block masks, where sums are
-// in any order.
+// Whether boxes are worth more than the Hopper kernels, which have none: measured with biases of pairs, without block
+// masks, where sums are in any order. The gradient of max_scores needs the forward's scores to the bit, of one family.
 bool boxes_pay(const FlexCase& c) {
   const std::optional<FlexFamily> forced = forced_family;
-  if (forced || c.blocks || c.fixed_point || c.partial_sums || !has_boxes(c.score_mod)) return false;
+  if (forced || c.max_scores || c.max_gradient || c.blocks || c.fixed_point || c.partial_sums ||
+      !has_boxes(c.score_mod, Boxes::kNumbers))
+    return false;
   const int head = std::max(head_cols(c), value_cols(c));
   return (c.kernel == FlexKernel::kForward && head <= 48) ||
          (c.kernel == FlexKernel::kBackward && c.grad_query && head <= 64);
@@ -479,8 +481,8 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   f.kernel = c.kernel;
   f.dtype = c.dtype;
   f.tile = tile;
-  f.head = head_cols(c, tile);
-  f.value = value_cols(c, tile);
+  f.head = head_cols(c);
+  f.value = value_cols(c);
   f.warps = warps_with_keys(c, tile);
   f.groups = tile.family == FlexFamily::kHopper ? consumer_warps(tile) / 4 : 0;
   f.keys_shared = keys_shared(c, tile);
@@ -521,7 +523,10 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
   if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
-  return 3 * (head_cols(c, kHopperCols) + value_cols(c, kHopperCols)) <= 4 * (head_cols(c) + value_cols(c));
+  // Of small heads the portable kernels have tiles for short sequences, and boxes in all kernels.
+  const int cols = head_cols(c) + value_cols(c);
+  if (c.most_queries == 64 && c.most_keys == 64) return cols > 96;
+  return cols >= 96 || (c.most_queries == 0 && c.most_keys == 0 && !has_boxes(c.score_mod));
 }
 std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
   if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;

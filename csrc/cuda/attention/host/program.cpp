@@ -48,7 +48,7 @@ std::string products(const KernelFacts& f) {
   }
   return wgmma(f.dtype, f.tile.rows, false, false) + wgmma(f.dtype, f.value, true, true) +
          (f.head == f.value ? "" : wgmma(f.dtype, f.head, true, true)) +
-         wgmma(f.dtype, f.head == 64 ? f.tile.rows / 2 : f.tile.rows, false, true);
+         wgmma(f.dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, true);
 }
 
 void check_size(const KernelFacts& f) {
