@@ -81,6 +81,9 @@ class Renderer {
       begin_apply("bool", indices);
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
       lines(indices);
+    } else if (graph_.kind() == Kind::kTangent) {
+      begin_apply("float", "float score, float grad, " + indices);
+      end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
     } else {
       derivative(indices);
     }
@@ -297,6 +300,7 @@ class Renderer {
   void number_lines() {
     line_of_.assign(graph_.nodes().size(), -1);
     pair_of_.assign(graph_.nodes().size(), -1);
+    if (graph_.kind() == Kind::kTangent) return;  // it reads its tensors itself
     if (graph_.kind() != Kind::kDerivative) {
       line_loads_ = line_loads(graph_);
       pair_loads_ = pair_reads(graph_);

@@ -68,6 +68,10 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static __device__ bool apply(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid,
 ///                                  const Reads& reads = Reads());
 ///     ... kLines, kLineOf, line as above; and 'Q': reads in which the key plays no part
+///     // of a tangent: that of the score_mod's result, from that of the score; meaningless where not valid
+///     template <class Reads = ReadThere>
+///     static __device__ float apply(const Captured&, float score, float grad, int b, int h, int q_idx, int kv_idx,
+///                                   bool valid, const Reads& reads = Reads());
 ///     // of a derivative: returns d score, contribution k goes into value[k]; all 0 where not valid
 ///     template <class Reads = ReadThere>
 ///     static __device__ float apply(const Captured&, float score, float grad, int b, int h, int q_idx, int kv_idx,

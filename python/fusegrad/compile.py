@@ -49,6 +49,7 @@ def compile_flex(
     deterministic: bool | None = None,
     dropout_p: float = 0.0,
     few_queries: bool = False,
+    tangents: bool = False,
     lengths: tuple[int, int] | None = None,
     architecture: str | None = None,
 ) -> None:
@@ -72,6 +73,8 @@ def compile_flex(
         dropout_p: As for the call. Only whether it is 0 makes a difference.
         few_queries: Also the kernels of calls whose queries are at most 32, or too few to fill the GPU, whose keys are
             split instead.
+        tangents: Also the kernels of forward mode, where query, key, value and all captured tensors of floats have
+            tangents.
         lengths: M and N of the calls, where one of them is at most 128: short sequences have tiles, and so kernels, of
             their own. By default those of longer ones are compiled.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
@@ -114,6 +117,7 @@ def compile_flex(
     mask_text, mask_small = _case_of(mask)
     buffers = () if score is None else score.buffers
     wants = [b.requires_grad for b in buffers]
+    floats = [b.is_floating_point() for b in buffers]
     training = requires_grad or any(wants)
     if score is not None:
         check_kernel_size(score.text, tuple(wants) if training else None)
@@ -126,20 +130,20 @@ def compile_flex(
                 f"compile_flex: architecture must be given where there is no GPU, but got None ({error})"
             ) from None
 
-    def case_of(kernel: str, **more: Any) -> Any:
+    def case_of(kernel: str, columns: int | None = None, **more: Any) -> Any:
         return flex.Case(
             kernel,
             str(dtype).removeprefix("torch."),
             head_size,
-            value_size,
+            columns or value_size,
             score_text,
             mask_text,
             sizes if blocks else None,
-            [] if kernel == "forward" else wants,
+            [] if kernel == "forward" else floats if kernel == "tangents" else wants,
             [b.numel() for b in buffers],
             training=training,
             deterministic=ordered,
-            needs_grad=requires_grad,
+            needs_grad=requires_grad or kernel == "tangents",
             dropout_p=dropout_p,
             split=torch.backends.cuda.matmul.fp32_precision != "tf32",
             score_mod_small=score_small,
@@ -160,6 +164,8 @@ def compile_flex(
         if training:
             split = flex.backward_kernels(case_of("backward", key_splits=True), ordered, architecture)
             cases += [case for case in split if flex.plan(case, architecture)["key_splits"]]
+    if tangents:
+        cases += [case_of("tangents", part) for part in flex.tangents_parts(value_size)]
     programs = {_C.jit.key(program): program for program in (flex.program(case, architecture) for case in cases)}
     with ThreadPoolExecutor(len(programs)) as threads:
         list(threads.map(_C.jit.compile, programs.values()))

@@ -86,11 +86,21 @@ struct ScaleGradient {
     return i;
   }
 };
+struct ScaleTangent {
+  using Captured = ScoreMod::Captured;
+  template <class Reads = score_mod::ReadThere>
+  static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
+                                const Reads& = Reads()) {
+    return valid ? grad * c.scale[h] : 0.0f;
+  }
+};
 struct Config {
   using Element = BFloat16;
   using ScoreMod = ::ScoreMod;
   using MaskMod = ::MaskMod;
   using Derivative = ScaleGradient;
+  using Tangent = ScaleTangent;
+  static constexpr bool kQueryTangent = true, kKeyTangent = true, kValueTangent = true;
   struct Schemes {
     static constexpr char kScheme[] = {'A', 0};
     static constexpr int kTable[] = {0, 0};
@@ -119,6 +129,9 @@ struct HopperConfig : Config {
 };
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128;
+};
+struct HopperTangentsConfig : HopperConfig {
+  static constexpr int kQueryStages = 1, kLineBytes = 0;
 };
 struct HopperWideConfig : HopperConfig {
   static constexpr int kRows = 64, kWarps = 4;

@@ -78,6 +78,11 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "static_assert(memory.bytes() == memory.value.offset + 32 * (64 * 2 + 16));\n"
      "out[threadIdx.x] = memory.bytes();",
      16},
+    {"cuda/attention/device/tangents_arguments.cuh",
+     "using namespace fusegrad::device;\n"
+     "static_assert(sizeof(FlexTangentsHopperArguments) > 6 * sizeof(TensorMap));\n"
+     "out[threadIdx.x] = ((const FlexTangentsArguments*)in)->lse[threadIdx.x];",
+     16},
     {"cuda/attention/device/tile_entry.cuh",
      "using namespace fusegrad::device;\n"
      "const int word = tile_entry_word(2, 5, 0b1001);\n"
@@ -92,6 +97,21 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, shared).run();",
      168, true},
+    {"cuda/attention/portable/tangents.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexTangents<Config>(*(const FlexTangentsArguments*)in, *(const ScoreMod::Captured*)in,\n"
+     "                     *(const MaskMod::Captured*)in, *(const ScoreMod::Captured*)in,\n"
+     "                     shared_address(shared)).run();",
+     168, true},
+    {"cuda/attention/hopper/tangents.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexTangentsHopper<HopperTangentsConfig>(*(const FlexTangentsArguments*)in,\n"
+     "                                         *(const FlexTangentsHopperArguments*)in,\n"
+     "                                         *(const ScoreMod::Captured*)in, *(const MaskMod::Captured*)in,\n"
+     "                                         *(const ScoreMod::Captured*)in, shared_address(shared)).run();\n"
+     "#endif",
+     168, true, 384},
     {"cuda/attention/hopper/backward.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"

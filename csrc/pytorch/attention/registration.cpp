@@ -108,8 +108,10 @@ FlexInputTangents checked_tangents(const FlexTangents& c) {
   return result;
 }
 
-FlexTangentTuple jvp_cpu(const FlexTangents& c) {
-  return cpu::flex_attention_jvp(c.query, c.key, c.value, checked_tangents(c), make_scores(c.scoring));
+// Jvp: a device's function.
+template <auto Jvp>
+FlexTangentTuple jvp(const FlexTangents& c) {
+  return Jvp(c.query, c.key, c.value, checked_tangents(c), make_scores(c.scoring));
 }
 FlexTangentTuple jvp_meta(const FlexTangents& c) {
   checked_tangents(c);
@@ -148,16 +150,10 @@ TORCH_LIBRARY_IMPL(fusegrad, CPU, m) {
   m.impl("flex_attention_backward_",
          named_kernel<"flex_attention", unpacked<backward_into<cpu::flex_attention_backward>>()>());
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask<cpu::flex_attention_dropout_mask>));
-  m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<jvp_cpu>()>());
+  m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<jvp<cpu::flex_attention_jvp>>()>());
 }
 
 #ifdef FUSEGRAD_WITH_CUDA
-namespace {
-FlexTangentTuple jvp_cuda(const FlexTangents& c) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "flex_attention_jvp: tensors must be on the CPU, but got ", c.query.device(),
-                              ": there are no kernels of forward mode for CUDA yet");
-}
-}  // namespace
 TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) {
   m.impl("flex_attention_forward", named_kernel<"flex_attention", unpacked<forward<cuda::flex_attention_forward>>()>());
   m.impl("flex_attention_backward",
@@ -165,7 +161,7 @@ TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) {
   m.impl("flex_attention_backward_",
          named_kernel<"flex_attention", unpacked<backward_into<cuda::flex_attention_backward>>()>());
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask<cuda::flex_attention_dropout_mask>));
-  m.impl("flex_attention_jvp", TORCH_FN(unpacked<jvp_cuda>()));
+  m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<jvp<cuda::flex_attention_jvp>>()>());
 }
 #endif
 

@@ -44,6 +44,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.kernel = kernel == "forward"      ? FlexKernel::kForward
              : kernel == "backward"   ? FlexKernel::kBackward
              : kernel == "grad_query" ? FlexKernel::kGradQuery
+             : kernel == "tangents"   ? FlexKernel::kTangents
                                       : FlexKernel::kGradBuffers;
   c.dtype = dtype == "float32" ? DType::kFloat32 : dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
   c.head_size = head_size;
@@ -57,7 +58,8 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.dropout = dropout_p > 0;
   c.blocks = block_size.has_value();
   if (c.blocks) c.block_size = *block_size;
-  c.unscaled = c.kernel == FlexKernel::kForward && c.score_mod.text.empty();
+  const bool results = c.kernel == FlexKernel::kForward || c.kernel == FlexKernel::kTangents;
+  c.unscaled = results && c.score_mod.text.empty();
   if (c.dtype != DType::kFloat32 && lengths[0] > 0 && lengths[1] > 0) {
     c.most_queries = most_of(lengths[0]);
     c.most_keys = most_of(lengths[1]);
@@ -65,6 +67,10 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.many_batches = many_batches;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && c.kernel == FlexKernel::kForward && c.dtype != DType::kFloat32;
+  if (c.kernel == FlexKernel::kTangents) {
+    c.tangents_of = {needs_grad, needs_grad, needs_grad, wants_grad, c.score_mod.small_buffers};
+    return c;
+  }
   if (c.kernel != FlexKernel::kForward) {
     c.wants_grad = wants_grad;
     c.elements = elements;
@@ -199,6 +205,8 @@ void bind(py::Module m) {
       py::arg("case"), py::arg("architecture"),
       "{family: 'portable', 'hopper' or 'few', tile: (rows, cols, warps, share, stages), schemes, key_splits, "
       "shared_bytes}.");
+  m.def("tangents_parts", &tangents_parts, py::arg("value_size"),
+        "The columns of values of each kernel that forward mode runs.");
   m.def("few_query_tiles", &few_query_tiles, py::arg("head_size"), py::arg("value_size"),
         "What Case's few_rows may be, from the fewest rows on.");
   m.def(

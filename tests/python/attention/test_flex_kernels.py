@@ -179,6 +179,10 @@ few32 float16 64 64 D small
 few16 float32 128 128 A causal
 split_forward bfloat16 64 64 none none
 split_grad_query float32 64 64 none causal
+tangents bfloat16 64 64 none none
+tangents bfloat16 128 128 D causal
+tangents float16 256 128 softcap document
+tangents float32 64 64 A small
 """
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
@@ -260,6 +264,13 @@ split_forward bfloat16 128 128 none none
 split_forward bfloat16 256 256 D none
 split_grad_query bfloat16 128 128 none none
 split_grad_query bfloat16 256 256 none causal
+tangents bfloat16 64 64 none none
+tangents bfloat16 64 64 softcap causal
+tangents bfloat16 128 128 none none
+tangents bfloat16 128 128 none causal
+tangents bfloat16 128 128 E document
+tangents float16 128 64 D small
+tangents+dropout bfloat16 128 128 none causal
 """
 
 
@@ -390,6 +401,8 @@ def written_too_early(assembly: str) -> list[str]:
         "backward bfloat16 64 64 none none",
         "backward bfloat16 128 128 none none",
         "grad_query bfloat16 256 256 none causal",
+        "tangents bfloat16 64 64 none none",
+        "tangents bfloat16 128 128 D causal",
     ],
 )
 def test_operands_keep_their_registers_until_products_have_read_them(row: str, tmp_path: Path) -> None:
@@ -426,7 +439,7 @@ def test_the_selection_meets_everything() -> None:
     }
     families = {(k.dtype, k.kernel.partition("+")[0], flex.plan(k.case(), k.architecture)["family"]) for k in kernels}
     assert {row[:2] for row in families if row[2] == "hopper"} == {
-        *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query"]),
+        *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query", "tangents"]),
         ("bfloat16", "ordered"),
         ("bfloat16", "short"),
         ("bfloat16", "split_forward"),
@@ -460,6 +473,9 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
         return [plan(kernel)["family"] for kernel in ("forward", "backward", "grad_query")]
 
     assert families() == [family] * 3
+    # Those of forward mode have two outputs in registers.
+    few = max(sizes) <= 128 and all((max(size, 1) + 15) // 16 % 4 == 0 for size in sizes)
+    assert plan("tangents")["family"] == (family if few else "portable")
     try:
         flex.force_family("portable")
         assert families() == ["portable"] * 3

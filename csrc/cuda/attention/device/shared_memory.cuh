@@ -55,6 +55,25 @@ struct ForwardMemory {
   constexpr int bytes() const { return kept.end(); }
 };
 
+/// Of forward mode: beside each operand its tangent, where it has one.
+struct TangentsMemory {
+  struct Sizes {
+    int rows, cols, head, value, element_bytes;
+    bool query_tangent, key_tangent, value_tangent;
+  };
+  Region query;  // the epilogue's outputs take the same place
+  Region query_tangent, key, key_tangent, value, value_tangent;
+
+  constexpr explicit TangentsMemory(const Sizes& s)
+      : query{0, padded_tile_bytes(s.rows, s.head > s.value ? s.head : s.value, s.element_bytes), 1},
+        query_tangent(query.then(padded_tile_bytes(s.rows, s.head, s.element_bytes), s.query_tangent ? 1 : 0)),
+        key(query_tangent.then(padded_tile_bytes(s.cols, s.head, s.element_bytes))),
+        key_tangent(key.then(padded_tile_bytes(s.cols, s.head, s.element_bytes), s.key_tangent ? 1 : 0)),
+        value(key_tangent.then(padded_tile_bytes(s.cols, s.value, s.element_bytes))),
+        value_tangent(value.then(padded_tile_bytes(s.cols, s.value, s.element_bytes), s.value_tangent ? 1 : 0)) {}
+  constexpr int bytes() const { return value_tangent.end(); }
+};
+
 /// Of few queries: each warp has keys of its own, and its own stages of them. Their outputs take the stages' place.
 struct FewForwardMemory {
   struct Sizes {
@@ -150,6 +169,7 @@ constexpr int swizzled_tile_bytes(int rows, int cols) { return rows * swizzled_c
 struct HopperForwardMemory {
   struct Sizes {
     int rows, cols, head, value, stages, query_stages, parts, line_bytes;
+    int query_tiles = 1, key_tiles = 1, value_tiles = 1;  // of a stage: 2 with a tangent behind
   };
   static constexpr int kWorkStages = 2;
   Region query, key, value;
@@ -160,9 +180,9 @@ struct HopperForwardMemory {
   Region lines;     // what mods read
 
   constexpr explicit HopperForwardMemory(const Sizes& s)
-      : query{0, swizzled_tile_bytes(s.rows, s.head), s.query_stages},
-        key(query.then(swizzled_tile_bytes(s.cols, s.head), s.stages)),
-        value(key.then(swizzled_tile_bytes(s.cols, s.value), s.stages)),
+      : query{0, s.query_tiles * swizzled_tile_bytes(s.rows, s.head), s.query_stages},
+        key(query.then(s.key_tiles * swizzled_tile_bytes(s.cols, s.head), s.stages)),
+        value(key.then(s.value_tiles * swizzled_tile_bytes(s.cols, s.value), s.stages)),
         zeros(value.then(swizzled_tile_bytes(s.cols, s.value), s.parts > 1 ? 1 : 0)),
         barriers(zeros.then(kBarrierBytes, 2 * (kWorkStages + s.query_stages + 2 * s.stages))),
         works(barriers.then(16, kWorkStages)),

@@ -7,7 +7,14 @@
 
 namespace fusegrad::device {
 
-template <class Config>
+/// What is copied: of query, keys and values so many tiles a stage, the second one, behind the first, of tangents.
+struct FlexForwardOperands {
+  using Arguments = FlexForwardArguments;
+  using HopperArguments = FlexForwardHopperArguments;
+  static constexpr int kQuery = 1, kKey = 1, kValue = 1;
+};
+
+template <class Config, class Operands = FlexForwardOperands>
 class FlexForwardHopperTiles {
  protected:
   using ScoreMod = typename Config::ScoreMod;
@@ -19,7 +26,10 @@ class FlexForwardHopperTiles {
                                                 .stages = Config::kStages,
                                                 .query_stages = Config::kQueryStages,
                                                 .parts = Config::kParts,
-                                                .line_bytes = Config::kLineBytes}};
+                                                .line_bytes = Config::kLineBytes,
+                                                .query_tiles = Operands::kQuery,
+                                                .key_tiles = Operands::kKey,
+                                                .value_tiles = Operands::kValue}};
   static constexpr int kConsumerWarps = Config::kGroups * kWarpgroup / kLanes;
   using Entry = TileEntry<Config::kParts>;
   // The producer asks for its next work so many tiles before the end of the present one: late, or the CTA with the
@@ -35,8 +45,8 @@ class FlexForwardHopperTiles {
  public:
   static constexpr int kSharedBytes = kMemory.bytes();
 
-  __device__ __forceinline__ FlexForwardHopperTiles(const FlexForwardArguments& a,
-                                                    const FlexForwardHopperArguments& more,
+  __device__ __forceinline__ FlexForwardHopperTiles(const typename Operands::Arguments& a,
+                                                    const typename Operands::HopperArguments& more,
                                                     const typename ScoreMod::Captured& score,
                                                     const typename MaskMod::Captured& mask, unsigned shared)
       : a_(a),
@@ -54,7 +64,7 @@ class FlexForwardHopperTiles {
   __device__ __forceinline__ void begin() {
     if (threadIdx.x == 0) {
       for (int s = 0; s < Config::kQueryStages; ++s) {
-        Barrier::init(query_full(s), 1);
+        Barrier::init(query_full(s), Operands::kQuery);
         Barrier::init(query_empty(s), kConsumerWarps);
       }
       for (int s = 0; s < 2; ++s) {
@@ -62,8 +72,8 @@ class FlexForwardHopperTiles {
         Barrier::init(work_empty(s), kConsumerWarps);
       }
       for (int s = 0; s < Config::kStages; ++s) {
-        Barrier::init(key_full(s), 1);
-        Barrier::init(value_full(s), 1);
+        Barrier::init(key_full(s), Operands::kKey);
+        Barrier::init(value_full(s), Operands::kValue);
         Barrier::init(key_empty(s), kConsumerWarps);
         Barrier::init(value_empty(s), kConsumerWarps);
       }
@@ -154,12 +164,21 @@ class FlexForwardHopperTiles {
           Barrier::wait(key_empty(stage), tiles.parity() ^ 1);
           if constexpr (kEntries) asm volatile("st.shared.s32 [%0], %1;" ::"r"(entry(stage)), "r"(now) : "memory");
           copy_tile<Config::kCols, Config::kHead>(key(stage), more_.key, key_full(stage), col, key_head, key_batch);
+          if constexpr (Operands::kKey > 1) {
+            copy_tile<Config::kCols, Config::kHead>(key(stage) + kMemory.key.piece / 2, more_.key_tangent,
+                                                    key_full(stage), col, key_head, key_batch);
+          }
           now = !Config::kBlocks ? now + (1 << Entry::kKindBits) : i + 1 < w.tiles ? walk[i + 1] : 0;
         }
         if (i == 0) {
           Barrier::wait(query_empty(queries.stage()), queries.parity() ^ 1);
           copy_tile<Config::kRows, Config::kHead>(query(queries.stage()), more_.query, query_full(queries.stage()),
                                                   w.row & ~Work::kSkips, w.h, Work::batch(w.b));
+          if constexpr (Operands::kQuery > 1) {
+            copy_tile<Config::kRows, Config::kHead>(query(queries.stage()) + kMemory.query.piece / 2,
+                                                    more_.query_tangent, query_full(queries.stage()), w.row, w.h,
+                                                    Work::batch(w.b));
+          }
           queries.next();
         }
         if (kLag == 0) value_col = col;
@@ -169,6 +188,10 @@ class FlexForwardHopperTiles {
           Barrier::wait(value_empty(stage), brought.parity() ^ 1);
           copy_tile<Config::kCols, Config::kValue>(value(stage), more_.value, value_full(stage), value_col, key_head,
                                                    key_batch);
+          if constexpr (Operands::kValue > 1) {
+            copy_tile<Config::kCols, Config::kValue>(value(stage) + kMemory.value.piece / 2, more_.value_tangent,
+                                                     value_full(stage), value_col, key_head, key_batch);
+          }
         }
         if (i < w.tiles) tiles.next();
         // What it reads comes while tiles do.
@@ -224,8 +247,8 @@ class FlexForwardHopperTiles {
     works.next();
   }
 
-  const FlexForwardArguments& a_;
-  const FlexForwardHopperArguments& more_;
+  const typename Operands::Arguments& a_;
+  const typename Operands::HopperArguments& more_;
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
   const unsigned query_, key_, value_, zeros_, barriers_;

@@ -7,17 +7,17 @@
 
 namespace fusegrad::device {
 
-template <class Config>
+/// kSlack: exponentials follow a score that is larger by 2^kSlack.
+template <class Config, class Arguments = FlexForwardArguments, int kSlack = Config::kMaxScores ? 0 : 8>
 class FlexHopperSoftmax {
   using T = typename Config::Element;
   static constexpr int kBlocksN = Config::kCols / 8, kBlocksE = Config::kValue / 8;
-  static constexpr float kSlack = Config::kMaxScores ? 0.0f : 8.0f;
   // The largest sum of a tile's exponentials relative to a row's first maximum: float32 and BFloat16 are far from
   // overflow.
   static constexpr float kMostSum = 0x1p64f;
 
  public:
-  __device__ __forceinline__ explicit FlexHopperSoftmax(const FlexForwardArguments& a) : a_(a) {}
+  __device__ __forceinline__ explicit FlexHopperSoftmax(const Arguments& a) : a_(a) {}
 
   /// What scores are still to be multiplied by.
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }
@@ -147,7 +147,7 @@ class FlexHopperSoftmax {
     return from * factor;
   }
 
-  const FlexForwardArguments& a_;
+  const Arguments& a_;
   float max_[2], sum_[2], ties_[2];
 };
 

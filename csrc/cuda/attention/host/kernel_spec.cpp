@@ -47,7 +47,15 @@ std::string render_config(const KernelFacts& f) {
   mod(config, f.score_mod, "ScoreMod");
   mod(config, f.mask_mod, "MaskMod");
   config.choice("kSmallLengths", f.small_lengths);
-  if (f.kernel != FlexKernel::kForward) {
+  if (f.kernel == FlexKernel::kTangents) {
+    config.type("Tangent", f.score_mod.text.empty() ? "fusegrad::device::NoMod" : "::Tangent");
+    config.list("int", "kTangentsOf", f.tangents_of.buffers, [](bool has) { return numeral(has ? 1 : 0); });
+    config.choice("kTangentSmallBuffers", f.tangents_of.small_buffers);
+    config.choice("kQueryTangent", f.tangents_of.query);
+    config.choice("kKeyTangent", f.tangents_of.key);
+    config.choice("kValueTangent", f.tangents_of.value);
+  }
+  if (f.backward()) {
     config.type("Derivative", f.has_derivative ? "::Derivative" : "fusegrad::device::NoDerivative");
     config.list("int", "kWantsGrad", f.wants_grad, [](bool wants) { return numeral(wants ? 1 : 0); });
     config.line("  struct Schemes {");
@@ -75,7 +83,7 @@ std::string render_config(const KernelFacts& f) {
   config.choice("kBoxes", f.tile.boxes);
   config.choice("kKeeps", f.tile.keeps);
   config.choice("kDropout", f.dropout);
-  if (f.kernel == FlexKernel::kForward) {
+  if (!f.backward()) {
     config.number("kLineBytes", f.tile.line_bytes);
     config.choice("kUnscaled", f.unscaled);
     config.choice("kFirstMaximum", f.first_maximum);
@@ -111,6 +119,9 @@ Names names_of(const KernelFacts& f) {
                         : Names{"flex_grad_query", "cuda/attention/portable/grad_query.cuh", "FlexGradQuery"};
     case FlexKernel::kGradBuffers:
       return {"flex_grad_buffers", "cuda/attention/portable/grad_buffers.cuh", "FlexGradBuffers"};
+    case FlexKernel::kTangents:
+      return f.hopper() ? Names{"flex_tangents_hopper", "cuda/attention/hopper/tangents.cuh", "FlexTangentsHopper"}
+                        : Names{"flex_tangents", "cuda/attention/portable/tangents.cuh", "FlexTangents"};
     case FlexKernel::kBackward:
       break;
   }

@@ -18,8 +18,9 @@ namespace fusegrad::cuda {
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, TMA and warp specialization; sm_90a alone. Few:
 /// the forward of few queries, as portable.
 enum class FlexFamily : uint8_t { kPortable, kHopper, kFew };
-/// kGradBuffers: the gradients of captured buffers alone, of which every batch has the same part.
-enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery, kGradBuffers };
+/// kGradBuffers: the gradients of captured buffers alone, of which every batch has the same part. kTangents: forward
+/// mode, the results and their tangents.
+enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery, kGradBuffers, kTangents };
 
 /// A score_mod or mask_mod; without a text there is none.
 struct FlexMod {
@@ -30,6 +31,16 @@ struct FlexMod {
 
   bool operator==(const FlexMod&) const = default;
   auto operator<=>(const FlexMod&) const = default;
+};
+
+/// What has a tangent in forward mode.
+struct FlexTangentsOf {
+  bool query = false, key = false, value = false;
+  std::vector<bool> buffers;  ///< of the score_mod
+  bool small_buffers = true;  ///< FlexMod::small_buffers of the buffers and of their tangents
+
+  bool operator==(const FlexTangentsOf&) const = default;
+  auto operator<=>(const FlexTangentsOf&) const = default;
 };
 
 /// Lengths up to here are small: a rendered mod computes indices in 32 bits.
@@ -76,11 +87,13 @@ struct KernelFacts {
   std::string schemes;           ///< the class of each contribution, 'A' to 'G'
   std::vector<int> tables;       ///< elements of a buffer of class F, else 0
   FlexMod score_mod, mask_mod;
-  bool small_lengths = true;  ///< B, H, M and N are at most kSmallLength
-  int resident = 1;           ///< of few queries: CTAs of a multiprocessor
+  FlexTangentsOf tangents_of;  ///< tangents
+  bool small_lengths = true;   ///< B, H, M and N are at most kSmallLength
+  int resident = 1;            ///< of few queries: CTAs of a multiprocessor
   int shared_bytes = 0;
 
   bool hopper() const { return tile.family == FlexFamily::kHopper; }
+  bool backward() const { return kernel != FlexKernel::kForward && kernel != FlexKernel::kTangents; }
   bool few() const { return tile.family == FlexFamily::kFew; }
   int threads() const { return hopper() ? 128 * (groups + 1) : 32 * warps; }
 

@@ -104,7 +104,7 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
   check_ctas(persistent ? work + processors : work / launches);  // persistent CTAs count on from their number
   int64_t section = 1;
   if (f.hopper() && f.blocks) {
-    section = f.kernel == FlexKernel::kForward ? forward_section(f, shape, processors) : backward_section(shape);
+    section = f.backward() ? backward_section(shape) : forward_section(f, shape, processors);
   }
   std::optional<TileListPlan> lists;
   if (mask) lists = plan_lists(f.tile, by_key, shape, *mask);

@@ -44,7 +44,9 @@ bool first_maximum(const FlexCase& c) {
   return c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 &&
          std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
 }
-bool has_derivative(const FlexCase& c) { return c.kernel != FlexKernel::kForward && !c.score_mod.text.empty(); }
+bool has_derivative(const FlexCase& c) {
+  return c.kernel != FlexKernel::kForward && c.kernel != FlexKernel::kTangents && !c.score_mod.text.empty();
+}
 // The other warpgroup of the Hopper kernels is the producer.
 int consumer_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
 // Backward: both consumer warpgroups have the same 64 keys, and one of them the captured buffers' sums.
@@ -201,6 +203,30 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                         .element_bytes = element,
                                         .kept = kept_reads(c.score_mod)})
           .bytes();
+    case FlexKernel::kTangents:
+      if (hopper) {
+        return device::HopperForwardMemory({.rows = t.rows,
+                                            .cols = t.cols,
+                                            .head = head,
+                                            .value = value,
+                                            .stages = t.stages,
+                                            .query_stages = t.query_stages,
+                                            .parts = t.parts,
+                                            .line_bytes = t.line_bytes,
+                                            .query_tiles = c.tangents_of.query ? 2 : 1,
+                                            .key_tiles = c.tangents_of.key ? 2 : 1,
+                                            .value_tiles = c.tangents_of.value ? 2 : 1})
+            .bytes();
+      }
+      return device::TangentsMemory({.rows = t.rows,
+                                     .cols = t.cols,
+                                     .head = head,
+                                     .value = value,
+                                     .element_bytes = element,
+                                     .query_tangent = c.tangents_of.query,
+                                     .key_tangent = c.tangents_of.key,
+                                     .value_tangent = c.tangents_of.value})
+          .bytes();
     case FlexKernel::kBackward:
       if (hopper) {
         return device::HopperBackwardMemory({.rows = t.rows,
@@ -350,6 +376,21 @@ std::vector<FlexTileSize> few_forward(const FlexCase& c, const std::string& arch
 
 constexpr FlexTileSize kGradBuffersTile{64, 64, 4};
 
+// A warp has 16 queries, as registers hold two outputs and two tiles of scores of them. Values come in parts
+// (tangents_parts).
+std::vector<FlexTileSize> tangents(const FlexCase& c, const std::string& architecture) {
+  const int most = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
+  const std::optional<FlexFamily> forced = forced_family;
+  const bool whole = head_cols(c) % kHopperCols == 0 && value_cols(c) % kHopperCols == 0;  // as was measured
+  if (takes_hopper(c, architecture) && most <= 128 && (whole || forced))
+    return {{128, most <= 64 && !c.blocks && !c.dropout && c.score_mod.text.empty() ? 96 : 64, 12, 1, 2,
+             FlexFamily::kHopper}};
+  const bool wide = c.dtype == DType::kFloat32;
+  if (!wide && std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}};
+  if (wide) return {{64, 16, 4}, {32, 16, 2}, {16, 16, 1}};
+  return {{64, 32, 4}, {32, 32, 2}};
+}
+
 // Each of the portable tiles with boxes first, where the score_mod has reads for them.
 std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize> tiles) {
   if (c.kernel == FlexKernel::kGradQuery || !has_boxes(c.score_mod)) return tiles;
@@ -383,6 +424,7 @@ std::vector<FlexTileSize> portable(const FlexCase& c);
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
   if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
   if (c.kernel == FlexKernel::kGradBuffers) return {kGradBuffersTile};
+  if (c.kernel == FlexKernel::kTangents) return tangents(c, architecture);
   if (takes_hopper(c, architecture) && !boxes_pay(c)) {
     switch (c.kernel) {
       case FlexKernel::kForward:
@@ -392,6 +434,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
       case FlexKernel::kBackward:
         return hopper_backward(c);
       case FlexKernel::kGradBuffers:
+      case FlexKernel::kTangents:
         break;
     }
   }
@@ -417,6 +460,7 @@ std::vector<FlexTileSize> portable(const FlexCase& c) {
     case FlexKernel::kBackward:
       return portable_backward(c, head);
     case FlexKernel::kGradBuffers:
+    case FlexKernel::kTangents:
       break;
   }
   return {};
@@ -497,6 +541,9 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.first_maximum = first_maximum(c);
     f.max_scores = c.max_scores;
     f.out_low = c.out_low;
+  } else if (c.kernel == FlexKernel::kTangents) {
+    f.tangents_of = c.tangents_of;
+    f.unscaled = c.unscaled;
   } else {
     f.grad_query = adds_grad_query(c, tile);
     f.stores_boxes = stores_boxes(c, tile);
@@ -587,6 +634,14 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
   c.grad_value = needs_grad[2];
   if (c.grad_query || c.grad_key || c.grad_value || c.wants_buffers()) kernels.push_back(c);
   return kernels;
+}
+
+std::vector<int> tangents_parts(int value_size) {
+  constexpr int kMost = 128;
+  std::vector<int> parts;
+  for (int first = 0; first == 0 || first < value_size; first += kMost)
+    parts.push_back(std::min(kMost, value_size - first));
+  return parts;
 }
 
 void BatchSums::leave_out(FlexCase& c) const {

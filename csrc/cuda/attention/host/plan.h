@@ -31,6 +31,7 @@ struct FlexCase {
   // forward
   bool max_scores = false, out_low = false;
   int few_rows = 0;  ///< rows of a tile whose rows are queries of several heads (few_queries.h); 0: the usual tile
+  FlexTangentsOf tangents_of;  ///< tangents
   // backward
   std::vector<bool> wants_grad;             ///< of each buffer of the score_mod
   std::vector<int64_t> elements;            ///< of each of them
@@ -62,6 +63,10 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 /// in the Hopper family, where two kernels are faster than one though each computes the scores.
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
+
+/// The columns of values of each kernel that forward mode runs: it has two outputs in registers, so they are at most
+/// 128 of them.
+std::vector<int> tangents_parts(int value_size);
 
 /// Tiles of so many that hold n.
 constexpr int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }

@@ -40,7 +40,7 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
 // of its own: P or dS in registers by an operand in shared memory, MN-major. dQ of the backward: both in shared memory,
 // transposed, K by dS.
 std::string products(const KernelFacts& f) {
-  if (f.kernel == FlexKernel::kForward) {
+  if (!f.backward()) {
     return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.value, true, true);
   }
   if (f.kernel == FlexKernel::kGradQuery) {
@@ -53,8 +53,11 @@ std::string products(const KernelFacts& f) {
 
 void check_size(const KernelFacts& f) {
   if (f.score_mod.text.empty()) return;
+  const bool tangents = f.kernel == FlexKernel::kTangents;  // made of the derivative, and about as large
   try {
-    score_mod::check_kernel_size(f.score_mod.text, f.has_derivative ? &f.wants_grad : nullptr);
+    score_mod::check_kernel_size(f.score_mod.text, tangents           ? &f.tangents_of.buffers
+                                                   : f.has_derivative ? &f.wants_grad
+                                                                      : nullptr);
   } catch (const score_mod::GraphError& error) {
     throw ValueError(error.what());
   }
@@ -78,6 +81,15 @@ std::string mods(const KernelFacts& f) {
   if (!f.mask_mod.text.empty()) render(f.mask_mod, *score_mod::cached_graph(f.mask_mod.text), "MaskMod");
   if (f.has_derivative)
     render(f.score_mod, *score_mod::cached_derivative(f.score_mod.text, f.wants_grad), "Derivative");
+  if (f.kernel == FlexKernel::kTangents && score != nullptr) {
+    // Behind the score_mod's buffers come their tangents, of the same dtypes.
+    FlexMod tangent = f.score_mod;
+    tangent.small_buffers = f.tangents_of.small_buffers;
+    for (size_t i = 0; i < f.tangents_of.buffers.size(); ++i) {
+      if (f.tangents_of.buffers[i]) tangent.dtypes.push_back(f.score_mod.dtypes.at(i));
+    }
+    render(tangent, *score_mod::cached_tangent(f.score_mod.text, f.tangents_of.buffers), "Tangent");
+  }
   return text;
 }
 
@@ -87,7 +99,8 @@ std::string entry(const KernelSpec& spec) {
   const bool hopper = f.hopper(), backward = f.kernel == FlexKernel::kBackward;
   const bool sums = backward || f.kernel == FlexKernel::kGradBuffers;
   const std::string kernel = "fusegrad::device::" + std::string(spec.type()) + "<Config>";
-  const std::string arguments = f.kernel == FlexKernel::kForward ? "Forward" : "Backward";
+  const bool tangents = f.kernel == FlexKernel::kTangents;
+  const std::string arguments = f.kernel == FlexKernel::kForward ? "Forward" : tangents ? "Tangents" : "Backward";
   std::string text = "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(f.shared_bytes) + ");\n";
   if (sums) text += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
   text += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(f.threads()) +
@@ -98,10 +111,12 @@ std::string entry(const KernelSpec& spec) {
           "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
           "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
           (sums ? ",\n    const __grid_constant__ Sums sums" : "") +
+          (tangents ? ",\n    const __grid_constant__ Config::Tangent::Captured tangent" : "") +
           (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments + "HopperArguments more" : "") +
           ") {\n  extern __shared__ __align__(" + (hopper && backward ? "1024" : "16") + ") char shared[];\n  " +
           kernel + "(arguments, " + (sums ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
-          (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
+          (tangents ? "tangent, " : "") + (backward ? "shared" : "fusegrad::device::shared_address(shared)") +
+          ").run();\n}\n";
   return text;
 }
 

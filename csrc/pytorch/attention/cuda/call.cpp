@@ -6,6 +6,7 @@
 #include <array>
 #include <bit>
 
+#include "attention/flex_attention.h"
 #include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
@@ -79,6 +80,17 @@ FlexTensor view(const Tensor& t) {
   if (!t.defined() || t.numel() == 0) return {};
   return {const_cast<void*>(t.const_data_ptr()), t.size(0) == 1 ? 0 : t.stride(0), t.stride(1), t.stride(2),
           t.stride(3)};
+}
+
+device::FlexDropout dropout_of(const Tensor& seed, double p) {
+  static_assert(sizeof(long long) == sizeof(int64_t));
+  const FlexDropoutRule rule(p);
+  device::FlexDropout dropout{.seed = reinterpret_cast<const long long*>(seed.const_data_ptr<int64_t>()),
+                              .above = {},
+                              .rest = static_cast<unsigned>(rule.threshold),
+                              .scale = static_cast<float>(rule.scale)};
+  for (int i = 0; i < 8; ++i) dropout.above[i] = (rule.threshold >> (39 - i) & 1) != 0 ? 0 : ~0u;
+  return dropout;
 }
 
 FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, const FlexScores& scores)
@@ -181,6 +193,16 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
           plan.section,
           0,
           as_int(shape_.key_batches * shape_.key_heads / plan.launches)};
+}
+
+device::FlexTangentsHopperArguments FlexCall::hopper_tangents(const LaunchPlan& plan, const Lists& lists,
+                                                              const Tensor& query, const Tensor& key,
+                                                              const Tensor& value) const {
+  const FlexTileSize& tile = plan.spec.tile();
+  const auto of = [](const Tensor& t, int rows) { return t.defined() ? boxes_of(t, rows) : device::TensorMap{}; };
+  const auto operands = hopper_forward(plan, lists);
+  return {operands.query,     operands.key,         operands.value, of(query, tile.rows),
+          of(key, tile.cols), of(value, tile.cols), lists.next,     plan.section};
 }
 
 const jit::Kernel& FlexCall::kernel(const KernelSpec& spec,

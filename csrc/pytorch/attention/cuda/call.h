@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/device/tangents_arguments.cuh"
 #include "cuda/attention/host/launch_plan.h"
 #include "cuda/attention/host/tile_lists.h"
 #include "jit/kernel_cache.h"
@@ -25,6 +26,8 @@ device::FlexTensor view(const at::Tensor& t);
 inline const float* data_of(const at::Tensor& t) {
   return t.defined() && t.numel() > 0 ? t.const_data_ptr<float>() : nullptr;
 }
+/// Attention dropout as kernels take it; `seed` is one int64 on the device.
+device::FlexDropout dropout_of(const at::Tensor& seed, double p);
 
 /// The operands of one call and what its kernels have in common. Executes launch plans.
 class FlexCall {
@@ -73,6 +76,10 @@ class FlexCall {
   device::FlexBackwardHopperArguments hopper_backward(const LaunchPlan& plan, const Lists& lists,
                                                       const at::Tensor& grad_out, const at::Tensor& rows,
                                                       const at::Tensor& grad_key, const at::Tensor& grad_value) const;
+
+  device::FlexTangentsHopperArguments hopper_tangents(const LaunchPlan& plan, const Lists& lists,
+                                                      const at::Tensor& query, const at::Tensor& key,
+                                                      const at::Tensor& value) const;
 
   /// The kernel, compiled and loaded. `ahead`: called where it is compiled, with the architecture.
   const jit::Kernel& kernel(const KernelSpec& spec,

@@ -91,17 +91,6 @@ device::FlexPartials partials_of(const LaunchPlan& plan, const Tensor& lse, int 
   return p;
 }
 
-device::FlexDropout dropout_of(const Tensor& seed, double p) {
-  static_assert(sizeof(long long) == sizeof(int64_t));
-  const FlexDropoutRule rule(p);
-  device::FlexDropout dropout{.seed = reinterpret_cast<const long long*>(seed.const_data_ptr<int64_t>()),
-                              .above = {},
-                              .rest = static_cast<unsigned>(rule.threshold),
-                              .scale = static_cast<float>(rule.scale)};
-  for (int i = 0; i < 8; ++i) dropout.above[i] = (rule.threshold >> (39 - i) & 1) != 0 ? 0 : ~0u;
-  return dropout;
-}
-
 }  // namespace
 
 void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {

@@ -18,6 +18,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
                              const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
                              bool deterministic, const std::vector<bool>& needs_grad, const FlexGradients& grads,
                              bool inplace);
+/// As cpu::flex_attention_jvp.
+FlexTangentTuple flex_attention_jvp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                    const FlexInputTangents& tangents, const FlexScores& scores);
 /// As cpu::flex_attention_dropout_mask.
 void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask);
 
