@@ -1,4 +1,4 @@
-"""Flex attention under forward mode and ``torch.func``: an autograd Function with a ``jvp``, on the CPU.
+"""Flex attention under forward mode and ``torch.func``: an autograd Function with a ``jvp``.
 
 Of a row with scores s, weights p = exp(s - lse) and tangents ds of its scores: d lse = sum p ds, and
 d out = sum p (ds - d lse) v + sum p dv. See docs/transforms.md.
@@ -7,16 +7,20 @@ d out = sum p (ds - d lse) v + sum p dv. See docs/transforms.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
 
 from ._transforms import as_autocast_wants, is_batched, primal_of
 
-__all__ = ["attend", "check_device", "check_vmap"]
+__all__ = ["attend", "check_vmap"]
 
 _OUT_LOW = 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 _NUMBERS = 2**63 - 1
@@ -51,17 +55,22 @@ class _Call:
         return (*score, *self.mask, self.kv_blocks, self.block_size, self.scale, self.dropout_p, self.dropout_seed)
 
 
+def _check(call: _Call, query: Tensor, key: Tensor, value: Tensor, *buffers: Tensor) -> None:
+    """Checks the call, and leaves its block mask and scale as the kernels take them."""
+    score = call.score._replace(buffers=list(buffers))
+    call.kv_blocks, call.scale = torch.ops.fusegrad.flex_attention_checked(
+        query, key, value, *score, *call.mask, call.kv_blocks, call.block_size, call.scale, call.enable_gqa,
+        dropout_p=call.dropout_p,
+    )  # fmt: skip
+
+
 class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         call: _Call, query: Tensor, key: Tensor, value: Tensor, *buffers: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ops = torch.ops.fusegrad
-        score = call.score._replace(buffers=list(buffers))
-        call.kv_blocks, call.scale = ops.flex_attention_checked(
-            query, key, value, *score, *call.mask, call.kv_blocks, call.block_size, call.scale, call.enable_gqa,
-            dropout_p=call.dropout_p,
-        )  # fmt: skip
+        _check(call, query, key, value, *buffers)
         aux = _OUT_LOW if query.dtype in (torch.bfloat16, torch.float16) else 0
         out, lse, _, _, out_low = ops.flex_attention_forward(query, key, value, *call.scoring(buffers), aux)
         return out, lse, out_low
@@ -136,13 +145,43 @@ def check_vmap(tensors: Iterable[Tensor]) -> None:
         raise NotImplementedError(_NO_VMAP)
 
 
-def check_device(query: Tensor) -> None:
-    """Raises NotImplementedError on other devices than the CPU."""
-    if query.device.type != "cpu":
-        raise NotImplementedError(
-            "flex_attention: tensors must be on the CPU under forward mode and torch.func transforms (jvp, grad, "
-            f"...), but got {query.device}; use torch.autograd's reverse mode there"
-        )
+def _in_one_pass(call: _Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """out and lse with their tangents from one call of the op that computes both, or None where that is not all that
+    is asked for: under other transforms than one jvp, and where a backward may follow, which wants of the output what
+    that op does not give.
+    """
+    interpreters = retrieve_all_functorch_interpreters()
+    if forward_ad._current_level < 0 or any(i.key() != TransformType.Jvp for i in interpreters):
+        return None
+    inner = [_functorch.get_unwrapped(t) if _functorch.is_functorch_wrapped_tensor(t) else t for t in tensors]
+    if len(interpreters) > 1 or (torch.is_grad_enabled() and any(t.requires_grad for t in inner)):
+        return None
+    duals = [forward_ad.unpack_dual(t) for t in tensors]
+    if all(dual.tangent is None for dual in duals):
+        return None
+    if not interpreters:
+        results = _with_tangents(call, [dual.primal for dual in duals], [dual.tangent for dual in duals])
+    else:
+        # As for an autograd Function, but without its way through pytrees, which takes longer than a small kernel.
+        level, unwrapped = interpreters[0].level(), _functorch._unwrap_for_grad
+        primals = [unwrapped(dual.primal, level) for dual in duals]
+        tangents = [None if dual.tangent is None else unwrapped(dual.tangent, level) for dual in duals]
+        with interpreters[0].lower():
+            found = _with_tangents(call, primals, tangents)
+        results = tuple(_functorch._wrap_for_grad(t, level) for t in found)
+    out, lse, of_out, of_lse = results
+    return forward_ad.make_dual(out, of_out), forward_ad.make_dual(lse, of_lse)
+
+
+def _with_tangents(call: _Call, primals: list[Tensor], tangents: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """out, lse and their tangents, of tensors that carry none."""
+    buffers = tuple(primals[3:])
+    _check(call, *primals[:3], *buffers)
+    having = [i for i, t in enumerate(tangents[3:]) if t is not None]
+    of_buffers = [t for t in tangents[3:] if t is not None]
+    return torch.ops.fusegrad.flex_attention_jvp(
+        *primals[:3], *tangents[:3], having, of_buffers, *call.scoring(buffers)
+    )
 
 
 def attend(
@@ -162,10 +201,9 @@ def attend(
     """out and lse, with forward-mode tangents and under ``torch.func.jvp``, ``grad``, ``vjp`` and their nestings.
 
     Raises:
-        NotImplementedError: on other devices than the CPU, under vmap, or where max_scores are asked for.
+        NotImplementedError: under vmap, or where max_scores are asked for.
     """
     check_vmap([query, key, value, *score[1], *mask[1], *kv_blocks])
-    check_device(query)
     if max_scores:
         raise NotImplementedError(
             "flex_attention: max_scores must not be asked for under forward mode and torch.func, but they are"
@@ -173,11 +211,13 @@ def attend(
     query, key, value = (as_autocast_wants(t) for t in (query, key, value))
     seed = None
     if 0 < dropout_p < 1:
-        seed = torch.randint(_NUMBERS, (), dtype=torch.int64, device="cpu")
+        seed = torch.randint(_NUMBERS, (), dtype=torch.int64, device=query.device)
     _register_batches_of_tangents()
     call = _Call(
         Mod(score[0], [], score[2], score[3]), Mod(*mask), kv_blocks, block_size, scale, enable_gqa,
         dropout_p, seed, deterministic,
     )  # fmt: skip
+    if (found := _in_one_pass(call, (query, key, value, *score[1]))) is not None:
+        return found
     out, lse, _ = _FlexAttention.apply(call, query, key, value, *score[1])
     return out, lse

@@ -269,7 +269,6 @@ def flex_attention(
     if transformed:
         # Before tracing, which would fail with another error.
         transforms.check_vmap((query, key, value))
-        transforms.check_device(query)
         if context_parallel is not None:
             raise NotImplementedError(
                 "flex_attention: context_parallel must not come with forward mode and torch.func transforms, but does"

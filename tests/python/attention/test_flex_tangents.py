@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import score_mods
 import torch
 import torch.autograd.forward_ad as fwAD
 from attention_reference import dense, dropout_weight, one_by_one
+from forward_mode import pushed, tangents_of
 from fusegrad import _C, flex_attention, trace_score_mod
 from support import assert_as_good_as_eager
 from torch import Tensor
@@ -28,21 +29,6 @@ def block_mask(mask: Callable, b: int, h: int, m: int, n: int, block: int = 4) -
 def inputs(b: int, h: int, m: int, n: int, d: int, e: int, dtype=torch.float64, hkv: int = 0) -> list[Tensor]:
     shapes = [(b, h, m, d), (b, hkv or h, n, d), (b, hkv or h, n, e)]
     return [torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes]
-
-
-def pushed(outputs: Sequence[Tensor], given: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs' tangents by reverse mode alone: the derivative by u of u's vector-Jacobian product."""
-    upstream = [torch.zeros_like(t, requires_grad=True) for t in outputs]
-    grads = torch.autograd.grad(outputs, given, upstream, create_graph=True, materialize_grads=True)
-    product = sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))
-    return list(torch.autograd.grad(product, upstream, materialize_grads=True))
-
-
-def tangents_of(call: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], tangents: Sequence[Tensor | None]):
-    """Of call(*given), where inputs with a None have no tangent."""
-    with fwAD.dual_level():
-        duals = [t if d is None else fwAD.make_dual(t, d) for t, d in zip(given, tangents, strict=True)]
-        return [tuple(fwAD.unpack_dual(x)) for x in call(*duals)]
 
 
 # --- score_mods -----------------------------------------------------------------------------------------------
@@ -140,7 +126,7 @@ def test_tiles_groups_masks_and_dtypes(with_tangent: tuple[bool, ...], dtype: to
         return out, aux.lse
 
     def plain(wide: torch.dtype) -> list[Tensor]:
-        given = [t.to(wide).requires_grad_() for t in tensors]
+        given = [t.detach().to(wide, copy=True).requires_grad_() for t in tensors]
         result = dense(*given[:3], call, allowed, 0.3, evaluate=lambda _, sizes, s: 0.5 * s * given[3].sin())
         zeros = [torch.zeros_like(t) if d is None else d.to(wide) for t, d in zip(given, moved, strict=True)]
         return pushed(result[:2], given, zeros)

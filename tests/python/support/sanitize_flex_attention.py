@@ -97,6 +97,24 @@ def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, s
     torch.cuda.synchronize()
 
 
+def call_in_forward_mode(dtype: torch.dtype, biased: bool, masked: bool, d: int, dropout_p: float) -> None:
+    torch.manual_seed(0)
+    b, h, g, m, n = FEW
+    shapes = ((b, h, m, d), (b, g, n, d), (b, g, n, d))
+    given, moved = (
+        (*(torch.randn(shape, device="cuda").to(dtype) for shape in shapes), torch.randn(h, m, n, device="cuda"))
+        for _ in range(2)
+    )
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, m, n, device="cuda") if masked else None
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        mod = (lambda s, b, h, i, j: s + bias[h, i, j]) if biased else None
+        return flex_attention(query, key, value, mod, blocks, enable_gqa=True, dropout_p=dropout_p)
+
+    torch.func.jvp(attention, given, moved)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Small calls of flex_attention, for compute-sanitizer.")
     parser.add_argument("--family", choices=tuple(SIZES), default="hopper")
@@ -108,6 +126,13 @@ def main() -> None:
     mine = list(cases(options.family))[options.part :: options.parts]
     for case in mine:
         call(*case)
+    if options.family != "split":
+        dtypes = [torch.bfloat16, torch.float16 if options.family == "hopper" else torch.float32]
+        modes = list(itertools.product(dtypes, (False, True), (False, True), (64, 128), (0.0, 0.1)))
+        modes = modes[options.part :: options.parts]
+        for mode in modes:
+            call_in_forward_mode(*mode)
+        mine += modes
     print(f"{len(mine)} calls of the {options.family} kernels")
 
 
