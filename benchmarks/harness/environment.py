@@ -20,6 +20,7 @@ PACKAGES = (
     "quack-kernels",
     "nvidia-cutlass-dsl",
     "transformers",
+    "jvp-flash-attention",
 )
 
 

@@ -1,0 +1,299 @@
+"""Forward mode of attention, and the losses' transforms, beside PyTorch's and the one fused kernel that there is.
+
+Attention is that of a DiT block (head sizes 64 to 128, 256 to 4096 tokens), without a mask, and a row with a learned
+bias that has a tangent. "forward" is our output alone; "fusegrad" is torch.func.jvp, the output and its tangent for
+tangents of query, key and value; "trained" is the same where a backward may follow. Peers: "math", the formula in plain
+PyTorch; "sdpa", scaled_dot_product_attention's composite backend; "jvp-flash-attention", a package of Triton kernels.
+The error is of the last head's tangent, relative to its root mean square in float64, beside that of "math".
+
+Losses: cross_entropy's jvp, and its Hessian's product with a vector by a second backward, beside PyTorch's.
+
+On the CPU rows are small and in float32. Ratios are medians of the rounds'.
+
+    python benchmarks/transforms.py [--device cpu] [--rows 'attention.*64'] [--peers none] [--output FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fusegrad
+import torch
+import torch.nn.functional as F
+from harness.environment import environment, in_file_names
+from harness.failure import Outcome
+from harness.report import print_table, write_json
+from harness.timing import alternate
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+OP = "transforms"
+DEVICES = ("cuda", "cpu")
+OVER_FORWARD, OVER_PEER, OVER_EAGER = 3.3, 0.6, 1.5
+Work = Callable[[], Any]
+Attention = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Attention's batch, heads, tokens and head size; or a loss's rows and classes. limited: whether goals are its."""
+
+    name: str
+    sizes: tuple[int, ...]
+    biased: bool = False
+    limited: bool = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({', '.join(map(str, self.sizes))})"
+
+
+CUDA_ROWS = (
+    Row("attention", (64, 16, 256, 64)),
+    Row("attention", (16, 16, 1024, 64)),
+    Row("attention", (4, 16, 4096, 64)),
+    Row("attention", (64, 16, 256, 72), limited=False),
+    Row("attention", (64, 8, 256, 128)),
+    Row("attention", (16, 8, 1024, 128)),
+    Row("attention", (4, 8, 4096, 128)),
+    Row("attention, bias", (4, 16, 2048, 64), biased=True, limited=False),
+    Row("cross entropy", (4096, 32768)),
+)
+CPU_ROWS = (
+    Row("attention", (1, 4, 256, 64)),
+    Row("attention", (1, 4, 256, 128)),
+    Row("attention, bias", (1, 4, 256, 64), biased=True, limited=False),
+    Row("cross entropy", (256, 4096)),
+)
+
+
+# --- attention ---
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    score = query @ key.mT * query.size(-1) ** -0.5
+    return (score if bias is None else score + bias.to(score.dtype)).softmax(-1) @ value
+
+
+def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return fusegrad.flex_attention(query, key, value)
+    return fusegrad.flex_attention(query, key, value, lambda score, b, h, q, k: score + bias[h, q, k])
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    mask = None if bias is None else bias.to(query.dtype)
+    with sdpa_kernel([SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(query, key, value, mask)
+
+
+def jvp_flash_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    from jvp_flash_attention.jvp_attention import JVPAttn
+
+    if bias is not None:
+        raise NotImplementedError("no biases with tangents")
+    return JVPAttn.fwd_dual(query, key, value)
+
+
+PEERS: dict[str, dict[str, Attention]] = {
+    "cuda": {"math": formula, "sdpa": sdpa, "jvp-flash-attention": jvp_flash_attention},
+    "cpu": {"math": formula, "sdpa": sdpa},
+}
+
+
+@dataclass
+class Step:
+    """One work, again and again."""
+
+    work: Work
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        self.work()
+
+
+def attention_steps(row: Row, device: str, peers: Sequence[str]) -> tuple[dict[str, Work], dict[str, float]]:
+    """What is timed, and the errors."""
+    batch, heads, tokens, size = row.sizes
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def operands() -> tuple[Tensor, ...]:
+        made = [torch.randn(batch, heads, tokens, size, dtype=dtype) for _ in range(3)]
+        return (*made, 0.5 * torch.randn(heads, tokens, tokens)) if row.biased else tuple(made)
+
+    given, moved = operands(), operands()
+    trained = tuple(t.detach().requires_grad_() for t in given)
+
+    def jvp(attention: Attention, of: tuple[Tensor, ...]) -> Work:
+        return lambda: torch.func.jvp(attention, of, moved)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return ours(*given)
+
+    steps = {"forward": forward, "fusegrad": jvp(ours, given), "trained": jvp(ours, trained)}
+    steps |= {name: jvp(PEERS[device][name], given) for name in peers}
+    last = [tuple(t[-1:, -1:] if t.dim() == 4 else t[-1:] for t in of) for of in (given, moved)]
+    truth = torch.func.jvp(formula, *(tuple(t.double() for t in of) for of in last))[1]
+
+    def error(tangent: Tensor) -> float:
+        return float((tangent.double() - truth).norm() / truth.norm())
+
+    errors = {
+        "fusegrad": error(torch.func.jvp(ours, given, moved)[1][-1:, -1:]),
+        "math": error(torch.func.jvp(formula, *last)[1]),
+    }
+    return steps, errors
+
+
+# --- losses ---
+
+
+def loss_steps(row: Row, device: str) -> dict[str, Work]:
+    rows, classes = row.sizes
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    logits, moved = torch.randn(rows, classes, dtype=dtype), torch.randn(rows, classes, dtype=dtype)
+    leaf, target = logits.clone().requires_grad_(), torch.randint(classes, (rows,))
+
+    def jvp(loss: Callable[[Tensor, Tensor], Tensor]) -> Work:
+        return lambda: torch.func.jvp(lambda x: loss(x, target), (logits,), (moved,))
+
+    def product(loss: Callable[[Tensor, Tensor], Tensor]) -> Work:
+        """The Hessian's with a vector."""
+
+        def work() -> None:
+            (grad,) = torch.autograd.grad(loss(leaf, target), leaf, create_graph=True)
+            torch.autograd.grad(grad, leaf, moved)
+
+        return work
+
+    def float32(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), target)
+
+    def first(loss: Callable[[Tensor, Tensor], Tensor]) -> Work:
+        return lambda: torch.autograd.grad(loss(leaf, target), leaf)
+
+    return {
+        "fusegrad gradient": first(fusegrad.cross_entropy),
+        "fusegrad jvp": jvp(fusegrad.cross_entropy),
+        "math jvp": jvp(float32),
+        "fusegrad second backward": product(fusegrad.cross_entropy),
+        "math second backward": product(float32),
+    }
+
+
+# --- a row ---
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measured(row: Row, device: str, peers: Sequence[str], rounds: int, reps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    result: dict[str, Any] = {"row": row.label, "failures": {}}
+    if row.name.startswith("attention"):
+        steps, result["errors"] = attention_steps(row, device, peers)
+    else:
+        steps = loss_steps(row, device)
+    for name, work in list(steps.items()):
+        outcome = Outcome(lambda work=work: (work(), synchronize(device)))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+            del steps[name]
+    times, _ = alternate({name: Step(work) for name, work in steps.items()}, None, device, rounds, reps)
+    result["ms"] = {name: one.ms for name, one in times.items() if one.ms is not None}
+    result["rounds"] = {name: one.rounds for name, one in times.items() if one.ms is not None}
+    return result
+
+
+def over(result: dict[str, Any], mine: str, theirs: str) -> float:
+    """How many times as long mine takes, in the median round."""
+    rounds = result["rounds"]
+    return statistics.median(a / b for a, b in zip(rounds[mine], rounds[theirs], strict=True))
+
+
+def goals(row: Row, result: dict[str, Any]) -> list[tuple[str, bool]]:
+    if not row.name.startswith("attention"):
+        return []
+    if "fusegrad" not in result["ms"]:
+        return [("runs", False)]
+    errors = result["errors"]
+    ratio = errors["fusegrad"] / errors["math"]
+    # Of float32 both are rounding.
+    found = [(f"error: {ratio:.2f} x math's <= {OVER_EAGER}", ratio <= OVER_EAGER)]
+    for name, limit in (("forward", OVER_FORWARD), ("jvp-flash-attention", OVER_PEER)):
+        if row.limited and name in result["ms"]:
+            ratio = over(result, "fusegrad", name)
+            found.append((f"{ratio:.2f} x {name} <= {limit}", ratio <= limit))
+    return found
+
+
+def show(row: Row, result: dict[str, Any]) -> None:
+    errors = result.get("errors")
+    print(f"\n{row.label}" + (f"; error {errors['fusegrad']:.1e}, math's {errors['math']:.1e}" if errors else ""))
+    first = next(iter(result["ms"]))
+    lines = [[name, f"{ms:.3f}", f"{over(result, name, first):.2f}"] for name, ms in result["ms"].items()]
+    print_table(["", "ms", f"x {first}"], lines)
+    for name, failure in result["failures"].items():
+        print(f"  not run: {name}: {failure}")
+    for goal in result["goals"]:
+        print(f"  {'pass' if goal['passed'] else 'MISS'}  {goal['goal']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Forward mode of attention, and the losses' transforms.")
+    parser.add_argument("--device", choices=DEVICES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", default="", help="regular expression on the rows' labels")
+    parser.add_argument("--peers", help="comma-separated, or none; all of the device where not given")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
+    parser.add_argument("--commit", help="what to record, where this is not a git checkout")
+    arguments = parser.parse_args()
+    device = arguments.device
+    torch.set_default_device(device)
+    asked = list(PEERS[device]) if arguments.peers is None else arguments.peers.split(",")
+    peers = [name for name in asked if name not in ("", "none")]
+    if unknown := set(peers) - set(PEERS[device]):
+        parser.error(f"--peers: must be of {', '.join(PEERS[device])}, but got {', '.join(sorted(unknown))}")
+    started = time.monotonic()
+    document: dict[str, Any] = {"op": OP, **environment(device, arguments.commit)}
+    cases: list[dict[str, Any]] = []
+    document["cases"] = cases
+    print(f"transforms on {document['device']}, torch {torch.__version__}")
+    for row in CUDA_ROWS if device == "cuda" else CPU_ROWS:
+        if not re.search(arguments.rows, row.label):
+            continue
+        outcome = Outcome(lambda row=row: measured(row, device, peers, arguments.rounds, arguments.reps))
+        if outcome.failure:
+            print(f"\n{row.label}\n  failed: {outcome.failure}", flush=True)
+            cases.append({"row": row.label, "failure": outcome.failure})
+        else:
+            result = outcome.value
+            result["goals"] = [{"goal": text, "passed": passed} for text, passed in goals(row, result)]
+            show(row, result)
+            cases.append(result)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        if arguments.output is not None:
+            write_json(arguments.output / f"{OP}-{in_file_names(document['device'])}.json", document)
+    judged = [(case["row"], goal) for case in cases for goal in case.get("goals", [])]
+    missed = [(row, goal["goal"]) for row, goal in judged if not goal["passed"]]
+    print(f"\n{len(judged)} goals, {len(missed)} missed; {time.monotonic() - started:.0f} s in all")
+    for label, text in missed:
+        print(f"  MISS  {label}: {text}")
+
+
+if __name__ == "__main__":
+    main()
