@@ -244,6 +244,45 @@ def steps(document: Document) -> str:
     return table(["tokens/s at GiB", "**fusegrad**", "peers"], rows)
 
 
+def models(document: Document) -> str:
+    """Training steps of models with biases: time and memory of each attention."""
+    names = ("eager", "sdpa", "fusegrad", "fusegrad table")
+    rows = []
+    for case in document["cases"]:
+        found = {one["name"]: one for one in case["results"]}
+        cells = [
+            f"{number(found[name]['ms'])} / {found[name]['peak_mib'] / 1024:.1f}" if name in found else "–"
+            for name in names
+        ]
+        title = case["op"].removesuffix(" step")
+        rows.append([f"{title}, " + " ".join(f"{k}{v}" for k, v in case["sizes"].items()), *cells])
+    return table(["ms / GiB", *(bold(name) for name in names)], rows)
+
+
+def tangents(document: Document) -> str:
+    peers = {"math": "PyTorch, its formula", "jvp-flash-attention": "jvp-flash-attention"}
+    rows = []
+    for case in document["cases"]:
+        if "forward" not in case["ms"]:
+            continue
+        ms = case["ms"]
+        cells = [short(ms["forward"]), short(ms["fusegrad"]), f"{ms['fusegrad'] / ms['forward']:.2f}"]
+        rows.append([case["row"], *cells, *(short(ms[peer]) if peer in ms else "–" for peer in peers)])
+    return table(["ms", "forward", "**with its tangents**", "times the forward", *peers.values()], rows)
+
+
+def log_probs(document: Document) -> str:
+    rows = []
+    for case in document["cases"]:
+        sizes = " ".join(f"{letter}{size}" for letter, size in case["sizes"].items())
+        rows += [
+            [sizes, bold(one["name"]), number(one["ms"]), f"{one['floor_ratio']:.2f}", mib(one)]
+            for one in case["results"]
+            if one.get("ms") is not None
+        ]
+    return table(["", "", "ms", "times the products", "MiB"], rows)
+
+
 def cpu(ones: dict[str, Document]) -> str:
     rows = []
     for case in ones["flex_attention"]["cases"][:1]:
@@ -270,12 +309,13 @@ def cpu(ones: dict[str, Document]) -> str:
 def goals(gpu: dict[str, Document]) -> str:
     """How many goals each run met, and the missed ones with what is too much."""
     rows = []
-    for op in ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd", "flex_attention", "train_step"):
+    graded = ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd", "token_log_prob", "flex_attention")
+    for op in (*graded, "train_step", "biased_models"):
         verdicts = [goal for case in gpu[op]["cases"] for goal in case["goals"] if goal["passed"] is not None]
         missed = sorted((g for g in verdicts if not g["passed"]), key=lambda goal: -goal["worst_excess"])
         text = "; ".join(f"{goal['goal']} (by {100 * goal['worst_excess']:.1f}%)" for goal in missed)
         rows.append([op, f"{len(verdicts) - len(missed)} of {len(verdicts)}", text or "none"])
-    for op in ("learned_biases", "block_mask"):
+    for op in ("learned_biases", "block_mask", "transforms"):
         passed = [goal["passed"] for case in gpu[op]["cases"] for goal in case["goals"]]
         rows.append([op, f"{sum(passed)} of {len(passed)}", "none" if all(passed) else "the file has them"])
     return table(["run", "goals met", "missed"], rows)
@@ -313,6 +353,11 @@ teacher of the 64 largest log-probabilities; divergences have β 0.5 where nothi
 
 {linear_cross_entropy}
 
+Log-probabilities of tokens and their entropies, both with gradients; "grpo" is the whole loss
+([guide](post_training.md)). TRL, verl and Liger's CuTe backend were not in this run.
+
+{log_probs}
+
 ## Attention
 
 The first column is our speed, forward / backward; the others are our time over each peer's: below 1 fusegrad is faster.
@@ -329,6 +374,18 @@ Bias tables with gradients, sizes as (batch, heads, tokens, head size); [which i
 peers only: cuEquivariance, compiled flex_attention and FlashAttention 4 were not in this run.
 
 {learned_biases}
+
+Training steps of whole models, the last hidden state's loss, AdamW: with eager attention, with
+scaled_dot_product_attention and the bias in memory, with ours by one line, and with ours reading the table
+([how](learned_biases.md#whole-models)). S is tokens, residues or the side of an image.
+
+{models}
+
+## Forward mode
+
+Attention with the tangents of query, key and value, sizes as above; [what works](transforms.md).
+
+{tangents}
 
 ## Block masks
 
@@ -377,7 +434,10 @@ def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
         linear_cross_entropy=linear_cross_entropy(gpu["linear_cross_entropy"]),
         attention=attention(gpu["flex_attention"]),
         score_mods=score_mods(gpu["flex_attention"]),
+        log_probs=log_probs(gpu["token_log_prob"]),
         learned_biases=learned_biases(gpu["learned_biases"]),
+        models=models(gpu["biased_models"]),
+        tangents=tangents(gpu["transforms"]),
         block_masks=block_masks(gpu["block_mask"]),
         captured=captured(gpu["flex_attention"]),
         first=took[0],

@@ -53,12 +53,14 @@ def _call(problem: Problem, implementation: Implementation, kind: str) -> Callab
     activation = problem.activation.detach().requires_grad_()
     weight = None if problem.weight is None else problem.weight.detach().requires_grad_()
     others = problem.others(weight)
+    step = Step(problem, implementation)
 
     def call() -> None:
         activation.grad = None
         if weight is not None:
             weight.grad = None
-        implementation.loss(activation, *others).backward()
+        loss = implementation.loss(activation, *others)
+        loss.backward(step.upstream(loss))
 
     return call
 

@@ -53,7 +53,7 @@ class Step:
             self._run(None)
         else:
             loss, self._pending = self._pending, None
-            loss.backward(self._upstream(loss))
+            loss.backward(self.upstream(loss))
 
     def results(self) -> dict[str, Tensor]:
         """The loss and the gradients of a run on fresh inputs: 'loss', 'activation', 'weight'."""
@@ -73,7 +73,7 @@ class Step:
             with torch.no_grad():
                 return {"loss": implementation.loss(problem.activation, *problem.others(problem.weight))}
         loss, weight = self._forward(sink)
-        loss.backward(self._upstream(loss))
+        loss.backward(self.upstream(loss))
         results = {"loss": loss.detach()}
         if sink:
             results["activation"] = sink[0]
@@ -89,7 +89,8 @@ class Step:
         weight = None if problem.weight is None else problem.weight.detach().requires_grad_(trains)
         return implementation.loss(activation, *problem.others(weight)), weight
 
-    def _upstream(self, loss: Tensor) -> Tensor | None:
+    def upstream(self, loss: Tensor) -> Tensor | None:
+        """What the implementation's loss is differentiated with."""
         upstream = self.implementation.upstream
         if upstream == "rows":
             return self.problem.upstream_rows.to(loss.dtype)
