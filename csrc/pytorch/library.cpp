@@ -83,12 +83,23 @@ TORCH_LIBRARY(fusegrad, m) {
   define<FlexBackward>(m, "flex_attention_backward",
                        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   define(m, schema_of<FlexBackwardInto>("flex_attention_backward_", "()", /*mutating=*/true));
+  // flex_attention_backward where its results are differentiated again, and for several upstream gradients at once,
+  // the first dimension of theirs and of its results. The Python package implements both.
+  define<FlexBackward>(m, "flex_attention_backward_graph",
+                       "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
+  define<FlexBackward>(m, "flex_attention_backward_of_each",
+                       "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   // Forward mode of flex_attention_forward: its results, and their tangents. On the CPU alone.
   define<FlexTangents>(m, "flex_attention_jvp", "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)");
+  // Of several tangents at once, their first dimension and the results'. The Python package implements it.
+  define<FlexTangents>(m, "flex_attention_jvp_of_each",
+                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)");
   // What autograd Functions in Python ask: checks a call's arguments; the lists as flex_attention_forward takes them.
   define<FlexAttentionCall>(m, "flex_attention_checked", "(Tensor[] kv_blocks, float scale)");
-  // Which pairs dropout keeps, bool [B, H, M, N]: for tests, and for looking at them.
-  define(m, "flex_attention_dropout_mask(Tensor dropout_seed, float dropout_p, SymInt[] sizes) -> Tensor");
+  // Which pairs dropout keeps, bool [B, H, M, N], of the M queries from first_query on, a multiple of 16.
+  define(m,
+         "flex_attention_dropout_mask(Tensor dropout_seed, float dropout_p, SymInt[] sizes, SymInt first_query=0) -> "
+         "Tensor");
 
   // The lists of PyTorch's BlockMask, int32, for `sizes` B, H, M and N, on the device of `like`: [B, H, rows of blocks]
   // and [B, H, rows of blocks, columns of blocks], by keys the other way about.

@@ -1,15 +1,16 @@
-"""Flex attention under forward mode and ``torch.func``: an autograd Function with a ``jvp``.
+"""Flex attention under forward mode, ``torch.func``, vmap, and where its backward is itself differentiated.
 
-Of a row with scores s, weights p = exp(s - lse) and tangents ds of its scores: d lse = sum p ds, and
+Three autograd Functions, whose forwards are the kernels: attention, its first gradients, its tangents. The derivatives
+of the latter two are those of the composition in _attention_composite.py. Under vmap each is one call over a larger
+batch. Of a row with scores s, weights p = exp(s - lse) and tangents ds of its scores: d lse = sum p ds, and
 d out = sum p (ds - d lse) v + sum p dv. See docs/transforms.md.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,134 +19,403 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ._transforms import as_autocast_wants, is_batched, primal_of
+from ._attention_composite import Call, Mod, Plan, Tensors, attention_plan, gradient_plan, pulled, pushed, tangent_plan
+from ._attention_fold import fold, fold_rows, moved, unfold
+from ._transforms import as_autocast_wants, outside_transforms, primal_of
 
-__all__ = ["attend", "check_vmap"]
+__all__ = ["attend"]
 
 _OUT_LOW = 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 _NUMBERS = 2**63 - 1
-_NO_VMAP = "flex_attention: torch.vmap must not be applied, but it is; fold what it is over into the batch"
+_FORWARD = 5  # what the forward returns: out, lse, max_scores, max_ties, out_low
 
 
-class Mod(NamedTuple):
-    """A score_mod or mask_mod as ops take it."""
-
-    text: str
-    buffers: list[Tensor]
-    floats: list[float]
-    ints: list[int]
+def _acc_of(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-@dataclass
-class _Call:
-    """What no gradient or tangent flows into. The score_mod's buffers are arguments of the Function."""
-
-    score: Mod
-    mask: Mod
-    kv_blocks: list[Tensor]
-    block_size: list[int]
-    scale: float | None
-    enable_gqa: bool
-    dropout_p: float
-    dropout_seed: Tensor | None
-    deterministic: bool | None
-
-    def scoring(self, buffers: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        score = self.score._replace(buffers=list(buffers))
-        return (*score, *self.mask, self.kv_blocks, self.block_size, self.scale, self.dropout_p, self.dropout_seed)
+def _widened(tensors: Sequence[Tensor | None], acc: torch.dtype) -> list[Any]:
+    """Floats in acc, in which the composition computes and adds up."""
+    return [t.to(acc) if t is not None and t.is_floating_point() else t for t in tensors]
 
 
-def _check(call: _Call, query: Tensor, key: Tensor, value: Tensor, *buffers: Tensor) -> None:
-    """Checks the call, and leaves its block mask and scale as the kernels take them."""
-    score = call.score._replace(buffers=list(buffers))
-    call.kv_blocks, call.scale = torch.ops.fusegrad.flex_attention_checked(
-        query, key, value, *score, *call.mask, call.kv_blocks, call.block_size, call.scale, call.enable_gqa,
-        dropout_p=call.dropout_p,
-    )  # fmt: skip
+def _as_inputs(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    return [None if g is None else g.to(t.dtype) for g, t in zip(found, inputs, strict=True)]
+
+
+def _places(flags: Sequence[bool]) -> list[int]:
+    return [i for i, flag in enumerate(flags) if flag]
+
+
+def _dims(call: Call, in_dims: Sequence[Any]) -> tuple[Tensors, tuple[Any, ...]]:
+    return call.split(in_dims)
 
 
 class _FlexAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        call: _Call, query: Tensor, key: Tensor, value: Tensor, *buffers: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ops = torch.ops.fusegrad
-        _check(call, query, key, value, *buffers)
-        aux = _OUT_LOW if query.dtype in (torch.bfloat16, torch.float16) else 0
-        out, lse, _, _, out_low = ops.flex_attention_forward(query, key, value, *call.scoring(buffers), aux)
-        return out, lse, out_low
+    """(query, key, value, ...) -> out, lse and three that are not differentiable."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        call, *tensors = inputs
-        ctx.call = call
-        ctx.mark_non_differentiable(output[2])
+    def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        t, _ = call.split(tensors)
+        aux = _OUT_LOW if t.query.dtype in (torch.bfloat16, torch.float16) else 0
+        return tuple(torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), aux))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, *tensors = inputs
+        ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, *rest = ctx.saved_tensors
-        buffers, (out, lse, out_low) = tuple(rest[:-3]), rest[-3:]
-        wanted = list(ctx.needs_input_grad[1:])
-        if upstream[0] is None and upstream[1] is None:
-            return (None,) * (1 + len(wanted))
-        nothing = lse.new_empty(0)
-        ordered = ctx.call.deterministic
-        if ordered is None:
-            ordered = torch.are_deterministic_algorithms_enabled()
-        *grads, of_buffers = torch.ops.fusegrad.flex_attention_backward(
-            query, key, value, upstream[0], upstream[1], None, out, lse, nothing, nothing, out_low,
-            *ctx.call.scoring(buffers), ordered, wanted,
-        )  # fmt: skip
-        return (None, *(g if want else None for g, want in zip([*grads, *of_buffers], wanted, strict=True)))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Tensor) -> tuple[Any, Any]:
-        """Of no input that is batched: where a vmap is over tangents alone, as torch.func.jacfwd has it."""
-        if any(dim is not None for dim in in_dims[1:]):
-            raise NotImplementedError(_NO_VMAP)
-        return _FlexAttention.apply(call, *tensors), (None, None, None)
+        call, saved = ctx.call, ctx.saved_tensors
+        tensors, outputs = saved[:-_FORWARD], saved[-_FORWARD:]
+        wanted = tuple(bool(w) for w in ctx.needs_input_grad[1:])
+        found = gradients(call, wanted, tensors, outputs, (*upstream[:2], None))
+        return (None, *found)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, *rest = (primal_of(t) for t in ctx.saved_tensors)
-        buffers = tuple(rest[:-3])
-        _, of_query, of_key, of_value, *of_buffers = tangents
-        having = [i for i, t in enumerate(of_buffers) if t is not None and buffers[i].is_floating_point()]
-        _, _, out, lse = torch.ops.fusegrad.flex_attention_jvp(
-            query, key, value, of_query, of_key, of_value, having, [of_buffers[i] for i in having],
-            *ctx.call.scoring(buffers),
+        tensors = [primal_of(t) for t in ctx.saved_tensors]
+        moving = tuple(d is not None and t.is_floating_point() for t, d in zip(tensors, tangents[1:], strict=True))
+        given = [d for d, m in zip(tangents[1:], moving, strict=True) if m]
+        return (*_FlexTangents.apply(ctx.call, moving, *tensors, *given), None, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *tensors: Tensor) -> tuple[Any, Any]:
+        size = info.batch_size
+        folded, t = fold(call, call.split(tensors)[0], _dims(call, in_dims[1:])[0], size)
+        results = _FlexAttention.apply(folded, *t.flat())
+        return tuple(unfold(r, size) for r in results), (0,) * _FORWARD
+
+
+def gradients(
+    call: Call,
+    wanted: Sequence[bool],
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    upstream: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Of the call's tensors, each where wanted, differentiable again. `outputs`: what the forward returned;
+    `upstream`: of out, lse and max_scores."""
+    result: list[Tensor | None] = [None] * len(tensors)
+    having = tuple(g is not None for g in upstream)
+    if not any(having) or not any(wanted):
+        return result
+    given = [g for g in upstream if g is not None]
+    found = _FlexGradients.apply(call, tuple(wanted), having, *tensors, *given, *outputs)
+    for i, g in zip(_places(wanted), found, strict=True):
+        result[i] = g
+    return result
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The tensors of a call for gradients: those of the call, upstream gradients, the forward's results."""
+
+    inputs: tuple[Any, ...]
+    upstream: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    @staticmethod
+    def of(having: Sequence[bool], row: Sequence[Any]) -> _Split:
+        end = len(row) - _FORWARD
+        begin = end - sum(having)
+        return _Split(tuple(row[:begin]), tuple(row[begin:end]), tuple(row[end:]))
+
+    def each_upstream(self, having: Sequence[bool]) -> list[Any]:
+        """With None where there is none."""
+        rest = iter(self.upstream)
+        return [next(rest) if h else None for h in having]
+
+
+class _FlexGradients(torch.autograd.Function):
+    """(query, key, value, ..., upstream gradients, the forward's results) -> the gradients that are wanted."""
+
+    @staticmethod
+    def forward(call: Call, wanted: tuple[bool, ...], having: tuple[bool, ...], *row: Tensor) -> tuple[Tensor, ...]:
+        given = _Split.of(having, row)
+        t, _ = call.split(given.inputs)
+        ordered = call.deterministic
+        if ordered is None:
+            ordered = torch.are_deterministic_algorithms_enabled()
+        wanted = wanted[: 3 + len(t.buffers)]
+        *grads, of_buffers = torch.ops.fusegrad.flex_attention_backward(
+            t.query, t.key, t.value, *given.each_upstream(having), *given.outputs, *call.scoring(t), ordered,
+            list(wanted),
         )  # fmt: skip
-        return out, lse, None
+        return tuple(g for g, want in zip([*grads, *of_buffers], wanted, strict=True) if want)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.wanted, ctx.having, *row = inputs
+        ctx.set_materialize_grads(False)
+        kept = row[: len(row) - _FORWARD]  # the composition computes the results again
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def plan(ctx: Any, tensors: Sequence[Tensor]) -> Plan:
+        acc = _acc_of(tensors[0])
+        inputs = tensors[: len(tensors) - sum(ctx.having)]
+        base = attention_plan(ctx.call, inputs, ctx.having, acc)
+        return gradient_plan(base, _places(ctx.wanted), range(sum(ctx.having)))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        acc = _acc_of(tensors[0])
+        wanted = _places(ctx.needs_input_grad[3 : 3 + len(tensors)])
+        plan = _FlexGradients.plan(ctx, tensors)
+        found = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
+        return (None, None, None, *_as_inputs(found, tensors), *(None,) * _FORWARD)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = [primal_of(t) for t in ctx.saved_tensors]
+        acc = _acc_of(tensors[0])
+        plan = _FlexGradients.plan(ctx, tensors)
+        given = tangents[3 : 3 + len(tensors)]
+        found = pushed(plan, _widened(tensors, acc), _widened(given, acc))
+        return tuple(_as_inputs(found, [tensors[i] for i in _places(ctx.wanted)]))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, wanted: tuple[bool, ...], having: tuple[bool, ...],
+        *row: Tensor,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        return _FlexGradients.of_each(info.batch_size, in_dims, call, wanted, having, *row)
+
+    @staticmethod
+    def of_each(
+        size: int, in_dims: tuple[Any, ...], call: Call, wanted: tuple[bool, ...], having: tuple[bool, ...],
+        *row: Tensor, autograd: bool = True,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """`autograd`: the results can be differentiated."""
+        given, dims = _Split.of(having, row), _Split.of(having, in_dims[3:])
+        t, d = call.split(given.inputs)[0], _dims(call, dims.inputs)[0]
+        each = wanted[3 : 3 + len(t.buffers)]
+        folded, tensors = fold(call, t, d, size, each, each_key=wanted[1] or wanted[2])
+        rest = [
+            fold_rows(x, dim, size)
+            for x, dim in zip((*given.upstream, *given.outputs), (*dims.upstream, *dims.outputs), strict=True)
+        ]
+        run = _FlexGradients.apply if autograd else _FlexGradients.forward
+        found = run(folded, wanted, having, *tensors.flat(), *rest)
+        batch = tensors.query.size(0) // size
+        shared = [False] * 3
+        for i, (x, dim) in enumerate(((t.key, d.key), (t.value, d.value))):
+            shared[i + 1] = x.size(0 if dim != 0 else 1) < batch
+        results = []
+        for i, g in zip(_places(wanted), found, strict=True):
+            if i < 3:
+                g = unfold(g, size)
+                g = g.sum(1, keepdim=True) if shared[i] else g
+            results.append(g)
+        return tuple(results), (0,) * len(results)
 
 
-@functools.cache
-def _register_batches_of_tangents() -> None:
-    """Lets vmap go over the tangents of an op's call, as torch.func.jacfwd does: one call for each."""
-    op = torch.ops.fusegrad.flex_attention_jvp
+class _FlexTangents(torch.autograd.Function):
+    """(query, key, value, ..., the tangents of those that are moving) -> the tangents of out and lse."""
 
-    def one(arguments: Any, dims: Any, i: int) -> Any:
-        if isinstance(arguments, (list, tuple)) and dims is not None:
-            return [one(a, d, i) for a, d in zip(arguments, dims, strict=True)]
-        return arguments if dims is None else arguments.select(dims, i)
+    @staticmethod
+    def forward(call: Call, moving: tuple[bool, ...], *row: Tensor) -> tuple[Tensor, Tensor]:
+        count = len(moving)
+        t, _ = call.split(row[:count])
+        rest = iter(row[count:])
+        of_query, of_key, of_value, *of_buffers = (next(rest) if m else None for m in moving[: 3 + len(t.buffers)])
+        having = [i for i, d in enumerate(of_buffers) if d is not None]
+        _, _, out, lse = torch.ops.fusegrad.flex_attention_jvp(
+            t.query, t.key, t.value, of_query, of_key, of_value, having, [of_buffers[i] for i in having],
+            *call.scoring(t),
+        )  # fmt: skip
+        return out, lse
 
-    def each(info: Any, dims: Any, *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        results = [op(*one(arguments, dims, i)) for i in range(info.batch_size)]
-        stacked = tuple(torch.stack(of_each) for of_each in zip(*results, strict=True))
-        return stacked, (0,) * len(stacked)
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.moving, *row = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*row)
+        ctx.save_for_forward(*row)
 
-    torch.library.register_vmap("fusegrad::flex_attention_jvp", each)
+    @staticmethod
+    def plan(ctx: Any, row: Sequence[Tensor]) -> Plan:
+        base = attention_plan(ctx.call, row[: len(ctx.moving)], (True, True, False), _acc_of(row[0]))
+        return tangent_plan(base, _places(ctx.moving))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        row = ctx.saved_tensors
+        acc = _acc_of(row[0])
+        wanted = _places(ctx.needs_input_grad[2:])
+        found = pulled(_FlexTangents.plan(ctx, row), _widened(row, acc), wanted, _widened(upstream, acc))
+        return (None, None, *_as_inputs(found, row))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        row = [primal_of(t) for t in ctx.saved_tensors]
+        acc = _acc_of(row[0])
+        out, lse = pushed(_FlexTangents.plan(ctx, row), _widened(row, acc), _widened(tangents[2:], acc))
+        return out.to(row[0].dtype), lse
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], call: Call, moving: tuple[bool, ...], *row: Tensor
+    ) -> tuple[Any, Any]:
+        return _FlexTangents.of_each(info.batch_size, in_dims, call, moving, *row)
+
+    @staticmethod
+    def of_each(
+        size: int, in_dims: tuple[Any, ...], call: Call, moving: tuple[bool, ...], *row: Tensor, autograd: bool = True
+    ) -> tuple[Any, Any]:
+        """`autograd`: the results can be differentiated."""
+        count = len(moving)
+        t, d = call.split(row[:count])[0], _dims(call, in_dims[2 : 2 + count])[0]
+        places = _places(moving)
+        given = dict(zip(places, zip(row[count:], in_dims[2 + count :], strict=True), strict=True))
+        each = [i in given and given[i][1] is not None for i in range(3, 3 + len(t.buffers))]
+        each_key = any(i in given and given[i][1] is not None for i in (1, 2))
+        folded, tensors = fold(call, t, d, size, each, each_key)
+        tangents = []
+        for i, (x, dim) in given.items():
+            of = tensors.flat()[i]
+            if i == 0:
+                x = fold_rows(x, dim, size)
+            elif i < 3:
+                if of.size(0) == tensors.query.size(0):
+                    x = moved(x, dim, size).expand(size, of.size(0) // size, *of.shape[1:]).flatten(0, 1)
+            elif of.dim() > x.dim() - (dim is not None):
+                x = moved(x, dim, size)
+            tangents.append(x)
+        run = _FlexTangents.apply if autograd else _FlexTangents.forward
+        out, lse = run(folded, moving, *tensors.flat(), *tangents)
+        return (unfold(out, size), unfold(lse, size)), (0, 0)
 
 
-def check_vmap(tensors: Iterable[Tensor]) -> None:
-    """Raises NotImplementedError where a ``torch.vmap`` is over one of them."""
-    if is_batched(tensors):
-        raise NotImplementedError(_NO_VMAP)
+# --- the ops that call back -------------------------------------------------------------------------------------
 
 
-def _in_one_pass(call: _Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+def _call_of(scoring: Sequence[Any], deterministic: bool) -> tuple[Call, tuple[Tensor, ...]]:
+    """Of what the ops below the front end take: the call, and its tensors behind query, key and value."""
+    (score, buffers, floats, ints, mask, mask_buffers, mask_floats, mask_ints, kv_blocks, block_size, scale, dropout_p,
+     seed) = scoring  # fmt: skip
+    call = Call(
+        Mod(score, floats, ints), Mod(mask, mask_floats, mask_ints), block_size, scale, dropout_p if seed is not None
+        else 0.0, (len(buffers), len(mask_buffers), len(kv_blocks)), deterministic,
+    )  # fmt: skip
+    return call, (*buffers, *mask_buffers, *kv_blocks, *(() if seed is None else (seed,)))
+
+
+def _returned(call: Call, found: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    query, key, value, *rest = (like.new_empty(0) if g is None else g for g in found)
+    return query, key, value, rest[: call.counts[0]]
+
+
+def _gradient_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    """flex_attention_backward as a graph: of the call's arguments in its schema's order."""
+    upstream, outputs, scoring, (deterministic, needs_grad) = rest[:3], rest[3:8], rest[8:-2], rest[-2:]
+    call, others = _call_of(scoring, deterministic)
+    tensors = (query, key, value, *others)
+    wanted = [*needs_grad, *(False,) * (len(tensors) - len(needs_grad))]
+    return _returned(call, gradients(call, wanted, tensors, outputs, upstream), query)
+
+
+def _batched_gradients(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """flex_attention_backward of `size` calls; `dims`: the batched dimension of each tensor, None for none. The results
+    of those that are wanted, with the batch first, and which these are. A graph where one is recorded."""
+    query, key, value, *rest = arguments
+    upstream, outputs, scoring, (deterministic, needs_grad) = rest[:3], rest[3:8], rest[8:-2], rest[-2:]
+    call, others = _call_of(scoring, deterministic)
+
+    def of_list(i: int) -> tuple[Any, ...]:
+        return tuple(dims[i] or (None,) * len(arguments[i]))
+
+    seed = () if scoring[-1] is None else (dims[11 + 12],)
+    dims_of_others = (*of_list(11 + 1), *of_list(11 + 5), *of_list(11 + 8), *seed)
+    tensors = (query, key, value, *others)
+    wanted = (*needs_grad, *(False,) * (len(tensors) - len(needs_grad)))
+    having = tuple(g is not None for g in upstream)
+    given = [(g, d) for g, d in zip(upstream, dims[3:6], strict=True) if g is not None]
+    result: list[Tensor | None] = [None] * len(tensors)
+    if any(wanted) and given:
+        in_dims = (None, None, None, *dims[:3], *dims_of_others, *(d for _, d in given), *dims[6:11])
+        found, _ = _FlexGradients.of_each(
+            size,
+            in_dims,
+            call,
+            wanted,
+            having,
+            *tensors,
+            *(g for g, _ in given),
+            *outputs,
+            autograd=torch.is_grad_enabled(),
+        )
+        for i, g in zip(_places(wanted), found, strict=True):
+            result[i] = g
+    return _returned(call, result, query), [0 if g is not None else None for g in result]
+
+
+def _gradients_of_each(*arguments: Any) -> Any:
+    """The same for several upstream gradients at once, their first dimension, which is the results' too."""
+    upstream = arguments[3:6]
+    size = next(g.size(0) for g in upstream if g is not None)
+    dims: list[Any] = [None] * len(arguments)
+    dims[3:6] = [None if g is None else 0 for g in upstream]
+    return _batched_gradients(size, dims, arguments)[0]
+
+
+def _backward_under_vmap(info: Any, dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    """Where a torch.vmap is over a backward outside of it."""
+    found, (query, key, value, *buffers) = _batched_gradients(info.batch_size, dims, arguments)
+    return found, (query, key, value, buffers[: len(found[3])])
+
+
+def _graph_under_vmap(*arguments: Any) -> Any:
+    raise NotImplementedError(
+        "flex_attention: create_graph=True must not come within a torch.vmap of a backward outside of it, but does; "
+        "use torch.func.grad, or is_grads_batched=True"
+    )
+
+
+def _tangents_of_each(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    """flex_attention_jvp for several tangents at once, their first dimension, which is the results' too."""
+    of_qkv, having, of_buffers, scoring = rest[:3], rest[3], rest[4], rest[5:]
+    call, others = _call_of(scoring, False)
+    tensors = (query, key, value, *others)
+    moving = (*(t is not None for t in of_qkv), *(i in having for i in range(len(others))))
+    tangents = [t for t in (*of_qkv, *of_buffers) if t is not None]
+    in_dims = (None, None, *(None,) * len(tensors), *(0,) * len(tangents))
+    size = tangents[0].size(0)
+    found, _ = _FlexTangents.of_each(size, in_dims, call, moving, *tensors, *tangents, autograd=False)
+    # The values, as they were.
+    out, lse, *_ = _FlexAttention.forward(call, *tensors)
+    return out.expand(size, *out.shape), lse.expand(size, *lse.shape), *found
+
+
+_library = torch.library.Library("fusegrad", "IMPL")
+_library.impl("flex_attention_backward_graph", _gradient_graph, "CompositeImplicitAutograd")
+_library.impl("flex_attention_backward_graph", _graph_under_vmap, "FuncTorchBatched")
+_library.impl("flex_attention_jvp_of_each", _tangents_of_each, "CompositeImplicitAutograd")
+_library.impl("flex_attention_backward_of_each", _gradients_of_each, "CompositeImplicitAutograd")
+torch.library.register_vmap("fusegrad::flex_attention_backward", _backward_under_vmap)
+
+
+# --- the front end ----------------------------------------------------------------------------------------------
+
+
+def _blocks(lists: Sequence[Tensor], batch: int, heads: int, rows: int) -> list[Tensor]:
+    """A block mask's lists as [B or 1, H or 1, rows of blocks, ...]; those of more than there are, cut."""
+    result = []
+    for i, t in enumerate(lists):
+        while t.dim() < 3 + i % 2:
+            t = t.unsqueeze(0)
+        result.append(t[:batch, :heads, :rows])
+    return result
+
+
+def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     """out and lse with their tangents from one call of the op that computes both, or None where that is not all that
     is asked for: under other transforms than one jvp, and where a backward may follow, which wants of the output what
     that op does not give.
@@ -153,10 +423,11 @@ def _in_one_pass(call: _Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor
     interpreters = retrieve_all_functorch_interpreters()
     if forward_ad._current_level < 0 or any(i.key() != TransformType.Jvp for i in interpreters):
         return None
-    inner = [_functorch.get_unwrapped(t) if _functorch.is_functorch_wrapped_tensor(t) else t for t in tensors]
+    duals = [forward_ad.unpack_dual(t) for t in tensors]
+    parts = [t for dual in duals for t in dual if t is not None]
+    inner = [_functorch.get_unwrapped(t) if _functorch.is_functorch_wrapped_tensor(t) else t for t in parts]
     if len(interpreters) > 1 or (torch.is_grad_enabled() and any(t.requires_grad for t in inner)):
         return None
-    duals = [forward_ad.unpack_dual(t) for t in tensors]
     if all(dual.tangent is None for dual in duals):
         return None
     if not interpreters:
@@ -173,14 +444,13 @@ def _in_one_pass(call: _Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor
     return forward_ad.make_dual(out, of_out), forward_ad.make_dual(lse, of_lse)
 
 
-def _with_tangents(call: _Call, primals: list[Tensor], tangents: list[Tensor | None]) -> tuple[Tensor, ...]:
+def _with_tangents(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """out, lse and their tangents, of tensors that carry none."""
-    buffers = tuple(primals[3:])
-    _check(call, *primals[:3], *buffers)
-    having = [i for i, t in enumerate(tangents[3:]) if t is not None]
-    of_buffers = [t for t in tangents[3:] if t is not None]
+    t, _ = call.split(primals)
+    of_buffers = tangents[3 : 3 + len(t.buffers)]
+    having = [i for i, d in enumerate(of_buffers) if d is not None and t.buffers[i].is_floating_point()]
     return torch.ops.fusegrad.flex_attention_jvp(
-        *primals[:3], *tangents[:3], having, of_buffers, *call.scoring(buffers)
+        t.query, t.key, t.value, *tangents[:3], having, [of_buffers[i] for i in having], *call.scoring(t)
     )
 
 
@@ -198,26 +468,39 @@ def attend(
     max_scores: bool,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, with forward-mode tangents and under ``torch.func.jvp``, ``grad``, ``vjp`` and their nestings.
+    """out and lse, with forward-mode tangents and under ``torch.func.jvp``, ``grad``, ``vjp``, ``vmap`` and their
+    nestings.
 
     Raises:
-        NotImplementedError: under vmap, or where max_scores are asked for.
+        NotImplementedError: where max_scores are asked for, or dropout drops the same pairs under vmap.
     """
-    check_vmap([query, key, value, *score[1], *mask[1], *kv_blocks])
     if max_scores:
         raise NotImplementedError(
             "flex_attention: max_scores must not be asked for under forward mode and torch.func, but they are"
         )
     query, key, value = (as_autocast_wants(t) for t in (query, key, value))
-    seed = None
-    if 0 < dropout_p < 1:
-        seed = torch.randint(_NUMBERS, (), dtype=torch.int64, device=query.device)
-    _register_batches_of_tangents()
-    call = _Call(
-        Mod(score[0], [], score[2], score[3]), Mod(*mask), kv_blocks, block_size, scale, enable_gqa,
-        dropout_p, seed, deterministic,
+    with outside_transforms(), torch.no_grad():
+
+        def stand_in(t: Tensor) -> Tensor:
+            """What the checks look at, without the tensor's values, tangents and levels."""
+            return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
+
+        _, scale = torch.ops.fusegrad.flex_attention_checked(
+            *map(stand_in, (query, key, value)), score[0], [*map(stand_in, score[1])], *score[2:],
+            mask[0], [*map(stand_in, mask[1])], *mask[2:], [*map(stand_in, kv_blocks)], block_size, scale, enable_gqa,
+            dropout_p=dropout_p,
+        )  # fmt: skip
+    seed: tuple[Tensor, ...] = ()
+    if dropout_p > 0:
+        seed = (torch.randint(_NUMBERS, (), dtype=torch.int64, device=query.device),)
+    if kv_blocks:
+        kv_blocks = _blocks(kv_blocks, query.size(0), query.size(1), -(-query.size(2) // block_size[0]))
+    call = Call(
+        Mod(score[0], score[2], score[3]), Mod(mask[0], mask[2], mask[3]), block_size, scale, dropout_p,
+        (len(score[1]), len(mask[1]), len(kv_blocks)), deterministic,
     )  # fmt: skip
-    if (found := _in_one_pass(call, (query, key, value, *score[1]))) is not None:
+    t = Tensors(query, key, value, tuple(score[1]), tuple(mask[1]), tuple(kv_blocks), seed)
+    if (found := _in_one_pass(call, t.flat())) is not None:
         return found
-    out, lse, _ = _FlexAttention.apply(call, query, key, value, *score[1])
+    out, lse, *_ = _FlexAttention.apply(call, *t.flat())
     return out, lse

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-__all__ = ["as_autocast_wants", "is_batched", "is_transformed", "outside_transforms", "primal_of"]
+__all__ = ["as_autocast_wants", "is_transformed", "outside_transforms", "primal_of"]
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
@@ -33,17 +33,6 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
-
-
-def is_batched(tensors: Iterable[Tensor]) -> bool:
-    """Whether a ``torch.vmap`` is over one of them, at whatever level."""
-    for t in tensors:
-        inner = t
-        while _functorch.is_functorch_wrapped_tensor(inner):
-            if _functorch.is_batchedtensor(inner):
-                return True
-            inner = _functorch.get_unwrapped(inner)
-    return False
 
 
 def primal_of(tensor: Tensor) -> Tensor:

@@ -266,13 +266,10 @@ def flex_attention(
             return_aux=return_aux, inplace=inplace, deterministic=deterministic, dropout_p=dropout_p,
         )  # fmt: skip
     transformed = not torch.compiler.is_compiling() and is_transformed((query, key, value))
-    if transformed:
-        # Before tracing, which would fail with another error.
-        transforms.check_vmap((query, key, value))
-        if context_parallel is not None:
-            raise NotImplementedError(
-                "flex_attention: context_parallel must not come with forward mode and torch.func transforms, but does"
-            )
+    if transformed and context_parallel is not None:
+        raise NotImplementedError(
+            "flex_attention: context_parallel must not come with forward mode and torch.func transforms, but does"
+        )
     if context_parallel is not None or is_dtensor(query, key, value):
         from .distributed.sequence_attention import Options
         from .distributed.sequence_tensors import attend_parts
@@ -292,7 +289,8 @@ def flex_attention(
             "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "
             "query, key and value as DTensors, or context_parallel, or capture to_local()"
         )
-    if transformed or (not torch.compiler.is_compiling() and is_transformed(score[1])):
+    captured = (*score[1], *mask_mod[1], *kv_blocks)
+    if transformed or (not torch.compiler.is_compiling() and is_transformed(captured)):
         maxima = return_aux is not None and return_aux.max_scores
         out, lse = transforms.attend(
             query, key, value, score, mask_mod, kv_blocks, block_size, scale, enable_gqa, deterministic, maxima,

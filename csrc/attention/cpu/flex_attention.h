@@ -124,7 +124,7 @@ void attention_tangents(const Host& host, const FlexTangentCall& call);
 /// There are queries and keys. Always deterministic.
 void attention_backward(const Host& host, const FlexBackwardCall& call);
 /// Writes which pairs are kept into `mask`, [heads, M, N], contiguous; heads of all batches.
-void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t queries, int64_t keys,
-                            bool* mask);
+void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t first, int64_t queries,
+                            int64_t keys, bool* mask);
 
 }  // namespace fusegrad::cpu

@@ -40,8 +40,8 @@ HeadDropout head_dropout(const FlexDropoutRule& rule, uint64_t seed, int64_t hea
           rule.scale};
 }
 
-void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t queries, int64_t keys,
-                            bool* mask) {
+void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t heads, int64_t first, int64_t queries,
+                            int64_t keys, bool* mask) {
   const FlexDropoutRule rule(p);
   parallel_for(host, heads, 1, [&](int64_t begin, int64_t end) {
     constexpr int64_t kRows = 16;
@@ -50,7 +50,7 @@ void attention_dropout_mask(const Host& host, uint64_t seed, double p, int64_t h
       const HeadDropout dropout = head_dropout(rule, seed, head);
       for (int64_t q = 0; q < queries; q += kRows) {
         const int64_t height = std::min(kRows, queries - q);
-        attention_kernels<float>().dropout(factor.data(), keys, dropout, q, 0, height, keys);
+        attention_kernels<float>().dropout(factor.data(), keys, dropout, first + q, 0, height, keys);
         std::transform(factor.data(), factor.data() + height * keys, mask + (head * queries + q) * keys,
                        [](float f) { return f != 0; });
       }

@@ -28,19 +28,11 @@ class Scoring {
   score_mod::Numbers score_mod_, mask_mod_;
 };
 
-}  // namespace
-
-FlexOutputs flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                   const FlexScores& scores, int64_t aux) {
-  static const Op<FlexForward, FlexOutputTuple> op("fusegrad::flex_attention_forward");
-  return std::make_from_tuple<FlexOutputs>(op({query, key, value, Scoring(scores).view, aux}));
-}
-
-FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key,
-                                      const Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
-                                      bool deterministic, const std::vector<bool>& needs_grad, bool inplace) {
-  static const Op<FlexBackward, FlexGradientTuple> functional("fusegrad::flex_attention_backward");
-  static const Op<FlexBackwardInto, void> mutating("fusegrad::flex_attention_backward_");
+/// `run` of a backward's arguments, which are views of what is given here.
+template <class Run>
+auto with_backward_call(const FlexUpstream& upstream, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const FlexOutputs& saved, const FlexScores& scores, bool deterministic,
+                        const std::vector<bool>& needs_grad, const Run& run) {
   const Scoring scoring(scores);
   FlexBackward call{.query = query,
                     .key = key,
@@ -57,12 +49,45 @@ FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor
                     .deterministic = deterministic,
                     .needs_grad = c10::List<bool>()};
   for (const bool wanted : needs_grad) call.needs_grad.push_back(wanted);
+  return run(call);
+}
+
+}  // namespace
+
+FlexOutputs flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                   const FlexScores& scores, int64_t aux) {
+  static const Op<FlexForward, FlexOutputTuple> op("fusegrad::flex_attention_forward");
+  return std::make_from_tuple<FlexOutputs>(op({query, key, value, Scoring(scores).view, aux}));
+}
+
+FlexGradients flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key,
+                                      const Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                                      bool deterministic, const std::vector<bool>& needs_grad, bool inplace) {
+  static const Op<FlexBackward, FlexGradientTuple> functional("fusegrad::flex_attention_backward");
+  static const Op<FlexBackwardInto, void> mutating("fusegrad::flex_attention_backward_");
   if (inplace) {
     auto gradients = empty_flex_gradients(query, key, value, scores.score_mod.buffers, needs_grad, inplace);
-    mutating({call, gradients.buffers});
+    with_backward_call(upstream, query, key, value, saved, scores, deterministic, needs_grad,
+                       [&](const FlexBackward& call) { mutating({call, gradients.buffers}); });
     return gradients;
   }
-  return std::make_from_tuple<FlexGradients>(functional(call));
+  return with_backward_call(
+      upstream, query, key, value, saved, scores, deterministic, needs_grad,
+      [&](const FlexBackward& call) { return std::make_from_tuple<FlexGradients>(functional(call)); });
+}
+
+FlexGradients flex_attention_backward_graph(const FlexUpstream& upstream, const Tensor& query, const Tensor& key,
+                                            const Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
+                                            bool deterministic, const std::vector<bool>& needs_grad) {
+  constexpr const char* kName = "fusegrad::flex_attention_backward_graph";
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(kName, "");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd),
+      "flex_attention: create_graph=True must come with the Python package, which has the second "
+      "derivatives, but fusegrad is not imported in this process");
+  static const Op<FlexBackward, FlexGradientTuple> op(kName);
+  return with_backward_call(upstream, query, key, value, saved, scores, deterministic, needs_grad,
+                            [&](const FlexBackward& call) { return std::make_from_tuple<FlexGradients>(op(call)); });
 }
 
 }  // namespace fusegrad::dispatch

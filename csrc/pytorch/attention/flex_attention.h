@@ -75,6 +75,11 @@ FlexOutputs flex_attention_forward(const at::Tensor& query, const at::Tensor& ke
 FlexGradients flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& query, const at::Tensor& key,
                                       const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
                                       bool deterministic, const std::vector<bool>& needs_grad, bool inplace);
+/// The same as a graph, for create_graph=True.
+FlexGradients flex_attention_backward_graph(const FlexUpstream& upstream, const at::Tensor& query,
+                                            const at::Tensor& key, const at::Tensor& value, const FlexOutputs& saved,
+                                            const FlexScores& scores, bool deterministic,
+                                            const std::vector<bool>& needs_grad);
 
 }  // namespace dispatch
 }  // namespace fusegrad

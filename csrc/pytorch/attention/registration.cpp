@@ -119,25 +119,26 @@ FlexTangentTuple jvp_meta(const FlexTangents& c) {
   return {out.out, out.lse, tangents.out, tangents.lse};
 }
 
-void check_dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes) {
+void check_dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes, const c10::SymInt& first) {
   constexpr const char* kOp = "flex_attention_dropout_mask";
   FUSEGRAD_CHECK_VALUE(seed.scalar_type() == at::kLong && seed.sym_numel() == 1, kOp,
                        "dropout_seed must be one int64, but got ", seed.scalar_type(), " of shape ", seed.sym_sizes());
   FUSEGRAD_CHECK_VALUE(p >= 0 && p < 1, kOp, "dropout_p must be at least 0 and less than 1, but got ", p);
   FUSEGRAD_CHECK_VALUE(sizes.size() == 4, kOp, "sizes must be [B, H, M, N], but got ", sizes);
+  FUSEGRAD_CHECK_VALUE(first >= 0 && first % 16 == 0, kOp, "first_query must be a multiple of 16, but got ", first);
 }
 
 // Fill: a device's.
 template <auto Fill>
-Tensor dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes) {
-  check_dropout_mask(seed, p, sizes);
+Tensor dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes, const c10::SymInt& first) {
+  check_dropout_mask(seed, p, sizes, first);
   const Tensor mask = at::empty(C10_AS_INTARRAYREF_SLOW(sizes), seed.options().dtype(at::kBool));
-  if (mask.numel() > 0) Fill(seed, p, mask);
+  if (mask.numel() > 0) Fill(seed, p, first.guard_int(__FILE__, __LINE__), mask);
   return mask;
 }
 
-Tensor dropout_mask_meta(const Tensor& seed, double p, c10::SymIntArrayRef sizes) {
-  check_dropout_mask(seed, p, sizes);
+Tensor dropout_mask_meta(const Tensor& seed, double p, c10::SymIntArrayRef sizes, const c10::SymInt& first) {
+  check_dropout_mask(seed, p, sizes, first);
   return at::empty_symint(sizes, seed.options().dtype(at::kBool));
 }
 

@@ -1,7 +1,11 @@
+#include <ATen/LegacyBatchedTensorImpl.h>
+#include <torch/library.h>
+
 #include <algorithm>
 
 #include "pytorch/autograd/autograd.h"
 #include "pytorch/autograd/saved.h"
+#include "pytorch/ops/arguments.h"
 
 namespace fusegrad::autograd {
 namespace {
@@ -111,14 +115,17 @@ struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
     variable_list result(3 + buffers.size() + 4);
     if (!upstream.out.defined() && !upstream.lse.defined() && !upstream.max_scores.defined()) return result;
 
-    for (size_t i = 0; i < 3; ++i) inplace = inplace && needs_grad[i] && may_reuse_saved(saved[i], hooks);
+    const bool graph = at::GradMode::is_enabled();  // create_graph=True
+    for (size_t i = 0; i < 3; ++i) inplace = inplace && !graph && needs_grad[i] && may_reuse_saved(saved[i], hooks);
+    const FlexOutputs outputs{saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow]};
     FlexGradients gradients;
-    {
+    if (graph) {
+      gradients = dispatch::flex_attention_backward_graph(upstream, saved[kQuery], saved[kKey], saved[kValue], outputs,
+                                                          scores, deterministic, needs_grad);
+    } else {
       const BelowAutogradUnlessRecording below;
-      gradients = dispatch::flex_attention_backward(
-          upstream, saved[kQuery], saved[kKey], saved[kValue],
-          {saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow]}, scores, deterministic,
-          needs_grad, inplace);
+      gradients = dispatch::flex_attention_backward(upstream, saved[kQuery], saved[kKey], saved[kValue], outputs,
+                                                    scores, deterministic, needs_grad, inplace);
     }
     if (inplace) {
       gradients.query = saved[kQuery].detach();
@@ -135,7 +142,78 @@ struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
   }
 };
 
+// What torch.autograd's vectorized functions (is_grads_batched=True, jacobian(vectorize=True)) make of tensors: batches
+// of torch's older vmap. Unwraps them, the batch first, those that have none with one element for all.
+class Unbatched {
+ public:
+  explicit Unbatched(std::vector<Tensor*> tensors) {
+    for (const auto* t : tensors) {
+      const auto* batched = at::maybeGetBatchedImpl(*t);
+      if (batched == nullptr) continue;
+      const auto dims = batched->bdims();
+      TORCH_CHECK_NOT_IMPLEMENTED(dims.size() == 1 && (size_ < 0 || level_ == dims[0].level()), kOp,
+                                  ": vectorized derivatives must be batched once, but got a batch of batches; use "
+                                  "torch.func");
+      level_ = dims[0].level();
+      size_ = batched->value().size(dims[0].dim());
+    }
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        size_ >= 0, kOp,
+        ": upstream gradients and tangents alone must be batched in torch.autograd's vectorized "
+        "functions, but got another batched tensor; use torch.func");
+    for (auto* t : tensors) {
+      if (const auto* batched = at::maybeGetBatchedImpl(*t)) {
+        *t = batched->value().movedim(batched->bdims()[0].dim(), 0);
+      } else {
+        c10::SymDimVector sizes{size_};
+        for (const auto& n : t->sym_sizes()) sizes.push_back(n);
+        *t = t->unsqueeze(0).expand_symint(sizes);
+      }
+    }
+  }
+  Tensor again(const Tensor& result) const { return at::makeBatched(result, {at::BatchDim(level_, 0)}); }
+
+ private:
+  int64_t level_ = 0, size_ = -1;
+};
+
+FlexGradientTuple backward_of_each(const FlexBackward& call) {
+  static const Op<FlexBackward, FlexGradientTuple> op("fusegrad::flex_attention_backward_of_each");
+  FlexBackward whole = call;
+  std::vector<Tensor*> upstream;
+  for (auto* t : {&whole.grad_out, &whole.grad_lse, &whole.grad_max_scores}) {
+    if (t->has_value()) upstream.push_back(&**t);
+  }
+  const Unbatched batch(upstream);
+  auto [query, key, value, buffers] = op(whole);
+  const auto& wanted = call.needs_grad;
+  const auto again = [&](const Tensor& t, bool is) { return is ? batch.again(t) : t; };
+  for (size_t i = 0; i < buffers.size(); ++i) buffers[i] = again(buffers[i], wanted[3 + i]);
+  return {again(query, wanted[0]), again(key, wanted[1]), again(value, wanted[2]), std::move(buffers)};
+}
+
+FlexTangentTuple tangents_of_each(const FlexTangents& call) {
+  static const Op<FlexTangents, FlexTangentTuple> op("fusegrad::flex_attention_jvp_of_each");
+  FlexTangents whole = call;
+  auto buffers = call.buffer_tangents.vec();
+  std::vector<Tensor*> tangents;
+  for (auto* t : {&whole.query_tangent, &whole.key_tangent, &whole.value_tangent}) {
+    if (t->has_value()) tangents.push_back(&**t);
+  }
+  for (auto& t : buffers) tangents.push_back(&t);
+  const Unbatched batch(tangents);
+  whole.buffer_tangents = buffers;
+  const auto [out, lse, of_out, of_lse] = op(whole);
+  return {batch.again(out), batch.again(lse), batch.again(of_out), batch.again(of_lse)};
+}
+
 }  // namespace
+
+TORCH_LIBRARY_IMPL(fusegrad, Batched, m) {
+  m.impl("flex_attention_backward", named_kernel<"flex_attention", unpacked<backward_of_each>()>());
+  m.impl("flex_attention_backward_graph", named_kernel<"flex_attention", unpacked<backward_of_each>()>());
+  m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<tangents_of_each>()>());
+}
 
 FlexOutputs flex_attention(const Tensor& query, const Tensor& key, const Tensor& value, const FlexScores& scores,
                            int64_t aux, bool deterministic, bool inplace) {

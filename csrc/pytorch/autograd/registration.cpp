@@ -10,7 +10,7 @@ namespace {
 // Functorch can make no batching rule for backwards that return a list of tensors, nor for those that add to one
 // tensor.
 void refuse_batched_gradients(torch::Library& m) {
-  for (const auto* op : {"flex_attention_backward", "flex_attention_backward_", "linear_cross_entropy_backward_into",
+  for (const auto* op : {"flex_attention_backward_", "linear_cross_entropy_backward_into",
                          "linear_cross_entropy_backward_into_", "support_logits_backward_into"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_batched_gradient>());
   }
@@ -23,7 +23,8 @@ TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
   m.impl("flex_attention", torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
 }
 
-// torch.vmap has the first key, is_grads_batched the second.
+// torch.vmap has the first key, is_grads_batched the second. flex_attention_backward's rules are in
+// fusegrad/_attention_transforms.py and in flex_attention.cpp.
 TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) { refuse_batched_gradients(m); }
 TORCH_LIBRARY_IMPL(fusegrad, Batched, m) { refuse_batched_gradients(m); }
 

@@ -217,15 +217,6 @@ def test_three_backwards_are_bitwise_equal(
         torch.autograd.grad(out, inputs, upstream)
 
 
-def test_second_differentiation_raises_and_names_the_op() -> None:
-    x = leaf()
-    for inplace in (False, True):
-        (grad,) = torch.autograd.grad(loss(make(x), inplace=inplace), x, create_graph=True)
-        torch.testing.assert_close(grad.double(), expected_gradient(x), rtol=1e-4, atol=1e-5)
-        with pytest.raises(RuntimeError, match="fusegrad::flex_attention"):
-            grad.square().sum().backward()
-
-
 def test_modified_inputs_are_noticed() -> None:
     q, k, v = make(leaf())
     bias = torch.randn(40, requires_grad=True) * 1
@@ -357,21 +348,6 @@ def test_autocast_casts_as_pytorch_does() -> None:
     assert torch.equal(mixed, flex_attention(q.bfloat16(), k.bfloat16(), v.half().bfloat16()))
 
 
-def test_function_transforms_are_refused() -> None:
-    q, k, v = (torch.randn(SHAPE) for _ in range(3))
-    with pytest.raises((NotImplementedError, RuntimeError), match="flex_attention"):
-        torch.vmap(lambda q: flex_attention(q, k, v))(torch.stack([q, q]))
-    import torch.autograd.forward_ad as forward_ad
-
-    if q.device.type == "cpu":  # which has them: test_flex_tangents.py
-        return
-    with pytest.raises((NotImplementedError, RuntimeError), match="flex_attention"):
-        torch.func.grad(lambda q: flex_attention(q, k, v).sum())(q)
-
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="flex_attention"):
-        flex_attention(forward_ad.make_dual(q, q), k, v)
-
-
 # --- bad input ------------------------------------------------------------------------------------------------
 
 X = torch.ones(SHAPE)
@@ -408,18 +384,6 @@ def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         flex_attention(**arguments)
     assert str(caught.value).startswith("flex_attention: ") and message in str(caught.value)
-
-
-def test_batched_gradients_are_refused(each_device) -> None:
-    message = "^flex_attention: the upstream gradient must not be batched"
-    x = torch.randn(1, 2, 8, 16, device=each_device, requires_grad=True)
-    for inplace in (False, True):
-        out = flex_attention(x * 1, x * 1, x * 1, inplace=inplace)
-        upstream = torch.randn(3, *out.shape, device=each_device)
-        with pytest.raises(NotImplementedError, match=message):
-            torch.autograd.grad(out, x, upstream, is_grads_batched=True)
-        with pytest.raises(NotImplementedError, match=message):
-            torch.vmap(lambda u, out=out: torch.autograd.grad(out, x, u, retain_graph=True)[0])(upstream)
 
 
 NUMBERS = """score_mod 1

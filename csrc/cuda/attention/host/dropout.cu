@@ -16,7 +16,7 @@ struct Config {
 
 // One warp per block of pairs.
 __global__ void __launch_bounds__(kWarp)
-    mask_kernel(device::FlexDropout dropout, bool* mask, int64_t blocks, int queries, int keys) {
+    mask_kernel(device::FlexDropout dropout, bool* mask, int64_t blocks, int first, int queries, int keys) {
   const int row_blocks = (queries + kRows - 1) / kRows, col_blocks = (keys + kCols - 1) / kCols;
   const int lane = static_cast<int>(threadIdx.x);
   for (int64_t i = blockIdx.x; i < blocks; i += gridDim.x) {
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kWarp)
     const int q = rest / col_blocks * kRows, kv = rest % col_blocks * kCols;
     device::FlexDropoutHead<Config> of_head;
     of_head.begin(dropout, static_cast<int>(head));
-    const auto kept = of_head.to_end(dropout, q, kv, lane);
+    const auto kept = of_head.to_end(dropout, first + q, kv, lane);
     for (int n = 0; n < kCols / 8; ++n) {
       for (int r = 0; r < 2; ++r) {
         bool keeps[2];
@@ -41,12 +41,12 @@ __global__ void __launch_bounds__(kWarp)
 
 }  // namespace
 
-void flex_dropout_mask(const device::FlexDropout& dropout, bool* mask, int64_t heads, int64_t queries, int64_t keys,
-                       void* stream) {
+void flex_dropout_mask(const device::FlexDropout& dropout, bool* mask, int64_t heads, int64_t first, int64_t queries,
+                       int64_t keys, void* stream) {
   const int64_t blocks = heads * ((queries + kRows - 1) / kRows) * ((keys + kCols - 1) / kCols);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 20));
-  mask_kernel<<<grid, kWarp, 0, static_cast<cudaStream_t>(stream)>>>(dropout, mask, blocks, static_cast<int>(queries),
-                                                                     static_cast<int>(keys));
+  mask_kernel<<<grid, kWarp, 0, static_cast<cudaStream_t>(stream)>>>(dropout, mask, blocks, static_cast<int>(first),
+                                                                     static_cast<int>(queries), static_cast<int>(keys));
   check(cudaGetLastError(), "flex_attention_dropout_mask");
 }
 

@@ -7,8 +7,8 @@
 
 namespace fusegrad::cuda {
 
-/// mask[head, q, kv] of `heads` heads, contiguous.
-void flex_dropout_mask(const device::FlexDropout& dropout, bool* mask, int64_t heads, int64_t queries, int64_t keys,
-                       void* stream);
+/// mask[head, q, kv] of `heads` heads and the queries from `first` on, a multiple of 16; contiguous.
+void flex_dropout_mask(const device::FlexDropout& dropout, bool* mask, int64_t heads, int64_t first, int64_t queries,
+                       int64_t keys, void* stream);
 
 }  // namespace fusegrad::cuda

@@ -93,10 +93,10 @@ device::FlexPartials partials_of(const LaunchPlan& plan, const Tensor& lse, int 
 
 }  // namespace
 
-void flex_attention_dropout_mask(const Tensor& seed, double p, const Tensor& mask) {
+void flex_attention_dropout_mask(const Tensor& seed, double p, int64_t first_query, const Tensor& mask) {
   const c10::DeviceGuard guard(seed.device());
-  flex_dropout_mask(dropout_of(seed, p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1), mask.size(2),
-                    mask.size(3), gpu::current_stream());
+  flex_dropout_mask(dropout_of(seed, p), mask.mutable_data_ptr<bool>(), mask.size(0) * mask.size(1), first_query,
+                    mask.size(2), mask.size(3), gpu::current_stream());
 }
 
 FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,

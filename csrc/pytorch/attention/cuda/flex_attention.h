@@ -22,6 +22,6 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
 FlexTangentTuple flex_attention_jvp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                     const FlexInputTangents& tangents, const FlexScores& scores);
 /// As cpu::flex_attention_dropout_mask.
-void flex_attention_dropout_mask(const at::Tensor& seed, double p, const at::Tensor& mask);
+void flex_attention_dropout_mask(const at::Tensor& seed, double p, int64_t first_query, const at::Tensor& mask);
 
 }  // namespace fusegrad::cuda

@@ -1,0 +1,336 @@
+"""Flex attention by PyTorch's own ops, a few rows of queries at a time: for what the kernels have no derivative of.
+
+The kernels compute the results, their tangents and the first gradients. Derivatives of the latter two, of any order
+and in both modes, are those of a function of some rows of queries that autograd can see through, recomputed for each
+such chunk, so that memory is linear in the lengths. See docs/transforms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._score_mod_torch import Values, check_linear, evaluate, program
+from ._transforms import primal_of
+
+__all__ = ["Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "pulled", "pushed"]
+
+# Scores that a chunk has in each of its tensors, of which there are some tens.
+_CHUNK = {"cpu": 2**19, "cuda": 2**24}
+_DROPOUT_ROWS = 16  # dropout's blocks of pairs begin at multiples of it
+
+
+class Mod(NamedTuple):
+    """A score_mod or mask_mod without its buffers."""
+
+    text: str
+    floats: list[float]
+    ints: list[int]
+
+    def evaluated(self, values: Values) -> Tensor:
+        values.floats, values.ints = self.floats, self.ints
+        return evaluate(program(self.text), values)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What shapes the scores, but for its tensors. `counts`: of the score_mod's buffers, the mask_mod's, the lists of
+    blocks."""
+
+    score: Mod
+    mask: Mod
+    block_size: list[int]
+    scale: float
+    dropout_p: float
+    counts: tuple[int, int, int]
+    deterministic: bool | None = None
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Tensors, tuple[Tensor, ...]]:
+        """A call's tensors in a row, and what follows them."""
+        query, key, value, *rest = tensors
+        groups = []
+        for count in (*self.counts, 1 if self.dropout_p > 0 else 0):
+            groups.append(tuple(rest[:count]))
+            rest = rest[count:]
+        return Tensors(query, key, value, *groups), tuple(rest)
+
+    def scoring(self, t: Tensors) -> tuple[Any, ...]:
+        """As the ops below the front end take it."""
+        seed = t.seed[0] if t.seed else None
+        return (
+            self.score.text, list(t.buffers), self.score.floats, self.score.ints,
+            self.mask.text, list(t.mask_buffers), self.mask.floats, self.mask.ints,
+            list(t.kv_blocks), self.block_size, self.scale, self.dropout_p, seed,
+        )  # fmt: skip
+
+
+class Tensors(NamedTuple):
+    """`kv_blocks`: [B or 1, H or 1, ...]. `seed`: none or one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    buffers: tuple[Tensor, ...]
+    mask_buffers: tuple[Tensor, ...]
+    kv_blocks: tuple[Tensor, ...]
+    seed: tuple[Tensor, ...]
+
+    def flat(self) -> tuple[Tensor, ...]:
+        return (self.query, self.key, self.value, *self.buffers, *self.mask_buffers, *self.kv_blocks, *self.seed)
+
+
+# --- one chunk --------------------------------------------------------------------------------------------------
+
+
+def _visible(call: Call, t: Tensors, indices: dict[str, Tensor], sizes: tuple[int, int, int, int]) -> Tensor | None:
+    """Which pairs take part, a bool tensor that broadcasts to [B, H, rows, N]; None: all."""
+    if not t.kv_blocks:
+        return None
+    q, kv = indices["q_idx"], indices["kv_idx"]
+    rows, columns = (x // size for x, size in zip((q, kv), call.block_size, strict=True))
+    sees: Tensor | None = None
+    for i in range(len(t.kv_blocks) - 2, -1, -2):  # a block that is listed twice is full
+        counts, listed = t.kv_blocks[i : i + 2]
+        blocks = -(-sizes[3] // call.block_size[1])
+        inside = (torch.arange(listed.size(3), device=q.device) < counts[..., None]) & (listed < blocks)
+        states = torch.zeros(*listed.shape[:3], blocks + 1, dtype=torch.bool, device=q.device)
+        states = states.scatter(3, torch.where(inside, listed, blocks).long(), True)
+        part = states[:, :, rows.reshape(-1)][..., columns.reshape(-1)]
+        if i == 0 and call.mask.text:
+            allowed = call.mask.evaluated(Values(indices, t.mask_buffers, [], [], torch.float64, sizes, part))
+            part = part & allowed
+        sees = part if sees is None else sees | part
+    return sees
+
+
+def _attend(
+    call: Call, acc: torch.dtype, asked: tuple[bool, bool, bool], first: int, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Those that are asked for of out, lse and max_scores, of the queries from `first` on."""
+    t, _ = call.split(tensors)
+    query, key, value = t.query, t.key, t.value
+    batch, heads, rows, _ = query.shape
+    key_heads, keys = key.shape[1:3]
+    group = heads // key_heads
+    sizes = (batch, heads, rows, keys)
+    places = []
+    for dim, (size, start) in enumerate(((batch, 0), (heads, 0), (rows, first), (keys, 0))):
+        shape = [1] * 4
+        shape[dim] = size
+        places.append(torch.arange(start, start + size, device=query.device).reshape(shape))
+    indices = dict(zip(("b", "h", "q_idx", "kv_idx"), places, strict=True))
+    visible = _visible(call, t, indices, sizes)
+    if visible is not None:
+        # A key that none of these queries sees is not read: it may hold anything.
+        seen = visible.any(2).expand(batch, heads, keys)
+        seen = seen.reshape(batch, key_heads, group, keys).any(2)
+        if key.size(0) == 1:
+            seen = seen.any(0, keepdim=True)
+        key, value = (torch.where(seen[..., None], x, 0) for x in (key, value))
+    grouped = query.reshape(batch, key_heads, group * rows, query.size(3))
+    score = (grouped @ key.transpose(2, 3) * call.scale).reshape(sizes)
+    if call.score.text:
+        if visible is not None:
+            score = torch.where(visible, score, 0)
+        values = Values({"score": score, **indices}, t.buffers, [], [], acc, sizes, visible)
+        score = call.score.evaluated(values).expand(sizes)
+    if visible is not None:
+        score = torch.where(visible, score, -torch.inf)
+    alive = (score != -torch.inf).any(3, keepdim=True)
+    score = torch.where(alive, score, 0)
+    results = []
+    if asked[0]:
+        weights = torch.where(alive, score.softmax(3), 0)
+        if call.dropout_p > 0:
+            weights = weights * _kept(call, t.seed[0], first, sizes).to(acc)
+        out = weights.reshape(batch, key_heads, group * rows, keys) @ value
+        results.append(out.reshape(batch, heads, rows, value.size(3)))
+    alive = alive.squeeze(3)
+    if asked[1]:
+        results.append(torch.where(alive, score.logsumexp(3), -torch.inf))
+    if asked[2]:
+        largest = score.amax(3) if keys > 0 else score.new_zeros(batch, heads, rows)
+        results.append(torch.where(alive, largest, -torch.inf))
+    return tuple(results)
+
+
+def _kept(call: Call, seed: Tensor, first: int, sizes: tuple[int, int, int, int]) -> Tensor:
+    """What dropout multiplies weights by, in float64."""
+    threshold = min(round(call.dropout_p * 2**40), 2**40 - 2**25)
+    kept = torch.ops.fusegrad.flex_attention_dropout_mask(seed, call.dropout_p, list(sizes), first)
+    return kept.double() * (2**40 / (2**40 - threshold))
+
+
+# --- chunk after chunk ------------------------------------------------------------------------------------------
+
+_Chunk = Callable[[int, Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A function of tensors, made of one of some rows of queries. `function(first, tensors)` has the queries' number
+    before, and pieces of those tensors that have a dimension of queries: `rows`, of each input and result; None: it has
+    none. A result that has none is a sum over the chunks."""
+
+    function: _Chunk
+    rows: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    length: int
+    step: int
+
+
+class _Chunked(torch.autograd.Function):
+    """Its derivatives, and itself under vmap, are such functions again."""
+
+    @staticmethod
+    def forward(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results: list[Tensor] = []
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            for first in range(0, max(plan.length, 1), plan.step):
+                count = min(plan.step, plan.length - first)
+                places = zip(tensors, plan.rows, strict=True)
+                pieces = [t if d is None else t.narrow(d, first, count) for t, d in places]
+                found = plan.function(first, pieces)
+                if first == 0:
+                    for piece, d in zip(found, plan.results, strict=True):
+                        shape = list(piece.shape)
+                        if d is not None:
+                            shape[d] = plan.length
+                        results.append(piece.new_zeros(shape))
+                for result, piece, d in zip(results, found, plan.results, strict=True):
+                    if d is None:
+                        result.add_(piece)
+                    else:
+                        result.narrow(d, first, count).copy_(piece)
+        return tuple(results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.plan, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = [i for i, w in enumerate(ctx.needs_input_grad[1:]) if w]
+        return (None, *pulled(ctx.plan, ctx.saved_tensors, wanted, upstream))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        return pushed(ctx.plan, [primal_of(t) for t in ctx.saved_tensors], tangents[1:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], plan: Plan, *tensors: Tensor) -> tuple[Any, Any]:
+        dims = [None if d is None else 0 for d in in_dims[1:]]
+        moved = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[1:], strict=True)]
+
+        def function(first: int, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return torch.vmap(lambda *t: plan.function(first, t), in_dims=tuple(dims))(*pieces)
+
+        whole = Plan(
+            function,
+            tuple(r if r is None or d is None else r + 1 for r, d in zip(plan.rows, dims, strict=True)),
+            tuple(None if r is None else r + 1 for r in plan.results),
+            plan.length,
+            _whole_blocks(plan.step // info.batch_size),
+        )
+        return _Chunked.apply(whole, *moved), (0,) * len(plan.results)
+
+
+def _whole_blocks(rows: int) -> int:
+    return max(rows // _DROPOUT_ROWS, 1) * _DROPOUT_ROWS
+
+
+def apply(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The function's results, differentiable in both modes and under vmap."""
+    return _Chunked.apply(plan, *tensors)
+
+
+def _of_some(function: _Chunk, first: int, tensors: Sequence[Tensor], places: Sequence[int]) -> Callable[..., Any]:
+    """The function of the tensors at these places, the others as they are."""
+
+    def of(*some: Tensor) -> tuple[Tensor, ...]:
+        full = list(tensors)
+        for i, t in zip(places, some, strict=True):
+            full[i] = t
+        return function(first, full)
+
+    return of
+
+
+def gradient_plan(plan: Plan, wanted: Sequence[int], having: Sequence[int]) -> Plan:
+    """Of the tensors and upstream gradients of the results `having`: the gradients of the inputs `wanted`."""
+    count = len(plan.rows)
+
+    def function(first: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        inputs = tensors[:count]
+
+        def some(f: int, t: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            results = plan.function(f, t)
+            return tuple(results[j] for j in having)
+
+        _, pull = torch.func.vjp(_of_some(some, first, inputs, wanted), *(inputs[i] for i in wanted))
+        return pull(tuple(tensors[count:]))
+
+    return replace(
+        plan,
+        function=function,
+        rows=(*plan.rows, *(plan.results[j] for j in having)),
+        results=tuple(plan.rows[i] for i in wanted),
+    )
+
+
+def tangent_plan(plan: Plan, moving: Sequence[int]) -> Plan:
+    """Of the tensors and tangents of the inputs `moving`: those of the results. By reverse mode alone, which nests in
+    any other: the derivative by u of u's vector-Jacobian product."""
+    count = len(plan.rows)
+
+    def function(first: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        inputs = tensors[:count]
+        of = _of_some(plan.function, first, inputs, moving)
+        results, pull = torch.func.vjp(of, *(inputs[i] for i in moving))
+        _, push = torch.func.vjp(lambda *u: pull(u), *(torch.zeros_like(r) for r in results))
+        return push(tuple(tensors[count:]))
+
+    return replace(plan, function=function, rows=(*plan.rows, *(plan.rows[i] for i in moving)))
+
+
+def pulled(
+    plan: Plan, tensors: Sequence[Tensor], wanted: Sequence[int], upstream: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The inputs' gradients, each where wanted."""
+    result: list[Tensor | None] = [None] * len(tensors)
+    having = [j for j, g in enumerate(upstream) if g is not None]
+    if wanted and having:
+        found = apply(gradient_plan(plan, wanted, having), [*tensors, *(g for g in upstream if g is not None)])
+        for i, g in zip(wanted, found, strict=True):
+            result[i] = g
+    return result
+
+
+def pushed(plan: Plan, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The results' tangents."""
+    moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
+    return apply(tangent_plan(plan, moving), [*tensors, *(tangents[i] for i in moving)])
+
+
+def attention_plan(call: Call, tensors: Sequence[Tensor], asked: tuple[bool, bool, bool], acc: torch.dtype) -> Plan:
+    """Of the call's tensors, floats of which in acc: those asked for of out, lse and max_scores."""
+    if "custom" in call.score.text:
+        check_linear(call.score.text)
+    query, key = tensors[:2]
+    row = query.size(0) * query.size(1) * key.size(2)
+    most = program(call.score.text).most if call.score.text else 1
+    budget = _CHUNK.get(query.device.type, _CHUNK["cpu"])
+    return Plan(
+        lambda first, pieces: _attend(call, acc, asked, first, pieces),
+        (2, *(None,) * (len(tensors) - 1)),
+        (2,) * sum(asked),
+        query.size(2),
+        _whole_blocks(budget // max(row * most, 1)),
+    )

@@ -1,0 +1,332 @@
+"""score_mods and mask_mods evaluated by PyTorch's own ops, which differentiate as often as wanted.
+
+The kernels know a score_mod and its first derivative. What is differentiated further reads the same text here: a
+tensor for each statement, of dimensions [B, H, M, N] and one more for each axis, of size 1 where nothing depends on
+them. Derivatives are those of PyTorch's ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusegrad._C import score_mod as _language
+
+__all__ = ["Program", "Values", "check_linear", "evaluate", "program"]
+
+_REDUCTIONS = ("sum", "amax", "amin", "prod")
+_SPATIAL = 4  # b, h, q_idx, kv_idx
+
+
+@dataclass(frozen=True)
+class _Statement:
+    op: str
+    operands: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A text in pieces. `axes`: the statements that are axes, each with its extent; `upstream`: those that depend on
+    the upstream gradient of a value with a derivative of its own."""
+
+    statements: tuple[_Statement, ...]
+    scalars: tuple[str, ...]
+    result: str
+    axes: dict[int, int]
+    upstream: frozenset[int]
+    most: int  # elements of one value for each pair of a query and a key
+
+
+@functools.lru_cache(maxsize=512)
+def program(text: str) -> Program:
+    """Of a text of the language."""
+    statements, scalars, result = [], [], ""
+    for line in _language.canonical(text).splitlines()[1:]:
+        words = line.split()
+        if words[0] == "scalar":
+            scalars.append(words[2])
+        elif words[0] == "return":
+            result = words[1]
+        elif words[0].startswith("%"):
+            statements.append(_Statement(words[2], tuple(words[3:])))
+    axes = {i: int(s.operands[0]) for i, s in enumerate(statements) if s.op == "axis"}
+    upstream: set[int] = set()
+    over: list[set[int]] = []
+    most = 1
+    for i, s in enumerate(statements):
+        places = [int(w[1:]) for w in s.operands if w[0] == "%"]
+        if s.op != "custom" and (any(w[0] == "^" for w in s.operands) or any(p in upstream for p in places)):
+            upstream.add(i)
+        mine = {i} if i in axes else set().union(*(over[p] for p in places))
+        most = max(most, math.prod(axes[a] for a in mine))
+        over.append(mine - {places[0]} if s.op in _REDUCTIONS else mine)
+    return Program(tuple(statements), tuple(scalars), result, axes, frozenset(upstream), most)
+
+
+@functools.lru_cache(maxsize=512)
+def check_linear(text: str) -> None:
+    """Raises ValueError where a derivative of one's own is not linear in its upstream gradient: what is
+    differentiated twice receives its gradient in parts."""
+    declared = [line.split() for line in text.replace(";", "\n").splitlines()]
+    try:
+        _language.tangent(text, [words[2] == "f" for words in declared if words[:1] == ["buffer"]])
+    except ValueError:
+        raise ValueError(
+            "flex_attention: a derivative of the score_mod's own must be linear in its upstream gradients where "
+            "gradients are differentiated, but got one that is not"
+        ) from None
+
+
+@dataclass
+class Values:
+    """What a text reads. Inputs broadcast to [B, H, M, N]; `taking_part`, a bool tensor of such a shape or None for
+    all: where it is false nothing is read from a buffer but its first element."""
+
+    inputs: dict[str, Tensor]
+    buffers: Sequence[Tensor]
+    floats: Sequence[float]
+    ints: Sequence[int]
+    dtype: torch.dtype
+    sizes: tuple[int, int, int, int]
+    taking_part: Tensor | None = None
+
+
+def _floor_div(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_floating_point():
+        return torch.floor_divide(a, b)
+    zero = b == 0
+    return torch.where(zero, 0, torch.floor_divide(a, torch.where(zero, 1, b)))
+
+
+def _mod(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_floating_point():
+        return torch.remainder(a, b)
+    zero = b == 0
+    return torch.where(zero, 0, torch.remainder(a, torch.where(zero, 1, b)))
+
+
+def _pow(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_floating_point():
+        return torch.pow(a, b)
+    sign = torch.where(b % 2 == 0, 1, a)
+    to_negative = torch.where(a.abs() == 1, sign, 0)
+    return torch.where(b < 0, to_negative, torch.pow(a, b.clamp_min(0)))
+
+
+def _not(a: Tensor) -> Tensor:
+    return torch.bitwise_not(a)
+
+
+def _shifted(shift: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def shifted(a: Tensor, b: Tensor) -> Tensor:
+        out = (b < 0) | (b >= 64)
+        left = torch.zeros_like(a) if shift is torch.bitwise_left_shift else torch.bitwise_right_shift(a, 63)
+        return torch.where(out, left, shift(a, torch.where(out, 0, b)))
+
+    return shifted
+
+
+def _to_int(a: Tensor) -> Tensor:
+    if not a.is_floating_point():
+        return a.to(torch.int64)
+    a = a.detach()
+    least, most = -(2**63), 2**63 - 1
+    inside = torch.where(a.isnan() | (a >= 2.0**63) | (a < -(2.0**63)), 0, a).to(torch.int64)
+    return torch.where(a >= 2.0**63, most, torch.where(a < -(2.0**63), least, inside))
+
+
+_TORCH: dict[str, Callable[..., Tensor]] = {
+    "floor_div": _floor_div, "mod": _mod, "pow": _pow, "min": torch.minimum, "max": torch.maximum,
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "detach": torch.detach, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "not": _not, "shl": _shifted(torch.bitwise_left_shift), "shr": _shifted(torch.bitwise_right_shift),
+    "to_int": _to_int, "to_bool": lambda a: a != 0,
+}  # fmt: skip
+
+
+def _function(op: str) -> Callable[..., Tensor]:
+    """Of a primitive; most have PyTorch's name."""
+    found = _TORCH.get(op)
+    return found if found is not None else getattr(torch, op)
+
+
+class _Own(torch.autograd.Function):
+    """Values whose derivatives are those of a `backward` of the text: (how it is evaluated, how many values and
+    inputs, these, what else it reads) -> values."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(make: Any, counts: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.clone() for t in tensors[: counts[0]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.make, ctx.counts, *tensors = inputs
+        ctx.save_for_backward(*output, *tensors[sum(ctx.counts) :])
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        values, _ = ctx.counts
+        results, reads = ctx.saved_tensors[:values], ctx.saved_tensors[values:]
+        return (None, None, *(None,) * values, *ctx.make(results, upstream, reads), *(None,) * len(reads))
+
+
+class _Evaluation:
+    """Of one text, at one set of values."""
+
+    def __init__(self, text: Program, values: Values, known: dict[str, Tensor] | None = None) -> None:
+        self.text, self.values = text, values
+        self.known: dict[str, Tensor] = dict(values.inputs) if known is None else known
+        self.like = values.inputs["q_idx"]
+
+    def scalar(self, place: int) -> Tensor:
+        types = self.text.scalars
+        if types[place] == "f":
+            return self.constant(self.values.floats[sum(t == "f" for t in types[:place])], self.values.dtype)
+        number = self.values.ints[sum(t != "f" for t in types[:place])]
+        return self.constant(number, torch.bool if types[place] == "bool" else torch.int64)
+
+    def constant(self, value: float | bool, dtype: torch.dtype) -> Tensor:
+        return torch.full((), value, dtype=dtype, device=self.like.device)
+
+    def operand(self, word: str) -> Tensor:
+        found = self.known.get(word)
+        if found is not None:
+            return found
+        if word[0] == "%":  # out of its order: a value that shares a backward with an earlier one
+            self.run([int(word[1:])])
+            return self.known[word]
+        if word[0] == "$":
+            found = self.scalar(int(word[1:]))
+        elif word in ("true", "false"):
+            found = self.constant(word == "true", torch.bool)
+        elif word.lstrip("-").isdigit():
+            found = self.constant(int(word), torch.int64)
+        else:
+            found = self.constant(float(word), self.values.dtype)
+        self.known[word] = found
+        return found
+
+    def run(self, places: Sequence[int]) -> None:
+        for i in places:
+            s = self.text.statements[i]
+            if s.op == "backward":
+                continue
+            if s.op == "custom":
+                if f"%{i}" not in self.known:
+                    self.own(s.operands[2])
+            else:
+                self.known[f"%{i}"] = self.value(i, s)
+
+    def value(self, i: int, s: _Statement) -> Tensor:
+        if s.op == "axis":
+            extent = int(s.operands[0])
+            shape = [1] * (_SPATIAL + len(self.text.axes))
+            shape[_SPATIAL + list(self.text.axes).index(i)] = extent
+            return torch.arange(extent, device=self.like.device).reshape(shape)
+        if s.op == "load":
+            return self.load(self.values.buffers[int(s.operands[0][1:])], [self.operand(w) for w in s.operands[1:]])
+        operands = [self.operand(w) for w in s.operands]
+        if s.op in _REDUCTIONS and s.operands[0][0] == "%" and int(s.operands[0][1:]) in self.text.axes:
+            axis, value = operands
+            shape = torch.broadcast_shapes(axis.shape, value.shape)
+            dim = _SPATIAL + list(self.text.axes).index(int(s.operands[0][1:]))
+            return getattr(torch, s.op)(value.expand(shape), dim, keepdim=True)
+        if s.op == "to_float":
+            return operands[0].to(self.values.dtype)
+        return _function(s.op)(*operands)
+
+    def load(self, buffer: Tensor, indices: list[Tensor]) -> Tensor:
+        """nan (0, false) out of range: where that is an error, the forward has raised it."""
+        kind = torch.bool if buffer.dtype == torch.bool else torch.int64
+        if buffer.is_floating_point():
+            kind = self.values.dtype
+        if not indices:
+            return buffer.to(kind)
+        inside: Tensor | None = None
+        places = []
+        for index, size in zip(indices, buffer.shape, strict=True):
+            index = torch.where(index < 0, index + size, index)
+            within = (index >= 0) & (index < size)
+            inside = within if inside is None else inside & within
+            places.append(index)
+        assert inside is not None
+        nothing: float | bool = float("nan") if buffer.is_floating_point() else 0
+        if kind == torch.bool:
+            nothing = False
+        if buffer.numel() == 0:
+            return self.constant(nothing, kind).expand(inside.shape)
+        reading, outside = inside, ~inside
+        part = self.values.taking_part
+        if part is not None:
+            part = part.reshape(*part.shape, *[1] * len(self.text.axes))
+            reading, outside = inside & part, ~inside & part
+        found = buffer[tuple(torch.where(reading, p, 0) for p in places)]
+        return torch.where(outside, nothing, found.to(kind))
+
+    def own(self, backward: str) -> None:
+        """All values that share a backward."""
+        text, place = self.text, int(backward[1:])
+        customs = [
+            (f"%{i}", s) for i, s in enumerate(text.statements) if s.op == "custom" and s.operands[2] == backward
+        ]
+        full = (*self.values.sizes, *[1] * len(text.axes))
+        pairs = text.statements[place].operands
+        wanted, xs = pairs[1::2], pairs[::2]
+        # What the backward reads of the forward, and its statements in order. Of its own values it reads the results,
+        # as an autograd.Function that saves its outputs: their derivatives are its own again.
+        sources = {s.operands[1]: j for j, (_, s) in enumerate(customs) if s.operands[1] not in xs}
+        within = set(text.upstream)
+        for i, s in enumerate(text.statements):
+            if any(w in sources or (w[0] == "%" and int(w[1:]) in within) for w in s.operands):
+                within.add(i)
+        needed: set[int] = set()
+        reads: dict[str, Tensor] = {}
+
+        def visit(word: str) -> None:
+            i = int(word[1:]) if word[0] == "%" else -1
+            if i in within and word not in sources:
+                if i not in needed:
+                    needed.add(i)
+                    for w in text.statements[i].operands:
+                        if w[0] not in "^@":
+                            visit(w)
+            elif word[0] != "^" and word not in sources:
+                reads[word] = self.operand(word)
+
+        for word in wanted:
+            visit(word)
+        names, order = list(reads), sorted(needed)
+
+        def make(results: Sequence[Tensor], upstream: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+            known = dict(zip(names, tensors, strict=True))
+            known.update({word: results[j] for word, j in sources.items()})
+            known.update({s.operands[0]: g for (_, s), g in zip(customs, upstream, strict=True)})
+            inner = _Evaluation(text, self.values, known)
+            inner.run(order)
+            return [inner.operand(word).expand(full) for word in wanted]
+
+        values = [self.operand(s.operands[1]).expand(full) for _, s in customs]
+        inputs = [self.operand(word).expand(full) for word in xs]
+        found = _Own.apply(make, (len(values), len(inputs)), *values, *inputs, *reads.values())
+        for (name, _), value in zip(customs, found, strict=True):
+            self.known[name] = value
+
+
+def evaluate(text: Program, values: Values) -> Tensor:
+    """The result, which broadcasts to [B, H, M, N]."""
+    axes = len(text.axes)
+    if axes:
+        values.inputs = {k: t.reshape(*t.shape, *[1] * axes) for k, t in values.inputs.items()}
+    run = _Evaluation(text, values)
+    run.run([i for i in range(len(text.statements)) if i not in text.upstream])
+    found = run.operand(text.result)
+    return found.reshape(found.shape[:_SPATIAL]) if axes and found.dim() > _SPATIAL else found
