@@ -159,6 +159,35 @@ def torch_func_vjp(case: Case) -> Sequence[Tensor]:
     return pullback(torch.ones_like(loss))
 
 
+def vmap_of_grad(case: Case) -> Sequence[Tensor]:
+    """Of a batch, the case's leaves being its second element."""
+    leaves, constants = case.draw()
+    places = tuple(range(len(leaves)))
+    batch = [torch.stack([t.detach() * 0.5, t.detach()]) for t in leaves]
+    dims = (*(0 for _ in leaves), *(None for _ in constants))
+    found = torch.vmap(torch.func.grad(case.program, argnums=places), in_dims=dims)(*batch, *constants)
+    return [g[1] for g in found]
+
+
+def create_graph(case: Case) -> Sequence[Tensor]:
+    """The gradients, having compared those of a function of them."""
+
+    def of(program: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        leaves, constants = case.draw()
+        leaves = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        constants = [t.to(dtype) if t.is_floating_point() else t for t in constants]
+        first = torch.autograd.grad(program(*leaves, *constants), leaves, create_graph=True)
+        return first, torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    first, second = of(case.program, widest(case.device))
+    truth = of(case.plain().program, torch.float64)[1]
+    for i, (ours, right) in enumerate(zip(second, truth, strict=True)):
+        scale = right.abs().max().item() + 1.0
+        if (ours.double() - right).abs().max().item() > scale * (1e-10 if ours.dtype == torch.float64 else 1e-3):
+            raise SilentDifference(f"{case}: gradient {i} of the gradients")
+    return [g.detach() for g in first]
+
+
 # --- checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +354,8 @@ TRANSFORMS = [
     Transform("DistributedDataParallel", data_parallel),
     Transform("torch.func.grad", torch_func_grad),
     Transform("torch.func.vjp", torch_func_vjp),
+    Transform("vmap of torch.func.grad", vmap_of_grad),
+    Transform("create_graph, differentiated again", create_graph),
 ]
 
 
