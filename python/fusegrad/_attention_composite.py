@@ -20,7 +20,7 @@ from ._transforms import primal_of
 __all__ = ["Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "pulled", "pushed"]
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
-_CHUNK = {"cpu": 2**19, "cuda": 2**24}
+_CHUNK = {"cpu": 2**20, "cuda": 2**24}
 _DROPOUT_ROWS = 16  # dropout's blocks of pairs begin at multiples of it
 
 
