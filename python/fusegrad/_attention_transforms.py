@@ -428,7 +428,8 @@ def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]
     inner = [_functorch.get_unwrapped(t) if _functorch.is_functorch_wrapped_tensor(t) else t for t in parts]
     if len(interpreters) > 1 or (torch.is_grad_enabled() and any(t.requires_grad for t in inner)):
         return None
-    if all(dual.tangent is None for dual in duals):
+    # Of jacobian(vectorize=True) the tangents alone are batched, and the values are not to be.
+    if all(dual.tangent is None for dual in duals) or any(_functorch.is_legacy_batchedtensor(t) for t in parts):
         return None
     if not interpreters:
         results = _with_tangents(call, [dual.primal for dual in duals], [dual.tangent for dual in duals])
