@@ -115,12 +115,20 @@ class Rows(torch.utils.data.Dataset):
         return torch.stack([t.double().sum() for t in step(given)])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch refuses autograd in a forked child where it sees a GPU")
+LOADER = """
+import torch
+from test_reliability_processes import Rows
+dataset = Rows()
+here = torch.stack([dataset[i] for i in range(4)])
+there = torch.cat(list(torch.utils.data.DataLoader(dataset, num_workers=2)))
+torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
+"""
+
+
 def test_workers_of_a_data_loader() -> None:
-    dataset = Rows()
-    here = torch.stack([dataset[i] for i in range(4)])
-    there = torch.cat(list(torch.utils.data.DataLoader(dataset, num_workers=2)))
-    torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
+    # In a process where nothing has started the threads of PyTorch's autograd, beside which it refuses to be forked.
+    done = in_process(LOADER, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
 
 
 FORK_BESIDE_A_COMPILATION = """
