@@ -59,7 +59,7 @@ DISTILLATION = Comparison(
 
 # Sizes at which the loss is most of the work and the whole demo takes a few minutes.
 _PRESETS: dict[str, dict[str, Any]] = {
-    "cpu": {"steps": 40, "batch_size": 8, "seq_length": 128, "layers": 2, "learning_rate": 1.5e-3},
+    "cpu": {"steps": 30, "batch_size": 6, "seq_length": 128, "layers": 2, "learning_rate": 2e-3},
     "cuda": {"steps": 300, "batch_size": 16, "seq_length": 512, "hidden_size": 256, "learning_rate": 1.5e-3},
 }
 
