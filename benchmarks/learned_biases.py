@@ -17,21 +17,16 @@ attn_mask) and compiled flex_attention's forward. Ratios are medians of the roun
 
 from __future__ import annotations
 
-import argparse
 import math
-import re
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness.environment import environment, in_file_names
 from harness.failure import Outcome
-from harness.report import print_table, write_json
+from harness.report import print_table
+from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
 from harness.timing import alternate
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -39,7 +34,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 OP = "learned_biases"
 BYTES_A_MS = 4.3e9
-DEVICES = ("cuda", "cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -459,17 +453,6 @@ def measured(row: Row, options: Options) -> dict[str, Any]:
     return result
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def over(result: dict[str, Any], mine: str, theirs: str) -> float:
-    """How many times as long mine takes, in the median round."""
-    rounds = result["rounds"]
-    return statistics.median(a / b for a, b in zip(rounds[mine], rounds[theirs], strict=True))
-
-
 def goals(row: Row, result: dict[str, Any], peers: Sequence[str]) -> list[tuple[str, bool]]:
     ms, found = result["ms"], []
     main = "plain" if row.bias is None else "fusegrad"
@@ -516,57 +499,25 @@ def show(row: Row, result: dict[str, Any]) -> None:
         line = [name, f"{value:.3f}", f"{value / plain:.2f}" if plain else ""]
         lines.append(line + ([f"{value / traffic[part]:.2f}"] if traffic else []))
     print_table(["", "ms", "x plain"] + (["x traffic"] if traffic else []), lines)
-    for name, failure in result["failures"].items():
-        print(f"  not run: {name}: {failure}")
-    for goal in result["goals"]:
-        print(f"  {'pass' if goal['passed'] else 'MISS'}  {goal['goal']}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Attention with learned biases.")
-    parser.add_argument("--device", choices=DEVICES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", default="", help="regular expression on the rows' labels")
-    parser.add_argument("--peers", help="comma-separated, or none; all of the device where not given")
+    parser = argument_parser("Attention with learned biases.", reps=3)
     parser.add_argument("--no-ordered", dest="ordered", action="store_false", help="skip deterministic backwards")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="folder for the JSON")
-    parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     arguments = parser.parse_args()
     device = arguments.device
-    torch.set_default_device(device)
-    asked = list(PEERS[device]) if arguments.peers is None else arguments.peers.split(",")
-    peers = [name for name in asked if name not in ("", "none")]
-    if unknown := set(peers) - set(PEERS[device]):
-        parser.error(f"--peers: must be of {', '.join(PEERS[device])}, but got {', '.join(sorted(unknown))}")
+    peers = peers_asked_for(parser, arguments.peers, PEERS[device])
     # The CPU's backward is in one order always.
     options = Options(device, peers, arguments.ordered and device == "cuda", arguments.rounds, arguments.reps)
-    started = time.monotonic()
-    document: dict[str, Any] = {"op": OP, **environment(device, arguments.commit)}
-    cases: list[dict[str, Any]] = []
-    document["cases"] = cases
-    print(f"learned biases on {document['device']}, torch {torch.__version__}")
-    for row in CUDA_ROWS if device == "cuda" else CPU_ROWS:
-        if not re.search(arguments.rows, row.label):
-            continue
-        outcome = Outcome(lambda row=row: measured(row, options))
-        if outcome.failure:
-            print(f"\n{row.label}\n  failed: {outcome.failure}", flush=True)
-            cases.append({"row": row.label, "failure": outcome.failure})
-        else:
-            result = outcome.value
-            result["goals"] = [{"goal": text, "passed": passed} for text, passed in goals(row, result, peers)]
-            show(row, result)
-            cases.append(result)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        if arguments.output is not None:
-            write_json(arguments.output / f"{OP}-{in_file_names(document['device'])}.json", document)
-    judged = [(case["row"], goal) for case in cases for goal in case.get("goals", [])]
-    missed = [(row, goal["goal"]) for row, goal in judged if not goal["passed"]]
-    print(f"\n{len(judged)} goals, {len(missed)} missed; {time.monotonic() - started:.0f} s in all")
-    for label, text in missed:
-        print(f"  MISS  {label}: {text}")
+
+    run_rows(
+        OP,
+        arguments,
+        CUDA_ROWS if device == "cuda" else CPU_ROWS,
+        lambda row: measured(row, options),
+        lambda row, result: goals(row, result, peers),
+        show,
+    )
 
 
 if __name__ == "__main__":

@@ -15,27 +15,21 @@ On the CPU rows are small and in float32. Ratios are medians of the rounds'.
 
 from __future__ import annotations
 
-import argparse
-import re
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fusegrad
 import torch
 import torch.nn.functional as F
-from harness.environment import environment, in_file_names
 from harness.failure import Outcome
-from harness.report import print_table, write_json
+from harness.report import print_table
+from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
 from harness.timing import alternate
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 OP = "transforms"
-DEVICES = ("cuda", "cpu")
 OVER_FORWARD, OVER_PEER, OVER_EAGER = 3.3, 0.6, 1.5
 Work = Callable[[], Any]
 Attention = Callable[..., Tensor]
@@ -194,11 +188,6 @@ def loss_steps(row: Row, device: str) -> dict[str, Work]:
 # --- a row ---
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def measured(row: Row, device: str, peers: Sequence[str], rounds: int, reps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     result: dict[str, Any] = {"row": row.label, "failures": {}}
@@ -215,12 +204,6 @@ def measured(row: Row, device: str, peers: Sequence[str], rounds: int, reps: int
     result["ms"] = {name: one.ms for name, one in times.items() if one.ms is not None}
     result["rounds"] = {name: one.rounds for name, one in times.items() if one.ms is not None}
     return result
-
-
-def over(result: dict[str, Any], mine: str, theirs: str) -> float:
-    """How many times as long mine takes, in the median round."""
-    rounds = result["rounds"]
-    return statistics.median(a / b for a, b in zip(rounds[mine], rounds[theirs], strict=True))
 
 
 def goals(row: Row, result: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -245,54 +228,18 @@ def show(row: Row, result: dict[str, Any]) -> None:
     first = next(iter(result["ms"]))
     lines = [[name, f"{ms:.3f}", f"{over(result, name, first):.2f}"] for name, ms in result["ms"].items()]
     print_table(["", "ms", f"x {first}"], lines)
-    for name, failure in result["failures"].items():
-        print(f"  not run: {name}: {failure}")
-    for goal in result["goals"]:
-        print(f"  {'pass' if goal['passed'] else 'MISS'}  {goal['goal']}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Forward mode of attention, and the losses' transforms.")
-    parser.add_argument("--device", choices=DEVICES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", default="", help="regular expression on the rows' labels")
-    parser.add_argument("--peers", help="comma-separated, or none; all of the device where not given")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="folder for the JSON")
-    parser.add_argument("--commit", help="what to record, where this is not a git checkout")
+    parser = argument_parser("Forward mode of attention, and the losses' transforms.", reps=5)
     arguments = parser.parse_args()
     device = arguments.device
-    torch.set_default_device(device)
-    asked = list(PEERS[device]) if arguments.peers is None else arguments.peers.split(",")
-    peers = [name for name in asked if name not in ("", "none")]
-    if unknown := set(peers) - set(PEERS[device]):
-        parser.error(f"--peers: must be of {', '.join(PEERS[device])}, but got {', '.join(sorted(unknown))}")
-    started = time.monotonic()
-    document: dict[str, Any] = {"op": OP, **environment(device, arguments.commit)}
-    cases: list[dict[str, Any]] = []
-    document["cases"] = cases
-    print(f"transforms on {document['device']}, torch {torch.__version__}")
-    for row in CUDA_ROWS if device == "cuda" else CPU_ROWS:
-        if not re.search(arguments.rows, row.label):
-            continue
-        outcome = Outcome(lambda row=row: measured(row, device, peers, arguments.rounds, arguments.reps))
-        if outcome.failure:
-            print(f"\n{row.label}\n  failed: {outcome.failure}", flush=True)
-            cases.append({"row": row.label, "failure": outcome.failure})
-        else:
-            result = outcome.value
-            result["goals"] = [{"goal": text, "passed": passed} for text, passed in goals(row, result)]
-            show(row, result)
-            cases.append(result)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        if arguments.output is not None:
-            write_json(arguments.output / f"{OP}-{in_file_names(document['device'])}.json", document)
-    judged = [(case["row"], goal) for case in cases for goal in case.get("goals", [])]
-    missed = [(row, goal["goal"]) for row, goal in judged if not goal["passed"]]
-    print(f"\n{len(judged)} goals, {len(missed)} missed; {time.monotonic() - started:.0f} s in all")
-    for label, text in missed:
-        print(f"  MISS  {label}: {text}")
+    peers = peers_asked_for(parser, arguments.peers, PEERS[device])
+
+    def one(row: Row) -> dict[str, Any]:
+        return measured(row, device, peers, arguments.rounds, arguments.reps)
+
+    run_rows(OP, arguments, CUDA_ROWS if device == "cuda" else CPU_ROWS, one, goals, show)
 
 
 if __name__ == "__main__":
