@@ -73,7 +73,10 @@ struct TileEvaluator<T>::State {
   const ScatterKernels<T>& scatters;
   int64_t max_rows, max_cols;
   Arena arena;
-  std::vector<std::byte*> address;  // of each register
+  std::vector<std::byte*> home;     // of each register
+  std::vector<std::byte*> address;  // where it has its values now: there, or in the caller's memory
+  std::vector<int64_t> places;      // a row of offsets
+  std::vector<bool> adjacent;       // of each read by rows: its columns in this tile
   std::vector<T> scratch;           // a row of values
   std::vector<T> array_sums;        // of each contribution at kColumn or kDiagonal
   std::vector<double> sums;         // of each contribution at kOnce
@@ -95,8 +98,11 @@ struct TileEvaluator<T>::State {
     arena.allocate(begin[kRates]);
     for (const Register& r : code.registers) {
       const int rate = static_cast<int>(r.rate);
-      address.push_back(arena.data() + begin[rate] + r.position * Arena::padded(8 * lanes[rate]));
+      home.push_back(arena.data() + begin[rate] + r.position * Arena::padded(8 * lanes[rate]));
     }
+    address = home;
+    places.resize(static_cast<size_t>(max_cols));
+    adjacent.resize(code.reads.size());
     for (const Preset& p : code.presets) store(address[p.out], code.registers[p.out].lane, p.value);
     scratch.resize(static_cast<size_t>(max_cols));
     array_sums.resize(code.contributions.size() * static_cast<size_t>(max_rows + max_cols));
@@ -156,6 +162,8 @@ struct TileEvaluator<T>::State {
         instruction.compute(out, x, lanes);
       } else if (instruction.offset != nullptr) {
         instruction.offset(out, values(instruction.x[0], rate), lanes, instruction.size, instruction.stride);
+      } else if (code.reads[instruction.read].by_rows()) {
+        gather_row(instruction);
       } else {
         const void* offset = values(instruction.x[0], rate);
         if (instruction.gather(out, code.reads[instruction.read].data, offset, lanes)) {
@@ -166,6 +174,50 @@ struct TileEvaluator<T>::State {
           }
         }
       }
+    }
+  }
+
+  // The offset of the row at work's first column, where the columns are adjacent and all are in range; otherwise -1.
+  int64_t first_place(int read_id) const {
+    const Read& read = code.reads[read_id];
+    if (!adjacent[static_cast<size_t>(read_id)]) return -1;
+    const Lane lane = code.registers[read.row].lane;
+    const int64_t row_offset = load_integer(values(read.row, Rate::kPair), lane, 0);
+    return row_offset < 0 ? -1 : row_offset + load_integer(address[read.column], lane, 0);
+  }
+  // The offsets of the row at work.
+  const void* row_places(const Read& read) {
+    const void* x[kMaxArity] = {values(read.row, Rate::kPair), address[read.column]};
+    read.add(places.data(), x, tile.cols);
+    return places.data();
+  }
+  void find_adjacent() {
+    for (size_t i = 0; i < code.reads.size(); ++i) {
+      const Read& read = code.reads[i];
+      if (!read.by_rows()) continue;
+      const Lane lane = code.registers[read.column].lane;
+      const int64_t first = load_integer(address[read.column], lane, 0);
+      bool found = first >= 0;
+      for (int64_t c = 1; found && c < tile.cols; ++c) found = load_integer(address[read.column], lane, c) == first + c;
+      adjacent[i] = found;
+    }
+  }
+
+  // Adjacent elements that lie in memory as registers hold them are not copied.
+  void gather_row(const Instruction& instruction) {
+    const Read& read = code.reads[instruction.read];
+    const auto out = static_cast<size_t>(instruction.out);
+    const int64_t first = first_place(instruction.read);
+    address[out] = home[out];
+    if (first >= 0) {
+      auto* begin = static_cast<std::byte*>(const_cast<void*>(read.data)) + first * storage_bytes(instruction.storage);
+      if (lies_as(instruction.storage, code.registers[instruction.out].lane)) {
+        address[out] = begin;
+      } else {
+        instruction.gather(address[out], begin, nullptr, tile.cols);
+      }
+    } else if (instruction.gather(address[out], read.data, row_places(read), tile.cols)) {
+      check_read(instruction.read, Rate::kPair, 0, tile.cols);
     }
   }
 
@@ -192,9 +244,9 @@ struct TileEvaluator<T>::State {
   void check_read(int read_id, Rate rate, int64_t begin, int64_t end) {
     if (wrong.buffer >= 0) return;
     const Read& read = code.reads[read_id];
-    const Lane offset_lane = code.registers[read.offset].lane;
-    const void* offset = values(read.offset, rate);
-    const Rate offset_rate = code.registers[read.offset].rate;
+    const Lane offset_lane = code.registers[read.by_rows() ? read.row : read.offset].lane;
+    const void* offset = read.by_rows() ? row_places(read) : values(read.offset, rate);
+    const Rate offset_rate = read.by_rows() ? Rate::kPair : code.registers[read.offset].rate;
     for (int64_t i = begin; i < end; ++i) {
       if (load_integer(offset, offset_lane, i) >= 0 || !takes_part(offset_rate, i)) continue;
       for (size_t k = 0; k < read.index.size(); ++k) {
@@ -231,6 +283,7 @@ struct TileEvaluator<T>::State {
     run(Rate::kColumn, t.cols);
     run(Rate::kRow, t.rows);
     run(Rate::kDiagonal, diagonals());
+    find_adjacent();
   }
 
   // Inputs of a pair are read where the caller has them.
@@ -271,7 +324,18 @@ struct TileEvaluator<T>::State {
       write(x, 0, scratch.data());
       x = scratch.data();
     }
-    const RegisterId place = code.reads[c.read].offset;
+    const Read& read = code.reads[c.read];
+    if (read.by_rows()) {
+      const int64_t first = first_place(c.read);
+      if (first >= 0 && sink.sum != nullptr) {
+        scatters.add(sink.sum + first, x, tile.cols);
+      } else if (scatters.scatter(sink.sum, sink.wide_sum, row_places(read), code.registers[read.row].lane, x,
+                                  tile.cols)) {
+        check_read(c.read, Rate::kPair, 0, tile.cols);
+      }
+      return;
+    }
+    const RegisterId place = read.offset;
     const Register& r = code.registers[place];
     if (r.rate == Rate::kOnce) {
       sums[k] += scatters.sum(x, tile.cols);
@@ -292,6 +356,7 @@ struct TileEvaluator<T>::State {
   void finish_contribution(size_t k, const GradientSink<T>& sink) {
     const ProgramContribution& c = code.contributions[k];
     const RegisterId place = code.reads[c.read].offset;
+    if (place == kNoRegister) return;
     const Register& r = code.registers[place];
     if (r.rate == Rate::kOnce) {
       // The sum over the tile is in float64; it is not rounded before it reaches a sink of that precision.

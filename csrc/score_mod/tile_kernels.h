@@ -17,6 +17,18 @@ constexpr int64_t lane_bytes(Lane lane) {
 /// A captured buffer's storage: see DType in evaluate_cpu.h, in its order.
 enum class Storage : uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kInt32, kInt16, kInt8, kUInt8, kBool };
 
+constexpr int64_t storage_bytes(Storage storage) {
+  constexpr int64_t kBytes[] = {8, 4, 2, 2, 8, 4, 2, 1, 1, 1};
+  return kBytes[static_cast<int>(storage)];
+}
+
+/// Whether a buffer's elements are a register's values as they lie in memory.
+constexpr bool lies_as(Storage storage, Lane lane) {
+  return (storage == Storage::kFloat64 && lane == Lane::kFloat64) ||
+         (storage == Storage::kFloat32 && lane == Lane::kFloat32) ||
+         (storage == Storage::kInt64 && lane == Lane::kInt64) || (storage == Storage::kInt32 && lane == Lane::kInt32);
+}
+
 /// out[i] = f(x0[i], x1[i], x2[i]). `out` overlaps no operand.
 using Kernel = void (*)(void* out, const void* const* x, int64_t lanes);
 
@@ -24,7 +36,7 @@ using Kernel = void (*)(void* out, const void* const* x, int64_t lanes);
 /// offsets of up to kMaxRank dimensions are negative if one of them is kNoOffset.
 using OffsetKernel = void (*)(void* out, const void* index, int64_t lanes, int64_t size, int64_t stride);
 
-/// out[i] = data[offset[i]], 0 at negative offsets. Returns whether there was one.
+/// out[i] = data[offset[i]], 0 at negative offsets. Returns whether there was one. Without offsets: out[i] = data[i].
 using GatherKernel = bool (*)(void* out, const void* data, const void* offset, int64_t lanes);
 
 /// Offsets in 32 bits are for buffers whose largest offset is below this.

@@ -81,6 +81,10 @@ bool gather_of(void* out, const void* data, const void* offset, int64_t lanes) {
   auto* __restrict o = static_cast<R*>(out);
   const auto* d = static_cast<const S*>(data);
   const auto* at = static_cast<const O*>(offset);
+  if (at == nullptr) {
+    for (int64_t i = 0; i < lanes; ++i) o[i] = static_cast<R>(widened(d[i]));
+    return false;
+  }
   if (any_negative(at, lanes)) {
     for (int64_t i = 0; i < lanes; ++i) o[i] = at[i] < 0 ? R(0) : static_cast<R>(widened(d[at[i]]));
     return true;

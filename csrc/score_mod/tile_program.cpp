@@ -344,9 +344,9 @@ class Compiler {
     return compute(node.op, {x, node.operands.size()}, Lane::kInt64, compares ? Lane::kBool : Lane::kInt64);
   }
 
-  // The offset of `indices` in an array of these sizes and strides.
-  RegisterId offset(const std::vector<NodeId>& indices, std::span<const int64_t> sizes,
-                    std::span<const int64_t> strides) {
+  // Where a read finds its elements: sets `offset`, or `row` and `column` of an array that is indexed by both.
+  void place(Read& read, const std::vector<NodeId>& indices, std::span<const int64_t> sizes,
+             std::span<const int64_t> strides) {
     int64_t largest = 0;
     bool small = true;
     for (size_t k = 0; k < sizes.size(); ++k) {
@@ -370,21 +370,42 @@ class Compiler {
       }
       parts.push_back(known - 1);
     }
-    if (parts.empty()) return preset(lane, {Type::kInt, 0, 0});
-    std::stable_sort(parts.begin(), parts.end(), [&](RegisterId a, RegisterId b) {
+    if (parts.empty()) {
+      read.offset = preset(lane, {Type::kInt, 0, 0});
+      return;
+    }
+    const auto by_rate = [&](RegisterId a, RegisterId b) {
       return std::pair<bool, Rate>(varies_[a], at(a).rate) < std::pair<bool, Rate>(varies_[b], at(b).rate);
-    });
+    };
+    std::stable_sort(parts.begin(), parts.end(), by_rate);
+    const auto is_column = [&](RegisterId id) { return at(id).rate == Rate::kColumn; };
+    const auto is_of_row = [&](RegisterId id) { return at(id).rate == Rate::kRow || at(id).rate == Rate::kOnce; };
+    const auto column = std::stable_partition(parts.begin(), parts.end(), is_of_row);
+    const std::span<const RegisterId> of_row{parts.begin(), column}, others{column, parts.end()};
+    if (!loop_rate_ && !others.empty() && std::all_of(others.begin(), others.end(), is_column) &&
+        std::any_of(of_row.begin(), of_row.end(), [&](RegisterId id) { return at(id).rate == Rate::kRow; })) {
+      read.row = sum_of(of_row, lane);
+      read.column = sum_of(others, lane);
+      read.add = kernels_.find(Op::kAdd, lane, 1u);
+      return;
+    }
+    std::stable_sort(parts.begin(), parts.end(), by_rate);
+    read.offset = sum_of(parts, lane);
+  }
+  RegisterId sum_of(std::span<const RegisterId> parts, Lane lane) {
     RegisterId total = parts[0];
-    for (size_t k = 1; k < parts.size(); ++k) {
-      auto& known = sums_[{total, parts[k]}];
-      if (known == 0) known = 1 + compute(Op::kAdd, std::array{total, parts[k]}, lane, lane);
+    for (const RegisterId part : parts.subspan(1)) {
+      auto& known = sums_[{total, part}];
+      if (known == 0) known = 1 + compute(Op::kAdd, std::array{total, part}, lane, lane);
       total = known - 1;
     }
     return total;
   }
 
-  int new_read(int buffer, const void* data, RegisterId offset, const std::vector<NodeId>& indices) {
-    Read read{buffer, data, offset, {}};
+  int new_read(int buffer, const void* data, const std::vector<NodeId>& indices, std::span<const int64_t> sizes,
+               std::span<const int64_t> strides) {
+    Read read{buffer, data, kNoRegister, {}};
+    place(read, indices, sizes, strides);
     for (const NodeId index : indices) read.index.push_back(image_[index]);
     code_.reads.push_back(std::move(read));
     return static_cast<int>(code_.reads.size()) - 1;
@@ -394,11 +415,14 @@ class Compiler {
     const Node& node = graph_[id];
     const auto buffer = static_cast<int>(node.payload);
     const Buffer& b = buffers_[buffer];
-    const RegisterId place = offset(node.operands, b.sizes, b.strides);
     Instruction instruction;
-    instruction.gather = kernels_.gather(static_cast<Storage>(b.dtype), lane_of(id), at(place).lane);
+    instruction.read = new_read(buffer, b.data, node.operands, b.sizes, b.strides);
+    const Read& read = code_.reads[instruction.read];
+    const RegisterId place = read.by_rows() ? read.row : read.offset;
+    instruction.storage = static_cast<Storage>(b.dtype);
+    instruction.gather = kernels_.gather(instruction.storage, lane_of(id), at(place).lane);
+    if (read.by_rows()) return emit(instruction, Rate::kPair, lane_of(id), false);
     instruction.x[0] = place;
-    instruction.read = new_read(buffer, b.data, place, node.operands);
     return emit(instruction, rate_after(place), lane_of(id), varies_[place]);
   }
   // The rate of what is computed from a register alone.
@@ -408,8 +432,8 @@ class Compiler {
     const auto sizes = buffers_[c.buffer].sizes;
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t k = sizes.size(); k-- > 1;) strides[k - 1] = strides[k] * std::max<int64_t>(sizes[k], 1);
-    const RegisterId place = offset(c.indices, sizes, strides);
-    code_.contributions.push_back({c.buffer, new_read(c.buffer, nullptr, place, c.indices), image_[c.value], in_loops});
+    const int read = new_read(c.buffer, nullptr, c.indices, sizes, strides);
+    code_.contributions.push_back({c.buffer, read, image_[c.value], in_loops});
   }
 
   // Registers of a row are reused as soon as nothing needs them, so that they stay in the first-level cache.

@@ -42,16 +42,21 @@ struct Instruction {
   RegisterId x[kMaxArity] = {kNoRegister, kNoRegister, kNoRegister};
   int64_t size = 0, stride = 0;  ///< of an offset's dimension
   int read = -1;                 ///< of a gather
+  Storage storage{};             ///< what it reads
   size_t end = 0;
   Value value{};
 };
 
-/// A gather's or a contribution's place in a buffer: kept to say which index was wrong.
+/// A gather's or a contribution's place in a buffer; its indices to say which was wrong.
 struct Read {
   int buffer;
   const void* data;
-  RegisterId offset;
+  RegisterId offset;  ///< kNoRegister: the sum of the next two, of which `column` may be adjacent elements
   std::vector<RegisterId> index;
+  RegisterId row = kNoRegister, column = kNoRegister;
+  Kernel add = nullptr;  ///< of one row's offset and the columns'
+
+  bool by_rows() const { return offset == kNoRegister; }
 };
 
 struct ProgramContribution {
