@@ -84,7 +84,7 @@ struct FlexTangentCall {
   TensorView query, key, value;                ///< as the inputs; none: zero
   std::vector<bool> has_tangent;               ///< of each buffer of the score_mod
   std::span<const score_mod::Buffer> buffers;  ///< those of the score_mod, then the tangents of those that have one
-  FlexResults results;                         ///< out and lse
+  FlexResults results;                         ///< out and lse, and out_low where wanted
   TensorView out;                              ///< as results.out
   void* lse = nullptr;                         ///< [B, H, M] acc, contiguous
 };

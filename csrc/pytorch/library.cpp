@@ -89,11 +89,12 @@ TORCH_LIBRARY(fusegrad, m) {
                        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   define<FlexBackward>(m, "flex_attention_backward_of_each",
                        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
-  // Forward mode of flex_attention_forward: its results, and their tangents. On the CPU alone.
-  define<FlexTangents>(m, "flex_attention_jvp", "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)");
+  // Forward mode of flex_attention_forward: its results, and the tangents of out and lse.
+  define<FlexTangents>(m, "flex_attention_jvp",
+                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low)");
   // Of several tangents at once, their first dimension and the results'. The Python package implements it.
   define<FlexTangents>(m, "flex_attention_jvp_of_each",
-                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)");
+                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low)");
   // What autograd Functions in Python ask: checks a call's arguments; the lists as flex_attention_forward takes them.
   define<FlexAttentionCall>(m, "flex_attention_checked", "(Tensor[] kv_blocks, float scale)");
   // Which pairs dropout keeps, bool [B, H, M, N], of the M queries from first_query on, a multiple of 16.

@@ -51,18 +51,50 @@ def _dims(call: Call, in_dims: Sequence[Any]) -> tuple[Tensors, tuple[Any, ...]]
     return call.split(in_dims)
 
 
+@dataclass
+class _Computed:
+    """A call of which one kernel has made the results of both Functions. Each takes its own once: kept longer, results
+    that have a graph would keep that, and it them."""
+
+    call: Call
+    outputs: tuple[Tensor, ...] | None  # what the forward returns
+    tangents: tuple[Tensor, Tensor] | None
+
+    def take_outputs(self) -> tuple[Tensor, ...] | None:
+        taken, self.outputs = self.outputs, None
+        return taken
+
+    def take_tangents(self) -> tuple[Tensor, Tensor] | None:
+        taken, self.tangents = self.tangents, None
+        return taken
+
+
+def _call_in(given: Call | _Computed) -> Call:
+    return given.call if isinstance(given, _Computed) else given
+
+
+def _aux_of(query: Tensor) -> int:
+    """What the backward wants besides."""
+    return _OUT_LOW if query.dtype in (torch.bfloat16, torch.float16) else 0
+
+
 class _FlexAttention(torch.autograd.Function):
     """(query, key, value, ...) -> out, lse and three that are not differentiable."""
 
     @staticmethod
-    def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(given: Call | _Computed, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if isinstance(given, _Computed) and (outputs := given.take_outputs()) is not None:
+            return outputs
+        call = _call_in(given)
         t, _ = call.split(tensors)
-        aux = _OUT_LOW if t.query.dtype in (torch.bfloat16, torch.float16) else 0
-        return tuple(torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), aux))
+        return tuple(
+            torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), _aux_of(t.query))
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call, *tensors = inputs
+        ctx.given, *tensors = inputs
+        ctx.call = _call_in(ctx.given)
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
@@ -81,7 +113,7 @@ class _FlexAttention(torch.autograd.Function):
         tensors = [primal_of(t) for t in ctx.saved_tensors]
         moving = tuple(d is not None and t.is_floating_point() for t, d in zip(tensors, tangents[1:], strict=True))
         given = [d for d, m in zip(tangents[1:], moving, strict=True) if m]
-        return (*_FlexTangents.apply(ctx.call, moving, *tensors, *given), None, None, None)
+        return (*_FlexTangents.apply(ctx.given, moving, *tensors, *given), None, None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *tensors: Tensor) -> tuple[Any, Any]:
@@ -221,21 +253,25 @@ class _FlexTangents(torch.autograd.Function):
     """(query, key, value, ..., the tangents of those that are moving) -> the tangents of out and lse."""
 
     @staticmethod
-    def forward(call: Call, moving: tuple[bool, ...], *row: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(given: Call | _Computed, moving: tuple[bool, ...], *row: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(given, _Computed) and (tangents := given.take_tangents()) is not None:
+            return tangents
+        call = _call_in(given)
         count = len(moving)
         t, _ = call.split(row[:count])
         rest = iter(row[count:])
         of_query, of_key, of_value, *of_buffers = (next(rest) if m else None for m in moving[: 3 + len(t.buffers)])
         having = [i for i, d in enumerate(of_buffers) if d is not None]
-        _, _, out, lse = torch.ops.fusegrad.flex_attention_jvp(
+        _, _, out, lse, _ = torch.ops.fusegrad.flex_attention_jvp(
             t.query, t.key, t.value, of_query, of_key, of_value, having, [of_buffers[i] for i in having],
-            *call.scoring(t),
+            *call.scoring(t), 0,
         )  # fmt: skip
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call, ctx.moving, *row = inputs
+        given, ctx.moving, *row = inputs
+        ctx.call = _call_in(given)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*row)
         ctx.save_for_forward(*row)
@@ -381,7 +417,7 @@ def _graph_under_vmap(*arguments: Any) -> Any:
 
 def _tangents_of_each(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     """flex_attention_jvp for several tangents at once, their first dimension, which is the results' too."""
-    of_qkv, having, of_buffers, scoring = rest[:3], rest[3], rest[4], rest[5:]
+    of_qkv, having, of_buffers, scoring = rest[:3], rest[3], rest[4], rest[5:-1]
     call, others = _call_of(scoring, False)
     tensors = (query, key, value, *others)
     moving = (*(t is not None for t in of_qkv), *(i in having for i in range(len(others))))
@@ -390,8 +426,10 @@ def _tangents_of_each(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> 
     size = tangents[0].size(0)
     found, _ = _FlexTangents.of_each(size, in_dims, call, moving, *tensors, *tangents, autograd=False)
     # The values, as they were.
-    out, lse, *_ = _FlexAttention.forward(call, *tensors)
-    return out.expand(size, *out.shape), lse.expand(size, *lse.shape), *found
+    out, lse, _, _, low = _FlexAttention.forward(call, *tensors)
+    values = (t.expand(size, *t.shape) for t in (out, lse, low if rest[-1] else low.new_empty(0)))
+    of_all, of_lse, of_low = values
+    return of_all, of_lse, *found, of_low
 
 
 _library = torch.library.Library("fusegrad", "IMPL")
@@ -415,43 +453,76 @@ def _blocks(lists: Sequence[Tensor], batch: int, heads: int, rows: int) -> list[
     return result
 
 
-def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """out and lse with their tangents from one call of the op that computes both, or None where that is not all that
-    is asked for: under other transforms than one jvp, and where a backward may follow, which wants of the output what
-    that op does not give.
+def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | _Computed | None:
+    """Where one jvp, or a level of forward_ad, is all that is about, one kernel makes the values and the tangents: out
+    and lse as they are returned, or what the Functions take where these record more than that. None under other
+    transforms than torch.func.grad and vjp around the jvp.
     """
     interpreters = retrieve_all_functorch_interpreters()
-    if forward_ad._current_level < 0 or any(i.key() != TransformType.Jvp for i in interpreters):
+    if forward_ad._current_level < 0:
+        return None
+    *outer, inner = interpreters or [None]
+    if inner is not None and inner.key() != TransformType.Jvp:
+        return None
+    if any(i.key() != TransformType.Grad for i in outer):
         return None
     duals = [forward_ad.unpack_dual(t) for t in tensors]
     parts = [t for dual in duals for t in dual if t is not None]
-    inner = [_functorch.get_unwrapped(t) if _functorch.is_functorch_wrapped_tensor(t) else t for t in parts]
-    if len(interpreters) > 1 or (torch.is_grad_enabled() and any(t.requires_grad for t in inner)):
-        return None
     # Of jacobian(vectorize=True) the tangents alone are batched, and the values are not to be.
     if all(dual.tangent is None for dual in duals) or any(_functorch.is_legacy_batchedtensor(t) for t in parts):
         return None
-    if not interpreters:
-        results = _with_tangents(call, [dual.primal for dual in duals], [dual.tangent for dual in duals])
+    trained = torch.is_grad_enabled() and any(_unwrapped(t).requires_grad for t in parts)
+    if outer or (trained and inner is None):
+        # Each Function has to see the tensors as they are: gradients within a level of forward_ad have tangents, too.
+        primals, tangents = ([None if t is None else _unwrapped(t) for t in of] for of in zip(*duals, strict=True))
+        with outside_transforms():
+            return _computed(call, primals, tangents)
+    compute = _recorded if trained else _with_tangents
+    if inner is None:
+        results = compute(call, [dual.primal for dual in duals], [dual.tangent for dual in duals])
     else:
         # As for an autograd Function, but without its way through pytrees, which takes longer than a small kernel.
-        level, unwrapped = interpreters[0].level(), _functorch._unwrap_for_grad
+        level, unwrapped = inner.level(), _functorch._unwrap_for_grad
         primals = [unwrapped(dual.primal, level) for dual in duals]
         tangents = [None if dual.tangent is None else unwrapped(dual.tangent, level) for dual in duals]
-        with interpreters[0].lower():
-            found = _with_tangents(call, primals, tangents)
-        results = tuple(_functorch._wrap_for_grad(t, level) for t in found)
-    out, lse, of_out, of_lse = results
+        with inner.lower():
+            found = compute(call, primals, tangents)
+        results = tuple(_functorch._wrap_for_grad(t, level) for t in found[:4])
+    out, lse, of_out, of_lse, *_ = results
     return forward_ad.make_dual(out, of_out), forward_ad.make_dual(lse, of_lse)
 
 
-def _with_tangents(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """out, lse and their tangents, of tensors that carry none."""
+def _computed(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> _Computed:
+    with torch.no_grad():
+        out, lse, of_out, of_lse, low = _with_tangents(call, primals, tangents, _aux_of(primals[0]))
+        return _Computed(call, (out, lse, lse.new_empty(0), lse.new_empty(0), low), (of_out, of_lse))
+
+
+def _recorded(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """out, lse and their tangents with the graph of both."""
+    given = _computed(call, primals, tangents)
+    out, lse, *_ = _FlexAttention.apply(given, *primals)
+    moving = tuple(d is not None and t.is_floating_point() for t, d in zip(primals, tangents, strict=True))
+    moved = [d for d, m in zip(tangents, moving, strict=True) if m]
+    return out, lse, *_FlexTangents.apply(given, moving, *primals, *moved)
+
+
+def _unwrapped(t: Tensor) -> Tensor:
+    """Below all levels of torch.func."""
+    while _functorch.is_functorch_wrapped_tensor(t):
+        t = _functorch.get_unwrapped(t)
+    return t
+
+
+def _with_tangents(
+    call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], aux: int = 0
+) -> tuple[Tensor, ...]:
+    """out, lse, their tangents and out_low, of tensors that carry none."""
     t, _ = call.split(primals)
     of_buffers = tangents[3 : 3 + len(t.buffers)]
     having = [i for i, d in enumerate(of_buffers) if d is not None and t.buffers[i].is_floating_point()]
     return torch.ops.fusegrad.flex_attention_jvp(
-        t.query, t.key, t.value, *tangents[:3], having, [of_buffers[i] for i in having], *call.scoring(t)
+        t.query, t.key, t.value, *tangents[:3], having, [of_buffers[i] for i in having], *call.scoring(t), aux
     )
 
 
@@ -501,7 +572,8 @@ def attend(
         (len(score[1]), len(mask[1]), len(kv_blocks)), deterministic,
     )  # fmt: skip
     t = Tensors(query, key, value, tuple(score[1]), tuple(mask[1]), tuple(kv_blocks), seed)
-    if (found := _in_one_pass(call, t.flat())) is not None:
+    found = _in_one_pass(call, t.flat())
+    if isinstance(found, tuple):
         return found
-    out, lse, *_ = _FlexAttention.apply(call, *t.flat())
+    out, lse, *_ = _FlexAttention.apply(found or call, *t.flat())
     return out, lse

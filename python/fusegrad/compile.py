@@ -74,7 +74,7 @@ def compile_flex(
         few_queries: Also the kernels of calls whose queries are at most 32, or too few to fill the GPU, whose keys are
             split instead.
         tangents: Also the kernels of forward mode, where query, key, value and all captured tensors of floats have
-            tangents.
+            tangents. They depend on whether a backward may follow, that is, whether anything requires a gradient.
         lengths: M and N of the calls, where one of them is at most 128: short sequences have tiles, and so kernels, of
             their own. By default those of longer ones are compiled.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current

@@ -18,6 +18,7 @@ class Worker {
       : p_(problem),
         out_(call.results.out),
         out_tangent_(call.out),
+        out_low_(call.results.out_low.data != nullptr ? std::optional<HeadView>(call.results.out_low) : std::nullopt),
         lse_(static_cast<T*>(call.results.lse)),
         lse_tangent_(static_cast<T*>(call.lse)),
         query_(kTileRows * p_.head_size),
@@ -152,6 +153,7 @@ class Worker {
         out[c] *= factor;
         tangent[c] = tangent[c] * factor - of_lse * out[c];
       }
+      row_sum_.data()[r] = T(1);  // by which out is divided now
     }
     const auto store = [&](const HeadView& to, int64_t from) {
       p_.kernels.unpack(to.at(b, h, queries.begin), sums_.data() + from, stride(), queries.size(), p_.value_size,
@@ -159,10 +161,15 @@ class Worker {
     };
     store(out_, 0);
     store(out_tangent_, first_tangent());
+    if (out_low_) {
+      p_.kernels.unpack_low(out_low_->at(b, h, queries.begin), out_.at(b, h, queries.begin), sums_.data(), stride(),
+                            queries.size(), p_.value_size, row_sum_.data());
+    }
   }
 
   const FlexProblem<T>& p_;
   const HeadView out_, out_tangent_;
+  const std::optional<HeadView> out_low_;
   T *lse_, *lse_tangent_;
   std::optional<HeadView> query_view_, key_view_, value_view_;  // of the tangents
   Scratch<T> query_, key_, value_, query_tangent_, key_tangent_, value_tangent_, score_, tangent_, sums_, row_max_,

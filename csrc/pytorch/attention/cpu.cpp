@@ -117,8 +117,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
 }
 
 FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const FlexInputTangents& tangents, const FlexScores& scores) {
-  const FlexOutputs outputs = empty_flex_outputs(query, value, 0), results = empty_flex_outputs(query, value, 0);
+                                    const FlexInputTangents& tangents, const FlexScores& scores, int64_t aux) {
+  const FlexOutputs outputs = empty_flex_outputs(query, value, aux), results = empty_flex_outputs(query, value, 0);
   if (outputs.lse.numel() != 0) {
     const Arguments arguments(query, key, value, scores);
     std::vector<Tensor> buffers = scores.score_mod.buffers;
@@ -137,7 +137,7 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
     call.lse = data_of(results.lse);
     attention_tangents(torch_host(), call);
   }
-  return {outputs.out, outputs.lse, results.out, results.lse};
+  return {outputs.out, outputs.lse, results.out, results.lse, outputs.out_low};
 }
 
 void flex_attention_dropout_mask(const Tensor& seed, double p, int64_t first_query, const Tensor& mask) {

@@ -64,7 +64,8 @@ struct FlexInputTangents {
   std::vector<int64_t> with_tangent;  ///< the buffers of the score_mod that have one, ascending
   std::vector<at::Tensor> buffers;    ///< theirs
 };
-using FlexTangentTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+/// out, lse, their tangents, and out_low.
+using FlexTangentTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 namespace dispatch {
 

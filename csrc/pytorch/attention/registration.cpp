@@ -111,12 +111,13 @@ FlexInputTangents checked_tangents(const FlexTangents& c) {
 // Jvp: a device's function.
 template <auto Jvp>
 FlexTangentTuple jvp(const FlexTangents& c) {
-  return Jvp(c.query, c.key, c.value, checked_tangents(c), make_scores(c.scoring));
+  return Jvp(c.query, c.key, c.value, checked_tangents(c), make_scores(c.scoring), c.aux & kFlexOutLow);
 }
 FlexTangentTuple jvp_meta(const FlexTangents& c) {
   checked_tangents(c);
-  const FlexOutputs out = empty_flex_outputs(c.query, c.value, 0), tangents = empty_flex_outputs(c.query, c.value, 0);
-  return {out.out, out.lse, tangents.out, tangents.lse};
+  const FlexOutputs out = empty_flex_outputs(c.query, c.value, c.aux & kFlexOutLow),
+                    tangents = empty_flex_outputs(c.query, c.value, 0);
+  return {out.out, out.lse, tangents.out, tangents.lse, out.out_low};
 }
 
 void check_dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes, const c10::SymInt& first) {

@@ -30,11 +30,12 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
   const auto& o = t.options;
   const auto acc = acc_type(logits.scalar_type());
   Rows rows;
-  auto z = with_softcap(logits.to(acc), o.softcap);
-  if ((o.aux & kAuxLse) != 0) rows.lse = z.logsumexp(1);
+  const auto widened = [&](const Tensor& x) { return with_softcap(x.to(acc), o.softcap); };
+  if ((o.aux & kAuxLse) != 0) rows.lse = widened(logits).logsumexp(1);
   const double smoothing = o.label_smoothing;
-  Tensor lse;
+  Tensor z, lse;
   if (t.target.is_floating_point()) {
+    z = widened(logits);
     lse = z.logsumexp(1);
     const auto target = t.target.to(acc);
     auto each = lse.unsqueeze(1) - z;
@@ -46,13 +47,15 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
     if (smoothing > 0) rows.loss = rows.loss + smoothing * smoothing_of(z, lse, t.weight);
     rows.kept = rows.divisor = at::ones_like(lse.detach()).sum();
   } else {
-    const Labels labels(t.target, o.ignore_index, z.sym_size(1).guard_int(__FILE__, __LINE__));
+    const Labels labels(t.target, o.ignore_index, logits.sym_size(1).guard_int(__FILE__, __LINE__));
     rows.valid = labels.valid;
-    z = labels.without_ignored(z);
-    lse = z.logsumexp(1);
-    const auto log_prob = labels.column(z) - lse;
+    z = widened(labels.without_ignored(logits));  // a softcap leaves 0 as it is
+    // Where nothing else asks for lse, in the pass that has a kernel of its own.
+    const bool alone = smoothing == 0 && o.z_loss == 0.0 && (o.aux & (kAuxZLoss | kAuxEntropy)) == 0;
+    if (!alone) lse = z.logsumexp(1);
+    const auto log_prob = alone ? labels.column(z.log_softmax(1)) : labels.column(z) - lse;
     rows.loss = log_prob * (smoothing - 1);
-    auto count = at::ones_like(lse.detach());
+    auto count = at::ones_like(log_prob.detach());
     if (t.weight) {
       count = t.weight->gather(0, labels.index);
       rows.loss = rows.loss * count;

@@ -45,7 +45,7 @@ struct Labels {
 
   /// An ignored row counts for nothing, also where it is infinite or NaN.
   at::Tensor without_ignored(const at::Tensor& rows) const {
-    return rows.masked_fill(valid.logical_not().unsqueeze(1), 0);
+    return at::where(valid.unsqueeze(1), rows, 0);  // one pass, where masked_fill would copy first
   }
   /// [N, V] at the labels.
   at::Tensor column(const at::Tensor& rows) const { return rows.gather(1, index.unsqueeze(1)).squeeze(1); }

@@ -203,8 +203,8 @@ FlexTangentTuple tangents_of_each(const FlexTangents& call) {
   for (auto& t : buffers) tangents.push_back(&t);
   const Unbatched batch(tangents);
   whole.buffer_tangents = buffers;
-  const auto [out, lse, of_out, of_lse] = op(whole);
-  return {batch.again(out), batch.again(lse), batch.again(of_out), batch.again(of_lse)};
+  const auto [out, lse, of_out, of_lse, out_low] = op(whole);
+  return {batch.again(out), batch.again(lse), batch.again(of_out), batch.again(of_lse), batch.again(out_low)};
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   }
   c.many_batches = many_batches;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
-  c.out_low = training && c.kernel == FlexKernel::kForward && c.dtype != DType::kFloat32;
+  c.out_low = training && results && c.dtype != DType::kFloat32;
   if (c.kernel == FlexKernel::kTangents) {
     c.tangents_of = {needs_grad, needs_grad, needs_grad, wants_grad, c.score_mod.small_buffers};
     return c;

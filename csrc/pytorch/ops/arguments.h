@@ -587,20 +587,21 @@ struct FlexBackward {
 };
 
 /// Forward mode: the forward's inputs with their tangents, none of which is zero. `with_tangent`: the indices of the
-/// score_mod's buffers that have one, ascending; `buffer_tangents`: these.
+/// score_mod's buffers that have one, ascending; `buffer_tangents`: these. `aux`: kFlexOutLow or 0.
 struct FlexTangents {
   at::Tensor query, key, value;
   OptionalTensor query_tangent, key_tangent, value_tangent;
   at::IntArrayRef with_tangent;
   at::TensorList buffer_tangents;
   FlexScoring scoring;
+  int64_t aux = 0;
 
   static constexpr auto fields() {
     using A = FlexTangents;
     return list(required("query", &A::query), required("key", &A::key), required("value", &A::value),
                 required("query_tangent", &A::query_tangent), required("key_tangent", &A::key_tangent),
                 required("value_tangent", &A::value_tangent), required("with_tangent", &A::with_tangent),
-                required("buffer_tangents", &A::buffer_tangents), all_of(&A::scoring));
+                required("buffer_tangents", &A::buffer_tangents), all_of(&A::scoring), required("aux", &A::aux));
   }
 };
 

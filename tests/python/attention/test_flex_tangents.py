@@ -228,6 +228,55 @@ def test_reverse_mode_through_the_primal_output() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def in_a_level(function: Callable, tensors: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
+    """The output, its tangent, and gradients of both by the first tensor."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    with fwAD.dual_level():
+        pair = fwAD.unpack_dual(function(*(fwAD.make_dual(t, d) for t, d in zip(leaves, moved, strict=True))))
+        return [*pair, *(torch.autograd.grad(t.sin().sum(), leaves[0], retain_graph=True)[0] for t in pair)]
+
+
+def by_jvp(function: Callable, tensors: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    pair = torch.func.jvp(function, tuple(leaves), tuple(moved))
+    return [*pair, *(torch.autograd.grad(t.sin().sum(), leaves[0], retain_graph=True)[0] for t in pair)]
+
+
+def within_grad(function: Callable, tensors: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
+    def loss(first: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        out, tangent = torch.func.jvp(function, (first, *tensors[1:]), tuple(moved))
+        return out.sin().sum() + tangent.sin().sum(), (out, tangent)
+
+    gradient, pair = torch.func.grad(loss, has_aux=True)(tensors[0])
+    return [*pair, gradient]
+
+
+@pytest.mark.parametrize("way", [in_a_level, by_jvp, within_grad])
+def test_where_a_backward_follows_one_kernel_makes_output_and_tangent(way: Callable) -> None:
+    tensors, moved = given()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        found = way(shifted, tensors, moved)
+    calls = [event.name for event in recorded.events()]
+    assert calls.count("fusegrad::flex_attention_jvp") == 1
+    assert "fusegrad::flex_attention_forward" not in calls
+    # PyTorch's softmax cannot be differentiated backward through a tangent of a level.
+    torch.testing.assert_close(found, (by_jvp if way is in_a_level else way)(plainly, tensors, moved))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_forward_mode_keeps_what_rounding_takes(dtype: torch.dtype) -> None:
+    """For the backward: the output's low part is the forward's, to the bit where their sums are in one order."""
+    q, k, v = inputs(2, 2, 20, 33, 8, 6, dtype=dtype)
+    scoring = ("", [], [], [], "", [], [], [], [], [], 0.3, 0.0, None)
+    out, _, _, _, low = torch.ops.fusegrad.flex_attention_forward(q, k, v, *scoring, 2)
+    found = torch.ops.fusegrad.flex_attention_jvp(q, k, v, q.sin(), None, v.cos(), [], [], *scoring, 2)
+    whole = dense(*(t.double() for t in (q, k, v)), scale=0.3)[0]
+    assert torch.equal(found[0], out)
+    for part in (low, found[4]):
+        assert (out.double() + part.double() - whole).norm() < 1e-2 * (out.double() - whole).norm()
+    assert torch.ops.fusegrad.flex_attention_jvp(q, k, v, q, None, None, [], [], *scoring, 0)[4].numel() == 0
+
+
 def test_function_transforms() -> None:
     tensors, moved = (tuple(x) for x in given())
     func = torch.func
@@ -281,13 +330,13 @@ def test_bad_tangents() -> None:
     scoring = ("", [], [], [], "", [], [], [], [], [], 1.0, 0.0, None)
     jvp = torch.ops.fusegrad.flex_attention_jvp
     with pytest.raises(ValueError, match=r"query_tangent must be as \[1, 2, 4, 3\]"):
-        jvp(q, k, v, q[:, :1], None, None, [], [], *scoring)
+        jvp(q, k, v, q[:, :1], None, None, [], [], *scoring, 0)
     with pytest.raises(TypeError, match="key_tangent must have the dtype Float, but got Double"):
-        jvp(q, k, v, None, k.double(), None, [], [], *scoring)
+        jvp(q, k, v, None, k.double(), None, [], [], *scoring, 0)
     with pytest.raises(ValueError, match="with_tangent must have an index for each of the 1 buffer_tangents"):
-        jvp(q, k, v, None, None, None, [], [k], *scoring)
+        jvp(q, k, v, None, None, None, [], [k], *scoring, 0)
     with pytest.raises(ValueError, match="with_tangent must be ascending indices of buffers"):
-        jvp(q, k, v, None, None, None, [0], [k], *scoring)
+        jvp(q, k, v, None, None, None, [0], [k], *scoring, 0)
 
 
 def test_the_op() -> None:
@@ -295,5 +344,5 @@ def test_the_op() -> None:
     q, k, v = inputs(1, 2, 4, 5, 3, 3)
     torch.library.opcheck(
         torch.ops.fusegrad.flex_attention_jvp,
-        (q, k, v, q.sin(), None, v.cos(), [], [], mod.text, [], [], [], "", [], [], [], [], [], 0.5, 0.0, None),
+        (q, k, v, q.sin(), None, v.cos(), [], [], mod.text, [], [], [], "", [], [], [], [], [], 0.5, 0.0, None, 2),
     )

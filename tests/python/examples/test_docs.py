@@ -69,6 +69,14 @@ spatial, edge = torch.zeros(2, 2, 2)
 import math, torch
 n, bias, sizes = 4, torch.zeros(2, 2, 4, 4), torch.tensor([4, 3])
 """,
+    "docs/meanflow.md": """
+import torch, fusegrad
+from torch import nn
+class Model(nn.Linear):
+    def forward(self, z, r, t): return super().forward(z) * (t - r)[:, None, None]
+model, (z, velocity), (r, t) = Model(8, 8), torch.randn(2, 4, 8, 8), torch.rand(2, 4)
+bias, (query, key, value) = torch.zeros(2, 8, 8), torch.randn(3, 1, 2, 8, 4)
+""",
     "docs/compatibility.md": "import torch",
     "docs/jax.md": "import jax",
     ("docs/jax.md", 1): """

@@ -283,7 +283,11 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
       a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : softmax_.max(r) * softmax_.unit() + logf(sum);
       a_.lse_tangent[at] = of_lse;
     }
-    store_rows<false, T>(a_.out, b_, h_, first_query(), a_.queries, a_.value_size, out, ones);
+#pragma unroll 1  // the same code for both
+    for (int low = 0; low < (Config::kOutLow ? 2 : 1); ++low) {
+      store_rows<Config::kOutLow, T>(low != 0 ? a_.out_low : a_.out, b_, h_, first_query(), a_.queries, a_.value_size,
+                                     out, ones, low != 0);
+    }
     store_rows<false, T>(a_.out_tangent, b_, h_, first_query(), a_.queries, a_.value_size, of_out, ones);
   }
 

@@ -380,11 +380,10 @@ constexpr FlexTileSize kGradBuffersTile{64, 64, 4};
 // (tangents_parts).
 std::vector<FlexTileSize> tangents(const FlexCase& c, const std::string& architecture) {
   const int most = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const std::optional<FlexFamily> forced = forced_family;
-  const bool whole = head_cols(c) % kHopperCols == 0 && value_cols(c) % kHopperCols == 0;  // as was measured
-  if (takes_hopper(c, architecture) && most <= 128 && (whole || forced))
-    return {{128, most <= 64 && !c.blocks && !c.dropout && c.score_mod.text.empty() ? 96 : 64, 12, 1, 2,
-             FlexFamily::kHopper}};
+  if (takes_hopper(c, architecture) && most <= 128) {
+    const bool large = most <= 64 && !c.blocks && !c.dropout && c.score_mod.text.empty();
+    return {{128, large ? 96 : 64, 12, 1, 2, FlexFamily::kHopper}};
+  }
   const bool wide = c.dtype == DType::kFloat32;
   if (!wide && std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}};
   if (wide) return {{64, 16, 4}, {32, 16, 2}, {16, 16, 1}};
@@ -544,6 +543,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   } else if (c.kernel == FlexKernel::kTangents) {
     f.tangents_of = c.tangents_of;
     f.unscaled = c.unscaled;
+    f.out_low = c.out_low;
   } else {
     f.grad_query = adds_grad_query(c, tile);
     f.stores_boxes = stores_boxes(c, tile);

@@ -7,6 +7,7 @@
 //
 // scores.cuh describes Config; this file adds:
 //   Tangent                    the rendered tangent of the score_mod, or NoMod
+//   kOutLow                    whether out_low, what rounding took from the output, is wanted
 //   kQueryTangent, kKeyTangent, kValueTangent  which operands have a tangent
 #pragma once
 
@@ -272,12 +273,17 @@ class FlexTangents {
         a_.lse_tangent[place] = of_lse;
       }
     }
-    write(a_.out, out_);
+    write<false>(a_.out, out_);
+    if constexpr (Config::kOutLow) {
+      __syncwarp();
+      write<true>(a_.out_low, out_);
+    }
     __syncwarp();
-    write(a_.out_tangent, of_out_);
+    write<false>(a_.out_tangent, of_out_);
   }
 
   // By way of shared memory, each warp its own rows, so that lanes store 16 bytes.
+  template <bool kLow>
   __device__ __forceinline__ void write(const FlexTensor& to, const Outputs& from) const {
     extern __shared__ __align__(16) char shared[];
     const int mine = first_row() * OutTile::kStride;
@@ -288,7 +294,8 @@ class FlexTangents {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           char* row = shared + mine + (m * 16 + e / 2 * 8 + lane() / 4) * OutTile::kStride;
-          store(reinterpret_cast<T*>(row) + n * 8 + lane() % 4 * 2 + e % 2, from[m][n][e]);
+          const float x = from[m][n][e];
+          store(reinterpret_cast<T*>(row) + n * 8 + lane() % 4 * 2 + e % 2, kLow ? x - rounded<T>(x) : x);
         }
       }
     }

@@ -20,7 +20,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
                              bool inplace);
 /// As cpu::flex_attention_jvp.
 FlexTangentTuple flex_attention_jvp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                    const FlexInputTangents& tangents, const FlexScores& scores);
+                                    const FlexInputTangents& tangents, const FlexScores& scores, int64_t aux);
 /// As cpu::flex_attention_dropout_mask.
 void flex_attention_dropout_mask(const at::Tensor& seed, double p, int64_t first_query, const at::Tensor& mask);
 

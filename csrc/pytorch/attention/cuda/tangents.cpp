@@ -39,13 +39,13 @@ Tensor columns(const Tensor& t, int64_t first, int64_t count) { return t.defined
 }  // namespace
 
 FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const FlexInputTangents& tangents, const FlexScores& scores) {
+                                    const FlexInputTangents& tangents, const FlexScores& scores, int64_t aux) {
   const c10::DeviceGuard guard(query.device());
-  const FlexOutputs outputs = empty_flex_outputs(query, value, 0), results = empty_flex_outputs(query, value, 0);
-  const FlexTangentTuple found{outputs.out, outputs.lse, results.out, results.lse};
+  const FlexOutputs outputs = empty_flex_outputs(query, value, aux), results = empty_flex_outputs(query, value, 0);
+  const FlexTangentTuple found{outputs.out, outputs.lse, results.out, results.lse, outputs.out_low};
   if (outputs.lse.numel() == 0) return found;
   if (key.numel() == 0) {
-    for (const Tensor& t : {outputs.out, results.out, results.lse}) t.zero_();
+    for (const Tensor& t : {outputs.out, outputs.out_low, results.out, results.lse}) t.zero_();
     outputs.lse.fill_(-INFINITY);
     return found;
   }
@@ -58,11 +58,14 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
     FlexCase c = call.common();
     c.kernel = FlexKernel::kTangents;
     c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
+    c.out_low = outputs.out_low.numel() != 0 && c.dtype != DType::kFloat32;  // float32 loses nothing
+    if (!c.out_low) outputs.out_low.zero_();
     c.tangents_of = {of_query.defined(), of_key.defined(), of_value.defined(), mod.has_tangent, mod.small_buffers};
     const LaunchPlan plan = call.plan(c);
     device::FlexTangentsArguments a{};
     call.fill(a);
     a.out = view(columns(outputs.out, first, count));
+    if (c.out_low) a.out_low = view(columns(outputs.out_low, first, count));
     a.out_tangent = view(columns(results.out, first, count));
     a.query_tangent = view(of_query);
     a.key_tangent = view(of_key);

@@ -1,0 +1,1 @@
+"""What examples/meanflow.py is made of."""
