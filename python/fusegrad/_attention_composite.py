@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusegrad import _C
+
 from ._score_mod_torch import Values, check_linear, evaluate, program
 from ._transforms import primal_of
 
-__all__ = ["Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "pulled", "pushed"]
+__all__ = [
+    "MAX_SCORES", "OUT_LOW", "Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "gradient_plan", "pulled",
+    "pushed", "tangent_plan",
+]  # fmt: skip
+
+MAX_SCORES, OUT_LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
 _CHUNK = {"cpu": 2**20, "cuda": 2**24}
@@ -160,9 +167,8 @@ def _attend(
 
 def _kept(call: Call, seed: Tensor, first: int, sizes: tuple[int, int, int, int]) -> Tensor:
     """What dropout multiplies weights by, in float64."""
-    threshold = min(round(call.dropout_p * 2**40), 2**40 - 2**25)
     kept = torch.ops.fusegrad.flex_attention_dropout_mask(seed, call.dropout_p, list(sizes), first)
-    return kept.double() * (2**40 / (2**40 - threshold))
+    return kept.double() * _C.dropout_scale(call.dropout_p)
 
 
 # --- chunk after chunk ------------------------------------------------------------------------------------------
@@ -174,13 +180,14 @@ _Chunk = Callable[[int, Sequence[Tensor]], tuple[Tensor, ...]]
 class Plan:
     """A function of tensors, made of one of some rows of queries. `function(first, tensors)` has the queries' number
     before, and pieces of those tensors that have a dimension of queries: `rows`, of each input and result; None: it has
-    none. A result that has none is a sum over the chunks."""
+    none. A result that has none is a sum over the chunks. `kernels`: all results at once, where kernels have them."""
 
     function: _Chunk
     rows: tuple[int | None, ...]
     results: tuple[int | None, ...]
     length: int
     step: int
+    kernels: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None = None
 
 
 class _Chunked(torch.autograd.Function):
@@ -190,6 +197,8 @@ class _Chunked(torch.autograd.Function):
     def forward(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         results: list[Tensor] = []
         with torch.autocast(tensors[0].device.type, enabled=False):
+            if plan.kernels is not None:
+                return plan.kernels(tensors)
             for first in range(0, max(plan.length, 1), plan.step):
                 count = min(plan.step, plan.length - first)
                 places = zip(tensors, plan.rows, strict=True)
@@ -282,6 +291,7 @@ def gradient_plan(plan: Plan, wanted: Sequence[int], having: Sequence[int]) -> P
         function=function,
         rows=(*plan.rows, *(plan.results[j] for j in having)),
         results=tuple(plan.rows[i] for i in wanted),
+        kernels=None,
     )
 
 
@@ -297,26 +307,42 @@ def tangent_plan(plan: Plan, moving: Sequence[int]) -> Plan:
         _, push = torch.func.vjp(lambda *u: pull(u), *(torch.zeros_like(r) for r in results))
         return push(tuple(tensors[count:]))
 
-    return replace(plan, function=function, rows=(*plan.rows, *(plan.rows[i] for i in moving)))
+    return replace(plan, function=function, rows=(*plan.rows, *(plan.rows[i] for i in moving)), kernels=None)
+
+
+# What gives a derivative's plan its kernels, from the numbers of the results (of the inputs) that have upstream
+# gradients (tangents).
+_Faster = Callable[[Plan, Sequence[int]], Plan]
+
+
+def _as_it_is(plan: Plan, _: Sequence[int]) -> Plan:
+    return plan
 
 
 def pulled(
-    plan: Plan, tensors: Sequence[Tensor], wanted: Sequence[int], upstream: Sequence[Tensor | None]
+    plan: Plan,
+    tensors: Sequence[Tensor],
+    wanted: Sequence[int],
+    upstream: Sequence[Tensor | None],
+    faster: _Faster = _as_it_is,
 ) -> list[Tensor | None]:
     """The inputs' gradients, each where wanted."""
     result: list[Tensor | None] = [None] * len(tensors)
     having = [j for j, g in enumerate(upstream) if g is not None]
     if wanted and having:
-        found = apply(gradient_plan(plan, wanted, having), [*tensors, *(g for g in upstream if g is not None)])
+        of = faster(gradient_plan(plan, wanted, having), having)
+        found = apply(of, [*tensors, *(g for g in upstream if g is not None)])
         for i, g in zip(wanted, found, strict=True):
             result[i] = g
     return result
 
 
-def pushed(plan: Plan, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def pushed(
+    plan: Plan, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], faster: _Faster = _as_it_is
+) -> tuple[Tensor, ...]:
     """The results' tangents."""
     moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
-    return apply(tangent_plan(plan, moving), [*tensors, *(tangents[i] for i in moving)])
+    return apply(faster(tangent_plan(plan, moving), moving), [*tensors, *(tangents[i] for i in moving)])
 
 
 def attention_plan(call: Call, tensors: Sequence[Tensor], asked: tuple[bool, bool, bool], acc: torch.dtype) -> Plan:

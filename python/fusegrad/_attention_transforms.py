@@ -19,13 +19,24 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ._attention_composite import Call, Mod, Plan, Tensors, attention_plan, gradient_plan, pulled, pushed, tangent_plan
+from ._attention_composite import (
+    OUT_LOW,
+    Call,
+    Mod,
+    Plan,
+    Tensors,
+    attention_plan,
+    gradient_plan,
+    pulled,
+    pushed,
+    tangent_plan,
+)
 from ._attention_fold import fold, fold_rows, moved, unfold
+from ._attention_second import with_kernels
 from ._transforms import as_autocast_wants, outside_transforms, primal_of
 
 __all__ = ["attend"]
 
-_OUT_LOW = 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 _NUMBERS = 2**63 - 1
 _FORWARD = 5  # what the forward returns: out, lse, max_scores, max_ties, out_low
 
@@ -47,17 +58,13 @@ def _places(flags: Sequence[bool]) -> list[int]:
     return [i for i, flag in enumerate(flags) if flag]
 
 
-def _dims(call: Call, in_dims: Sequence[Any]) -> tuple[Tensors, tuple[Any, ...]]:
-    return call.split(in_dims)
-
-
 class _FlexAttention(torch.autograd.Function):
     """(query, key, value, ...) -> out, lse and three that are not differentiable."""
 
     @staticmethod
     def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         t, _ = call.split(tensors)
-        aux = _OUT_LOW if t.query.dtype in (torch.bfloat16, torch.float16) else 0
+        aux = OUT_LOW if t.query.dtype in (torch.bfloat16, torch.float16) else 0
         return tuple(torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), aux))
 
     @staticmethod
@@ -86,7 +93,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *tensors: Tensor) -> tuple[Any, Any]:
         size = info.batch_size
-        folded, t = fold(call, call.split(tensors)[0], _dims(call, in_dims[1:])[0], size)
+        folded, t = fold(call, call.split(tensors)[0], call.split(in_dims[1:])[0], size)
         results = _FlexAttention.apply(folded, *t.flat())
         return tuple(unfold(r, size) for r in results), (0,) * _FORWARD
 
@@ -169,7 +176,12 @@ class _FlexGradients(torch.autograd.Function):
         acc = _acc_of(tensors[0])
         wanted = _places(ctx.needs_input_grad[3 : 3 + len(tensors)])
         plan = _FlexGradients.plan(ctx, tensors)
-        found = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
+        places = _places(ctx.wanted)
+
+        def faster(of: Plan, having: Sequence[int]) -> Plan:
+            return with_kernels(of, ctx.call, tensors, ctx.having, [places[j] for j in having], wanted)
+
+        found = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc), faster)
         return (None, None, None, *_as_inputs(found, tensors), *(None,) * _FORWARD)
 
     @staticmethod
@@ -178,7 +190,11 @@ class _FlexGradients(torch.autograd.Function):
         acc = _acc_of(tensors[0])
         plan = _FlexGradients.plan(ctx, tensors)
         given = tangents[3 : 3 + len(tensors)]
-        found = pushed(plan, _widened(tensors, acc), _widened(given, acc))
+
+        def faster(of: Plan, moving: Sequence[int]) -> Plan:
+            return with_kernels(of, ctx.call, tensors, ctx.having, moving, _places(ctx.wanted))
+
+        found = pushed(plan, _widened(tensors, acc), _widened(given, acc), faster)
         return tuple(_as_inputs(found, [tensors[i] for i in _places(ctx.wanted)]))
 
     @staticmethod
@@ -195,7 +211,7 @@ class _FlexGradients(torch.autograd.Function):
     ) -> tuple[Any, Any]:  # fmt: skip
         """`autograd`: the results can be differentiated."""
         given, dims = _Split.of(having, row), _Split.of(having, in_dims[3:])
-        t, d = call.split(given.inputs)[0], _dims(call, dims.inputs)[0]
+        t, d = call.split(given.inputs)[0], call.split(dims.inputs)[0]
         each = wanted[3 : 3 + len(t.buffers)]
         folded, tensors = fold(call, t, d, size, each, each_key=wanted[1] or wanted[2])
         rest = [
@@ -272,7 +288,7 @@ class _FlexTangents(torch.autograd.Function):
     ) -> tuple[Any, Any]:
         """`autograd`: the results can be differentiated."""
         count = len(moving)
-        t, d = call.split(row[:count])[0], _dims(call, in_dims[2 : 2 + count])[0]
+        t, d = call.split(row[:count])[0], call.split(in_dims[2 : 2 + count])[0]
         places = _places(moving)
         given = dict(zip(places, zip(row[count:], in_dims[2 + count :], strict=True), strict=True))
         each = [i in given and given[i][1] is not None for i in range(3, 3 + len(t.buffers))]
