@@ -9,8 +9,8 @@ d out = sum p (ds - d lse) v + sum p dv. See docs/transforms.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ __all__ = ["attend"]
 
 _NUMBERS = 2**63 - 1
 _FORWARD = 5  # what the forward returns: out, lse, max_scores, max_ties, out_low
+_UPSTREAM = 3  # of out, lse and max_scores
+_BETWEEN = _UPSTREAM + _FORWARD  # what the backward takes between query, key and value and what shapes the scores
 
 
 def _acc_of(t: Tensor) -> torch.dtype:
@@ -313,15 +315,50 @@ class _FlexTangents(torch.autograd.Function):
 # --- the ops that call back -------------------------------------------------------------------------------------
 
 
-def _call_of(scoring: Sequence[Any], deterministic: bool) -> tuple[Call, tuple[Tensor, ...]]:
-    """Of what the ops below the front end take: the call, and its tensors behind query, key and value."""
-    (score, buffers, floats, ints, mask, mask_buffers, mask_floats, mask_ints, kv_blocks, block_size, scale, dropout_p,
-     seed) = scoring  # fmt: skip
-    call = Call(
-        Mod(score, floats, ints), Mod(mask, mask_floats, mask_ints), block_size, scale, dropout_p if seed is not None
-        else 0.0, (len(buffers), len(mask_buffers), len(kv_blocks)), deterministic,
-    )  # fmt: skip
-    return call, (*buffers, *mask_buffers, *kv_blocks, *(() if seed is None else (seed,)))
+# What shapes the scores, as the ops below the front end take it: how many arguments, and which are lists of tensors.
+_SCORING, _LISTS = 13, (1, 5, 8)
+
+
+def _of_tensors(values: Sequence[Any], arguments: Sequence[Any], first: int) -> tuple[Any, ...]:
+    """Of what goes with each of an op's arguments, what goes with the call's tensors. A list that has nothing may be
+    None. `first`: where what shapes the scores begins."""
+    found = list(values[:3])
+    for i in _LISTS:
+        found += values[first + i] or [None] * len(arguments[first + i])
+    if arguments[first + _SCORING - 1] is not None:  # dropout's seed
+        found.append(values[first + _SCORING - 1])
+    return tuple(found)
+
+
+class _Unpacked(NamedTuple):
+    """Of what the ops below the front end take: the call, its tensors, and the arguments `between` value and what
+    shapes the scores, and `behind` that."""
+
+    call: Call
+    tensors: tuple[Tensor, ...]
+    between: Sequence[Any]
+    behind: Sequence[Any]
+
+    @staticmethod
+    def of(arguments: Sequence[Any], between: int) -> _Unpacked:
+        """Of an op's arguments in its schema's order; so many are between."""
+        first, last = 3 + between, 3 + between + _SCORING
+        (score, buffers, floats, ints, mask, mask_buffers, mask_floats, mask_ints, kv_blocks, block_size, scale,
+         dropout_p, seed) = arguments[first:last]  # fmt: skip
+        call = Call(
+            Mod(score, floats, ints), Mod(mask, mask_floats, mask_ints), block_size, scale,
+            dropout_p if seed is not None else 0.0, (len(buffers), len(mask_buffers), len(kv_blocks)),
+        )  # fmt: skip
+        return _Unpacked(call, _of_tensors(arguments, arguments, first), arguments[3:first], arguments[last:])
+
+    @staticmethod
+    def of_backward(arguments: Sequence[Any]) -> tuple[_Unpacked, tuple[bool, ...]]:
+        """Of flex_attention_backward's, and which of the tensors' gradients are wanted. Between are upstream gradients
+        and what the forward returned."""
+        unpacked = _Unpacked.of(arguments, _BETWEEN)
+        deterministic, needs_grad = unpacked.behind
+        wanted = (*needs_grad, *(False,) * (len(unpacked.tensors) - len(needs_grad)))
+        return unpacked._replace(call=replace(unpacked.call, deterministic=deterministic)), wanted
 
 
 def _returned(call: Call, found: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -329,34 +366,24 @@ def _returned(call: Call, found: Sequence[Tensor | None], like: Tensor) -> tuple
     return query, key, value, rest[: call.counts[0]]
 
 
-def _gradient_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    """flex_attention_backward as a graph: of the call's arguments in its schema's order."""
-    upstream, outputs, scoring, (deterministic, needs_grad) = rest[:3], rest[3:8], rest[8:-2], rest[-2:]
-    call, others = _call_of(scoring, deterministic)
-    tensors = (query, key, value, *others)
-    wanted = [*needs_grad, *(False,) * (len(tensors) - len(needs_grad))]
-    return _returned(call, gradients(call, wanted, tensors, outputs, upstream), query)
+def _gradient_graph(*arguments: Any) -> Any:
+    """flex_attention_backward as a graph."""
+    (call, tensors, between, _), wanted = _Unpacked.of_backward(arguments)
+    return _returned(call, gradients(call, wanted, tensors, between[_UPSTREAM:], between[:_UPSTREAM]), tensors[0])
 
 
 def _batched_gradients(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     """flex_attention_backward of `size` calls; `dims`: the batched dimension of each tensor, None for none. The results
     of those that are wanted, with the batch first, and which these are. A graph where one is recorded."""
-    query, key, value, *rest = arguments
-    upstream, outputs, scoring, (deterministic, needs_grad) = rest[:3], rest[3:8], rest[8:-2], rest[-2:]
-    call, others = _call_of(scoring, deterministic)
-
-    def of_list(i: int) -> tuple[Any, ...]:
-        return tuple(dims[i] or (None,) * len(arguments[i]))
-
-    seed = () if scoring[-1] is None else (dims[11 + 12],)
-    dims_of_others = (*of_list(11 + 1), *of_list(11 + 5), *of_list(11 + 8), *seed)
-    tensors = (query, key, value, *others)
-    wanted = (*needs_grad, *(False,) * (len(tensors) - len(needs_grad)))
+    (call, tensors, between, _), wanted = _Unpacked.of_backward(arguments)
+    upstream, outputs = between[:_UPSTREAM], between[_UPSTREAM:]
+    dims_of_upstream, dims_of_outputs = dims[3 : 3 + _UPSTREAM], dims[3 + _UPSTREAM : 3 + _BETWEEN]
     having = tuple(g is not None for g in upstream)
-    given = [(g, d) for g, d in zip(upstream, dims[3:6], strict=True) if g is not None]
+    given = [(g, d) for g, d in zip(upstream, dims_of_upstream, strict=True) if g is not None]
     result: list[Tensor | None] = [None] * len(tensors)
     if any(wanted) and given:
-        in_dims = (None, None, None, *dims[:3], *dims_of_others, *(d for _, d in given), *dims[6:11])
+        dims_of_tensors = _of_tensors(dims, arguments, 3 + _BETWEEN)
+        in_dims = (None, None, None, *dims_of_tensors, *(d for _, d in given), *dims_of_outputs)
         found, _ = _FlexGradients.of_each(
             size,
             in_dims,
@@ -370,7 +397,7 @@ def _batched_gradients(size: int, dims: Sequence[Any], arguments: Sequence[Any])
         )
         for i, g in zip(_places(wanted), found, strict=True):
             result[i] = g
-    return _returned(call, result, query), [0 if g is not None else None for g in result]
+    return _returned(call, result, tensors[0]), [0 if g is not None else None for g in result]
 
 
 def _gradients_of_each(*arguments: Any) -> Any:
@@ -395,12 +422,10 @@ def _graph_under_vmap(*arguments: Any) -> Any:
     )
 
 
-def _tangents_of_each(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+def _tangents_of_each(*arguments: Any) -> Any:
     """flex_attention_jvp for several tangents at once, their first dimension, which is the results' too."""
-    of_qkv, having, of_buffers, scoring = rest[:3], rest[3], rest[4], rest[5:]
-    call, others = _call_of(scoring, False)
-    tensors = (query, key, value, *others)
-    moving = (*(t is not None for t in of_qkv), *(i in having for i in range(len(others))))
+    call, tensors, (*of_qkv, having, of_buffers), _ = _Unpacked.of(arguments, 5)
+    moving = (*(t is not None for t in of_qkv), *(i in having for i in range(len(tensors) - 3)))
     tangents = [t for t in (*of_qkv, *of_buffers) if t is not None]
     in_dims = (None, None, *(None,) * len(tensors), *(0,) * len(tangents))
     size = tangents[0].size(0)
