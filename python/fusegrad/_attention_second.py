@@ -71,7 +71,9 @@ def with_kernels(
         t, upstream = call.split(own)
         found = _second(call, t, each(upstream), moved[:_INPUTS], each(moved[count:]))
         by_place = dict(enumerate(found[:_INPUTS]))
-        by_place.update(zip(upstream_places, (x for x, a in zip(found[_INPUTS:], asked, strict=False) if a), strict=True))
+        by_place.update(
+            zip(upstream_places, (x for x, a in zip(found[_INPUTS:], asked, strict=False) if a), strict=True)
+        )
         return tuple(by_place[i] for i in results)
 
     return replace(plan, kernels=kernels)
@@ -150,7 +152,11 @@ class _Products:
         group = self.heads // self.key_heads
         row = group * self.columns * (2 + self.parts) * self.element
         together = max(_CHUNK_BYTES // (row * self.length), 1)
-        step = self.length if together * row * self.length <= _CHUNK_BYTES else max(_CHUNK_BYTES // row // _ROWS, 1) * _ROWS
+        step = (
+            self.length
+            if together * row * self.length <= _CHUNK_BYTES
+            else max(_CHUNK_BYTES // row // _ROWS, 1) * _ROWS
+        )
         all_heads = self.batch * self.heads
         return [
             (head, min(together * group, all_heads - head), first, min(step, self.length - first))

@@ -138,10 +138,10 @@ FlexPairTangentsResults empty_pair_tangents(const FlexPairTangents& c) {
   if (c.grad_out_tangent) check("grad_out_tangent", *c.grad_out_tangent, c.query, c.value.sym_size(3));
   const auto heads = c.query.sym_size(0) * c.query.sym_size(1), queries = c.query.sym_size(2);
   const auto group = c.query.sym_size(1) / c.key.sym_size(1), keys = c.key.sym_size(2);
-  FUSEGRAD_CHECK_VALUE(c.rows.scalar_type() == at::kFloat && c.rows.is_contiguous() && c.rows.device() == c.query.device() &&
-                           c.rows.sym_numel() == heads * queries * 4,
-                       kOp, "rows must be contiguous float32 [B, H, M, 4], but got ", c.rows.scalar_type(), " of shape ",
-                       c.rows.sym_sizes());
+  FUSEGRAD_CHECK_VALUE(c.rows.scalar_type() == at::kFloat && c.rows.is_contiguous() &&
+                           c.rows.device() == c.query.device() && c.rows.sym_numel() == heads * queries * 4,
+                       kOp, "rows must be contiguous float32 [B, H, M, 4], but got ", c.rows.scalar_type(),
+                       " of shape ", c.rows.sym_sizes());
   FUSEGRAD_CHECK_VALUE(c.first_head >= 0 && c.head_count > 0 && c.first_head + c.head_count <= heads &&
                            c.first_head % group == 0 && c.head_count % group == 0,
                        kOp, "first_head and head_count must be of whole groups of ", group, " of ", heads,
@@ -149,8 +149,8 @@ FlexPairTangentsResults empty_pair_tangents(const FlexPairTangents& c) {
   FUSEGRAD_CHECK_VALUE(c.first_row >= 0 && c.first_row % 128 == 0 && c.row_count > 0 &&
                            c.first_row + c.row_count <= queries &&
                            (c.row_count % 128 == 0 || c.first_row + c.row_count == queries),
-                       kOp, "first_row and row_count must be of whole tiles of 128 of ", queries,
-                       " queries, but got ", c.first_row, " and ", c.row_count);
+                       kOp, "first_row and row_count must be of whole tiles of 128 of ", queries, " queries, but got ",
+                       c.first_row, " and ", c.row_count);
   FUSEGRAD_CHECK_VALUE(keys > 0 && !c.scoring.dropout_seed.has_value(), kOp,
                        "there must be keys and no dropout, but got ", keys, " keys",
                        c.scoring.dropout_seed.has_value() ? " and a dropout_seed" : "");

@@ -11,9 +11,9 @@ import torch.autograd.forward_ad as fwAD
 from attention_reference import dense
 from flex_cuda_support import DEVICE, causal
 from forward_mode import pushed
+from fusegrad import _C, compile_flex, flex_attention
 from fusegrad import _attention_composite as composite
 from fusegrad import _attention_second as second
-from fusegrad import _C, compile_flex, flex_attention
 from support import assert_as_good_as_eager
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
@@ -38,7 +38,9 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composite, "_attend", fails)
 
 
-def operands(b: int, h: int, hkv: int, m: int, n: int, d: int, e: int, dtype: torch.dtype, bkv: int = 0) -> list[Tensor]:
+def operands(
+    b: int, h: int, hkv: int, m: int, n: int, d: int, e: int, dtype: torch.dtype, bkv: int = 0
+) -> list[Tensor]:
     """Query, key, value and upstream gradients of out and lse."""
     shapes = [(b, h, m, d), (bkv or b, hkv, n, d), (bkv or b, hkv, n, e), (b, h, m, e)]
     return [*(torch.randn(s).to(dtype) for s in shapes), torch.randn(b, h, m)]

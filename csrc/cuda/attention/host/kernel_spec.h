@@ -91,7 +91,7 @@ struct KernelFacts {
   FlexTangentsOf tangents_of;     ///< tangents
   bool grad_out_tangent = false;  ///< pair_tangents
   bool small_lengths = true;      ///< B, H, M and N are at most kSmallLength
-  int resident = 1;            ///< of few queries: CTAs of a multiprocessor
+  int resident = 1;               ///< of few queries: CTAs of a multiprocessor
   int shared_bytes = 0;
 
   bool hopper() const { return tile.family == FlexFamily::kHopper; }

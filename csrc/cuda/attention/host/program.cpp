@@ -102,7 +102,7 @@ std::string entry(const KernelSpec& spec) {
   const bool sums = backward || f.kernel == FlexKernel::kGradBuffers;
   const std::string kernel = "fusegrad::device::" + std::string(spec.type()) + "<Config>";
   const bool tangents = f.kernel == FlexKernel::kTangents;
-  const std::string arguments = f.kernel == FlexKernel::kForward         ? "Forward"
+  const std::string arguments = f.kernel == FlexKernel::kForward        ? "Forward"
                                 : f.kernel == FlexKernel::kPairTangents ? "PairTangents"
                                 : tangents                              ? "Tangents"
                                                                         : "Backward";
