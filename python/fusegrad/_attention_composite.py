@@ -21,7 +21,7 @@ from ._transforms import primal_of
 
 __all__ = [
     "MAX_SCORES", "OUT_LOW", "Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "gradient_plan", "pulled",
-    "pushed", "tangent_plan",
+    "pushed", "tangent_plan", "vmapped",
 ]  # fmt: skip
 
 MAX_SCORES, OUT_LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
@@ -180,14 +180,13 @@ _Chunk = Callable[[int, Sequence[Tensor]], tuple[Tensor, ...]]
 class Plan:
     """A function of tensors, made of one of some rows of queries. `function(first, tensors)` has the queries' number
     before, and pieces of those tensors that have a dimension of queries: `rows`, of each input and result; None: it has
-    none. A result that has none is a sum over the chunks. `kernels`: all results at once, where kernels have them."""
+    none. A result that has none is a sum over the chunks."""
 
     function: _Chunk
     rows: tuple[int | None, ...]
     results: tuple[int | None, ...]
     length: int
     step: int
-    kernels: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None = None
 
 
 class _Chunked(torch.autograd.Function):
@@ -197,8 +196,6 @@ class _Chunked(torch.autograd.Function):
     def forward(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         results: list[Tensor] = []
         with torch.autocast(tensors[0].device.type, enabled=False):
-            if plan.kernels is not None:
-                return plan.kernels(tensors)
             for first in range(0, max(plan.length, 1), plan.step):
                 count = min(plan.step, plan.length - first)
                 places = zip(tensors, plan.rows, strict=True)
@@ -235,20 +232,25 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], plan: Plan, *tensors: Tensor) -> tuple[Any, Any]:
-        dims = [None if d is None else 0 for d in in_dims[1:]]
-        moved = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[1:], strict=True)]
+        return vmapped(info.batch_size, in_dims[1:], plan, tensors), (0,) * len(plan.results)
 
-        def function(first: int, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            return torch.vmap(lambda *t: plan.function(first, t), in_dims=tuple(dims))(*pieces)
 
-        whole = Plan(
-            function,
-            tuple(r if r is None or d is None else r + 1 for r, d in zip(plan.rows, dims, strict=True)),
-            tuple(None if r is None else r + 1 for r in plan.results),
-            plan.length,
-            _whole_blocks(plan.step // info.batch_size),
-        )
-        return _Chunked.apply(whole, *moved), (0,) * len(plan.results)
+def vmapped(size: int, in_dims: Sequence[Any], plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The function of each element of the batches; the first dimension of the results."""
+    dims = tuple(None if d is None else 0 for d in in_dims)
+    moved = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True)]
+
+    def function(first: int, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return torch.vmap(lambda *t: plan.function(first, t), in_dims=dims)(*pieces)
+
+    whole = Plan(
+        function,
+        tuple(r if r is None or d is None else r + 1 for r, d in zip(plan.rows, dims, strict=True)),
+        tuple(None if r is None else r + 1 for r in plan.results),
+        plan.length,
+        _whole_blocks(plan.step // size),
+    )
+    return apply(whole, moved)
 
 
 def _whole_blocks(rows: int) -> int:
@@ -291,7 +293,6 @@ def gradient_plan(plan: Plan, wanted: Sequence[int], having: Sequence[int]) -> P
         function=function,
         rows=(*plan.rows, *(plan.results[j] for j in having)),
         results=tuple(plan.rows[i] for i in wanted),
-        kernels=None,
     )
 
 
@@ -307,42 +308,26 @@ def tangent_plan(plan: Plan, moving: Sequence[int]) -> Plan:
         _, push = torch.func.vjp(lambda *u: pull(u), *(torch.zeros_like(r) for r in results))
         return push(tuple(tensors[count:]))
 
-    return replace(plan, function=function, rows=(*plan.rows, *(plan.rows[i] for i in moving)), kernels=None)
-
-
-# What gives a derivative's plan its kernels, from the numbers of the results (of the inputs) that have upstream
-# gradients (tangents).
-_Faster = Callable[[Plan, Sequence[int]], Plan]
-
-
-def _as_it_is(plan: Plan, _: Sequence[int]) -> Plan:
-    return plan
+    return replace(plan, function=function, rows=(*plan.rows, *(plan.rows[i] for i in moving)))
 
 
 def pulled(
-    plan: Plan,
-    tensors: Sequence[Tensor],
-    wanted: Sequence[int],
-    upstream: Sequence[Tensor | None],
-    faster: _Faster = _as_it_is,
+    plan: Plan, tensors: Sequence[Tensor], wanted: Sequence[int], upstream: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The inputs' gradients, each where wanted."""
     result: list[Tensor | None] = [None] * len(tensors)
     having = [j for j, g in enumerate(upstream) if g is not None]
     if wanted and having:
-        of = faster(gradient_plan(plan, wanted, having), having)
-        found = apply(of, [*tensors, *(g for g in upstream if g is not None)])
+        found = apply(gradient_plan(plan, wanted, having), [*tensors, *(g for g in upstream if g is not None)])
         for i, g in zip(wanted, found, strict=True):
             result[i] = g
     return result
 
 
-def pushed(
-    plan: Plan, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], faster: _Faster = _as_it_is
-) -> tuple[Tensor, ...]:
+def pushed(plan: Plan, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """The results' tangents."""
     moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
-    return apply(faster(tangent_plan(plan, moving), moving), [*tensors, *(tangents[i] for i in moving)])
+    return apply(tangent_plan(plan, moving), [*tensors, *(tangents[i] for i in moving)])
 
 
 def attention_plan(call: Call, tensors: Sequence[Tensor], asked: tuple[bool, bool, bool], acc: torch.dtype) -> Plan:

@@ -11,16 +11,15 @@ products of matrices make the rest of it. docs/transforms.md has the formulas an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._attention_composite import OUT_LOW, Call, Plan, Tensors
+from ._attention_composite import Call, Tensors
 
-__all__ = ["with_kernels"]
+__all__ = ["second_derivatives", "takes"]
 
 # What the kernel writes of a chunk of pairs, at most, where that is more than _ROWS queries of a group of heads.
 _CHUNK_BYTES = 2**29
@@ -29,23 +28,16 @@ _MOST_HEAD = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
 _INPUTS = 3  # query, key, value
 
 
-def with_kernels(
-    plan: Plan,
-    call: Call,
-    tensors: Sequence[Tensor],
-    asked: tuple[bool, bool, bool],
-    moving: Sequence[int],
-    results: Sequence[int],
-) -> Plan:
-    """The plan, computed by the kernels where they have it: of a call's tensors and upstream gradients of those of out,
-    lse and max_scores that are `asked` for, and behind them tangents of those of them that are `moving`. `results`: the
-    places of those of which the plan gives the second derivatives.
-    """
+def takes(
+    call: Call, tensors: Sequence[Tensor], asked: Sequence[bool], moving: Sequence[int], results: Sequence[int]
+) -> bool:
+    """Whether the kernels have it: of a call's tensors and the upstream gradients of those of out, lse and max_scores
+    that are `asked` for, and of tangents of those of them that are `moving`, the second derivatives `results`; both by
+    their places."""
     query, _, value = tensors[:_INPUTS]
     count = len(tensors) - sum(asked)
-    upstream_places = range(count, len(tensors))
-    known = {0, 1, 2, *upstream_places}
-    taken = (
+    known = {0, 1, 2, *range(count, len(tensors))}
+    return (
         query.is_cuda
         and max(query.size(3), value.size(3)) <= _MOST_HEAD.get(query.dtype, 0)
         and all(t.numel() > 0 for t in tensors[:_INPUTS])
@@ -55,34 +47,38 @@ def with_kernels(
         and known.issuperset(moving)
         and known.issuperset(results)
     )
-    if not taken:
-        return plan
-    dtypes = [t.dtype for t in tensors]
+
+
+def second_derivatives(
+    call: Call,
+    tensors: Sequence[Tensor],
+    asked: Sequence[bool],
+    outputs: Sequence[Tensor],
+    tangents: dict[int, Tensor],
+    results: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """The results of what `takes` takes. `outputs`: out, lse, and what rounding took from out."""
+    count = len(tensors) - sum(asked)
+    moved = [tangents.get(i) for i in range(len(tensors))]
 
     def each(values: Sequence[Any]) -> list[Any]:
         """Of out and lse, None where it is not asked for."""
         rest = iter(values)
         return [next(rest) if a else None for a in asked[:2]]
 
-    def kernels(given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        own = [t.to(dtype) for t, dtype in zip(given, dtypes, strict=False)]
-        tangents = dict(zip(moving, given[len(own) :], strict=True))
-        moved = [tangents[i].to(dtypes[i]) if i in tangents else None for i in range(len(own))]
-        t, upstream = call.split(own)
-        found = _second(call, t, each(upstream), moved[:_INPUTS], each(moved[count:]))
-        by_place = dict(enumerate(found[:_INPUTS]))
-        by_place.update(
-            zip(upstream_places, (x for x, a in zip(found[_INPUTS:], asked, strict=False) if a), strict=True)
-        )
-        return tuple(by_place[i] for i in results)
-
-    return replace(plan, kernels=kernels)
+    t, upstream = call.split(tensors)
+    found = _second(call, t, each(upstream), outputs, moved[:_INPUTS], each(moved[count:]))
+    by_place = dict(enumerate(found[:_INPUTS]))
+    of_results = [x for x, a in zip(found[_INPUTS:], asked, strict=False) if a]
+    by_place.update(zip(range(count, len(tensors)), of_results, strict=True))
+    return tuple(by_place[i].to(tensors[i].dtype) for i in results)
 
 
 def _second(
     call: Call,
     t: Tensors,
     upstream: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
     moved: Sequence[Tensor | None],
     of_upstream: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
@@ -94,19 +90,19 @@ def _second(
     of_grad_out, of_grad_lse = of_upstream
     if all(m is None for m in moved):
         moved = [torch.zeros_like(query), None, None]
-    # With what rounding took from out: its sum with grad_out is subtracted from numbers that are close to it.
-    out, lse, _, _, low = ops.flex_attention_forward(query, key, value, *scoring, OUT_LOW)
+    out, lse, low = outputs
+    # The sum of out with grad_out is subtracted from numbers that are close to it: rounding would be the largest error.
+    exact = out + low.float() if low.numel() > 0 else out
     _, _, of_out, of_lse = ops.flex_attention_jvp(query, key, value, *moved, [], [], *scoring)
     batch, heads, length, _ = query.shape
     if grad_out is None:
         grad_out = query.new_zeros(()).expand(batch, heads, length, value.size(3))
     rows = torch.zeros(batch, heads, length, 4, dtype=torch.float32, device=query.device)
-    exact = out.float() + low.float() if low.numel() > 0 else out
     rows[..., 0], rows[..., 2] = lse, of_lse
-    rows[..., 1] = (grad_out.float() * exact).sum(3)
-    rows[..., 3] = (grad_out.float() * of_out.float()).sum(3)
+    rows[..., 1] = (grad_out * exact).sum(3)
+    rows[..., 3] = (grad_out * of_out.float()).sum(3)
     if of_grad_out is not None:
-        rows[..., 3] += (of_grad_out.float() * exact).sum(3)
+        rows[..., 3] += (of_grad_out * exact).sum(3)
     for place, of in ((1, grad_lse), (3, of_grad_lse)):
         if of is not None:
             rows[..., place] -= of
@@ -120,8 +116,9 @@ def _second(
             *operands, *scoring, first_head, head_count, first_row, row_count
         )
         products.add(first_head, first_row, weights, gradients, seen if t.kv_blocks else None)
+        del weights, gradients, seen  # before the next chunk's are made
     found = products.results()
-    return (found[0], *(g.sum(0, keepdim=True) if shared else g for g in found[1:]), of_out.float(), of_lse)
+    return (found[0], *(g.sum(0, keepdim=True) if shared else g for g in found[1:]), of_out, of_lse)
 
 
 class _Products:
@@ -151,16 +148,13 @@ class _Products:
         """(first_head, head_count, first_row, row_count) of each."""
         group = self.heads // self.key_heads
         row = group * self.columns * (2 + self.parts) * self.element
-        together = max(_CHUNK_BYTES // (row * self.length), 1)
-        step = (
-            self.length
-            if together * row * self.length <= _CHUNK_BYTES
-            else max(_CHUNK_BYTES // row // _ROWS, 1) * _ROWS
-        )
         all_heads = self.batch * self.heads
+        together = max(_CHUNK_BYTES // (row * self.length), 1)
+        together = group * -(-self.batch * self.key_heads // -(-self.batch * self.key_heads // together))
+        step = self.length if row * self.length <= _CHUNK_BYTES else max(_CHUNK_BYTES // row // _ROWS, 1) * _ROWS
         return [
-            (head, min(together * group, all_heads - head), first, min(step, self.length - first))
-            for head in range(0, all_heads, together * group)
+            (head, min(together, all_heads - head), first, min(step, self.length - first))
+            for head in range(0, all_heads, together)
             for first in range(0, self.length, step)
         ]
 

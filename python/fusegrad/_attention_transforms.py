@@ -30,9 +30,10 @@ from ._attention_composite import (
     pulled,
     pushed,
     tangent_plan,
+    vmapped,
 )
 from ._attention_fold import fold, fold_rows, moved, unfold
-from ._attention_second import with_kernels
+from ._attention_second import second_derivatives, takes
 from ._transforms import as_autocast_wants, outside_transforms, primal_of
 
 __all__ = ["attend"]
@@ -161,7 +162,9 @@ class _FlexGradients(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, ctx.wanted, ctx.having, *row = inputs
         ctx.set_materialize_grads(False)
-        kept = row[: len(row) - _FORWARD]  # the composition computes the results again
+        end = len(row) - _FORWARD
+        out, lse, _, _, low = row[end:]
+        kept = (*row[:end], out, lse, low)  # the composition computes these again
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
@@ -174,30 +177,36 @@ class _FlexGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
+        *tensors, out, lse, low = ctx.saved_tensors
         acc = _acc_of(tensors[0])
         wanted = _places(ctx.needs_input_grad[3 : 3 + len(tensors)])
+        having = [j for j, g in enumerate(upstream) if g is not None]
+        moving = [_places(ctx.wanted)[j] for j in having]
         plan = _FlexGradients.plan(ctx, tensors)
-        places = _places(ctx.wanted)
-
-        def faster(of: Plan, having: Sequence[int]) -> Plan:
-            return with_kernels(of, ctx.call, tensors, ctx.having, [places[j] for j in having], wanted)
-
-        found = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc), faster)
-        return (None, None, None, *_as_inputs(found, tensors), *(None,) * _FORWARD)
+        if wanted and having and takes(ctx.call, tensors, ctx.having, moving, wanted):
+            found: list[Tensor | None] = [None] * len(tensors)
+            given = [g for g in upstream if g is not None]
+            how = _Second(ctx.call, ctx.having, tuple(moving), tuple(wanted), gradient_plan(plan, wanted, having))
+            for i, g in zip(wanted, _FlexSecond.apply(how, *tensors, *given, out, lse, low), strict=True):
+                found[i] = g
+        else:
+            composed = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
+            found = _as_inputs(composed, tensors)
+        return (None, None, None, *found, *(None,) * _FORWARD)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = [primal_of(t) for t in ctx.saved_tensors]
+        *tensors, out, lse, low = (primal_of(t) for t in ctx.saved_tensors)
         acc = _acc_of(tensors[0])
         plan = _FlexGradients.plan(ctx, tensors)
         given = tangents[3 : 3 + len(tensors)]
-
-        def faster(of: Plan, moving: Sequence[int]) -> Plan:
-            return with_kernels(of, ctx.call, tensors, ctx.having, moving, _places(ctx.wanted))
-
-        found = pushed(plan, _widened(tensors, acc), _widened(given, acc), faster)
-        return tuple(_as_inputs(found, [tensors[i] for i in _places(ctx.wanted)]))
+        moving = [i for i, d in enumerate(given) if d is not None and tensors[i].is_floating_point()]
+        results = _places(ctx.wanted)
+        if takes(ctx.call, tensors, ctx.having, moving, results):
+            how = _Second(ctx.call, ctx.having, tuple(moving), tuple(results), tangent_plan(plan, moving))
+            return _FlexSecond.apply(how, *tensors, *(given[i] for i in moving), out, lse, low)
+        found = pushed(plan, _widened(tensors, acc), _widened(given, acc))
+        return tuple(_as_inputs(found, [tensors[i] for i in results]))
 
     @staticmethod
     def vmap(
@@ -233,6 +242,60 @@ class _FlexGradients(torch.autograd.Function):
                 g = g.sum(1, keepdim=True) if shared[i] else g
             results.append(g)
         return tuple(results), (0,) * len(results)
+
+
+@dataclass(frozen=True)
+class _Second:
+    """Which second derivatives: takes' arguments, and the composition of the same."""
+
+    call: Call
+    asked: tuple[bool, ...]
+    moving: tuple[int, ...]
+    results: tuple[int, ...]
+    plan: Plan
+
+
+class _FlexSecond(torch.autograd.Function):
+    """(query, key, value, ..., upstream gradients, tangents, what the forward returned) -> second derivatives."""
+
+    _OUTPUTS = 3  # out, lse, and what rounding took from out
+
+    @staticmethod
+    def forward(how: _Second, *row: Tensor) -> tuple[Tensor, ...]:
+        end = len(row) - _FlexSecond._OUTPUTS
+        count = end - len(how.moving)
+        tangents = dict(zip(how.moving, row[count:end], strict=True))
+        with torch.autocast("cuda", enabled=False):
+            return second_derivatives(how.call, row[:count], how.asked, row[end:], tangents, how.results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.how, *row = inputs
+        ctx.set_materialize_grads(False)
+        kept = row[: -_FlexSecond._OUTPUTS]
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        row = ctx.saved_tensors
+        acc = _acc_of(row[0])
+        wanted = _places(ctx.needs_input_grad[1 : 1 + len(row)])
+        found = pulled(ctx.how.plan, _widened(row, acc), wanted, _widened(upstream, acc))
+        return (None, *_as_inputs(found, row), *(None,) * _FlexSecond._OUTPUTS)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        row = [primal_of(t) for t in ctx.saved_tensors]
+        acc = _acc_of(row[0])
+        found = pushed(ctx.how.plan, _widened(row, acc), _widened(tangents[1 : 1 + len(row)], acc))
+        return tuple(_as_inputs(found, [row[i] for i in ctx.how.results]))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], how: _Second, *row: Tensor) -> tuple[Any, Any]:
+        kept, dims = row[: -_FlexSecond._OUTPUTS], in_dims[1 : -_FlexSecond._OUTPUTS]
+        found = vmapped(info.batch_size, dims, how.plan, _widened(kept, _acc_of(row[0])))
+        return tuple(_as_inputs(found, [kept[i] for i in how.results])), (0,) * len(how.results)
 
 
 class _FlexTangents(torch.autograd.Function):

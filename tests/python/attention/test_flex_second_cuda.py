@@ -62,7 +62,8 @@ def derivatives(call: Callable, given: list[Tensor], moved: list[Tensor], moving
     finite = lse.isfinite()
     upstream = [leaves[3], torch.where(finite, leaves[4], 0).to(lse.dtype)]
     grads = torch.autograd.grad([out, torch.where(finite, lse, 0)], leaves[:3], upstream, create_graph=True)
-    twice = list(torch.autograd.grad(grads, leaves, [t.to(g.dtype) for t, g in zip(moved, grads, strict=False)]))
+    of_grads = [t.to(g.dtype) for t, g in zip(moved, grads, strict=False)]
+    twice = list(torch.autograd.grad(grads, leaves, of_grads, retain_graph=True))
     tangents = [t.to(x.dtype) if m else torch.zeros_like(x) for t, x, m in zip(moved, leaves, moving, strict=True)]
     if call.__name__ == "plain":
         return [*twice, *pushed(grads, leaves, tangents)]
@@ -192,7 +193,7 @@ def test_results_are_the_same_bits_in_every_run() -> None:
 
 def test_memory_is_linear_in_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(second, "_CHUNK_BYTES", 2**22)
-    tensors = [torch.randn(1, 2, 4096, 64, dtype=BF16, requires_grad=True) for _ in range(3)]
+    tensors = [torch.randn(1, 2, 8192, 64, dtype=BF16, requires_grad=True) for _ in range(3)]
 
     def penalty() -> None:
         grads = torch.autograd.grad(flex_attention(*tensors).square().sum(), tensors, create_graph=True)
@@ -202,7 +203,7 @@ def test_memory_is_linear_in_the_lengths(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     penalty()
-    assert torch.cuda.max_memory_allocated() - before < 2 * 4096 * 4096  # half of the scores in 16 bits
+    assert torch.cuda.max_memory_allocated() - before < 2 * 8192 * 8192  # half of the scores in 16 bits
 
 
 def test_what_was_compiled_ahead_is_what_runs() -> None:

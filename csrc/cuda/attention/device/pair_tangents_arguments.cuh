@@ -24,6 +24,7 @@ struct FlexPairTangentsArguments {
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   int first_head, head_count, first_row, row_count, columns;
+  int splits;  // CTAs that share a tile of queries: each has some of its tiles of keys
   float scale;
 };
 

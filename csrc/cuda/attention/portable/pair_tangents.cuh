@@ -1,6 +1,6 @@
 // Second derivatives of flex attention for every GPU from sm_80 on: what each pair has to give to the tangents of the
 // gradients of query, key and value, which products of matrices make of it. A CTA has kRows queries of one head, kRows
-// / kWarps a warp, and walks their tiles of keys; nothing is summed up here.
+// / kWarps a warp, and walks some of their tiles of keys; nothing is summed up here.
 //
 // Of a pair with score s and weight p = exp(s - lse), d = grad_out * value, and dots for tangents:
 //
@@ -55,13 +55,15 @@ class FlexPairTangents {
   __device__ __forceinline__ void run() {
     const int row_tiles = (a_.row_count + Config::kRows - 1) / Config::kRows;
     // The last queries come first: under a causal mask they have the most keys.
-    const HeadTile work(a_.head_count, row_tiles);
+    const int id = static_cast<int>(blockIdx.x);
+    const HeadTile work(a_.head_count, row_tiles, id / a_.splits);
     head_ = work.head;
     b_ = (a_.first_head + head_) / a_.heads;
     h_ = (a_.first_head + head_) % a_.heads;
     row_ = a_.first_row + (row_tiles - 1 - work.tile) * Config::kRows;
-    const TileWalk walk(a_.tiles, b_, h_, row_ / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
-                        (Config*)nullptr);
+    TileWalk walk(a_.tiles, b_, h_, row_ / Config::kRows, (a_.keys + Config::kCols - 1) / Config::kCols,
+                  (Config*)nullptr);
+    walk.keep(id % a_.splits, a_.splits);
     if (walk.count() <= 0) return;
     load_tile<QueryTile, kThreads>(at(kMemory.query), a_.query, b_, h_, row_, a_.queries, a_.head_size);
     load_tile<QueryTile, kThreads>(at(kMemory.query_tangent), a_.query_tangent, b_, h_, row_, a_.queries, a_.head_size);

@@ -1,10 +1,13 @@
 // Second derivatives of flex attention on CUDA: what pairs give to products of matrices, by one kernel.
 #include <ATen/DeviceGuard.h>
 
+#include <algorithm>
+
 #include "cuda/attention/device/pair_tangents_arguments.cuh"
 #include "cuda/attention/host/plan.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/cuda/flex_attention.h"
+#include "pytorch/gpu.h"
 
 namespace fusegrad::cuda {
 
@@ -25,7 +28,13 @@ void flex_attention_pair_tangents(const FlexPairTangentsCall& call, const FlexSc
   for (const Tensor& t : scores.score_mod.buffers) c.elements.push_back(t.numel());
   LaunchPlan plan = flex.plan(c);
   const int rows = plan.spec.tile().rows;  // 128 is a multiple
-  plan.ctas = call.head_count * tiles_in(call.row_count, rows);
+  // CTAs end at different times: a GPU has many of them, one after the other.
+  constexpr int64_t kWaves = 8, kLeastTiles = 4;
+  const int64_t units = call.head_count * tiles_in(call.row_count, rows);
+  const int64_t most = tiles_in(tiles_in(call.key.size(2), plan.spec.tile().cols), kLeastTiles);
+  const int64_t splits = std::clamp(tiles_in(kWaves * gpu::multiprocessors(), units), int64_t{1}, most);
+  plan.ctas = units * splits;
+  check_ctas(plan.ctas);
 
   const Tensor grad_out = with_aligned_rows(call.grad_out), of_query = with_aligned_rows(call.query_tangent),
                of_key = with_aligned_rows(call.key_tangent), of_value = with_aligned_rows(call.value_tangent),
@@ -45,6 +54,7 @@ void flex_attention_pair_tangents(const FlexPairTangentsCall& call, const FlexSc
   a.head_count = static_cast<int>(call.head_count);
   a.first_row = static_cast<int>(call.first_row);
   a.row_count = static_cast<int>(call.row_count);
+  a.splits = static_cast<int>(splits);
   a.columns = static_cast<int>(results.gradients.size(3));
   const FlexCall::Lists lists = flex.lists(plan);
   a.tiles = lists.tiles;
