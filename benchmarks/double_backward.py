@@ -5,8 +5,8 @@ gradients' squares; "product", torch.func.jvp of torch.func.grad, the Hessian's 
 forward and backward alone. Beside milliseconds the MiB at the peak, beyond what was there. The error is that of the
 last head's results, relative to their root mean square in float64, beside plain PyTorch's in the same dtype.
 
-The goal is that of a penalty of 4096 tokens or more: plain PyTorch takes three times as long, or runs out of memory. On the CPU rows
-are small and in float32. Ratios are medians of the rounds'.
+The goal is that of a penalty of 4096 tokens or more: plain PyTorch takes three times as long, or runs out of memory. On
+the CPU rows are small and in float32. Ratios are medians of the rounds'.
 
     python benchmarks/double_backward.py [--device cpu] [--rows causal] [--dtype float16] [--output FOLDER]
 """
