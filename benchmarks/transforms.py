@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from harness.failure import Outcome
 from harness.report import print_table
 from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
-from harness.timing import alternate
+from harness.timing import Repeated, alternate
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -100,19 +100,6 @@ PEERS: dict[str, dict[str, Attention]] = {
     "cuda": {"math": formula, "sdpa": sdpa, "jvp-flash-attention": jvp_flash_attention},
     "cpu": {"math": formula, "sdpa": sdpa},
 }
-
-
-@dataclass
-class Step:
-    """One work, again and again."""
-
-    work: Work
-
-    def prepare(self) -> None:
-        pass
-
-    def run(self) -> None:
-        self.work()
 
 
 def attention_steps(row: Row, device: str, peers: Sequence[str]) -> tuple[dict[str, Work], dict[str, float]]:
@@ -200,7 +187,7 @@ def measured(row: Row, device: str, peers: Sequence[str], rounds: int, reps: int
         if outcome.failure:
             result["failures"][name] = outcome.failure
             del steps[name]
-    times, _ = alternate({name: Step(work) for name, work in steps.items()}, None, device, rounds, reps)
+    times, _ = alternate({name: Repeated(work) for name, work in steps.items()}, None, device, rounds, reps)
     result["ms"] = {name: one.ms for name, one in times.items() if one.ms is not None}
     result["rounds"] = {name: one.rounds for name, one in times.items() if one.ms is not None}
     return result

@@ -27,6 +27,19 @@ class Timed(Protocol):
 
 
 @dataclass
+class Repeated:
+    """One work, again and again, which leaves its inputs as they were."""
+
+    work: Callable[[], object]
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self) -> None:
+        self.work()
+
+
+@dataclass
 class Floor:
     """A bare computation that nothing which does the same work can beat."""
 

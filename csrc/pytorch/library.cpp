@@ -95,6 +95,11 @@ TORCH_LIBRARY(fusegrad, m) {
   // Of several tangents at once, their first dimension and the results'. The Python package implements it.
   define<FlexTangents>(m, "flex_attention_jvp_of_each",
                        "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low)");
+  // What pairs give to second derivatives, of the query's dtype: the tangents of the weights, [head_count, row_count, 1
+  // or 2, columns], and where grad_out has a tangent, behind them the weights; the tangents of the gradients by query *
+  // key, [head_count, row_count, 2, columns], and behind them these. With a block mask, which keys take part, uint8
+  // [head_count / group, columns]. columns: N rounded up to a multiple of 8. On CUDA alone.
+  define<FlexPairTangents>(m, "flex_attention_pair_tangents", "(Tensor weights, Tensor gradients, Tensor seen)");
   // What autograd Functions in Python ask: checks a call's arguments; the lists as flex_attention_forward takes them.
   define<FlexAttentionCall>(m, "flex_attention_checked", "(Tensor[] kv_blocks, float scale)");
   // Which pairs dropout keeps, bool [B, H, M, N], of the M queries from first_query on, a multiple of 16.

@@ -82,4 +82,8 @@ std::shared_ptr<const Graph> cached_tangent(std::string_view text, const std::ve
   return cache().get(key_of(text, 't', has_tangent), [&] { return tangent(parse(text), has_tangent); });
 }
 
+std::shared_ptr<const Graph> cached_curvature(std::string_view text) {
+  return cache().get(key_of(text, 'c', {}), [&] { return curvature(parse(text)); });
+}
+
 }  // namespace fusegrad::score_mod

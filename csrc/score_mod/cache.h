@@ -19,4 +19,7 @@ std::shared_ptr<const Graph> cached_derivative(std::string_view text, const std:
 /// tangent(*cached_graph(text), has_tangent), kept in the same way.
 std::shared_ptr<const Graph> cached_tangent(std::string_view text, const std::vector<bool>& has_tangent);
 
+/// curvature(*cached_graph(text)), kept in the same way.
+std::shared_ptr<const Graph> cached_curvature(std::string_view text);
+
 }  // namespace fusegrad::score_mod

@@ -261,6 +261,23 @@ bool is_linear_step(const Graph& graph, NodeId id) {
   }
 }
 
+std::vector<NodeId> images_of(const std::vector<NodeId>& image, const std::vector<NodeId>& ids) {
+  std::vector<NodeId> found;
+  for (const NodeId id : ids) found.push_back(image[id]);
+  return found;
+}
+
+// The derivative's nodes in another graph, for the gradient 1.
+std::vector<NodeId> with_unit_gradient(const Graph& derivative, Graph& graph) {
+  std::vector<NodeId> image(derivative.nodes().size(), -1);
+  for (const NodeId id : reachable(derivative)) {
+    const Node& node = derivative[id];
+    const bool grad = node.op == Op::kInput && node.payload == static_cast<int64_t>(Input::kGrad);
+    image[id] = grad ? graph.constant(1.0) : graph.copy(derivative, id, images_of(image, node.operands));
+  }
+  return image;
+}
+
 }  // namespace
 
 // A score_mod has one result, so its gradient by everything is known from one backward, of the gradient 1: the tangent
@@ -278,20 +295,10 @@ Graph tangent(const Graph& score_mod, const std::vector<bool>& has_tangent) {
     const auto [type, rank] = derivative.buffers()[i];
     if (has_tangent[i] && type == Type::kFloat) tangent_of[i] = graph.add_buffer(type, rank);
   }
-  std::vector<NodeId> image(derivative.nodes().size(), -1);
-  const auto images = [&](const std::vector<NodeId>& ids) {
-    std::vector<NodeId> found;
-    for (const NodeId id : ids) found.push_back(image[id]);
-    return found;
-  };
-  for (const NodeId id : reachable(derivative)) {
-    const Node& node = derivative[id];
-    const bool grad = node.op == Op::kInput && node.payload == static_cast<int64_t>(Input::kGrad);
-    image[id] = grad ? graph.constant(1.0) : graph.copy(derivative, id, images(node.operands));
-  }
+  const std::vector<NodeId> image = with_unit_gradient(derivative, graph);
   Term sum = Term{&graph, image[derivative.result()]} * Term{&graph, graph.input(Input::kGrad)};
   for (const Contribution& c : derivative.contributions()) {
-    const Term read{&graph, graph.load(tangent_of[c.buffer], images(c.indices))};
+    const Term read{&graph, graph.load(tangent_of[c.buffer], images_of(image, c.indices))};
     Term part = Term{&graph, image[c.value]} * read;
     const AxisSet open = graph.open_axes(part.id);
     for (int axis = 0; axis < static_cast<int>(graph.axes().size()); ++axis) {
@@ -301,6 +308,17 @@ Graph tangent(const Graph& score_mod, const std::vector<bool>& has_tangent) {
   }
   graph.set_result(sum.id);
   return simplify(graph);
+}
+
+Graph curvature(const Graph& score_mod) {
+  const Graph simple = simplify(score_mod);
+  for (const NodeId id : reachable(simple)) {
+    if (simple[id].op == Op::kCustom) throw GraphError("a derivative of one's own has no second derivative");
+  }
+  const Graph derivative = differentiate(score_mod, {});
+  Graph slope = with_declarations_of(derivative, Kind::kScoreMod);
+  slope.set_result(with_unit_gradient(derivative, slope)[derivative.result()]);
+  return differentiate(slope, {});
 }
 
 }  // namespace fusegrad::score_mod

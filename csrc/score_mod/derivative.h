@@ -22,4 +22,9 @@ Graph differentiate(const Graph& score_mod, const std::vector<bool>& wants_grad)
 /// these is not linear in its upstreams. Simplified.
 Graph tangent(const Graph& score_mod, const std::vector<bool>& has_tangent);
 
+/// A graph of Kind::kDerivative without contributions: its result is `grad` times the score_mod's second derivative by
+/// `score`. That is the derivative of differentiate's graph, so with the same subgradients; GraphError where there is a
+/// derivative of one's own. Simplified.
+Graph curvature(const Graph& score_mod);
+
 }  // namespace fusegrad::score_mod

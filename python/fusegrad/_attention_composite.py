@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusegrad import _C
+
 from ._score_mod_torch import Values, check_linear, evaluate, program
 from ._transforms import primal_of
 
-__all__ = ["Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "pulled", "pushed"]
+__all__ = [
+    "MAX_SCORES", "OUT_LOW", "Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "gradient_plan", "pulled",
+    "pushed", "tangent_plan", "vmapped",
+]  # fmt: skip
+
+MAX_SCORES, OUT_LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
 _CHUNK = {"cpu": 2**20, "cuda": 2**24}
@@ -160,9 +167,8 @@ def _attend(
 
 def _kept(call: Call, seed: Tensor, first: int, sizes: tuple[int, int, int, int]) -> Tensor:
     """What dropout multiplies weights by, in float64."""
-    threshold = min(round(call.dropout_p * 2**40), 2**40 - 2**25)
     kept = torch.ops.fusegrad.flex_attention_dropout_mask(seed, call.dropout_p, list(sizes), first)
-    return kept.double() * (2**40 / (2**40 - threshold))
+    return kept.double() * _C.dropout_scale(call.dropout_p)
 
 
 # --- chunk after chunk ------------------------------------------------------------------------------------------
@@ -226,20 +232,25 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], plan: Plan, *tensors: Tensor) -> tuple[Any, Any]:
-        dims = [None if d is None else 0 for d in in_dims[1:]]
-        moved = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims[1:], strict=True)]
+        return vmapped(info.batch_size, in_dims[1:], plan, tensors), (0,) * len(plan.results)
 
-        def function(first: int, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            return torch.vmap(lambda *t: plan.function(first, t), in_dims=tuple(dims))(*pieces)
 
-        whole = Plan(
-            function,
-            tuple(r if r is None or d is None else r + 1 for r, d in zip(plan.rows, dims, strict=True)),
-            tuple(None if r is None else r + 1 for r in plan.results),
-            plan.length,
-            _whole_blocks(plan.step // info.batch_size),
-        )
-        return _Chunked.apply(whole, *moved), (0,) * len(plan.results)
+def vmapped(size: int, in_dims: Sequence[Any], plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The function of each element of the batches; the first dimension of the results."""
+    dims = tuple(None if d is None else 0 for d in in_dims)
+    moved = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True)]
+
+    def function(first: int, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return torch.vmap(lambda *t: plan.function(first, t), in_dims=dims)(*pieces)
+
+    whole = Plan(
+        function,
+        tuple(r if r is None or d is None else r + 1 for r, d in zip(plan.rows, dims, strict=True)),
+        tuple(None if r is None else r + 1 for r in plan.results),
+        plan.length,
+        _whole_blocks(plan.step // size),
+    )
+    return apply(whole, moved)
 
 
 def _whole_blocks(rows: int) -> int:

@@ -9,8 +9,8 @@ d out = sum p (ds - d lse) v + sum p dv. See docs/transforms.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,29 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ._attention_composite import Call, Mod, Plan, Tensors, attention_plan, gradient_plan, pulled, pushed, tangent_plan
+from ._attention_composite import (
+    OUT_LOW,
+    Call,
+    Mod,
+    Plan,
+    Tensors,
+    attention_plan,
+    gradient_plan,
+    pulled,
+    pushed,
+    tangent_plan,
+    vmapped,
+)
 from ._attention_fold import fold, fold_rows, moved, unfold
+from ._attention_second import second_derivatives, takes
 from ._transforms import as_autocast_wants, outside_transforms, primal_of
 
 __all__ = ["attend"]
 
-_OUT_LOW = 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 _NUMBERS = 2**63 - 1
 _FORWARD = 5  # what the forward returns: out, lse, max_scores, max_ties, out_low
+_UPSTREAM = 3  # of out, lse and max_scores
+_BETWEEN = _UPSTREAM + _FORWARD  # what the backward takes between query, key and value and what shapes the scores
 
 
 def _acc_of(t: Tensor) -> torch.dtype:
@@ -45,10 +59,6 @@ def _as_inputs(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list
 
 def _places(flags: Sequence[bool]) -> list[int]:
     return [i for i, flag in enumerate(flags) if flag]
-
-
-def _dims(call: Call, in_dims: Sequence[Any]) -> tuple[Tensors, tuple[Any, ...]]:
-    return call.split(in_dims)
 
 
 @dataclass
@@ -75,7 +85,7 @@ def _call_in(given: Call | _Computed) -> Call:
 
 def _aux_of(query: Tensor) -> int:
     """What the backward wants besides."""
-    return _OUT_LOW if query.dtype in (torch.bfloat16, torch.float16) else 0
+    return OUT_LOW if query.dtype in (torch.bfloat16, torch.float16) else 0
 
 
 class _FlexAttention(torch.autograd.Function):
@@ -118,7 +128,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *tensors: Tensor) -> tuple[Any, Any]:
         size = info.batch_size
-        folded, t = fold(call, call.split(tensors)[0], _dims(call, in_dims[1:])[0], size)
+        folded, t = fold(call, call.split(tensors)[0], call.split(in_dims[1:])[0], size)
         results = _FlexAttention.apply(folded, *t.flat())
         return tuple(unfold(r, size) for r in results), (0,) * _FORWARD
 
@@ -184,7 +194,9 @@ class _FlexGradients(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, ctx.wanted, ctx.having, *row = inputs
         ctx.set_materialize_grads(False)
-        kept = row[: len(row) - _FORWARD]  # the composition computes the results again
+        end = len(row) - _FORWARD
+        out, lse, _, _, low = row[end:]
+        kept = (*row[:end], out, lse, low)  # the composition computes these again
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
@@ -197,21 +209,36 @@ class _FlexGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
+        *tensors, out, lse, low = ctx.saved_tensors
         acc = _acc_of(tensors[0])
         wanted = _places(ctx.needs_input_grad[3 : 3 + len(tensors)])
+        having = [j for j, g in enumerate(upstream) if g is not None]
+        moving = [_places(ctx.wanted)[j] for j in having]
         plan = _FlexGradients.plan(ctx, tensors)
-        found = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
-        return (None, None, None, *_as_inputs(found, tensors), *(None,) * _FORWARD)
+        if wanted and having and takes(ctx.call, tensors, ctx.having, moving, wanted):
+            found: list[Tensor | None] = [None] * len(tensors)
+            given = [g for g in upstream if g is not None]
+            how = _Second(ctx.call, ctx.having, tuple(moving), tuple(wanted), gradient_plan(plan, wanted, having))
+            for i, g in zip(wanted, _FlexSecond.apply(how, *tensors, *given, out, lse, low), strict=True):
+                found[i] = g
+        else:
+            composed = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
+            found = _as_inputs(composed, tensors)
+        return (None, None, None, *found, *(None,) * _FORWARD)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors = [primal_of(t) for t in ctx.saved_tensors]
+        *tensors, out, lse, low = (primal_of(t) for t in ctx.saved_tensors)
         acc = _acc_of(tensors[0])
         plan = _FlexGradients.plan(ctx, tensors)
         given = tangents[3 : 3 + len(tensors)]
+        moving = [i for i, d in enumerate(given) if d is not None and tensors[i].is_floating_point()]
+        results = _places(ctx.wanted)
+        if takes(ctx.call, tensors, ctx.having, moving, results):
+            how = _Second(ctx.call, ctx.having, tuple(moving), tuple(results), tangent_plan(plan, moving))
+            return _FlexSecond.apply(how, *tensors, *(given[i] for i in moving), out, lse, low)
         found = pushed(plan, _widened(tensors, acc), _widened(given, acc))
-        return tuple(_as_inputs(found, [tensors[i] for i in _places(ctx.wanted)]))
+        return tuple(_as_inputs(found, [tensors[i] for i in results]))
 
     @staticmethod
     def vmap(
@@ -227,7 +254,7 @@ class _FlexGradients(torch.autograd.Function):
     ) -> tuple[Any, Any]:  # fmt: skip
         """`autograd`: the results can be differentiated."""
         given, dims = _Split.of(having, row), _Split.of(having, in_dims[3:])
-        t, d = call.split(given.inputs)[0], _dims(call, dims.inputs)[0]
+        t, d = call.split(given.inputs)[0], call.split(dims.inputs)[0]
         each = wanted[3 : 3 + len(t.buffers)]
         folded, tensors = fold(call, t, d, size, each, each_key=wanted[1] or wanted[2])
         rest = [
@@ -247,6 +274,60 @@ class _FlexGradients(torch.autograd.Function):
                 g = g.sum(1, keepdim=True) if shared[i] else g
             results.append(g)
         return tuple(results), (0,) * len(results)
+
+
+@dataclass(frozen=True)
+class _Second:
+    """Which second derivatives: takes' arguments, and the composition of the same."""
+
+    call: Call
+    asked: tuple[bool, ...]
+    moving: tuple[int, ...]
+    results: tuple[int, ...]
+    plan: Plan
+
+
+class _FlexSecond(torch.autograd.Function):
+    """(query, key, value, ..., upstream gradients, tangents, what the forward returned) -> second derivatives."""
+
+    _OUTPUTS = 3  # out, lse, and what rounding took from out
+
+    @staticmethod
+    def forward(how: _Second, *row: Tensor) -> tuple[Tensor, ...]:
+        end = len(row) - _FlexSecond._OUTPUTS
+        count = end - len(how.moving)
+        tangents = dict(zip(how.moving, row[count:end], strict=True))
+        with torch.autocast("cuda", enabled=False):
+            return second_derivatives(how.call, row[:count], how.asked, row[end:], tangents, how.results)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.how, *row = inputs
+        ctx.set_materialize_grads(False)
+        kept = row[: -_FlexSecond._OUTPUTS]
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        row = ctx.saved_tensors
+        acc = _acc_of(row[0])
+        wanted = _places(ctx.needs_input_grad[1 : 1 + len(row)])
+        found = pulled(ctx.how.plan, _widened(row, acc), wanted, _widened(upstream, acc))
+        return (None, *_as_inputs(found, row), *(None,) * _FlexSecond._OUTPUTS)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        row = [primal_of(t) for t in ctx.saved_tensors]
+        acc = _acc_of(row[0])
+        found = pushed(ctx.how.plan, _widened(row, acc), _widened(tangents[1 : 1 + len(row)], acc))
+        return tuple(_as_inputs(found, [row[i] for i in ctx.how.results]))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], how: _Second, *row: Tensor) -> tuple[Any, Any]:
+        kept, dims = row[: -_FlexSecond._OUTPUTS], in_dims[1 : -_FlexSecond._OUTPUTS]
+        found = vmapped(info.batch_size, dims, how.plan, _widened(kept, _acc_of(row[0])))
+        return tuple(_as_inputs(found, [kept[i] for i in how.results])), (0,) * len(how.results)
 
 
 class _FlexTangents(torch.autograd.Function):
@@ -308,7 +389,7 @@ class _FlexTangents(torch.autograd.Function):
     ) -> tuple[Any, Any]:
         """`autograd`: the results can be differentiated."""
         count = len(moving)
-        t, d = call.split(row[:count])[0], _dims(call, in_dims[2 : 2 + count])[0]
+        t, d = call.split(row[:count])[0], call.split(in_dims[2 : 2 + count])[0]
         places = _places(moving)
         given = dict(zip(places, zip(row[count:], in_dims[2 + count :], strict=True), strict=True))
         each = [i in given and given[i][1] is not None for i in range(3, 3 + len(t.buffers))]
@@ -333,15 +414,50 @@ class _FlexTangents(torch.autograd.Function):
 # --- the ops that call back -------------------------------------------------------------------------------------
 
 
-def _call_of(scoring: Sequence[Any], deterministic: bool) -> tuple[Call, tuple[Tensor, ...]]:
-    """Of what the ops below the front end take: the call, and its tensors behind query, key and value."""
-    (score, buffers, floats, ints, mask, mask_buffers, mask_floats, mask_ints, kv_blocks, block_size, scale, dropout_p,
-     seed) = scoring  # fmt: skip
-    call = Call(
-        Mod(score, floats, ints), Mod(mask, mask_floats, mask_ints), block_size, scale, dropout_p if seed is not None
-        else 0.0, (len(buffers), len(mask_buffers), len(kv_blocks)), deterministic,
-    )  # fmt: skip
-    return call, (*buffers, *mask_buffers, *kv_blocks, *(() if seed is None else (seed,)))
+# What shapes the scores, as the ops below the front end take it: how many arguments, and which are lists of tensors.
+_SCORING, _LISTS = 13, (1, 5, 8)
+
+
+def _of_tensors(values: Sequence[Any], arguments: Sequence[Any], first: int) -> tuple[Any, ...]:
+    """Of what goes with each of an op's arguments, what goes with the call's tensors. A list that has nothing may be
+    None. `first`: where what shapes the scores begins."""
+    found = list(values[:3])
+    for i in _LISTS:
+        found += values[first + i] or [None] * len(arguments[first + i])
+    if arguments[first + _SCORING - 1] is not None:  # dropout's seed
+        found.append(values[first + _SCORING - 1])
+    return tuple(found)
+
+
+class _Unpacked(NamedTuple):
+    """Of what the ops below the front end take: the call, its tensors, and the arguments `between` value and what
+    shapes the scores, and `behind` that."""
+
+    call: Call
+    tensors: tuple[Tensor, ...]
+    between: Sequence[Any]
+    behind: Sequence[Any]
+
+    @staticmethod
+    def of(arguments: Sequence[Any], between: int) -> _Unpacked:
+        """Of an op's arguments in its schema's order; so many are between."""
+        first, last = 3 + between, 3 + between + _SCORING
+        (score, buffers, floats, ints, mask, mask_buffers, mask_floats, mask_ints, kv_blocks, block_size, scale,
+         dropout_p, seed) = arguments[first:last]  # fmt: skip
+        call = Call(
+            Mod(score, floats, ints), Mod(mask, mask_floats, mask_ints), block_size, scale,
+            dropout_p if seed is not None else 0.0, (len(buffers), len(mask_buffers), len(kv_blocks)),
+        )  # fmt: skip
+        return _Unpacked(call, _of_tensors(arguments, arguments, first), arguments[3:first], arguments[last:])
+
+    @staticmethod
+    def of_backward(arguments: Sequence[Any]) -> tuple[_Unpacked, tuple[bool, ...]]:
+        """Of flex_attention_backward's, and which of the tensors' gradients are wanted. Between are upstream gradients
+        and what the forward returned."""
+        unpacked = _Unpacked.of(arguments, _BETWEEN)
+        deterministic, needs_grad = unpacked.behind
+        wanted = (*needs_grad, *(False,) * (len(unpacked.tensors) - len(needs_grad)))
+        return unpacked._replace(call=replace(unpacked.call, deterministic=deterministic)), wanted
 
 
 def _returned(call: Call, found: Sequence[Tensor | None], like: Tensor) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -349,34 +465,24 @@ def _returned(call: Call, found: Sequence[Tensor | None], like: Tensor) -> tuple
     return query, key, value, rest[: call.counts[0]]
 
 
-def _gradient_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    """flex_attention_backward as a graph: of the call's arguments in its schema's order."""
-    upstream, outputs, scoring, (deterministic, needs_grad) = rest[:3], rest[3:8], rest[8:-2], rest[-2:]
-    call, others = _call_of(scoring, deterministic)
-    tensors = (query, key, value, *others)
-    wanted = [*needs_grad, *(False,) * (len(tensors) - len(needs_grad))]
-    return _returned(call, gradients(call, wanted, tensors, outputs, upstream), query)
+def _gradient_graph(*arguments: Any) -> Any:
+    """flex_attention_backward as a graph."""
+    (call, tensors, between, _), wanted = _Unpacked.of_backward(arguments)
+    return _returned(call, gradients(call, wanted, tensors, between[_UPSTREAM:], between[:_UPSTREAM]), tensors[0])
 
 
 def _batched_gradients(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
     """flex_attention_backward of `size` calls; `dims`: the batched dimension of each tensor, None for none. The results
     of those that are wanted, with the batch first, and which these are. A graph where one is recorded."""
-    query, key, value, *rest = arguments
-    upstream, outputs, scoring, (deterministic, needs_grad) = rest[:3], rest[3:8], rest[8:-2], rest[-2:]
-    call, others = _call_of(scoring, deterministic)
-
-    def of_list(i: int) -> tuple[Any, ...]:
-        return tuple(dims[i] or (None,) * len(arguments[i]))
-
-    seed = () if scoring[-1] is None else (dims[11 + 12],)
-    dims_of_others = (*of_list(11 + 1), *of_list(11 + 5), *of_list(11 + 8), *seed)
-    tensors = (query, key, value, *others)
-    wanted = (*needs_grad, *(False,) * (len(tensors) - len(needs_grad)))
+    (call, tensors, between, _), wanted = _Unpacked.of_backward(arguments)
+    upstream, outputs = between[:_UPSTREAM], between[_UPSTREAM:]
+    dims_of_upstream, dims_of_outputs = dims[3 : 3 + _UPSTREAM], dims[3 + _UPSTREAM : 3 + _BETWEEN]
     having = tuple(g is not None for g in upstream)
-    given = [(g, d) for g, d in zip(upstream, dims[3:6], strict=True) if g is not None]
+    given = [(g, d) for g, d in zip(upstream, dims_of_upstream, strict=True) if g is not None]
     result: list[Tensor | None] = [None] * len(tensors)
     if any(wanted) and given:
-        in_dims = (None, None, None, *dims[:3], *dims_of_others, *(d for _, d in given), *dims[6:11])
+        dims_of_tensors = _of_tensors(dims, arguments, 3 + _BETWEEN)
+        in_dims = (None, None, None, *dims_of_tensors, *(d for _, d in given), *dims_of_outputs)
         found, _ = _FlexGradients.of_each(
             size,
             in_dims,
@@ -390,7 +496,7 @@ def _batched_gradients(size: int, dims: Sequence[Any], arguments: Sequence[Any])
         )
         for i, g in zip(_places(wanted), found, strict=True):
             result[i] = g
-    return _returned(call, result, query), [0 if g is not None else None for g in result]
+    return _returned(call, result, tensors[0]), [0 if g is not None else None for g in result]
 
 
 def _gradients_of_each(*arguments: Any) -> Any:
@@ -415,19 +521,17 @@ def _graph_under_vmap(*arguments: Any) -> Any:
     )
 
 
-def _tangents_of_each(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+def _tangents_of_each(*arguments: Any) -> Any:
     """flex_attention_jvp for several tangents at once, their first dimension, which is the results' too."""
-    of_qkv, having, of_buffers, scoring = rest[:3], rest[3], rest[4], rest[5:-1]
-    call, others = _call_of(scoring, False)
-    tensors = (query, key, value, *others)
-    moving = (*(t is not None for t in of_qkv), *(i in having for i in range(len(others))))
+    call, tensors, (*of_qkv, having, of_buffers), (aux,) = _Unpacked.of(arguments, 5)
+    moving = (*(t is not None for t in of_qkv), *(i in having for i in range(len(tensors) - 3)))
     tangents = [t for t in (*of_qkv, *of_buffers) if t is not None]
     in_dims = (None, None, *(None,) * len(tensors), *(0,) * len(tangents))
     size = tangents[0].size(0)
     found, _ = _FlexTangents.of_each(size, in_dims, call, moving, *tensors, *tangents, autograd=False)
     # The values, as they were.
     out, lse, _, _, low = _FlexAttention.forward(call, *tensors)
-    values = (t.expand(size, *t.shape) for t in (out, lse, low if rest[-1] else low.new_empty(0)))
+    values = (t.expand(size, *t.shape) for t in (out, lse, low if aux else low.new_empty(0)))
     of_all, of_lse, of_low = values
     return of_all, of_lse, *found, of_low
 

@@ -50,6 +50,7 @@ def compile_flex(
     dropout_p: float = 0.0,
     few_queries: bool = False,
     tangents: bool = False,
+    second_derivatives: bool = False,
     lengths: tuple[int, int] | None = None,
     architecture: str | None = None,
 ) -> None:
@@ -75,6 +76,7 @@ def compile_flex(
             split instead.
         tangents: Also the kernels of forward mode, where query, key, value and all captured tensors of floats have
             tangents. They depend on whether a backward may follow, that is, whether anything requires a gradient.
+        second_derivatives: Also the kernels of gradients that are differentiated, of query, key and value.
         lengths: M and N of the calls, where one of them is at most 128: short sequences have tiles, and so kernels, of
             their own. By default those of longer ones are compiled.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
@@ -130,7 +132,7 @@ def compile_flex(
                 f"compile_flex: architecture must be given where there is no GPU, but got None ({error})"
             ) from None
 
-    def case_of(kernel: str, columns: int | None = None, **more: Any) -> Any:
+    def case_of(kernel: str, columns: int | None = None, of: list[bool] | None = None, **more: Any) -> Any:
         return flex.Case(
             kernel,
             str(dtype).removeprefix("torch."),
@@ -139,7 +141,7 @@ def compile_flex(
             score_text,
             mask_text,
             sizes if blocks else None,
-            [] if kernel == "forward" else floats if kernel == "tangents" else wants,
+            of if of is not None else [] if kernel == "forward" else floats if kernel == "tangents" else wants,
             [b.numel() for b in buffers],
             training=training,
             deterministic=ordered,
@@ -166,6 +168,9 @@ def compile_flex(
             cases += [case for case in split if flex.plan(case, architecture)["key_splits"]]
     if tangents:
         cases += [case_of("tangents", part) for part in flex.tangents_parts(value_size)]
+    if second_derivatives:
+        cases += [case_of("tangents", part, of=[False] * len(buffers)) for part in flex.tangents_parts(value_size)]
+        cases += [case_of(kernel) for kernel in ("pair_tangents", "pair_tangents of grad_out")]
     programs = {_C.jit.key(program): program for program in (flex.program(case, architecture) for case in cases)}
     with ThreadPoolExecutor(len(programs)) as threads:
         list(threads.map(_C.jit.compile, programs.values()))

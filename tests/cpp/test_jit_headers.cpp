@@ -80,6 +80,11 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "static_assert(memory.bytes() == memory.value.offset + 32 * (64 * 2 + 16));\n"
      "out[threadIdx.x] = memory.bytes();",
      16},
+    {"cuda/attention/device/pair_tangents_arguments.cuh",
+     "using namespace fusegrad::device;\n"
+     "static_assert(sizeof(FlexPairRow) == 16);\n"
+     "out[threadIdx.x] = ((const FlexPairTangentsArguments*)in)->rows[threadIdx.x].delta_tangent;",
+     16},
     {"cuda/attention/device/tangents_arguments.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(sizeof(FlexTangentsHopperArguments) > 6 * sizeof(TensorMap));\n"
@@ -99,6 +104,15 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, shared).run();",
      168, true},
+    {"cuda/attention/portable/pair_tangents.cuh",
+     "struct PairConfig : Config {\n"
+     "  using Curvature = Config::Derivative;\n"
+     "  static constexpr bool kGradOutTangent = true;\n"
+     "};\n"
+     "extern __shared__ __align__(16) char shared[];\n"
+     "FlexPairTangents<PairConfig>(*(const FlexPairTangentsArguments*)in, *(const ScoreMod::Captured*)in,\n"
+     "                             *(const MaskMod::Captured*)in, shared_address(shared)).run();",
+     255, true},
     {"cuda/attention/portable/tangents.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexTangents<Config>(*(const FlexTangentsArguments*)in, *(const ScoreMod::Captured*)in,\n"

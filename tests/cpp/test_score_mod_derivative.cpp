@@ -45,6 +45,18 @@ TEST(Tangent, IsTheSumOfProductsWithTheGradients) {
   EXPECT_THROW(text("derivative 1\nreturn grad\n", {}), GraphError);
 }
 
+TEST(Curvature, IsTheDerivativeOfTheDerivative) {
+  const auto text = [](const std::string& mod) { return print(curvature(parse(mod))); };
+  EXPECT_EQ(text("score_mod 1\nbuffer @0 f 1\n%0 = load @0 h\n%1 = mul score %0\nreturn %1\n"),
+            "derivative 1\nbuffer @0 f 1\nreturn 0.0\n");
+  EXPECT_EQ(text("score_mod 1\n%0 = square score\n%1 = mul %0 3.0\nreturn %1\n"),
+            "derivative 1\n%0 = mul grad 3.0\n%1 = mul %0 2.0\nreturn %1\n");
+  // What is detached is a number, in the derivative too.
+  EXPECT_EQ(text("score_mod 1\n%0 = detach score\n%1 = mul score %0\nreturn %1\n"), "derivative 1\nreturn 0.0\n");
+  EXPECT_THROW(text("score_mod 1\n%0 = mul ^0 2.0\n%1 = backward score %0\n%2 = custom ^0 score %1\nreturn %2\n"),
+               GraphError);
+}
+
 TEST(Derivative, OnlyWantedBuffersContribute) {
   const std::string text =
       "score_mod 1\nbuffer @0 f 1\nbuffer @1 f 1\n%0 = load @0 h\n%1 = load @1 b\n%2 = mul %0 %1\n%3 = add score %2\n"

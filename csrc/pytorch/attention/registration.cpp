@@ -120,6 +120,54 @@ FlexTangentTuple jvp_meta(const FlexTangents& c) {
   return {out.out, out.lse, tangents.out, tangents.lse, out.out_low};
 }
 
+using FlexPairTangentsTuple = std::tuple<Tensor, Tensor, Tensor>;
+FlexPairTangentsResults empty_pair_tangents(const FlexPairTangents& c) {
+  static constexpr const char* kOp = "flex_attention_pair_tangents";
+  const auto check = [](const char* name, const Tensor& t, const Tensor& of, const c10::SymInt& columns) {
+    check_dense(kOp, name, t);
+    std::vector<c10::SymInt> sizes = of.sym_sizes().vec();
+    sizes.back() = columns;
+    FUSEGRAD_CHECK_VALUE(t.sym_sizes() == sizes && t.device() == of.device(), kOp, name, " must be of ", sizes, " on ",
+                         of.device(), ", but got ", t.sym_sizes(), " on ", t.device());
+    FUSEGRAD_CHECK_TYPE(t.scalar_type() == of.scalar_type(), kOp, name, " must have the dtype ", of.scalar_type(),
+                        ", but got ", t.scalar_type());
+  };
+  check("grad_out", c.grad_out, c.query, c.value.sym_size(3));
+  check("query_tangent", c.query_tangent, c.query, c.query.sym_size(3));
+  check("key_tangent", c.key_tangent, c.key, c.key.sym_size(3));
+  check("value_tangent", c.value_tangent, c.value, c.value.sym_size(3));
+  if (c.grad_out_tangent) check("grad_out_tangent", *c.grad_out_tangent, c.query, c.value.sym_size(3));
+  const auto heads = c.query.sym_size(0) * c.query.sym_size(1), queries = c.query.sym_size(2);
+  const auto group = c.query.sym_size(1) / c.key.sym_size(1), keys = c.key.sym_size(2);
+  FUSEGRAD_CHECK_VALUE(c.rows.scalar_type() == at::kFloat && c.rows.is_contiguous() &&
+                           c.rows.device() == c.query.device() && c.rows.sym_numel() == heads * queries * 4,
+                       kOp, "rows must be contiguous float32 [B, H, M, 4], but got ", c.rows.scalar_type(),
+                       " of shape ", c.rows.sym_sizes());
+  FUSEGRAD_CHECK_VALUE(c.first_head >= 0 && c.head_count > 0 && c.first_head + c.head_count <= heads &&
+                           c.first_head % group == 0 && c.head_count % group == 0,
+                       kOp, "first_head and head_count must be of whole groups of ", group, " of ", heads,
+                       " heads, but got ", c.first_head, " and ", c.head_count);
+  FUSEGRAD_CHECK_VALUE(c.first_row >= 0 && c.first_row % 128 == 0 && c.row_count > 0 &&
+                           c.first_row + c.row_count <= queries &&
+                           (c.row_count % 128 == 0 || c.first_row + c.row_count == queries),
+                       kOp, "first_row and row_count must be of whole tiles of 128 of ", queries, " queries, but got ",
+                       c.first_row, " and ", c.row_count);
+  FUSEGRAD_CHECK_VALUE(keys > 0 && !c.scoring.dropout_seed.has_value(), kOp,
+                       "there must be keys and no dropout, but got ", keys, " keys",
+                       c.scoring.dropout_seed.has_value() ? " and a dropout_seed" : "");
+  const auto columns = (keys + 7) / 8 * 8;
+  const auto made = [&](const c10::SymInt& parts) {
+    return at::empty_symint({c.head_count, c.row_count, parts, columns}, c.query.options());
+  };
+  return {made(c.grad_out_tangent ? 2 : 1), made(2),
+          at::empty_symint({c.head_count / group, columns}, c.query.options().dtype(at::kByte))};
+}
+
+FlexPairTangentsTuple pair_tangents_meta(const FlexPairTangents& c) {
+  const FlexPairTangentsResults made = empty_pair_tangents(c);
+  return {made.weights, made.gradients, made.seen};
+}
+
 void check_dropout_mask(const Tensor& seed, double p, c10::SymIntArrayRef sizes, const c10::SymInt& first) {
   constexpr const char* kOp = "flex_attention_dropout_mask";
   FUSEGRAD_CHECK_VALUE(seed.scalar_type() == at::kLong && seed.sym_numel() == 1, kOp,
@@ -143,6 +191,17 @@ Tensor dropout_mask_meta(const Tensor& seed, double p, c10::SymIntArrayRef sizes
   return at::empty_symint(sizes, seed.options().dtype(at::kBool));
 }
 
+#ifdef FUSEGRAD_WITH_CUDA
+FlexPairTangentsTuple pair_tangents(const FlexPairTangents& c) {
+  const FlexPairTangentsResults made = empty_pair_tangents(c);
+  cuda::flex_attention_pair_tangents(
+      {c.query, c.key, c.value, c.grad_out, c.query_tangent, c.key_tangent, c.value_tangent,
+       c.grad_out_tangent.value_or(Tensor()), c.rows, c.first_head, c.head_count, c.first_row, c.row_count},
+      make_scores(c.scoring), made);
+  return {made.weights, made.gradients, made.seen};
+}
+#endif
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(fusegrad, CPU, m) {
@@ -164,6 +223,7 @@ TORCH_LIBRARY_IMPL(fusegrad, CUDA, m) {
          named_kernel<"flex_attention", unpacked<backward_into<cuda::flex_attention_backward>>()>());
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask<cuda::flex_attention_dropout_mask>));
   m.impl("flex_attention_jvp", named_kernel<"flex_attention", unpacked<jvp<cuda::flex_attention_jvp>>()>());
+  m.impl("flex_attention_pair_tangents", named_kernel<"flex_attention", unpacked<pair_tangents>()>());
 }
 #endif
 
@@ -173,6 +233,7 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("flex_attention_backward_", TORCH_FN(unpacked<backward_into_meta>()));
   m.impl("flex_attention_dropout_mask", TORCH_FN(dropout_mask_meta));
   m.impl("flex_attention_jvp", TORCH_FN(unpacked<jvp_meta>()));
+  m.impl("flex_attention_pair_tangents", TORCH_FN(unpacked<pair_tangents_meta>()));
 }
 
 }  // namespace fusegrad

@@ -1,5 +1,6 @@
 // fusegrad._C: what is not an op. Ops are reached through torch.ops.fusegrad and need no binding. It stands on the core
 // alone: one module for every torch, and by Python's stable ABI for every Python.
+#include "attention/flex_attention.h"
 #include "common/build.h"
 #include "fusegrad/check_targets.h"
 #ifdef FUSEGRAD_WITH_CUDA
@@ -32,6 +33,9 @@ void bind(py::Module m) {
         "Whether class indices out of range raise IndexError on the GPU too, which synchronises at every call (off by "
         "default). Without it such a row's loss and gradient are NaN. The CPU always raises.");
   m.def("check_targets_enabled", &fusegrad::check_targets_enabled, "Whether set_check_targets(True) is in force.");
+  m.def(
+      "dropout_scale", [](double p) { return fusegrad::FlexDropoutRule(p).scale; }, py::arg("dropout_p"),
+      "What the weights that flex attention's dropout keeps are multiplied by.");
   fusegrad::score_mod::bind(
       m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/score_mod.md."));
   fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/jit.md."));

@@ -41,11 +41,13 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits, std::array<int64_t, 2> lengths,
                    bool many_batches, const std::vector<std::vector<int64_t>>& sizes) {
   FlexCase c;
-  c.kernel = kernel == "forward"      ? FlexKernel::kForward
-             : kernel == "backward"   ? FlexKernel::kBackward
-             : kernel == "grad_query" ? FlexKernel::kGradQuery
-             : kernel == "tangents"   ? FlexKernel::kTangents
-                                      : FlexKernel::kGradBuffers;
+  c.kernel = kernel == "forward"                   ? FlexKernel::kForward
+             : kernel == "backward"                ? FlexKernel::kBackward
+             : kernel == "grad_query"              ? FlexKernel::kGradQuery
+             : kernel == "tangents"                ? FlexKernel::kTangents
+             : kernel.starts_with("pair_tangents") ? FlexKernel::kPairTangents
+                                                   : FlexKernel::kGradBuffers;
+  c.grad_out_tangent = kernel == "pair_tangents of grad_out";
   c.dtype = dtype == "float32" ? DType::kFloat32 : dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
   c.head_size = head_size;
   c.value_size = value_size;
@@ -75,6 +77,10 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
     c.wants_grad = wants_grad;
     c.elements = elements;
     c.sizes = sizes;
+    if (c.kernel == FlexKernel::kPairTangents) {
+      c.wants_grad.assign(wants_grad.size(), false);
+      return c;
+    }
     const bool of_buffers = c.kernel == FlexKernel::kGradBuffers;
     c.grad_query = needs_grad && !of_buffers && (c.kernel == FlexKernel::kGradQuery) == deterministic;
     c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;

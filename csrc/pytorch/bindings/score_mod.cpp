@@ -45,6 +45,7 @@ std::string derivative(const std::string& text, const std::vector<bool>& wants_g
 std::string tangent_text(const std::string& text, const std::vector<bool>& has_tangent) {
   return print(tangent(parse(text), has_tangent));
 }
+std::string curvature_text(const std::string& text) { return print(curvature(parse(text))); }
 
 std::string explanation(const std::string& text, const std::vector<bool>& wants_grad) {
   return explain(text, wants_grad);
@@ -94,6 +95,8 @@ void bind(py::Module m) {
         "The text of a score_mod's derivative; wants_grad has a bool for each buffer.");
   m.def("tangent", &tangent_text, py::arg("text"), py::arg("has_tangent"),
         "The text of a score_mod's tangent; has_tangent has a bool for each buffer.");
+  m.def("curvature", &curvature_text, py::arg("text"),
+        "The text of a derivative whose result is `grad` times the score_mod's second derivative by `score`.");
   m.def("explain", &explanation, py::arg("text"), py::arg("wants_grad"),
         "The simplified graph, its derivative, and how each captured gradient is summed, and why.");
   m.def("scatter_plan", &scatter_plan, py::arg("text"), py::arg("wants_grad"),

@@ -605,6 +605,28 @@ struct FlexTangents {
   }
 };
 
+/// Second derivatives on CUDA: what each pair gives to the tangents of the gradients of query, key and value, of
+/// `head_count` heads of queries from `first_head` on, counted over all batches, whole groups of them, and `row_count`
+/// queries from `first_row` on, a multiple of 128. `rows`: [B, H, M, 4] float32, of each row lse, the sum of grad_out *
+/// out less grad_lse, and the tangents of both. There is no dropout.
+struct FlexPairTangents {
+  at::Tensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent;
+  OptionalTensor grad_out_tangent;
+  at::Tensor rows;
+  FlexScoring scoring;
+  int64_t first_head = 0, head_count = 0, first_row = 0, row_count = 0;
+
+  static constexpr auto fields() {
+    using A = FlexPairTangents;
+    return list(required("query", &A::query), required("key", &A::key), required("value", &A::value),
+                required("grad_out", &A::grad_out), required("query_tangent", &A::query_tangent),
+                required("key_tangent", &A::key_tangent), required("value_tangent", &A::value_tangent),
+                required("grad_out_tangent", &A::grad_out_tangent), required("rows", &A::rows), all_of(&A::scoring),
+                required("first_head", &A::first_head), required("head_count", &A::head_count),
+                required("first_row", &A::first_row), required("row_count", &A::row_count));
+  }
+};
+
 /// The in-place twin, which writes the first three over the inputs, and the others into `grad_buffers`.
 struct FlexBackwardInto {
   FlexBackward backward;

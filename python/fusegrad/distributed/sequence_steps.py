@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._attention_composite import MAX_SCORES, OUT_LOW
 from .gradients import acc_of
 from .sequence import ContextParallel, gathered
 from .sequence_columns import Columns, Fetch, send_back
@@ -26,7 +27,6 @@ from .sequence_travel import Exchange, Layout
 __all__ = ["Call"]
 
 _ops = torch.ops.fusegrad
-_MAX_SCORES, _OUT_LOW = 1, 2
 
 
 class Call:
@@ -107,9 +107,9 @@ class Call:
         )
 
     def _forward(self, t: Tensors, q: Piece, k: Piece, key: Tensor, value: Tensor, blocks: list[Tensor]) -> Results:
-        aux = _MAX_SCORES if self.max_scores else 0
+        aux = MAX_SCORES if self.max_scores else 0
         if t.query.dtype in (torch.bfloat16, torch.float16):
-            aux |= _OUT_LOW
+            aux |= OUT_LOW
         query = t.query.narrow(2, q.row, q.size)
         return Results(*_ops.flex_attention_forward(query, key, value, *self._scoring(t, q, k, blocks), aux))
 

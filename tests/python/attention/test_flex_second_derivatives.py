@@ -9,8 +9,9 @@ import score_mods
 import torch
 import torch.autograd.forward_ad as fwAD
 from attention_reference import dense, dropout_weight, one_by_one
+from fusegrad import _C, flex_attention, trace_score_mod
 from fusegrad import _attention_composite as composite
-from fusegrad import flex_attention
+from fusegrad._score_mod_torch import Values, evaluate, program
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,6 +79,35 @@ def test_score_mods_from_the_field(case: score_mods.Case) -> None:
     found = twice([out, aux.lse], [*tensors, *held])
     # The first gradient of 16 bits, which the others depend on, is rounded from a sum in another order.
     close(found, truth, 1e-2 if case.name == "bf16_bias" else 0.0)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("case", score_mods.CASES, ids=lambda case: case.name)
+def test_second_derivatives_by_the_score(case: score_mods.Case) -> None:
+    """What the kernels on CUDA have of them, a text of the language, against autograd's."""
+    sizes = (2, 2, 4, 5)
+    score_mod = case.make(*sizes, torch.float64, torch.Generator().manual_seed(0))[0]
+    if score_mod is None:
+        pytest.skip("a mask alone")
+    mod = trace_score_mod(score_mod)
+    places = [torch.arange(n).reshape([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate(sizes)]
+    inputs = dict(zip(("b", "h", "q_idx", "kv_idx"), places, strict=True))
+    score = torch.randn(sizes, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(sizes, dtype=torch.float64)
+
+    def evaluated(text: str, **more: Tensor) -> Tensor:
+        floats = [x for x in mod.scalars if isinstance(x, float)]
+        ints = [int(x) for x in mod.scalars if not isinstance(x, float)]
+        values = Values({**inputs, **more}, mod.buffers, floats, ints, torch.float64, sizes)
+        return evaluate(program(text), values).expand(sizes)
+
+    value = evaluated(mod.text, score=score)
+    (slope,) = torch.autograd.grad(value.sum(), score, create_graph=True, materialize_grads=True)
+    truth = torch.zeros(sizes, dtype=torch.float64)
+    if slope.requires_grad:
+        (truth,) = torch.autograd.grad(slope.sum(), score, materialize_grads=True)
+    found = evaluated(_C.score_mod.curvature(mod.text), score=score.detach(), grad=grad)
+    torch.testing.assert_close(found, truth * grad)
 
 
 def test_axes(monkeypatch: pytest.MonkeyPatch, each_device: str) -> None:

@@ -115,6 +115,24 @@ def call_in_forward_mode(dtype: torch.dtype, biased: bool, masked: bool, d: int,
     torch.cuda.synchronize()
 
 
+def call_twice_differentiated(dtype: torch.dtype, capped: bool, masked: bool, d: int) -> None:
+    """A gradient penalty, and forward mode over the backward."""
+    torch.manual_seed(0)
+    b, h, g, m, n = FEW
+    shapes = ((b, h, m, d), (b, g, n, d), (b, g, n, d))
+    given, moved = (tuple(torch.randn(shape, device="cuda").to(dtype) for shape in shapes) for _ in range(2))
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, m, n, device="cuda") if masked else None
+
+    def loss(*x: Tensor) -> Tensor:
+        mod = (lambda s, b, h, i, j: 2 * torch.tanh(s / 2)) if capped else None
+        return flex_attention(*x, mod, blocks, enable_gqa=True).square().sum()
+
+    gradient = torch.func.grad(loss, (0, 1, 2))
+    torch.func.grad(lambda *x: sum(y.square().sum() for y in gradient(*x)), (0, 1, 2))(*given)
+    torch.func.jvp(gradient, given, moved)
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Small calls of flex_attention, for compute-sanitizer.")
     parser.add_argument("--family", choices=tuple(SIZES), default="hopper")
@@ -132,7 +150,11 @@ def main() -> None:
         modes = modes[options.part :: options.parts]
         for mode in modes:
             call_in_forward_mode(*mode)
-        mine += modes
+        twice = list(itertools.product(dtypes, (False, True), (False, True), (64, 128)))
+        twice = twice[options.part :: options.parts]
+        for again in twice:
+            call_twice_differentiated(*again)
+        mine += [*modes, *twice]
     print(f"{len(mine)} calls of the {options.family} kernels")
 
 

@@ -112,6 +112,27 @@ struct GradQueryMemory {
   constexpr int bytes() const { return stages.end(); }
 };
 
+/// Of second derivatives: each operand with its tangent, and the tile that results are stored from.
+struct PairTangentsMemory {
+  struct Sizes {
+    int rows, cols, head, value, element_bytes;
+    bool grad_out_tangent;
+  };
+  Region query, query_tangent, grad_out, grad_out_tangent, key, key_tangent, value, value_tangent, scores;
+
+  constexpr explicit PairTangentsMemory(const Sizes& s)
+      : query{0, padded_tile_bytes(s.rows, s.head, s.element_bytes), 1},
+        query_tangent(query.then(query.piece)),
+        grad_out(query_tangent.then(padded_tile_bytes(s.rows, s.value, s.element_bytes))),
+        grad_out_tangent(grad_out.then(grad_out.piece, s.grad_out_tangent ? 1 : 0)),
+        key(grad_out_tangent.then(padded_tile_bytes(s.cols, s.head, s.element_bytes))),
+        key_tangent(key.then(key.piece)),
+        value(key_tangent.then(padded_tile_bytes(s.cols, s.value, s.element_bytes))),
+        value_tangent(value.then(value.piece)),
+        scores(value_tangent.then(padded_tile_bytes(s.rows, s.cols, s.element_bytes))) {}
+  constexpr int bytes() const { return scores.end(); }
+};
+
 struct GradBuffersMemory {
   struct Sizes {
     int rows, cols, head, value, element_bytes, kept;

@@ -55,6 +55,10 @@ std::string render_config(const KernelFacts& f) {
     config.choice("kKeyTangent", f.tangents_of.key);
     config.choice("kValueTangent", f.tangents_of.value);
   }
+  if (f.kernel == FlexKernel::kPairTangents) {
+    config.type("Curvature", f.has_derivative ? "::Curvature" : "fusegrad::device::NoDerivative");
+    config.choice("kGradOutTangent", f.grad_out_tangent);
+  }
   if (f.backward()) {
     config.type("Derivative", f.has_derivative ? "::Derivative" : "fusegrad::device::NoDerivative");
     config.list("int", "kWantsGrad", f.wants_grad, [](bool wants) { return numeral(wants ? 1 : 0); });
@@ -122,6 +126,8 @@ Names names_of(const KernelFacts& f) {
     case FlexKernel::kTangents:
       return f.hopper() ? Names{"flex_tangents_hopper", "cuda/attention/hopper/tangents.cuh", "FlexTangentsHopper"}
                         : Names{"flex_tangents", "cuda/attention/portable/tangents.cuh", "FlexTangents"};
+    case FlexKernel::kPairTangents:
+      return {"flex_pair_tangents", "cuda/attention/portable/pair_tangents.cuh", "FlexPairTangents"};
     case FlexKernel::kBackward:
       break;
   }

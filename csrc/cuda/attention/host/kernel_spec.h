@@ -19,8 +19,9 @@ namespace fusegrad::cuda {
 /// the forward of few queries, as portable.
 enum class FlexFamily : uint8_t { kPortable, kHopper, kFew };
 /// kGradBuffers: the gradients of captured buffers alone, of which every batch has the same part. kTangents: forward
-/// mode, the results and their tangents.
-enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery, kGradBuffers, kTangents };
+/// mode, the results and their tangents. kPairTangents: second derivatives, what pairs give to the tangents of the
+/// gradients of query, key and value.
+enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery, kGradBuffers, kTangents, kPairTangents };
 
 /// A score_mod or mask_mod; without a text there is none.
 struct FlexMod {
@@ -87,9 +88,10 @@ struct KernelFacts {
   std::string schemes;           ///< the class of each contribution, 'A' to 'G'
   std::vector<int> tables;       ///< elements of a buffer of class F, else 0
   FlexMod score_mod, mask_mod;
-  FlexTangentsOf tangents_of;  ///< tangents
-  bool small_lengths = true;   ///< B, H, M and N are at most kSmallLength
-  int resident = 1;            ///< of few queries: CTAs of a multiprocessor
+  FlexTangentsOf tangents_of;     ///< tangents
+  bool grad_out_tangent = false;  ///< pair_tangents
+  bool small_lengths = true;      ///< B, H, M and N are at most kSmallLength
+  int resident = 1;               ///< of few queries: CTAs of a multiprocessor
   int shared_bytes = 0;
 
   bool hopper() const { return tile.family == FlexFamily::kHopper; }

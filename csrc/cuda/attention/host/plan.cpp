@@ -195,6 +195,14 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       return device::GradQueryMemory(
                  {.rows = t.rows, .cols = t.cols, .head = head, .value = value, .element_bytes = element})
           .bytes();
+    case FlexKernel::kPairTangents:
+      return device::PairTangentsMemory({.rows = t.rows,
+                                         .cols = t.cols,
+                                         .head = head,
+                                         .value = value,
+                                         .element_bytes = element,
+                                         .grad_out_tangent = c.grad_out_tangent})
+          .bytes();
     case FlexKernel::kGradBuffers:
       return device::GradBuffersMemory({.rows = t.rows,
                                         .cols = t.cols,
@@ -390,6 +398,13 @@ std::vector<FlexTileSize> tangents(const FlexCase& c, const std::string& archite
   return {{64, 32, 4}, {32, 32, 2}};
 }
 
+// Four tiles of scores are in registers.
+std::vector<FlexTileSize> pair_tangents(const FlexCase& c) {
+  if (c.dtype == DType::kFloat32) return {{64, 16, 4}, {32, 16, 2}, {16, 16, 1}};
+  if (std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}, {16, 16, 1}};
+  return {{128, 64, 8}, {64, 32, 4}, {32, 32, 2}, {16, 16, 1}};
+}
+
 // Each of the portable tiles with boxes first, where the score_mod has reads for them.
 std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize> tiles) {
   if (c.kernel == FlexKernel::kGradQuery || !has_boxes(c.score_mod)) return tiles;
@@ -424,6 +439,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
   if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
   if (c.kernel == FlexKernel::kGradBuffers) return {kGradBuffersTile};
   if (c.kernel == FlexKernel::kTangents) return tangents(c, architecture);
+  if (c.kernel == FlexKernel::kPairTangents) return pair_tangents(c);
   if (takes_hopper(c, architecture) && !boxes_pay(c)) {
     switch (c.kernel) {
       case FlexKernel::kForward:
@@ -434,6 +450,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
         return hopper_backward(c);
       case FlexKernel::kGradBuffers:
       case FlexKernel::kTangents:
+      case FlexKernel::kPairTangents:
         break;
     }
   }
@@ -460,6 +477,7 @@ std::vector<FlexTileSize> portable(const FlexCase& c) {
       return portable_backward(c, head);
     case FlexKernel::kGradBuffers:
     case FlexKernel::kTangents:
+    case FlexKernel::kPairTangents:
       break;
   }
   return {};
@@ -555,6 +573,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.fixed_point = c.fixed_point;
     f.partial_sums = c.partial_sums;
     f.has_derivative = has_derivative(c);
+    f.grad_out_tangent = c.grad_out_tangent;
     f.wants_grad = c.wants_grad;
   }
   f.score_mod = c.score_mod;

@@ -31,7 +31,8 @@ struct FlexCase {
   // forward
   bool max_scores = false, out_low = false;
   int few_rows = 0;  ///< rows of a tile whose rows are queries of several heads (few_queries.h); 0: the usual tile
-  FlexTangentsOf tangents_of;  ///< tangents
+  FlexTangentsOf tangents_of;     ///< tangents
+  bool grad_out_tangent = false;  ///< pair_tangents
   // backward
   std::vector<bool> wants_grad;             ///< of each buffer of the score_mod
   std::vector<int64_t> elements;            ///< of each of them

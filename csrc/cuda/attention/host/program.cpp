@@ -81,6 +81,8 @@ std::string mods(const KernelFacts& f) {
   if (!f.mask_mod.text.empty()) render(f.mask_mod, *score_mod::cached_graph(f.mask_mod.text), "MaskMod");
   if (f.has_derivative)
     render(f.score_mod, *score_mod::cached_derivative(f.score_mod.text, f.wants_grad), "Derivative");
+  if (f.kernel == FlexKernel::kPairTangents && f.has_derivative)
+    render(f.score_mod, *score_mod::cached_curvature(f.score_mod.text), "Curvature");
   if (f.kernel == FlexKernel::kTangents && score != nullptr) {
     // Behind the score_mod's buffers come their tangents, of the same dtypes.
     FlexMod tangent = f.score_mod;
@@ -100,7 +102,10 @@ std::string entry(const KernelSpec& spec) {
   const bool sums = backward || f.kernel == FlexKernel::kGradBuffers;
   const std::string kernel = "fusegrad::device::" + std::string(spec.type()) + "<Config>";
   const bool tangents = f.kernel == FlexKernel::kTangents;
-  const std::string arguments = f.kernel == FlexKernel::kForward ? "Forward" : tangents ? "Tangents" : "Backward";
+  const std::string arguments = f.kernel == FlexKernel::kForward        ? "Forward"
+                                : f.kernel == FlexKernel::kPairTangents ? "PairTangents"
+                                : tangents                              ? "Tangents"
+                                                                        : "Backward";
   std::string text = "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(f.shared_bytes) + ");\n";
   if (sums) text += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
   text += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(f.threads()) +

@@ -21,6 +21,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
 /// As cpu::flex_attention_jvp.
 FlexTangentTuple flex_attention_jvp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                     const FlexInputTangents& tangents, const FlexScores& scores, int64_t aux);
+/// There are pairs, and no dropout.
+void flex_attention_pair_tangents(const FlexPairTangentsCall& call, const FlexScores& scores,
+                                  const FlexPairTangentsResults& results);
 /// As cpu::flex_attention_dropout_mask.
 void flex_attention_dropout_mask(const at::Tensor& seed, double p, int64_t first_query, const at::Tensor& mask);
 
