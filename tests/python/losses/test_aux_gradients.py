@@ -112,6 +112,34 @@ def test_linear_cross_entropy(device: str, dtype: torch.dtype, options: dict[str
     )
 
 
+@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+def test_logits_that_lie_in_the_gradient_of_the_weight(device: str, dtype: torch.dtype) -> None:
+    """On a GPU the first blocks of logits that are computed again do, where the vocabulary is long enough."""
+    rows, hidden, vocab = 24, 64, 8001
+    inputs = [torch.randn(s, device=device, dtype=torch.float64).to(dtype) for s in ((rows, hidden), (vocab, hidden))]
+    target = torch.randint(0, vocab, (rows,), device=device)
+    options = {"logit_scale": 0.2, "reduction": "none"}
+    compare(
+        lambda x, w: fusegrad.linear_cross_entropy(x, w, target, workspace_mib=0, return_aux=AUX, **options),
+        lambda x, w: reference.linear_cross_entropy(x, w, target, **options),
+        inputs,
+        rows,
+        ("rrrr", "--r-"),
+    )
+
+    def means(dtype_of: torch.dtype, loss: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.detach().to(dtype_of).requires_grad_() for t in inputs]
+        return list(torch.autograd.grad(loss(*leaves), leaves))
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return reference.linear_cross_entropy(x, w, target, logit_scale=0.2)[0]
+
+    # The gradients are made in the forward.
+    ours = means(dtype, lambda x, w: fusegrad.linear_cross_entropy(x, w, target, workspace_mib=0, logit_scale=0.2))
+    for found, eager, truth in zip(ours, means(dtype, plain), means(torch.float64, plain), strict=True):
+        assert_as_good_as_eager(found, eager, truth, "a gradient of the mean")
+
+
 def test_peaked_rows_gradient_of_entropy() -> None:
     """Relative to each row's own gradient, not to the largest of all rows."""
     vocab = 5000
