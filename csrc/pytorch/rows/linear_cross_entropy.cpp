@@ -46,9 +46,8 @@ LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Upstre
   const bool use_gradient = needs_grad[1] && !into.defined() && !sizes.cpu &&
                             weight_options.dtype() == x.options().dtype() && weight_options.layout() == at::kStrided;
   // Logits that were kept are one block, whether or not they may be written over: the bits must be the same.
-  const auto blocks = kept.logits.defined()
-                          ? std::vector<ColumnBlock>(vocab == 0 ? 0 : 1, ColumnBlock{0, vocab, false})
-                          : column_blocks(sizes, budget, use_gradient);
+  const auto blocks = kept.logits.defined() ? std::vector<ColumnBlock>(vocab == 0 ? 0 : 1, ColumnBlock{0, vocab, false})
+                                            : column_blocks(sizes, budget, use_gradient);
   LinearGradients gradients;
   Sum input_sum;
   if (needs_grad[0]) {
@@ -160,9 +159,9 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   auto gradients = chunks.finish();
   if (!over_rows && any_gradient) {
     job.resume(out.lse, out.stats, out.scales);
-    gradients =
-        gradients_by_columns(job, head, {.loss = job.unit_gradient()}, input, budget_bytes(linear.workspace_mib),
-                             linear_weight.options(), linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
+    gradients = gradients_by_columns(
+        job, head, {.loss = job.unit_gradient()}, input, budget_bytes(linear.workspace_mib), linear_weight.options(),
+        linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
     if (inplace && needs_grad[0]) {
       begin_overwriting("the input");
       input.copy_(gradients.input);
@@ -200,10 +199,9 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
     return to_tuple(gradients_by_tiles(job, head, Upstream::of(call), call, plan, tile, kept, into), input,
                     linear_weight, linear_bias);
   }
-  const auto gradients =
-      gradients_by_columns(job, head, Upstream::of(call), input, budget_bytes(call.linear.workspace_mib),
-                           linear_weight.options(), linear_bias ? linear_bias->options() : at::TensorOptions(),
-                           input.options(), call.needs_grad, kept, into);
+  const auto gradients = gradients_by_columns(
+      job, head, Upstream::of(call), input, budget_bytes(call.linear.workspace_mib), linear_weight.options(),
+      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), call.needs_grad, kept, into);
   return to_tuple(gradients, input, linear_weight, linear_bias);
 }
 
