@@ -322,8 +322,8 @@ class Rows:
         return z if inplace else done
 
     def gradient_of_scale(self, upstream: Upstream, row_scale: Tensor) -> Tensor:
-        """[N], the gradient of a factor s of each row's logits. With z = s x, by the chain rule over z: s d loss = slope,
-        s d lse = mean of z, s d log p[y] = log p[y] + H, s d H = -variance of z."""
+        """[N], the gradient of a factor s of each row's logits. With z = s x, by the chain rule over z: s d loss =
+        slope, s d lse = mean of z, s d log p[y] = log p[y] + H, s d H = -variance of z."""
         assert self.mean is not None and self.variance is not None and self.slope is not None
         total = torch.zeros_like(self.lse)
         if upstream.loss is not None:
