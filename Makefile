@@ -58,6 +58,12 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip $(PIP_INSTALL) torch==$(TORCH) -r $(VENV)/requirements-$*.txt
 	touch $@
 
+# Whose own requirements cannot be had beside the tests'.
+$(VENV)/.installed-test-alone: pyproject.toml $(VENV)/.made
+	$(BIN)/python tools/requirements.py test-alone > $(VENV)/requirements-test-alone.txt
+	$(BIN)/python -m pip $(PIP_INSTALL) --no-deps -r $(VENV)/requirements-test-alone.txt
+	touch $@
+
 .venv-lint/.installed: pyproject.toml .venv-lint/.made
 	.venv-lint/bin/python tools/requirements.py lint > .venv-lint/requirements.txt
 	.venv-lint/bin/python -m pip $(PIP_INSTALL) -r .venv-lint/requirements.txt
@@ -93,7 +99,7 @@ $(BUILD)/build.ninja: $(BUILD)/options $(VENV)/.installed-build $(JAX)
 
 test: test-python test-cpp test-example
 
-test-python: build $(VENV)/.installed-test
+test-python: build $(VENV)/.installed-test $(VENV)/.installed-test-alone
 	$(BIN)/python -m pytest tests/python -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-cpp: build

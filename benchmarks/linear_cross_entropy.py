@@ -51,6 +51,13 @@ TARGETS = {
         Target("lean", 1.15, 1412),
     ),
     (16384, 4096, 32000): (Target("float32", 1.02, 1200), Target("lean", 1.03, 504)),
+    (16384, 5120, 151936): (Target("lean", 1.03, 4018), Target("lean", 1.06, 2237)),
+}
+# Liger's modes by the memory that they take beside the gradients: as much as the chunks of our lean mode.
+LIGER_EQUALS = {
+    (8192, 4096, 128256): {2068: 16, 1317: 4},
+    (8192, 2304, 256000): {2162: 16, 1412: 4},
+    (16384, 5120, 151936): {4018: 16, 2237: 4},
 }
 # The default may never take more memory than what a user has without us.
 DEFAULT_GOAL = Goal("default: no more memory than compile", ("fusegrad",), than="compile", max_memory_share=1)
@@ -149,13 +156,18 @@ def _bounded_name(target: Target) -> str:
     return f"fusegrad{mode} <={target.mib} MiB"
 
 
-def _goals(targets: tuple[Target, ...]) -> tuple[Goal, ...]:
+def _goals(sizes: tuple[int, int, int], targets: tuple[Target, ...]) -> tuple[Goal, ...]:
     goals = []
     for target in targets:
         name = _bounded_name(target)
         subjects = ("fusegrad", name) if target.mode == "float32" else (name,)
         text = f"{target.mode} <= {target.ratio} x floor at <= {target.mib} MiB"
         goals.append(Goal(text, subjects, max_floor_ratio=target.ratio, max_mib=target.mib))
+        constant = LIGER_EQUALS.get(sizes, {}).get(target.mib)
+        if target.mode == "lean" and constant is not None:
+            peer = f"liger chunk_mem={constant}"
+            # A few numbers for each row are 0.1 MiB.
+            goals.append(Goal(f"ahead of {peer}", (name,), than=peer, min_speedup=1, max_memory_share=1.001))
     return (*goals, DEFAULT_GOAL)
 
 
@@ -164,7 +176,7 @@ def plans(device: str, quick: bool) -> list[Plan]:
         sizes = (("N", 2048), ("H", 512), ("V", 32000))
         return [Plan(Case(OP, sizes, dtype, device), (CPU_GOAL,)) for dtype in ("float32", "bfloat16")]
     large = [
-        Plan(Case(OP, (("N", n), ("H", h), ("V", v)), "bfloat16", device), _goals(targets))
+        Plan(Case(OP, (("N", n), ("H", h), ("V", v)), "bfloat16", device), _goals((n, h, v), targets))
         for (n, h, v), targets in TARGETS.items()
     ]
     small = [

@@ -6,6 +6,9 @@ What is timed is `log_prob + entropy / 2` of each row, with an upstream gradient
 products alone (logits, gradient of the input, gradient of the weight), back to back on the op's own data. Memory is
 above the inputs and counts both gradients.
 
+verl's package cannot be imported beside a current transformers, nor without Ray. Its kernel and its head can, from a
+copy of the package whose `verl/__init__.py` and `verl/utils/__init__.py` are empty files.
+
     python benchmarks/token_log_prob.py [--quick] [--output benchmarks/results]
 """
 
@@ -36,7 +39,7 @@ CPU_SIZES = (1024, 512, 32000)
 KEPT_RATIO, KEPT_MIB = 1.10, 2560  # beside the gradients, as below
 LEAN_RATIO, LEAN_MIB = 1.40, 265
 SUPPORTS = {False: (64, 256, 1024), True: (256,)}
-PEERS = ("compile", "trl", "trl chunked", "liger scaled", "verl")
+PEERS = ("compile", "trl", "trl chunked", "liger scaled", "verl", "verl chunked")
 SEQUENCES = 8  # of GRPO's loss
 
 
@@ -83,6 +86,7 @@ def implementations(case: Case, options: Options) -> list[Implementation | Unava
         *peers.cuda_only(case, "liger scaled", "liger_kernel.ops", _liger),
         *peers.cuda_only(case, "liger grpo", "liger_kernel.chunked_loss", _liger_grpo),
         *peers.cuda_only(case, "verl", "verl.utils.kernel.linear_cross_entropy", _verl),
+        *peers.optional("verl chunked", "verl.utils.experimental.torch_functional", _verl_chunked),
         *peers.optional("fusegrad", "fusegrad", lambda fusegrad: ours(fusegrad, case, options.quick)),
     ]
 
@@ -151,6 +155,16 @@ def _verl(module: Any) -> list[Implementation]:
         return objective(*module.linear_cross_entropy(hidden, weight, target, 1.0, "none"))
 
     return [_rows("verl", loss)]
+
+
+def _verl_chunked(module: Any) -> list[Implementation]:
+    """Its head without a kernel: 512 rows at a time, in both passes."""
+    fused = module.FusedLinearForPPO(impl_backend="torch")
+
+    def loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return objective(*fused(hidden, weight, target, 1.0))
+
+    return [_rows("verl chunked", loss)]
 
 
 def ours(fusegrad: Any, case: Case, quick: bool) -> list[Implementation]:

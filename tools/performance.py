@@ -285,6 +285,15 @@ def log_probs(document: Document) -> str:
     return table(["", "", "ms", "times the products", "MiB"], rows)
 
 
+def absent(document: Document) -> str:
+    """The peers that a run did not have, or that failed in it."""
+    names: dict[str, None] = {}
+    for case in document["cases"]:
+        names |= dict.fromkeys(case.get("not_run", {}))
+        names |= dict.fromkeys(one["name"] for one in case["results"] if one.get("ms") is None)
+    return f"Not in this run: {', '.join(names)}." if names else "All peers ran."
+
+
 def cpu(ones: dict[str, Document]) -> str:
     rows = []
     for case in ones["flex_attention"]["cases"][:1]:
@@ -356,7 +365,7 @@ teacher of the 64 largest log-probabilities; divergences have β 0.5 where nothi
 {linear_cross_entropy}
 
 Log-probabilities of tokens and their entropies, both with gradients; "grpo" is the whole loss
-([guide](post_training.md)). TRL, verl and Liger's CuTe backend were not in this run.
+([guide](post_training.md)). {absent_log_probs}
 
 {log_probs}
 
@@ -437,6 +446,7 @@ def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
         attention=attention(gpu["flex_attention"]),
         score_mods=score_mods(gpu["flex_attention"]),
         log_probs=log_probs(gpu["token_log_prob"]),
+        absent_log_probs=absent(gpu["token_log_prob"]),
         learned_biases=learned_biases(gpu["learned_biases"]),
         models=models(gpu["biased_models"]),
         tangents=tangents(gpu["transforms"]),

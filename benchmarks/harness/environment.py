@@ -20,6 +20,8 @@ PACKAGES = (
     "quack-kernels",
     "nvidia-cutlass-dsl",
     "transformers",
+    "trl",
+    "verl",
     "jvp-flash-attention",
 )
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <vector>
 
 namespace fusegrad {
 
@@ -71,6 +72,39 @@ inline int64_t plan_columns(const LinearSizes& s, std::optional<int64_t> budget)
     block = balanced_chunk(columns, block - kUnit, kUnit);
   }
   return std::min(s.vocab, block);
+}
+
+/// Columns of all rows whose logits are computed again, and where they lie meanwhile.
+struct ColumnBlock {
+  int64_t first = 0;
+  int64_t count = 0;
+  bool in_gradient = false;  // in the last part of the weight's gradient; else in memory of their own
+};
+
+constexpr int64_t kGradientRoomAlign = 64;  // elements: where logits begin in the weight's gradient
+
+/// All columns, in order. Each block completes as many rows of the weight's gradient, and the rows behind them are not
+/// written yet: with `use_gradient` (the gradient is a new tensor [V, H] of the logits' dtype) wide blocks lie there
+/// first, for as long as they are wider than those that the budget holds. Products of a few wide blocks are faster, and
+/// the input's gradient is read and written as often as there are blocks.
+inline std::vector<ColumnBlock> column_blocks(const LinearSizes& s, std::optional<int64_t> budget, bool use_gradient) {
+  constexpr int64_t kUnit = 128, kSlowBytes = 4096;
+  std::vector<ColumnBlock> blocks;
+  auto left = s;
+  const auto add = [&](int64_t count, bool in_gradient) {
+    blocks.push_back({s.vocab - left.vocab, count, in_gradient});
+    left.vocab -= count;
+  };
+  while (use_gradient && s.rows > 0 && left.vocab > 0) {
+    // rows * count + align <= (left - count) * hidden
+    int64_t count = (left.vocab * s.hidden - kGradientRoomAlign) / (s.rows + s.hidden) / kUnit * kUnit;
+    if (count * s.element_size % kSlowBytes == 0) count -= kUnit;
+    if (count <= plan_columns(left, budget)) break;
+    add(count, true);
+  }
+  const int64_t columns = plan_columns(left, budget);
+  while (left.vocab > 0) add(std::min(columns, left.vocab), false);
+  return blocks;
 }
 
 /// The plan of a forward that computes the gradients too.

@@ -348,7 +348,7 @@ def linear_cross_entropy(
             :func:`cross_entropy`.
         logit_scale: a factor of the logits, before the softcap: a number, a 0-d tensor, or a tensor of one a row in the
             shape of a class-index target (a temperature t of each row is ``1 / t``). A tensor gets a gradient where it
-            requires one; it must not be 0 there, nor, without a support, come with a softcap or ``vocab_parallel``.
+            requires one; it must not be 0 there, nor, without a support, come with a softcap.
         support: as in :func:`cross_entropy`, ``[..., K]``. The logits at these columns are kept, whatever the budget.
         inplace: permission to overwrite ``input`` with its gradient, under the checks of :func:`cross_entropy`.
         accumulate_dtype: dtype in which the weight's gradient adds up over chunks: float32 (the default), or the

@@ -176,6 +176,33 @@ TEST(LinearPlan, MonotoneInTheBudget) {
   });
 }
 
+TEST(LinearPlan, BlocksOfColumnsCoverAllAndFitWhereTheyLie) {
+  for_each_size([](const LinearSizes& s) {
+    for (const auto& budget : {Budget(std::nullopt), Budget(0), Budget(16 * kMiB), Budget(265 * kMiB)}) {
+      for (const bool use_gradient : {false, true}) {
+        int64_t done = 0;
+        bool own = !use_gradient;
+        const int64_t widest = plan_columns(s, budget);
+        for (const auto& block : column_blocks(s, budget, use_gradient)) {
+          ASSERT_EQ(block.first, done);
+          ASSERT_GT(block.count, 0);
+          done += block.count;
+          if (block.in_gradient) {
+            EXPECT_FALSE(own) << "memory of its own is for the last blocks";
+            const int64_t stride = logits_row_elements(block.count, s.element_size);
+            EXPECT_LE(s.rows * stride + kGradientRoomAlign, (s.vocab - done) * s.hidden);
+            EXPECT_GT(2 * block.count, std::min(widest, s.vocab - block.first));
+          } else {
+            own = true;
+            if (budget && block.count > 1024) EXPECT_LE(column_pass_bytes(s, block.count), *budget);
+          }
+        }
+        EXPECT_EQ(done, s.vocab);
+      }
+    }
+  });
+}
+
 TEST(LinearPlan, BudgetsInBytes) {
   EXPECT_EQ(budget_bytes(std::nullopt), std::nullopt);
   EXPECT_EQ(budget_bytes(3), 3 * kMiB);
@@ -193,6 +220,8 @@ TEST(LinearPlan, TheBenchmarkedSizes) {
   const LinearSizes gemma{8192, 2304, 256000, 2, false, true, true};
   EXPECT_TRUE(plan_linear(gemma, std::nullopt).accumulator);
   EXPECT_EQ(plan_linear(llama, 100 * kMiB).columns, 1024);
+  EXPECT_EQ(column_blocks(llama, 265 * kMiB, false).size(), 15);
+  EXPECT_LE(column_blocks(llama, 265 * kMiB, true).size(), 7);
 
   LinearSizes distilled{8192, 2048, 128256, 2, false, true, true, 2, false};
   const auto plan = plan_linear(distilled, std::nullopt);

@@ -18,27 +18,49 @@ struct Kept {
   bool overwrite = false;
 };
 
+// Room for logits [rows, columns] at the end of a gradient of their dtype.
+Tensor last_part(const Tensor& gradient, int64_t rows, int64_t columns) {
+  const int64_t stride = logits_row_elements(columns, static_cast<int64_t>(gradient.element_size()));
+  const int64_t first = (gradient.numel() - rows * stride) / kGradientRoomAlign * kGradientRoomAlign;
+  return gradient.as_strided({rows, columns}, {stride, 1}, gradient.storage_offset() + first);
+}
+
 // Gradients from saved statistics: the logits a block of columns at a time, so that each block of the weight's
 // gradient is complete, in one product, and only the input's needs an accumulator. Logits that were not kept are
-// computed again. The weight's gradient is added to `into` where that is defined.
+// computed again, in as much memory as `budget` (bytes) allows. The weight's gradient is added to `into` where that is
+// defined.
 LinearGradients gradients_by_columns(RowJob& job, const Head& head, const Upstream& upstream, const Tensor& input,
-                                     int64_t columns, const at::TensorOptions& weight_options,
+                                     std::optional<int64_t> budget, const at::TensorOptions& weight_options,
                                      const at::TensorOptions& bias_options, const at::TensorOptions& input_options,
                                      std::array<bool, 3> needs_grad, const Kept& kept = {}, const Tensor& into = {}) {
   const auto x = input.to(head.weight.scalar_type());
   const int64_t rows = x.size(0), hidden = x.size(1), vocab = head.weight.size(0);
   const auto acc = acc_type(x.scalar_type());
+  LinearSizes sizes;
+  sizes.rows = rows;
+  sizes.hidden = hidden;
+  sizes.vocab = vocab;
+  sizes.element_size = static_cast<int64_t>(x.element_size());
+  sizes.cpu = x.is_cpu();
+  // On the CPU a block should stay near the caches.
+  const bool use_gradient = needs_grad[1] && !into.defined() && !sizes.cpu &&
+                            weight_options.dtype() == x.options().dtype() && weight_options.layout() == at::kStrided;
+  // Logits that were kept are one block, whether or not they may be written over: the bits must be the same.
+  const auto blocks = kept.logits.defined() ? std::vector<ColumnBlock>(vocab == 0 ? 0 : 1, ColumnBlock{0, vocab, false})
+                                            : column_blocks(sizes, budget, use_gradient);
   LinearGradients gradients;
   Sum input_sum;
-  if (needs_grad[0]) input_sum.allocate({rows, hidden}, input_options, columns >= vocab ? x.scalar_type() : acc, rows);
+  if (needs_grad[0]) {
+    input_sum.allocate({rows, hidden}, input_options, blocks.size() <= 1 ? x.scalar_type() : acc, rows);
+  }
   if (needs_grad[1] && !into.defined()) gradients.weight = empty_result({vocab, hidden}, weight_options);
   if (needs_grad[2]) gradients.bias = at::empty({vocab}, bias_options);
   {
-    const auto buffer = kept.overwrite ? kept.logits : logits_buffer(rows, std::min(columns, vocab), x.options());
+    auto buffer = kept.overwrite ? kept.logits : Tensor();
     if (kept.overwrite) begin_overwriting("the logits that the forward kept");
-    for (int64_t column = 0; column < vocab; column += columns) {
-      const int64_t width = std::min(columns, vocab - column);
-      const auto z = part(buffer, 1, 0, width);
+    for (const auto [column, width, in_gradient] : blocks) {
+      if (!in_gradient && !buffer.defined()) buffer = logits_buffer(rows, width, x.options());
+      const auto z = in_gradient ? last_part(gradients.weight, rows, width) : part(buffer, 1, 0, width);
       if (!kept.logits.defined()) head.logits(z, x, column);
       job.gradient(upstream, kept.logits.defined() ? part(kept.logits, 1, column, width) : z, column, z);
       if (needs_grad[0]) input_sum.add_product(z, part(head.weight, 0, column, width));
@@ -137,9 +159,9 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   auto gradients = chunks.finish();
   if (!over_rows && any_gradient) {
     job.resume(out.lse, out.stats, out.scales);
-    gradients =
-        gradients_by_columns(job, head, {.loss = job.unit_gradient()}, input, plan.columns, linear_weight.options(),
-                             linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
+    gradients = gradients_by_columns(
+        job, head, {.loss = job.unit_gradient()}, input, budget_bytes(linear.workspace_mib), linear_weight.options(),
+        linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), needs_grad);
     if (inplace && needs_grad[0]) {
       begin_overwriting("the input");
       input.copy_(gradients.input);
@@ -161,16 +183,15 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
              linear_weight.size(0), dtype);
   job.set_row_scale(call.row_scale);
   job.resume(call.lse, call.stats, call.scales);
-  LinearSizes sizes;
-  sizes.rows = input.size(0);
-  sizes.hidden = input.size(1);
-  sizes.vocab = linear_weight.size(0);
-  sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
-  sizes.cpu = input.is_cpu();
-  // Logits that were kept are one block, whether or not they may be written over: the bits must be the same.
-  const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, sizes.vocab), inplace} : Kept();
+  const auto kept = call.logits ? Kept{part(*call.logits, 1, 0, linear_weight.size(0)), inplace} : Kept();
   const Head head(linear_weight, linear_bias, dtype);
   if (const int64_t tile = tile_rows(call.options.aux, input.device()); tile != 0) {
+    LinearSizes sizes;
+    sizes.rows = input.size(0);
+    sizes.hidden = input.size(1);
+    sizes.vocab = linear_weight.size(0);
+    sizes.element_size = static_cast<int64_t>(at::elementSize(dtype));
+    sizes.cpu = input.is_cpu();
     sizes.weight_grad = call.needs_grad[1];
     sizes.low_precision_result = !into.defined() && linear_weight.scalar_type() != acc_type(dtype);
     sizes.by_columns = false;
@@ -178,11 +199,9 @@ LinearGradientTuple linear_cross_entropy_gradients(const LinearCrossEntropyBackw
     return to_tuple(gradients_by_tiles(job, head, Upstream::of(call), call, plan, tile, kept, into), input,
                     linear_weight, linear_bias);
   }
-  const auto columns =
-      call.logits ? std::max<int64_t>(sizes.vocab, 1) : plan_columns(sizes, budget_bytes(call.linear.workspace_mib));
-  const auto gradients = gradients_by_columns(job, head, Upstream::of(call), input, columns, linear_weight.options(),
-                                              linear_bias ? linear_bias->options() : at::TensorOptions(),
-                                              input.options(), call.needs_grad, kept, into);
+  const auto gradients = gradients_by_columns(
+      job, head, Upstream::of(call), input, budget_bytes(call.linear.workspace_mib), linear_weight.options(),
+      linear_bias ? linear_bias->options() : at::TensorOptions(), input.options(), call.needs_grad, kept, into);
   return to_tuple(gradients, input, linear_weight, linear_bias);
 }
 

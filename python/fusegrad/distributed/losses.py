@@ -60,11 +60,10 @@ class LinearOptions:
         logit_scale: float,
         accumulate_dtype: Any,
         mib: Any,
-        row_scale: Tensor | None = None,
         grad_weight_into: Tensor | None = None,
     ) -> None:
         self.grad_weight_into = grad_weight_into
-        self.shards, self.logit_scale, self.mib, self.row_scale = shards, logit_scale, mib, row_scale
+        self.shards, self.logit_scale, self.mib = shards, logit_scale, mib
         self.dtype = product_type(input)
         accumulate = accumulate_dtype or acc_of(self.dtype)
         self.lean = accumulate == self.dtype
@@ -108,6 +107,7 @@ def run_linear(
     statistics: bool,
     upstream: Upstream | None = None,
     inplace: bool = False,
+    row_scale: Tensor | None = None,
 ) -> list[Tensor | None]:
     """All chunks: the statistics of their logits where they are not known, then the gradients that are wanted."""
     count, accumulator = linear.plan(input, needs_grad[1], 1)
@@ -117,13 +117,13 @@ def run_linear(
     for part in chunks(input.shape[0], count):
         x = input[part].to(linear.dtype)
         z = head.logits(x)
-        if linear.row_scale is not None:
-            z.mul_(linear.row_scale[part].unsqueeze(1))
+        if row_scale is not None:
+            z.mul_(row_scale[part].unsqueeze(1))
         if statistics:
             rows.combine(linear.shards.gather(rows.statistics(z, part)), part)
         if any(needs_grad):
             assert upstream is not None
-            rows.gradient(z, part, upstream, linear.logit_scale, row_scale=linear.row_scale)
+            rows.gradient(z, part, upstream, linear.logit_scale, row_scale=row_scale)
             gradients.add(x, z, part)
     return gradients.finish()
 
@@ -139,18 +139,21 @@ class LinearCrossEntropy(torch.autograd.Function):
         linear: LinearOptions,
         needs_grad: tuple[bool, bool, bool],
         inplace: bool,
+        row_scale: Tensor | None,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        made = run_linear(rows, linear, input, weight, bias, needs_grad, True, Upstream(rows.unit()), inplace)
+        made = run_linear(
+            rows, linear, input, weight, bias, needs_grad, True, Upstream(rows.unit()), inplace, row_scale
+        )
         save_linear(ctx, "linear_cross_entropy", rows.factor, inplace, (input, weight, bias), made)
         return rows.reduced()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, None, None, *scale_kept(ctx, grad_loss))
+        return (None, None, None, None, None, *scale_kept(ctx, grad_loss))
 
 
 class LinearCrossEntropyRecompute(torch.autograd.Function):
@@ -159,26 +162,38 @@ class LinearCrossEntropyRecompute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Rows, linear: LinearOptions, input: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any,
+        rows: Rows,
+        linear: LinearOptions,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        row_scale: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        run_linear(rows, linear, input, weight, bias, (False, False, False), True)
+        factor = None if row_scale is None else row_scale.detach()
+        run_linear(rows, linear, input, weight, bias, (False, False, False), True, row_scale=factor)
         ctx.linear = linear
         ctx.rows, kept = rows.pack()
-        ctx.save_for_backward(input, weight, bias, *kept)
+        ctx.save_for_backward(input, weight, bias, row_scale, *kept)
         return rows.outputs()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         upstream = Upstream(*grads)
-        input, weight, bias, *kept = ctx.saved_tensors
+        input, weight, bias, row_scale, *kept = ctx.saved_tensors
         if all(gradient is None for gradient in upstream):
-            return None, None, None, None, None
-        needs_grad = ctx.needs_input_grad[2:]
+            return None, None, None, None, None, None
+        needs_grad = ctx.needs_input_grad[2:5]
         with torch.no_grad():
             rows = ctx.rows.unpack(kept)
-            made = run_linear(rows, ctx.linear, input, weight, bias, needs_grad, False, upstream)
-        return None, None, *refuse_double_backward("linear_cross_entropy", made, (input, weight, bias))
+            made = [None, None, None]
+            if any(needs_grad):
+                made = run_linear(
+                    rows, ctx.linear, input, weight, bias, needs_grad, False, upstream, row_scale=row_scale
+                )
+            made.append(rows.gradient_of_scale(upstream, row_scale) if ctx.needs_input_grad[5] else None)
+        return None, None, *refuse_double_backward("linear_cross_entropy", made, (input, weight, bias, row_scale))
 
 
 def save_linear(
@@ -342,11 +357,6 @@ def linear_cross_entropy(
         if torch.is_grad_enabled() and not linear_weight.requires_grad:
             raise ValueError(f"{op}: linear_weight must require grad with grad_weight_into, but got one that does not")
     if row_scale is not None:
-        if row_scale.requires_grad and support is None:
-            raise ValueError(
-                f"{op}: logit_scale must not require grad with vocab_parallel, since it gets no gradient there, but "
-                "got a tensor that does: detach it"
-            )
         row_scale = row_scale.to(acc_of(input.dtype)).expand(input.shape[:-1]).reshape(-1)
     cast = autocast_input(input)
     linear = LinearOptions(
@@ -356,11 +366,12 @@ def linear_cross_entropy(
         options["logit_scale"],
         options["accumulate_dtype"],
         options["workspace_mib"],
-        row_scale,
         grad_weight_into,
     )
+    scale_gradient = wanted_gradients(row_scale)[0]
     recompute = (
         options["reduction"] == "none"
+        or scale_gradient
         or bool(options["aux"] & DIFFERENTIABLE)
         or linear.mib == 0
         or grad_weight_into is not None
@@ -376,7 +387,7 @@ def linear_cross_entropy(
     target = target.reshape(row_shape.numel(), shards.size) if target.is_floating_point() else target.reshape(-1)
     if support is not None:
         support = support.long().reshape(-1, support.shape[-1])
-        z = linear_logits(linear, support, matrix, linear_weight, linear_bias)
+        z = linear_logits(linear, support, matrix, linear_weight, linear_bias, row_scale)
         return loss_of(op, z, support, target, shards, row_shape, given, options)
     needs_grad = wanted_gradients(matrix, linear_weight, linear_bias)
     rows = Rows(
@@ -391,10 +402,15 @@ def linear_cross_entropy(
         linear.dtype,
         any(needs_grad) and not recompute,
         matrix,
+        scale_gradient,
     )
     if recompute:
-        out = LinearCrossEntropyRecompute.apply(rows, linear, matrix, linear_weight, linear_bias)
+        out = LinearCrossEntropyRecompute.apply(rows, linear, matrix, linear_weight, linear_bias, row_scale)
     else:
-        out = (LinearCrossEntropy.apply(rows, linear, needs_grad, overwrite, matrix, linear_weight, linear_bias),)
+        out = (
+            LinearCrossEntropy.apply(
+                rows, linear, needs_grad, overwrite, row_scale, matrix, linear_weight, linear_bias
+            ),
+        )
     loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
     return loss, rows.values(loss, out, row_shape)

@@ -14,6 +14,7 @@ from .shards import VocabParallel
 
 _ops = torch.ops.fusegrad
 LSE, Z_LOSS, ACCURACY, PREDICTED, ENTROPY, LOG_PROB = (1 << bit for bit in range(6))  # AuxBit of options.h
+SCALE_GRADIENT = 64  # kScaleGradient of arguments.h: mean, variance and slope are the last three statistics
 
 
 DIFFERENTIABLE = LSE | ENTROPY | LOG_PROB
@@ -49,9 +50,11 @@ class Rows:
         logits_dtype: torch.dtype,
         gradient_stored: bool,
         hidden: Tensor | None = None,
+        scale_gradient: bool = False,
     ) -> None:
         """`target`: [N] indices, or [N, stop - start] probabilities. `gradient_stored`: the forward makes the gradient
-        for an upstream gradient of 1. `hidden`: a linear loss's input."""
+        for an upstream gradient of 1. `hidden`: a linear loss's input. `scale_gradient`: a factor of the logits gets a
+        gradient."""
         self.op = op
         self.shards = shards
         self.names: list[str] = []
@@ -97,6 +100,11 @@ class Rows:
         self.lse = torch.empty_like(self.loss)
         self.lse_low = torch.empty_like(self.loss)
         self.mass = torch.empty_like(self.loss) if self.dense else None
+        self.mean = torch.zeros_like(self.loss) if scale_gradient else None
+        self.variance = torch.zeros_like(self.loss) if scale_gradient else None
+        self.slope = torch.zeros_like(self.loss) if scale_gradient else None
+        self.scale_gradient = scale_gradient
+        self.moments = scale_gradient or bool(self.aux & ENTROPY)
         self.entropy = torch.zeros_like(self.loss) if self.aux & ENTROPY else None
         self.entropy_low = torch.zeros_like(self.loss) if self.aux & ENTROPY else None
         self.log_prob = torch.zeros_like(self.loss) if self.aux & LOG_PROB else None
@@ -131,11 +139,12 @@ class Rows:
 
     def statistics(self, z: Tensor, part: slice) -> Tensor:
         """[k, n] of this part's logits: lse in two numbers; that less the target's logit; with soft targets
-        T = sum a (lse - z) and M = sum a; what aux values need."""
+        T = sum a (lse - z) and M = sum a; entropy and variance of z where they are needed; what aux values need."""
         rows, size = z.shape
         shards = self.shards
         if size == 0:
-            values = self.loss.new_zeros(3 + 2 * self.soft + (self.entropy is not None) + 2 * self.predict, rows)
+            count = 3 + 2 * self.soft + self.moments + self.scale_gradient + 2 * self.predict
+            values = self.loss.new_zeros(count, rows)
             values[0] = -torch.inf
             if self.predict:
                 values[-2] = -torch.inf
@@ -145,12 +154,17 @@ class Rows:
         weight = self.part_weight
         # Smoothing alone, for indices: its loss is the mean of w (lse - z), the target's part is token_log_prob.
         smoothing = 0.0 if not self.soft else share / k if self.probabilities else 1.0
-        aux = (self.aux & LSE) | (PREDICTED if self.predict else 0) | (self.aux & ENTROPY)
+        aux = (self.aux & LSE) | (PREDICTED if self.predict else 0) | (ENTROPY if self.moments else 0)
+        # Ignored rows have a lse, whose gradient by a factor is their mean.
+        aux |= SCALE_GRADIENT | LSE if self.scale_gradient else 0
         if self.soft and not self.probabilities:
             aux |= LOG_PROB
         loss, lse, stats, predicted, _ = _ops.cross_entropy_forward(
             z, self.local[part], weight, None, None, -1, 0, smoothing, 0.0, self.softcap, aux
         )
+        mean = variance = None
+        if self.scale_gradient:
+            mean, variance, stats = stats[-3], stats[-2], stats[:-3]
         low = stats[0]
         values = [lse, low]
         if not self.soft:
@@ -161,8 +175,13 @@ class Rows:
             each = self.smoothing * size / shards.vocab
             mass = each * stats[1] if self.dense else torch.full_like(loss, each)
             values += [-stats[-1], each * loss, mass]
-        if self.entropy is not None:
-            values.append(stats[-3] if aux & LOG_PROB else stats[-2])
+        if self.moments:
+            entropy = stats[-3] if aux & LOG_PROB else stats[-2]
+            if mean is not None and not self.probabilities:  # of ignored rows the kernel says 0
+                entropy = torch.where(self.local[part] < 0, lse - mean, entropy)
+            values.append(entropy)
+        if variance is not None:
+            values.append(variance)
         if self.predict:
             best = z.gather(1, predicted.clamp(min=0).unsqueeze(1)).squeeze(1).to(self.acc)
             values += [best, predicted.to(self.acc)]
@@ -172,8 +191,8 @@ class Rows:
         values[0], dead = lse_of_nothing(z, values[0])
         last = 4 if self.soft else 3
         values[1:last] = torch.where(dead, 0, values[1:last])
-        if self.entropy is not None:
-            values[last + self.soft] = torch.where(dead, 0, values[last + self.soft])
+        for row in range(last + self.soft, last + self.soft + self.moments + self.scale_gradient):
+            values[row] = torch.where(dead, 0, values[row])
         return values
 
     # --- all parts ---
@@ -219,13 +238,24 @@ class Rows:
 
         if self.log_prob is not None:
             self.log_prob[part] = torch.where(kept, -missing, 0).to(self.acc)
-        if self.entropy is not None:
-            shares = (-above).exp()
-            each = torch.where(shares == 0, 0, shares * (wide[:, 5 if self.soft else 3] + above))
-            assert self.entropy_low is not None
-            exact = torch.where(kept, each.sum(0), 0)
-            self.entropy[part] = exact.to(self.acc)
-            self.entropy_low[part] = (exact - self.entropy[part].double()).to(self.acc)
+        if self.moments:
+            shares, at = (-above).exp(), 5 if self.soft else 3
+            entropy = torch.where(shares == 0, 0, shares * (wide[:, at] + above)).sum(0)
+            exact = torch.where(kept, entropy, 0)
+            if self.entropy is not None:
+                assert self.entropy_low is not None
+                self.entropy[part] = exact.to(self.acc)
+                self.entropy_low[part] = (exact - self.entropy[part].double()).to(self.acc)
+            if self.mean is not None:
+                assert self.variance is not None and self.slope is not None
+                # How far the mean of z is in each part from that of the row: lse - H of both.
+                away = entropy - wide[:, at] - above
+                self.variance[part] = (
+                    torch.where(shares == 0, 0, shares * (wide[:, at + 1] + away.square())).sum(0).to(self.acc)
+                )
+                self.mean[part] = (largest + log_sum - entropy).to(self.acc)
+                slope = cost - torch.where(mass == 0, 0, mass * entropy)
+                self.slope[part] = torch.where(kept, slope, 0).to(self.acc)
         if self.predicted is not None:
             best, index = wide[:, -2], wide[:, -1].long()
             index = torch.where(best == best.amax(0), index + self.shards.starts(index.device), self.shards.vocab)
@@ -290,6 +320,27 @@ class Rows:
             None if self.entropy_low is None else self.entropy_low[part],
         )
         return z if inplace else done
+
+    def gradient_of_scale(self, upstream: Upstream, row_scale: Tensor) -> Tensor:
+        """[N], the gradient of a factor s of each row's logits. With z = s x, by the chain rule over z: s d loss =
+        slope, s d lse = mean of z, s d log p[y] = log p[y] + H, s d H = -variance of z."""
+        assert self.mean is not None and self.variance is not None and self.slope is not None
+        total = torch.zeros_like(self.lse)
+        if upstream.loss is not None:
+            each = self.scales[0] * self.slope
+            if self.z_loss != 0:
+                each = each + torch.where(self.kept, self.scales[1] * 2 * self.z_loss * self.lse * self.mean, 0)
+            total = total + upstream.loss * (each if self.token_weight is None else each * self.token_weight)
+        if upstream.lse is not None:
+            total = total + upstream.lse * self.mean
+        if upstream.log_prob is not None:
+            assert self.log_prob is not None
+            # Of ignored rows both are 0.
+            entropy = torch.where(self.kept, self.lse - self.mean, 0) if self.entropy is None else self.entropy
+            total = total + upstream.log_prob * (self.log_prob + entropy)
+        if upstream.entropy is not None:
+            total = total - torch.where(self.kept, upstream.entropy * self.variance, 0)
+        return total / row_scale
 
     def unit(self) -> Tensor:
         return torch.ones((), dtype=self.acc, device=self.loss.device)

@@ -99,12 +99,19 @@ def logits_of(logits: Tensor, support: Tensor, shards: VocabParallel) -> Tensor:
     return _Sum.apply(torch.where(columns >= 0, found, 0), shards)
 
 
-def linear_logits(linear: LinearOptions, support: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_logits(
+    linear: LinearOptions,
+    support: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+) -> Tensor:
     """Of this part of a head, with the factors of its logits."""
     z = _LinearLogits.apply(linear, _columns(support, linear.shards), input, weight, bias)
     if linear.logit_scale != 1.0:
         z = z * linear.logit_scale
-    return z if linear.row_scale is None else z * linear.row_scale.unsqueeze(1)
+    return z if row_scale is None else z * row_scale.unsqueeze(1)
 
 
 def loss_of(

@@ -1,11 +1,25 @@
-"""verl's signature: log-probabilities and entropies as its documentation defines them."""
+"""verl's signature: log-probabilities and entropies as its documentation defines them, and as verl itself has them."""
 
 from __future__ import annotations
+
+import importlib.util
+import runpy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fusegrad import reference
 from fusegrad.integrations.verl import linear_cross_entropy
+
+
+def fused_linear_for_ppo() -> Any:
+    """verl's head on a CPU, from the file that has it: `import verl` wants Ray and an older transformers."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("verl is not installed")
+    path = Path(spec.submodule_search_locations[0], "utils/experimental/torch_functional.py")
+    return runpy.run_path(str(path))["FusedLinearForPPO"](chunk_size=4)
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -32,3 +46,21 @@ def test_bad_input() -> None:
     x, w, t = torch.randn(3, 2), torch.randn(5, 2), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="reduction must be 'none', 'sum' or 'mean', but got 'avg'"):
         linear_cross_entropy(x, w, t, reduction="avg")
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5)], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_as_verl_itself(temperature: float, shape: tuple[int, ...]) -> None:
+    theirs = fused_linear_for_ppo()
+    hidden, weight = torch.randn(*shape, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    labels = torch.randint(0, 37, shape)
+    upstream = torch.randn(2, *shape)
+    results = []
+    for head in (linear_cross_entropy, theirs):
+        leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+        # verl raises requires_grad of a view of the hidden states, which a leaf does not allow.
+        out = head(leaves[0] * 1, leaves[1], labels, temperature)
+        results.append([*out, *torch.autograd.grad(out, leaves, list(upstream.unbind()))])
+    for ours, right in zip(*results, strict=True):
+        assert ours.shape == right.shape
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)

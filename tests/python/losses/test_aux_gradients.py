@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,37 @@ def compare(
             assert_as_good_as_eager(f, e, t, f"gradient {i} of {kinds}")
 
 
+@pytest.mark.parametrize("form", ["logits", "kept", "recomputed"])
+def test_every_combination_of_upstream_gradients(form: str) -> None:
+    """A gradient is linear in the upstream gradients: that of a combination is the sum of those that formulas give for
+    each alone."""
+    rows, options = 6, {"reduction": "none", "z_loss": 0.1}
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((rows, 3), (11, 3))]
+    target = torch.tensor([0, 10, -100, 3, 2, 2])
+
+    def call(module: Any, **how: Any) -> list[Tensor]:
+        if form == "logits":
+            return outputs(module.cross_entropy(inputs[0] @ inputs[1].T, target, **how, **options))
+        return outputs(module.linear_cross_entropy(*inputs, target, **how, **options))
+
+    right = call(reference)
+    ours = call(fusegrad, return_aux=AUX, **({"workspace_mib": 0} if form == "recomputed" else {}))
+    upstream = {kind: [upstream_of(kind, rows, out) for out in right] for kind in "-0esr"}
+    alone = {
+        (i, kind): torch.autograd.grad(right[i], inputs, upstream[kind][i], retain_graph=True)
+        for i in range(4)
+        for kind in "0esr"
+    }
+    for kinds in itertools.product("-0esr", repeat=4):
+        if kinds == ("-",) * 4:
+            continue
+        given = [upstream[kind][i] for i, kind in enumerate(kinds)]
+        found = gradients_of(ours, given, inputs, retain_graph=True)
+        for j, gradient in enumerate(found):
+            expected = sum(alone[i, kind][j] for i, kind in enumerate(kinds) if kind != "-")
+            torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-11, msg=f"gradient {j} of {kinds}")
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "label_smoothing": 0.1}, {"z_loss": 1e-3}], ids=str)
 @pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
 def test_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -110,6 +142,34 @@ def test_linear_cross_entropy(device: str, dtype: torch.dtype, options: dict[str
         rows,
         COMBINATIONS[::3],
     )
+
+
+@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+def test_logits_that_lie_in_the_gradient_of_the_weight(device: str, dtype: torch.dtype) -> None:
+    """On a GPU the first blocks of logits that are computed again do, where the vocabulary is long enough."""
+    rows, hidden, vocab = 24, 64, 8001
+    inputs = [torch.randn(s, device=device, dtype=torch.float64).to(dtype) for s in ((rows, hidden), (vocab, hidden))]
+    target = torch.randint(0, vocab, (rows,), device=device)
+    options = {"logit_scale": 0.2, "reduction": "none"}
+    compare(
+        lambda x, w: fusegrad.linear_cross_entropy(x, w, target, workspace_mib=0, return_aux=AUX, **options),
+        lambda x, w: reference.linear_cross_entropy(x, w, target, **options),
+        inputs,
+        rows,
+        ("rrrr", "--r-"),
+    )
+
+    def means(dtype_of: torch.dtype, loss: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.detach().to(dtype_of).requires_grad_() for t in inputs]
+        return list(torch.autograd.grad(loss(*leaves), leaves))
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return reference.linear_cross_entropy(x, w, target, logit_scale=0.2)[0]
+
+    # The gradients are made in the forward.
+    ours = means(dtype, lambda x, w: fusegrad.linear_cross_entropy(x, w, target, workspace_mib=0, logit_scale=0.2))
+    for found, eager, truth in zip(ours, means(dtype, plain), means(torch.float64, plain), strict=True):
+        assert_as_good_as_eager(found, eager, truth, "a gradient of the mean")
 
 
 def test_peaked_rows_gradient_of_entropy() -> None:

@@ -208,6 +208,55 @@ def support(shards: VocabParallel) -> None:
 
 
 @case
+def row_scale(shards: VocabParallel) -> None:
+    """A factor of each row's logits, or of all, with its gradient."""
+    cut = slice(shards.start, shards.stop)
+    probabilities = torch.rand(ROWS, V)
+    index = torch.randint(0, V, (ROWS,))
+    index[4] = -100
+    token, classes = torch.rand(ROWS), torch.rand(V) + 0.1
+    for dtype in (*DTYPES, torch.bfloat16):
+        wide = dtype in DTYPES
+        truth: Any = reference if wide else fusegrad
+        for options in (
+            {"reduction": "none"},
+            {"z_loss": 0.1, "label_smoothing": 0.1, "token_weight": token},
+            {"weight": classes, "label_smoothing": 0.2, "workspace_mib": 1},
+            {"probabilities": True},
+        ):
+            how = {k: v.to(dtype) if k == "weight" else v for k, v in options.items() if k != "probabilities"}
+            soft = "probabilities" in options
+            plain = {k: v for k, v in how.items() if not wide or k != "workspace_mib"}
+            full = probabilities.to(dtype) if soft else index
+            part = full[:, cut] if soft else full
+            aux = Aux(True, True, not soft, True, True, not soft) if wide else None
+            for scale in (torch.rand(ROWS) + 0.5, torch.tensor(1.3)):
+                check_same(
+                    f"{dtype} {list(options)} {scale.dim()}",
+                    lambda x, w, b, s, a=aux, h=how, t=part: fusegrad.linear_cross_entropy(
+                        x, w, t, linear_bias=b, logit_scale=s, vocab_parallel=shards, return_aux=a, **h
+                    ),
+                    lambda x, w, b, s, p=plain, t=full, o=truth: o.linear_cross_entropy(
+                        x, w, t, linear_bias=b, logit_scale=s, **p
+                    ),
+                    [t.to(dtype) for t in (torch.randn(ROWS, H), torch.randn(V, H), torch.randn(V), scale)],
+                    [same, lambda t: t[cut], lambda t: t[cut], same],
+                    wide,
+                )
+    # The factor is saved: overwritten before the backward it raises.
+    scale = torch.rand(ROWS) + 0.5
+    x, w = leaf(torch.randn(ROWS, H)), leaf(torch.randn(V, H)[cut])
+    loss = fusegrad.linear_cross_entropy(x, w, index, logit_scale=scale, vocab_parallel=shards, reduction="none")
+    scale.mul_(2)
+    assert_raises(RuntimeError, "modified by an inplace operation", lambda: loss.sum().backward())
+    assert_raises(
+        ValueError,
+        "softcap",
+        lambda: fusegrad.linear_cross_entropy(x, w, index, logit_scale=leaf(scale), softcap=2.0, vocab_parallel=shards),
+    )
+
+
+@case
 def grad_weight_into(shards: VocabParallel) -> None:
     cut = slice(shards.start, shards.stop)
     target = torch.randint(0, V, (ROWS,))

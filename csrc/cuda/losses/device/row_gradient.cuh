@@ -48,7 +48,9 @@ __device__ Pack<T, kWidth> simple_gradient(const Pack<T, kWidth>& logits, float 
 }
 
 template <class T, Part kPart, int kWidth>
-__global__ void __launch_bounds__(kBlockThreads, kPart == Part::kAll ? 2 : 4)
+__global__ void __launch_bounds__(kBlockThreads, kPart == Part::kAll       ? 2
+                                                 : kPart == Part::kEntropy ? 6
+                                                                           : 4)
     gradient_kernel(const __grid_constant__ RowGradient p, const __grid_constant__ Constants constants,
                     const Blocks blocks) {
   const int column = static_cast<int>(p.col_offset), first = blocks.vector(), distance = blocks.threads_per_row;
