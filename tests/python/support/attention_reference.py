@@ -78,4 +78,4 @@ def dense(
         p = p * weight.to(p.dtype)
     none = ~alive.squeeze(-1)
     lse = torch.where(none, -math.inf, filled.logsumexp(-1))
-    return Dense(p @ value, lse, torch.where(none, -math.inf, filled.amax(-1)))
+    return Dense(p.to(value.dtype) @ value, lse, torch.where(none, -math.inf, filled.amax(-1)))
