@@ -93,7 +93,7 @@ def _second(
     out, lse, low = outputs
     # The sum of out with grad_out is subtracted from numbers that are close to it: rounding would be the largest error.
     exact = out + low.float() if low.numel() > 0 else out
-    _, _, of_out, of_lse = ops.flex_attention_jvp(query, key, value, *moved, [], [], *scoring)
+    _, _, of_out, of_lse, _ = ops.flex_attention_jvp(query, key, value, *moved, [], [], *scoring, 0)
     batch, heads, length, _ = query.shape
     if grad_out is None:
         grad_out = query.new_zeros(()).expand(batch, heads, length, value.size(3))
