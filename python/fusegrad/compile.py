@@ -76,7 +76,8 @@ def compile_flex(
             split instead.
         tangents: Also the kernels of forward mode, where query, key, value and all captured tensors of floats have
             tangents. They depend on whether a backward may follow, that is, whether anything requires a gradient.
-        second_derivatives: Also the kernels of gradients that are differentiated, of query, key and value.
+        second_derivatives: Also the kernels of gradients that are differentiated, of query, key and value. Forward mode
+            through a backward takes those of ``tangents`` too.
         lengths: M and N of the calls, where one of them is at most 128: short sequences have tiles, and so kernels, of
             their own. By default those of longer ones are compiled.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
@@ -132,7 +133,9 @@ def compile_flex(
                 f"compile_flex: architecture must be given where there is no GPU, but got None ({error})"
             ) from None
 
-    def case_of(kernel: str, columns: int | None = None, of: list[bool] | None = None, **more: Any) -> Any:
+    def case_of(
+        kernel: str, columns: int | None = None, of: list[bool] | None = None, out_low: bool = training, **more: Any
+    ) -> Any:
         return flex.Case(
             kernel,
             str(dtype).removeprefix("torch."),
@@ -143,7 +146,7 @@ def compile_flex(
             sizes if blocks else None,
             of if of is not None else [] if kernel == "forward" else floats if kernel == "tangents" else wants,
             [b.numel() for b in buffers],
-            training=training,
+            training=out_low,
             deterministic=ordered,
             needs_grad=requires_grad or kernel == "tangents",
             dropout_p=dropout_p,
@@ -169,7 +172,8 @@ def compile_flex(
     if tangents:
         cases += [case_of("tangents", part) for part in flex.tangents_parts(value_size)]
     if second_derivatives:
-        cases += [case_of("tangents", part, of=[False] * len(buffers)) for part in flex.tangents_parts(value_size)]
+        still = [False] * len(buffers)
+        cases += [case_of("tangents", part, still, False) for part in flex.tangents_parts(value_size)]
         cases += [case_of(kernel) for kernel in ("pair_tangents", "pair_tangents of grad_out")]
     programs = {_C.jit.key(program): program for program in (flex.program(case, architecture) for case in cases)}
     with ThreadPoolExecutor(len(programs)) as threads:
