@@ -117,6 +117,10 @@ struct Config {
 struct GradBuffersConfig : Config {
   static constexpr bool kBlocks = false, kMixed = false, kDropout = false, kMaxGradient = false;
 };
+struct PairConfig : Config {
+  using Curvature = Derivative;
+  static constexpr bool kGradOutTangent = true, kDropout = false;
+};
 struct FewConfig : Config {
   static constexpr int kStages = 2;
 };

@@ -105,10 +105,6 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                     *(const MaskMod::Captured*)in, shared).run();",
      168, true},
     {"cuda/attention/portable/pair_tangents.cuh",
-     "struct PairConfig : Config {\n"
-     "  using Curvature = Config::Derivative;\n"
-     "  static constexpr bool kGradOutTangent = true;\n"
-     "};\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexPairTangents<PairConfig>(*(const FlexPairTangentsArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                             *(const MaskMod::Captured*)in, shared_address(shared)).run();",
