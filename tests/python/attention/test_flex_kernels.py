@@ -183,6 +183,9 @@ tangents bfloat16 64 64 none none
 tangents bfloat16 128 128 D causal
 tangents float16 256 128 softcap document
 tangents float32 64 64 A small
+pair_tangents bfloat16 64 64 none none
+pair_tangents float16 128 128 softcap causal
+pair_tangents float32 64 64 alibi document
 """
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
