@@ -73,6 +73,15 @@ def each_device(request: pytest.FixtureRequest) -> Iterator[str]:
     yield from on_the_device(request, request.param)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch's own: for steps so small that handing out their work takes longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @contextmanager
 def family_forced(family: str) -> Iterator[None]:
     if not family:

@@ -1,7 +1,6 @@
 """examples/graph_transformer.py: the molecules, and both attentions."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import graph_transformer
@@ -10,13 +9,7 @@ import torch
 from graph.data import DISTANCES, MAX_DISTANCE, Molecule, batches, from_rdkit, load_molecules, pack
 from graph.model import ATTENTIONS, GraphTransformer, block_mask
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_molecules(count: int) -> list[Molecule]:

@@ -1,7 +1,6 @@
 """examples/grpo.py: rewards, the policy's loss by both heads, and a short run."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpo
@@ -9,14 +8,7 @@ import pytest
 import torch
 
 SMALL = ["--prompts=4", "--group=4", "--width=16", "--layers=1", "--heads=2"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_sums_and_rewards() -> None:

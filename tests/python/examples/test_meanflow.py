@@ -1,7 +1,6 @@
 """examples/meanflow.py: both attentions under forward mode, and the program."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import meanflow
@@ -9,13 +8,7 @@ import pytest
 import torch
 from flow.model import ATTENTIONS, DiT
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", meanflow.RUNS)

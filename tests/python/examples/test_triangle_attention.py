@@ -1,7 +1,6 @@
 """examples/triangle_attention.py: both attentions, and the program."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,7 @@ import triangle_attention
 from graph.data import DISTANCES, Molecule
 from triangle.model import ATTENTIONS, NO_PAIR, PairTransformer, pad
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_molecules(*sizes: int) -> list[Molecule]:
