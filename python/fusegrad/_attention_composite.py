@@ -7,8 +7,8 @@ such chunk, so that memory is linear in the lengths. See docs/transforms.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +16,17 @@ from torch import Tensor
 
 from fusegrad import _C
 
+from ._chunks import Plan, whole_blocks
 from ._score_mod_torch import Values, check_linear, evaluate, program
-from ._transforms import primal_of
 
 __all__ = [
-    "MAX_SCORES", "OUT_LOW", "Call", "Mod", "Plan", "Tensors", "apply", "attention_plan", "gradient_plan", "pulled",
-    "pushed", "tangent_plan", "vmapped",
+    "MAX_SCORES", "OUT_LOW", "Call", "Mod", "Tensors", "attention_plan",
 ]  # fmt: skip
 
 MAX_SCORES, OUT_LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
 _CHUNK = {"cpu": 2**20, "cuda": 2**24}
-_DROPOUT_ROWS = 16  # dropout's blocks of pairs begin at multiples of it
 
 
 class Mod(NamedTuple):
@@ -143,7 +141,8 @@ def _attend(
     if call.score.text:
         if visible is not None:
             score = torch.where(visible, score, 0)
-        values = Values({"score": score, **indices}, t.buffers, [], [], acc, sizes, visible)
+        starts = {"b": 0, "h": 0, "q_idx": first, "kv_idx": 0}
+        values = Values({"score": score, **indices}, t.buffers, [], [], acc, sizes, visible, starts)
         score = call.score.evaluated(values).expand(sizes)
     if visible is not None:
         score = torch.where(visible, score, -torch.inf)
@@ -171,165 +170,6 @@ def _kept(call: Call, seed: Tensor, first: int, sizes: tuple[int, int, int, int]
     return kept.double() * _C.dropout_scale(call.dropout_p)
 
 
-# --- chunk after chunk ------------------------------------------------------------------------------------------
-
-_Chunk = Callable[[int, Sequence[Tensor]], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A function of tensors, made of one of some rows of queries. `function(first, tensors)` has the queries' number
-    before, and pieces of those tensors that have a dimension of queries: `rows`, of each input and result; None: it has
-    none. A result that has none is a sum over the chunks."""
-
-    function: _Chunk
-    rows: tuple[int | None, ...]
-    results: tuple[int | None, ...]
-    length: int
-    step: int
-
-
-class _Chunked(torch.autograd.Function):
-    """Its derivatives, and itself under vmap, are such functions again."""
-
-    @staticmethod
-    def forward(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results: list[Tensor] = []
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            for first in range(0, max(plan.length, 1), plan.step):
-                count = min(plan.step, plan.length - first)
-                places = zip(tensors, plan.rows, strict=True)
-                pieces = [t if d is None else t.narrow(d, first, count) for t, d in places]
-                found = plan.function(first, pieces)
-                if first == 0:
-                    for piece, d in zip(found, plan.results, strict=True):
-                        shape = list(piece.shape)
-                        if d is not None:
-                            shape[d] = plan.length
-                        results.append(piece.new_zeros(shape))
-                for result, piece, d in zip(results, found, plan.results, strict=True):
-                    if d is None:
-                        result.add_(piece)
-                    else:
-                        result.narrow(d, first, count).copy_(piece)
-        return tuple(results)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.plan, *tensors = inputs
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = [i for i, w in enumerate(ctx.needs_input_grad[1:]) if w]
-        return (None, *pulled(ctx.plan, ctx.saved_tensors, wanted, upstream))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
-        return pushed(ctx.plan, [primal_of(t) for t in ctx.saved_tensors], tangents[1:])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], plan: Plan, *tensors: Tensor) -> tuple[Any, Any]:
-        return vmapped(info.batch_size, in_dims[1:], plan, tensors), (0,) * len(plan.results)
-
-
-def vmapped(size: int, in_dims: Sequence[Any], plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The function of each element of the batches; the first dimension of the results."""
-    dims = tuple(None if d is None else 0 for d in in_dims)
-    moved = [t if d is None else t.movedim(d, 0) for t, d in zip(tensors, in_dims, strict=True)]
-
-    def function(first: int, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return torch.vmap(lambda *t: plan.function(first, t), in_dims=dims)(*pieces)
-
-    whole = Plan(
-        function,
-        tuple(r if r is None or d is None else r + 1 for r, d in zip(plan.rows, dims, strict=True)),
-        tuple(None if r is None else r + 1 for r in plan.results),
-        plan.length,
-        _whole_blocks(plan.step // size),
-    )
-    return apply(whole, moved)
-
-
-def _whole_blocks(rows: int) -> int:
-    return max(rows // _DROPOUT_ROWS, 1) * _DROPOUT_ROWS
-
-
-def apply(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The function's results, differentiable in both modes and under vmap."""
-    return _Chunked.apply(plan, *tensors)
-
-
-def _of_some(function: _Chunk, first: int, tensors: Sequence[Tensor], places: Sequence[int]) -> Callable[..., Any]:
-    """The function of the tensors at these places, the others as they are."""
-
-    def of(*some: Tensor) -> tuple[Tensor, ...]:
-        full = list(tensors)
-        for i, t in zip(places, some, strict=True):
-            full[i] = t
-        return function(first, full)
-
-    return of
-
-
-def gradient_plan(plan: Plan, wanted: Sequence[int], having: Sequence[int]) -> Plan:
-    """Of the tensors and upstream gradients of the results `having`: the gradients of the inputs `wanted`."""
-    count = len(plan.rows)
-
-    def function(first: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        inputs = tensors[:count]
-
-        def some(f: int, t: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            results = plan.function(f, t)
-            return tuple(results[j] for j in having)
-
-        _, pull = torch.func.vjp(_of_some(some, first, inputs, wanted), *(inputs[i] for i in wanted))
-        return pull(tuple(tensors[count:]))
-
-    return replace(
-        plan,
-        function=function,
-        rows=(*plan.rows, *(plan.results[j] for j in having)),
-        results=tuple(plan.rows[i] for i in wanted),
-    )
-
-
-def tangent_plan(plan: Plan, moving: Sequence[int]) -> Plan:
-    """Of the tensors and tangents of the inputs `moving`: those of the results. By reverse mode alone, which nests in
-    any other: the derivative by u of u's vector-Jacobian product."""
-    count = len(plan.rows)
-
-    def function(first: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        inputs = tensors[:count]
-        of = _of_some(plan.function, first, inputs, moving)
-        results, pull = torch.func.vjp(of, *(inputs[i] for i in moving))
-        _, push = torch.func.vjp(lambda *u: pull(u), *(torch.zeros_like(r) for r in results))
-        return push(tuple(tensors[count:]))
-
-    return replace(plan, function=function, rows=(*plan.rows, *(plan.rows[i] for i in moving)))
-
-
-def pulled(
-    plan: Plan, tensors: Sequence[Tensor], wanted: Sequence[int], upstream: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """The inputs' gradients, each where wanted."""
-    result: list[Tensor | None] = [None] * len(tensors)
-    having = [j for j, g in enumerate(upstream) if g is not None]
-    if wanted and having:
-        found = apply(gradient_plan(plan, wanted, having), [*tensors, *(g for g in upstream if g is not None)])
-        for i, g in zip(wanted, found, strict=True):
-            result[i] = g
-    return result
-
-
-def pushed(plan: Plan, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The results' tangents."""
-    moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
-    return apply(tangent_plan(plan, moving), [*tensors, *(tangents[i] for i in moving)])
-
-
 def attention_plan(call: Call, tensors: Sequence[Tensor], asked: tuple[bool, bool, bool], acc: torch.dtype) -> Plan:
     """Of the call's tensors, floats of which in acc: those asked for of out, lse and max_scores."""
     if "custom" in call.score.text:
@@ -343,5 +183,5 @@ def attention_plan(call: Call, tensors: Sequence[Tensor], asked: tuple[bool, boo
         (2, *(None,) * (len(tensors) - 1)),
         (2,) * sum(asked),
         query.size(2),
-        _whole_blocks(budget // max(row * most, 1)),
+        whole_blocks(budget // max(row * most, 1)),
     )

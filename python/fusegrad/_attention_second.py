@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention_composite import Call, Tensors
+from ._score_mod_torch import Values, adds_reads, evaluate_reads, program
 
 __all__ = ["second_derivatives", "takes"]
 
@@ -37,6 +38,7 @@ def takes(
     query, _, value = tensors[:_INPUTS]
     count = len(tensors) - sum(asked)
     known = {0, 1, 2, *range(count, len(tensors))}
+    captured = frozenset(i - _INPUTS for i in (*moving, *results) if i not in known)
     return (
         query.is_cuda
         and max(query.size(3), value.size(3)) <= _MOST_HEAD.get(query.dtype, 0)
@@ -44,9 +46,14 @@ def takes(
         and call.dropout_p == 0
         and not asked[2]
         and "custom" not in call.score.text
-        and known.issuperset(moving)
-        and known.issuperset(results)
+        and (not captured or _adds(call, captured))
     )
+
+
+def _adds(call: Call, captured: frozenset[int]) -> bool:
+    """Whether these tensors are buffers of the score_mod that it adds to the score: what a pair gives to the gradient
+    of the score is then what it gives to theirs."""
+    return max(captured) < call.counts[0] and call.scale != 0 and adds_reads(call.score.text, captured)
 
 
 def second_derivatives(
@@ -67,8 +74,11 @@ def second_derivatives(
         return [next(rest) if a else None for a in asked[:2]]
 
     t, upstream = call.split(tensors)
-    found = _second(call, t, each(upstream), outputs, moved[:_INPUTS], each(moved[count:]))
+    buffers = range(_INPUTS, _INPUTS + call.counts[0])
+    captured = _Captured(call, t, [moved[i] for i in buffers], [i in results for i in buffers])
+    found = _second(call, t, each(upstream), outputs, moved[:_INPUTS], each(moved[count:]), captured)
     by_place = dict(enumerate(found[:_INPUTS]))
+    by_place.update((_INPUTS + j, g) for j, g in captured.gradients.items())
     of_results = [x for x, a in zip(found[_INPUTS:], asked, strict=False) if a]
     by_place.update(zip(range(count, len(tensors)), of_results, strict=True))
     return tuple(by_place[i].to(tensors[i].dtype) for i in results)
@@ -81,19 +91,22 @@ def _second(
     outputs: Sequence[Tensor],
     moved: Sequence[Tensor | None],
     of_upstream: Sequence[Tensor | None],
+    captured: _Captured,
 ) -> tuple[Tensor, ...]:
     """The tangents of the gradients of query, key and value in float32, and those of out and lse. `upstream`: gradients
-    of out and lse; `moved`: tangents of query, key and value."""
+    of out and lse; `moved`: tangents of query, key and value. Those of captured tensors' gradients are left there."""
     ops, scoring = torch.ops.fusegrad, call.scoring(t)
     query, key, value = t.query, t.key, t.value
     grad_out, grad_lse = upstream
     of_grad_out, of_grad_lse = of_upstream
-    if all(m is None for m in moved):
+    if all(m is None for m in moved) and not captured.moving:
         moved = [torch.zeros_like(query), None, None]
     out, lse, low = outputs
     # The sum of out with grad_out is subtracted from numbers that are close to it: rounding would be the largest error.
     exact = out + low.float() if low.numel() > 0 else out
-    _, _, of_out, of_lse, _ = ops.flex_attention_jvp(query, key, value, *moved, [], [], *scoring, 0)
+    _, _, of_out, of_lse, _ = ops.flex_attention_jvp(
+        query, key, value, *moved, list(captured.moving), list(captured.moving.values()), *scoring, 0
+    )
     batch, heads, length, _ = query.shape
     if grad_out is None:
         grad_out = query.new_zeros(()).expand(batch, heads, length, value.size(3))
@@ -109,16 +122,79 @@ def _second(
     of_query, of_key, of_value = (torch.zeros_like(x) if m is None else m for x, m in zip(t[:3], moved, strict=True))
     shared = key.size(0) < batch  # one key for all batches
     key, value, of_key, of_value = (x.expand(batch, *x.shape[1:]) for x in (key, value, of_key, of_value))
-    products = _Products(query, of_query, key, of_key, grad_out, of_grad_out, value)
+    products = _Products(query, of_query, key, of_key, grad_out, of_grad_out, value, whole=captured.any)
     operands = (query, key, value, grad_out, of_query, of_key, of_value, of_grad_out, rows)
     for first_head, head_count, first_row, row_count in products.chunks():
         weights, gradients, seen = ops.flex_attention_pair_tangents(
-            *operands, *scoring, first_head, head_count, first_row, row_count
-        )
+            *operands, *scoring, first_head, head_count, first_row, row_count,
+            captured.score_tangent(first_head, head_count, first_row, row_count),
+        )  # fmt: skip
+        captured.add(first_head, first_row, gradients)
         products.add(first_head, first_row, weights, gradients, seen if t.kv_blocks else None)
         del weights, gradients, seen  # before the next chunk's are made
     found = products.results()
     return (found[0], *(g.sum(0, keepdim=True) if shared else g for g in found[1:]), of_out, of_lse)
+
+
+class _Captured:
+    """Captured tensors of _adds. With L a read's tangents add L' to a score's, and the gradient of what is read is that
+    of the score: its tangent is what the pairs that read it have as the tangent of theirs, summed up."""
+
+    def __init__(self, call: Call, t: Tensors, tangents: Sequence[Tensor | None], wanted: Sequence[bool]) -> None:
+        self.call, self.tensors = call, t
+        self.moving = {j: m for j, m in enumerate(tangents) if m is not None}
+        self.gradients = {
+            j: torch.zeros_like(b, dtype=torch.float32)
+            for j, (b, w) in enumerate(zip(t.buffers, wanted, strict=True))
+            if w
+        }
+        self.any = bool(self.moving or self.gradients)
+
+    def _reads(self, buffers: dict[int, Tensor], first_head: int, head_count: int, first_row: int, rows: int) -> Tensor:
+        """What the score_mod adds of them in a chunk, which has whole batches or is in one: broadcasts to [batches,
+        heads, rows, N]."""
+        t, heads = self.tensors, self.tensors.query.size(1)
+        keys, device = t.key.size(2), t.query.device
+        starts = {"b": first_head // heads, "h": first_head % heads, "q_idx": first_row, "kv_idx": 0}
+        sizes = (max(head_count // heads, 1), min(head_count, heads), rows, keys)
+        places = {}
+        for dim, (name, size) in enumerate(zip(starts, sizes, strict=True)):
+            shape = [1] * len(sizes)
+            shape[dim] = size
+            places[name] = torch.arange(starts[name], starts[name] + size, device=device).reshape(shape)
+        text, score = program(self.call.score.text), self.call.score
+        values = Values(places, t.buffers, score.floats, score.ints, torch.float32, sizes, None, starts)
+        found = evaluate_reads(text, values, [buffers.get(j) for j in range(len(t.buffers))])
+        zero = torch.zeros((1,) * len(sizes), device=device)
+        return zero if found is None else found
+
+    def score_tangent(self, first_head: int, head_count: int, first_row: int, row_count: int) -> Tensor | None:
+        if not self.moving:
+            return None
+        keys = self.tensors.key.size(2)
+        heads = self.tensors.query.size(1)
+        result = torch.empty(head_count, row_count, -(-keys // 8) * 8, device=self.tensors.query.device)
+        part = result.view(-1, min(head_count, heads), row_count, result.size(2))[..., :keys]
+        part.copy_(self._reads(self.moving, first_head, head_count, first_row, row_count))
+        return result
+
+    def add(self, first_head: int, first_row: int, of_pairs: Tensor) -> None:
+        """`of_pairs`: what the kernel gives for the gradients by query * key."""
+        if not self.gradients:
+            return
+        head_count, row_count = of_pairs.shape[:2]
+        heads, keys = self.tensors.query.size(1), self.tensors.key.size(2)
+        upstream = of_pairs[:, :, 0, :keys].view(-1, min(head_count, heads), row_count, keys)
+        buffers = {j: self.tensors.buffers[j].detach() for j in self.gradients}
+
+        def added(*given: Tensor) -> Tensor:
+            chosen = dict(zip(buffers, given, strict=True))
+            return self._reads(chosen, first_head, head_count, first_row, row_count)
+
+        value, pull = torch.func.vjp(added, *buffers.values())
+        of_reads = upstream.float().sum_to_size(value.shape) / self.call.scale
+        for total, g in zip(self.gradients.values(), pull(of_reads), strict=True):
+            total += g
 
 
 class _Products:
@@ -126,8 +202,10 @@ class _Products:
 
     def __init__(
         self, query: Tensor, of_query: Tensor, key: Tensor, of_key: Tensor, grad_out: Tensor,
-        of_grad_out: Tensor | None, value: Tensor,
+        of_grad_out: Tensor | None, value: Tensor, whole: bool = False,
     ) -> None:  # fmt: skip
+        """`whole`: chunks have whole batches, or are in one."""
+        self.whole = whole
         self.batch, self.heads, self.length, _ = query.shape
         self.key_heads, self.keys = key.shape[1:3]
         self.columns = -(-self.keys // 8) * 8
@@ -151,6 +229,11 @@ class _Products:
         all_heads = self.batch * self.heads
         together = max(_CHUNK_BYTES // (row * self.length), 1)
         together = group * -(-self.batch * self.key_heads // -(-self.batch * self.key_heads // together))
+        batch = self.heads
+        if self.whole:
+            together = together // batch * batch if together >= batch else together
+            while batch % together and together % batch:
+                together -= group
         step = self.length if row * self.length <= _CHUNK_BYTES else max(_CHUNK_BYTES // row // _ROWS, 1) * _ROWS
         return [
             (head, min(together, all_heads - head), first, min(step, self.length - first))

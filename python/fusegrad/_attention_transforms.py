@@ -23,17 +23,12 @@ from ._attention_composite import (
     OUT_LOW,
     Call,
     Mod,
-    Plan,
     Tensors,
     attention_plan,
-    gradient_plan,
-    pulled,
-    pushed,
-    tangent_plan,
-    vmapped,
 )
 from ._attention_fold import fold, fold_rows, moved, unfold
 from ._attention_second import second_derivatives, takes
+from ._chunks import Plan, gradient_plan, pulled, pushed, tangent_plan, vmapped
 from ._transforms import as_autocast_wants, outside_transforms, primal_of
 
 __all__ = ["attend"]

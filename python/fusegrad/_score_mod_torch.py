@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from fusegrad._C import score_mod as _language
 
-__all__ = ["Program", "Values", "check_linear", "evaluate", "program"]
+__all__ = ["Program", "Values", "adds_reads", "check_linear", "evaluate", "evaluate_reads", "program"]
 
 _REDUCTIONS = ("sum", "amax", "amin", "prod")
-_SPATIAL = 4  # b, h, q_idx, kv_idx
+_PLACES = ("b", "h", "q_idx", "kv_idx")
+_SPATIAL = len(_PLACES)
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,57 @@ def check_linear(text: str) -> None:
         ) from None
 
 
+class _Linear(NamedTuple):
+    """How a value depends on the score and on reads: the score's factor, 0 or 1, and whether it is linear in reads,
+    with a factor that depends on neither."""
+
+    score: int
+    reads: bool
+
+
+_CONSTANT, _MINUS_INFINITY = _Linear(0, False), _Linear(-1, False)
+
+
+def _linear(op: str, given: Sequence[_Linear | None]) -> _Linear | None:
+    """Of a statement that is not a load; None where it is otherwise."""
+    if all(g == _CONSTANT for g in given):
+        return None if op in ("custom", "backward") else _CONSTANT
+    known = [g for g in given if g is not None]
+    if len(known) < len(given):
+        return None
+    if op == "where" and known[0] == _CONSTANT:
+        choices = [g for g in known[1:] if g != _MINUS_INFINITY]  # which has no derivative
+        if len({g.score for g in choices}) == 1:
+            return _Linear(choices[0].score, any(g.reads for g in choices))
+    if _MINUS_INFINITY in known:
+        return None
+    score, reads = sum(g.score for g in known), [g.reads for g in known]
+    if (op == "add" and score <= 1) or (op == "sub" and score <= 1 and known[1].score == 0):
+        return _Linear(score, any(reads))
+    if score == 0 and (
+        op in ("neg", "to_float", "mul") or (op == "div" and not reads[1]) or (op == "sum" and not reads[0])
+    ):
+        return _Linear(0, True) if sum(reads) == 1 else None
+    return None
+
+
+@functools.lru_cache(maxsize=512)
+def adds_reads(text: str, buffers: frozenset[int]) -> bool:
+    """Whether a score_mod is the score and a linear function of these buffers, whose factors depend on neither: its
+    derivative by the score is 1. (Where it is -inf there is no derivative.)"""
+    found: dict[str, _Linear | None] = {"score": _Linear(1, False), "-inf": _MINUS_INFINITY}
+    parsed = program(text)
+    for i, s in enumerate(parsed.statements):
+        given = [found.get(w, _CONSTANT) for w in s.operands]
+        if s.op == "load":
+            fixed = all(g == _CONSTANT for g in given[1:])
+            found[f"%{i}"] = _Linear(0, int(s.operands[0][1:]) in buffers) if fixed else None
+        else:
+            found[f"%{i}"] = _linear(s.op, given)
+    result = found.get(parsed.result, _CONSTANT)
+    return result is not None and result.score == 1
+
+
 @dataclass
 class Values:
     """What a text reads. Inputs broadcast to [B, H, M, N]; `taking_part`, a bool tensor of such a shape or None for
@@ -96,6 +148,7 @@ class Values:
     dtype: torch.dtype
     sizes: tuple[int, int, int, int]
     taking_part: Tensor | None = None
+    starts: dict[str, int] | None = None  # where the inputs of places begin, each of which is a range in its dimension
 
 
 def _floor_div(a: Tensor, b: Tensor) -> Tensor:
@@ -233,7 +286,7 @@ class _Evaluation:
             shape[_SPATIAL + list(self.text.axes).index(i)] = extent
             return torch.arange(extent, device=self.like.device).reshape(shape)
         if s.op == "load":
-            return self.load(self.values.buffers[int(s.operands[0][1:])], [self.operand(w) for w in s.operands[1:]])
+            return self.load_of(s, self.values.buffers)
         operands = [self.operand(w) for w in s.operands]
         if s.op in _REDUCTIONS and s.operands[0][0] == "%" and int(s.operands[0][1:]) in self.text.axes:
             axis, value = operands
@@ -243,6 +296,51 @@ class _Evaluation:
         if s.op == "to_float":
             return operands[0].to(self.values.dtype)
         return _function(s.op)(*operands)
+
+    def of_reads(self, s: _Statement, given: dict[int, Tensor]) -> Tensor:
+        """Of a statement that is linear in these operands (adds_reads), what they give to it."""
+        first = next(iter(given.values()))
+        if s.op == "where":
+            return torch.where(self.operand(s.operands[0]), given.get(1, 0), given.get(2, 0))
+        if s.op == "sub":
+            return given[0] - given[1] if len(given) == 2 else first if 0 in given else -first
+        if s.op == "add":
+            return sum(given.values(), torch.zeros((), device=first.device))
+        if s.op == "mul":
+            return first * self.operand(s.operands[0 if 1 in given else 1])
+        if s.op == "div":
+            return first / self.operand(s.operands[1])
+        if s.op == "sum":
+            axis = s.operands[0]
+            shape = torch.broadcast_shapes(self.operand(axis).shape, first.shape)
+            return first.expand(shape).sum(_SPATIAL + list(self.text.axes).index(int(axis[1:])), keepdim=True)
+        return -first if s.op == "neg" else first
+
+    def load_of(self, s: _Statement, buffers: Sequence[Tensor] | dict[int, Tensor]) -> Tensor:
+        buffer = buffers[int(s.operands[0][1:])]
+        part = self.part(buffer, s.operands[1:])
+        return self.load(buffer, [self.operand(w) for w in s.operands[1:]]) if part is None else part
+
+    def part(self, buffer: Tensor, words: Sequence[str]) -> Tensor | None:
+        """A read at some of b, h, q_idx and kv_idx themselves: a part of the tensor, whose gradient is one as well."""
+        starts, part = self.values.starts, self.values.taking_part
+        if starts is None or not buffer.is_floating_point() or len(set(words)) < len(words) or not words:
+            return None
+        if not set(words) <= set(_PLACES):
+            return None
+        for dim, word in enumerate(words):
+            first, size = starts[word], self.known[word].numel()
+            if first + size > buffer.size(dim):
+                return None
+            buffer = buffer.narrow(dim, first, size)
+        order = sorted(range(len(words)), key=lambda i: _PLACES.index(words[i]))
+        shape = [1] * (_SPATIAL + len(self.text.axes))
+        for word in words:
+            shape[_PLACES.index(word)] = self.known[word].numel()
+        found = buffer.permute(order).reshape(shape).to(self.values.dtype)
+        if part is None:
+            return found
+        return torch.where(part.reshape(*part.shape, *[1] * len(self.text.axes)), found, 0)
 
     def load(self, buffer: Tensor, indices: list[Tensor]) -> Tensor:
         """nan (0, false) out of range: where that is an error, the forward has raised it."""
@@ -330,3 +428,22 @@ def evaluate(text: Program, values: Values) -> Tensor:
     run.run([i for i in range(len(text.statements)) if i not in text.upstream])
     found = run.operand(text.result)
     return found.reshape(found.shape[:_SPATIAL]) if axes and found.dim() > _SPATIAL else found
+
+
+def evaluate_reads(text: Program, values: Values, buffers: Sequence[Tensor | None]) -> Tensor | None:
+    """What `buffers`, in place of those of adds_reads, add to the score, linear in them. None: nothing, of one and of
+    all."""
+    axes = len(text.axes)
+    if axes:
+        values.inputs = {k: t.reshape(*t.shape, *[1] * axes) for k, t in values.inputs.items()}
+    run = _Evaluation(text, values)
+    parts: dict[str, Tensor] = {}
+    for i, s in enumerate(text.statements):
+        if s.op == "load":
+            place = int(s.operands[0][1:])
+            if (buffer := buffers[place]) is not None:
+                parts[f"%{i}"] = run.load_of(s, {place: buffer})
+        elif given := {j: parts[w] for j, w in enumerate(s.operands) if w in parts}:
+            parts[f"%{i}"] = run.of_reads(s, given)
+    found = parts.get(text.result)
+    return found.reshape(found.shape[:_SPATIAL]) if found is not None and axes and found.dim() > _SPATIAL else found

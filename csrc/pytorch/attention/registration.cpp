@@ -156,6 +156,16 @@ FlexPairTangentsResults empty_pair_tangents(const FlexPairTangents& c) {
                        "there must be keys and no dropout, but got ", keys, " keys",
                        c.scoring.dropout_seed.has_value() ? " and a dropout_seed" : "");
   const auto columns = (keys + 7) / 8 * 8;
+  if (c.score_tangent) {
+    const std::array sizes{c10::SymInt(c.head_count), c10::SymInt(c.row_count), columns};
+    FUSEGRAD_CHECK_VALUE(c.score_tangent->scalar_type() == at::kFloat && c.score_tangent->is_contiguous() &&
+                             c.score_tangent->device() == c.query.device() &&
+                             c.score_tangent->sym_sizes() == c10::SymIntArrayRef(sizes) &&
+                             !c.scoring.mods.score_mod.empty(),
+                         kOp, "score_tangent must be contiguous float32 of ", c10::SymIntArrayRef(sizes),
+                         " and come with a score_mod, but got ", c.score_tangent->scalar_type(), " of shape ",
+                         c.score_tangent->sym_sizes());
+  }
   const auto made = [&](const c10::SymInt& parts) {
     return at::empty_symint({c.head_count, c.row_count, parts, columns}, c.query.options());
   };
@@ -196,7 +206,8 @@ FlexPairTangentsTuple pair_tangents(const FlexPairTangents& c) {
   const FlexPairTangentsResults made = empty_pair_tangents(c);
   cuda::flex_attention_pair_tangents(
       {c.query, c.key, c.value, c.grad_out, c.query_tangent, c.key_tangent, c.value_tangent,
-       c.grad_out_tangent.value_or(Tensor()), c.rows, c.first_head, c.head_count, c.first_row, c.row_count},
+       c.grad_out_tangent.value_or(Tensor()), c.rows, c.score_tangent.value_or(Tensor()), c.first_head, c.head_count,
+       c.first_row, c.row_count},
       make_scores(c.scoring), made);
   return {made.weights, made.gradients, made.seen};
 }

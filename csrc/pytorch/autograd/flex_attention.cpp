@@ -1,9 +1,9 @@
-#include <ATen/LegacyBatchedTensorImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "pytorch/autograd/autograd.h"
+#include "pytorch/autograd/batches.h"
 #include "pytorch/autograd/saved.h"
 #include "pytorch/ops/arguments.h"
 

@@ -219,3 +219,55 @@ def test_what_was_compiled_ahead_is_what_runs() -> None:
 
     derivatives(call, given, moved, ALL)
     assert _C.jit.stats()["compilations"] == compiled
+
+
+# --- gradients of captured tensors ------------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+CAPTURED: dict[str, tuple[list[Shape], Callable]] = {
+    "pairs": ([(4, 300, 333)], lambda s, b, h, q, kv, t: s + t[h, q, kv]),
+    "pairs of batches": ([(2, 4, 333, 300)], lambda s, b, h, q, kv, t: t[b, h, kv, q] * 0.5 + s),
+    "keys": ([(4, 333), (2, 300)], lambda s, b, h, q, kv, t, u: s + t[h, kv] - u[b, q]),
+    "table": ([(7, 4)], lambda s, b, h, q, kv, t: torch.where(q + 40 >= kv, s + t[(q - kv).abs() % 7, h], -torch.inf)),
+    "slopes": ([(4,)], lambda s, b, h, q, kv, t: s + t[h] * (q - kv).abs() / 100),
+}
+
+
+def of_captured(call: Callable, given: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
+    """Second derivatives by all of `given`, for upstream gradients of all gradients."""
+    leaves = [t.detach().requires_grad_() for t in given]
+    out, lse = call(*leaves)
+    finite = lse.isfinite()
+    upstream = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    of_lse = torch.where(finite, lse, 0)
+    grads = torch.autograd.grad([out, of_lse], leaves, [upstream, 0.1 * of_lse.detach()], create_graph=True)
+    return list(torch.autograd.grad(grads, leaves, [t.to(g.dtype) for t, g in zip(moved, grads, strict=True)]))
+
+
+@pytest.mark.parametrize("most", [1, 2**20, 2**29], ids=["chunks of queries", "chunks of heads", "one chunk"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_tensors(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(second, "_CHUNK_BYTES", most)
+    shapes, mod = CAPTURED[name]
+    m, n = 300, 333
+    dtype = FP32 if name in ("table", "pairs of batches") else BF16
+    given = [*operands(2, 4, 2, m, n, 64, 64, dtype, bkv=1)[:3], *(torch.randn(s).to(dtype) for s in shapes)]
+    moved = [torch.randn(t.shape).to(t.dtype) for t in given]
+    allowed, how = None, {}
+    if name == "keys":
+        allowed, how = torch.arange(m)[:, None] >= torch.arange(n), {"block_mask": blocks(causal, m, n)}
+
+    def ours(*x: Tensor) -> tuple[Tensor, Tensor]:
+        bound = lambda s, b, h, q, kv: mod(s, b, h, q, kv, *x[3:])  # noqa: E731
+        out, aux = flex_attention(*x[:3], bound, enable_gqa=True, return_aux=LSE, **how)
+        return out, aux.lse
+
+    def plain(*x: Tensor) -> tuple[Tensor, ...]:
+        return dense(*x[:3], lambda *s: mod(*s, *x[3:]), allowed, None, all_together)[:2]
+
+    truth, eager = (
+        of_captured(plain, [t.to(d) for t in given], [t.to(d) for t in moved]) for d in (torch.float64, dtype)
+    )
+    found = of_captured(ours, given, moved)
+    for i, (mine, by_eager, right) in enumerate(zip(found, eager, truth, strict=True)):
+        assert_as_good_as_eager(mine, by_eager, right, f"{name}: {i}", least=2e-6)

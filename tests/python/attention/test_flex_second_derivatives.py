@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import score_mods
@@ -11,7 +12,7 @@ import torch.autograd.forward_ad as fwAD
 from attention_reference import dense, dropout_weight, one_by_one
 from fusegrad import _C, flex_attention, trace_score_mod
 from fusegrad import _attention_composite as composite
-from fusegrad._score_mod_torch import Values, evaluate, program
+from fusegrad._score_mod_torch import Values, adds_reads, evaluate, evaluate_reads, program
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -319,3 +320,55 @@ def test_a_gradient_penalty_in_place(each_device: str) -> None:
         (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         results.append([grad, *torch.autograd.grad(grad.square().sum(), x)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+READS: dict[str, tuple[bool, Callable]] = {
+    "pairs": (True, lambda s, b, h, q, kv, t, u: s + t[h, q, kv]),
+    "other order": (True, lambda s, b, h, q, kv, t, u: u[kv, h] / 3 + (s - t[h, kv, q] * (q - kv))),
+    "one buffer twice": (True, lambda s, b, h, q, kv, t, u: s + t[h, q, kv] + t[1, 2, kv]),
+    "branches": (True, lambda s, b, h, q, kv, t, u: torch.where(q >= kv, s - u[(q - kv) % 5, 0], -torch.inf)),
+    "product of reads": (False, lambda s, b, h, q, kv, t, u: s + t[h, q, kv] * u[kv, h]),
+    "factor of the score": (False, lambda s, b, h, q, kv, t, u: s * t[h, q, kv]),
+    "within a function": (False, lambda s, b, h, q, kv, t, u: s + torch.tanh(t[h, q, kv])),
+    "the score in one": (False, lambda s, b, h, q, kv, t, u: torch.tanh(s) + t[h, q, kv]),
+    "less the score": (False, lambda s, b, h, q, kv, t, u: t[h, q, kv] - s),
+    "scores by branch": (False, lambda s, b, h, q, kv, t, u: torch.where(q > kv, s, u[kv, h])),
+    "twice the score": (False, lambda s, b, h, q, kv, t, u: s + (s + t[h, q, kv])),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_that_are_added_to_the_score(name: str) -> None:
+    """What the kernels of second derivatives take is told apart, and is as PyTorch differentiates it."""
+    added, mod = READS[name]
+    batch, heads, rows, keys = sizes = (2, 3, 6, 6)
+    t, u = torch.randn(heads, rows, keys, dtype=torch.float64), torch.randn(6, heads, dtype=torch.float64)
+    traced = trace_score_mod(lambda s, b, h, q, kv: mod(s, b, h, q, kv, t, u))
+    buffers = list(traced.buffers)
+    assert adds_reads(traced.text, frozenset(range(len(buffers)))) == added
+    if not added:
+        return
+    first = 2
+    starts = {"b": 0, "h": 0, "q_idx": first, "kv_idx": 0}
+    places = {}
+    for dim, (place, size) in enumerate(zip(starts, (batch, heads, rows - first, keys), strict=True)):
+        shape = [1] * 4
+        shape[dim] = size
+        places[place] = torch.arange(starts[place], starts[place] + size).view(shape)
+    text = program(traced.text)
+
+    def values(buffers: Sequence[Tensor], **more: Any) -> Values:
+        return Values({**places, **more}, buffers, [], [], torch.float64, sizes, None, starts)
+
+    tangents = [torch.randn_like(b) for b in buffers]
+    score = torch.zeros(1, 1, 1, 1, dtype=torch.float64)
+    _, right = torch.func.jvp(lambda *b: evaluate(text, values(b, score=score)), tuple(buffers), tuple(tangents))
+    found = evaluate_reads(text, values(buffers), tangents)
+    assert found is not None
+    torch.testing.assert_close(found.expand(right.shape), right)
+    alone = evaluate_reads(text, values(buffers), [tangents[0], *[None] * (len(buffers) - 1)])
+    _, right = torch.func.jvp(
+        lambda b: evaluate(text, values([b, *buffers[1:]], score=score)), (buffers[0],), (tangents[0],)
+    )
+    assert alone is not None
+    torch.testing.assert_close(alone.expand(right.shape), right)

@@ -16,6 +16,8 @@ struct alignas(16) FlexPairRow {
 struct FlexPairTangentsArguments {
   FlexTensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent, grad_out_tangent;
   const FlexPairRow* rows;  // [B, H, M]
+  // [head_count, row_count, columns]: what captured tensors add to the tangents of the scores; null: nothing.
+  const float* score_tangent;
   // Of the operands' dtype, [head_count, row_count, parts, columns]: the tangents of the weights, and where grad_out
   // has a tangent, behind them the weights; the tangents of the gradients by scale * query * key times the scale, and
   // behind them these gradients. Where there is a block mask, zeros before.

@@ -8,7 +8,8 @@
 //   d'  = grad_out * value' + grad_out' * value
 //   e'  = p' (d - delta) + p (d' - delta')
 //
-// and by x = scale * query * key, of which the score_mod f makes s: s' = f_x x', and the gradients by x and their
+// and by x = scale * query * key, of which the score_mod f makes s: s' = f_x x' (and what tangents of captured tensors
+// add, where f_x does not depend on these), and the gradients by x and their
 // tangents are f_x e and f_x e' + f_xx x' e. gradient.cuh describes Config; this file adds:
 //   Curvature                  the rendered second derivative of the score_mod, or NoDerivative
 //   kGradOutTangent            whether grad_out has a tangent
@@ -180,6 +181,10 @@ class FlexPairTangents {
       changed = ScoreMod::apply(score_, x, b_, h_, q, kv, takes);
       takes = takes && changed != -FUSEGRAD_INFINITY;  // what the score_mod made -inf counts as masked
       of_changed = slope(x, of_x, q, kv, takes);
+      if (a_.score_tangent != nullptr && takes) {
+        const long long row = static_cast<long long>(head_) * a_.row_count + (q - a_.first_row);
+        of_changed += a_.score_tangent[row * a_.columns + kv];
+      }
     }
     const float p = kSame<T, float> ? expf(changed - row.lse) : power_of_two((changed - row.lse) * kLog2E);
     const float of_p = p * (of_changed - row.lse_tangent);

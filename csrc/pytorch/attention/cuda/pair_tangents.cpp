@@ -47,6 +47,7 @@ void flex_attention_pair_tangents(const FlexPairTangentsCall& call, const FlexSc
   a.value_tangent = view(of_value);
   a.grad_out_tangent = view(of_out);
   a.rows = reinterpret_cast<const device::FlexPairRow*>(call.rows.const_data_ptr<float>());
+  a.score_tangent = call.score_tangent.defined() ? call.score_tangent.const_data_ptr<float>() : nullptr;
   a.weights = results.weights.mutable_data_ptr();
   a.gradients = results.gradients.mutable_data_ptr();
   a.seen = results.seen.mutable_data_ptr<uint8_t>();
