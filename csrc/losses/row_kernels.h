@@ -1,4 +1,4 @@
-// What a device has to offer for the losses: six kernels over rows of logits, as plain functions of raw
+// What a device has to offer for the losses: seven kernels over rows of logits, as plain functions of raw
 // pointers, 64-bit sizes and a stream, so that front ends other than ATen can call them too.
 //
 // Letters: N rows, V columns (the vocabulary). `acc` is float for float32, bfloat16 and float16 logits, and
@@ -88,7 +88,8 @@ struct RowForward {
 ///   grad[n, c] = (g[n] * token_weight[n] * (scales[0] * (A * p[c] - a[c]) + scales[1] * 2 * z_loss * lse * p[c])
 ///                 + grad_log_prob[n] * ([c == y] - p[c]) - grad_entropy[n] * p[c] * (log p[c] + H)
 ///                 + grad_lse[n] * p[c]) * dz/dx
-/// of which ignored rows have the last part only. log p[c] + H is taken as z[c] less the row's mean of z, which is lse
+/// of which ignored rows have the last part only, and not even that without `lse_of_ignored`. log p[c] + H is taken as
+/// z[c] less the row's mean of z, which is lse
 /// - H: exact for large offsets, and where p is nearly flat. class_weight and index count in the whole vocabulary,
 /// logits, grad and probability start at the block's first column.
 struct RowGradient {
@@ -112,10 +113,55 @@ struct RowGradient {
   int64_t grad_loss_stride = 0;
   const void* grad_lse = nullptr;  // [N] acc, or null: zero
   int64_t grad_lse_stride = 0;
+  bool lse_of_ignored = true;           // without it ignored rows are not read
   const void* grad_log_prob = nullptr;  // [N] acc, or null: zero; indices only
   const void* grad_entropy = nullptr;   // [N] acc, or null: zero
   const void* entropy = nullptr;        // [N] acc, where grad_entropy is not null
   const void* entropy_low = nullptr;
+};
+
+/// One pointer for each value of a row that is differentiated: cross entropy, lse, entropy, and the target's
+/// log-probability (indices only); [N] acc, null: zero, or not wanted.
+template <class Pointer>
+struct RowValues {
+  Pointer cross_entropy = nullptr, lse = nullptr, entropy = nullptr, log_prob = nullptr;
+};
+
+/// Tangents of these values, and of their gradient, for a tangent of the logits. With a dot for a tangent, p = exp(z -
+/// lse), m = sum p * z = lse - H, and sums over a row's columns c:
+///   lse.            = sum p * z.
+///   m.              = sum p * (z - m) * z. + lse.
+///   cross entropy.  = A * lse. - sum a * z.
+///   H.              = lse. - m.
+///   log_prob.       = z.[y] - lse.
+/// The gradient, of upstream gradients B of the cross entropy, C of lse, D of the entropy and E of log_prob, by z:
+///   g[c]  = p[c] * (k - D * (z[c] - m)) - B * a[c] + E * [c == y],       k = A * B + C - E
+///   g.[c] = p[c] * ((z.[c] - lse.) * (k - D * (z[c] - m)) + k. - D * (z.[c] - m.) - D. * (z[c] - m))
+///           - B. * a[c] + E. * [c == y]
+/// and by the logits x, of which z is a function: (g dz/dx). = g. * dz/dx + g * d2z/dx2 * x., z. = dz/dx * x.
+///
+/// A column with p = 0 or a = 0 adds nothing to the sum that has it as a factor, whatever its logit or tangent. Ignored
+/// rows have lse alone, with `lse_of_ignored`; otherwise they are not read and all is 0. A row with an index outside
+/// [0, V) is NaN throughout.
+struct RowTangents {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  const void* logits = nullptr;  // [N, V], innermost stride 1
+  int64_t logits_stride = 0;
+  const void* tangent = nullptr;  // [N, V] in the dtype of the logits
+  int64_t tangent_stride = 0;
+  RowTargets targets;    // the token weights are not used
+  double softcap = 0.0;  // 0: none
+  bool lse_of_ignored = false;
+  const void* lse = nullptr;  // [N] acc, as RowForward made them
+  const void* lse_low = nullptr;
+  const void* mass = nullptr;     // dense targets only
+  const void* entropy = nullptr;  // where an upstream gradient of it, or its tangent is not null
+  const void* entropy_low = nullptr;
+  RowValues<const void*> upstream, upstream_tangent;
+  RowValues<void*> values;       // the tangents of the row's values
+  void* grad_tangent = nullptr;  // [N, V] in the dtype of the logits, or null: not wanted. Not over the inputs.
+  int64_t grad_tangent_stride = 0;
 };
 
 /// The scales of reduction 'mean': out[0] = 1 / D, out[1] = 1 / K, out[2] = the factor left for later, out[3] = D.
@@ -235,6 +281,7 @@ struct RowKernels {
   void (*sum)(const RowSum&, DType, void* stream);
   void (*scaling)(const RowScaling&, DType, void* stream);
   void (*jsd)(const RowJsd&, DType, void* stream);
+  void (*tangents)(const RowTangents&, DType, void* stream);
 };
 
 extern const RowKernels kCpuRowKernels;

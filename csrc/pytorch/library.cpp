@@ -47,6 +47,12 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair<CrossEntropyCall>(m, "cross_entropy", loss_returns);
   define_pair<CrossEntropyForward>(m, "cross_entropy_forward", "(" + row_returns + ")");
   define<CrossEntropyBackward>(m, "cross_entropy_backward", "Tensor grad_logits");
+  // The values of its rows, with derivatives of every order and batching rules: what function transforms, forward mode
+  // and a backward that is itself differentiated are made of (pytorch/autograd/row_values.cpp).
+  define<CrossEntropyRows>(m, "cross_entropy_rows", "(Tensor values, Tensor stats)");
+  define<CrossEntropyRowsGradient>(m, "cross_entropy_rows_gradient", "Tensor grad_logits");
+  define<CrossEntropyRowsTangent>(m, "cross_entropy_rows_tangent", "Tensor values_tangent");
+  define<CrossEntropyRowsSecond>(m, "cross_entropy_rows_second", "Tensor grad_logits_tangent");
 
   // --- linear cross entropy --------------------------------------------------------------------------------
   define_pair<LinearCrossEntropyCall>(m, "linear_cross_entropy", loss_returns);
@@ -54,6 +60,13 @@ TORCH_LIBRARY(fusegrad, m) {
                                          "(" + row_returns + ", Tensor logits, " + gradients);
   define_pair<LinearCrossEntropyBackward>(m, "linear_cross_entropy_backward", "(" + gradients);
   define_pair<LinearCrossEntropyBackwardInto>(m, "linear_cross_entropy_backward_into", "(" + gradients);
+
+  define<LinearCrossEntropySecond>(m, "linear_cross_entropy_second", "(Tensor values, " + gradients);
+  // The rows under transforms and for second derivatives, before a reduction: [k, N] acc, and [N] float64 predictions;
+  // whole, and in chunks of rows (the Python package implements that).
+  const std::string rows_returns = "(Tensor values, Tensor predicted)";
+  define<LinearCrossEntropyForward>(m, "linear_cross_entropy_rows", rows_returns);
+  define<LinearCrossEntropyForward>(m, "linear_cross_entropy_row_chunks", rows_returns);
 
   // --- a softmax over a few columns of each row ------------------------------------------------------------
   define<SupportLogits>(m, "support_logits", "Tensor logits");
@@ -71,6 +84,9 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair<LinearJsdCall>(m, "linear_jsd", loss_returns);
   define_pair<LinearJsdForward>(m, "linear_jsd_forward", divergence_returns + gradients);
   define<LinearJsdBackward>(m, "linear_jsd_backward", "(" + gradients);
+  // As linear_cross_entropy_rows, without predictions.
+  define<LinearJsdForward>(m, "linear_jsd_rows", "Tensor values");
+  define<LinearJsdForward>(m, "linear_jsd_row_chunks", "Tensor values");
 
   // --- flex attention --------------------------------------------------------------------------------------
   // lse and max_scores are [B, H, M] acc and differentiable; max_scores is empty unless `aux` asks for it, see

@@ -13,7 +13,10 @@ if with_torch:
     from ._load import build_info  # first: it registers torch.ops.fusegrad, which everything below calls
 
     # isort: split
-    from . import utils
+    from . import (
+        _loss_chunks,  # noqa: F401  it implements ops
+        utils,
+    )
     from ._load import check_targets_enabled, set_check_targets
     from ._load import version as __version__
     from .attention import flex_attention

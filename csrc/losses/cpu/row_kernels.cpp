@@ -50,6 +50,9 @@ void forward(const RowForward& p, DType dtype, void* stream) {
 void gradient(const RowGradient& p, DType dtype, void* stream) {
   over_rows(p, dtype, stream, range_kernels().gradient);
 }
+void tangents(const RowTangents& p, DType dtype, void* stream) {
+  over_rows(p, dtype, stream, range_kernels().tangents);
+}
 void scaling(const RowScaling& p, DType dtype, void* stream) { over_rows(p, dtype, stream, range_kernels().scaling); }
 
 void jsd(const RowJsd& p, DType dtype, void* stream) {
@@ -123,6 +126,6 @@ void sum(const RowSum& p, DType dtype, void*) {
 
 }  // namespace
 
-const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling, jsd};
+const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling, jsd, tangents};
 
 }  // namespace fusegrad

@@ -14,6 +14,7 @@ struct RowRangeKernels {
   void (*forward)(const RowForward&, DType, int64_t begin, int64_t end, void* scratch);
   void (*gradient)(const RowGradient&, DType, int64_t begin, int64_t end);
   void (*scaling)(const RowScaling&, DType, int64_t begin, int64_t end);
+  void (*tangents)(const RowTangents&, DType, int64_t begin, int64_t end);
 };
 
 /// The same for RowJsd; its scratch is kJsdBuffers such rows, then 3 (K + 1) doubles.

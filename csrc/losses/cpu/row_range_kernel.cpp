@@ -373,12 +373,158 @@ void gradient_rows(const RowGradient& p, int64_t begin, int64_t end) {
       P = Q * mass;
       if (p.z_loss != 0) P += upstream * z_scale * Acc(2 * p.z_loss) * lse;
     }
-    if (p.grad_lse != nullptr) P += static_cast<const Acc*>(p.grad_lse)[n * p.grad_lse_stride];
+    if (p.grad_lse != nullptr && (target.kept || p.lse_of_ignored))
+      P += static_cast<const Acc*>(p.grad_lse)[n * p.grad_lse_stride];
     P -= f.L;
     if (f.nothing()) {
       fill_zero(grad, p.cols);
     } else {
       row_gradient<false, T>(row, nullptr, grad, p.cols, p.col_offset, transform, target, f);
+    }
+  }
+}
+
+// The factors of the tangent of a row's gradient, see RowTangents; those with a D behind them are tangents.
+template <class Acc>
+struct TangentFactors {
+  Acc k = 0, kD = 0, B = 0, BD = 0, D = 0, DD = 0, E = 0, ED = 0;
+  Acc lseD = 0, meanD = 0;
+  Acc shift = 0, low = 0, mean = 0, mean_low = 0;  // p = exp((z - shift) - low)
+
+  bool nothing() const {
+    return k == Acc(0) && kD == Acc(0) && B == Acc(0) && BD == Acc(0) && D == Acc(0) && DD == Acc(0) && E == Acc(0) &&
+           ED == Acc(0);
+  }
+};
+
+// A row's logits and their tangents, as vectors of z and of its tangent.
+template <class T, class Body>
+void each_tangent(const T* row, const T* tangent, int64_t cols, const Transform<AccOf<T>>& transform, Body&& body) {
+  using L = Lanes<T>;
+  each_lanes(row, cols, AccOf<T>(0), [&](int64_t c, int64_t count, const L& x) {
+    auto d = count == L::kStep ? L::load(tangent + c) : L::load(tangent + c, count, 0);
+    const L z{transform(x.a), transform(x.b)};
+    body(c, count, z, d);
+  });
+}
+
+// The sums of a row's tangents.
+template <class Acc>
+struct TangentSums {
+  Acc lse = 0, mean = 0, dot = 0;  // sum p * z., sum p * (z - m) * z., and sum a * z. but for at_index
+};
+
+template <class T>
+TangentSums<AccOf<T>> tangent_sums(const T* row, const T* tangent, int64_t cols, const Transform<AccOf<T>>& transform,
+                                   const Target<T>& target, bool entropy, const TangentFactors<AccOf<T>>& f) {
+  using Acc = AccOf<T>;
+  using Vec = at::vec::Vectorized<Acc>;
+  const Vec m(f.shift), low(f.low), mean(f.mean), mean_low(f.mean_low), uniform(target.uniform);
+  Vec lse(0), centered(0), dot(0);
+  each_tangent(row, tangent, cols, transform, [&](int64_t c, int64_t count, const Lanes<T>& z, const Lanes<T>& d) {
+    const auto coefficients = target.dense ? target.coefficients(c, count, 0) : Lanes<T>{uniform, uniform};
+    const auto add = [&](const Vec& z, const Vec& d, const Vec& a) {
+      const auto moved = transform.capped ? d * transform.slope(z) : d;
+      const auto part = product_or_zero(exp_nonpositive((z - m) - low), moved);
+      lse = lse + part;
+      if (entropy) centered = centered + product_or_zero(part, (z - mean) - mean_low);
+      dot = dot + product_or_zero(a, moved);
+    };
+    add(z.a, d.a, coefficients.a);
+    add(z.b, d.b, coefficients.b);
+  });
+  return {reduce_add(lse), reduce_add(centered), reduce_add(dot)};
+}
+
+// The tangent of a row's gradient.
+template <class T>
+void write_gradient_tangent(const T* row, const T* tangent, T* out, int64_t cols, const Transform<AccOf<T>>& transform,
+                            const Target<T>& target, const TangentFactors<AccOf<T>>& f) {
+  using Acc = AccOf<T>;
+  using Vec = at::vec::Vectorized<Acc>;
+  const Acc curve = transform.capped ? Acc(-2) * transform.inverse_cap * transform.inverse_cap : Acc(0);
+  const auto value = [&](const Vec& z, const Vec& d, const Vec& a, Acc hit) {
+    const auto slope = transform.slope(z), moved = d * slope;
+    const auto p = exp_nonpositive((z - Vec(f.shift)) - Vec(f.low));
+    const auto away = f.D != Acc(0) || f.DD != Acc(0) ? (z - Vec(f.mean)) - Vec(f.mean_low) : Vec(0);
+    const auto upstream = Vec(f.k) - Vec(f.D) * away;
+    const auto inner =
+        (moved - Vec(f.lseD)) * upstream + Vec(f.kD) - Vec(f.D) * (moved - Vec(f.meanD)) - Vec(f.DD) * away;
+    auto g = product_or_zero(p, inner) - Vec(f.BD) * a + Vec(f.ED * hit);
+    if (!transform.capped) return g;
+    // d2z/dx2 = -2 z / cap^2 * dz/dx
+    const auto first = product_or_zero(p, upstream) - Vec(f.B) * a + Vec(f.E * hit);
+    return slope * (g + Vec(curve) * z * d * first);
+  };
+  const Vec uniform(target.uniform);
+  each_tangent(row, tangent, cols, transform, [&](int64_t c, int64_t count, const Lanes<T>& z, const Lanes<T>& d) {
+    const auto a = target.dense ? target.coefficients(c, count, 0) : Lanes<T>{uniform, uniform};
+    const Lanes<T> g{value(z.a, d.a, a.a, Acc(0)), value(z.b, d.b, a.b, Acc(0))};
+    count == Lanes<T>::kStep ? g.store(out + c) : g.store(out + c, count);
+  });
+  if (!target.kept || target.index < 0) return;
+  const int64_t y = target.index;
+  const Acc of_class = target.dense ? target.class_weight[y] : Acc(1);
+  Acc lane[Vec::size()];
+  value(transform(Vec(static_cast<Acc>(row[y]))), Vec(static_cast<Acc>(tangent[y])),
+        Vec(target.uniform * of_class + target.at_index), Acc(1))
+      .store(lane);
+  out[y] = static_cast<T>(lane[0]);
+}
+
+template <class T>
+void tangent_rows(const RowTangents& p, int64_t begin, int64_t end) {
+  using Acc = AccOf<T>;
+  const Transform<Acc> transform(LogitTransform{1.0, p.softcap});
+  const bool entropy =
+      p.values.entropy != nullptr || p.upstream.entropy != nullptr || p.upstream_tangent.entropy != nullptr;
+  for (int64_t n = begin; n < end; ++n) {
+    const T* row = static_cast<const T*>(p.logits) + n * p.logits_stride;
+    const T* tangent = static_cast<const T*>(p.tangent) + n * p.tangent_stride;
+    T* grad = p.grad_tangent != nullptr ? static_cast<T*>(p.grad_tangent) + n * p.grad_tangent_stride : nullptr;
+    const Target<T> target(p.targets, n, p.cols);
+    if (!target.kept && !p.lse_of_ignored) {
+      for (void* out : {p.values.cross_entropy, p.values.lse, p.values.entropy, p.values.log_prob}) put(out, n, Acc(0));
+      if (grad != nullptr) fill_zero(grad, p.cols);
+      continue;
+    }
+    TangentFactors<Acc> f;
+    f.shift = static_cast<const Acc*>(p.lse)[n];
+    f.low = at_row<Acc>(p.lse_low, n);
+    if (entropy) {
+      const Acc value = at_row<Acc>(p.entropy, n);
+      f.mean = f.shift - value;
+      f.mean_low = (lost_in_difference(f.shift, value) + f.low) - at_row<Acc>(p.entropy_low, n);
+    }
+    const auto sums = tangent_sums(row, tangent, p.cols, transform, target, entropy && target.kept, f);
+    f.lseD = sums.lse;
+    f.meanD = sums.mean + sums.lse;
+    const Acc mass = target.dense ? at_row<Acc>(p.mass, n) : target.at_index + target.uniform * Acc(p.cols);
+    Acc moved = 0;
+    if (target.kept && target.index >= 0) {
+      moved = static_cast<Acc>(tangent[target.index]);
+      if (transform.capped) moved *= transform.one_slope(transform.one(static_cast<Acc>(row[target.index])));
+    }
+    const Acc dot = target.at_index != Acc(0) ? sums.dot + target.at_index * moved : sums.dot;
+    put(p.values.cross_entropy, n, target.kept ? mass * sums.lse - dot : Acc(0));
+    put(p.values.lse, n, sums.lse);
+    put(p.values.entropy, n, target.kept ? -sums.mean : Acc(0));
+    put(p.values.log_prob, n, target.kept ? moved - sums.lse : Acc(0));
+    if (grad == nullptr) continue;
+    const auto read = [&](const RowValues<const void*>& from, Acc& k, Acc& B, Acc& D, Acc& E) {
+      if (target.kept) {
+        B = at_row<Acc>(from.cross_entropy, n);
+        D = at_row<Acc>(from.entropy, n);
+        E = at_row<Acc>(from.log_prob, n);
+      }
+      k = mass * B + at_row<Acc>(from.lse, n) - E;
+    };
+    read(p.upstream, f.k, f.B, f.D, f.E);
+    read(p.upstream_tangent, f.kD, f.BD, f.DD, f.ED);
+    if (f.nothing()) {
+      fill_zero(grad, p.cols);
+    } else {
+      write_gradient_tangent(row, tangent, grad, p.cols, transform, target, f);
     }
   }
 }
@@ -410,9 +556,13 @@ void scaling(const RowScaling& p, DType dtype, int64_t begin, int64_t end) {
   with_type(dtype, [&](auto zero) { scaling_rows<decltype(zero)>(p, begin, end); });
 }
 
+void tangents(const RowTangents& p, DType dtype, int64_t begin, int64_t end) {
+  with_type(dtype, [&](auto zero) { tangent_rows<decltype(zero)>(p, begin, end); });
+}
+
 }  // namespace
 
-const RowRangeKernels kRowRangeKernels = {forward, gradient, scaling};
+const RowRangeKernels kRowRangeKernels = {forward, gradient, scaling, tangents};
 
 }  // namespace CPU_CAPABILITY
 }  // namespace fusegrad::cpu

@@ -16,6 +16,11 @@ RowOutputs cross_entropy(const CrossEntropyForward& call, bool inplace);
 RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, bool inplace,
                                 const OptionalTensor& grad_weight_into);
 
+/// For create_graph=True, where kernels_have_second: the gradients `made` of what the call has upstream gradients of
+/// (undefined where not wanted) in the graph, with a backward by kernels.
+LinearGradients linear_cross_entropy_graph(LinearCrossEntropyBackward call, const LinearGradients& made);
+bool kernels_have_second(const LinearCrossEntropyBackward& call);
+
 /// The logits at `index`, [N, K] acc; the dtype is that in which the weight's gradient adds up.
 at::Tensor support_logits(const SupportLogits& call, std::optional<at::ScalarType> accumulate_dtype,
                           const OptionalTensor& grad_weight_into);

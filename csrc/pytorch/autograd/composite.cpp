@@ -1,6 +1,10 @@
 #include "pytorch/autograd/composite.h"
 
+#include <torch/library.h>
+
 #include "pytorch/autograd/composite_parts.h"
+#include "pytorch/ops/dispatch.h"
+#include "pytorch/ops/faults.h"
 
 namespace fusegrad::composite {
 namespace {
@@ -16,7 +20,7 @@ struct Targets {
 // Per-row values, [N] acc each: `loss` and `z_loss` make up the loss, both times the token weight. `z_term` is without.
 struct Rows {
   Tensor loss, z_loss, z_term;
-  Tensor divisor, kept;                      // 0-d: of the two where the reduction is 'mean'
+  Tensor divisor, kept;                      // what a row adds to those of the two where the reduction is 'mean'
   Tensor valid;                              // of class indices: whether the row is kept
   Tensor lse, entropy, log_prob, predicted;  // aux values, where asked for
 };
@@ -26,8 +30,72 @@ Tensor smoothing_of(const Tensor& z, const Tensor& lse, const OptionalTensor& we
   return weight ? ((lse.unsqueeze(1) - z) * *weight).mean(1) : lse - z.mean(1);
 }
 
+// Whether the row kernels have the derivatives: by the logits alone.
+bool kernels_have(const Tensor& logits, const Targets& t) {
+  const auto is_constant = [](const Tensor& x) {
+    return !is_transformed({&x}) && !(at::GradMode::is_enabled() && x.requires_grad());
+  };
+  if (t.weight && !is_constant(*t.weight)) return false;
+  if (t.target.is_floating_point() && !is_constant(t.target)) return false;
+  const bool on_device = logits.is_cpu() || (logits.is_cuda() && logits.scalar_type() != at::kDouble);
+  return on_device && logits.sym_size(1) != 0;
+}
+
+Rows rows_by_kernels(const Tensor& logits, const Targets& t) {
+  const auto& o = t.options;
+  const auto acc = acc_type(logits.scalar_type());
+  RowSettings settings{.target = t.target,
+                       .weight = t.weight,
+                       .ignore_index = o.ignore_index,
+                       .label_smoothing = o.label_smoothing,
+                       .softcap = o.softcap,
+                       .aux = o.aux & (kAuxLse | kAuxEntropy | kAuxTokenLogProb)};
+  Rows rows;
+  std::optional<Labels> labels;
+  bool by_value = false;  // wrong indices, which the CPU's kernels do not take, cannot be looked for
+  if (t.target.is_floating_point()) {
+    if (t.target.scalar_type() != logits.scalar_type()) settings.target = t.target.to(acc);
+  } else {
+    labels.emplace(t.target, o.ignore_index, logits.sym_size(1).guard_int(__FILE__, __LINE__));
+    rows.valid = labels->valid;
+    by_value = logits.is_cpu() && !is_readable(t.target);
+    if (by_value) settings.target = t.target.masked_fill(labels->wrong, o.ignore_index);
+  }
+  auto values = std::get<0>(dispatch::cross_entropy_rows({logits, settings}));
+  if (by_value) values = values.masked_fill(labels->wrong, kNaN);
+  rows.loss = values.select(0, kRowCrossEntropy);
+  if ((o.aux & kAuxLse) != 0) rows.lse = values.select(0, kRowLse);
+  if ((o.aux & kAuxEntropy) != 0) rows.entropy = values.select(0, kRowEntropy);
+  if ((o.aux & kAuxTokenLogProb) != 0) rows.log_prob = values.select(0, kRowLogProb);
+  if (o.z_loss != 0.0 || (o.aux & kAuxZLoss) != 0) {
+    const auto lse = values.select(0, kRowLse);
+    rows.z_term = lse * lse * o.z_loss;
+    if (labels) rows.z_term = rows.z_term.masked_fill(rows.valid.logical_not(), 0);
+  }
+  if (labels) {
+    rows.kept = rows.divisor = rows.valid.to(acc);
+    if (t.weight) rows.divisor = t.weight->gather(0, labels->index).masked_fill(rows.valid.logical_not(), 0);
+  } else {
+    rows.kept = rows.divisor = at::ones_like(rows.loss.detach());
+  }
+  if ((o.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0) {
+    rows.predicted = logits.detach().argmax(1);
+    if (labels) rows.predicted = rows.predicted.masked_fill(rows.valid.logical_not(), -1);
+  }
+  return rows;
+}
+
 Rows rows_of(const Tensor& logits, const Targets& t) {
   const auto& o = t.options;
+  const auto weighted = [&](Rows rows) {
+    if (o.z_loss != 0.0) rows.z_loss = rows.z_term;
+    if (t.token_weight) {
+      rows.loss = rows.loss * *t.token_weight;
+      if (rows.z_loss.defined()) rows.z_loss = rows.z_loss * *t.token_weight;
+    }
+    return rows;
+  };
+  if (kernels_have(logits, t)) return weighted(rows_by_kernels(logits, t));
   const auto acc = acc_type(logits.scalar_type());
   Rows rows;
   const auto widened = [&](const Tensor& x) { return with_softcap(x.to(acc), o.softcap); };
@@ -45,7 +113,7 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
     if (t.weight) each = each * *t.weight;
     rows.loss = each.sum(1) * (1 - smoothing);
     if (smoothing > 0) rows.loss = rows.loss + smoothing * smoothing_of(z, lse, t.weight);
-    rows.kept = rows.divisor = at::ones_like(lse.detach()).sum();
+    rows.kept = rows.divisor = at::ones_like(lse.detach());
   } else {
     const Labels labels(t.target, o.ignore_index, logits.sym_size(1).guard_int(__FILE__, __LINE__));
     rows.valid = labels.valid;
@@ -62,15 +130,14 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
     }
     if (smoothing > 0) rows.loss = rows.loss + smoothing * smoothing_of(z, lse, t.weight);
     rows.loss = labels.of_rows(rows.loss);
-    rows.divisor = count.masked_fill(labels.valid.logical_not(), 0).sum();
-    rows.kept = labels.valid.to(acc).sum();
+    rows.divisor = count.masked_fill(labels.valid.logical_not(), 0);
+    rows.kept = labels.valid.to(acc);
     if ((o.aux & kAuxTokenLogProb) != 0) rows.log_prob = labels.of_rows(log_prob);
   }
   const auto where_kept = [&](const Tensor& x) {
     return rows.valid.defined() ? x.masked_fill(rows.valid.logical_not(), 0) : x;
   };
   if (o.z_loss != 0.0 || (o.aux & kAuxZLoss) != 0) rows.z_term = where_kept(lse * lse * o.z_loss);
-  if (o.z_loss != 0.0) rows.z_loss = rows.z_term;
   if ((o.aux & kAuxEntropy) != 0) {
     const auto log_p = (z - lse.unsqueeze(1)).masked_fill(z.eq(-kInfinity), 0);
     rows.entropy = where_kept(-((z - lse.unsqueeze(1)).exp() * log_p).sum(1));
@@ -79,11 +146,7 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
     rows.predicted = z.detach().argmax(1);
     if (rows.valid.defined()) rows.predicted = rows.predicted.masked_fill(rows.valid.logical_not(), -1);
   }
-  if (t.token_weight) {
-    rows.loss = rows.loss * *t.token_weight;
-    if (rows.z_loss.defined()) rows.z_loss = rows.z_loss * *t.token_weight;
-  }
-  return rows;
+  return weighted(rows);
 }
 
 // Of StatRows' order; what is only a kernel's is 0.
@@ -108,12 +171,19 @@ RowOutputs outputs_of(const Rows& rows, const Targets& t, const Tensor& loss) {
           .scales = {}};
 }
 
-// Of what a backward got gradients of, as functions of the logits: the gradients of `inputs`, of those that are
-// defined.
+// What a backward got gradients of: lse is an output, asked for or not.
 template <class Backward>
-std::vector<Tensor> gradients_of(const Tensor& logits, const Backward& call, const std::vector<Tensor>& inputs) {
-  const Targets t{call.target, call.weight, call.token_weight, call.options};
-  const auto rows = rows_of(logits, t);
+RowOptions options_of(const Backward& call) {
+  auto options = call.options;
+  options.aux &= ~kScaleGradient;
+  if (call.grad_lse) options.aux |= kAuxLse;
+  return options;
+}
+
+// Of the rows' values that a backward got gradients of: the gradients of `inputs`, of those that are defined.
+template <class Backward>
+std::vector<Tensor> gradients_of(const Rows& rows, const Targets& t, const Backward& call,
+                                 const std::vector<Tensor>& inputs) {
   std::vector<Tensor> outputs, upstream;
   if (call.grad_loss) {
     const auto scaled = [&](const Tensor& x, int64_t i) {
@@ -125,8 +195,7 @@ std::vector<Tensor> gradients_of(const Tensor& logits, const Backward& call, con
     upstream.push_back(*call.grad_loss);
   }
   if (call.grad_lse) {
-    const auto acc = rows.loss.scalar_type();
-    outputs.push_back(rows.lse.defined() ? rows.lse : with_softcap(logits.to(acc), call.options.softcap).logsumexp(1));
+    outputs.push_back(rows.lse);
     upstream.push_back(*call.grad_lse);
   }
   if (call.grad_stats) {
@@ -144,37 +213,85 @@ Tensor logits_of(const Call& call) {
   return call.row_scale ? logits * call.row_scale->unsqueeze(1) : logits;
 }
 
-}  // namespace
+// The rows' values that these options make, in the order of the op's.
+template <class Visit>
+void each_value(Rows& rows, const Targets& t, Visit&& visit) {
+  const auto& o = t.options;
+  const auto asked = [&](int64_t bit) { return (o.aux & bit) != 0; };
+  visit(rows.loss);
+  visit(rows.divisor);
+  visit(rows.kept);
+  if (o.z_loss != 0.0) visit(rows.z_loss);
+  if (o.z_loss != 0.0 || asked(kAuxZLoss)) visit(rows.z_term);
+  if (asked(kAuxLse)) visit(rows.lse);
+  if (asked(kAuxEntropy)) visit(rows.entropy);
+  if (asked(kAuxTokenLogProb) && !t.target.is_floating_point()) visit(rows.log_prob);
+}
 
-RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call) {
-  const auto& o = call.options;
-  if (is_readable(call.target))
-    check_target_range(op, call.target, call.logits.sym_size(1).guard_int(__FILE__, __LINE__), o.ignore_index);
-  const Targets t{call.target, call.weight, call.token_weight, o};
-  const auto rows = rows_of(call.logits, t);
+using LinearRows = std::tuple<Tensor, Tensor>;
+
+LinearRows linear_cross_entropy_rows(const LinearCrossEntropyForward& call) {
+  const Targets t{call.target, call.weight, call.token_weight, call.options};
+  auto rows = rows_of(logits_of(call), t);
+  std::vector<Tensor> values;
+  each_value(rows, t, [&](const Tensor& value) { values.push_back(value); });
+  // float64 holds them all, and takes part in a transform as the values do.
+  const auto predicted =
+      rows.predicted.defined() ? rows.predicted.to(at::kDouble) : at::zeros_like(rows.loss.detach()).to(at::kDouble);
+  return {at::stack(values), predicted};
+}
+
+Rows linear_rows(const LinearCrossEntropyForward& call) {
+  static const Op<LinearCrossEntropyForward, LinearRows> chunks("fusegrad::linear_cross_entropy_row_chunks");
+  const auto [values, predicted] =
+      in_chunks(chunks, &linear_cross_entropy_rows, call, {&call.input, &call.linear_weight, &call.target});
+  const auto each = values.unbind(0);
+  Rows rows;
+  auto next = each.begin();
+  each_value(rows, {call.target, call.weight, call.token_weight, call.options},
+             [&](Tensor& value) { value = *next++; });
+  if ((call.options.aux & (kAuxPredictedTokens | kAuxTokenAccuracy)) != 0) rows.predicted = predicted.to(at::kLong);
+  return rows;
+}
+
+RowOutputs reduced(const Rows& rows, const Targets& t, const OptionalTensor& normalizer) {
+  const auto& o = t.options;
   if (o.reduction == at::Reduction::None)
     return outputs_of(rows, t, rows.z_loss.defined() ? rows.loss + rows.z_loss : rows.loss);
   auto loss = rows.loss.sum();
   const bool mean = o.reduction == at::Reduction::Mean;
-  if (mean) loss = loss / (call.normalizer ? *call.normalizer : rows.divisor);
+  if (mean) loss = loss / (normalizer ? *normalizer : rows.divisor.sum());
   if (rows.z_loss.defined()) {
     const auto z_loss = rows.z_loss.sum();
-    loss = loss + (mean ? z_loss / (call.normalizer ? *call.normalizer : rows.kept) : z_loss);
+    loss = loss + (mean ? z_loss / (normalizer ? *normalizer : rows.kept.sum()) : z_loss);
   }
   return outputs_of(rows, t, loss);
 }
 
-RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call) {
-  const auto logits = logits_of(call);
-  auto options = call.options;
-  options.aux &= ~kScaleGradient;
-  return cross_entropy(op, {logits, call.target, call.weight, call.token_weight, call.normalizer, options});
+void check_targets(const char* op, const Tensor& target, const c10::SymInt& vocab, int64_t ignore_index) {
+  if (is_readable(target)) check_target_range(op, target, vocab.guard_int(__FILE__, __LINE__), ignore_index);
+}
+
+}  // namespace
+
+RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call) {
+  check_targets(op, call.target, call.logits.sym_size(1), call.options.ignore_index);
+  const Targets t{call.target, call.weight, call.token_weight, call.options};
+  return reduced(rows_of(call.logits, t), t, call.normalizer);
+}
+
+RowOutputs linear_cross_entropy(const char* op, LinearCrossEntropyForward call) {
+  check_targets(op, call.target, call.linear_weight.sym_size(0), call.options.ignore_index);
+  call.options.aux &= ~kScaleGradient;
+  return reduced(linear_rows(call), {call.target, call.weight, call.token_weight, call.options}, call.normalizer);
 }
 
 std::array<Tensor, 2> cross_entropy_gradients(CrossEntropyBackward call, std::array<bool, 2> wanted) {
   const at::AutoGradMode enabled(true);
   const auto inputs = aliases({{&call.logits, wanted[0]}, {&call.target, wanted[1]}});
-  const auto found = gradients_of(call.logits, call, inputs);
+  const auto options = options_of(call);
+  const Targets t{call.target, call.weight, call.token_weight, options};
+  const auto found = gradients_of(rows_of(call.logits, t), t, call, inputs);
   return {found[0], found[1]};
 }
 
@@ -184,9 +301,27 @@ std::array<Tensor, 4> linear_cross_entropy_gradients(LinearCrossEntropyBackward 
                                {&call.linear_weight, wanted[1]},
                                input_of(call.linear_bias, wanted[2]),
                                input_of(call.row_scale, wanted[3])});
-  const auto logits = logits_of(call);
-  const auto found = gradients_of(logits, call, inputs);
+  const auto options = options_of(call);
+  const Targets t{call.target, call.weight, call.token_weight, options};
+  const auto rows = linear_rows({.input = call.input,
+                                 .linear_weight = call.linear_weight,
+                                 .target = call.target,
+                                 .linear_bias = call.linear_bias,
+                                 .weight = call.weight,
+                                 .token_weight = call.token_weight,
+                                 .normalizer = {},
+                                 .options = options,
+                                 .linear = call.linear,
+                                 .row_scale = call.row_scale});
+  const auto found = gradients_of(rows, t, call, inputs);
   return {found[0], found[1], found[2], found[3]};
+}
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  m.impl("linear_cross_entropy_rows", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_rows>()>());
+}
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
+  m.impl("linear_cross_entropy_rows", named_kernel<"linear_cross_entropy", unpacked<linear_cross_entropy_rows>()>());
 }
 
 }  // namespace fusegrad::composite

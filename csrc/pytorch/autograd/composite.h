@@ -1,7 +1,8 @@
-// The losses as compositions of PyTorch's own differentiable ops: for what the row kernels have no derivative of.
-// Function transforms (torch.func, torch.vmap) and forward-mode tangents take them whole; a backward that is itself
-// differentiated (create_graph=True) takes its gradients from them. Rows are computed in acc at once, so the memory is
-// that of some [N, V] tensors in acc.
+// The losses as compositions of differentiable ops: of PyTorch's own, for what the row kernels have no derivative of,
+// and of cross_entropy_rows (row_values.cpp), whose derivatives are kernels of their own. Function transforms
+// (torch.func, torch.vmap) and forward-mode tangents take them whole; a backward that is itself differentiated
+// (create_graph=True) takes its gradients from them. Rows are computed in acc, those of logits at once: the memory is
+// that of some [N, V] tensors in acc. Those of the linear losses are computed in chunks, see in_chunks().
 #pragma once
 
 #include "pytorch/autograd/autograd.h"
@@ -13,7 +14,7 @@ namespace fusegrad::composite {
 RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call);
 
 /// As autograd::linear_cross_entropy.
-RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call);
+RowOutputs linear_cross_entropy(const char* op, LinearCrossEntropyForward call);
 
 /// As autograd::jsd and autograd::linear_jsd, the rows of soft_loss and hard_loss too. A row whose label or a column of
 /// whose top-k teacher is outside [0, V) is NaN where these cannot be read; the sums of log-probabilities are checked

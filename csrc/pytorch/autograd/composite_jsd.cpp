@@ -1,7 +1,10 @@
+#include <torch/library.h>
+
 #include <algorithm>
 
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/composite_parts.h"
+#include "pytorch/ops/faults.h"
 #include "pytorch/ops/jsd_settings.h"
 
 namespace fusegrad::composite {
@@ -22,7 +25,7 @@ struct Divergence {
 // for.
 struct DivergenceRows {
   Tensor loss, soft, hard;
-  Tensor kept;  // 0-d
+  Tensor kept;  // 1 or 0
 };
 
 // sum_c of a row's divergence between exp(log_q) and exp(log_p), [N]. `normalized`: each sums to 1.
@@ -117,7 +120,7 @@ DivergenceRows rows_of(const Divergence& call) {
   const auto none = at::zeros_like(z.detach().sum(1));
   DivergenceRows rows;
   rows.loss = none;
-  rows.kept = labels ? labels->valid.to(acc).sum() : at::ones_like(none).sum();
+  rows.kept = labels ? labels->valid.to(acc) : at::ones_like(none);
   // A part without weight is left out: infinite it would be NaN.
   if (s.soft_weight != 0.0 || (s.aux & kJSDAuxSoftLoss) != 0) rows.soft = vocab == 0 ? none : soft_of(z, call, labels);
   if (s.hard_wanted()) rows.hard = vocab == 0 ? none : labels->of_rows(z.logsumexp(1) - labels->column(z));
@@ -127,23 +130,26 @@ DivergenceRows rows_of(const Divergence& call) {
   return rows;
 }
 
-JsdOutputs outputs_of(const char* op, const Divergence& call, const OptionalTensor& normalizer) {
-  const auto& s = call.settings;
+// What can be read is checked: before the rows, of a linear loss's teacher alone.
+void check_values(const char* op, const OptionalTensor& student, const Tensor& teacher, const JsdRows& rows,
+                  const JsdSettings& settings, int64_t vocab) {
   const auto readable = [](const OptionalTensor& tensor) { return !tensor || is_readable(*tensor); };
-  const auto& r = call.rows;
-  if (r.labels && is_readable(*r.labels)) check_target_range(op, *r.labels, call.vocab(), s.ignore_index, "labels");
-  if (call.top_k() && is_readable(call.teacher) && readable(r.teacher_index) && readable(r.tail_log_prob) &&
-      readable(r.labels))
-    check_top_k(op, call.teacher, r, s, call.vocab());
-  if (s.log_probs && readable(r.labels)) {
-    if (is_readable(call.student)) check_log_probs(op, "student", call.student, r, s);
-    if (is_readable(call.teacher)) check_log_probs(op, "teacher", call.teacher, r, s);
+  if (rows.labels && is_readable(*rows.labels))
+    check_target_range(op, *rows.labels, vocab, settings.ignore_index, "labels");
+  if (rows.teacher_index && is_readable(teacher) && readable(rows.teacher_index) && readable(rows.tail_log_prob) &&
+      readable(rows.labels))
+    check_top_k(op, teacher, rows, settings, vocab);
+  if (settings.log_probs && readable(rows.labels)) {
+    if (student && is_readable(*student)) check_log_probs(op, "student", *student, rows, settings);
+    if (is_readable(teacher)) check_log_probs(op, "teacher", teacher, rows, settings);
   }
-  const auto rows = rows_of(call);
+}
+
+JsdOutputs reduced(const DivergenceRows& rows, const JsdSettings& s, int64_t vocab, const OptionalTensor& normalizer) {
   JsdOutputs out;
   out.loss = s.reduction == at::Reduction::None ? rows.loss : rows.loss.sum();
-  if (s.averaged()) out.loss = out.loss / (normalizer ? *normalizer : rows.kept.clamp_min(1));
-  if (s.reduction == at::Reduction::Mean) out.loss = out.loss / std::max<int64_t>(call.vocab(), 1);
+  if (s.averaged()) out.loss = out.loss / (normalizer ? *normalizer : rows.kept.sum().clamp_min(1));
+  if (s.reduction == at::Reduction::Mean) out.loss = out.loss / std::max<int64_t>(vocab, 1);
   std::vector<Tensor> stats;
   if ((s.aux & kJSDAuxSoftLoss) != 0) stats.push_back(rows.soft);
   if ((s.aux & kJSDAuxHardLoss) != 0) stats.push_back(rows.hard);
@@ -151,9 +157,8 @@ JsdOutputs outputs_of(const char* op, const Divergence& call, const OptionalTens
   return out;
 }
 
-std::vector<Tensor> gradients_of(const Divergence& call, const Tensor& scales, const Tensor& grad_loss,
+std::vector<Tensor> gradients_of(Tensor loss, const Tensor& scales, const Tensor& grad_loss,
                                  const std::vector<Tensor>& inputs) {
-  auto loss = rows_of(call).loss;
   if (scales.numel() != 0) loss = loss * scale_of(scales, 0);
   if (grad_loss.dim() == 0) loss = loss.sum();
   if (!loss.requires_grad()) {  // neither part has a weight
@@ -174,22 +179,57 @@ std::array<Tensor, 2> logits_of(const Tensor& input, const JsdHeads& heads, cons
   return {student, teacher.to(student.scalar_type())};
 }
 
+int64_t vocab_of(const LinearJsdForward& call) {
+  return call.linear.vocab_size.value_or(call.heads.student_weight.sym_size(0).guard_int(__FILE__, __LINE__));
+}
+
+// The rows' values that these settings make, in the order of the op's.
+template <class Visit>
+void each_value(DivergenceRows& rows, const JsdSettings& s, Visit&& visit) {
+  visit(rows.loss);
+  visit(rows.kept);
+  if (s.soft_weight != 0.0 || (s.aux & kJSDAuxSoftLoss) != 0) visit(rows.soft);
+  if (s.hard_wanted()) visit(rows.hard);
+}
+
+Tensor linear_jsd_rows(const LinearJsdForward& call) {
+  const auto [student, teacher] = logits_of(call.student_input, call.heads, call.linear);
+  auto rows = rows_of({student, teacher, call.rows, call.settings});
+  std::vector<Tensor> values;
+  each_value(rows, call.settings, [&](const Tensor& value) { values.push_back(value); });
+  return at::stack(values);
+}
+
+DivergenceRows linear_rows(const LinearJsdForward& call) {
+  static const Op<LinearJsdForward, Tensor> chunks("fusegrad::linear_jsd_row_chunks");
+  const auto& heads = call.heads;
+  const auto each =
+      in_chunks(chunks, &linear_jsd_rows, call, {&call.student_input, &heads.student_weight, &heads.teacher}).unbind(0);
+  DivergenceRows rows;
+  auto next = each.begin();
+  each_value(rows, call.settings, [&](Tensor& value) { value = *next++; });
+  return rows;
+}
+
 }  // namespace
 
 JsdOutputs jsd(const char* op, const JsdForward& call) {
-  return outputs_of(op, {call.student, call.teacher, call.rows, call.settings}, call.rows.normalizer);
+  const Divergence divergence{call.student, call.teacher, call.rows, call.settings};
+  check_values(op, call.student, call.teacher, call.rows, call.settings, divergence.vocab());
+  return reduced(rows_of(divergence), call.settings, divergence.vocab(), call.rows.normalizer);
 }
 
 JsdOutputs linear_jsd(const char* op, const LinearJsdForward& call) {
-  const auto [student, teacher] = logits_of(call.student_input, call.heads, call.linear);
-  return outputs_of(op, {student, teacher, call.rows, call.settings}, call.rows.normalizer);
+  const auto vocab = vocab_of(call);
+  check_values(op, std::nullopt, call.heads.teacher, call.rows, call.settings, vocab);
+  return reduced(linear_rows(call), call.settings, vocab, call.rows.normalizer);
 }
 
 std::array<Tensor, 2> jsd_gradients(JsdBackward call, std::array<bool, 2> wanted) {
   const at::AutoGradMode enabled(true);
   const auto inputs = aliases({{&call.student, wanted[0]}, {&call.teacher, wanted[1]}});
-  const auto found =
-      gradients_of({call.student, call.teacher, call.rows, call.settings}, call.scales, call.grad_loss, inputs);
+  const auto found = gradients_of(rows_of({call.student, call.teacher, call.rows, call.settings}).loss, call.scales,
+                                  call.grad_loss, inputs);
   return {found[0], found[1]};
 }
 
@@ -198,9 +238,20 @@ LinearGradients linear_jsd_gradients(LinearJsdBackward call) {
   const auto inputs = aliases({{&call.student_input, call.needs_grad[0]},
                                {&call.heads.student_weight, call.needs_grad[1]},
                                input_of(call.heads.student_bias, call.needs_grad[2])});
-  const auto [student, teacher] = logits_of(call.student_input, call.heads, call.linear);
-  const auto found = gradients_of({student, teacher, call.rows, call.settings}, call.scales, call.grad_loss, inputs);
+  const auto rows = linear_rows({.student_input = call.student_input,
+                                 .heads = call.heads,
+                                 .rows = call.rows,
+                                 .settings = call.settings,
+                                 .linear = call.linear});
+  const auto found = gradients_of(rows.loss, call.scales, call.grad_loss, inputs);
   return {found[0], found[1], found[2]};
+}
+
+TORCH_LIBRARY_IMPL(fusegrad, CompositeImplicitAutograd, m) {
+  m.impl("linear_jsd_rows", named_kernel<"linear_jsd", unpacked<linear_jsd_rows>()>());
+}
+TORCH_LIBRARY_IMPL(fusegrad, FuncTorchBatched, m) {
+  m.impl("linear_jsd_rows", named_kernel<"linear_jsd", unpacked<linear_jsd_rows>()>());
 }
 
 }  // namespace fusegrad::composite

@@ -3,12 +3,14 @@
 
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <limits>
 #include <vector>
 
 #include "pytorch/autograd/composite.h"
 #include "pytorch/autograd/inplace.h"
+#include "pytorch/autograd/transforms.h"
 #include "pytorch/ops/check.h"
 
 namespace fusegrad::composite {
@@ -57,6 +59,18 @@ struct Labels {
 
 /// By what the forward divided; see RowScales. It is infinite where no row is kept, whose gradients are 0.
 inline at::Tensor scale_of(const at::Tensor& scales, int64_t i) { return scales[i].nan_to_num(0, 0, 0) * scales[2]; }
+
+/// What `chunks`, an op that computes the rows of a linear loss in chunks, gives, or `whole`, all at once: in a process
+/// without the Python package, which implements that op, in a compiler's graph, and beside saved-tensor hooks, which
+/// torch.func does not take. Chunks keep their inputs alone, and are computed again for each derivative.
+template <class Call, class Values>
+Values in_chunks(const Op<Call, Values>& chunks, Values (*whole)(const Call&), const Call& call,
+                 at::ArrayRef<const at::Tensor*> tensors) {
+  const bool traced = std::any_of(tensors.begin(), tensors.end(), [](const auto* t) { return is_traced(*t); });
+  if (traced || saved_tensor_hooks_active() || !chunks.is_composite()) return whole(call);
+  const AboveTransforms above;
+  return chunks.composite(call);
+}
 
 struct Input {
   at::Tensor* tensor;  ///< null: not there

@@ -104,6 +104,75 @@ struct CrossEntropyBackward {
   }
 };
 
+/// What shapes the values of rows that are differentiated, beside the logits. A weight and a target are constants.
+struct RowSettings {
+  at::Tensor target;      ///< as CrossEntropyForward's
+  OptionalTensor weight;  ///< [V] acc
+  int64_t ignore_index = -100;
+  double label_smoothing = 0.0;
+  double softcap = 0.0;
+  int64_t aux = 0;  ///< bits of AuxBit: kAuxLse, of ignored rows too; kAuxEntropy; kAuxTokenLogProb
+
+  static constexpr auto fields() {
+    using A = RowSettings;
+    return list(required("target", &A::target), required("weight", &A::weight),
+                required("ignore_index", &A::ignore_index), required("label_smoothing", &A::label_smoothing),
+                required("softcap", &A::softcap), required("aux", &A::aux));
+  }
+};
+
+/// Cross entropy's rows without weights of tokens, z-loss and reduction, as functions that PyTorch can differentiate
+/// again: values [4, N] acc are each row's cross entropy, lse, entropy and the target's log-probability; those that
+/// `aux` does not ask for are 0. stats [5, N] acc are constants: lse, what rounding took from it, the sum of the
+/// coefficients (dense targets), the entropy and what rounding took from that. Of ignored rows there is lse alone.
+struct CrossEntropyRows {
+  at::Tensor logits;  ///< [N, V]
+  RowSettings settings;
+
+  static constexpr auto fields() {
+    using A = CrossEntropyRows;
+    return list(required("logits", &A::logits), all_of(&A::settings));
+  }
+};
+
+/// The gradient of the logits for one of the values, [4, N] acc.
+struct CrossEntropyRowsGradient {
+  at::Tensor logits, upstream, stats;
+  RowSettings settings;
+
+  static constexpr auto fields() {
+    using A = CrossEntropyRowsGradient;
+    return list(required("logits", &A::logits), required("upstream", &A::upstream), required("stats", &A::stats),
+                all_of(&A::settings));
+  }
+};
+
+/// The tangents of the values, [4, N] acc, for one of the logits, of their dtype.
+struct CrossEntropyRowsTangent {
+  at::Tensor logits, tangent, stats;
+  RowSettings settings;
+
+  static constexpr auto fields() {
+    using A = CrossEntropyRowsTangent;
+    return list(required("logits", &A::logits), required("tangent", &A::tangent), required("stats", &A::stats),
+                all_of(&A::settings));
+  }
+};
+
+/// The tangent of that gradient, for tangents of the logits and, where there is one, of the upstream gradient.
+struct CrossEntropyRowsSecond {
+  at::Tensor logits, upstream, tangent;
+  OptionalTensor upstream_tangent;
+  at::Tensor stats;
+  RowSettings settings;
+
+  static constexpr auto fields() {
+    using A = CrossEntropyRowsSecond;
+    return list(required("logits", &A::logits), required("upstream", &A::upstream), required("tangent", &A::tangent),
+                required("upstream_tangent", &A::upstream_tangent), required("stats", &A::stats), all_of(&A::settings));
+  }
+};
+
 /// The gradient of a shard's logits [N, V / processes], columns [vocab_start, vocab_start + size) of `vocab` of them;
 /// the in-place twin writes it over them. Indices and the class weights count in the whole vocabulary, a probability
 /// target's columns are the shard's. `lse`, `lse_low` and (dense targets) `mass` are of whole rows, see RowGradient;
@@ -224,6 +293,28 @@ struct LinearCrossEntropyBackwardInto {
   static constexpr auto fields() {
     using A = LinearCrossEntropyBackwardInto;
     return list(added_to("grad_weight_into", &A::grad_weight_into), all_of(&A::backward));
+  }
+};
+
+/// What a second derivative of linear_cross_entropy's rows is made of. Of `upstream`, [4, N] acc as CrossEntropyRows'
+/// values, and `upstream_of_square`, [N] acc of lse^2: the tangents of the gradients of input, weight and bias, where
+/// `needs_grad` says so, for tangents of input, weight and bias; and those of the values, with lse itself behind them.
+struct LinearCrossEntropySecond {
+  at::Tensor input, linear_weight;
+  OptionalTensor linear_bias, input_tangent, weight_tangent, bias_tangent;
+  at::Tensor upstream;
+  OptionalTensor upstream_of_square;
+  RowSettings settings;
+  LinearOptions linear;  ///< without a logit_scale
+  std::array<bool, 3> needs_grad{};
+
+  static constexpr auto fields() {
+    using A = LinearCrossEntropySecond;
+    return list(required("input", &A::input), required("linear_weight", &A::linear_weight),
+                required("linear_bias", &A::linear_bias), required("input_tangent", &A::input_tangent),
+                required("weight_tangent", &A::weight_tangent), required("bias_tangent", &A::bias_tangent),
+                required("upstream", &A::upstream), required("upstream_of_square", &A::upstream_of_square),
+                all_of(&A::settings), all_of<true>(&A::linear), required("needs_grad", &A::needs_grad));
   }
 };
 
@@ -608,13 +699,15 @@ struct FlexTangents {
 /// Second derivatives on CUDA: what each pair gives to the tangents of the gradients of query, key and value, of
 /// `head_count` heads of queries from `first_head` on, counted over all batches, whole groups of them, and `row_count`
 /// queries from `first_row` on, a multiple of 128. `rows`: [B, H, M, 4] float32, of each row lse, the sum of grad_out *
-/// out less grad_lse, and the tangents of both. There is no dropout.
+/// out less grad_lse, and the tangents of both. `score_tangent`: [head_count, row_count, columns] float32, what else
+/// the tangents of the scores have, of captured tensors. There is no dropout.
 struct FlexPairTangents {
   at::Tensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent;
   OptionalTensor grad_out_tangent;
   at::Tensor rows;
   FlexScoring scoring;
   int64_t first_head = 0, head_count = 0, first_row = 0, row_count = 0;
+  OptionalTensor score_tangent;
 
   static constexpr auto fields() {
     using A = FlexPairTangents;
@@ -623,7 +716,8 @@ struct FlexPairTangents {
                 required("key_tangent", &A::key_tangent), required("value_tangent", &A::value_tangent),
                 required("grad_out_tangent", &A::grad_out_tangent), required("rows", &A::rows), all_of(&A::scoring),
                 required("first_head", &A::first_head), required("head_count", &A::head_count),
-                required("first_row", &A::first_row), required("row_count", &A::row_count));
+                required("first_row", &A::first_row), required("row_count", &A::row_count),
+                option("score_tangent", &A::score_tangent));
   }
 };
 

@@ -24,6 +24,23 @@ Tensor cross_entropy_backward(const CrossEntropyBackward& call) {
   return op(call);
 }
 
+std::tuple<Tensor, Tensor> cross_entropy_rows(const CrossEntropyRows& call) {
+  static const Op<CrossEntropyRows, RowValuesTuple> op("fusegrad::cross_entropy_rows");
+  return op(call);
+}
+Tensor cross_entropy_rows(const CrossEntropyRowsGradient& call) {
+  static const Op<CrossEntropyRowsGradient, Tensor> op("fusegrad::cross_entropy_rows_gradient");
+  return op(call);
+}
+Tensor cross_entropy_rows(const CrossEntropyRowsTangent& call) {
+  static const Op<CrossEntropyRowsTangent, Tensor> op("fusegrad::cross_entropy_rows_tangent");
+  return op(call);
+}
+Tensor cross_entropy_rows(const CrossEntropyRowsSecond& call) {
+  static const Op<CrossEntropyRowsSecond, Tensor> op("fusegrad::cross_entropy_rows_second");
+  return op(call);
+}
+
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyForward& call, bool inplace) {
   static const Twins<LinearCrossEntropyForward, LinearTuple> op("fusegrad::linear_cross_entropy_forward");
   auto [loss, lse, stats, predicted, scales, logits, grad_input, grad_weight, grad_bias] = op(call, inplace);
@@ -39,6 +56,12 @@ LinearGradients linear_cross_entropy_backward_into(const LinearCrossEntropyBackw
   static const Twins<LinearCrossEntropyBackwardInto, LinearGradientTuple> op(
       "fusegrad::linear_cross_entropy_backward_into");
   return std::make_from_tuple<LinearGradients>(op(call, inplace));
+}
+
+LinearSecond linear_cross_entropy_second(const LinearCrossEntropySecond& call) {
+  static const Op<LinearCrossEntropySecond, LinearSecondTuple> op("fusegrad::linear_cross_entropy_second");
+  auto [values, input, weight, bias] = op(call);
+  return {values, {input, weight, bias}};
 }
 
 std::pair<JsdOutputs, std::array<Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace) {

@@ -39,6 +39,10 @@ struct StatRows {
   }
 };
 
+/// Rows of the values and of the constants of CrossEntropyRows.
+enum RowValue : int64_t { kRowCrossEntropy, kRowLse, kRowEntropy, kRowLogProb, kRowValues };
+enum RowConstant : int64_t { kStatLse, kStatLseLow, kStatMass, kStatEntropy, kStatEntropyLow, kRowConstants };
+
 /// Whether every column has a coefficient: class probabilities, or class weights together with smoothing.
 inline bool dense_target(const at::Tensor& target, bool class_weights, double label_smoothing) {
   return target.is_floating_point() || (class_weights && label_smoothing > 0.0);
@@ -77,6 +81,11 @@ namespace dispatch {
 RowOutputs cross_entropy_forward(const CrossEntropyForward& call, bool inplace);
 at::Tensor cross_entropy_backward(const CrossEntropyBackward& call);
 
+std::tuple<at::Tensor, at::Tensor> cross_entropy_rows(const CrossEntropyRows& call);
+at::Tensor cross_entropy_rows(const CrossEntropyRowsGradient& call);
+at::Tensor cross_entropy_rows(const CrossEntropyRowsTangent& call);
+at::Tensor cross_entropy_rows(const CrossEntropyRowsSecond& call);
+
 /// `logits` are those that were kept, or empty.
 struct LinearCrossEntropyOutputs {
   RowOutputs rows;
@@ -86,6 +95,12 @@ struct LinearCrossEntropyOutputs {
 LinearCrossEntropyOutputs linear_cross_entropy_forward(const LinearCrossEntropyForward& call, bool inplace);
 LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& call, bool inplace);
 LinearGradients linear_cross_entropy_backward_into(const LinearCrossEntropyBackwardInto& call, bool inplace);
+
+struct LinearSecond {
+  at::Tensor values;  // [5, N] acc
+  LinearGradients gradients;
+};
+LinearSecond linear_cross_entropy_second(const LinearCrossEntropySecond& call);
 
 std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace);
 

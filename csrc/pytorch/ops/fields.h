@@ -306,6 +306,19 @@ class Op {
         Arguments::fields());
   }
 
+  /// Whether the op is composite. One that the Python package implements is not before that is imported.
+  bool is_composite() const { return handle_.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd); }
+
+  /// The kernel of a composite op, whatever transforms or modes are active: it sees them itself.
+  Result composite(const Arguments& arguments) const {
+    return std::apply(
+        [&](const auto&... fields) {
+          return handle_.redispatch(c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                    give<std::decay_t<decltype(fields)>>(fields.of(arguments))...);
+        },
+        Arguments::fields());
+  }
+
  private:
   using Signature = typename Unboxed<Result, decltype(Arguments::fields())>::Signature;
   c10::TypedOperatorHandle<Signature> handle_;

@@ -152,6 +152,19 @@ class ChunkGradients {
     block.copy_(product);
   }
 
+  /// What other factors of the same products add to rows that add() has had: `x` and the head's weight (undefined:
+  /// none), with `z` the gradient of the logits.
+  void add_more(const at::Tensor& weight, const at::Tensor& x, const at::Tensor& z, int64_t first) {
+    if (needs_grad_[1] && x.defined()) weight_.add_product(z.t(), x);
+    if (!needs_grad_[0] || !weight.defined()) return;
+    const auto block = part(input_, 0, first, z.size(0));
+    if (block.scalar_type() == z.scalar_type()) {
+      multiply(block, z, weight, /*add=*/true);
+    } else {
+      block.add_(at::mm(z, weight));
+    }
+  }
+
   LinearGradients finish() { return {input_, weight_.finish(), bias_.finish()}; }
 
  private:

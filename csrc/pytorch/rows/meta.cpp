@@ -37,6 +37,17 @@ RowTuple cross_entropy_forward(const CrossEntropyForward& c) {
 
 Tensor cross_entropy_backward(const CrossEntropyBackward& c) { return gradient_like(true, c.logits); }
 
+Tensor row_values(const Tensor& logits, int64_t count) {
+  const auto acc = logits.options().dtype(acc_type(logits.scalar_type())).requires_grad(false);
+  return at::empty_symint({c10::SymInt(count), logits.sym_size(0)}, acc);
+}
+RowValuesTuple cross_entropy_rows(const CrossEntropyRows& c) {
+  return {row_values(c.logits, kRowValues), row_values(c.logits, kRowConstants)};
+}
+Tensor cross_entropy_rows_gradient(const CrossEntropyRowsGradient& c) { return gradient_like(true, c.logits); }
+Tensor cross_entropy_rows_tangent(const CrossEntropyRowsTangent& c) { return row_values(c.logits, kRowValues); }
+Tensor cross_entropy_rows_second(const CrossEntropyRowsSecond& c) { return gradient_like(true, c.logits); }
+
 template <bool inplace>
 LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& c) {
   const auto options = c.input.options().requires_grad(false);
@@ -55,6 +66,11 @@ LinearGradientTuple linear_cross_entropy_backward_into(const LinearCrossEntropyB
   auto backward = c.backward;
   backward.needs_grad[1] = false;
   return linear_cross_entropy_backward(backward);
+}
+
+LinearSecondTuple linear_cross_entropy_second(const LinearCrossEntropySecond& c) {
+  return std::tuple_cat(std::tuple(row_values(c.input, kRowValues + 1)),
+                        linear_gradients(c.input, c.linear_weight, c.linear_bias, c.needs_grad));
 }
 
 std::tuple<Tensor, Tensor, Tensor> jsd_outputs(const c10::SymInt& rows, const Tensor& like,
@@ -98,6 +114,10 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("cross_entropy_forward", TORCH_FN(unpacked<cross_entropy_forward>()));
   m.impl("cross_entropy_forward_", TORCH_FN(unpacked<cross_entropy_forward>()));
   m.impl("cross_entropy_backward", TORCH_FN(unpacked<cross_entropy_backward>()));
+  m.impl("cross_entropy_rows", TORCH_FN(unpacked<cross_entropy_rows>()));
+  m.impl("cross_entropy_rows_gradient", TORCH_FN(unpacked<cross_entropy_rows_gradient>()));
+  m.impl("cross_entropy_rows_tangent", TORCH_FN(unpacked<cross_entropy_rows_tangent>()));
+  m.impl("cross_entropy_rows_second", TORCH_FN(unpacked<cross_entropy_rows_second>()));
   m.impl("cross_entropy_shard_gradient", TORCH_FN(unpacked<cross_entropy_shard_gradient>()));
   m.impl("cross_entropy_shard_gradient_", TORCH_FN(unpacked<cross_entropy_shard_gradient_>()));
   m.impl("jsd_forward", TORCH_FN(unpacked<jsd_forward<false>>()));
@@ -108,6 +128,7 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("linear_cross_entropy_backward_", TORCH_FN(unpacked<linear_cross_entropy_backward>()));
   m.impl("linear_cross_entropy_backward_into", TORCH_FN(unpacked<linear_cross_entropy_backward_into>()));
   m.impl("linear_cross_entropy_backward_into_", TORCH_FN(unpacked<linear_cross_entropy_backward_into>()));
+  m.impl("linear_cross_entropy_second", TORCH_FN(unpacked<linear_cross_entropy_second>()));
   m.impl("linear_jsd_forward", TORCH_FN(unpacked<linear_jsd_forward<false>>()));
   m.impl("linear_jsd_forward_", TORCH_FN(unpacked<linear_jsd_forward<true>>()));
   m.impl("linear_jsd_backward", TORCH_FN(unpacked<linear_jsd_backward>()));

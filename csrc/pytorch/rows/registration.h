@@ -8,8 +8,11 @@
 namespace fusegrad {
 
 using RowTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using RowValuesTuple = std::tuple<at::Tensor, at::Tensor>;
 using LinearGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using LinearTuple = decltype(std::tuple_cat(RowTuple(), std::tuple<at::Tensor>(), LinearGradientTuple()));
+
+using LinearSecondTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 using JsdTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using LinearJsdTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;

@@ -146,6 +146,13 @@ def test_opcheck_of_the_ops_below(device) -> None:
     torch.library.opcheck(
         ops.cross_entropy_backward.default, (one, None, x, t, None, lse, stats, scales, None, -100, 0.0, 0.0, 0.0)
     )
+    # Tangents of the input alone, and of all three.
+    upstream, bias = torch.randn(4, 4, device=device), torch.randn(7, device=device)
+    scoring = (t, None, -100, 0.1, 3.0, 49)
+    some = (h, w, None, h, None, None, upstream, None, *scoring, 1.0, None, [True, True, False])
+    torch.library.opcheck(ops.linear_cross_entropy_second.default, some)
+    every = (h, w, bias, h, w, bias, upstream, upstream[0], *scoring, 1.0, 0, [True] * 3)
+    torch.library.opcheck(ops.linear_cross_entropy_second.default, every)
     shard = (one, None, t, None, lse, stats[0], None, scales, None, -100, 0.0, 0.0, 0.0, 2, 9)
     torch.library.opcheck(ops.cross_entropy_shard_gradient.default, (x, *shard))
     torch.library.opcheck(ops.cross_entropy_shard_gradient_.default, (x.clone(), *shard))

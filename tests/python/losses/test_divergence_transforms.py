@@ -11,13 +11,20 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from function_transforms import assert_same_under_transforms, assert_second_derivatives, twice
-from fusegrad import JSDAux, reference
+from fusegrad import JSDAux, _loss_chunks, reference
 from torch import Tensor
 
 N, V, H = 3, 5, 2
 K = 3
 LABELS = torch.tensor([1, -100, 4])
 WEIGHTS = torch.linspace(0.5, 2, N).double()
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the linear losses, two rows each."""
+    monkeypatch.setitem(_loss_chunks._LOGITS, "cpu", 1)
+    monkeypatch.setattr(_loss_chunks, "_LEAST", 2)
 
 
 def top_k(tail: bool = False) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:

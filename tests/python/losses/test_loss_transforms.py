@@ -12,11 +12,18 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from function_transforms import assert_same_under_transforms, assert_second_derivatives, twice
-from fusegrad import Aux, reference
+from fusegrad import Aux, _loss_chunks, reference
 from torch import Tensor
 
 N, V, H = 5, 7, 3
 DIFFERENTIABLE = Aux(lse=True, entropy=True, token_log_prob=True)
+
+
+@pytest.fixture(autouse=True)
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the linear losses, two rows each."""
+    monkeypatch.setitem(_loss_chunks._LOGITS, "cpu", 1)
+    monkeypatch.setattr(_loss_chunks, "_LEAST", 2)
 
 
 def target() -> Tensor:
@@ -43,12 +50,12 @@ CASES: dict[str, tuple[Callable[[], Tensor], dict[str, Any]]] = {
 cases = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
-def pair(case: tuple[Callable[[], Tensor], dict[str, Any]], linear: bool) -> tuple[Callable, Callable, list[Tensor]]:
-    """Ours and the formula as functions of what is differentiated, and that."""
+def pair(case: tuple[Callable[[], Tensor], dict[str, Any]], linear: float) -> tuple[Callable, Callable, list[Tensor]]:
+    """Ours and the formula as functions of what is differentiated, and that. linear: the logits' scale, 0 without."""
     of_target, options = case
     made = of_target()
     if linear:
-        more = {"logit_scale": 1.5, **options}
+        more = {"logit_scale": linear, **options}
         inputs = [torch.randn(s, dtype=torch.float64) for s in ((N, H), (V, H), (V,))]
         return (
             lambda x, w, b: fusegrad.linear_cross_entropy(x, w, made, linear_bias=b, **more),
@@ -62,18 +69,18 @@ def pair(case: tuple[Callable[[], Tensor], dict[str, Any]], linear: bool) -> tup
     )
 
 
-linears = pytest.mark.parametrize("linear", [False, True], ids=["cross_entropy", "linear_cross_entropy"])
+linears = pytest.mark.parametrize("linear", [0.0, 1.0, 1.5], ids=["cross_entropy", "linear_cross_entropy", "scaled"])
 
 
 @cases
 @linears
-def test_transforms(case: Any, linear: bool) -> None:
+def test_transforms(case: Any, linear: float) -> None:
     assert_same_under_transforms(*pair(case, linear))
 
 
 @cases
 @linears
-def test_second_derivatives(case: Any, linear: bool) -> None:
+def test_second_derivatives(case: Any, linear: float) -> None:
     assert_second_derivatives(*pair(case, linear))
 
 
@@ -87,7 +94,7 @@ def test_aux_values(linear: bool, reduction: str) -> None:
 
     def formula(*t: Tensor) -> tuple[Tensor, ...]:
         call = (reference.linear_cross_entropy, reference.cross_entropy)[not linear]
-        more = {"linear_bias": t[2], "logit_scale": 1.5} if linear else {}
+        more = {"linear_bias": t[2], "logit_scale": linear} if linear else {}
         loss, aux = call(*t[:2] if linear else t[:1], target(), z_loss=0.2, reduction=reduction, **more)
         return loss, aux["lse"], aux["entropy"], aux["token_log_prob"]
 
@@ -151,7 +158,7 @@ def test_inputs_that_depend_on_each_other() -> None:
 
 
 @linears
-def test_per_sample_gradients(linear: bool) -> None:
+def test_per_sample_gradients(linear: float) -> None:
     """What differential privacy asks for: vmap over grad, targets batched too."""
     rows, targets = torch.randn(6, H if linear else V), torch.tensor([0, 3, 6, -100, 2, 2])
     head = torch.randn(V, H)
@@ -257,3 +264,118 @@ def test_compiled() -> None:
     x, t = torch.randn(4, V), torch.tensor([0, 1, 2, 3])
     gradient = torch.func.grad(lambda x: fusegrad.cross_entropy(x, t))
     torch.testing.assert_close(torch.compile(gradient, backend="aot_eager", fullgraph=True)(x), gradient(x))
+
+
+def saved_in(result: Tensor) -> list[Tensor]:
+    """What the nodes of PyTorch's ops and of Functions in Python keep."""
+    nodes, seen, found = [result.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kept = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        kept += getattr(node, "saved_tensors", ())
+        found += [t for t in kept if isinstance(t, Tensor)]
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("divergence", [False, True], ids=["linear_cross_entropy", "linear_jsd"])
+def test_a_graph_keeps_no_logits(divergence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of linear losses are computed again for each derivative; as many rows as the budget holds are one."""
+    rows, classes = 24, 50
+    x = torch.randn(rows, H, dtype=torch.float64, requires_grad=True)
+    w, labels = torch.randn(classes, H, dtype=torch.float64, requires_grad=True), torch.arange(rows)
+    teacher = torch.randn(rows, H, dtype=torch.float64)
+
+    def loss(**options: Any) -> Tensor:
+        if divergence:
+            return fusegrad.linear_jsd(x, w, teacher, w.detach(), reduction="sum", **options)
+        return fusegrad.linear_cross_entropy(x, w, labels, reduction="sum", logit_scale=1.5, **options)
+
+    def second(**options: Any) -> tuple[list[Tensor], int]:
+        found = torch.autograd.grad(loss(**options), [x, w], create_graph=True)
+        total = torch.stack([g.square().sum() for g in found]).sum()
+        largest = max(t.numel() for t in saved_in(total))
+        return list(torch.autograd.grad(total, [x, w])), largest
+
+    found, largest = second()
+    assert largest <= classes * H
+    monkeypatch.setitem(_loss_chunks._LOGITS, "cpu", 2**21)
+    whole, largest = second()
+    assert largest >= rows * classes
+    torch.testing.assert_close(found, whole)
+    of_a_budget, largest = second(workspace_mib=0)
+    assert largest <= classes * H
+    torch.testing.assert_close(of_a_budget, whole)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):  # which torch.func does not take
+        torch.testing.assert_close(second()[0], whole)
+
+
+def test_sums_over_chunks_are_not_rounded() -> None:
+    """The weight's gradient adds up in float32, also where it is of 16 bits."""
+    torch.manual_seed(0)
+    rows = 512
+    x, labels = torch.randn(rows, 4, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int64)
+    w = torch.randn(V, 4, dtype=torch.bfloat16)
+
+    def gradient(x: Tensor, w: Tensor) -> Tensor:
+        return torch.func.grad(lambda w: fusegrad.linear_cross_entropy(x, w, labels, reduction="sum"))(w)
+
+    ours, right = gradient(x, w), gradient(x.double(), w.double())
+    assert (ours - right).abs().max() < 0.01 * right.abs().max()
+
+
+SECOND: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "none": {"reduction": "none"},
+    "penalty": {"z_loss": 0.1, "reduction": "sum"},
+    "smoothed": {"label_smoothing": 0.1, "softcap": 5.0},
+    "aux": {"reduction": "none", "return_aux": DIFFERENTIABLE},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", SECOND.values(), ids=list(SECOND))
+def test_second_derivatives_by_kernels(options: dict[str, Any], dtype: torch.dtype, each_device: str) -> None:
+    """In chunks, and as accurate as eager PyTorch; the first gradients are the kernels' to the bit."""
+    torch.manual_seed(0)
+    rows, hidden, classes = 300, 32, 777
+    made = torch.randint(classes, (rows,), device=each_device)
+    made[7] = -100
+    given = [torch.randn(s, device=each_device, dtype=dtype) for s in ((rows, hidden), (classes, hidden), (classes,))]
+    given[1] *= hidden**-0.5
+    weights = torch.randn(4, rows, device=each_device)
+    along = [torch.randn_like(t) for t in given]
+
+    def total(values: Any) -> Tensor:
+        each = (values[0], *values[1]) if isinstance(values, tuple) else (values,)
+        return sum((w[: v.numel()].view_as(v) * v.to(w.dtype)).sum() for w, v in zip(weights, each, strict=False))
+
+    def ours(x: Tensor, w: Tensor, b: Tensor, **more: Any) -> Tensor:
+        found = fusegrad.linear_cross_entropy(x, w, made, linear_bias=b, **options, **more)
+        if isinstance(found, tuple):
+            found = (found[0], (found[1].lse, found[1].entropy, found[1].token_log_prob))
+        return total(found)
+
+    def formula(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        plain = {k: v for k, v in options.items() if k != "return_aux"}
+        loss, aux = reference.linear_cross_entropy(x, w, made, linear_bias=b, **plain)
+        asked = "return_aux" in options
+        return total((loss, (aux["lse"], aux["entropy"], aux["token_log_prob"])) if asked else loss)
+
+    def second(f: Callable[..., Tensor], dtype: torch.dtype, **more: Any) -> tuple[tuple[Tensor, ...], ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        first = torch.autograd.grad(f(*leaves, **more), leaves, create_graph=True)
+        return first, torch.autograd.grad(first, leaves, [t.to(dtype) for t in along])
+
+    exact = second(formula, torch.float64)[1]
+    eager = second(formula, dtype)[1]
+    for more in ({}, {"workspace_mib": 1}):
+        first, found = second(ours, dtype, **more)
+        leaves = [t.detach().requires_grad_() for t in given]
+        assert all(map(torch.equal, first, torch.autograd.grad(ours(*leaves, **more), leaves)))
+        for one, plain, right in zip(found, eager, exact, strict=True):
+            error, theirs = ((t.double() - right).norm() for t in (one, plain))
+            assert error <= 1.5 * theirs + 1e-6 * right.norm(), (error / right.norm(), theirs / right.norm())

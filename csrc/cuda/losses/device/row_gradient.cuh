@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kBlockThreads, kPart == Part::kAll       ? 2
     T* grad = static_cast<T*>(p.grad) + row * p.grad_stride;
     const RowVectors<T, kWidth> vectors(logits, p.cols, blocks.align);
     const RowTarget<T> target(p.targets, constants, row, p.vocab);
-    if (!target.in_range || (!target.kept && p.grad_lse == nullptr)) {
+    if (!target.in_range || (!target.kept && (p.grad_lse == nullptr || !p.lse_of_ignored))) {
       const auto fill = filled<T, kWidth>(static_cast<T>(target.in_range ? 0.f : not_a_number()));
       for (int j = 0; j < kBlockVectors; ++j) {
         const int v = first + j * distance;
