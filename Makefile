@@ -104,7 +104,7 @@ test-python: build $(VENV)/.installed-test $(VENV)/.installed-test-alone
 
 test-cpp: build
 	$(BIN)/ninja -C $(BUILD) -j $(JOBS)
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure -j $(JOBS)
 
 # The C++ example, built as a user's project against the installed package.
 test-example: build

@@ -6,7 +6,8 @@ tangents of query, key and value; "trained" is the same where a backward may fol
 PyTorch; "sdpa", scaled_dot_product_attention's composite backend; "jvp-flash-attention", a package of Triton kernels.
 The error is of the last head's tangent, relative to its root mean square in float64, beside that of "math".
 
-Losses: cross_entropy's jvp, and its Hessian's product with a vector by a second backward, beside PyTorch's.
+Losses: cross_entropy's jvp, and its Hessian's product with a vector by a second backward, beside PyTorch's; the same of
+linear_cross_entropy by hidden states and weight, with the peak of memory above the inputs.
 
 On the CPU rows are small and in float32. Ratios are medians of the rounds'.
 
@@ -23,6 +24,7 @@ import fusegrad
 import torch
 import torch.nn.functional as F
 from harness.failure import Outcome
+from harness.memory import cuda_peak_mib
 from harness.report import print_table
 from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
 from harness.timing import Repeated, alternate
@@ -31,13 +33,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 OP = "transforms"
 OVER_FORWARD, OVER_PEER, OVER_EAGER = 3.3, 0.6, 1.5
+OVER_FORMULA, OVER_FORMULAS_MEMORY = 1.0, 0.5  # a loss's derivative, of the formula's time and peak
 Work = Callable[[], Any]
 Attention = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Attention's batch, heads, tokens and head size; or a loss's rows and classes. limited: whether goals are its."""
+    """Attention's batch, heads, tokens and head size; or a loss's rows, of a linear one hidden size, and classes.
+    limited: whether goals are its."""
 
     name: str
     sizes: tuple[int, ...]
@@ -59,12 +63,14 @@ CUDA_ROWS = (
     Row("attention", (4, 8, 4096, 128)),
     Row("attention, bias", (4, 16, 2048, 64), biased=True, limited=False),
     Row("cross entropy", (4096, 32768)),
+    Row("linear cross entropy", (8192, 4096, 128256)),
 )
 CPU_ROWS = (
     Row("attention", (1, 4, 256, 64)),
     Row("attention", (1, 4, 256, 128)),
     Row("attention, bias", (1, 4, 256, 64), biased=True, limited=False),
     Row("cross entropy", (256, 4096)),
+    Row("linear cross entropy", (512, 64, 8192)),
 )
 
 
@@ -140,34 +146,41 @@ def attention_steps(row: Row, device: str, peers: Sequence[str]) -> tuple[dict[s
 
 
 def loss_steps(row: Row, device: str) -> dict[str, Work]:
-    rows, classes = row.sizes
+    rows, *hidden, classes = row.sizes
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    logits, moved = torch.randn(rows, classes, dtype=dtype), torch.randn(rows, classes, dtype=dtype)
-    leaf, target = logits.clone().requires_grad_(), torch.randint(classes, (rows,))
+    shapes = [(rows, hidden[0]), (classes, hidden[0])] if hidden else [(rows, classes)]
+    scale = hidden[0] ** -0.5 if hidden else 1.0
 
-    def jvp(loss: Callable[[Tensor, Tensor], Tensor]) -> Work:
-        return lambda: torch.func.jvp(lambda x: loss(x, target), (logits,), (moved,))
+    def random() -> list[Tensor]:
+        return [torch.randn(shape, dtype=dtype) * (scale if i else 1.0) for i, shape in enumerate(shapes)]
 
-    def product(loss: Callable[[Tensor, Tensor], Tensor]) -> Work:
+    given, moved = random(), random()
+    leaves, target = [t.clone().requires_grad_() for t in given], torch.randint(classes, (rows,))
+
+    def jvp(loss: Callable[..., Tensor]) -> Work:
+        return lambda: torch.func.jvp(lambda *t: loss(*t, target), tuple(given), tuple(moved))
+
+    def product(loss: Callable[..., Tensor]) -> Work:
         """The Hessian's with a vector."""
 
         def work() -> None:
-            (grad,) = torch.autograd.grad(loss(leaf, target), leaf, create_graph=True)
-            torch.autograd.grad(grad, leaf, moved)
+            grads = torch.autograd.grad(loss(*leaves, target), leaves, create_graph=True)
+            torch.autograd.grad(grads, leaves, moved)
 
         return work
 
-    def float32(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(x.float(), target)
+    def float32(*t: Tensor) -> Tensor:
+        return F.cross_entropy((F.linear(*t[:2]) if hidden else t[0]).float(), t[-1])
 
-    def first(loss: Callable[[Tensor, Tensor], Tensor]) -> Work:
-        return lambda: torch.autograd.grad(loss(leaf, target), leaf)
+    def first(loss: Callable[..., Tensor]) -> Work:
+        return lambda: torch.autograd.grad(loss(*leaves, target), leaves)
 
+    ours = fusegrad.linear_cross_entropy if hidden else fusegrad.cross_entropy
     return {
-        "fusegrad gradient": first(fusegrad.cross_entropy),
-        "fusegrad jvp": jvp(fusegrad.cross_entropy),
+        "fusegrad gradient": first(ours),
+        "fusegrad jvp": jvp(ours),
         "math jvp": jvp(float32),
-        "fusegrad second backward": product(fusegrad.cross_entropy),
+        "fusegrad second backward": product(ours),
         "math second backward": product(float32),
     }
 
@@ -187,6 +200,8 @@ def measured(row: Row, device: str, peers: Sequence[str], rounds: int, reps: int
         if outcome.failure:
             result["failures"][name] = outcome.failure
             del steps[name]
+    if device == "cuda" and not row.name.startswith("attention"):
+        result["peak MiB"] = {name: cuda_peak_mib(work) for name, work in steps.items()}
     times, _ = alternate({name: Repeated(work) for name, work in steps.items()}, None, device, rounds, reps)
     result["ms"] = {name: one.ms for name, one in times.items() if one.ms is not None}
     result["rounds"] = {name: one.rounds for name, one in times.items() if one.ms is not None}
@@ -195,7 +210,7 @@ def measured(row: Row, device: str, peers: Sequence[str], rounds: int, reps: int
 
 def goals(row: Row, result: dict[str, Any]) -> list[tuple[str, bool]]:
     if not row.name.startswith("attention"):
-        return []
+        return loss_goals(result)
     if "fusegrad" not in result["ms"]:
         return [("runs", False)]
     errors = result["errors"]
@@ -209,12 +224,30 @@ def goals(row: Row, result: dict[str, Any]) -> list[tuple[str, bool]]:
     return found
 
 
+def loss_goals(result: dict[str, Any]) -> list[tuple[str, bool]]:
+    found = []
+    for step in ("jvp", "second backward"):
+        names = f"fusegrad {step}", f"math {step}"
+        if any(name not in result["ms"] for name in names):
+            found.append((f"{step} runs", False))
+            continue
+        ratio = over(result, *names)
+        found.append((f"{step}: {ratio:.2f} x the formula <= {OVER_FORMULA}", ratio <= OVER_FORMULA))
+        if peaks := result.get("peak MiB"):
+            ours, theirs = (peaks[name] for name in names)
+            most = OVER_FORMULAS_MEMORY * theirs
+            found.append((f"{step}: {ours:.0f} MiB <= {most:.0f}", ours <= most))
+    return found
+
+
 def show(row: Row, result: dict[str, Any]) -> None:
     errors = result.get("errors")
     print(f"\n{row.label}" + (f"; error {errors['fusegrad']:.1e}, math's {errors['math']:.1e}" if errors else ""))
     first = next(iter(result["ms"]))
     lines = [[name, f"{ms:.3f}", f"{over(result, name, first):.2f}"] for name, ms in result["ms"].items()]
-    print_table(["", "ms", f"x {first}"], lines)
+    peaks = result.get("peak MiB", {})
+    lines = [[*line, f"{peaks[line[0]]:.0f}" if peaks else ""] for line in lines]
+    print_table(["", "ms", f"x {first}", "peak MiB"], lines)
 
 
 def main() -> None:
