@@ -1,4 +1,4 @@
-// What a device has to offer for the losses: seven kernels over rows of logits, as plain functions of raw
+// What a device has to offer for the losses: eight kernels over rows of logits, as plain functions of raw
 // pointers, 64-bit sizes and a stream, so that front ends other than ATen can call them too.
 //
 // Letters: N rows, V columns (the vocabulary). `acc` is float for float32, bfloat16 and float16 logits, and
@@ -272,6 +272,29 @@ struct RowJsd {
   void* hard = nullptr;
 };
 
+/// Tangents of the soft part of a divergence, `soft`, and of its gradients, `grad_student` and `grad_teacher`, for tangents
+/// of both sides. Of the rest of RowJsd these take part: both sides, their transforms and temperatures, beta, log_probs,
+/// the labels and ignore_index, and `upstream`, the gradient of each row's soft part. No top-k teacher.
+///
+/// With a dot for a tangent, q., p. those of log q and log p (of logits: q. = z. - sum q z.), and sums over a row's
+/// columns:
+///   soft.          = sum q h q. + sum p k p. + s sum (n q - p) q. + t sum (n p - q) p.
+///   by log q       : g  = q (h - A) + s (n q - p)
+///                    g. = q ((h - A) q. - A.) + (1 - s) r (q. - p.) + s (n q q. - p p.)
+///   by log p       : the same with q and p, h and k, A and B, s and t changed for each other
+///   A = sum q h,  A. = sum (q h q. + (1 - s) r (q. - p.)),  B and B. likewise; all 0 for log-probabilities
+///   0 < b < 1   h = (1 - b) log(q / m), k = b log(p / m), r = (1 - b) b q p / m; s = t = 0
+///   b = 0       h = 0, k = log(p / q) + 1 - n, r = p; s = 1, t = 0;    b = 1  h = log(q / p) + 1 - n, k = 0, r = q; s =
+///   0, t = 1
+/// n is 0 for log-probabilities, else 1. By x it is g dz/dx / T, see RowTangents for its tangent.
+struct RowJsdTangents : RowJsd {
+  const void* student_tangent = nullptr;  // [N, V] in the student's dtype; null: 0, not on CUDA
+  int64_t student_tangent_stride = 0;
+  const void* teacher_tangent = nullptr;  // null: 0
+  int64_t teacher_tangent_stride = 0;
+  const void* upstream_tangent = nullptr;  // [N] acc, or null: 0
+};
+
 /// A device's kernels. `stream` is a cudaStream_t on CUDA, a const cpu::Host* (common/host.h) on the CPU. Errors are
 /// exceptions of the standard library.
 struct RowKernels {
@@ -282,6 +305,7 @@ struct RowKernels {
   void (*scaling)(const RowScaling&, DType, void* stream);
   void (*jsd)(const RowJsd&, DType, void* stream);
   void (*tangents)(const RowTangents&, DType, void* stream);
+  void (*jsd_tangents)(const RowJsdTangents&, DType, void* stream);
 };
 
 extern const RowKernels kCpuRowKernels;

@@ -80,6 +80,13 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair<JsdCall>(m, "jsd", loss_returns);
   define_pair<JsdForward>(m, "jsd_forward", divergence_returns + "Tensor grad_student, Tensor grad_teacher)");
 
+  // The soft part of its rows, as cross_entropy_rows (pytorch/autograd/jsd_soft.cpp). Gradients are those that are
+  // wanted, in their order.
+  define<JsdSoft>(m, "jsd_soft", "Tensor soft");
+  define<JsdSoftGradient>(m, "jsd_soft_gradient", "Tensor[] gradients");
+  define<JsdSoftTangent>(m, "jsd_soft_tangent", "Tensor soft_tangent");
+  define<JsdSoftSecond>(m, "jsd_soft_second", "Tensor[] gradient_tangents");
+
   // --- linear Jensen-Shannon divergence --------------------------------------------------------------------
   define_pair<LinearJsdCall>(m, "linear_jsd", loss_returns);
   define_pair<LinearJsdForward>(m, "linear_jsd_forward", divergence_returns + gradients);

@@ -62,6 +62,14 @@ void jsd(const RowJsd& p, DType dtype, void* stream) {
                     [&](int64_t begin, int64_t end) { jsd_range()(p, dtype, begin, end, scratch_of(bytes).get()); });
 }
 
+void jsd_tangents(const RowJsdTangents& p, DType dtype, void* stream) {
+  static const cpu::JsdTangentsRange range = cpu::for_this_machine(
+      cpu::DEFAULT::kJsdTangentsRange, cpu::AVX2::kJsdTangentsRange, cpu::AVX512::kJsdTangentsRange);
+  const int64_t bytes = cpu::kJsdTangentBuffers * padded(p.cols) * acc_size(dtype);
+  cpu::parallel_for(host_of(stream), p.rows, grain(p.cols),
+                    [&](int64_t begin, int64_t end) { range(p, dtype, begin, end, scratch_of(bytes).get()); });
+}
+
 template <class Function>
 void with_acc(DType dtype, Function&& function) {
   if (dtype == DType::kFloat64) {
@@ -126,6 +134,6 @@ void sum(const RowSum& p, DType dtype, void*) {
 
 }  // namespace
 
-const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling, jsd, tangents};
+const RowKernels kCpuRowKernels = {forward, gradient, scales, sum, scaling, jsd, tangents, jsd_tangents};
 
 }  // namespace fusegrad

@@ -21,17 +21,24 @@ struct RowRangeKernels {
 using JsdRange = void (*)(const RowJsd&, DType, int64_t begin, int64_t end, void* scratch);
 constexpr int64_t kJsdBuffers = 5;
 
+/// And for RowJsdTangents; its scratch is kJsdTangentBuffers such rows.
+using JsdTangentsRange = void (*)(const RowJsdTangents&, DType, int64_t begin, int64_t end, void* scratch);
+constexpr int64_t kJsdTangentBuffers = 8;
+
 namespace DEFAULT {
 extern const RowRangeKernels kRowRangeKernels;
 extern const JsdRange kJsdRange;
+extern const JsdTangentsRange kJsdTangentsRange;
 }  // namespace DEFAULT
 namespace AVX2 {
 extern const RowRangeKernels kRowRangeKernels;
 extern const JsdRange kJsdRange;
+extern const JsdTangentsRange kJsdTangentsRange;
 }  // namespace AVX2
 namespace AVX512 {
 extern const RowRangeKernels kRowRangeKernels;
 extern const JsdRange kJsdRange;
+extern const JsdTangentsRange kJsdTangentsRange;
 }  // namespace AVX512
 
 }  // namespace fusegrad::cpu

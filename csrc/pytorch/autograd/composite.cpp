@@ -37,8 +37,7 @@ bool kernels_have(const Tensor& logits, const Targets& t) {
   };
   if (t.weight && !is_constant(*t.weight)) return false;
   if (t.target.is_floating_point() && !is_constant(t.target)) return false;
-  const bool on_device = logits.is_cpu() || (logits.is_cuda() && logits.scalar_type() != at::kDouble);
-  return on_device && logits.sym_size(1) != 0;
+  return has_row_kernels(logits);
 }
 
 Rows rows_by_kernels(const Tensor& logits, const Targets& t) {
@@ -52,17 +51,15 @@ Rows rows_by_kernels(const Tensor& logits, const Targets& t) {
                        .aux = o.aux & (kAuxLse | kAuxEntropy | kAuxTokenLogProb)};
   Rows rows;
   std::optional<Labels> labels;
-  bool by_value = false;  // wrong indices, which the CPU's kernels do not take, cannot be looked for
   if (t.target.is_floating_point()) {
     if (t.target.scalar_type() != logits.scalar_type()) settings.target = t.target.to(acc);
   } else {
     labels.emplace(t.target, o.ignore_index, logits.sym_size(1).guard_int(__FILE__, __LINE__));
     rows.valid = labels->valid;
-    by_value = logits.is_cpu() && !is_readable(t.target);
-    if (by_value) settings.target = t.target.masked_fill(labels->wrong, o.ignore_index);
   }
-  auto values = std::get<0>(dispatch::cross_entropy_rows({logits, settings}));
-  if (by_value) values = values.masked_fill(labels->wrong, kNaN);
+  const auto by = LabelsOfKernels(logits, labels ? OptionalTensor(t.target) : std::nullopt, labels, o.ignore_index);
+  if (by.labels) settings.target = *by.labels;
+  const auto values = by.checked(std::get<0>(dispatch::cross_entropy_rows({logits, settings})));
   rows.loss = values.select(0, kRowCrossEntropy);
   if ((o.aux & kAuxLse) != 0) rows.lse = values.select(0, kRowLse);
   if ((o.aux & kAuxEntropy) != 0) rows.entropy = values.select(0, kRowEntropy);

@@ -1,5 +1,5 @@
 // The losses as compositions of differentiable ops: of PyTorch's own, for what the row kernels have no derivative of,
-// and of cross_entropy_rows (row_values.cpp), whose derivatives are kernels of their own. Function transforms
+// and of cross_entropy_rows (row_values.cpp) and jsd_soft (jsd_soft.cpp), whose derivatives are kernels of their own. Function transforms
 // (torch.func, torch.vmap) and forward-mode tangents take them whole; a backward that is itself differentiated
 // (create_graph=True) takes its gradients from them. Rows are computed in acc, those of logits at once: the memory is
 // that of some [N, V] tensors in acc. Those of the linear losses are computed in chunks, see in_chunks().
@@ -21,6 +21,9 @@ RowOutputs linear_cross_entropy(const char* op, LinearCrossEntropyForward call);
 /// where they can.
 JsdOutputs jsd(const char* op, const JsdForward& call);
 JsdOutputs linear_jsd(const char* op, const LinearJsdForward& call);
+
+/// The op jsd_soft by PyTorch's ops alone, for derivatives above its second ones.
+at::Tensor jsd_soft(const JsdSoft& call);
 
 /// The gradients of logits and target, each where wanted, as a graph.
 std::array<at::Tensor, 2> cross_entropy_gradients(CrossEntropyBackward call, std::array<bool, 2> wanted);

@@ -52,6 +52,9 @@ Tensor divergence(const Tensor& log_q, const Tensor& log_p, double beta, bool no
   return (larger * each).sum(1);
 }
 
+// Less what rounding left of 0; NaN stays.
+Tensor not_negative(const Tensor& soft) { return soft - soft.detach().clamp_max(0); }
+
 // Over a top-k teacher's K columns and one for all others. K is small: in float64, as the kernels have it.
 Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::optional<Labels>& labels) {
   const auto& s = call.settings;
@@ -88,42 +91,66 @@ Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::opti
   return divergence(log_q, log_p, s.beta, /*normalized=*/false).masked_fill(wrong.any(1), kNaN).to(z.scalar_type());
 }
 
-Tensor soft_of(const Tensor& z, const Divergence& call, const std::optional<Labels>& labels) {
+// The student's logits as a softmax takes them, but for the temperature.
+Tensor logits_in_acc(const Tensor& x, double scale, double softcap) {
+  auto z = x.to(acc_type(x.scalar_type()));
+  if (scale != 1.0) z = z * scale;
+  return with_softcap(z, softcap);
+}
+Tensor by_temperature(const Tensor& z, double temperature) { return temperature == 1.0 ? z : z / temperature; }
+
+Tensor soft_of(const Divergence& call, const std::optional<Labels>& labels) {
   const auto& s = call.settings;
-  const auto by_temperature = [](const Tensor& x, double t) { return t == 1.0 ? x : x / t; };
-  const auto student = by_temperature(z, s.student_temperature);
-  Tensor soft;
-  if (call.top_k()) {
-    soft = top_k_divergence(student, call, labels);
-  } else {
-    auto teacher = call.teacher.to(z.scalar_type());
-    if (s.teacher_logit_scale != 1.0) teacher = teacher * s.teacher_logit_scale;
-    teacher = by_temperature(with_softcap(teacher, s.teacher_softcap), s.teacher_temperature);
-    if (labels) teacher = labels->without_ignored(teacher);
-    soft = s.log_probs ? divergence(student, teacher, s.beta, /*normalized=*/false)
-                       : divergence(student.log_softmax(1), teacher.log_softmax(1), s.beta, /*normalized=*/true);
+  if (!call.top_k()) {
+    const auto by = LabelsOfKernels(call.student, call.rows.labels, labels, s.ignore_index);
+    const JsdSoft rows{call.student,
+                       call.teacher,
+                       {.labels = by.labels,
+                        .ignore_index = s.ignore_index,
+                        .beta = s.beta,
+                        .student_temperature = s.student_temperature,
+                        .teacher_temperature = s.teacher_temperature,
+                        .student_softcap = s.student_softcap,
+                        .teacher_softcap = s.teacher_softcap,
+                        .student_logit_scale = s.student_logit_scale,
+                        .teacher_logit_scale = s.teacher_logit_scale,
+                        .log_probs = s.log_probs}};
+    return by.checked(has_row_kernels(call.student) ? dispatch::jsd_soft(rows) : jsd_soft(rows));
   }
-  soft = soft - soft.detach().clamp_max(0);  // what rounding left of 0; NaN stays
+  auto z = logits_in_acc(call.student, s.student_logit_scale, s.student_softcap);
+  if (labels) z = labels->without_ignored(z);
+  const auto soft = not_negative(top_k_divergence(by_temperature(z, s.student_temperature), call, labels));
   return labels ? labels->of_rows(soft) : soft;
+}
+
+// [N]: the cross entropy at the labels.
+Tensor hard_of(const Divergence& call, const std::optional<Labels>& labels) {
+  const auto& s = call.settings;
+  const auto& x = call.student;
+  if (!has_row_kernels(x)) {
+    const auto z = labels->without_ignored(logits_in_acc(x, s.student_logit_scale, s.student_softcap));
+    return labels->of_rows(z.logsumexp(1) - labels->column(z));
+  }
+  const auto by = LabelsOfKernels(x, call.rows.labels, labels, s.ignore_index);
+  const auto scaled = s.student_logit_scale == 1.0 ? x : x.to(acc_type(x.scalar_type())) * s.student_logit_scale;
+  const CrossEntropyRows rows{
+      scaled, {.target = *by.labels, .ignore_index = s.ignore_index, .softcap = s.student_softcap}};
+  return by.checked(std::get<0>(dispatch::cross_entropy_rows(rows)).select(0, kRowCrossEntropy));
 }
 
 DivergenceRows rows_of(const Divergence& call) {
   const auto& s = call.settings;
   const auto acc = acc_type(call.student.scalar_type());
   const auto vocab = call.vocab();
-  auto z = call.student.to(acc);
-  if (s.student_logit_scale != 1.0) z = z * s.student_logit_scale;
-  z = with_softcap(z, s.student_softcap);
   std::optional<Labels> labels;
   if (call.rows.labels) labels.emplace(*call.rows.labels, s.ignore_index, vocab);
-  if (labels) z = labels->without_ignored(z);
-  const auto none = at::zeros_like(z.detach().sum(1));
+  const auto none = at::zeros_like(call.student.detach().slice(1, 0, 1).sum(1), call.student.options().dtype(acc));
   DivergenceRows rows;
   rows.loss = none;
   rows.kept = labels ? labels->valid.to(acc) : at::ones_like(none);
   // A part without weight is left out: infinite it would be NaN.
-  if (s.soft_weight != 0.0 || (s.aux & kJSDAuxSoftLoss) != 0) rows.soft = vocab == 0 ? none : soft_of(z, call, labels);
-  if (s.hard_wanted()) rows.hard = vocab == 0 ? none : labels->of_rows(z.logsumexp(1) - labels->column(z));
+  if (s.soft_weight != 0.0 || (s.aux & kJSDAuxSoftLoss) != 0) rows.soft = vocab == 0 ? none : soft_of(call, labels);
+  if (s.hard_wanted()) rows.hard = vocab == 0 ? none : hard_of(call, labels);
   if (s.soft_weight != 0.0) rows.loss = rows.loss + s.soft_weight * rows.soft;
   if (s.hard_weight != 0.0) rows.loss = rows.loss + s.hard_weight * rows.hard;
   if (call.rows.token_weight) rows.loss = rows.loss * *call.rows.token_weight;
@@ -212,6 +239,24 @@ DivergenceRows linear_rows(const LinearJsdForward& call) {
 }
 
 }  // namespace
+
+Tensor jsd_soft(const JsdSoft& call) {
+  const auto& s = call.settings;
+  auto student =
+      by_temperature(logits_in_acc(call.student, s.student_logit_scale, s.student_softcap), s.student_temperature);
+  auto teacher =
+      by_temperature(logits_in_acc(call.teacher, s.teacher_logit_scale, s.teacher_softcap), s.teacher_temperature);
+  std::optional<Labels> labels;
+  if (s.labels) {
+    labels.emplace(*s.labels, s.ignore_index, call.student.sym_size(1).guard_int(__FILE__, __LINE__));
+    student = labels->without_ignored(student);
+    teacher = labels->without_ignored(teacher);
+  }
+  const auto soft =
+      not_negative(s.log_probs ? divergence(student, teacher, s.beta, /*normalized=*/false)
+                               : divergence(student.log_softmax(1), teacher.log_softmax(1), s.beta, true));
+  return labels ? labels->of_rows(soft) : soft;
+}
 
 JsdOutputs jsd(const char* op, const JsdForward& call) {
   const Divergence divergence{call.student, call.teacher, call.rows, call.settings};

@@ -57,6 +57,31 @@ struct Labels {
   }
 };
 
+/// Whether cross_entropy_rows and jsd_soft are there for such logits.
+inline bool has_row_kernels(const at::Tensor& logits) {
+  const bool on_device = logits.is_cpu() || (logits.is_cuda() && logits.scalar_type() != at::kDouble);
+  return on_device && logits.sym_size(1) != 0;
+}
+
+/// The labels that these ops get. The CPU's kernels do not take wrong ones: where these cannot be looked for, they are
+/// ignored, and the rows are NaN afterwards.
+struct LabelsOfKernels {
+  OptionalTensor labels;
+  at::Tensor wrong;
+
+  LabelsOfKernels(const at::Tensor& logits, const OptionalTensor& given, const std::optional<Labels>& read,
+                  int64_t ignore_index)
+      : labels(given) {
+    if (!given || !logits.is_cpu() || is_readable(*given)) return;
+    wrong = read->wrong;
+    labels = given->masked_fill(wrong, ignore_index);
+  }
+  /// The last dimension of `values` is the rows'.
+  at::Tensor checked(const at::Tensor& values) const {
+    return wrong.defined() ? values.masked_fill(wrong, kNaN) : values;
+  }
+};
+
 /// By what the forward divided; see RowScales. It is infinite where no row is kept, whose gradients are 0.
 inline at::Tensor scale_of(const at::Tensor& scales, int64_t i) { return scales[i].nan_to_num(0, 0, 0) * scales[2]; }
 

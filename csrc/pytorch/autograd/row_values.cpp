@@ -8,71 +8,17 @@
 //   _tangent(z, t)     J t      z: _second(z, v, t), t: _gradient(z, v) _second(z, e, t) . z. + _tangent(z, t.)
 //   _second(z, u, t, u.)        the formula below, of PyTorch's ops
 //
-// The Hessian of <u, F> is symmetric, which is why _second serves in each place. Rows are independent of each other, so
-// a batch is more rows. These are nodes of the engine's own kind and not torch::autograd::Functions, which have no
-// forward mode and which function transforms refuse.
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
+// The Hessian of <u, F> is symmetric, which is why _second serves in each place.
 #include <torch/library.h>
 
-#include "pytorch/autograd/batches.h"
-#include "pytorch/autograd/composite_parts.h"
+#include "pytorch/autograd/row_nodes.h"
 #include "pytorch/ops/dispatch.h"
-#include "pytorch/ops/faults.h"
 #include "pytorch/rows/registration.h"
 
 namespace fusegrad {
 namespace {
 
-using at::Tensor;
-using torch::autograd::Node;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-bool has_tangent(const Tensor& t) { return t.defined() && t._fw_grad(/*level=*/0).defined(); }
-Tensor tangent_of(const Tensor& t) { return t._fw_grad(/*level=*/0); }
-Tensor primal_of(const Tensor& t) { return has_tangent(t) ? t._fw_primal(/*level=*/0) : t; }
-OptionalTensor optional_of(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
-// --- the tensors of a call ---
-
-// visit(tensor, which of its dimensions is the rows'), of the tensors that have rows; those that can be differentiated
-// come first.
-template <class Visit>
-void each_of_rows(CrossEntropyRows& c, const Visit& visit) {
-  visit(c.logits, 0);
-  visit(c.settings.target, 0);
-}
-template <class Visit>
-void each_of_rows(CrossEntropyRowsGradient& c, const Visit& visit) {
-  visit(c.logits, 0);
-  visit(c.upstream, 1);
-  visit(c.stats, 1);
-  visit(c.settings.target, 0);
-}
-template <class Visit>
-void each_of_rows(CrossEntropyRowsTangent& c, const Visit& visit) {
-  visit(c.logits, 0);
-  visit(c.tangent, 0);
-  visit(c.stats, 1);
-  visit(c.settings.target, 0);
-}
-template <class Visit>
-void each_of_rows(CrossEntropyRowsSecond& c, const Visit& visit) {
-  visit(c.logits, 0);
-  visit(c.upstream, 1);
-  visit(c.tangent, 0);
-  if (c.upstream_tangent) visit(*c.upstream_tangent, 1);
-  visit(c.stats, 1);
-  visit(c.settings.target, 0);
-}
-
-std::vector<Tensor> differentiable(const CrossEntropyRows& c) { return {c.logits}; }
-std::vector<Tensor> differentiable(const CrossEntropyRowsGradient& c) { return {c.logits, c.upstream}; }
-std::vector<Tensor> differentiable(const CrossEntropyRowsTangent& c) { return {c.logits, c.tangent}; }
-std::vector<Tensor> differentiable(const CrossEntropyRowsSecond& c) {
-  return {c.logits, c.upstream, c.tangent, c.upstream_tangent.value_or(Tensor())};
-}
+using namespace row_ops;
 
 // --- the formula of _second ---
 
@@ -148,157 +94,140 @@ Tensor second_formula(const CrossEntropyRowsSecond& call) {
   return g.to(call.logits.scalar_type());
 }
 
-// --- backward ---
+}  // namespace
 
-variable_list gradients(const CrossEntropyRows& c, const Tensor& stats, const Tensor& upstream,
-                        const std::vector<bool>& /*wanted*/) {
-  return {dispatch::cross_entropy_rows(CrossEntropyRowsGradient{c.logits, upstream, stats, c.settings})};
-}
+// --- what the nodes and batches need ---
 
-variable_list gradients(const CrossEntropyRowsGradient& c, const Tensor& /*stats*/, const Tensor& v,
-                        const std::vector<bool>& wanted) {
-  variable_list result(2);
-  if (wanted[0]) {
-    result[0] = dispatch::cross_entropy_rows(
-        CrossEntropyRowsSecond{c.logits, c.upstream, v, std::nullopt, c.stats, c.settings});
+namespace row_ops {
+
+struct OfCrossEntropy {
+  static constexpr const char* kName = "cross_entropy";
+  static constexpr size_t kConstants = 0;
+
+  template <class Call>
+  static auto run(const Call& call) {
+    return dispatch::cross_entropy_rows(call);
   }
-  if (wanted[1]) result[1] = dispatch::cross_entropy_rows(CrossEntropyRowsTangent{c.logits, v, c.stats, c.settings});
-  return result;
-}
-
-variable_list gradients(const CrossEntropyRowsTangent& c, const Tensor& /*stats*/, const Tensor& v,
-                        const std::vector<bool>& wanted) {
-  variable_list result(2);
-  if (wanted[0]) {
-    result[0] =
-        dispatch::cross_entropy_rows(CrossEntropyRowsSecond{c.logits, v, c.tangent, std::nullopt, c.stats, c.settings});
+  template <class Call, class Batched>
+  static void check_batch(const Call& c, const Batched& batched) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!c.settings.weight || !batched(*c.settings.weight),
+                                "cross_entropy: class weights must not be batched, but are");
   }
-  if (wanted[1]) result[1] = dispatch::cross_entropy_rows(CrossEntropyRowsGradient{c.logits, v, c.stats, c.settings});
-  return result;
-}
-
-variable_list gradients(CrossEntropyRowsSecond c, const Tensor& /*stats*/, const Tensor& v,
-                        const std::vector<bool>& wanted) {
-  const bool again = at::GradMode::is_enabled();
-  const at::AutoGradMode enabled(true);
-  const auto inputs = composite::aliases({{&c.logits, wanted[0]},
-                                          {&c.upstream, wanted[1]},
-                                          {&c.tangent, wanted[2]},
-                                          composite::input_of(c.upstream_tangent, wanted[3])});
-  auto found = composite::differentiate({second_formula(c)}, {v}, inputs);
-  for (auto& g : found) {
-    if (!again && g.defined()) g = g.detach();
-  }
-  return found;
-}
-
-/// A call in the graph. Its tensors are saved, and put back for the backward.
-template <class Call>
-class RowsNode : public Node {
- public:
-  RowsNode(const Call& call, const char* name) : call_(call), name_(name) {
-    for_each_field<Call>([&](const auto& field) {
-      using Value = typename std::decay_t<decltype(field)>::Value;
-      auto& value = field.of(call_);
-      if constexpr (std::is_same_v<Value, Tensor>) {
-        saved_.emplace_back(value, /*is_output=*/false);
-        value.reset();
-      } else if constexpr (std::is_same_v<Value, OptionalTensor>) {
-        saved_.emplace_back(value.value_or(Tensor()), false);
-        if (value) value->reset();
-      }
-    });
-  }
-  void save_stats(const Tensor& stats) { stats_ = SavedVariable(stats, /*is_output=*/false); }
-
-  std::string name() const override { return name_; }
-  void release_variables() override {
-    saved_.clear();
-    stats_.reset_data();
-    released_ = true;
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
-    std::vector<bool> wanted;
-    for (uint32_t i = 0; i < num_outputs(); ++i) wanted.push_back(task_should_compute_output(i));
-    if (!grads[0].defined()) return variable_list(num_outputs());
-    return named_errors("cross_entropy", [&] { return gradients(restored(), stats_.unpack(), grads[0], wanted); });
-  }
-
- private:
-  Call restored() const {
-    auto call = call_;
-    auto next = saved_.begin();
-    for_each_field<Call>([&](const auto& field) {
-      using Value = typename std::decay_t<decltype(field)>::Value;
-      auto& value = field.of(call);
-      if constexpr (std::is_same_v<Value, Tensor>) {
-        value = next++->unpack();
-      } else if constexpr (std::is_same_v<Value, OptionalTensor>) {
-        const auto tensor = next++->unpack();
-        if (value) value = tensor;
-      }
-    });
-    return call;
-  }
-
-  Call call_;  // without its tensors
-  const char* name_;
-  std::vector<SavedVariable> saved_;
-  SavedVariable stats_;
-  bool released_ = false;
 };
 
-Tensor first_of(const Tensor& result) { return result; }
-Tensor first_of(const RowValuesTuple& result) { return std::get<0>(result); }
+template <>
+struct RowOp<CrossEntropyRows> : OfCrossEntropy {
+  using Call = CrossEntropyRows;
+  static constexpr const char* kNode = "CrossEntropyRowsBackward";
+  static constexpr int64_t kRows = 1;
+  static constexpr size_t kConstants = 1;  // stats
 
-/// A node, by the pointer that this version of PyTorch counts it with.
-template <class T, class Pointer = decltype(torch::autograd::Edge::function), class... Arguments>
-Pointer make_node(const Arguments&... arguments) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return Pointer(new T(arguments...), [](auto* node) { deleteNode(node); });  // of a long graph without recursion
-  } else {
-    return c10::make_intrusive<T>(arguments...);
+  static variable_list differentiable(const Call& c) { return {c.logits}; }
+  static void each_of_rows(Call& c, const auto& visit) {
+    visit(c.logits, 0);
+    visit(c.settings.target, 0);
   }
-}
+  static variable_list gradients(const Call& c, const variable_list& constants, const variable_list& v,
+                                 const std::vector<bool>& /*wanted*/) {
+    return {dispatch::cross_entropy_rows(CrossEntropyRowsGradient{c.logits, v[0], constants[0], c.settings})};
+  }
+};
 
-/// The op below, recorded where one of the inputs requires grad. The graph has the inputs with their tangents, of which
-/// a backward within forward mode makes those of the gradients.
-template <class Call>
-auto recorded(const Call& call, const char* name) {
-  const auto inputs = differentiable(call);
-  bool wanted = false;
-  for (const auto& t : inputs) wanted = wanted || torch::autograd::compute_requires_grad(t);
-  decltype(make_node<RowsNode<Call>>(call, name)) node;
-  if (wanted) {
-    node = make_node<RowsNode<Call>>(call, name);
-    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+template <>
+struct RowOp<CrossEntropyRowsGradient> : OfCrossEntropy {
+  using Call = CrossEntropyRowsGradient;
+  static constexpr const char* kNode = "CrossEntropyRowsGradientBackward";
+  static constexpr int64_t kRows = 0;
+
+  static variable_list differentiable(const Call& c) { return {c.logits, c.upstream}; }
+  static void each_of_rows(Call& c, const auto& visit) {
+    visit(c.logits, 0);
+    visit(c.upstream, 1);
+    visit(c.stats, 1);
+    visit(c.settings.target, 0);
   }
-  auto result = [&] {
-    at::AutoDispatchBelowADInplaceOrView below;
-    return dispatch::cross_entropy_rows(call);
-  }();
-  if (node != nullptr) {
-    torch::autograd::set_history(first_of(result), node);
-    if constexpr (std::is_same_v<Call, CrossEntropyRows>) {
-      static_cast<RowsNode<Call>*>(node.get())->save_stats(std::get<1>(result));
+  static variable_list gradients(const Call& c, const variable_list&, const variable_list& v,
+                                 const std::vector<bool>& wanted) {
+    variable_list result(2);
+    if (wanted[0]) {
+      result[0] = dispatch::cross_entropy_rows(
+          CrossEntropyRowsSecond{c.logits, c.upstream, v[0], std::nullopt, c.stats, c.settings});
     }
+    if (wanted[1])
+      result[1] = dispatch::cross_entropy_rows(CrossEntropyRowsTangent{c.logits, v[0], c.stats, c.settings});
+    return result;
   }
-  return result;
-}
+};
+
+template <>
+struct RowOp<CrossEntropyRowsTangent> : OfCrossEntropy {
+  using Call = CrossEntropyRowsTangent;
+  static constexpr const char* kNode = "CrossEntropyRowsTangentBackward";
+  static constexpr int64_t kRows = 1;
+
+  static variable_list differentiable(const Call& c) { return {c.logits, c.tangent}; }
+  static void each_of_rows(Call& c, const auto& visit) {
+    visit(c.logits, 0);
+    visit(c.tangent, 0);
+    visit(c.stats, 1);
+    visit(c.settings.target, 0);
+  }
+  static variable_list gradients(const Call& c, const variable_list&, const variable_list& v,
+                                 const std::vector<bool>& wanted) {
+    variable_list result(2);
+    if (wanted[0]) {
+      result[0] = dispatch::cross_entropy_rows(
+          CrossEntropyRowsSecond{c.logits, v[0], c.tangent, std::nullopt, c.stats, c.settings});
+    }
+    if (wanted[1])
+      result[1] = dispatch::cross_entropy_rows(CrossEntropyRowsGradient{c.logits, v[0], c.stats, c.settings});
+    return result;
+  }
+};
+
+template <>
+struct RowOp<CrossEntropyRowsSecond> : OfCrossEntropy {
+  using Call = CrossEntropyRowsSecond;
+  static constexpr const char* kNode = "CrossEntropyRowsSecondBackward";
+  static constexpr int64_t kRows = 0;
+
+  static variable_list differentiable(const Call& c) {
+    return {c.logits, c.upstream, c.tangent, c.upstream_tangent.value_or(Tensor())};
+  }
+  static void each_of_rows(Call& c, const auto& visit) {
+    visit(c.logits, 0);
+    visit(c.upstream, 1);
+    visit(c.tangent, 0);
+    if (c.upstream_tangent) visit(*c.upstream_tangent, 1);
+    visit(c.stats, 1);
+    visit(c.settings.target, 0);
+  }
+  static variable_list gradients(Call c, const variable_list&, const variable_list& v,
+                                 const std::vector<bool>& wanted) {
+    const bool again = at::GradMode::is_enabled();
+    const at::AutoGradMode enabled(true);
+    const auto inputs = composite::aliases({{&c.logits, wanted[0]},
+                                            {&c.upstream, wanted[1]},
+                                            {&c.tangent, wanted[2]},
+                                            composite::input_of(c.upstream_tangent, wanted[3])});
+    auto found = composite::differentiate({second_formula(c)}, {v[0]}, inputs);
+    for (auto& g : found) {
+      if (!again && g.defined()) g = g.detach();
+    }
+    return found;
+  }
+};
+
+}  // namespace row_ops
+
+namespace {
 
 // --- forward mode ---
 
-Tensor with_tangent(Tensor result, const Tensor& tangent) {
-  if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
-  return result;
-}
-
 RowValuesTuple rows_autograd(const CrossEntropyRows& call) {
-  if (!has_tangent(call.logits)) return recorded(call, "CrossEntropyRowsBackward");
+  if (!has_tangent(call.logits)) return recorded(call);
   const CrossEntropyRows primal{primal_of(call.logits), call.settings};
-  const auto [values, stats] = recorded(call, "CrossEntropyRowsBackward");
+  const auto [values, stats] = recorded(call);
   return {with_tangent(values, dispatch::cross_entropy_rows(CrossEntropyRowsTangent{
                                    primal.logits, tangent_of(call.logits), stats, call.settings})),
           stats};
@@ -306,7 +235,7 @@ RowValuesTuple rows_autograd(const CrossEntropyRows& call) {
 
 Tensor gradient_autograd(const CrossEntropyRowsGradient& call) {
   const CrossEntropyRowsGradient primal{primal_of(call.logits), primal_of(call.upstream), call.stats, call.settings};
-  auto result = recorded(call, "CrossEntropyRowsGradientBackward");
+  auto result = recorded(call);
   const auto by_logits = tangent_of(call.logits), by_upstream = tangent_of(call.upstream);
   Tensor tangent;
   if (by_logits.defined()) {
@@ -322,7 +251,7 @@ Tensor gradient_autograd(const CrossEntropyRowsGradient& call) {
 Tensor tangent_autograd(const CrossEntropyRowsTangent& call) {
   const auto& s = call.settings;
   const CrossEntropyRowsTangent primal{primal_of(call.logits), primal_of(call.tangent), call.stats, s};
-  auto result = recorded(call, "CrossEntropyRowsTangentBackward");
+  auto result = recorded(call);
   const auto by_logits = tangent_of(call.logits), by_tangent = tangent_of(call.tangent);
   Tensor tangent;
   if (by_tangent.defined()) {
@@ -354,115 +283,10 @@ Tensor tangent_autograd(const CrossEntropyRowsTangent& call) {
 }
 
 Tensor second_autograd(const CrossEntropyRowsSecond& call) {
-  for (const auto& t : differentiable(call)) {
+  for (const auto& t : RowOp<CrossEntropyRowsSecond>::differentiable(call)) {
     if (has_tangent(t)) return second_formula(call);
   }
-  return recorded(call, "CrossEntropyRowsSecondBackward");
-}
-
-// --- batches ---
-
-// A batch of `size` as the first rows' dimension's factor: [size, N, ...] as [size * N, ...].
-Tensor folded(const Tensor& t, std::optional<int64_t> batch, const c10::SymInt& size, int64_t rows) {
-  Tensor whole;
-  if (batch) {
-    whole = t.movedim(*batch, rows);
-  } else {
-    whole = t.unsqueeze(rows);
-    std::vector<c10::SymInt> sizes(whole.sym_sizes().begin(), whole.sym_sizes().end());
-    sizes[static_cast<size_t>(rows)] = size;
-    whole = whole.expand_symint(sizes);
-  }
-  return whole.flatten(rows, rows + 1);
-}
-Tensor unfolded(const Tensor& t, const c10::SymInt& size, int64_t rows) {
-  std::vector<c10::SymInt> sizes(t.sym_sizes().begin(), t.sym_sizes().end());
-  const auto count = sizes[static_cast<size_t>(rows)] / size;
-  sizes[static_cast<size_t>(rows)] = size;
-  sizes.insert(sizes.begin() + rows + 1, count);
-  return t.view_symint(sizes);
-}
-
-Tensor again(const Tensor& result, const c10::SymInt& size, int64_t rows, const auto& wrap) {
-  return wrap(unfolded(result, size, rows), rows);
-}
-
-/// The call of all of a batch. `unwrap(tensor)`: what is in it, and which dimension is the batch's; `wrap(tensor,
-/// dim)`.
-template <class Call, class Unwrap, class Wrap>
-auto of_batch(Call call, const Unwrap& unwrap, const Wrap& wrap) {
-  std::optional<c10::SymInt> size;
-  if (call.settings.weight) {
-    const auto [value, batch] = unwrap(*call.settings.weight);
-    TORCH_CHECK_NOT_IMPLEMENTED(!batch, "cross_entropy: class weights must not be batched, but are");
-  }
-  each_of_rows(call, [&](const Tensor& t, int64_t) {
-    const auto [value, batch] = unwrap(t);
-    if (batch) size = value.sym_size(*batch);
-  });
-  TORCH_INTERNAL_ASSERT(size.has_value());
-  each_of_rows(call, [&](Tensor& t, int64_t rows) {
-    const auto [value, batch] = unwrap(t);
-    t = folded(value, batch, *size, rows);
-  });
-  const auto result = dispatch::cross_entropy_rows(call);
-  if constexpr (std::is_same_v<Call, CrossEntropyRows>) {
-    return RowValuesTuple(again(std::get<0>(result), *size, 1, wrap), again(std::get<1>(result), *size, 1, wrap));
-  } else {
-    return again(result, *size, std::is_same_v<Call, CrossEntropyRowsTangent> ? 1 : 0, wrap);
-  }
-}
-
-// Of torch.vmap: the innermost of several first, whichever is running.
-template <class Call>
-auto under_vmap(const Call& call) {
-  const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
-  int64_t level = -1;
-  for (const auto* t : tensors_of(call)) {
-    if (const auto* batched = at::functorch::maybeGetBatchedImpl(*t)) level = std::max(level, batched->level());
-  }
-  if (level < 0) return dispatch::cross_entropy_rows(call);
-  const auto unwrap = [level](const Tensor& t) -> std::tuple<Tensor, std::optional<int64_t>> {
-    const auto* batched = at::functorch::maybeGetBatchedImpl(t);
-    if (batched == nullptr || batched->level() != level) return {t, std::nullopt};
-    return {batched->value(), batched->bdim()};
-  };
-  return of_batch(call, unwrap,
-                  [level](const Tensor& t, int64_t dim) { return at::functorch::makeBatched(t, dim, level); });
-}
-
-// Of torch.autograd's vectorized functions (is_grads_batched=True, jacobian(vectorize=True)), which have batches of
-// torch's older vmap: the innermost of several first.
-template <class Call>
-auto vectorized(const Call& call) {
-  int64_t level = -1;
-  for (const auto* t : tensors_of(call)) {
-    if (const auto* batched = at::maybeGetBatchedImpl(*t)) {
-      for (const auto& dim : batched->bdims()) level = std::max(level, dim.level());
-    }
-  }
-  const auto unwrap = [level](const Tensor& t) -> std::tuple<Tensor, std::optional<int64_t>> {
-    const auto* batched = at::maybeGetBatchedImpl(t);
-    if (batched == nullptr) return {t, std::nullopt};
-    at::BatchDims others;
-    std::optional<int64_t> dim;
-    for (const auto& each : batched->bdims()) {
-      if (each.level() == level) {
-        dim = each.dim();
-      } else {
-        others.push_back(each);
-      }
-    }
-    if (!dim) return {t, std::nullopt};
-    TORCH_CHECK_NOT_IMPLEMENTED(others.empty(),
-                                "cross_entropy: vectorized derivatives must be batched once, but got a batch of "
-                                "batches; use torch.func");
-    return {batched->value(), dim};
-  };
-  // Some of what autograd does with such a batch asks for it to be the outermost in memory.
-  return of_batch(call, unwrap, [level](const Tensor& t, int64_t dim) {
-    return at::makeBatched(t.movedim(dim, 0).contiguous(), {at::BatchDim(level, 0)});
-  });
+  return recorded(call);
 }
 
 void implement_row_autograd(torch::Library& m) {

@@ -495,6 +495,85 @@ struct JsdBackward {
   }
 };
 
+/// What shapes the soft part of a divergence of rows, beside both sides' logits, as JsdSettings and JsdRows have it.
+struct JsdSoftSettings {
+  OptionalTensor labels;
+  int64_t ignore_index = -100;
+  double beta = 0.5;
+  double student_temperature = 1.0;
+  double teacher_temperature = 1.0;
+  double student_softcap = 0.0;
+  double teacher_softcap = 0.0;
+  double student_logit_scale = 1.0;
+  double teacher_logit_scale = 1.0;
+  bool log_probs = false;
+
+  static constexpr auto fields() {
+    using A = JsdSoftSettings;
+    return list(required("labels", &A::labels), required("ignore_index", &A::ignore_index), required("beta", &A::beta),
+                required("student_temperature", &A::student_temperature),
+                required("teacher_temperature", &A::teacher_temperature),
+                required("student_softcap", &A::student_softcap), required("teacher_softcap", &A::teacher_softcap),
+                required("student_logit_scale", &A::student_logit_scale),
+                required("teacher_logit_scale", &A::teacher_logit_scale), required("log_probs", &A::log_probs));
+  }
+};
+
+/// The soft part of each row, [N] acc, without weights of tokens and reduction, of a dense teacher, as a function that
+/// PyTorch can differentiate again. Ignored rows are 0.
+struct JsdSoft {
+  at::Tensor student, teacher;  ///< [N, V] of one dtype
+  JsdSoftSettings settings;
+
+  static constexpr auto fields() {
+    using A = JsdSoft;
+    return list(required("student", &A::student), required("teacher", &A::teacher), all_of(&A::settings));
+  }
+};
+
+/// The gradients of student and teacher, where `needs_grad` says so, for one of the soft parts, [N] acc.
+struct JsdSoftGradient {
+  at::Tensor student, teacher, upstream;
+  std::array<bool, 2> needs_grad{};
+  JsdSoftSettings settings;
+
+  static constexpr auto fields() {
+    using A = JsdSoftGradient;
+    return list(required("student", &A::student), required("teacher", &A::teacher), required("upstream", &A::upstream),
+                required("needs_grad", &A::needs_grad), all_of(&A::settings));
+  }
+};
+
+/// The tangent of the soft parts, [N] acc, for tangents of student and teacher, of their dtype.
+struct JsdSoftTangent {
+  at::Tensor student, teacher;
+  OptionalTensor student_tangent, teacher_tangent;
+  JsdSoftSettings settings;
+
+  static constexpr auto fields() {
+    using A = JsdSoftTangent;
+    return list(required("student", &A::student), required("teacher", &A::teacher),
+                required("student_tangent", &A::student_tangent), required("teacher_tangent", &A::teacher_tangent),
+                all_of(&A::settings));
+  }
+};
+
+/// The tangents of those gradients, for tangents of student, teacher and upstream gradient.
+struct JsdSoftSecond {
+  at::Tensor student, teacher, upstream;
+  OptionalTensor student_tangent, teacher_tangent, upstream_tangent;
+  std::array<bool, 2> needs_grad{};
+  JsdSoftSettings settings;
+
+  static constexpr auto fields() {
+    using A = JsdSoftSecond;
+    return list(required("student", &A::student), required("teacher", &A::teacher), required("upstream", &A::upstream),
+                required("student_tangent", &A::student_tangent), required("teacher_tangent", &A::teacher_tangent),
+                required("upstream_tangent", &A::upstream_tangent), required("needs_grad", &A::needs_grad),
+                all_of(&A::settings));
+  }
+};
+
 // --- linear Jensen-Shannon divergence ----------------------------------------------------------------------------
 
 /// A top-k teacher has no weight: its log-probabilities stand in for hidden states.

@@ -70,6 +70,23 @@ std::pair<JsdOutputs, std::array<Tensor, 2>> jsd_forward(const JsdForward& call,
   return {{loss, stats, scales}, {grad_student, grad_teacher}};
 }
 
+Tensor jsd_soft(const JsdSoft& call) {
+  static const Op<JsdSoft, Tensor> op("fusegrad::jsd_soft");
+  return op(call);
+}
+std::vector<Tensor> jsd_soft(const JsdSoftGradient& call) {
+  static const Op<JsdSoftGradient, std::vector<Tensor>> op("fusegrad::jsd_soft_gradient");
+  return op(call);
+}
+Tensor jsd_soft(const JsdSoftTangent& call) {
+  static const Op<JsdSoftTangent, Tensor> op("fusegrad::jsd_soft_tangent");
+  return op(call);
+}
+std::vector<Tensor> jsd_soft(const JsdSoftSecond& call) {
+  static const Op<JsdSoftSecond, std::vector<Tensor>> op("fusegrad::jsd_soft_second");
+  return op(call);
+}
+
 std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const LinearJsdForward& call, bool inplace) {
   static const Twins<LinearJsdForward, LinearJsdTuple> op("fusegrad::linear_jsd_forward");
   auto [loss, stats, scales, grad_input, grad_weight, grad_bias] = op(call, inplace);

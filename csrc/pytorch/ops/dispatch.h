@@ -104,6 +104,11 @@ LinearSecond linear_cross_entropy_second(const LinearCrossEntropySecond& call);
 
 std::pair<JsdOutputs, std::array<at::Tensor, 2>> jsd_forward(const JsdForward& call, bool inplace);
 
+at::Tensor jsd_soft(const JsdSoft& call);
+std::vector<at::Tensor> jsd_soft(const JsdSoftGradient& call);
+at::Tensor jsd_soft(const JsdSoftTangent& call);
+std::vector<at::Tensor> jsd_soft(const JsdSoftSecond& call);
+
 std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const LinearJsdForward& call, bool inplace);
 LinearGradients linear_jsd_backward(const LinearJsdBackward& call);
 

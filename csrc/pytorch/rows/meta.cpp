@@ -88,6 +88,20 @@ JsdTuple jsd_forward(const JsdForward& c) {
                                         gradient_like(c.needs_grad[1], c.teacher)));
 }
 
+Tensor soft_like(const Tensor& logits) {
+  return at::empty_symint({logits.sym_size(0)},
+                          logits.options().dtype(acc_type(logits.scalar_type())).requires_grad(false));
+}
+Tensor jsd_soft(const JsdSoft& c) { return soft_like(c.student); }
+Tensor jsd_soft_tangent(const JsdSoftTangent& c) { return soft_like(c.student); }
+template <class Call>
+std::vector<Tensor> jsd_soft_gradients(const Call& c) {
+  std::vector<Tensor> gradients;
+  if (c.needs_grad[0]) gradients.push_back(gradient_like(true, c.student));
+  if (c.needs_grad[1]) gradients.push_back(gradient_like(true, c.teacher));
+  return gradients;
+}
+
 template <bool inplace>
 LinearJsdTuple linear_jsd_forward(const LinearJsdForward& c) {
   const auto& input = c.student_input;
@@ -122,6 +136,10 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("cross_entropy_shard_gradient_", TORCH_FN(unpacked<cross_entropy_shard_gradient_>()));
   m.impl("jsd_forward", TORCH_FN(unpacked<jsd_forward<false>>()));
   m.impl("jsd_forward_", TORCH_FN(unpacked<jsd_forward<true>>()));
+  m.impl("jsd_soft", TORCH_FN(unpacked<jsd_soft>()));
+  m.impl("jsd_soft_gradient", TORCH_FN(unpacked<jsd_soft_gradients<JsdSoftGradient>>()));
+  m.impl("jsd_soft_tangent", TORCH_FN(unpacked<jsd_soft_tangent>()));
+  m.impl("jsd_soft_second", TORCH_FN(unpacked<jsd_soft_gradients<JsdSoftSecond>>()));
   m.impl("linear_cross_entropy_forward", TORCH_FN(unpacked<linear_cross_entropy_forward<false>>()));
   m.impl("linear_cross_entropy_forward_", TORCH_FN(unpacked<linear_cross_entropy_forward<true>>()));
   m.impl("linear_cross_entropy_backward", TORCH_FN(unpacked<linear_cross_entropy_backward>()));

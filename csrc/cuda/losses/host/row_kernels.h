@@ -12,5 +12,6 @@ void row_scales(const RowScales& p, DType dtype, void* stream);
 void row_sum(const RowSum& p, DType dtype, void* stream);
 void row_jsd(const RowJsd& p, DType dtype, void* stream);
 void row_tangents(const RowTangents& p, DType dtype, void* stream);
+void row_jsd_tangents(const RowJsdTangents& p, DType dtype, void* stream);
 
 }  // namespace fusegrad::cuda
