@@ -6,8 +6,9 @@ tangents of query, key and value; "trained" is the same where a backward may fol
 PyTorch; "sdpa", scaled_dot_product_attention's composite backend; "jvp-flash-attention", a package of Triton kernels.
 The error is of the last head's tangent, relative to its root mean square in float64, beside that of "math".
 
-Losses: cross_entropy's jvp, and its Hessian's product with a vector by a second backward, beside PyTorch's; the same of
-linear_cross_entropy by hidden states and weight, with the peak of memory above the inputs.
+Losses: the jvp of cross_entropy and of jsd by the student, and their Hessians' products with a vector by a second
+backward, beside PyTorch's; the same of the linear ones by the student's hidden states and weight; with the peak of memory
+above the inputs.
 
 On the CPU rows are small and in float32. Ratios are medians of the rounds'.
 
@@ -64,6 +65,9 @@ CUDA_ROWS = (
     Row("attention, bias", (4, 16, 2048, 64), biased=True, limited=False),
     Row("cross entropy", (4096, 32768)),
     Row("linear cross entropy", (8192, 4096, 128256)),
+    Row("jsd", (4096, 32768)),
+    Row("jsd, top-k", (4096, 32768)),
+    Row("linear jsd", (4096, 4096, 32768)),
 )
 CPU_ROWS = (
     Row("attention", (1, 4, 256, 64)),
@@ -71,6 +75,7 @@ CPU_ROWS = (
     Row("attention, bias", (1, 4, 256, 64), biased=True, limited=False),
     Row("cross entropy", (256, 4096)),
     Row("linear cross entropy", (512, 64, 8192)),
+    Row("jsd", (256, 4096)),
 )
 
 
@@ -145,43 +150,82 @@ def attention_steps(row: Row, device: str, peers: Sequence[str]) -> tuple[dict[s
 # --- losses ---
 
 
-def loss_steps(row: Row, device: str) -> dict[str, Work]:
+def divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """As it is written in float32."""
+    log_q, log_p = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
+    q, p = log_q.exp(), log_p.exp()
+    log_m = ((q + p) / 2).log()
+    return ((q * (log_q - log_m)).sum() + (p * (log_p - log_m)).sum()) / (2 * student.size(0))
+
+
+def top_k_divergence(student: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
+    """KL(p | q) over K classes and a bucket for the others."""
+    log_q = student.float().log_softmax(-1)
+    others = log_q.scatter(1, index, -torch.inf).logsumexp(1)
+    tail = (1 - log_p.exp().sum(1)).log()
+    each = (log_p.exp() * (log_p - log_q.gather(1, index))).sum(1) + tail.exp() * (tail - others)
+    return each.mean()
+
+
+def losses(row: Row, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
+    """What derivatives are by, twice, ours and the formula as functions of it."""
     rows, *hidden, classes = row.sizes
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shapes = [(rows, hidden[0]), (classes, hidden[0])] if hidden else [(rows, classes)]
     scale = hidden[0] ** -0.5 if hidden else 1.0
 
     def random() -> list[Tensor]:
         return [torch.randn(shape, dtype=dtype) * (scale if i else 1.0) for i, shape in enumerate(shapes)]
 
-    given, moved = random(), random()
-    leaves, target = [t.clone().requires_grad_() for t in given], torch.randint(classes, (rows,))
+    given, moved, teacher = random(), random(), random()
+    if "cross entropy" in row.name:
+        target = torch.randint(classes, (rows,))
+        loss = fusegrad.linear_cross_entropy if hidden else fusegrad.cross_entropy
+        return (
+            given,
+            moved,
+            lambda *t: loss(*t, target),
+            lambda *t: F.cross_entropy((F.linear(*t) if hidden else t[0]).float(), target),
+        )
+    if row.name == "jsd, top-k":
+        log_p, index = teacher[0].float().log_softmax(-1).topk(64, 1)
+        return (
+            given,
+            moved,
+            lambda x: fusegrad.jsd(x, (log_p, index), beta=0.0),
+            lambda x: top_k_divergence(x, log_p, index),
+        )
+    if hidden:
+        return (
+            given,
+            moved,
+            lambda *t: fusegrad.linear_jsd(*t, *teacher),
+            lambda *t: divergence(F.linear(*t), F.linear(*teacher)),
+        )
+    return given, moved, lambda x: fusegrad.jsd(x, teacher[0]), lambda x: divergence(x, teacher[0])
+
+
+def loss_steps(row: Row, device: str) -> dict[str, Work]:
+    given, moved, ours, formula = losses(row, torch.bfloat16 if device == "cuda" else torch.float32)
+    leaves = [t.clone().requires_grad_() for t in given]
 
     def jvp(loss: Callable[..., Tensor]) -> Work:
-        return lambda: torch.func.jvp(lambda *t: loss(*t, target), tuple(given), tuple(moved))
+        return lambda: torch.func.jvp(loss, tuple(given), tuple(moved))
 
     def product(loss: Callable[..., Tensor]) -> Work:
         """The Hessian's with a vector."""
 
         def work() -> None:
-            grads = torch.autograd.grad(loss(*leaves, target), leaves, create_graph=True)
+            grads = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
             torch.autograd.grad(grads, leaves, moved)
 
         return work
 
-    def float32(*t: Tensor) -> Tensor:
-        return F.cross_entropy((F.linear(*t[:2]) if hidden else t[0]).float(), t[-1])
-
-    def first(loss: Callable[..., Tensor]) -> Work:
-        return lambda: torch.autograd.grad(loss(*leaves, target), leaves)
-
-    ours = fusegrad.linear_cross_entropy if hidden else fusegrad.cross_entropy
     return {
-        "fusegrad gradient": first(ours),
+        "fusegrad gradient": lambda: torch.autograd.grad(ours(*leaves), leaves),
         "fusegrad jvp": jvp(ours),
-        "math jvp": jvp(float32),
+        "math jvp": jvp(formula),
         "fusegrad second backward": product(ours),
-        "math second backward": product(float32),
+        "math second backward": product(formula),
     }
 
 

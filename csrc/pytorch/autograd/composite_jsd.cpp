@@ -55,6 +55,15 @@ Tensor divergence(const Tensor& log_q, const Tensor& log_p, double beta, bool no
 // Less what rounding left of 0; NaN stays.
 Tensor not_negative(const Tensor& soft) { return soft - soft.detach().clamp_max(0); }
 
+// [N]: the logsumexp of rows, 0 of those that are ignored, which are not read.
+Tensor logsumexp_of(const Tensor& rows, const std::optional<Labels>& labels) {
+  if (!has_row_kernels(rows)) return (labels ? labels->without_ignored(rows) : rows).logsumexp(1);
+  const auto none = at::zeros({rows.sym_size(0).guard_int(__FILE__, __LINE__)}, rows.options().dtype(at::kLong));
+  const RowSettings settings{.target = labels ? none.masked_fill(labels->valid.logical_not(), -1) : none,
+                             .ignore_index = -1};
+  return std::get<0>(dispatch::cross_entropy_rows(CrossEntropyRows{rows, settings})).select(0, kRowLse);
+}
+
 // Over a top-k teacher's K columns and one for all others. K is small: in float64, as the kernels have it.
 Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::optional<Labels>& labels) {
   const auto& s = call.settings;
@@ -62,13 +71,19 @@ Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::opti
   const auto& index = *call.rows.teacher_index;
   const auto padding = index.eq(-1);
   const auto wrong = index.lt(-1).logical_or(index.ge(vocab));
-  // A further column of probability 0, for padding and for indices that cannot be read.
+  // Further columns of probability 0, for padding and for indices that cannot be read: as many as keep rows aligned.
   const auto columns = index.masked_fill(padding.logical_or(wrong), vocab);
-  const auto padded = at::constant_pad_nd(z, {0, 1}, -kInfinity);
-  const auto others = padded.scatter(1, columns, -kInfinity);
-  const auto none = others.eq(-kInfinity).all(1, /*keepdim=*/true);  // whose logsumexp has no derivative
-  const auto tail = others.masked_fill(none, 0).logsumexp(1, /*keepdim=*/true).masked_fill(none, -kInfinity);
-  const auto log_q = at::cat({padded.gather(1, columns), tail}, 1).to(at::kDouble).log_softmax(1);
+  const auto padded = at::constant_pad_nd(z, {0, 15 - (vocab + 7) % 8}, -kInfinity);
+  auto chosen = padded.gather(1, columns);
+  if (labels) chosen = labels->without_ignored(chosen);
+  // Where there are no other columns that count their logsumexp has no derivative.
+  const auto counting = [](const Tensor& x) { return x.detach().ne(-kInfinity).sum(1, /*keepdim=*/true); };
+  const auto none = counting(z).eq(counting(chosen));
+  const auto lowest = at::full_like(chosen.detach(), -kInfinity);
+  const auto other = at::zeros_like(none, z.options().requires_grad(false)).masked_fill(none.logical_not(), -kInfinity);
+  const auto others = padded.scatter(1, at::constant_pad_nd(columns, {0, 1}, vocab), at::cat({lowest, other}, 1));
+  const auto tail = logsumexp_of(others, labels).unsqueeze(1).masked_fill(none, -kInfinity);
+  const auto log_q = at::cat({chosen.to(at::kDouble), tail.to(at::kDouble)}, 1).log_softmax(1);
 
   auto log_p = call.teacher.to(at::kDouble);
   if (labels) log_p = labels->without_ignored(log_p);
@@ -88,7 +103,9 @@ Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::opti
   }
   const auto whole = padding.logical_not().sum(1, /*keepdim=*/true).eq(vocab);  // no other columns
   log_p = at::cat({log_p, rest.masked_fill(whole, -kInfinity)}, 1);
-  return divergence(log_q, log_p, s.beta, /*normalized=*/false).masked_fill(wrong.any(1), kNaN).to(z.scalar_type());
+  return divergence(log_q, log_p, s.beta, /*normalized=*/false)
+      .masked_fill(wrong.any(1), kNaN)
+      .to(acc_type(z.scalar_type()));
 }
 
 // The student's logits as a softmax takes them, but for the temperature.
@@ -117,9 +134,11 @@ Tensor soft_of(const Divergence& call, const std::optional<Labels>& labels) {
                         .log_probs = s.log_probs}};
     return by.checked(has_row_kernels(call.student) ? dispatch::jsd_soft(rows) : jsd_soft(rows));
   }
-  auto z = logits_in_acc(call.student, s.student_logit_scale, s.student_softcap);
-  if (labels) z = labels->without_ignored(z);
-  const auto soft = not_negative(top_k_divergence(by_temperature(z, s.student_temperature), call, labels));
+  const bool plain = s.student_logit_scale == 1.0 && s.student_softcap == 0.0 && s.student_temperature == 1.0;
+  const auto z = plain ? call.student
+                       : by_temperature(logits_in_acc(call.student, s.student_logit_scale, s.student_softcap),
+                                        s.student_temperature);
+  const auto soft = not_negative(top_k_divergence(z, call, labels));
   return labels ? labels->of_rows(soft) : soft;
 }
 

@@ -6,7 +6,7 @@
 //   jsd_soft(z)        F        z: _gradient(z, v)                    _tangent(z, t)
 //   _gradient(z, u)    J^T u    z: _second(z, u, v), u: _tangent(z, v)  _second(z, u, t, u.)
 //   _tangent(z, t)     J t      z: _second(z, v, t), t: _gradient(z, v) _second(z, 1, t) . z. + _tangent(z, t.)
-//   _second(z, u, t, u.)        derivatives of the composition of PyTorch's ops, composite::jsd_soft
+//   _second(z, u, t, u.)        the formula below, of PyTorch's ops
 //
 // as row_values.cpp has it for cross entropy.
 #include <torch/library.h>
@@ -20,31 +20,97 @@ namespace {
 
 using namespace row_ops;
 
-// _second as a graph of PyTorch's ops: the Hessian of <u, F> is symmetric.
+// --- the formula of _second ---
+
+// A side's log-probabilities, as functions of which the divergence is taken, and what leads from them to its values.
+struct Side {
+  Tensor log, probability, moved;  // and the tangent of log; both logarithms are 0 where the probability is
+  Tensor slope, curve;             // d z / d x, and the tangent of that; undefined: `scale`, and 0
+  double scale;
+
+  Side(const Tensor& given, const OptionalTensor& tangent, double logit_scale, double softcap, double temperature,
+       const std::optional<composite::Labels>& labels, bool log_probs)
+      : scale(logit_scale / temperature) {
+    const auto acc = acc_type(given.scalar_type());
+    auto x = given.to(acc);
+    if (labels) x = labels->without_ignored(x);
+    moved = tangent ? tangent->to(acc) : at::zeros_like(x);
+    if (softcap != 0.0) {
+      const auto t = (x * (logit_scale / softcap)).tanh();
+      slope = (1 - t * t) * scale;
+      curve = slope * t * moved * (-2 * logit_scale / softcap);
+      log = t * (softcap / temperature);
+      moved = slope * moved;
+    } else {
+      log = x * scale;
+      moved = moved * scale;
+    }
+    if (!log_probs) log = log.log_softmax(1);
+    probability = log.exp();
+    none = probability.detach().eq(0);
+    log = log.masked_fill(none, 0);
+    if (!log_probs) moved = moved - (probability * moved.masked_fill(none, 0)).sum(1, /*keepdim=*/true);
+  }
+  // What a probability of 0 is a factor of is left out, whatever its value.
+  Tensor times(const Tensor& x) const { return probability * x.masked_fill(none, 0); }
+  Tensor by_value(const Tensor& gradient, const Tensor& first, const Tensor& like) const {
+    const auto found = slope.defined() ? slope * gradient + curve * first : gradient * scale;
+    return found.to(like.scalar_type());
+  }
+
+ private:
+  Tensor none;
+};
+
 std::vector<Tensor> second_formula(const JsdSoftSecond& call) {
-  const at::AutoGradMode enabled(true);
-  auto student = call.student, teacher = call.teacher;
-  const auto inputs = composite::aliases({{&student, true}, {&teacher, true}});
-  const auto soft = composite::jsd_soft({student, teacher, call.settings});
-  const auto first = composite::differentiate({soft}, {call.upstream}, inputs);
-  std::vector<Tensor> outputs, along;
-  const auto add = [&](const Tensor& gradient, const OptionalTensor& tangent) {
-    if (!tangent || !gradient.requires_grad()) return;
-    outputs.push_back(gradient);
-    along.push_back(tangent->to(gradient.scalar_type()));
+  const auto& s = call.settings;
+  std::optional<composite::Labels> labels;
+  if (s.labels) labels.emplace(*s.labels, s.ignore_index, call.student.sym_size(1).guard_int(__FILE__, __LINE__));
+  const Side student(call.student, call.student_tangent, s.student_logit_scale, s.student_softcap,
+                     s.student_temperature, labels, s.log_probs);
+  const Side teacher(call.teacher, call.teacher_tangent, s.teacher_logit_scale, s.teacher_softcap,
+                     s.teacher_temperature, labels, s.log_probs);
+  const auto row = [&](const Tensor& values) {
+    const auto all = labels ? labels->of_rows(values) : values;
+    return all.unsqueeze(1);
   };
-  add(first[0], call.student_tangent);
-  add(first[1], call.teacher_tangent);
-  std::vector<Tensor> second(2);
-  if (!outputs.empty()) second = composite::differentiate(outputs, along, inputs);
-  if (call.upstream_tangent) {
-    const auto more = composite::differentiate({soft}, {*call.upstream_tangent}, inputs);
-    for (size_t i = 0; i < 2; ++i) second[i] = second[i].defined() ? second[i] + more[i] : more[i];
-  }
+  const auto upstream = row(call.upstream);
+  const bool mixed = s.beta > 0 && s.beta < 1;
+  const double normalized = s.log_probs ? 0 : 1;
+  // By one side's value: x, of which `share` is the weight in the mixture, beside y. `end`: all is n x - y.
+  const auto gradient = [&](const Side& x, const Side& y, double share, bool end, const Tensor& like) {
+    Tensor g, moved;
+    if (end) {
+      g = normalized * x.probability - y.probability;
+      moved = normalized * x.times(x.moved) - y.times(y.moved);
+    } else {
+      Tensor ratio, r;
+      if (mixed) {
+        const auto sum = share * x.probability + (1 - share) * y.probability;
+        const auto m = sum.masked_fill(sum.detach().eq(0), 1);
+        ratio = share * (x.log - m.log());
+        r = share * (1 - share) * x.probability * y.probability / m;
+      } else {
+        ratio = x.log - y.log + (1 - normalized);
+        r = x.probability;
+      }
+      const auto none = r.detach().eq(0);
+      const auto apart = r * (x.moved - y.moved).masked_fill(none, 0);
+      if (!s.log_probs) ratio = ratio - x.times(ratio).sum(1, /*keepdim=*/true);
+      g = x.times(ratio);
+      moved = x.times(ratio * x.moved) + apart;
+      if (!s.log_probs) {
+        // A. is what makes the sum 0.
+        moved = moved - x.probability * moved.sum(1, /*keepdim=*/true);
+      }
+    }
+    auto tangent = upstream * moved;
+    if (call.upstream_tangent) tangent = tangent + row(*call.upstream_tangent) * g;
+    return x.by_value(tangent, upstream * g, like);
+  };
   std::vector<Tensor> wanted;
-  for (size_t i = 0; i < 2; ++i) {
-    if (call.needs_grad[i]) wanted.push_back(second[i].defined() ? second[i] : at::zeros_like(inputs[i]));
-  }
+  if (call.needs_grad[0]) wanted.push_back(gradient(student, teacher, 1 - s.beta, s.beta == 0, call.student));
+  if (call.needs_grad[1]) wanted.push_back(gradient(teacher, student, s.beta, s.beta == 1, call.teacher));
   return wanted;
 }
 

@@ -1,0 +1,252 @@
+"""The kernels of the divergence's derivatives, and how they nest, against autograd of the plain formula in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import fusegrad
+import pytest
+import torch
+from fusegrad import reference
+from nestings import NESTINGS, Seen, along
+from support import DEVICES, acc_of, assert_as_good_as_eager, dtypes
+from torch import Tensor
+from torch.func import grad, jvp, vjp
+
+DEVICE_DTYPES = [(device, dtype) for device in DEVICES for dtype in dtypes(device)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What shapes a row's divergence: beta; of the student and the teacher temperatures, softcaps and scales."""
+
+    beta: float = 0.5
+    temperatures: tuple[float, float] = (1.0, 1.0)
+    softcaps: tuple[float, float] = (0.0, 0.0)
+    scales: tuple[float, float] = (1.0, 1.0)
+    log_probs: bool = False
+    close: bool = False  # both sides nearly alike
+    infinite: bool = False
+
+    def make(self, rows: int, vocab: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+        """Both sides, and what the ops take behind the tensors."""
+        student, teacher = 2 * torch.randn(2, rows, vocab, device=device)
+        if self.close:
+            teacher = student + 0.05 * teacher
+        if self.infinite:  # in both, and where the average is not taken of it in one
+            student[:, ::3] = teacher[:, ::3] = -torch.inf
+            if self.beta > 0:
+                student[:, 1::7] = -torch.inf
+            if self.beta < 1:
+                teacher[:, 2::7] = -torch.inf
+        if self.log_probs:
+            student, teacher = student.log_softmax(1), teacher.log_softmax(1)
+        labels = torch.randint(vocab, (rows,), device=device)
+        labels[2 % rows] = -100
+        return student.to(dtype), teacher.to(dtype), (labels, -100, self.beta, *self.shape, self.log_probs)
+
+    @property
+    def shape(self) -> tuple[float, ...]:
+        return *self.temperatures, *self.softcaps, *self.scales
+
+
+CASES = {
+    "plain": Settings(),
+    "forward": Settings(0.0),
+    "reverse": Settings(1.0),
+    "close": Settings(0.3, close=True),
+    "forward, close": Settings(0.0, close=True),
+    "temperatures": Settings(0.2, temperatures=(2.0, 1.5), scales=(0.7, 1.2)),
+    "capped": Settings(0.6, temperatures=(1.0, 2.0), softcaps=(3.0, 4.0), scales=(1.5, 0.8)),
+    "forward, capped": Settings(0.0, softcaps=(3.0, 0.0)),
+    "infinite": Settings(0.4, infinite=True),
+    "forward, infinite": Settings(0.0, infinite=True),
+    "reverse, infinite": Settings(1.0, infinite=True),
+    "log-probabilities": Settings(0.7, log_probs=True),
+    "log-probabilities, forward": Settings(0.0, log_probs=True),
+    "log-probabilities, reverse": Settings(1.0, log_probs=True),
+}
+
+
+def formula(student: Tensor, teacher: Tensor, settings: tuple[Any, ...]) -> Tensor:
+    """[N], by PyTorch's ops in the dtype of the two."""
+    labels, ignore_index, beta, t_student, t_teacher, cap_student, cap_teacher, s_student, s_teacher, log_probs = settings
+
+    def logarithms(x: Tensor, temperature: float, cap: float, scale: float) -> Tensor:
+        z = x * scale
+        z = z if cap == 0 else (z / cap).tanh() * cap
+        return z if log_probs else (z / temperature).log_softmax(1)
+
+    log_q = logarithms(student, t_student, cap_student, s_student)
+    log_p = logarithms(teacher, t_teacher, cap_teacher, s_teacher)
+
+    def kl(x: Tensor, y: Tensor) -> Tensor:
+        """sum of exp(x) * (x - y), where exp(x) is not 0."""
+        none = x == -torch.inf
+        return (x.exp() * (x.masked_fill(none, 0) - y.masked_fill(none, 0))).sum(1)
+
+    if beta in (0, 1):
+        rows = kl(log_p, log_q) if beta == 0 else kl(log_q, log_p)
+    else:
+        none = (log_q == -torch.inf) & (log_p == -torch.inf)
+        # PyTorch's logaddexp has no second derivatives where one of the two is -inf.
+        log_m = ((1 - beta) * log_q.exp() + beta * log_p.exp()).masked_fill(none, 1).log()
+        rows = (1 - beta) * kl(log_q, log_m) + beta * kl(log_p, log_m)
+    return rows.where(labels != ignore_index, 0)
+
+
+SIZES = [(5, 7), (3, 1000), (2, 9001)]
+everywhere = pytest.mark.parametrize(("device", "dtype"), DEVICE_DTYPES, ids=str)
+
+
+@everywhere
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("sides", ["both", "student", "teacher"])
+def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: torch.dtype, sides: str) -> None:
+    """Values, gradients, tangents of both; a column cut off keeps rows from starting at units of 16 bytes."""
+    if sides != "both" and sizes[1] != 1000:
+        pytest.skip("one size is enough")
+    torch.manual_seed(1)
+    ops = torch.ops.fusegrad
+    student, teacher, settings = case.make(*sizes, device, dtype)
+    if sizes[1] == 1000:
+        student = torch.cat([student, student[:, :1]], 1)[:, :-1]
+    moves = {"both": (True, True), "student": (True, False), "teacher": (False, True)}[sides]
+    tangents = [torch.randn(sizes, device=device).to(dtype) for _ in range(2)]
+    given = [t if moved else None for t, moved in zip(tangents, moves, strict=True)]
+    upstream, change = torch.randn(2, sizes[0], dtype=acc_of(dtype), device=device)
+    second = ops.jsd_soft_second(student, teacher, upstream, *given, None, moves, *settings)
+    ours = [
+        ops.jsd_soft(student, teacher, *settings),
+        *ops.jsd_soft_gradient(student, teacher, upstream, moves, *settings),
+        ops.jsd_soft_tangent(student, teacher, *given, *settings),
+        *second,
+        *ops.jsd_soft_second(student, teacher, upstream, *given, change, moves, *settings),
+    ]
+
+    def right(acc: torch.dtype) -> list[Tensor]:
+        fixed = [student.to(acc), teacher.to(acc)]
+        u, c = upstream.to(acc), change.to(acc)
+        z = tuple(t for t, moved in zip(fixed, moves, strict=True) if moved)
+        d = tuple(t.to(acc) for t in given if t is not None)
+
+        def value(*z: Tensor) -> Tensor:
+            return formula(*(z if sides == "both" else (z[0], fixed[1]) if sides == "student" else (fixed[0], z[0])), settings)
+
+        def gradient(u: Tensor, *z: Tensor) -> tuple[Tensor, ...]:
+            return vjp(value, *z)[1](u)
+
+        primal, moved = jvp(value, z, d)
+        first, second = jvp(lambda *z: gradient(u, *z), z, d)
+        return [primal, *first, moved, *second, *jvp(gradient, (u, *z), (c, *d))[1]]
+
+    eager = [t.to(o.dtype) for t, o in zip(right(acc_of(dtype)), ours, strict=True)]
+    dead = (student == -torch.inf) | (teacher == -torch.inf)
+    for i, (found, plain, truth) in enumerate(zip(ours, eager, right(torch.float64), strict=True)):
+        if truth.shape == student.shape:
+            # A formula that has 0 * inf there is no truth.
+            assert not found[(student == -torch.inf) & (teacher == -torch.inf)].any(), i
+            found, plain, truth = (t.masked_fill(dead, 0) for t in (found, plain, truth))
+        assert truth.isfinite().all() and found.isfinite().all(), i
+        # Sums of some thousand products of either sign; float64's kernels sum in another order.
+        if dtype == torch.float64:
+            torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+        else:
+            # Differences of probabilities that are twenty times as large.
+            assert_as_good_as_eager(found, plain, truth, str(i), least=6e-5 if case.close else 3e-6)
+
+
+@everywhere
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_what_is_ignored_or_wrong(device: str, dtype: torch.dtype, beta: float) -> None:
+    """Ignored rows may hold anything; on the GPU a row with a wrong label is NaN. Equal rows have no gradient."""
+    ops, labels = torch.ops.fusegrad, torch.tensor([1, -100, 3], device=device)
+    student, teacher, d, e = torch.randn(4, 3, 300, device=device).to(dtype).unbind(0)
+    student[1] = teacher[1] = torch.nan
+    upstream = torch.ones(3, device=device, dtype=acc_of(dtype))
+    shape = beta, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, False
+
+    def call(labels: Tensor, *sides: Tensor) -> list[Tensor]:
+        settings = labels, -100, *shape
+        return [
+            ops.jsd_soft(*sides, *settings),
+            *ops.jsd_soft_gradient(*sides, upstream, (True, True), *settings),
+            ops.jsd_soft_tangent(*sides, d, e, *settings),
+            *ops.jsd_soft_second(*sides, upstream, d, e, upstream, (True, True), *settings),
+        ]
+
+    for t in call(labels, student, teacher):
+        assert t[[0, 2]].isfinite().all() and not t[1].any()
+    # A NaN of one side reaches all.
+    for t in call(torch.tensor([1, 1, 3], device=device), student, teacher.nan_to_num(0)):
+        assert t[1].isnan().all() and t[[0, 2]].isfinite().all()
+    for t in call(labels, teacher, teacher)[:4]:
+        assert not t.any()
+    if device == "cuda":
+        for t in call(torch.tensor([1, 300, -7], device=device), d, e):
+            assert t[0].isfinite().all() and t[1:].isnan().all()
+    else:
+        with pytest.raises(IndexError, match="jsd: labels must be in"):
+            call(torch.tensor([1, 300, -7]), d, e)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    ops = torch.ops.fusegrad
+    student, teacher, settings = Settings(0.3).make(4, 5, device, torch.float32)
+    student.requires_grad_()
+    upstream, (d, e) = torch.rand(4, device=device).requires_grad_(), torch.randn(2, 4, 5, device=device)
+    torch.library.opcheck(ops.jsd_soft.default, (student, teacher, *settings))
+    torch.library.opcheck(ops.jsd_soft_tangent.default, (student, teacher, d, None, *settings))
+    for wanted in ((True, True), (False, True)):
+        torch.library.opcheck(ops.jsd_soft_gradient.default, (student, teacher, upstream, wanted, *settings))
+        call = (student, teacher, upstream, d, e, upstream.detach(), wanted, *settings)
+        torch.library.opcheck(ops.jsd_soft_second.default, call)
+
+
+# --- nestings ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NESTINGS)
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_nestings(name: str, device: str, beta: float) -> None:
+    """Both sides move: the teacher is a function of the student."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    labels = torch.tensor([1, -100, 3, 5], device=device)
+    options = {"beta": beta, "temperature": 1.5, "labels": labels, "hard_weight": 0.3, "reduction": "sum"}
+    x, d = torch.randn(2, 4, 6, dtype=dtype, device=device)
+
+    def of(jsd: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: jsd(x, x.sin() * 2, **options)
+
+    with Seen() as seen:
+        ours = NESTINGS[name](of(fusegrad.jsd), x, d)
+    # PyTorch's logsumexp writes over what a backward through its tangent needs.
+    same = {"backward through a tangent": lambda f, x, d: (along(f, d)(x), grad(along(f, d))(x))}
+    truth = same.get(name, NESTINGS[name])(of(lambda *a, **o: reference.jsd(*a, **o)[0]), x.double(), d.double())
+    tolerance = {"rtol": 1e-8, "atol": 1e-9} if device == "cpu" else {"rtol": 2e-3, "atol": 2e-4}
+    torch.testing.assert_close(ours, truth, check_dtype=False, **tolerance)
+    assert seen.count["jsd_soft"] >= 1
+    # Second derivatives are the kernels'; a formula's softmax is what third ones begin with.
+    if not name.startswith(("third", "fourth", "create_graph")):
+        assert seen.count["_log_softmax"] == seen.count["log_softmax"] == seen.count["logsumexp"] == 0
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda f, x, d: grad(f)(x), lambda f, x, d: jvp(f, (x,), (d,)), lambda f, x, d: jvp(grad(f), (x,), (d,))],
+    ids=["grad", "jvp", "jvp(grad)"],
+)
+def test_compiled(of: Callable) -> None:
+    torch._dynamo.reset()
+    x, d, teacher = torch.randn(3, 4, 6)
+
+    def f(x: Tensor) -> Tensor:
+        return fusegrad.jsd(x, teacher, beta=0.2)
+
+    compiled = torch.compile(lambda x, d: of(f, x, d), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, d), of(f, x, d))
