@@ -71,18 +71,19 @@ Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::opti
   const auto& index = *call.rows.teacher_index;
   const auto padding = index.eq(-1);
   const auto wrong = index.lt(-1).logical_or(index.ge(vocab));
-  // Further columns of probability 0, for padding and for indices that cannot be read: as many as keep rows aligned.
-  const auto columns = index.masked_fill(padding.logical_or(wrong), vocab);
-  const auto padded = at::constant_pad_nd(z, {0, 15 - (vocab + 7) % 8}, -kInfinity);
-  auto chosen = padded.gather(1, columns);
+  const auto invalid = padding.logical_or(wrong);
+  // Those that are no column of their own stand for one of the row's K, or for its first column, if there are none.
+  const auto last = index.masked_fill(invalid, -1).amax(1, /*keepdim=*/true);
+  const auto columns = at::where(invalid, last.clamp_min(0), index);
+  auto chosen = z.gather(1, columns);
   if (labels) chosen = labels->without_ignored(chosen);
-  // Where there are no other columns that count their logsumexp has no derivative.
-  const auto counting = [](const Tensor& x) { return x.detach().ne(-kInfinity).sum(1, /*keepdim=*/true); };
-  const auto none = counting(z).eq(counting(chosen));
-  const auto lowest = at::full_like(chosen.detach(), -kInfinity);
-  const auto other = at::zeros_like(none, z.options().requires_grad(false)).masked_fill(none.logical_not(), -kInfinity);
-  const auto others = padded.scatter(1, at::constant_pad_nd(columns, {0, 1}, vocab), at::cat({lowest, other}, 1));
-  const auto tail = logsumexp_of(others, labels).unsqueeze(1).masked_fill(none, -kInfinity);
+  // Where there are no other columns that count their logsumexp has no derivative: it is taken of any.
+  const auto counting = [](const Tensor& x) { return x.ne(-kInfinity).sum(1, /*keepdim=*/true); };
+  const auto none =
+      counting(z.detach()).eq(counting(chosen.detach().masked_fill(invalid, -kInfinity))).logical_and(last.ge(0));
+  const auto out = at::where(last.ge(0), -kInfinity, chosen).to(z.scalar_type()).masked_fill(none, 0);
+  const auto tail = logsumexp_of(z.scatter(1, columns, out), labels).unsqueeze(1).masked_fill(none, -kInfinity);
+  chosen = chosen.masked_fill(invalid, -kInfinity);
   const auto log_q = at::cat({chosen.to(at::kDouble), tail.to(at::kDouble)}, 1).log_softmax(1);
 
   auto log_p = call.teacher.to(at::kDouble);

@@ -151,9 +151,11 @@ def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: tor
             assert not found[(student == -torch.inf) & (teacher == -torch.inf)].any(), i
             found, plain, truth = (t.masked_fill(dead, 0) for t in (found, plain, truth))
         assert truth.isfinite().all() and found.isfinite().all(), i
-        # Sums of some thousand products of either sign; float64's kernels sum in another order.
+        # Sums of some thousand products of either sign, of few rows each: float32's rounding of each product counts.
         if dtype == torch.float64:
             torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+        elif truth.dim() == 1:
+            torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=5e-7)
         else:
             # Differences of probabilities that are twenty times as large.
             assert_as_good_as_eager(found, plain, truth, str(i), least=6e-5 if case.close else 3e-6)
