@@ -91,6 +91,7 @@ TORCH_LIBRARY(fusegrad, m) {
   define_pair<LinearJsdCall>(m, "linear_jsd", loss_returns);
   define_pair<LinearJsdForward>(m, "linear_jsd_forward", divergence_returns + gradients);
   define<LinearJsdBackward>(m, "linear_jsd_backward", "(" + gradients);
+  define<LinearJsdSecond>(m, "linear_jsd_second", "(Tensor values, " + gradients);
   // As linear_cross_entropy_rows, without predictions.
   define<LinearJsdForward>(m, "linear_jsd_rows", "Tensor values");
   define<LinearJsdForward>(m, "linear_jsd_row_chunks", "Tensor values");

@@ -11,16 +11,6 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-// What the forward saved, times the upstream gradient, in fresh tensors.
-LinearGradients scaled(const variable_list& saved, const Tensor& upstream, std::array<bool, 3> wanted) {
-  at::AutoDispatchBelowAutograd guard;
-  const auto factor = saved[3].defined() ? deferred_factor(saved[3], at::kHalf) : std::nullopt;
-  const auto of = [&](size_t i) {
-    return wanted[i] ? dispatch::scale_gradient(saved[i].detach(), upstream, factor) : Tensor();
-  };
-  return {of(kInput), of(kWeight), of(kBias)};
-}
-
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entropy"> {
@@ -59,7 +49,7 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
     call.grad_loss = grads[0];
     const auto wanted = needed_gradients(ctx, call.linear_bias.has_value());
     if (kernels_have_second(call)) {
-      return linear_result(linear_cross_entropy_graph(call, scaled(saved, grads[0], wanted)), wanted, kArguments);
+      return linear_result(linear_cross_entropy_graph(call, scaled_gradients(saved, grads[0], wanted)), wanted, kArguments);
     }
     const auto graph = composite::linear_cross_entropy_gradients(call, {wanted[0], wanted[1], wanted[2], false});
     return linear_result({graph[0], graph[1], graph[2]}, wanted, kArguments);

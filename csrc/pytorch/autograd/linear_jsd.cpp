@@ -21,13 +21,6 @@ LinearJsdBackward kept(const LinearJsdForward& call, const Tensor& scales) {
           .linear = call.linear};
 }
 
-// create_graph=True, for a Function of `arguments` arguments.
-variable_list graph_of(AutogradContext* ctx, LinearJsdBackward call, const Tensor& grad_loss, size_t arguments) {
-  call.grad_loss = grad_loss;
-  call.needs_grad = needed_gradients(ctx, call.heads.student_bias.has_value());
-  return linear_result(composite::linear_jsd_gradients(call), call.needs_grad, arguments);
-}
-
 // Computes the gradients for an upstream gradient of 1 in the forward, chunk by chunk, and scales them in the
 // backward. With `inplace` the input's gradient lies in the input.
 struct LinearJsd : NamedFunction<LinearJsd, "linear_jsd"> {
@@ -47,7 +40,13 @@ struct LinearJsd : NamedFunction<LinearJsd, "linear_jsd"> {
     const auto saved = ctx->get_saved_variables();
     if (!grads[0].defined()) return variable_list(kArguments);
     if (!makes_graph(ctx)) return scale_linear_gradients(kOp, ctx, saved, grads[0], kArguments);
-    return graph_of(ctx, load_arguments<LinearJsdBackward>(ctx, saved, kMade), grads[0], kArguments);
+    auto call = load_arguments<LinearJsdBackward>(ctx, saved, kMade);
+    call.grad_loss = grads[0];
+    call.needs_grad = needed_gradients(ctx, call.heads.student_bias.has_value());
+    const auto graph = kernels_have_second(call)
+                           ? linear_jsd_graph(call, scaled_gradients(saved, grads[0], call.needs_grad))
+                           : composite::linear_jsd_gradients(call);
+    return linear_result(graph, call.needs_grad, kArguments);
   }
 };
 
@@ -67,10 +66,17 @@ struct LinearJsdRecompute : NamedFunction<LinearJsdRecompute, "linear_jsd"> {
     check_differentiable_outputs(kOp, grads, 1);
     if (!grads[0].defined()) return variable_list(4);
     auto call = load_arguments<LinearJsdBackward>(ctx);
-    if (at::GradMode::is_enabled()) return graph_of(ctx, call, grads[0], 4);
     call.grad_loss = grads[0];
     call.needs_grad = needed_gradients(ctx, call.heads.student_bias.has_value());
-    return linear_result(dispatch::linear_jsd_backward(call), call.needs_grad, 4);
+    const auto made = [&] {
+      const at::NoGradGuard first;
+      at::AutoDispatchBelowAutograd guard;
+      return dispatch::linear_jsd_backward(call);
+    };
+    if (!at::GradMode::is_enabled()) return linear_result(dispatch::linear_jsd_backward(call), call.needs_grad, 4);
+    const auto graph =
+        kernels_have_second(call) ? linear_jsd_graph(call, made()) : composite::linear_jsd_gradients(call);
+    return linear_result(graph, call.needs_grad, 4);
   }
 };
 

@@ -261,4 +261,15 @@ inline torch::autograd::variable_list scale_linear_gradients(const char* op, tor
   return result;
 }
 
+/// The same in fresh tensors, for a graph.
+inline LinearGradients scaled_gradients(const torch::autograd::variable_list& saved, const at::Tensor& upstream,
+                                        std::array<bool, 3> wanted) {
+  at::AutoDispatchBelowAutograd guard;
+  const auto factor = saved[3].defined() ? deferred_factor(saved[3], at::kHalf) : std::nullopt;
+  const auto of = [&](size_t i) {
+    return wanted[i] ? dispatch::scale_gradient(saved[i].detach(), upstream, factor) : at::Tensor();
+  };
+  return {of(kInput), of(kWeight), of(kBias)};
+}
+
 }  // namespace fusegrad::autograd

@@ -663,6 +663,27 @@ struct LinearJsdBackward {
   }
 };
 
+/// As LinearCrossEntropySecond, of rows of a dense teacher: `upstream` is [2, N] acc, of the soft and the hard parts, and so
+/// are the values' tangents. A hard part is there where `hard` says so, for a student_logit_scale of 1.
+struct LinearJsdSecond {
+  at::Tensor student_input;
+  JsdHeads heads;
+  OptionalTensor input_tangent, weight_tangent, bias_tangent;
+  at::Tensor upstream;
+  JsdSoftSettings settings;
+  bool hard = false;
+  LinearJsdOptions linear;
+  std::array<bool, 3> needs_grad{};
+
+  static constexpr auto fields() {
+    using A = LinearJsdSecond;
+    return list(required("student_input", &A::student_input), all_of(&A::heads),
+                required("input_tangent", &A::input_tangent), required("weight_tangent", &A::weight_tangent),
+                required("bias_tangent", &A::bias_tangent), required("upstream", &A::upstream), all_of(&A::settings),
+                required("hard", &A::hard), all_of(&A::linear), required("needs_grad", &A::needs_grad));
+  }
+};
+
 // --- flex attention ------------------------------------------------------------------------------------------------
 
 /// A mod is a text of the score_mod language, empty for none, with the tensors and numbers that it declares: its

@@ -98,6 +98,12 @@ LinearGradients linear_jsd_backward(const LinearJsdBackward& call) {
   return std::make_from_tuple<LinearGradients>(op(call));
 }
 
+LinearSecond linear_jsd_second(const LinearJsdSecond& call) {
+  static const Op<LinearJsdSecond, LinearSecondTuple> op("fusegrad::linear_jsd_second");
+  auto [values, input, weight, bias] = op(call);
+  return {values, {input, weight, bias}};
+}
+
 Tensor scale_gradient(const Tensor& gradient, const Tensor& scale, const OptionalTensor& factor) {
   static const auto op =
       handle<Tensor(const Tensor&, const Tensor&, const OptionalTensor&)>("fusegrad::scale_gradient");

@@ -97,7 +97,7 @@ LinearGradients linear_cross_entropy_backward(const LinearCrossEntropyBackward& 
 LinearGradients linear_cross_entropy_backward_into(const LinearCrossEntropyBackwardInto& call, bool inplace);
 
 struct LinearSecond {
-  at::Tensor values;  // [5, N] acc
+  at::Tensor values;  // [5, N] acc of cross entropy
   LinearGradients gradients;
 };
 LinearSecond linear_cross_entropy_second(const LinearCrossEntropySecond& call);
@@ -111,6 +111,7 @@ std::vector<at::Tensor> jsd_soft(const JsdSoftSecond& call);
 
 std::pair<JsdOutputs, LinearGradients> linear_jsd_forward(const LinearJsdForward& call, bool inplace);
 LinearGradients linear_jsd_backward(const LinearJsdBackward& call);
+LinearSecond linear_jsd_second(const LinearJsdSecond& call);  // values: [2, N] acc
 
 at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);
 void scale_gradient_(const at::Tensor& gradient, const at::Tensor& scale, const std::optional<at::Tensor>& factor);

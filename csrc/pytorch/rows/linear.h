@@ -41,6 +41,22 @@ inline void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tenso
   }
 }
 
+/// The tangents of a chunk's logits, x. W^T + x W.^T + b., into `out`; those that are undefined are 0.
+inline void logits_tangent(const at::Tensor& out, const at::Tensor& x, const at::Tensor& x_moved, const at::Tensor& weight,
+                           const at::Tensor& weight_moved, const at::Tensor& bias_moved) {
+  if (bias_moved.defined()) {
+    out.copy_(bias_moved.expand(out.sizes()));
+  } else if (!weight_moved.defined() && !x_moved.defined()) {
+    out.zero_();
+  }
+  bool add = bias_moved.defined();
+  if (weight_moved.defined()) {
+    multiply(out, x, weight_moved.t(), add);
+    add = true;
+  }
+  if (x_moved.defined()) multiply(out, x_moved, weight.t(), add);
+}
+
 // What begin_overwriting() is told before a backward adds to it.
 inline constexpr const char* kGradWeightInto = "grad_weight_into";
 

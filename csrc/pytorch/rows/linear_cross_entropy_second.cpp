@@ -16,22 +16,6 @@ namespace {
 
 using at::Tensor;
 
-// The tangents of a chunk's logits, into `out`.
-void logits_tangent(const Tensor& out, const Tensor& x, const Tensor& x_moved, const Tensor& weight,
-                    const Tensor& weight_moved, const Tensor& bias_moved) {
-  if (bias_moved.defined()) {
-    out.copy_(bias_moved.expand(out.sizes()));
-  } else if (!weight_moved.defined() && !x_moved.defined()) {
-    out.zero_();
-  }
-  bool add = bias_moved.defined();
-  if (weight_moved.defined()) {
-    multiply(out, x, weight_moved.t(), add);
-    add = true;
-  }
-  if (x_moved.defined()) multiply(out, x_moved, weight.t(), add);
-}
-
 LinearSecondTuple linear_cross_entropy_second(const LinearCrossEntropySecond& call) {
   BelowAutogradAndAutocast below;
   const auto& [input, linear_weight, linear_bias, input_tangent, weight_tangent, bias_tangent, upstream, of_square,

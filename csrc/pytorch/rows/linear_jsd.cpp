@@ -1,5 +1,5 @@
-// linear_jsd_forward(_) and linear_jsd_backward on the CPU and on CUDA: matrix products by ATen, in chunks, around the
-// row kernel.
+// linear_jsd_forward(_), linear_jsd_backward and linear_jsd_second on the CPU and on CUDA: matrix products by ATen, in
+// chunks, around the row kernels. linear_cross_entropy_second.cpp has the formulas of the last.
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -27,7 +27,8 @@ struct Call {
   int64_t rows() const { return input.size(0); }
   at::ScalarType dtype() const { return product_type(input); }
 
-  LinearPlan plan(bool weight_grad) const {
+  /// `more`: logits of the student's side beside one.
+  LinearPlan plan(bool weight_grad, int64_t more = 0) const {
     LinearSizes sizes;
     sizes.rows = rows();
     sizes.hidden = input.size(1);
@@ -38,8 +39,9 @@ struct Call {
     sizes.low_precision_result =
         heads.student_weight.scalar_type() != linear.accumulate_dtype.value_or(acc_type(dtype()));
     sizes.by_columns = false;
+    sizes.logits_per_row = 1 + more;
     if (heads.teacher_weight.has_value()) {
-      sizes.logits_per_row = 2;
+      ++sizes.logits_per_row;
       // Logits of another dtype are rounded from a buffer of their own.
       const auto size = static_cast<int64_t>(at::elementSize(product_type(heads.teacher)));
       if (product_type(heads.teacher) != dtype()) {
@@ -131,9 +133,70 @@ LinearGradientTuple linear_jsd_backward(const LinearJsdBackward& arguments) {
   return to_tuple(compute(job, call, needs_grad, /*inplace=*/false), input, heads.student_weight, heads.student_bias);
 }
 
+LinearSecondTuple linear_jsd_second(const LinearJsdSecond& arguments) {
+  BelowAutogradAndAutocast below;
+  const auto& [input, heads, input_tangent, weight_tangent, bias_tangent, upstream, settings, hard, linear,
+               needs_grad] = arguments;
+  const c10::OptionalDeviceGuard device(at::device_of(input));
+  const Call call{input, heads, linear};
+  const auto plan = call.plan(needs_grad[1], /*more=*/2);
+  const auto in = [&](const OptionalTensor& t) {
+    return t ? part(*t, 0, 0, call.vocab).to(call.dtype()) : Tensor();
+  };
+  const auto weight_moved = in(weight_tangent), bias_moved = in(bias_tangent);
+  ChunkGradients chunks(input, heads.student_weight, heads.student_bias, call.vocab, plan, needs_grad,
+                        /*inplace=*/false);
+  const auto values = at::zeros({2, call.rows()}, upstream.options());
+  const bool any_gradient = needs_grad[0] || needs_grad[1] || needs_grad[2];
+  const bool more = weight_moved.defined() || input_tangent.has_value();
+  const int64_t most = std::min(plan.rows, call.rows());
+  const Head head(part(heads.student_weight, 0, 0, call.vocab), first_rows(heads.student_bias, call.vocab),
+                  call.dtype());
+  const TeacherChunks teacher(call, most);
+  const auto options = input.options().dtype(call.dtype());
+  const auto buffer = logits_buffer(most, call.vocab, options), moved = logits_buffer(most, call.vocab, options);
+  for (int64_t first = 0; first < call.rows(); first += plan.rows) {
+    const int64_t count = std::min(plan.rows, call.rows() - first);
+    const auto rows_of = [&](const Tensor& t, int64_t dim = 0) { return part(t, dim, first, count); };
+    const auto x = rows_of(input).to(call.dtype()), z = part(buffer, 0, 0, count), z_moved = part(moved, 0, 0, count);
+    const auto x_moved = input_tangent ? rows_of(*input_tangent).to(call.dtype()) : Tensor();
+    head.logits(z, x, 0);
+    logits_tangent(z_moved, x, x_moved, head.weight, weight_moved, bias_moved);
+    const auto of_teacher = teacher.rows(first, count);
+    auto s = settings;
+    if (s.labels) s.labels = rows_of(*s.labels);
+    const auto u = rows_of(upstream, 1), found = rows_of(values, 1);
+    const std::array student_alone{true, false};
+    found[0].copy_(dispatch::jsd_soft(JsdSoftTangent{z, of_teacher, z_moved, std::nullopt, s}));
+    Tensor g, g_moved;
+    if (any_gradient) {
+      g_moved = dispatch::jsd_soft(
+          JsdSoftSecond{z, of_teacher, u[0], z_moved, std::nullopt, std::nullopt, student_alone, s})[0];
+      if (more) g = dispatch::jsd_soft(JsdSoftGradient{z, of_teacher, u[0], student_alone, s})[0];
+    }
+    if (hard) {
+      const RowSettings of_label{.target = *s.labels, .ignore_index = s.ignore_index, .softcap = s.student_softcap};
+      const auto stats = std::get<1>(dispatch::cross_entropy_rows(CrossEntropyRows{z, of_label}));
+      found[1].copy_(
+          dispatch::cross_entropy_rows(CrossEntropyRowsTangent{z, z_moved, stats, of_label})[kRowCrossEntropy]);
+      auto v = at::zeros({kRowValues, count}, upstream.options());
+      v[kRowCrossEntropy].copy_(u[1]);
+      if (g_moved.defined()) {
+        g_moved.add_(dispatch::cross_entropy_rows(CrossEntropyRowsSecond{z, v, z_moved, std::nullopt, stats, of_label}));
+      }
+      if (g.defined()) g.add_(dispatch::cross_entropy_rows(CrossEntropyRowsGradient{z, v, stats, of_label}));
+    }
+    if (g_moved.defined()) chunks.add(head, x, g_moved, first);
+    if (g.defined()) chunks.add_more(weight_moved, x_moved, g, first);
+  }
+  return std::tuple_cat(std::tuple(values),
+                        to_tuple(chunks.finish(), input, heads.student_weight, heads.student_bias));
+}
+
 void implement_linear_jsd(torch::Library& m) {
   m.impl("linear_jsd_forward", named_kernel<"linear_jsd", unpacked<linear_jsd_forward<false>>()>());
   m.impl("linear_jsd_forward_", named_kernel<"linear_jsd", unpacked<linear_jsd_forward<true>>()>());
+  m.impl("linear_jsd_second", named_kernel<"linear_jsd", unpacked<linear_jsd_second>()>());
   m.impl("linear_jsd_backward", named_kernel<"linear_jsd", unpacked<linear_jsd_backward>()>());
 }
 

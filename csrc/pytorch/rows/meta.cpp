@@ -113,6 +113,12 @@ LinearGradientTuple linear_jsd_backward(const LinearJsdBackward& c) {
   return linear_gradients(c.student_input, c.heads.student_weight, c.heads.student_bias, c.needs_grad);
 }
 
+LinearSecondTuple linear_jsd_second(const LinearJsdSecond& c) {
+  return std::tuple_cat(
+      std::tuple(row_values(c.student_input, 2)),
+      linear_gradients(c.student_input, c.heads.student_weight, c.heads.student_bias, c.needs_grad));
+}
+
 Tensor scale_gradient(const Tensor& gradient, const Tensor& /*scale*/, const OptionalTensor& /*factor*/) {
   return gradient_like(true, gradient);
 }
@@ -149,6 +155,7 @@ TORCH_LIBRARY_IMPL(fusegrad, Meta, m) {
   m.impl("linear_cross_entropy_second", TORCH_FN(unpacked<linear_cross_entropy_second>()));
   m.impl("linear_jsd_forward", TORCH_FN(unpacked<linear_jsd_forward<false>>()));
   m.impl("linear_jsd_forward_", TORCH_FN(unpacked<linear_jsd_forward<true>>()));
+  m.impl("linear_jsd_second", TORCH_FN(unpacked<linear_jsd_second>()));
   m.impl("linear_jsd_backward", TORCH_FN(unpacked<linear_jsd_backward>()));
   m.impl("scale_gradient", TORCH_FN(scale_gradient));
   m.impl("scale_gradient_", TORCH_FN(scale_gradient_));
