@@ -272,9 +272,9 @@ struct RowJsd {
   void* hard = nullptr;
 };
 
-/// Tangents of the soft part of a divergence, `soft`, and of its gradients, `grad_student` and `grad_teacher`, for tangents
-/// of both sides. Of the rest of RowJsd these take part: both sides, their transforms and temperatures, beta, log_probs,
-/// the labels and ignore_index, and `upstream`, the gradient of each row's soft part. No top-k teacher.
+/// Tangents of the soft part of a divergence, `soft`, and of its gradients, `grad_student` and `grad_teacher`, for
+/// tangents of both sides. Of the rest of RowJsd these take part: both sides, their transforms and temperatures, beta,
+/// log_probs, the labels and ignore_index, and `upstream`, the gradient of each row's soft part. No top-k teacher.
 ///
 /// With a dot for a tangent, q., p. those of log q and log p (of logits: q. = z. - sum q z.), and sums over a row's
 /// columns:
@@ -284,8 +284,8 @@ struct RowJsd {
 ///   by log p       : the same with q and p, h and k, A and B, s and t changed for each other
 ///   A = sum q h,  A. = sum (q h q. + (1 - s) r (q. - p.)),  B and B. likewise; all 0 for log-probabilities
 ///   0 < b < 1   h = (1 - b) log(q / m), k = b log(p / m), r = (1 - b) b q p / m; s = t = 0
-///   b = 0       h = 0, k = log(p / q) + 1 - n, r = p; s = 1, t = 0;    b = 1  h = log(q / p) + 1 - n, k = 0, r = q; s =
-///   0, t = 1
+///   b = 0       h = 0, k = log(p / q) + 1 - n, r = p; s = 1, t = 0;    b = 1  h = log(q / p) + 1 - n, k = 0, r = q; s
+///   = 0, t = 1
 /// n is 0 for log-probabilities, else 1. By x it is g dz/dx / T, see RowTangents for its tangent.
 struct RowJsdTangents : RowJsd {
   const void* student_tangent = nullptr;  // [N, V] in the student's dtype; null: 0, not on CUDA

@@ -1,5 +1,5 @@
-// Tangents of the Jensen-Shannon divergence and of its gradients over rows; formulas in losses/row_kernels.h. This file is
-// compiled once per instruction set, with CPU_CAPABILITY set: keep library templates and inline functions of other
+// Tangents of the Jensen-Shannon divergence and of its gradients over rows; formulas in losses/row_kernels.h. This file
+// is compiled once per instruction set, with CPU_CAPABILITY set: keep library templates and inline functions of other
 // headers out, or the linker may pick a copy with instructions that the machine does not have.
 #include <cmath>
 #include <limits>
@@ -144,8 +144,8 @@ class JsdTangentRows {
       to[6] = to[6] + v.r;
       to[7] = to[7] + product_or_zero(v.r, moved_q - moved_p);
       if (!mixed) {
-        to[8] = to[8] + product_or_zero(at_s * (n * v.q - v.p), moved_q) +
-                product_or_zero(at_t * (n * v.p - v.q), moved_p);
+        to[8] =
+            to[8] + product_or_zero(at_s * (n * v.q - v.p), moved_q) + product_or_zero(at_t * (n * v.p - v.q), moved_p);
       }
     });
     Sums found{sums[0], sums[1], sums[2], sums[3], sums[4], sums[5], sums[6], sums[7], sums[8]};
@@ -169,11 +169,12 @@ class JsdTangentRows {
 
   void gradients(const Sums& f, Acc upstream, Acc moved, bool by_student, bool by_teacher) {
     const Vec u(upstream), uD(moved), n(normalized);
-    const Vec A(static_cast<Acc>(f.A)), B(static_cast<Acc>(f.B)), AD(static_cast<Acc>(f.AD)), BD(static_cast<Acc>(f.BD));
+    const Vec A(static_cast<Acc>(f.A)), B(static_cast<Acc>(f.B)), AD(static_cast<Acc>(f.AD)),
+        BD(static_cast<Acc>(f.BD));
     const Vec mean_q(static_cast<Acc>(f.moved_q)), mean_p(static_cast<Acc>(f.moved_p));
     // Of the side with the probability x, whose logarithm has the tangent xD, beside y. `end`: all of it is n x - y.
-    const auto side = [&](Side& to, bool end, const Vec& x, const Vec& xD, const Vec& y, const Vec& yD, const Vec& ratio,
-                          const Vec& mean, const Vec& meanD, const Vec& r, int64_t c) {
+    const auto side = [&](Side& to, bool end, const Vec& x, const Vec& xD, const Vec& y, const Vec& yD,
+                          const Vec& ratio, const Vec& mean, const Vec& meanD, const Vec& r, int64_t c) {
       Vec g, gD;
       if (end) {
         g = n * x - y;
@@ -196,7 +197,8 @@ class JsdTangentRows {
   // By the stored values: (g dz/dx / T). = g. dz/dx / T + g d2z/dx2 / T x., d2z/dx2 = -2 z scale / cap^2 dz/dx.
   void store(const Side& side, T* out) const {
     const auto& transform = side.transform;
-    const Vec inverse(1 / side.temperature), curve(Acc(-2) * transform.scale * transform.inverse_cap * transform.inverse_cap);
+    const Vec inverse(1 / side.temperature),
+        curve(Acc(-2) * transform.scale * transform.inverse_cap * transform.inverse_cap);
     each_lanes(side.row, p.cols, Acc(0), [&](int64_t c, int64_t count, const Lanes<T>& x) {
       const auto value = [&](const Vec& from, int64_t at) {
         const auto z = transform(from), g = Vec::loadu(side.probability + at) * transform.slope(z) * inverse;

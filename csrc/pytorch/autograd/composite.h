@@ -1,8 +1,8 @@
 // The losses as compositions of differentiable ops: of PyTorch's own, for what the row kernels have no derivative of,
-// and of cross_entropy_rows (row_values.cpp) and jsd_soft (jsd_soft.cpp), whose derivatives are kernels of their own. Function transforms
-// (torch.func, torch.vmap) and forward-mode tangents take them whole; a backward that is itself differentiated
-// (create_graph=True) takes its gradients from them. Rows are computed in acc, those of logits at once: the memory is
-// that of some [N, V] tensors in acc. Those of the linear losses are computed in chunks, see in_chunks().
+// and of cross_entropy_rows (row_values.cpp) and jsd_soft (jsd_soft.cpp), whose derivatives are kernels of their own.
+// Function transforms (torch.func, torch.vmap) and forward-mode tangents take them whole; a backward that is itself
+// differentiated (create_graph=True) takes its gradients from them. Rows are computed in acc, those of logits at once:
+// the memory is that of some [N, V] tensors in acc. Those of the linear losses are computed in chunks, see in_chunks().
 #pragma once
 
 #include "pytorch/autograd/autograd.h"

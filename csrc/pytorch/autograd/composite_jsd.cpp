@@ -153,8 +153,8 @@ Tensor hard_of(const Divergence& call, const std::optional<Labels>& labels) {
   }
   const auto by = LabelsOfKernels(x, call.rows.labels, labels, s.ignore_index);
   const auto scaled = s.student_logit_scale == 1.0 ? x : x.to(acc_type(x.scalar_type())) * s.student_logit_scale;
-  const CrossEntropyRows rows{
-      scaled, {.target = *by.labels, .ignore_index = s.ignore_index, .softcap = s.student_softcap}};
+  const CrossEntropyRows rows{scaled,
+                              {.target = *by.labels, .ignore_index = s.ignore_index, .softcap = s.student_softcap}};
   return by.checked(std::get<0>(dispatch::cross_entropy_rows(rows)).select(0, kRowCrossEntropy));
 }
 

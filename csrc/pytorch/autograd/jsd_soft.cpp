@@ -178,7 +178,8 @@ struct RowOp<JsdSoftGradient> : OfJsd {
       const auto placed = in_places(second, wanted, 2);
       std::copy(placed.begin(), placed.end(), result.begin());
     }
-    if (wanted[2]) result[2] = dispatch::jsd_soft(JsdSoftTangent{c.student, c.teacher, by_student, by_teacher, c.settings});
+    if (wanted[2])
+      result[2] = dispatch::jsd_soft(JsdSoftTangent{c.student, c.teacher, by_student, by_teacher, c.settings});
     return result;
   }
 };
@@ -289,7 +290,9 @@ std::vector<Tensor> soft_gradient_autograd(const JsdSoftGradient& call) {
 Tensor soft_tangent_autograd(const JsdSoftTangent& call) {
   const auto student = primal_of(call.student), teacher = primal_of(call.teacher);
   const auto primal = [](const OptionalTensor& t) { return t ? OptionalTensor(primal_of(*t)) : std::nullopt; };
-  const auto tangent_of_optional = [](const OptionalTensor& t) { return optional_of(tangent_of(t.value_or(Tensor()))); };
+  const auto tangent_of_optional = [](const OptionalTensor& t) {
+    return optional_of(tangent_of(t.value_or(Tensor())));
+  };
   const auto result = recorded(call);
   const auto second_student = tangent_of_optional(call.student_tangent),
              second_teacher = tangent_of_optional(call.teacher_tangent);
@@ -302,9 +305,14 @@ Tensor soft_tangent_autograd(const JsdSoftTangent& call) {
     // In acc, as the sum is over products with it.
     const auto acc = acc_type(student.scalar_type());
     const auto in_acc = [&](const OptionalTensor& t) { return t ? OptionalTensor(t->to(acc)) : std::nullopt; };
-    const auto columns = dispatch::jsd_soft(JsdSoftSecond{
-        student.to(acc), teacher.to(acc), at::ones_like(result), in_acc(primal(call.student_tangent)),
-        in_acc(primal(call.teacher_tangent)), std::nullopt, {by[0].defined(), by[1].defined()}, call.settings});
+    const auto columns = dispatch::jsd_soft(JsdSoftSecond{student.to(acc),
+                                                          teacher.to(acc),
+                                                          at::ones_like(result),
+                                                          in_acc(primal(call.student_tangent)),
+                                                          in_acc(primal(call.teacher_tangent)),
+                                                          std::nullopt,
+                                                          {by[0].defined(), by[1].defined()},
+                                                          call.settings});
     auto next = columns.begin();
     for (const auto& t : by) {
       if (!t.defined()) continue;

@@ -49,7 +49,8 @@ struct LinearCrossEntropy : NamedFunction<LinearCrossEntropy, "linear_cross_entr
     call.grad_loss = grads[0];
     const auto wanted = needed_gradients(ctx, call.linear_bias.has_value());
     if (kernels_have_second(call)) {
-      return linear_result(linear_cross_entropy_graph(call, scaled_gradients(saved, grads[0], wanted)), wanted, kArguments);
+      return linear_result(linear_cross_entropy_graph(call, scaled_gradients(saved, grads[0], wanted)), wanted,
+                           kArguments);
     }
     const auto graph = composite::linear_cross_entropy_gradients(call, {wanted[0], wanted[1], wanted[2], false});
     return linear_result({graph[0], graph[1], graph[2]}, wanted, kArguments);

@@ -1,6 +1,6 @@
-// Ops over rows that are independent of each other, whose derivatives are such ops again: their nodes in the graph, what
-// forward mode makes of their results, and their batching rules, where a batch is more rows. RowOp<Call> says what there
-// is to know of one.
+// Ops over rows that are independent of each other, whose derivatives are such ops again: their nodes in the graph,
+// what forward mode makes of their results, and their batching rules, where a batch is more rows. RowOp<Call> says what
+// there is to know of one.
 //
 // These are nodes of the engine's own kind and not torch::autograd::Functions, which have no forward mode and which
 // function transforms refuse.

@@ -663,8 +663,8 @@ struct LinearJsdBackward {
   }
 };
 
-/// As LinearCrossEntropySecond, of rows of a dense teacher: `upstream` is [2, N] acc, of the soft and the hard parts, and so
-/// are the values' tangents. A hard part is there where `hard` says so, for a student_logit_scale of 1.
+/// As LinearCrossEntropySecond, of rows of a dense teacher: `upstream` is [2, N] acc, of the soft and the hard parts,
+/// and so are the values' tangents. A hard part is there where `hard` says so, for a student_logit_scale of 1.
 struct LinearJsdSecond {
   at::Tensor student_input;
   JsdHeads heads;

@@ -42,8 +42,8 @@ inline void multiply(const at::Tensor& out, const at::Tensor& a, const at::Tenso
 }
 
 /// The tangents of a chunk's logits, x. W^T + x W.^T + b., into `out`; those that are undefined are 0.
-inline void logits_tangent(const at::Tensor& out, const at::Tensor& x, const at::Tensor& x_moved, const at::Tensor& weight,
-                           const at::Tensor& weight_moved, const at::Tensor& bias_moved) {
+inline void logits_tangent(const at::Tensor& out, const at::Tensor& x, const at::Tensor& x_moved,
+                           const at::Tensor& weight, const at::Tensor& weight_moved, const at::Tensor& bias_moved) {
   if (bias_moved.defined()) {
     out.copy_(bias_moved.expand(out.sizes()));
   } else if (!weight_moved.defined() && !x_moved.defined()) {

@@ -140,9 +140,7 @@ LinearSecondTuple linear_jsd_second(const LinearJsdSecond& arguments) {
   const c10::OptionalDeviceGuard device(at::device_of(input));
   const Call call{input, heads, linear};
   const auto plan = call.plan(needs_grad[1], /*more=*/2);
-  const auto in = [&](const OptionalTensor& t) {
-    return t ? part(*t, 0, 0, call.vocab).to(call.dtype()) : Tensor();
-  };
+  const auto in = [&](const OptionalTensor& t) { return t ? part(*t, 0, 0, call.vocab).to(call.dtype()) : Tensor(); };
   const auto weight_moved = in(weight_tangent), bias_moved = in(bias_tangent);
   ChunkGradients chunks(input, heads.student_weight, heads.student_bias, call.vocab, plan, needs_grad,
                         /*inplace=*/false);
@@ -182,15 +180,15 @@ LinearSecondTuple linear_jsd_second(const LinearJsdSecond& arguments) {
       auto v = at::zeros({kRowValues, count}, upstream.options());
       v[kRowCrossEntropy].copy_(u[1]);
       if (g_moved.defined()) {
-        g_moved.add_(dispatch::cross_entropy_rows(CrossEntropyRowsSecond{z, v, z_moved, std::nullopt, stats, of_label}));
+        g_moved.add_(
+            dispatch::cross_entropy_rows(CrossEntropyRowsSecond{z, v, z_moved, std::nullopt, stats, of_label}));
       }
       if (g.defined()) g.add_(dispatch::cross_entropy_rows(CrossEntropyRowsGradient{z, v, stats, of_label}));
     }
     if (g_moved.defined()) chunks.add(head, x, g_moved, first);
     if (g.defined()) chunks.add_more(weight_moved, x_moved, g, first);
   }
-  return std::tuple_cat(std::tuple(values),
-                        to_tuple(chunks.finish(), input, heads.student_weight, heads.student_bias));
+  return std::tuple_cat(std::tuple(values), to_tuple(chunks.finish(), input, heads.student_weight, heads.student_bias));
 }
 
 void implement_linear_jsd(torch::Library& m) {

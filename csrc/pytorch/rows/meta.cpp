@@ -114,9 +114,8 @@ LinearGradientTuple linear_jsd_backward(const LinearJsdBackward& c) {
 }
 
 LinearSecondTuple linear_jsd_second(const LinearJsdSecond& c) {
-  return std::tuple_cat(
-      std::tuple(row_values(c.student_input, 2)),
-      linear_gradients(c.student_input, c.heads.student_weight, c.heads.student_bias, c.needs_grad));
+  return std::tuple_cat(std::tuple(row_values(c.student_input, 2)),
+                        linear_gradients(c.student_input, c.heads.student_weight, c.heads.student_bias, c.needs_grad));
 }
 
 Tensor scale_gradient(const Tensor& gradient, const Tensor& /*scale*/, const OptionalTensor& /*factor*/) {

@@ -252,3 +252,77 @@ def test_compiled(of: Callable) -> None:
 
     compiled = torch.compile(lambda x, d: of(f, x, d), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, d), of(f, x, d))
+
+
+SECOND: dict[str, dict[str, Any]] = {
+    "batchmean": {},
+    "none, forward": {"reduction": "none", "beta": 0.0},
+    "labels": {"hard_weight": 0.4, "soft_weight": 0.5, "beta": 0.3, "student_softcap": 5.0},
+    "labels alone": {"hard_weight": 1.0, "soft_weight": 0.0, "reduction": "sum"},
+    "heads": {"vocab_size": 700, "temperature": 2.0, "teacher_temperature": 1.5, "student_logit_scale": 0.7},
+}
+
+
+@everywhere
+@pytest.mark.parametrize("options", SECOND.values(), ids=list(SECOND))
+def test_second_derivatives_of_the_linear_loss(options: dict[str, Any], device: str, dtype: torch.dtype) -> None:
+    """In chunks, and as accurate as eager PyTorch; the first gradients are the kernels' to the bit."""
+    torch.manual_seed(0)
+    rows, hidden, classes = 300, 32, 777
+    labels = torch.randint(700, (rows,), device=device)
+    labels[7] = -100
+    shapes = (rows, hidden), (classes, hidden), (classes,), (rows, 48), (classes, 48)
+    *given, teacher, head = (torch.randn(s, device=device).to(dtype) for s in shapes)
+    given[1] *= hidden**-0.5
+    head *= 48**-0.5
+    weights = torch.rand(rows, device=device)
+    along = [torch.randn_like(t) for t in given]
+
+    def total(jsd: Callable[..., Tensor], x: Tensor, w: Tensor, b: Tensor, **more: Any) -> Tensor:
+        fixed = teacher.to(x.dtype), head.to(x.dtype)
+        mine = weights.to(acc_of(x.dtype))
+        values = jsd(x, w, *fixed, student_bias=b, labels=labels, token_weight=mine, **options, **more)
+        return (mine[: values.numel()].view_as(values) * values.to(mine.dtype)).sum()
+
+    def second(jsd: Callable[..., Tensor], dtype: torch.dtype, **more: Any) -> tuple[tuple[Tensor, ...], ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        first = torch.autograd.grad(total(jsd, *leaves, **more), leaves, create_graph=True)
+        return first, torch.autograd.grad(first, leaves, [t.to(dtype) for t in along])
+
+    def plain(*a: Any, **o: Any) -> Tensor:
+        return reference.linear_jsd(*a, **o)[0]
+
+    exact, eager = second(plain, torch.float64)[1], second(plain, dtype)[1]
+    for more in ({}, {"workspace_mib": 1}):
+        with Seen() as seen:
+            first, found = second(fusegrad.linear_jsd, dtype, **more)
+        assert seen.count["linear_jsd_second"] == 1 and seen.count["linear_jsd_rows"] == 0
+        leaves = [t.detach().requires_grad_() for t in given]
+        again = torch.autograd.grad(total(fusegrad.linear_jsd, *leaves, **more), leaves)
+        assert all(map(torch.equal, first, again))
+        for one, theirs, right in zip(found, eager, exact, strict=True):
+            errors = [(t.double() - right).norm() for t in (one, theirs)]
+            assert errors[0] <= 1.5 * errors[1] + 1e-6 * right.norm(), (errors, right.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_third_derivatives_of_the_linear_loss(device: str) -> None:
+    """And the upstream gradient's, which has a place of its own in the graph."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    teacher = [torch.randn(s, device=device, dtype=dtype) for s in ((5, 3), (6, 3))]
+    given = [torch.randn(s, device=device, dtype=dtype) for s in ((5, 2), (6, 2), ())]
+
+    def derivatives(jsd: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        *leaves, scale = (t.to(dtype).requires_grad_() for t in given)
+        loss = jsd(*leaves, *(t.to(dtype) for t in teacher), beta=0.3) * scale.exp()
+        found: list[Tensor] = []
+        for _ in range(3):
+            made = torch.autograd.grad(loss, [*leaves, scale], create_graph=True)
+            found += made
+            loss = sum(g.sin().sum() for g in made)
+        return [t.detach() for t in found]
+
+    ours = derivatives(fusegrad.linear_jsd, dtype)
+    right = derivatives(lambda *a, **o: reference.linear_jsd(*a, **o)[0], torch.float64)
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} if device == "cpu" else {"rtol": 2e-3, "atol": 2e-4}
+    torch.testing.assert_close(ours, right, check_dtype=False, **tolerance)

@@ -108,7 +108,7 @@ void row_sum(const RowSum& p, DType, void* stream) { launch("sum_kernel", sum_ke
 
 namespace fusegrad {
 
-const RowKernels kCudaRowKernels = {cuda::row_forward, cuda::row_gradient, cuda::row_scales,  cuda::row_sum,
+const RowKernels kCudaRowKernels = {cuda::row_forward, cuda::row_gradient, cuda::row_scales,   cuda::row_sum,
                                     cuda::row_scaling, cuda::row_jsd,      cuda::row_tangents, cuda::row_jsd_tangents};
 
 }  // namespace fusegrad
