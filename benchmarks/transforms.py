@@ -7,8 +7,8 @@ PyTorch; "sdpa", scaled_dot_product_attention's composite backend; "jvp-flash-at
 The error is of the last head's tangent, relative to its root mean square in float64, beside that of "math".
 
 Losses: the jvp of cross_entropy and of jsd by the student, and their Hessians' products with a vector by a second
-backward, beside PyTorch's; the same of the linear ones by the student's hidden states and weight; with the peak of memory
-above the inputs.
+backward, beside PyTorch's; the same of the linear ones by hidden states and weight; with the peak of memory above the
+inputs.
 
 On the CPU rows are small and in float32. Ratios are medians of the rounds'.
 
@@ -167,8 +167,11 @@ def top_k_divergence(student: Tensor, log_p: Tensor, index: Tensor) -> Tensor:
     return each.mean()
 
 
-def losses(row: Row, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
-    """What derivatives are by, twice, ours and the formula as functions of it."""
+Losses = tuple[list[Tensor], list[Tensor], Callable[..., Tensor], Callable[..., Tensor]]
+
+
+def losses(row: Row, dtype: torch.dtype) -> Losses:
+    """What derivatives are by, and along; ours and the formula as functions of it."""
     rows, *hidden, classes = row.sizes
     shapes = [(rows, hidden[0]), (classes, hidden[0])] if hidden else [(rows, classes)]
     scale = hidden[0] ** -0.5 if hidden else 1.0

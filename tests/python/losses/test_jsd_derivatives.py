@@ -72,15 +72,14 @@ CASES = {
 
 def formula(student: Tensor, teacher: Tensor, settings: tuple[Any, ...]) -> Tensor:
     """[N], by PyTorch's ops in the dtype of the two."""
-    labels, ignore_index, beta, t_student, t_teacher, cap_student, cap_teacher, s_student, s_teacher, log_probs = settings
+    labels, ignore_index, beta, *shape, log_probs = settings
 
     def logarithms(x: Tensor, temperature: float, cap: float, scale: float) -> Tensor:
         z = x * scale
         z = z if cap == 0 else (z / cap).tanh() * cap
         return z if log_probs else (z / temperature).log_softmax(1)
 
-    log_q = logarithms(student, t_student, cap_student, s_student)
-    log_p = logarithms(teacher, t_teacher, cap_teacher, s_teacher)
+    log_q, log_p = logarithms(student, *shape[::2]), logarithms(teacher, *shape[1::2])
 
     def kl(x: Tensor, y: Tensor) -> Tensor:
         """sum of exp(x) * (x - y), where exp(x) is not 0."""
@@ -134,7 +133,8 @@ def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: tor
         d = tuple(t.to(acc) for t in given if t is not None)
 
         def value(*z: Tensor) -> Tensor:
-            return formula(*(z if sides == "both" else (z[0], fixed[1]) if sides == "student" else (fixed[0], z[0])), settings)
+            both = {"both": z, "student": (z[0], fixed[1]), "teacher": (fixed[0], z[-1])}[sides]
+            return formula(*both, settings)
 
         def gradient(u: Tensor, *z: Tensor) -> tuple[Tensor, ...]:
             return vjp(value, *z)[1](u)
