@@ -26,7 +26,8 @@ def cross_entropy(
     """Loss and aux values of :func:`fusegrad.cross_entropy`, by PyTorch's own cross entropy a row.
 
     z = softcap * tanh(input / softcap), -inf outside a support (of [N, V] logits); a row costs PyTorch's cross entropy
-    of z plus z_loss * logsumexp(z)**2.
+    of z plus z_loss * logsumexp(z)**2. Derivatives by `weight` are not right: PyTorch's take it for a constant in the
+    rows, but not in what a mean is divided by.
     """
     ignore = -100 if ignore_index is None else ignore_index
     dim = 0 if input.dim() == 1 else 1
