@@ -21,7 +21,7 @@ RowOutputs linear_cross_entropy(LinearCrossEntropyForward call, bool deferred, b
 LinearGradients linear_cross_entropy_graph(LinearCrossEntropyBackward call, const LinearGradients& made);
 bool kernels_have_second(const LinearCrossEntropyBackward& call);
 
-LinearGradients linear_jsd_graph(const LinearJsdBackward& call, const LinearGradients& made);
+LinearGradients linear_jsd_graph(const LinearJsdBackward& call, LinearGradients made);
 bool kernels_have_second(const LinearJsdBackward& call);
 
 /// The logits at `index`, [N, K] acc; the dtype is that in which the weight's gradient adds up.

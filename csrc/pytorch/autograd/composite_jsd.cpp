@@ -121,18 +121,8 @@ Tensor soft_of(const Divergence& call, const std::optional<Labels>& labels) {
   const auto& s = call.settings;
   if (!call.top_k()) {
     const auto by = LabelsOfKernels(call.student, call.rows.labels, labels, s.ignore_index);
-    const JsdSoft rows{call.student,
-                       call.teacher,
-                       {.labels = by.labels,
-                        .ignore_index = s.ignore_index,
-                        .beta = s.beta,
-                        .student_temperature = s.student_temperature,
-                        .teacher_temperature = s.teacher_temperature,
-                        .student_softcap = s.student_softcap,
-                        .teacher_softcap = s.teacher_softcap,
-                        .student_logit_scale = s.student_logit_scale,
-                        .teacher_logit_scale = s.teacher_logit_scale,
-                        .log_probs = s.log_probs}};
+    JsdSoft rows{call.student, call.teacher, soft_settings(call.rows, s)};
+    rows.settings.labels = by.labels;
     return by.checked(has_row_kernels(call.student) ? dispatch::jsd_soft(rows) : jsd_soft(rows));
   }
   const bool plain = s.student_logit_scale == 1.0 && s.student_softcap == 0.0 && s.student_temperature == 1.0;

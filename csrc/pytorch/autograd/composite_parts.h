@@ -105,7 +105,7 @@ inline Input input_of(OptionalTensor& tensor, bool wanted) { return {tensor ? &*
 
 /// What differentiate() takes: each wanted tensor is replaced by an alias of it, which comes back. By the tensors
 /// themselves the engine would go on through their own graphs, where one of them depends on another (tied weights).
-inline std::vector<at::Tensor> aliases(std::initializer_list<Input> inputs) {
+inline std::vector<at::Tensor> aliases(c10::ArrayRef<Input> inputs) {
   std::vector<at::Tensor> result;
   for (const auto& input : inputs) {
     const bool wanted = input.wanted && input.tensor != nullptr;

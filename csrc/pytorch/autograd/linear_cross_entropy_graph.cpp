@@ -1,20 +1,11 @@
-// linear_cross_entropy's gradients in the graph (create_graph=True): as the kernels made them, with a backward of
-// kernels. With L the values' sum weighted by the upstream gradients, the gradients of input, weight and bias are L's,
-// and its second derivatives are symmetric: what a backward gives them for upstream gradients v is the gradients'
-// tangent along v, and what it gives the upstream gradients is the tangent of the values.
-#include "pytorch/autograd/autograd.h"
-#include "pytorch/autograd/composite.h"
-#include "pytorch/autograd/composite_parts.h"
-#include "pytorch/autograd/saved.h"
+// linear_cross_entropy's second derivatives: see linear_graph.h.
+#include "pytorch/autograd/linear_graph.h"
 
 namespace fusegrad::autograd {
 namespace {
 
 using at::Tensor;
-using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-constexpr const char* kOp = "linear_cross_entropy";
 
 // One of RowScales', or 1 for a reduction without.
 Tensor scale_in(const LinearCrossEntropyBackward& call, int64_t i, const at::TensorOptions& acc) {
@@ -43,8 +34,8 @@ struct Places {
 };
 
 // The tangents of the gradients along v, and the gradients of the upstream gradients.
-variable_list by_kernels(const LinearCrossEntropyBackward& call, const std::array<Tensor, 3>& v,
-                         std::array<bool, 3> wanted) {
+variable_list second_by_kernels(const LinearCrossEntropyBackward& call, const std::array<Tensor, 3>& v,
+                                std::array<bool, 3> wanted) {
   at::AutoDispatchBelowAutograd guard;
   const Factors factors(call);
   const Places places(call);
@@ -100,102 +91,38 @@ variable_list by_kernels(const LinearCrossEntropyBackward& call, const std::arra
   return result;
 }
 
-// The same of the composition, as a graph of any order.
-variable_list by_composition(LinearCrossEntropyBackward call, const std::array<Tensor, 3>& v,
-                             std::array<bool, 6> wanted) {
-  const bool again = at::GradMode::is_enabled();
-  const at::AutoGradMode enabled(true);
-  const auto inputs = composite::aliases({{&call.input, wanted[0]},
-                                          {&call.linear_weight, wanted[1]},
-                                          composite::input_of(call.linear_bias, wanted[2]),
-                                          composite::input_of(call.grad_loss, wanted[3]),
-                                          composite::input_of(call.grad_lse, wanted[4]),
-                                          composite::input_of(call.grad_stats, wanted[5])});
-  const auto graph =
-      composite::linear_cross_entropy_gradients(call, {v[0].defined(), v[1].defined(), v[2].defined(), false});
-  variable_list outputs, upstream;
-  for (size_t i = 0; i < 3; ++i) {
-    if (!v[i].defined()) continue;
-    outputs.push_back(graph[i]);
-    upstream.push_back(v[i]);
-  }
-  auto found = composite::differentiate(outputs, upstream, inputs);
-  for (auto& g : found) {
-    if (!again && g.defined()) g = g.detach();
-  }
-  return found;
-}
+}  // namespace
 
-// The gradients as they are, [those that are defined].
-struct LinearCrossEntropyGradient : NamedFunction<LinearCrossEntropyGradient, "linear_cross_entropy"> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*input: edge*/, const Tensor& /*weight: edge*/,
-                               const OptionalTensor& /*bias: edge*/, const OptionalTensor& /*grad_loss: edge*/,
-                               const OptionalTensor& /*grad_lse: edge*/, const OptionalTensor& /*grad_stats: edge*/,
-                               const LinearCrossEntropyBackward& call, const LinearGradients& made) {
-    ctx->set_materialize_grads(false);
-    save_arguments(ctx, call);
-    variable_list result;
-    for (const auto& t : {made.input, made.weight, made.bias}) {
-      if (t.defined()) result.push_back(t);
-    }
-    ctx->saved_data["made"] = std::vector<bool>{made.input.defined(), made.weight.defined(), made.bias.defined()};
-    return result;
-  }
+template <>
+struct LinearGraph<LinearCrossEntropyBackward> {
+  static constexpr OpName kName = "linear_cross_entropy";
 
-  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    constexpr size_t kArguments = 8;  // of forward()
-    variable_list result(kArguments);
-    const auto call = load_arguments<LinearCrossEntropyBackward>(ctx);
-    const auto made = ctx->saved_data["made"].toBoolList();
-    std::array<Tensor, 3> v;
-    bool any = false, transformed = false;
-    for (size_t i = 0, next = 0; i < 3; ++i) {
-      if (made[i]) v[i] = grads[next++];
-      if (!v[i].defined()) continue;
-      any = true;
-      transformed = transformed || is_transformed({&v[i]});
-    }
-    if (!any) return result;
-    size_t edge = 2;
-    const auto needs = [&](bool there) { return there && ctx->needs_input_grad(edge++); };
-    std::array<bool, 6> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
-    wanted[2] = needs(call.linear_bias.has_value());
-    wanted[3] = needs(call.grad_loss.has_value());
-    wanted[4] = needs(call.grad_lse.has_value());
-    wanted[5] = needs(call.grad_stats.has_value());
-    const bool composed = at::GradMode::is_enabled() || transformed;
-    auto found = composed ? by_composition(call, v, wanted) : by_kernels(call, v, {wanted[0], wanted[1], wanted[2]});
-    for (size_t i = 0; i < wanted.size(); ++i) {
-      if (wanted[i]) result[i] = found[i];
-    }
-    return result;
+  static std::array<composite::Input, kGraphInputs> inputs(LinearCrossEntropyBackward& c,
+                                                           const std::array<bool, kGraphInputs>& wanted) {
+    return {{{&c.input, wanted[0]},
+             {&c.linear_weight, wanted[1]},
+             composite::input_of(c.linear_bias, wanted[2]),
+             composite::input_of(c.grad_loss, wanted[3]),
+             composite::input_of(c.grad_lse, wanted[4]),
+             composite::input_of(c.grad_stats, wanted[5])}};
+  }
+  static variable_list by_kernels(const LinearCrossEntropyBackward& call, const std::array<Tensor, 3>& v,
+                                  std::array<bool, 3> wanted) {
+    return second_by_kernels(call, v, wanted);
+  }
+  static std::array<Tensor, 4> graph(const LinearCrossEntropyBackward& call, std::array<bool, 3> made) {
+    return composite::linear_cross_entropy_gradients(call, {made[0], made[1], made[2], false});
   }
 };
 
-}  // namespace
-
 bool kernels_have_second(const LinearCrossEntropyBackward& call) {
-  const auto& input = call.input;
-  const bool on_device = input.is_cpu() || (input.is_cuda() && input.scalar_type() != at::kDouble);
-  std::vector<const Tensor*> given{&input, &call.linear_weight};
-  for (const auto* t : {&call.linear_bias, &call.grad_loss, &call.grad_lse, &call.grad_stats}) {
-    if (*t) given.push_back(&**t);
-  }
-  return on_device && call.linear.logit_scale == 1.0 && !call.row_scale && call.linear_weight.size(0) != 0 &&
-         !is_transformed(given) && !saved_tensor_hooks_active();
+  return call.linear.logit_scale == 1.0 && !call.row_scale && call.linear_weight.size(0) != 0 &&
+         kernels_take(call, call.input);
 }
 
 LinearGradients linear_cross_entropy_graph(LinearCrossEntropyBackward call, const LinearGradients& made) {
   call.logits.reset();
-  auto results = LinearCrossEntropyGradient::apply(call.input, call.linear_weight, call.linear_bias, call.grad_loss,
-                                                   call.grad_lse, call.grad_stats, call, made);
-  auto next = results.begin();
-  const auto take = [&](const Tensor& t) { return t.defined() ? *next++ : Tensor(); };
-  LinearGradients graph;
-  graph.input = take(made.input);
-  graph.weight = take(made.weight);
-  graph.bias = take(made.bias);
-  return graph;
+  return in_graph(call, made);
 }
 
 }  // namespace fusegrad::autograd

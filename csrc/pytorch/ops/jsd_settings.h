@@ -17,6 +17,20 @@ template <class Call>
 JsdRows make_jsd_rows(const char* op, const at::Tensor& student, const Call& call, c10::SymIntArrayRef row_shape,
                       at::ScalarType acc);
 
+/// Those of a dense teacher's soft part.
+inline JsdSoftSettings soft_settings(const JsdRows& rows, const JsdSettings& s) {
+  return {.labels = rows.labels,
+          .ignore_index = s.ignore_index,
+          .beta = s.beta,
+          .student_temperature = s.student_temperature,
+          .teacher_temperature = s.teacher_temperature,
+          .student_softcap = s.student_softcap,
+          .teacher_softcap = s.teacher_softcap,
+          .student_logit_scale = s.student_logit_scale,
+          .teacher_logit_scale = s.teacher_logit_scale,
+          .log_probs = s.log_probs};
+}
+
 /// A top-k teacher's log-probabilities [..., K], as [N, K] acc.
 at::Tensor make_top_k(const char* op, const char* name, const at::Tensor& log_probs, const at::Tensor& indices,
                       const at::Tensor& student, c10::SymIntArrayRef row_shape, at::ScalarType acc);
