@@ -72,6 +72,52 @@ void pack_panels(T* out, const Matrix& in, int64_t rows, int64_t cols, T factor)
   });
 }
 
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+// out[c * out_stride + r] = in[r * stride + c] of 8 by 8.
+inline void transpose_block(const float* in, int64_t stride, float* out, int64_t out_stride) {
+  __m256 row[8], pair[8], four[8];
+#pragma GCC unroll 8
+  for (int r = 0; r < 8; ++r) row[r] = _mm256_loadu_ps(in + r * stride);
+#pragma GCC unroll 4
+  for (int r = 0; r < 8; r += 2) {
+    pair[r] = _mm256_unpacklo_ps(row[r], row[r + 1]);
+    pair[r + 1] = _mm256_unpackhi_ps(row[r], row[r + 1]);
+  }
+#pragma GCC unroll 2
+  for (int r = 0; r < 8; r += 4) {
+    four[r] = _mm256_shuffle_ps(pair[r], pair[r + 2], 0x44);
+    four[r + 1] = _mm256_shuffle_ps(pair[r], pair[r + 2], 0xee);
+    four[r + 2] = _mm256_shuffle_ps(pair[r + 1], pair[r + 3], 0x44);
+    four[r + 3] = _mm256_shuffle_ps(pair[r + 1], pair[r + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    _mm256_storeu_ps(out + c * out_stride, _mm256_permute2f128_ps(four[c], four[c + 4], 0x20));
+    _mm256_storeu_ps(out + (c + 4) * out_stride, _mm256_permute2f128_ps(four[c], four[c + 4], 0x31));
+  }
+}
+constexpr bool kTransposesBlocks = true;
+#else
+inline void transpose_block(const float*, int64_t, float*, int64_t) {}
+constexpr bool kTransposesBlocks = false;
+#endif
+
+// out[c * kPanel + r] = in[r * stride + c], kPanel rows.
+template <class T>
+inline void transpose_panel(const T* in, int64_t stride, int64_t cols, T* out) {
+  int64_t c = 0;
+  if constexpr (kTransposesBlocks && std::is_same_v<T, float>) {
+    for (; c + 8 <= cols; c += 8) {
+      for (int64_t r = 0; r < kPanel<T>; r += 8) {
+        transpose_block(in + r * stride + c, stride, out + c * kPanel<T> + r, kPanel<T>);
+      }
+    }
+  }
+  for (; c < cols; ++c) {
+    for (int64_t r = 0; r < kPanel<T>; ++r) out[c * kPanel<T> + r] = in[r * stride + c];
+  }
+}
+
 template <class T>
 void pack_transposed(T* out, const Matrix& in, int64_t rows, int64_t cols) {
   constexpr int64_t kChunk = 64;
@@ -80,6 +126,13 @@ void pack_transposed(T* out, const Matrix& in, int64_t rows, int64_t cols) {
     using S = decltype(zero);
     for (int64_t begin = 0; begin < rows; begin += kPanel<T>) {
       const int64_t height = rows - begin < kPanel<T> ? rows - begin : kPanel<T>;
+      if constexpr (std::is_same_v<S, T>) {
+        if (height == kPanel<T> && in.col_stride == 1) {
+          transpose_panel(row_of<T, S>(in, begin), in.row_stride, cols, out);
+          out += cols * kPanel<T>;
+          continue;
+        }
+      }
       for (int64_t c0 = 0; c0 < cols; c0 += kChunk) {
         const int64_t width = cols - c0 < kChunk ? cols - c0 : kChunk;
         for (int64_t r = 0; r < kPanel<T>; ++r) {
@@ -90,9 +143,8 @@ void pack_transposed(T* out, const Matrix& in, int64_t rows, int64_t cols) {
             for (int64_t c = 0; c < width; ++c) part[r * kChunk + c] = 0;
           }
         }
-        for (int64_t c = 0; c < width; ++c, out += kPanel<T>) {
-          for (int64_t r = 0; r < kPanel<T>; ++r) out[r] = part[r * kChunk + c];
-        }
+        transpose_panel(part, kChunk, width, out);
+        out += width * kPanel<T>;
       }
     }
   });
@@ -211,18 +263,22 @@ void multiply(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, int64_
 template <class T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
-// body(vector) -> vector over a row in place; the last vector's other lanes hold `pad`.
-template <class T, class Body>
-inline void each_vector(T* row, int64_t cols, T pad, Body&& body) {
+// A row of scores is followed by memory for a whole vector, which gets `pad`.
+template <class T>
+inline int64_t pad_row(T* row, int64_t cols, T pad) {
   using Vec = at::vec::Vectorized<T>;
-  int64_t c = 0;
-  for (; c + Vec::size() <= cols; c += Vec::size()) body(Vec::loadu(row + c), c).store(row + c);
-  if (c < cols) {
-    alignas(64) T last[Vec::size()];
-    for (int64_t i = 0; i < Vec::size(); ++i) last[i] = c + i < cols ? row[c + i] : pad;
-    body(Vec::loadu(last), c).store(last);
-    for (int64_t i = 0; c + i < cols; ++i) row[c + i] = last[i];
-  }
+  const int64_t rest = cols % Vec::size();
+  if (rest == 0) return cols;
+  T* last = row + cols - rest;
+  Vec::set(Vec(pad), Vec::loadu(last), rest).store(last);
+  return cols - rest + Vec::size();
+}
+
+// body(vector) -> vector over a row in place, of whole vectors.
+template <class T, class Body>
+inline void each_vector(T* row, int64_t padded, Body&& body) {
+  using Vec = at::vec::Vectorized<T>;
+  for (int64_t c = 0; c < padded; c += Vec::size()) body(Vec::loadu(row + c)).store(row + c);
 }
 
 template <class T>
@@ -238,10 +294,8 @@ void softmax(const ScoreTile<T>& tile, const OnlineSoftmax<T>& state) {
     if (tile.mask != nullptr) apply_mask(s, tile.mask + r * tile.mask_stride, tile.cols);
     const T before = state.max[r];
     Vec largest(before);
-    each_vector<T>(s, tile.cols, -kInfinity<T>, [&](const Vec& x, int64_t) {
-      largest = at::vec::maximum(largest, x);
-      return x;
-    });
+    const int64_t padded = pad_row(s, tile.cols, -kInfinity<T>);
+    for (int64_t c = 0; c < padded; c += Vec::size()) largest = at::vec::maximum(largest, Vec::loadu(s + c));
     const T max = reduce_max(largest);
     if (max == -kInfinity<T>) {
       for (int64_t c = 0; c < tile.cols; ++c) s[c] = 0;
@@ -254,7 +308,7 @@ void softmax(const ScoreTile<T>& tile, const OnlineSoftmax<T>& state) {
     }
     Vec sum(T(0));
     const Vec offset(max);
-    each_vector<T>(s, tile.cols, -kInfinity<T>, [&](const Vec& x, int64_t) {
+    each_vector(s, padded, [&](const Vec& x) {
       const auto p = exp_nonpositive(x - offset);
       sum = sum + p;
       return p;
@@ -293,7 +347,8 @@ bool probabilities(const ScoreTile<T>& tile, const T* lse) {
       infinite |= found;
       apply_mask(s, mask, tile.cols);
     }
-    each_vector<T>(s, tile.cols, T(0), [&](const Vec& x, int64_t) {
+    // What pads is 0 afterwards, and none of those that are counted.
+    each_vector(s, pad_row(s, tile.cols, std::numeric_limits<T>::lowest()), [&](const Vec& x) {
       infinities = infinities + ((x == lowest) & one);
       return exp_nonpositive(x - offset);
     });
@@ -316,11 +371,9 @@ void score_gradient(T* grad, const T* p, int64_t stride, int64_t rows, int64_t c
     T* g = grad + r * stride;
     const T* q = p + r * stride;
     const Vec d(delta[r]);
-    int64_t c = 0;
-    for (; c + Vec::size() <= cols; c += Vec::size()) {
+    for (int64_t c = 0; c < cols; c += Vec::size()) {  // the last vector ends in what pads a row
       product_or_zero(Vec::loadu(q + c), Vec::loadu(g + c) - d).store(g + c);
     }
-    for (; c < cols; ++c) g[c] = q[c] == 0 ? T(0) : q[c] * (g[c] - delta[r]);
   }
 }
 
@@ -347,15 +400,23 @@ void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t col
       load_row<T, S>(to, row_of<T, S>(m, r) + begin * m.col_stride, m.col_stride, count, T(1));
     });
   };
+  constexpr int kSums = 16;  // that do not wait for each other
   for (int64_t r = 0; r < rows; ++r) {
-    double total = 0;
+    double sums[kSums] = {};
     for (int64_t begin = 0; begin < cols; begin += kChunk) {
       const int64_t count = cols - begin < kChunk ? cols - begin : kChunk;
       load(x, a, r, begin, count);
       load(y, b, r, begin, count);
-      for (int64_t c = 0; c < count; ++c) total += static_cast<double>(x[c]) * static_cast<double>(y[c]);
+      int64_t c = 0;
+      for (; c + kSums <= count; c += kSums) {
+        for (int i = 0; i < kSums; ++i) sums[i] += static_cast<double>(x[c + i]) * static_cast<double>(y[c + i]);
+      }
+      for (int i = 0; c < count; ++c, ++i) sums[i] += static_cast<double>(x[c]) * static_cast<double>(y[c]);
     }
-    out[r] = static_cast<T>(total);
+    for (int half = kSums / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    out[r] = static_cast<T>(sums[0]);
   }
 }
 

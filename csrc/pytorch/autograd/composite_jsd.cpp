@@ -60,6 +60,7 @@ Tensor logsumexp_of(const Tensor& rows, const std::optional<Labels>& labels) {
   if (!has_row_kernels(rows)) return (labels ? labels->without_ignored(rows) : rows).logsumexp(1);
   const auto none = at::zeros({rows.sym_size(0).guard_int(__FILE__, __LINE__)}, rows.options().dtype(at::kLong));
   const RowSettings settings{.target = labels ? none.masked_fill(labels->valid.logical_not(), -1) : none,
+                             .weight = {},
                              .ignore_index = -1};
   return std::get<0>(dispatch::cross_entropy_rows(CrossEntropyRows{rows, settings})).select(0, kRowLse);
 }

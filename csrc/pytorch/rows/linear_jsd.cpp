@@ -173,7 +173,8 @@ LinearSecondTuple linear_jsd_second(const LinearJsdSecond& arguments) {
       if (more) g = dispatch::jsd_soft(JsdSoftGradient{z, of_teacher, u[0], student_alone, s})[0];
     }
     if (hard) {
-      const RowSettings of_label{.target = *s.labels, .ignore_index = s.ignore_index, .softcap = s.student_softcap};
+      const RowSettings of_label{
+          .target = *s.labels, .weight = {}, .ignore_index = s.ignore_index, .softcap = s.student_softcap};
       const auto stats = std::get<1>(dispatch::cross_entropy_rows(CrossEntropyRows{z, of_label}));
       found[1].copy_(
           dispatch::cross_entropy_rows(CrossEntropyRowsTangent{z, z_moved, stats, of_label})[kRowCrossEntropy]);
