@@ -78,9 +78,21 @@ struct TileEvaluator<T>::State {
   std::vector<int64_t> places;      // a row of offsets
   std::vector<bool> adjacent;       // of each read by rows: its columns in this tile
   std::vector<T> scratch;           // a row of values
-  std::vector<T> array_sums;        // of each contribution at kColumn or kDiagonal
-  std::vector<double> sums;         // of each contribution at kOnce
+  // What is kept of a tile for those that differ in b alone: where each row of a register has its values, and room.
+  bool keeping = false;  // asked for
+  bool kept = false;     // of kept_tile, all of whose reads were in range
+  Tile kept_tile{};
+  std::vector<std::byte*> kept_rows;  // of each kept register, max_rows
+  Arena kept_room;
+  // Of each contribution whose places are kept: what they were given since the last flush, in tiles.
+  static constexpr int kMostAdded = 32;  // then float32 is rounded
+  int added = 0;
+  std::vector<int> kept_place;  // of each contribution: which of the kept registers has its places, or -1
+  std::vector<T> kept_sums;
+  std::vector<T> array_sums;  // of each contribution at kColumn or kDiagonal
+  std::vector<double> sums;   // of each contribution at kOnce
   OutOfRange wrong;
+  int64_t wrong_places = 0;  // rows of the tile in work with places out of range, of pairs that take no part too
 
   // Of the tile in work.
   Tile tile{};
@@ -129,6 +141,82 @@ struct TileEvaluator<T>::State {
   int64_t diagonals() const { return tile.rows + tile.cols - 1; }
 
   void run(Rate rate, int64_t lanes) { run(rate, lanes, 0, code.instructions[static_cast<int>(rate)].size()); }
+  // A row of pairs.
+  void run_row() {
+    size_t first = 0;
+    if (keeping) {
+      first = code.kept_instructions;
+      keep_row();
+    }
+    const auto last = code.instructions[static_cast<int>(Rate::kPair)].size();
+    run(Rate::kPair, tile.cols, first, last);
+  }
+
+  // --- what is kept ---
+
+  void keep() {
+    if (keeping || code.kept_instructions == 0) return;
+    keeping = true;
+    kept_rows.resize(code.kept.size() * static_cast<size_t>(max_rows));
+    kept_room.allocate(static_cast<int64_t>(kept_rows.size()) * Arena::padded(8 * max_cols));
+    bool sums = false;
+    for (const ProgramContribution& c : code.contributions) {
+      const auto found = std::find(code.kept.begin(), code.kept.end(), code.reads[c.read].offset);
+      const bool pair = found != code.kept.end() && code.registers[*found].rate == Rate::kPair;
+      kept_place.push_back(pair ? static_cast<int>(found - code.kept.begin()) : -1);
+      sums = sums || pair;
+    }
+    if (sums) kept_sums.resize(code.contributions.size() * static_cast<size_t>(max_rows * max_cols));
+  }
+  std::byte*& kept_row(size_t i, int64_t of_row) { return kept_rows[i * static_cast<size_t>(max_rows) + of_row]; }
+  T* kept_sum(size_t k, int64_t of_row) {
+    return &kept_sums[(k * static_cast<size_t>(max_rows) + static_cast<size_t>(of_row)) *
+                      static_cast<size_t>(max_cols)];
+  }
+  bool same_pairs(const Tile& t) const {
+    return t.h == kept_tile.h && t.q == kept_tile.q && t.kv == kept_tile.kv && t.rows == kept_tile.rows &&
+           t.cols == kept_tile.cols;
+  }
+  void keep_row() {
+    if (!kept) {
+      for (const RegisterId id : code.kept) address[id] = home[id];
+      run(Rate::kPair, tile.cols, 0, code.kept_instructions);
+    }
+    for (size_t i = 0; i < code.kept.size(); ++i) {
+      const auto id = static_cast<size_t>(code.kept[i]);
+      auto*& there = kept_row(i, row);
+      if (!kept) {
+        there = address[id];
+        if (there == home[id]) {
+          there = kept_room.data() + static_cast<int64_t>(&there - kept_rows.data()) * Arena::padded(8 * max_cols);
+          std::memcpy(there, address[id], static_cast<size_t>(tile.cols * lane_bytes(code.registers[id].lane)));
+        }
+      }
+      address[id] = there;
+    }
+  }
+  // After all rows of a tile.
+  void finish_kept() {
+    if (!keeping) return;
+    kept = wrong_places == 0;
+    kept_tile = tile;
+  }
+  void flush(std::span<const GradientSink<T>> to) {
+    if (added == 0) return;
+    added = 0;
+    sinks = to;
+    for (size_t k = 0; k < code.contributions.size(); ++k) {
+      if (kept_place[k] < 0 || !wanted(k)) continue;
+      const GradientSink<T> sink = sink_of(k);
+      const Lane lane = code.registers[code.kept[static_cast<size_t>(kept_place[k])]].lane;
+      for (int64_t r = 0; r < kept_tile.rows; ++r) {
+        T* sum = kept_sum(k, r);
+        scatters.scatter(sink.sum, sink.wide_sum, kept_row(static_cast<size_t>(kept_place[k]), r), lane, sum,
+                         kept_tile.cols);
+        std::fill_n(sum, kept_tile.cols, T(0));
+      }
+    }
+  }
   // Instructions of a list, whose values have so many lanes. Within loops some have one: those that do not differ, and
   // of pairs those of the row.
   void run(Rate rate, int64_t all_lanes, size_t begin, size_t end) {
@@ -242,6 +330,7 @@ struct TileEvaluator<T>::State {
   // Some offset of the read is negative: finds out whether it matters, and which index is to blame.
   void check_row(int read_id) { check_read(read_id, Rate::kRow, row, row + 1); }
   void check_read(int read_id, Rate rate, int64_t begin, int64_t end) {
+    ++wrong_places;
     if (wrong.buffer >= 0) return;
     const Read& read = code.reads[read_id];
     const Lane offset_lane = code.registers[read.by_rows() ? read.row : read.offset].lane;
@@ -267,6 +356,8 @@ struct TileEvaluator<T>::State {
     mask = m;
     row = 0;
     wrong = OutOfRange{};
+    wrong_places = 0;
+    kept = kept && same_pairs(t);
     const auto set = [&](Input input, int64_t begin, int64_t lanes) {
       const RegisterId id = code.input[static_cast<int>(input)];
       if (id != kNoRegister) kernels.iota(address[id], code.registers[id].lane, begin, lanes);
@@ -348,6 +439,8 @@ struct TileEvaluator<T>::State {
       if (scatters.scatter(sink.sum, sink.wide_sum, values(place, Rate::kPair), r.lane, &total, 1)) {
         check_row(c.read);
       }
+    } else if (kept && kept_place[k] >= 0) {
+      scatters.add(kept_sum(k, row), x, tile.cols);
     } else if (scatters.scatter(sink.sum, sink.wide_sum, values(place, Rate::kPair), r.lane, x, tile.cols)) {
       check_read(c.read, Rate::kPair, 0, tile.cols);
     }
@@ -390,6 +483,15 @@ const OutOfRange& TileEvaluator<T>::out_of_range() const {
 }
 
 template <class T>
+void TileEvaluator<T>::keep() {
+  state_->keep();
+}
+template <class T>
+void TileEvaluator<T>::flush(std::span<const GradientSink<T>> sinks) {
+  state_->flush(sinks);
+}
+
+template <class T>
 bool TileEvaluator<T>::score_mod(const Tile& tile, Rectangle<const T> score, Rectangle<const uint8_t> mask,
                                  Rectangle<T> out) {
   State& s = *state_;
@@ -398,9 +500,10 @@ bool TileEvaluator<T>::score_mod(const Tile& tile, Rectangle<const T> score, Rec
   s.start(tile, mask);
   for (s.row = 0; s.row < tile.rows; ++s.row) {
     s.bind(Input::kScore, score.row(s.row));
-    s.run(Rate::kPair, tile.cols);
+    s.run_row();
     s.write(s.row_values(s.code.result), State::kMinusInfinity, out.row(s.row));
   }
+  s.finish_kept();
   return s.wrong.buffer < 0;
 }
 
@@ -445,6 +548,7 @@ bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rect
   State& s = *state_;
   if (s.code.kind != Kind::kDerivative) throw GraphError("not the program of a derivative");
   if (tile.rows <= 0 || tile.cols <= 0) return true;
+  if (s.keeping && !s.same_pairs(tile)) s.flush(sinks);
   s.start(tile, mask);
   std::fill(s.sums.begin(), s.sums.end(), 0.0);
   std::fill(s.array_sums.begin(), s.array_sums.end(), T(0));
@@ -452,13 +556,15 @@ bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rect
   for (s.row = 0; s.row < tile.rows; ++s.row) {
     s.bind(Input::kScore, score.row(s.row));
     s.bind(Input::kGrad, grad.row(s.row));
-    s.run(Rate::kPair, tile.cols);
+    s.run_row();
     for (size_t k = 0; k < s.code.contributions.size(); ++k) {
       if (!s.code.contributions[k].in_loops && s.wanted(k)) s.contribute(k, s.sink_of(k));
     }
     // Last, because it may be written over `grad`.
     if (grad_score.data != nullptr) s.write(s.row_values(s.code.result), 0, grad_score.row(s.row));
   }
+  if (s.kept && !s.kept_sums.empty() && ++s.added == State::kMostAdded) s.flush(sinks);
+  s.finish_kept();
   s.row = 0;
   for (size_t k = 0; k < s.code.contributions.size(); ++k) {
     if (s.wanted(k)) s.finish_contribution(k, s.sink_of(k));

@@ -64,6 +64,9 @@ class TileProgram {
   ~TileProgram();
   TileProgram(TileProgram&&) noexcept;
 
+  /// Whether evaluators have something to keep, see TileEvaluator::keep().
+  bool keeps() const;
+
   struct Code;
   const Code& code() const { return *code_; }
 
@@ -79,6 +82,12 @@ class TileEvaluator {
   TileEvaluator(const TileProgram<T>& program, int64_t max_rows, int64_t max_cols);
   ~TileEvaluator();
   TileEvaluator(TileEvaluator&&) noexcept;
+
+  /// From now on what does not depend on b is computed once for tiles that follow each other and differ in b alone. The
+  /// last of a derivative's must be followed by flush().
+  void keep();
+  /// Adds what backward() has not added to the sinks yet.
+  void flush(std::span<const GradientSink<T>> sinks);
 
   /// Of a score_mod. `out` may be `score`.
   bool score_mod(const Tile& tile, Rectangle<const T> score, Rectangle<const uint8_t> mask, Rectangle<T> out);

@@ -47,6 +47,7 @@ class Compiler {
       else
         contribution_in_loops(c, done);
     }
+    find_kept();
     assign_positions();
   }
 
@@ -436,6 +437,68 @@ class Compiler {
     code_.contributions.push_back({c.buffer, read, image_[c.value], in_loops});
   }
 
+  // Moves the instructions at kPair that give the same for every b to the front.
+  void find_kept() {
+    std::vector<bool> differs(code_.registers.size(), false);
+    for (const Input input : {Input::kB, Input::kScore, Input::kGrad}) {
+      const RegisterId id = code_.input[static_cast<int>(input)];
+      if (id != kNoRegister) differs[id] = true;
+    }
+    const auto any = [&](std::span<const RegisterId> ids) {
+      return std::any_of(ids.begin(), ids.end(), [&](RegisterId id) { return id != kNoRegister && differs[id]; });
+    };
+    const auto differing = [&](const Instruction& i) {
+      if (any(i.x)) return true;
+      if (i.read < 0) return false;
+      const Read& read = code_.reads[i.read];
+      return any(std::array{read.offset, read.row, read.column}) || any(read.index);
+    };
+    auto& pair = code_.instructions[static_cast<int>(Rate::kPair)];
+    const auto loops = [](const Instruction& i) { return i.extent > 0 || i.fills != 0 || i.contribution >= 0; };
+    for (const auto& list : code_.instructions) {
+      if (std::any_of(list.begin(), list.end(), loops)) return;
+      for (const Instruction& i : list) differs[i.out] = differing(i);
+    }
+    const auto is_kept = [&](const Instruction& i) { return !differs[i.out]; };
+    const auto spares = [&](const Instruction& i) {
+      return is_kept(i) && i.gather != nullptr && !code_.reads[i.read].by_rows();
+    };
+    const auto spares_places = [&](const ProgramContribution& c) {
+      const RegisterId place = code_.reads[c.read].offset;
+      return place != kNoRegister && at(place).rate == Rate::kPair && !differs[place];
+    };
+    if (std::none_of(pair.begin(), pair.end(), spares) &&
+        std::none_of(code_.contributions.begin(), code_.contributions.end(), spares_places)) {
+      return;
+    }
+    std::stable_partition(pair.begin(), pair.end(), is_kept);
+    code_.kept_instructions = static_cast<size_t>(std::count_if(pair.begin(), pair.end(), is_kept));
+    std::vector<bool> made(code_.registers.size(), false), read(code_.registers.size(), false);
+    const auto reads = [&](RegisterId id) {
+      if (id != kNoRegister) read[id] = true;
+    };
+    const auto reads_place = [&](const Read& place) {
+      reads(place.offset);
+      for (const RegisterId id : place.index) reads(id);
+    };
+    for (size_t i = 0; i < pair.size(); ++i) {
+      if (i < code_.kept_instructions) {
+        made[pair[i].out] = true;
+        continue;
+      }
+      for (const RegisterId id : pair[i].x) reads(id);
+      if (pair[i].read >= 0) reads_place(code_.reads[pair[i].read]);
+    }
+    reads(code_.result);
+    for (const ProgramContribution& c : code_.contributions) {
+      reads(c.value);
+      reads_place(code_.reads[c.read]);
+    }
+    for (RegisterId id = 0; id < static_cast<RegisterId>(made.size()); ++id) {
+      if (made[id] && read[id]) code_.kept.push_back(id);
+    }
+  }
+
   // Registers of a row are reused as soon as nothing needs them, so that they stay in the first-level cache.
   void assign_positions() {
     auto& pair = code_.instructions[static_cast<int>(Rate::kPair)];
@@ -536,6 +599,11 @@ template <class T>
 TileProgram<T>::~TileProgram() = default;
 template <class T>
 TileProgram<T>::TileProgram(TileProgram&&) noexcept = default;
+
+template <class T>
+bool TileProgram<T>::keeps() const {
+  return code_->kept_instructions > 0;
+}
 
 template class TileProgram<float>;
 template class TileProgram<double>;

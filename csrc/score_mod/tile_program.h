@@ -85,6 +85,10 @@ struct TileProgram<T>::Code {
   RegisterId result;
   std::vector<ProgramContribution> contributions;
   int64_t register_count[kRates] = {};  ///< positions
+  // The first so many instructions at kPair depend on neither a pair's inputs nor b, and on no loop; their registers
+  // that anything else reads. There are none where that would spare neither a gather nor a contribution's places.
+  size_t kept_instructions = 0;
+  std::vector<RegisterId> kept;
   Kind kind;
 };
 

@@ -79,6 +79,11 @@ struct FlexProblem {
 
   score_mod::Lengths lengths() const { return {batches, heads, queries, keys}; }
   int64_t group() const { return heads / key_heads; }
+  /// Whether a head's pairs are one tile of so many keys, much of whose score_mod is the same in all batches: these
+  /// then follow each other.
+  bool keeps_pairs(int64_t tile_cols) const {
+    return batches > 1 && queries <= kTileRows && keys <= tile_cols && score_program && score_program->keeps();
+  }
   /// Columns of a matrix as products leave it.
   int64_t padded_head() const { return round_up(head_size, kernels.panel); }
   int64_t padded_value() const { return round_up(value_size, kernels.panel); }

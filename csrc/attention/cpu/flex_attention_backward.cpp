@@ -60,9 +60,14 @@ class Backward {
 
   int64_t group_heads() const { return p_.batches / p_.key_batches * p_.group(); }
 
+  // Of a group.
+  std::pair<int64_t, int64_t> key_head_of(int64_t group) const {
+    if (keeps_) return {group % p_.key_batches, group / p_.key_batches};
+    return {group / p_.key_heads, group % p_.key_heads};
+  }
   // Query heads of a key head, by number.
   std::pair<int64_t, int64_t> member(int64_t group, int64_t i) const {
-    const int64_t key_batch = group / p_.key_heads, key_head = group % p_.key_heads;
+    const auto [key_batch, key_head] = key_head_of(group);
     const int64_t b = p_.key_batches == 1 ? i / p_.group() : key_batch;
     return {b, key_head * p_.group() + i % p_.group()};
   }
@@ -82,6 +87,7 @@ class Backward {
   Scratch<T> delta_;     // [B, H, M]: sum of grad_out * out, less grad_lse
   Scratch<T> grad_max_;  // [B, H, M]: grad_max_scores / ties, where there is one
   Units units_{};
+  bool keeps_ = false;             // a head's batches follow each other, see FlexProblem::keeps_pairs()
   std::vector<Range> lanes_;       // of units
   std::vector<int32_t> visitors_;  // of each group: lanes that meet it
 };
@@ -115,6 +121,7 @@ void Backward<T>::row_values() {
 template <class T>
 void Backward<T>::divide() {
   units_ = {p_.key_batches * p_.key_heads, tiles_in(p_.keys, kKeyBlock), sums_.cut() == LaneCut::kKeys};
+  keeps_ = sums_.cut() == LaneCut::kAnywhere && p_.keeps_pairs(kKeyBlock) && group_heads() == 1;
   const int64_t head_bytes = p_.batches * p_.heads / units_.groups * p_.queries * p_.padded_head() * int64_t{sizeof(T)};
   const int64_t lane_bytes = std::max<int64_t>(units_.block_major ? head_bytes * units_.groups : head_bytes, 1);
   const int64_t most =
@@ -194,6 +201,8 @@ class Backward<T>::Lane {
     }
     if (p_.score_program) score_mod_.emplace(*p_.score_program, kTileRows, kKeyBlock);
     if (call.derivative_) derivative_.emplace(*call.derivative_, kTileRows, kKeyBlock);
+    if (call.keeps_ && score_mod_) score_mod_->keep();
+    if (call.keeps_ && derivative_) derivative_->keep();
   }
 
   void run() {
@@ -206,6 +215,7 @@ class Backward<T>::Lane {
       c_.store_query_gradient(group, query_sums_[group].data());
       query_sums_.erase(group);
     }
+    if (derivative_) derivative_->flush(sinks_);
   }
 
   /// The sum of a head's query gradients, [heads of the group, M, padded head size]; null: this lane never met it.
@@ -222,7 +232,7 @@ class Backward<T>::Lane {
   void unit(int64_t group, int64_t block) {
     const auto& kernels = p_.kernels;
     const Range keys{block * kKeyBlock, std::min((block + 1) * kKeyBlock, p_.keys)};
-    const int64_t b = group / p_.key_heads, h = group % p_.key_heads;
+    const auto [b, h] = c_.key_head_of(group);
     const int64_t head = p_.padded_head(), values = p_.padded_value();
     const Matrix key = p_.key.at(b, h, keys.begin), value = p_.value.at(b, h, keys.begin);
     kernels.pack_transposed(key_transposed_.data(), key, keys.size(), p_.head_size);

@@ -101,6 +101,7 @@ class Worker {
         row_ties_(rows),
         masker_(p_.blocks, p_.mask(), kTileRows, kTileCols, p_.kernels.panel) {
     if (p_.score_program) evaluator_.emplace(*p_.score_program, kTileRows, kTileCols);
+    if (p_.keeps_pairs(kTileCols)) evaluator_->keep();
     if (p_.dropout) dropout_ = Scratch<T>(kTileRows * kScoreStride);
   }
 
@@ -212,7 +213,12 @@ void run(const FlexProblem<T>& problem, const FlexResults& results) {
     while (const auto task = next()) {
       // The last queries first: under a causal mask they have the most keys.
       const int64_t head = *task % heads, begin = (row_tasks - 1 - *task / heads) * rows;
-      worker.run(head / problem.heads, head % problem.heads, 1, {begin, std::min(begin + rows, problem.queries)});
+      const Range queries{begin, std::min(begin + rows, problem.queries)};
+      if (problem.keeps_pairs(kTileCols)) {
+        worker.run(head % problem.batches, head / problem.batches, 1, queries);
+      } else {
+        worker.run(head / problem.heads, head % problem.heads, 1, queries);
+      }
     }
   });
 }

@@ -59,9 +59,8 @@ Tensor not_negative(const Tensor& soft) { return soft - soft.detach().clamp_max(
 Tensor logsumexp_of(const Tensor& rows, const std::optional<Labels>& labels) {
   if (!has_row_kernels(rows)) return (labels ? labels->without_ignored(rows) : rows).logsumexp(1);
   const auto none = at::zeros({rows.sym_size(0).guard_int(__FILE__, __LINE__)}, rows.options().dtype(at::kLong));
-  const RowSettings settings{.target = labels ? none.masked_fill(labels->valid.logical_not(), -1) : none,
-                             .weight = {},
-                             .ignore_index = -1};
+  const RowSettings settings{
+      .target = labels ? none.masked_fill(labels->valid.logical_not(), -1) : none, .weight = {}, .ignore_index = -1};
   return std::get<0>(dispatch::cross_entropy_rows(CrossEntropyRows{rows, settings})).select(0, kRowLse);
 }
 
@@ -144,8 +143,8 @@ Tensor hard_of(const Divergence& call, const std::optional<Labels>& labels) {
   }
   const auto by = LabelsOfKernels(x, call.rows.labels, labels, s.ignore_index);
   const auto scaled = s.student_logit_scale == 1.0 ? x : x.to(acc_type(x.scalar_type())) * s.student_logit_scale;
-  const CrossEntropyRows rows{scaled,
-                              {.target = *by.labels, .ignore_index = s.ignore_index, .softcap = s.student_softcap}};
+  const CrossEntropyRows rows{
+      scaled, {.target = *by.labels, .weight = {}, .ignore_index = s.ignore_index, .softcap = s.student_softcap}};
   return by.checked(std::get<0>(dispatch::cross_entropy_rows(rows)).select(0, kRowCrossEntropy));
 }
 
