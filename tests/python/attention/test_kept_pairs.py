@@ -1,4 +1,4 @@
-"""On the CPU what a score_mod reads by a pair alone is read once for the batches of a head: values, gradients, errors."""
+"""On the CPU what a score_mod reads by a pair alone is read once for a head's batches: values, gradients, errors."""
 
 from __future__ import annotations
 
