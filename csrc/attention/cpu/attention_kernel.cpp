@@ -313,7 +313,9 @@ void softmax(const ScoreTile<T>& tile, const OnlineSoftmax<T>& state) {
       sum = sum + p;
       return p;
     });
-    if (max != before) {
+    if (before == -kInfinity<T>) {
+      state.max[r] = max;  // the sums are still 0
+    } else if (max != before) {
       alignas(64) T lane[Vec::size()];
       exp_nonpositive(Vec(before - max)).store(lane);
       const T shrink = lane[0];
@@ -394,24 +396,34 @@ template <class T>
 void row_dot(T* out, const Matrix& a, const Matrix& b, int64_t rows, int64_t cols) {
   constexpr int64_t kChunk = 256;
   T x[kChunk], y[kChunk];
-  const auto load = [](T* to, const Matrix& m, int64_t r, int64_t begin, int64_t count) {
+  // A row's part where it lies, or in T in `to`.
+  const auto load = [](T* to, const Matrix& m, int64_t r, int64_t begin, int64_t count) -> const T* {
+    const T* found = to;
     with_stored_type<T>(m.dtype, [&](auto zero) {
       using S = decltype(zero);
-      load_row<T, S>(to, row_of<T, S>(m, r) + begin * m.col_stride, m.col_stride, count, T(1));
+      const S* from = row_of<T, S>(m, r) + begin * m.col_stride;
+      if constexpr (std::is_same_v<S, T>) {
+        if (m.col_stride == 1) {
+          found = from;
+          return;
+        }
+      }
+      load_row<T, S>(to, from, m.col_stride, count, T(1));
     });
+    return found;
   };
   constexpr int kSums = 16;  // that do not wait for each other
   for (int64_t r = 0; r < rows; ++r) {
     double sums[kSums] = {};
     for (int64_t begin = 0; begin < cols; begin += kChunk) {
       const int64_t count = cols - begin < kChunk ? cols - begin : kChunk;
-      load(x, a, r, begin, count);
-      load(y, b, r, begin, count);
+      const T* p = load(x, a, r, begin, count);
+      const T* q = load(y, b, r, begin, count);
       int64_t c = 0;
       for (; c + kSums <= count; c += kSums) {
-        for (int i = 0; i < kSums; ++i) sums[i] += static_cast<double>(x[c + i]) * static_cast<double>(y[c + i]);
+        for (int i = 0; i < kSums; ++i) sums[i] += static_cast<double>(p[c + i]) * static_cast<double>(q[c + i]);
       }
-      for (int i = 0; c < count; ++c, ++i) sums[i] += static_cast<double>(x[c]) * static_cast<double>(y[c]);
+      for (int i = 0; c < count; ++c, ++i) sums[i] += static_cast<double>(p[c]) * static_cast<double>(q[c]);
     }
     for (int half = kSums / 2; half > 0; half /= 2) {
       for (int i = 0; i < half; ++i) sums[i] += sums[i + half];

@@ -101,7 +101,7 @@ class Worker {
         row_ties_(rows),
         masker_(p_.blocks, p_.mask(), kTileRows, kTileCols, p_.kernels.panel) {
     if (p_.score_program) evaluator_.emplace(*p_.score_program, kTileRows, kTileCols);
-    if (p_.keeps_pairs(kTileCols)) evaluator_->keep();
+    if (p_.keeps_pairs(kTileCols) && !takes_groups(p_)) evaluator_->keep();
     if (p_.dropout) dropout_ = Scratch<T>(kTileRows * kScoreStride);
   }
 
