@@ -336,13 +336,15 @@ class Renderer {
     }
   }
   void lines(const std::string& indices) {
-    std::string kinds;
+    std::string kinds, words;
     const auto all = reads(graph_);
     for (const NodeId id : line_loads_) {
       kinds += all[id] == Reads::kDiagonal ? "'D', " : all[id] == Reads::kKey ? "'K', " : "'Q', ";
+      words += options_.dtypes[static_cast<size_t>(graph_[id].payload)] == DType::kInt64 ? "2, " : "1, ";
     }
     text_ += "  static constexpr int kLines = " + number(static_cast<int64_t>(line_loads_.size())) + ";\n";
     text_ += "  static constexpr char kLineOf[] = {" + kinds + "0};\n";
+    text_ += "  static constexpr int kLineWords[] = {" + words + "0};\n";
     elements_of("auto line", line_loads_, indices);
   }
   // One of several loads by itself.

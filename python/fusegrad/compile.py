@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -160,12 +161,15 @@ def compile_flex(
 
     cases = []
     for many_batches in (False, True) if lengths is not None else (False,):
-        cases.append(case_of("forward", many_batches=many_batches))
+        cases += [
+            case_of("forward", many_batches=many_batches, aligned_boxes=aligned, tall=tall)
+            for aligned, tall in itertools.product((True, False), repeat=2)
+        ]
         if training:
             cases += flex.backward_kernels(case_of("backward", many_batches=many_batches), ordered, architecture)
     if few_queries:
         cases += [case_of("forward", few_rows=rows) for rows in flex.few_query_tiles(head_size, value_size)]
-        cases.append(case_of("forward", key_splits=True))
+        cases += [case_of("forward", key_splits=True, aligned_boxes=aligned) for aligned in (True, False)]
         if training:
             split = flex.backward_kernels(case_of("backward", key_splits=True), ordered, architecture)
             cases += [case for case in split if flex.plan(case, architecture)["key_splits"]]

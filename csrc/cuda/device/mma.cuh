@@ -31,6 +31,17 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from, bool t
 __device__ __forceinline__ void copy_async_pair(unsigned to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
 }
+/// sm_90: copies bytes as they lie, a multiple of 16 at such places, and has them counted at an mbarrier.
+__device__ __forceinline__ void copy_counted(unsigned to, const void* from, int bytes, unsigned barrier) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+/// Arrives at an mbarrier once all copies that the thread has begun are there; the mbarrier counts it as any arrival.
+__device__ __forceinline__ void arrive_after_copies(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits for all but the last kPending groups.
 template <int kPending>

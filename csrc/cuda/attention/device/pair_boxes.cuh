@@ -152,6 +152,64 @@ class PairBoxes {
     });
   }
 
+  /// Whether all that the score_mod reads for each pair by itself comes so.
+  static __device__ constexpr bool all() {
+    for (int k = 0; k < Mod::kPairReads; ++k) {
+      if (!there(k)) return false;
+    }
+    return true;
+  }
+
+  /// sm_90: the same by kThreads threads of whole warps that do not wait. Each arrives at the mbarrier `full` with its
+  /// copies; what it writes otherwise needs another arrival. Rows beyond the queries and columns beyond the keys stay
+  /// as they are.
+  template <int kThreads>
+  static __device__ __forceinline__ void bring(unsigned to, unsigned full, const Captured& captured, int b, int h,
+                                               int q, int kv, int queries, int keys, int thread) {
+    if constexpr (kBytes > 0) {
+      for_each_box([&](auto box) {
+        constexpr int k = decltype(box)::value, kElement = Mod::kPairBox[k], kTogether = 16 / kElement;
+        constexpr int kRows = 16, kAcross = kKeys / kTogether;
+        // Bulk copies of a row each take the time of some 500 bytes.
+        constexpr bool kBulk = kElement == 4;
+        static_assert(kRows * kAcross % kLanes == 0 && kQueries % kRows == 0 && kLanes % kRows == 0);
+        const int lane = thread % kLanes, rows = min(kQueries, queries - q), cols = min(kKeys, keys - kv);
+#pragma unroll 1
+        for (int first = thread / kLanes * kRows; first < rows; first += kThreads / kLanes * kRows) {
+          // The lane's row, of which other lanes copy parts too.
+          const int own = first + lane % kRows;
+          const bool has_row = lane < kRows && own < rows;
+          const auto row = Mod::template pair_row<k>(captured, b, h, q + own, own < rows);
+          const char* from = row.data + kv * row.stride * kElement;
+          const bool lies_so =
+              row.data != nullptr && row.stride == 1 && reinterpret_cast<unsigned long long>(from) % 16 == 0;
+          const int vectors =
+              lies_so ? static_cast<int>(max(min(row.size - kv, static_cast<score_mod::int64>(cols)), 0ll)) / kTogether
+                      : 0;
+          const unsigned place = to + offset(k) + own * stride(k);
+          if constexpr (kBulk) {
+            if (has_row && vectors > 0) copy_counted(place, from, vectors * 16, full);
+          } else {
+#pragma unroll 4
+            for (int i = 0; i < kRows * kAcross; i += kLanes) {
+              const int r = (i + lane) / kAcross, at = (i + lane) % kAcross;
+              const char* of_row =
+                  reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), r));
+              if (at < __shfl_sync(~0u, vectors, r))
+                copy_async(to + offset(k) + (first + r) * stride(k) + at * 16, of_row + at * 16, true);
+            }
+          }
+          if (has_row) {
+#pragma unroll 1
+            for (int at = vectors * kTogether; at < cols; at += kTogether)
+              copy_each<kElement, Mod::kPairInteger[k]>(place + at * kElement, row, kv + at);
+          }
+        }
+      });
+      arrive_after_copies(full);
+    }
+  }
+
   /// The reads of a thread's four pairs of a block.
   struct Reads {
     float x[Mod::kPairReads + 1][4];

@@ -27,6 +27,7 @@ struct NoMod {
   };
   static constexpr int kLines = 0;
   static constexpr char kLineOf[] = {0};
+  static constexpr int kLineWords[] = {0};
   static constexpr int kPairReads = 0;
   static constexpr bool kPairOnBatch[] = {false};
   static constexpr int kPairBox[] = {0};
@@ -104,7 +105,7 @@ class TileLines {
   template <int k, int kBefore = 0>
   static __device__ constexpr int offset(int sum = 0) {
     if constexpr (kBefore < k) {
-      return offset<k, kBefore + 1>(sum + places(kBefore) * (sizeof(Element<kBefore>) == 8 ? 2 : 1));
+      return offset<k, kBefore + 1>(sum + places(kBefore) * Mod::kLineWords[kBefore]);
     } else {
       return sum;
     }
@@ -143,7 +144,7 @@ class TileLines {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
       if (places % kThreads != 0 && at >= places) return;
-      if constexpr (sizeof(Element<k>) == 8) {
+      if constexpr (Mod::kLineWords[k] == 2) {
         asm volatile("st.shared.b64 [%0], %1;" ::"r"(lines + offset<k>() * 4 + at * 8), "l"(ahead_[k][i]) : "memory");
       } else {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(lines + (offset<k>() + at) * 4),
@@ -172,7 +173,7 @@ class TileLines {
     template <int k, class T>
     __device__ __forceinline__ Element<k> read(const T*, bool) const {
       const unsigned from = Mod::kLineOf[k] == 'D' ? of_diagonal : Mod::kLineOf[k] == 'K' ? of_key : of_query;
-      if constexpr (sizeof(Element<k>) == 8) {
+      if constexpr (Mod::kLineWords[k] == 2) {
         return *static_cast<const long long*>(__cvta_shared_to_generic(2 * from - lines + offset<k>() * 4));
       } else if constexpr (kSame<Element<k>, float>) {
         return static_cast<const float*>(__cvta_shared_to_generic(from))[offset<k>()];

@@ -189,27 +189,28 @@ constexpr int swizzled_tile_bytes(int rows, int cols) { return rows * swizzled_c
 
 struct HopperForwardMemory {
   struct Sizes {
-    int rows, cols, head, value, stages, query_stages, parts, line_bytes;
+    int rows, cols, head, value, stages, query_stages, parts;
+    int read_bytes, read_stages;                          // of a stage of what mods read
     int query_tiles = 1, key_tiles = 1, value_tiles = 1;  // of a stage: 2 with a tangent behind
   };
   static constexpr int kWorkStages = 2;
   Region query, key, value;
   Region zeros;     // in place of values of which a part of a tile's queries has none, as those may be infinite
-  Region barriers;  // full and empty of works, queries, keys and values
+  Region reads;     // what mods read
+  Region barriers;  // full and empty of works, queries, keys, values and reads
   Region works;     // the next tiles of queries, from the producer
   Region entries;   // the list entry of each stage of keys
-  Region lines;     // what mods read
 
   constexpr explicit HopperForwardMemory(const Sizes& s)
       : query{0, s.query_tiles * swizzled_tile_bytes(s.rows, s.head), s.query_stages},
         key(query.then(s.key_tiles * swizzled_tile_bytes(s.cols, s.head), s.stages)),
         value(key.then(s.value_tiles * swizzled_tile_bytes(s.cols, s.value), s.stages)),
         zeros(value.then(swizzled_tile_bytes(s.cols, s.value), s.parts > 1 ? 1 : 0)),
-        barriers(zeros.then(kBarrierBytes, 2 * (kWorkStages + s.query_stages + 2 * s.stages))),
+        reads(zeros.then(s.read_bytes, s.read_stages)),
+        barriers(reads.then(kBarrierBytes, 2 * (kWorkStages + s.query_stages + 2 * s.stages + s.read_stages))),
         works(barriers.then(16, kWorkStages)),
-        entries(works.then(4, s.stages)),
-        lines(entries.then(s.line_bytes)) {}
-  constexpr int bytes() const { return kSwizzleAlignment + lines.end(); }
+        entries(works.then(4, s.stages)) {}
+  constexpr int bytes() const { return kSwizzleAlignment + entries.end(); }
 };
 
 struct HopperGradQueryMemory {

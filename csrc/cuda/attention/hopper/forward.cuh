@@ -2,7 +2,8 @@
 //
 // One producer warp streams K and V through a TMA ring; kGroups consumer warpgroups have 64 queries each. While one
 // warpgroup's WGMMAs run (the scores of a tile and the output of the tile before), the others compute exponentials. The
-// producer loads the next queries while the epilogue stores the last output.
+// producer loads the next queries while the epilogue stores the last output. forward_reads.cuh has what other warps
+// bring for mods.
 //
 // scores.cuh and portable/forward.cuh describe Config; this file adds:
 //   kGroups                    consumer warpgroups, 2 or 3; kRows = 64 * kGroups
@@ -10,7 +11,6 @@
 //   kQueryStages               tiles of queries, 1 or 2: with 2, a warpgroup that is ahead stays ahead between queries
 //   kParts                     1, or kGroups: each warpgroup's queries have a kind of tile of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
-//   kLineBytes                 shared memory for lines of what mods read
 //   kFirstMaximum              exponentials are relative to a row's first maximum, and no other is looked for until a
 //                              tile's sums are too large
 #pragma once
@@ -30,7 +30,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   using Tiles::lane, Tiles::produce, Tiles::release, Tiles::entry, Tiles::work, Tiles::work_empty, Tiles::work_full;
   using typename Tiles::Entry, typename Tiles::MaskMod, typename Tiles::QueryStages, typename Tiles::ScoreMod,
       typename Tiles::Stages;
-  using typename Tiles::Work, typename Tiles::Works;
+  using typename Tiles::Reads, typename Tiles::Work, typename Tiles::Works;
   using T = typename Config::Element;
   using Softmax = FlexHopperSoftmax<Config>;
   using ScoreProduct = Wgmma<T, Config::kCols, false, false>;
@@ -40,7 +40,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // Mask element by element, or by bits: by bits a tile's mask takes as long as its softmax, but beside a score_mod
   // that reads for each pair it leaves more reads in flight. kTogether is the pairs for which a mask_mod is then called
   // at a time.
-  static constexpr bool kByElement = kPairBytes<ScoreMod> == 0;
+  static constexpr bool kByElement = kPairBytes<ScoreMod> == 0 || Reads::kBoxesAlone;
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
   // turns.
@@ -59,16 +59,11 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     kTurn = 1,                        // whose turn it is to issue products
     kAlone = kTurn + Config::kGroups  // a warpgroup by itself
   };
-  // Reads of mods by keys, diagonals or queries come from lines in shared memory where there is room, each warpgroup's
-  // its own. There are two sets: a tile's lines are written while its scores are multiplied, and other warps may still
-  // read the last tile's.
-  using ScoreLines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
-  using MaskLines = TileLines<MaskMod, 64, Config::kCols, kWarpgroup>;
-  static constexpr int kLineSets = 2, kSetBytes = Config::kLineBytes / (Config::kGroups * kLineSets);
-  static constexpr bool kMaskLines = kByElement && MaskLines::kWords > 0 && 4 * MaskLines::kWords <= kSetBytes;
-  static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
-  static constexpr bool kScoreLines = ScoreLines::kWords > 0 && kMaskLineBytes + 4 * ScoreLines::kWords <= kSetBytes;
-  static_assert(kSetBytes % 8 == 0 && Config::kStages % 2 == 0 && !(kSeamless && (kMaskLines || kScoreLines)));
+  // Multiples of 8 of which a multiprocessor has 64 K.
+  static constexpr int kProducerRegisters = Reads::kUsed && (Config::kBoxes || Config::kGroups == 2) ? 56
+                                            : Config::kGroups == 3                                   ? 32
+                                                                                                     : 40;
+  static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / Config::kGroups / 8 * 8;
 
  public:
   using Tiles::kSharedBytes;
@@ -83,10 +78,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     // The shuffle tells the compiler that it is uniform in a warp.
     group_ = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (group_ == Config::kGroups) {
-      give_registers<Config::kGroups == 3 ? 32 : 40>();
+      give_registers<kProducerRegisters>();
       if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
+      if constexpr (Reads::kUsed) {
+        if (threadIdx.x >= Config::kGroups * kWarpgroup + kLanes) Tiles::bring_reads();
+      }
     } else {
-      take_registers<Config::kGroups == 3 ? 160 : 232>();
+      take_registers<kConsumerRegisters>();
       consume();
     }
   }
@@ -144,9 +142,6 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       issue_scores(s, queries.stage(), keys.stage, [](int) {});
       if (kStaggered && group_ == 0) named_arrive(kTurn + parity, 2 * kWarpgroup);
       const int now = entry_of(keys, 0);
-      // Other warps may still read the last tile's lines.
-      if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
-      bring_lines(now, 0);
       draw(now);
       wgmma_wait<0>();
       pin<kBlocksN * 4>(s[0]);
@@ -245,7 +240,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     if (tiles == 1) release(query_empty(queries.stage()));
     bool in_flight = false, ended = false, again = false;
     for (int i = 1; !ended;) {
-      apply_mods(s, now, (i - 1) % kLineSets);
+      apply_mods(s, now);
       softmax_.add(s, rescale, [&] {
         if constexpr (!Config::kFirstMaximum) wait_output(out, values, in_flight);
       });
@@ -270,7 +265,6 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         issue_out(out, p, values.stage, now, [&](int k) { draws.step(kScoreProducts - 1 + k - 1); });
         if constexpr (kSeamless) end_turn();
         now = entry_of(keys, i);
-        bring_lines(now, i % kLineSets);
         draws.end(kept_);
         wgmma_wait<1>();
         pin<kBlocksN * 4>(s[0]);
@@ -284,7 +278,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
           if constexpr (Config::kFirstMaximum) wait_output(out, values, true);
           break;
         }
-        apply_mods(s, now, 0);
+        apply_mods(s, now);
         wait_output(out, values, true);
         ended = softmax_.add_by_first(s, p, [&](int n) {
           (void)now;  // captured: else compilers number the registers of kernels without dropout in another order
@@ -349,51 +343,28 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
 
   // Rows beyond the queries may get any result, which nobody stores.
   __device__ __forceinline__ bool masked(int tile) const {
-    return kind_of(tile) != kTileFull || Entry::column(tile) * Config::kCols + Config::kCols > a_.keys;
+    return Tiles::masked(kind_of(tile), Entry::column(tile) * Config::kCols);
   }
-  /// One of the warpgroup's sets of lines, the mask_mod's first.
-  __device__ __forceinline__ unsigned lines(int set) const {
-    return query_ + kMemory.lines.offset + (group_ * kLineSets + set) * kSetBytes;
-  }
-  /// Writes the lines of a tile.
-  __device__ __forceinline__ void bring_lines(int tile, int set) const {
-    const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-    const int q = row_ + group_ * 64, kv = Entry::column(tile) * Config::kCols;
-    if constexpr (kScoreLines) {
-      ScoreLines of_score;
-      of_score.load(score_, b_, h_, q, kv, thread);
-      of_score.store(lines(set) + kMaskLineBytes, thread);
-    }
-    if constexpr (kMaskLines) {
-      if (masked(tile)) {
-        MaskLines of_mask;
-        of_mask.load(mask_, b_, h_, q, kv, thread);
-        of_mask.store(lines(set), thread);
-      }
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) {
+    if constexpr (Reads::kUsed) Barrier::wait(Tiles::reads_full(reads_.stage()), reads_.parity());
+    const unsigned reads = Tiles::reads(reads_.stage());
+    change_and_mask(s, tile, reads);
+    if constexpr (Reads::kUsed) {
+      __syncwarp();
+      release(Tiles::reads_empty(reads_.stage()));
+      reads_.next();
     }
   }
-  /// Where the thread's first pair reads.
-  template <bool kOfLines, class Lines>
-  __device__ __forceinline__ auto reads(unsigned lines) const {
-    if constexpr (kOfLines) {
-      return typename Lines::Reads(lines, static_cast<int>(threadIdx.x) % kWarpgroup / kLanes * 16 + lane() / 4,
-                                   lane() % 4 * 2);
-    } else {
-      return score_mod::ReadThere();
-    }
-  }
-
-  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile, int set) const {
+  __device__ __forceinline__ void change_and_mask(float (&s)[kBlocksN][4], int tile, unsigned reads) const {
     const int q = first_query(), kv = Entry::column(tile) * Config::kCols + lane() % 4 * 2;
-    if constexpr (kScoreLines || kMaskLines) named_sync(kAlone + group_, kWarpgroup);
     // All pairs are changed, so that a score_mod is instantiated once; masked pairs too read inside its buffers.
-    if constexpr (!Config::kUnscaled) change(s, q, kv, reads<kScoreLines, ScoreLines>(lines(set) + kMaskLineBytes));
+    if constexpr (!Config::kUnscaled) change(s, q, kv, reads);
     if (!masked(tile)) return;
     if constexpr (!kByElement) {
       mask(s, masked_pairs<Config, kBlocksN, false, kTogether>(a_, mask_, kind_of(tile), b_, h_, q, kv));
       return;
     }
-    const auto mask_reads = reads<kMaskLines, MaskLines>(lines(set));
+    const auto mask_reads = Reads::mask_lines(reads, first_row() + lane() / 4, lane() % 4 * 2);
     if (Config::kMixed || !Config::kBlocks) {
       mask(s, tile, kind_of(tile), q, kv, mask_reads);
     } else if (kind_of(tile) == kTileFull) {
@@ -402,6 +373,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       mask(s, tile, kTilePartial, q, kv, mask_reads);
     }
   }
+  /// The warp's first query of the tile.
+  static __device__ __forceinline__ int first_row() { return static_cast<int>(threadIdx.x) / kLanes * 16; }
   __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], Bits<kBlocksN * 4> alive) const {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
@@ -409,9 +382,9 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       for (int e = 0; e < 4; ++e) s[n][e] = (alive >> (n * 4 + e) & 1) != 0 ? s[n][e] : -FUSEGRAD_INFINITY;
     }
   }
-  template <class Reads>
+  template <class Lines>
   __device__ __forceinline__ void mask(float (&s)[kBlocksN][4], int tile, int kind, int q, int kv,
-                                       const Reads& reads) const {
+                                       const Lines& reads) const {
     int keys[2];  // a row's pairs may take part below this key
 #pragma unroll
     for (int r = 0; r < 2; ++r) keys[r] = has_none(tile) || q + 8 * r >= a_.queries ? 0 : a_.keys;
@@ -427,16 +400,17 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       if (n % 2 == 1) hold_order();
     }
   }
-  template <class Reads>
-  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv, const Reads& reads) const {
+  __device__ __forceinline__ void change(float (&s)[kBlocksN][4], int q, int kv, unsigned reads) const {
+    const auto lines = Reads::score_lines(reads, first_row() + lane() / 4, lane() % 4 * 2);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
+      const auto of_block = Reads::boxes(reads, first_row(), n * 8, lane());
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         s[n][e] *= a_.scale;
         if constexpr (kHas<ScoreMod>) {
           s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, true,
-                                    reads.at(e / 2 * 8, n * 8 + e % 2));
+                                    Reads::of_pair(lines.at(e / 2 * 8, n * 8 + e % 2), of_block, e));
         }
       }
     }
@@ -589,6 +563,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   Softmax softmax_;
   FlexDropoutHead<Config> dropout_;
   FlexKept<false, kWords> kept_;
+  typename Tiles::ReadStages reads_;
   int b_, h_, row_, group_, split_;
 };
 

@@ -3,6 +3,7 @@
 
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/hopper/forward_reads.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
@@ -19,6 +20,7 @@ class FlexForwardHopperTiles {
  protected:
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
+  using Reads = FlexForwardReads<Config>;
   static constexpr HopperForwardMemory kMemory{{.rows = Config::kRows,
                                                 .cols = Config::kCols,
                                                 .head = Config::kHead,
@@ -26,7 +28,8 @@ class FlexForwardHopperTiles {
                                                 .stages = Config::kStages,
                                                 .query_stages = Config::kQueryStages,
                                                 .parts = Config::kParts,
-                                                .line_bytes = Config::kLineBytes,
+                                                .read_bytes = Reads::kStageBytes,
+                                                .read_stages = Config::kReadStages,
                                                 .query_tiles = Operands::kQuery,
                                                 .key_tiles = Operands::kKey,
                                                 .value_tiles = Operands::kValue}};
@@ -69,13 +72,19 @@ class FlexForwardHopperTiles {
       }
       for (int s = 0; s < 2; ++s) {
         Barrier::init(work_full(s), 1);
-        Barrier::init(work_empty(s), kConsumerWarps);
+        Barrier::init(work_empty(s), kConsumerWarps + Reads::kWarps);
       }
       for (int s = 0; s < Config::kStages; ++s) {
         Barrier::init(key_full(s), Operands::kKey);
         Barrier::init(value_full(s), Operands::kValue);
         Barrier::init(key_empty(s), kConsumerWarps);
         Barrier::init(value_empty(s), kConsumerWarps);
+      }
+      if constexpr (Reads::kUsed) {  // else nobody would arrive, and a barrier of no arrivals is an error
+        for (int s = 0; s < Config::kReadStages; ++s) {
+          Barrier::init(reads_full(s), Reads::kArrivals);
+          Barrier::init(reads_empty(s), kConsumerWarps);
+        }
       }
       Barrier::fence_inits();
     }
@@ -96,6 +105,7 @@ class FlexForwardHopperTiles {
   using Stages = Ring<Config::kStages>;
   using QueryStages = Counted<Config::kQueryStages>;
   using Works = Counted<2>;
+  using ReadStages = Counted<Reads::kUsed ? Config::kReadStages : 1>;
 
   __device__ __forceinline__ unsigned query(int s) const { return query_ + s * kMemory.query.piece; }
   __device__ __forceinline__ unsigned key(int s) const { return key_ + s * kMemory.key.piece; }
@@ -109,6 +119,11 @@ class FlexForwardHopperTiles {
   __device__ __forceinline__ unsigned key_empty(int s) const { return key_full(Config::kStages + s); }
   __device__ __forceinline__ unsigned value_full(int s) const { return key_full(2 * Config::kStages + s); }
   __device__ __forceinline__ unsigned value_empty(int s) const { return key_full(3 * Config::kStages + s); }
+  __device__ __forceinline__ unsigned reads_full(int s) const { return key_full(4 * Config::kStages + s); }
+  __device__ __forceinline__ unsigned reads_empty(int s) const { return reads_full(Config::kReadStages + s); }
+  __device__ __forceinline__ unsigned reads(int s) const {
+    return query_ + kMemory.reads.offset + s * kMemory.reads.piece;
+  }
   /// A Work.
   __device__ __forceinline__ unsigned work(int s) const {
     return query_ + kMemory.works.offset + s * kMemory.works.piece;
@@ -199,6 +214,41 @@ class FlexForwardHopperTiles {
       }
     }
     tell(w, works);
+  }
+  // --- warps that bring what mods read ---
+
+  /// Whether some pairs of a tile may take no part.
+  __device__ __forceinline__ bool masked(int kind, int col) const {
+    return kind != kTileFull || col + Config::kCols > a_.keys;
+  }
+  /// Called by the warps behind the producer's.
+  __device__ __forceinline__ void bring_reads() const {
+    static_assert(!Reads::kUsed || Config::kParts == 1);
+    const int thread = static_cast<int>(threadIdx.x) - Config::kGroups * kWarpgroup - kLanes;
+    Works works;
+    ReadStages stages;
+    while (true) {
+      Work w;
+      Barrier::wait(work_full(works.stage()), works.parity());
+      load_four_by_first(lane(), work(works.stage()), w.b, w.h, w.row, w.tiles);
+      release(work_empty(works.stage()));
+      works.next();
+      if (w.row == Work::kNoMore) break;
+      if (w.tiles <= 0) continue;
+      const TileWalk walk = walk_of(w);
+      int next = walk[0];
+#pragma unroll 1
+      for (int i = 0; i < w.tiles; ++i) {
+        const int tile = next, col = Entry::column(tile) * Config::kCols, stage = stages.stage();
+        if (i + 1 < w.tiles) next = walk[i + 1];
+        Reads::bring(reads(stage), reads_full(stage), a_, score_, mask_, Work::batch(w.b), w.h, w.row, col,
+                     masked(Entry::kind(tile, 0), col), thread,
+                     [&] { Barrier::wait(reads_empty(stage), stages.parity() ^ 1); });
+        __syncwarp();
+        release(reads_full(stage));
+        stages.next();
+      }
+    }
   }
   // The tile scheduler: static without a block mask, where all works take the same time, else dynamic.
   __device__ __forceinline__ int next_id(int id) const {

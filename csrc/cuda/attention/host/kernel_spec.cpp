@@ -88,6 +88,7 @@ std::string render_config(const KernelFacts& f) {
   config.choice("kKeeps", f.tile.keeps);
   config.choice("kDropout", f.dropout);
   if (!f.backward()) {
+    config.number("kReadStages", f.tile.read_stages);
     config.number("kLineBytes", f.tile.line_bytes);
     config.choice("kUnscaled", f.unscaled);
     config.choice("kFirstMaximum", f.first_maximum);

@@ -114,6 +114,8 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
           /*together=*/1};
 }
 
+bool forward_pays_tall(int64_t queries) { return 5 * tiles_in(queries, 192) <= 4 * tiles_in(queries, 128); }
+
 // A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the
 // next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a block mask it
 // depends on how many queries they have.

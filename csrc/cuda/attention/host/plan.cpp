@@ -161,7 +161,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                             .stages = t.stages,
                                             .query_stages = t.query_stages,
                                             .parts = t.parts,
-                                            .line_bytes = t.line_bytes})
+                                            .read_bytes = box_bytes(c, t) + t.line_bytes,
+                                            .read_stages = t.read_stages})
             .bytes();
       }
       if (t.family == FlexFamily::kFew) {
@@ -220,7 +221,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                             .stages = t.stages,
                                             .query_stages = t.query_stages,
                                             .parts = t.parts,
-                                            .line_bytes = t.line_bytes,
+                                            .read_bytes = 0,
+                                            .read_stages = 0,
                                             .query_tiles = c.tangents_of.query ? 2 : 1,
                                             .key_tiles = c.tangents_of.key ? 2 : 1,
                                             .value_tiles = c.tangents_of.value ? 2 : 1})
@@ -279,24 +281,61 @@ bool reads_by(const FlexMod& mod, std::initializer_list<Reads> kinds) {
   return false;
 }
 
+// Of a tile, for lines of what mods read.
 int line_bytes(const FlexCase& c) {
   const bool lines = reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal}) ||
                      reads_by(c.mask_mod, {Reads::kRow, Reads::kKey, Reads::kDiagonal});
-  return lines ? 12 << 10 : 0;
+  return lines ? 6 << 10 : 0;
 }
 
-FlexTileSize hopper_forward(const FlexCase& c) {
+// Whether the Hopper forward has boxes of what a score_mod reads.
+bool has_hopper_boxes(const FlexCase& c) {
+  return c.kernel == FlexKernel::kForward && c.aligned_boxes && has_boxes(c.score_mod);
+}
+
+// The keys of a tile of three warpgroups, of which a thread has 152 or 160 registers; 0: they do not pay. Scores that
+// are changed leave room for 112 keys at head sizes up to 64, for 128 up to 48.
+int keys_of_three(const FlexCase& c) {
+  const int head = std::max(head_cols(c), value_cols(c));
+  if (head > kHopperCols || c.max_scores || c.key_splits) return 0;
+  if (masks_alone(c)) return 128;
+  if (!c.tall || c.blocks || c.dropout) return 0;
+  if (!has_hopper_boxes(c)) return head > 48 ? 112 : 128;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  int bytes = 0;
+  for (const score_mod::NodeId load : score_mod::pair_reads(*graph)) {
+    const int element = score_mod::box_bytes(*graph, load, c.score_mod.dtypes);
+    if (element > 0 && graph->type(load) != score_mod::Type::kFloat) return 0;
+    bytes = std::max(bytes, element);
+  }
+  return bytes == 4 ? 96 : head > 48 ? 0 : 128;
+}
+
+std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const int groups = head <= 64 && masks_alone(c) && !c.max_scores && !c.key_splits ? 3 : 2;
-  FlexTileSize t{64 * groups, 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
+  const int keys = keys_of_three(c), groups = keys > 0 ? 3 : 2;
+  FlexTileSize t{64 * groups, keys > 0 ? keys : 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
   // 80 keys would leave no room for lines, and dropout is drawn for 64.
   t.line_bytes = line_bytes(c);
   if (head > 128) t.cols = c.blocks || c.dropout || t.line_bytes > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
-  // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
-  t.query_stages = groups == 2 && first_maximum(c) ? 1 : 2;
-  if (shared_bytes(c, t) > flex_shared_limit(90)) t.query_stages = 1;
-  return t;
+  std::vector<FlexTileSize> found;
+  const auto add = [&](bool boxes, int read_stages) {
+    FlexTileSize tile = t;
+    tile.boxes = boxes;
+    tile.read_stages = read_stages;
+    // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
+    tile.query_stages = groups == 2 && first_maximum(c) ? 1 : 2;
+    if (shared_bytes(c, tile) > flex_shared_limit(90)) tile.query_stages = 1;
+    found.push_back(tile);
+  };
+  if (has_hopper_boxes(c)) {
+    add(true, 2);
+    add(true, 1);
+  }
+  if (t.line_bytes > 0) add(false, 4);
+  add(false, t.line_bytes > 0 ? 2 : 0);
+  return found;
 }
 
 // Whether 64 keys' gradients fit the registers of one warpgroup.
@@ -421,7 +460,7 @@ std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize
   return found;
 }
 
-// Whether boxes are worth more than the Hopper kernels, which have none: measured with biases of pairs, without block
+// Whether boxes are worth more than the Hopper kernels that have none: measured with biases of pairs, without block
 // masks, where sums are in any order. The gradient of max_scores needs the forward's scores to the bit, of one family.
 bool boxes_pay(const FlexCase& c) {
   const std::optional<FlexFamily> forced = forced_family;
@@ -429,7 +468,7 @@ bool boxes_pay(const FlexCase& c) {
       !has_boxes(c.score_mod, Boxes::kNumbers))
     return false;
   const int head = std::max(head_cols(c), value_cols(c));
-  return (c.kernel == FlexKernel::kForward && head <= 48) ||
+  return (c.kernel == FlexKernel::kForward && head <= 48 && !has_hopper_boxes(c)) ||
          (c.kernel == FlexKernel::kBackward && c.grad_query && head <= 64);
 }
 
@@ -443,7 +482,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
   if (takes_hopper(c, architecture) && !boxes_pay(c)) {
     switch (c.kernel) {
       case FlexKernel::kForward:
-        return {hopper_forward(c)};
+        return hopper_forward(c);
       case FlexKernel::kGradQuery:
         return hopper_grad_query(c);
       case FlexKernel::kBackward:
@@ -589,10 +628,12 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
   if (const std::optional<FlexFamily> forced = forced_family; forced) return *forced == FlexFamily::kHopper;
-  // Of small heads the portable kernels have tiles for short sequences, and boxes in all kernels.
+  // Of small heads the portable kernels have tiles for short sequences, and boxes in all kernels. The gradient of
+  // max_scores needs forward and backward of one family.
   const int cols = head_cols(c) + value_cols(c);
   if (c.most_queries == 64 && c.most_keys == 64) return cols > 96;
-  return cols >= 96 || (c.most_queries == 0 && c.most_keys == 0 && !has_boxes(c.score_mod));
+  const bool boxes_too = has_hopper_boxes(c) && !c.max_scores;
+  return cols >= 96 || (c.most_queries == 0 && c.most_keys == 0 && (boxes_too || !has_boxes(c.score_mod)));
 }
 std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
   if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;

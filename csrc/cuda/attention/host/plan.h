@@ -24,6 +24,7 @@ struct FlexCase {
   bool small_lengths = true;            ///< B, H, M and N are at most 2^21
   bool split = true;                    ///< float32: full accuracy, by six products in TF32
   bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
+  bool aligned_boxes = true;            ///< rows of what boxes hold lie together, at multiples of 16 bytes
   bool many_batches = false;            ///< so many that a CTA of the portable kernels may stay with a head for some
   int most_queries = 0, most_keys = 0;  ///< the lengths are at most so many, where that decides a tile: 64, 128; 0: any
   bool dropout = false;                 ///< there is dropout; its numbers are arguments
@@ -41,7 +42,7 @@ struct FlexCase {
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
-  bool tall = true;           ///< Hopper: a backward's tall tiles take less time than others
+  bool tall = true;           ///< Hopper: a forward's or a backward's tall tiles take less time than others
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };

@@ -39,6 +39,22 @@ std::vector<int64_t> prepare(FlexMod& mod, const ScoreMod& from) {
   return score_mod::pack_captured(*score_mod::cached_graph(from.text), captured.buffers(), captured.scalars());
 }
 
+// Whether the rows of all boxes (score_mod::box_bytes) lie together and begin at multiples of 16 bytes.
+bool boxes_are_aligned(const ScoreMod& mod, const FlexMod& as) {
+  if (mod.text.empty()) return true;
+  const auto graph = score_mod::cached_graph(mod.text);
+  const auto loads = score_mod::pair_reads(*graph);
+  return std::all_of(loads.begin(), loads.end(), [&](score_mod::NodeId load) {
+    const int bytes = score_mod::box_bytes(*graph, load, as.dtypes);
+    if (bytes == 0) return true;
+    const Tensor& t = mod.buffers.at(static_cast<size_t>((*graph)[load].payload));
+    const auto on_edge = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) * bytes % 16 == 0; };
+    bool aligned = t.stride(t.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+    for (int64_t d = 0; d + 1 < t.dim(); ++d) aligned &= on_edge(d);
+    return aligned;
+  });
+}
+
 device::TensorMap encoded(const Tensor& t, const jit::TensorMapShape& shape) {
   return std::bit_cast<device::TensorMap>(
       jit::Driver::get().tensor_map(t.const_data_ptr(), shape, "flex_attention's Hopper kernels"));
@@ -116,6 +132,7 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
                   at::Float32Precision::TF32;
   score_words_ = prepare(common_.score_mod, scores.score_mod);
   mask_words_ = prepare(common_.mask_mod, scores.mask_mod);
+  common_.aligned_boxes = boxes_are_aligned(scores.score_mod, common_.score_mod);
   common_.blocks = !scores.kv_blocks.empty();
   constexpr int64_t kManyBatches = 8;
   common_.many_batches = common_.most_queries == 64 && common_.most_keys == 64 && shape_.batches >= kManyBatches &&

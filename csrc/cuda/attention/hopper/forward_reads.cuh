@@ -1,0 +1,114 @@
+// What mods read of a tile's pairs, in shared memory before its scores are multiplied: lines of what is read by keys,
+// diagonals or queries (TileLines), and boxes of what is read for each pair by itself (PairBoxes). Three warps beside
+// the producer bring them into a ring of stages, a tile or two ahead, so that consumers neither compute indices nor
+// wait for global memory.
+//
+// scores.cuh and forward.cuh describe Config; this file adds:
+//   kReadStages                tiles of reads in shared memory; 0: every read is from where it is
+//   kLineBytes                 of a stage, for lines
+//   kBoxes                     whether a stage has boxes
+#pragma once
+
+#include "cuda/attention/device/pair_boxes.cuh"
+#include "cuda/device/hopper.cuh"
+
+namespace fusegrad::device {
+
+/// Reads of lines, or where there are none from where they are, and of boxes.
+template <class Lines, class Boxes>
+struct LineAndBoxReads {
+  Lines lines;
+  Boxes boxes;
+  template <int k, class T>
+  __device__ __forceinline__ auto read(const T* p, bool valid) const {
+    return lines.template read<k>(p, valid);
+  }
+  template <int k, class T>
+  __device__ __forceinline__ auto pair(const T* p, bool valid) const {
+    return boxes.template pair<k>(p, valid);
+  }
+};
+
+template <class Config>
+class FlexForwardReads {
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  static constexpr int kThreads = kWarpgroup - kLanes;
+  using ScoreLines = TileLines<ScoreMod, Config::kRows, Config::kCols, kThreads>;
+  using MaskLines = TileLines<MaskMod, Config::kRows, Config::kCols, kThreads>;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes>;
+  static constexpr bool kMaskLines =
+      Config::kReadStages > 0 && MaskLines::kWords > 0 && 4 * MaskLines::kWords <= Config::kLineBytes;
+  static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
+  static constexpr bool kScoreLines = Config::kReadStages > 0 && ScoreLines::kWords > 0 &&
+                                      kMaskLineBytes + 4 * ScoreLines::kWords <= Config::kLineBytes;
+  static_assert(Config::kLineBytes % 16 == 0 && (Config::kReadStages > 0 || !Config::kBoxes));
+
+ public:
+  static constexpr bool kUsed = kMaskLines || kScoreLines || Boxes::kBytes > 0;
+  /// Whether a score_mod reads of each pair by itself nothing but boxes.
+  static constexpr bool kBoxesAlone = Config::kBoxes && Boxes::all();
+  /// Warps that bring a stage, and arrivals at its barrier.
+  static constexpr int kWarps = kUsed ? kThreads / kLanes : 0;
+  static constexpr int kArrivals = kWarps + (Boxes::kBytes > 0 ? kThreads : 0);
+  static constexpr int kStageBytes = Boxes::kBytes + Config::kLineBytes;
+
+  /// Called by the kWarps warps, thread being the number of each of their threads: brings the reads of a tile of a head
+  /// from (q, kv) on. `full`: the stage's barrier, at which threads arrive with their copies; each warp is to arrive
+  /// with what else it wrote. wait(): until the stage is free; what goes through registers is read before.
+  template <class Arguments, class Wait>
+  static __device__ __forceinline__ void bring(unsigned stage, unsigned full, const Arguments& a,
+                                               const typename ScoreMod::Captured& score,
+                                               const typename MaskMod::Captured& mask, int b, int h, int q, int kv,
+                                               bool masked, int thread, const Wait& wait) {
+    ScoreLines of_score;
+    MaskLines of_mask;
+    if constexpr (kScoreLines) of_score.load(score, b, h, q, kv, thread);
+    if constexpr (kMaskLines) {
+      if (masked) of_mask.load(mask, b, h, q, kv, thread);
+    }
+    wait();
+    Boxes::template bring<kThreads>(stage, full, score, b, h, q, kv, a.queries, a.keys, thread);
+    if constexpr (kScoreLines) of_score.store(stage + Boxes::kBytes + kMaskLineBytes, thread);
+    if constexpr (kMaskLines) {
+      if (masked) of_mask.store(stage + Boxes::kBytes, thread);
+    }
+  }
+
+  /// Reads of a score_mod's and of a mask_mod's lines: of the pair of query `q` and key `kv` of the tile.
+  static __device__ __forceinline__ auto score_lines(unsigned stage, int q, int kv) {
+    if constexpr (kScoreLines) {
+      return typename ScoreLines::Reads(stage + Boxes::kBytes + kMaskLineBytes, q, kv);
+    } else {
+      return score_mod::ReadThere();
+    }
+  }
+  static __device__ __forceinline__ auto mask_lines(unsigned stage, int q, int kv) {
+    if constexpr (kMaskLines) {
+      return typename MaskLines::Reads(stage + Boxes::kBytes, q, kv);
+    } else {
+      return score_mod::ReadThere();
+    }
+  }
+  /// Called by whole warps: the boxes' reads of 16 queries by 8 keys from (q, kv) of the tile on.
+  static __device__ __forceinline__ auto boxes(unsigned stage, int q, int kv, int lane) {
+    if constexpr (Boxes::kBytes > 0) {
+      return Boxes::template reads<false>(stage, q, kv, lane);
+    } else {
+      return score_mod::ReadThere();
+    }
+  }
+  /// Those of a pair of four, and its reads of lines.
+  template <class Lines, class OfBlock>
+  static __device__ __forceinline__ auto of_pair(const Lines& lines, const OfBlock& of_block, int e) {
+    if constexpr (Boxes::kBytes > 0) {
+      LineAndBoxReads<Lines, OfBlock> reads{lines, of_block};
+      reads.boxes.e = e;
+      return reads;
+    } else {
+      return lines;
+    }
+  }
+};
+
+}  // namespace fusegrad::device
