@@ -185,12 +185,14 @@ void bind(py::Module m) {
             kernels.push_back(std::move(kernel));
           kernels.push_back(apart->common);
         }
-        // They decide which tiles take less time, too.
+        // They decide which tiles take less time, too, and layouts whether pairs are read by boxes.
         for (size_t i = 0, made = kernels.size(); i < made; ++i) {
-          FlexCase other = kernels[i];
-          other.tall = false;
-          const auto rows = [&](const FlexCase& of) { return plan_kernel(of, architecture).tile().rows; };
-          if (rows(other) != rows(kernels[i])) kernels.push_back(std::move(other));
+          const FlexTileSize tile = plan_kernel(kernels[i], architecture).tile();
+          for (bool FlexCase::*member : {&FlexCase::tall, &FlexCase::aligned_boxes}) {
+            FlexCase other = kernels[i];
+            other.*member = false;
+            if (plan_kernel(other, architecture).tile() != tile) kernels.push_back(std::move(other));
+          }
         }
         return kernels;
       },

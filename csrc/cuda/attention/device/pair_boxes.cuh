@@ -313,4 +313,40 @@ struct PairReads {
   }
 };
 
+/// Reads of lines, or where there are none from where they are, and of boxes.
+template <class Lines, class Boxes>
+struct LineAndBoxReads {
+  Lines lines;
+  Boxes boxes;
+  template <int k, class T>
+  __device__ __forceinline__ auto read(const T* p, bool valid) const {
+    return lines.template read<k>(p, valid);
+  }
+  template <int k, class T>
+  __device__ __forceinline__ auto pair(const T* p, bool valid) const {
+    return boxes.template pair<k>(p, valid);
+  }
+};
+
+/// Called by whole warps: what Boxes::reads gives, or where there are no boxes, reads from where they are.
+template <class Boxes, bool kKeyRows>
+__device__ __forceinline__ auto reads_of_boxes(unsigned tile, int q, int kv, int lane) {
+  if constexpr (Boxes::kBytes > 0) {
+    return Boxes::template reads<kKeyRows>(tile, q, kv, lane);
+  } else {
+    return score_mod::ReadThere();
+  }
+}
+/// A pair's reads of lines and, it being the e-th of four, those of reads_of_boxes.
+template <class Lines, class OfBlock>
+__device__ __forceinline__ auto reads_of_pair(const Lines& lines, const OfBlock& of_block, int e) {
+  if constexpr (kSame<OfBlock, score_mod::ReadThere>) {
+    return lines;
+  } else {
+    LineAndBoxReads<Lines, OfBlock> reads{lines, of_block};
+    reads.boxes.e = e;
+    return reads;
+  }
+}
+
 }  // namespace fusegrad::device

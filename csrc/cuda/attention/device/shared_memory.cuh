@@ -243,7 +243,8 @@ struct HopperBackwardMemory {
     bool adds_grad_query;  // whether the CTA adds to dQ
     bool own_keys;         // each warpgroup has 64 keys of its own
     bool has_score_mod, has_dropout;
-    int captured_bytes;  // sums of captured buffers' gradients
+    int box_bytes, read_stages;  // of what a score_mod reads of pairs
+    int captured_bytes;          // sums of captured buffers' gradients
   };
   static constexpr int kPlaces = 8;
   Region key, value, query, grad_out;
@@ -251,7 +252,8 @@ struct HopperBackwardMemory {
   Region grad_query;   // dQ in float32, on its way to global memory; dK and dV too where TMA stores them
   Region rows;         // row statistics of each stage of grad_out
   Region places;       // whose queries a tile is; read until after the tile's stages were released, with dQ
-  Region barriers;     // value empty, key empty, then full and empty of queries, of grad_out and of dS
+  Region boxes;        // of what a score_mod reads of pairs
+  Region barriers;     // value empty, key empty, then full and empty of queries, of grad_out, of dS and of boxes
   Region lines;        // of what a score_mod reads, or where prefetches write
   Region drawn;        // of dropout, what a warpgroup draws for a tile; two sets where warpgroups take no turns
   Region captured;
@@ -265,7 +267,8 @@ struct HopperBackwardMemory {
         grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * swizzled_cols(s.head) : 0)),
         rows(grad_query.then(kRowStatisticsBytes * s.rows, s.stages)),
         places(rows.then(16, kPlaces)),
-        barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages))),
+        boxes(places.then(s.box_bytes, s.read_stages)),
+        barriers(boxes.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages + s.read_stages))),
         lines(barriers.then(s.has_score_mod ? 4 * (s.own_keys ? 512 : 256) : 0)),
         drawn(lines.then(s.has_dropout ? 8 * s.rows : 0, s.own_keys ? 2 : 4)),
         captured(drawn.then(s.captured_bytes)) {}

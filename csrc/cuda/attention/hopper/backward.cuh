@@ -35,7 +35,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
-  using Tiles::kAll, Tiles::kAlone, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
+  using Tiles::kAll, Tiles::kAlone, Tiles::kBoxes, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty,
       Tiles::value_empty;
   using Tiles::kept_, Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load,
@@ -59,6 +59,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
+  // The warp that brings boxes computes places of rows.
+  static constexpr int kProducerRegisters = kBoxes ? 56 : 24, kConsumerRegisters = kBoxes ? 224 : 240;
+  static_assert(!kBoxes || Config::kGroups == 2);
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));
 
  public:
@@ -67,15 +70,17 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void run() {
     begin(kConsumerWarps);
     if (group_ == Config::kGroups) {
-      give_registers<24>();
+      give_registers<kProducerRegisters>();
       const int warp = __shfl_sync(~0u, this->warp() - kConsumerWarps, 0);
       if (warp == 0) {
         if (lane() == 0) produce();
       } else if (Config::kGradQuery && warp <= Config::kGroups) {
         add_grad_query(warp - 1);
+      } else if (kBoxes && warp == Config::kGroups + 1) {
+        Tiles::bring_boxes();
       }
     } else {
-      take_registers<240>();
+      take_registers<kConsumerRegisters>();
       consume();
     }
   }
@@ -199,6 +204,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     release(grad_out_empty(stage_of(i)));
     release(query_empty(query_stage_of(i)));
+    if (now.tile != kNoMore) Tiles::skip_boxes(i);
     if (h >= 0) sums_.end_head(b, h, first_key());
     return now.tile != kNoMore;
   }

@@ -5,12 +5,15 @@
 //   kGroups                    consumer warpgroups
 //   kQueryStages, kStages      tiles in shared memory: of Q, and of dO and dS
 //   kKeyStages                 tiles of keys: with 2, the next keys arrive before the last products of the present ones
+//   kBoxes, kReadStages        whether a warp beside the producer brings what a score_mod reads of pairs by itself
+//                              (PairBoxes), and tiles of it in shared memory
 //   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
 //                              part has its own kind
 #pragma once
 
 #include "cuda/attention/device/buffers.cuh"
 #include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/pair_boxes.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/device/hopper.cuh"
 
@@ -38,6 +41,10 @@ class FlexBackwardHopperTiles {
   };
   // There are two sets of lines: a tile's sums are read until after the next tile's pairs have begun.
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
+  using Boxes =
+      PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes>;
+  static constexpr bool kBoxes = Boxes::kBytes > 0;
+  static_assert(kBoxes == (Config::kReadStages > 0) && !(kBoxes && !kOwnKeys));
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
   static constexpr int kWords = Config::kDropout ? Config::kRows / 64 : 1;
   static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
@@ -52,6 +59,8 @@ class FlexBackwardHopperTiles {
                                                  .own_keys = kOwnKeys,
                                                  .has_score_mod = kHas<ScoreMod>,
                                                  .has_dropout = Config::kDropout,
+                                                 .box_bytes = Boxes::kBytes,
+                                                 .read_stages = Config::kReadStages,
                                                  .captured_bytes = Sums::kSharedBytes}};
   static constexpr int kConsumerWarps = kThreads / kLanes;
   // What is there once for the keys; an even number.
@@ -59,8 +68,11 @@ class FlexBackwardHopperTiles {
   // Stand in place of a tile behind the last one of some keys: tiles of other keys follow, or none.
   static constexpr int kOtherKeys = -2, kNoMore = -1;
   using Entry = TileEntry<Config::kParts>;
+  static constexpr unsigned kBoxStages = kBoxes ? Config::kReadStages : 1;
   // Pairs for which a mask_mod is called at a time.
   static constexpr int kTogether = 8;
+  // Beside boxes, what a mask adds to each pair is a fifth of its instructions.
+  static constexpr bool kUnmasked = kUnmaskedToo<Config> || (kBoxes && !kHas<MaskMod>);
   // Compute pairs eight queries at a time, against register pressure.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
@@ -89,13 +101,17 @@ class FlexBackwardHopperTiles {
       for (int s = 0; s < Config::kKeyStages; ++s) Barrier::init(key_empty(s), kConsumerWarps);
       for (int s = 0; s < Config::kQueryStages; ++s) {
         Barrier::init(query_full(s), 1);
-        Barrier::init(query_empty(s), releasing);
+        Barrier::init(query_empty(s), releasing + (kBoxes ? 1 : 0));
       }
       for (int s = 0; s < Config::kStages; ++s) {
         Barrier::init(grad_out_full(s), 1);
         Barrier::init(grad_out_empty(s), releasing);
         Barrier::init(gradient_full(s), kConsumerWarps);
         Barrier::init(gradient_empty(s), kConsumerWarps);
+      }
+      for (int s = 0; s < Config::kReadStages; ++s) {
+        Barrier::init(boxes_full(s), kLanes + 1);  // each lane's copies, and the warp
+        Barrier::init(boxes_empty(s), kConsumerWarps);
       }
       Barrier::fence_inits();
     }
@@ -175,6 +191,18 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned grad_out_empty(int s) const { return grad_out_full(Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_full(int s) const { return grad_out_empty(Config::kStages + s); }
   __device__ __forceinline__ unsigned gradient_empty(int s) const { return gradient_full(Config::kStages + s); }
+
+  __device__ __forceinline__ unsigned boxes_full(int s) const { return gradient_empty(Config::kStages + s); }
+  __device__ __forceinline__ unsigned boxes_empty(int s) const { return boxes_full(Config::kReadStages + s); }
+  __device__ __forceinline__ unsigned boxes(int s) const {
+    return shared_ + kMemory.boxes.offset + s * kMemory.boxes.piece;
+  }
+  static __device__ __forceinline__ int box_stage_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) % kBoxStages);
+  }
+  static __device__ __forceinline__ int box_parity_of(int i) {
+    return static_cast<int>(static_cast<unsigned>(i) / kBoxStages & 1);
+  }
 
   static __device__ __forceinline__ int thread() { return thread_anew(); }
   static __device__ __forceinline__ int lane() { return thread() % kLanes; }
@@ -256,6 +284,34 @@ class FlexBackwardHopperTiles {
     if (!kSeamless && first) load_keys();
   }
 
+  /// Run by one warp: brings the boxes of each tile. It releases queries too, whose Place it reads.
+  __device__ __forceinline__ void bring_boxes() const {
+    for (int i = 0;; ++i) {
+      wait_query(i);
+      const Place p = place_of(i);
+      release(query_empty(query_stage_of(i)));
+      if (p.tile == kNoMore) break;
+      const int stage = box_stage_of(i);
+      Barrier::wait(boxes_empty(stage), box_parity_of(i) ^ 1);
+      // In place of a tile behind the last one nothing is brought, and the stage counts as any.
+      if (p.tile >= 0) {
+        Boxes::template bring<kLanes>(boxes(stage), boxes_full(stage), score_, p.b, p.h, p.row(), p.col(), a_.queries,
+                                      a_.keys, lane());
+      } else {
+        arrive_after_copies(boxes_full(stage));
+      }
+      release(boxes_full(stage));
+    }
+  }
+  /// Called by consumers where there is no tile i. They wait too: a phase that nobody waited for would be taken for the
+  /// one after it.
+  __device__ __forceinline__ void skip_boxes(int i) const {
+    if constexpr (kBoxes) {
+      Barrier::wait(boxes_full(box_stage_of(i)), box_parity_of(i));
+      release(boxes_empty(box_stage_of(i)));
+    }
+  }
+
   // --- what consumers wait for ---
 
   /// Waits for the queries of tile i and its Place.
@@ -276,7 +332,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ int key_batch(const Place& p) const { return a_.key_batches == 1 ? 0 : p.b; }
   /// Prefetches what the warpgroup will read of captured tensors for tile i, which is loaded: along diagonals, and for
   /// each pair by itself where that stays in the L1 cache, of which dQ leaves 28 KiB. What it reads by keys it has.
-  static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 &&
+  static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 && !kBoxes &&
                                         (!Config::kGradQuery ||
                                          Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
   // By keys alone a thread reads twice a tile. With diagonals all reads come from lines, each warpgroup's its own.
@@ -285,7 +341,7 @@ class FlexBackwardHopperTiles {
                                  4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
   // Blocks of eight queries that are computed together where registers are left.
-  static constexpr int kBlocksHeld = kLines && Config::kRows == 64 ? 2 : 1;
+  static constexpr int kBlocksHeld = Config::kRows > 64 ? 1 : kBoxes && Config::kHead <= 64 ? 4 : kLines || kBoxes ? 2 : 1;
   __device__ __forceinline__ void touch(int i) const {
     if constexpr (!kTouches) return;
     const Place p = place_of(i);
@@ -421,11 +477,13 @@ class FlexBackwardHopperTiles {
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
     const bool masked = this->masked(place);
     sums_.begin_tile();
-    if (!kUnmaskedToo<Config> || masked) {
+    if constexpr (kBoxes) Barrier::wait(boxes_full(box_stage_of(i)), box_parity_of(i));
+    if (!kUnmasked || masked) {
       each_pair<true>(place, i, alive(place, masked), s, d, p, ds);
     } else {
       each_pair<false>(place, i, 0, s, d, p, ds);
     }
+    if constexpr (kBoxes) release(boxes_empty(box_stage_of(i)));
     sums_.end_tile(i & 1);
   }
   template <bool kMasked>
@@ -436,12 +494,14 @@ class FlexBackwardHopperTiles {
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
     const auto reads = this->reads();
+    const unsigned boxes = kBoxes ? this->boxes(box_stage_of(i)) : 0;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       if (kInOrder && n % kBlocksHeld == 0) hold_order();
       if constexpr (Config::kDropout) kept_.drop(n, d[n]);
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+      const auto of_block = reads_of_boxes<Boxes, true>(boxes, n * 8, (kOwnKeys ? warp() : warp() % 4) * 16, lane());
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
@@ -457,7 +517,8 @@ class FlexBackwardHopperTiles {
         const float grad = Config::kGradScores ? d[n][e] : 0.0f;
         const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
-                                                  value, reads.at(n * 8 + e % 2, e / 2 * 8));
+                                                  value,
+                                                  reads_of_pair(reads.at(n * 8 + e % 2, e / 2 * 8), of_block, e));
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
       if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();

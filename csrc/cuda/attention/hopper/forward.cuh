@@ -410,7 +410,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         s[n][e] *= a_.scale;
         if constexpr (kHas<ScoreMod>) {
           s[n][e] = ScoreMod::apply(score_, s[n][e], b_, h_, q + e / 2 * 8, kv + n * 8 + e % 2, true,
-                                    Reads::of_pair(lines.at(e / 2 * 8, n * 8 + e % 2), of_block, e));
+                                    reads_of_pair(lines.at(e / 2 * 8, n * 8 + e % 2), of_block, e));
         }
       }
     }

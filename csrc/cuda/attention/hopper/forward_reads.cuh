@@ -14,21 +14,6 @@
 
 namespace fusegrad::device {
 
-/// Reads of lines, or where there are none from where they are, and of boxes.
-template <class Lines, class Boxes>
-struct LineAndBoxReads {
-  Lines lines;
-  Boxes boxes;
-  template <int k, class T>
-  __device__ __forceinline__ auto read(const T* p, bool valid) const {
-    return lines.template read<k>(p, valid);
-  }
-  template <int k, class T>
-  __device__ __forceinline__ auto pair(const T* p, bool valid) const {
-    return boxes.template pair<k>(p, valid);
-  }
-};
-
 template <class Config>
 class FlexForwardReads {
   using ScoreMod = typename Config::ScoreMod;
@@ -92,22 +77,7 @@ class FlexForwardReads {
   }
   /// Called by whole warps: the boxes' reads of 16 queries by 8 keys from (q, kv) of the tile on.
   static __device__ __forceinline__ auto boxes(unsigned stage, int q, int kv, int lane) {
-    if constexpr (Boxes::kBytes > 0) {
-      return Boxes::template reads<false>(stage, q, kv, lane);
-    } else {
-      return score_mod::ReadThere();
-    }
-  }
-  /// Those of a pair of four, and its reads of lines.
-  template <class Lines, class OfBlock>
-  static __device__ __forceinline__ auto of_pair(const Lines& lines, const OfBlock& of_block, int e) {
-    if constexpr (Boxes::kBytes > 0) {
-      LineAndBoxReads<Lines, OfBlock> reads{lines, of_block};
-      reads.boxes.e = e;
-      return reads;
-    } else {
-      return lines;
-    }
+    return reads_of_boxes<Boxes, false>(stage, q, kv, lane);
   }
 };
 

@@ -85,10 +85,10 @@ std::string render_config(const KernelFacts& f) {
   config.choice("kSplit", f.split);
   config.choice("kMaskAlone", f.mask_alone);
   config.choice("kBoxes", f.tile.boxes);
+  config.number("kReadStages", f.tile.read_stages);
   config.choice("kKeeps", f.tile.keeps);
   config.choice("kDropout", f.dropout);
   if (!f.backward()) {
-    config.number("kReadStages", f.tile.read_stages);
     config.number("kLineBytes", f.tile.line_bytes);
     config.choice("kUnscaled", f.unscaled);
     config.choice("kFirstMaximum", f.first_maximum);

@@ -59,7 +59,7 @@ struct FlexTileSize {
   int key_stages = 1;       ///< Hopper backward: tiles of keys
   int parts = 1;            ///< Hopper: parts of a tile's rows, each with a kind (device::FlexTileKind) of its own
   int gradient_stages = 1;  ///< portable backward: tiles of dS
-  int read_stages = 0;      ///< Hopper forward: tiles of what mods read
+  int read_stages = 0;      ///< Hopper: tiles of what mods read
   int line_bytes = 0;       ///< Hopper forward: of such a stage, for lines
   bool keeps = false;       ///< portable: a CTA stays for many batches, and keeps what a score_mod reads of their pairs
   bool boxes = false;       ///< what a score_mod reads of pairs comes by way of shared memory, where it can

@@ -250,6 +250,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                              .own_keys = !keys_shared(c, t),
                                              .has_score_mod = !c.score_mod.text.empty(),
                                              .has_dropout = c.dropout,
+                                             .box_bytes = box_bytes(c, t),
+                                             .read_stages = t.read_stages,
                                              .captured_bytes = 0})
             .bytes();
       }
@@ -288,9 +290,15 @@ int line_bytes(const FlexCase& c) {
   return lines ? 6 << 10 : 0;
 }
 
-// Whether the Hopper forward has boxes of what a score_mod reads.
+// Whether 64 keys' gradients fit the registers of one warpgroup.
+bool fits_hopper_backward(const FlexCase& c) {
+  const int head = head_cols(c, kHopperCols);
+  return head <= 128 && value_cols(c, kHopperCols) <= head;
+}
+// Whether the Hopper forward or backward has boxes of what a score_mod reads.
 bool has_hopper_boxes(const FlexCase& c) {
-  return c.kernel == FlexKernel::kForward && c.aligned_boxes && has_boxes(c.score_mod);
+  const bool backward = c.kernel == FlexKernel::kBackward && fits_hopper_backward(c) && (c.grad_query || c.grad_key);
+  return (c.kernel == FlexKernel::kForward || backward) && c.aligned_boxes && has_boxes(c.score_mod);
 }
 
 // The keys of a tile of three warpgroups, of which a thread has 152 or 160 registers; 0: they do not pay. Scores that
@@ -338,11 +346,6 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
   return found;
 }
 
-// Whether 64 keys' gradients fit the registers of one warpgroup.
-bool fits_hopper_backward(const FlexCase& c) {
-  const int head = head_cols(c, kHopperCols);
-  return head <= 128 && value_cols(c, kHopperCols) <= head;
-}
 // Each of two warpgroups has 64 keys, whose gradients stay in registers, and scores of as many queries as then fit;
 // else both share 64 keys.
 std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
@@ -351,10 +354,20 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   // With tall tiles products read less of keys and values per query; there are registers for it where pairs need few.
   const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
   if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
+  std::vector<FlexTileSize> found;
+  if (has_hopper_boxes(c)) {
+    for (const auto& [query_stages, read_stages] : {std::pair{3, 2}, {2, 2}, {2, 1}}) {
+      FlexTileSize t{64, 128, 12, 1, 2, FlexFamily::kHopper, query_stages};
+      t.boxes = true;
+      t.read_stages = read_stages;
+      found.push_back(t);
+    }
+  }
   // The next keys beside the present ones, where they fit.
   if (c.score_mod.text.empty() && c.grad_query)
     return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3, 2}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2, 2}};
-  return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2}};
+  for (const int query_stages : {3, 2}) found.push_back({rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages});
+  return found;
 }
 std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
   if (fits_hopper_backward(c)) {
@@ -469,7 +482,7 @@ bool boxes_pay(const FlexCase& c) {
     return false;
   const int head = std::max(head_cols(c), value_cols(c));
   return (c.kernel == FlexKernel::kForward && head <= 48 && !has_hopper_boxes(c)) ||
-         (c.kernel == FlexKernel::kBackward && c.grad_query && head <= 64);
+         (c.kernel == FlexKernel::kBackward && c.grad_query && head <= 64 && !has_hopper_boxes(c));
 }
 
 // From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.

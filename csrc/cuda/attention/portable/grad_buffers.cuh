@@ -64,6 +64,17 @@ class FlexGradBuffers {
         [&](int n, int e) { return (alive >> (n * 4 + e) & 1) != 0; });
 #pragma unroll
     for (int k = 0; k < kCount; ++k) zero(sum_[k]);
+    if (masked) {
+      walk<true>(parts, alive);
+    } else {
+      walk<false>(parts, alive);
+    }
+    for_each_index<kCount>([&](auto index) { finish<decltype(index)::value>(alive); });
+  }
+
+ private:
+  template <bool kMasked>
+  __device__ __forceinline__ void walk(int parts, unsigned alive) {
     int b = static_cast<int>(blockIdx.x) % parts, stage = 0;
     FlexRow rows[2], next_rows[2] = {};
     load(b, 0, next_rows);
@@ -73,13 +84,11 @@ class FlexGradBuffers {
       wait_copies<0>();
       __syncthreads();
       if (b + parts < a_.batches) load(b + parts, 1 - stage, next_rows);
-      step(b, stage, rows, alive);
+      step<kMasked>(b, stage, rows, alive);
       stage = 1 - stage;
     }
-    for_each_index<kCount>([&](auto index) { finish<decltype(index)::value>(alive); });
   }
 
- private:
   static_assert(kBlocksN * 4 <= 32);
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16; }
@@ -114,6 +123,7 @@ class FlexGradBuffers {
     }
   }
 
+  template <bool kMasked>
   __device__ __forceinline__ void step(int b, int stage, const FlexRow (&rows)[2], unsigned alive) {
     const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
     const unsigned keys = grad_out + GradOutTile::kBytes, values = keys + KeyTile::kBytes;
@@ -130,7 +140,7 @@ class FlexGradBuffers {
         float value[kCount + 1], p;
         reads.e = e;
         FlexPairGradient<Config>::apply(score_, a_.scale, s[0][n][e], d[0][n][e], {rows[e / 2], 0.0f, 0.0f}, b, h_,
-                                        this->query(e), key(n, e), (alive >> (n * 4 + e) & 1) != 0, p, value, reads);
+                                        this->query(e), key(n, e), !kMasked || (alive >> (n * 4 + e) & 1) != 0, p, value, reads);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) sum_[k][n][e] += value[k];
       }
