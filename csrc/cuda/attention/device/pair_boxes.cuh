@@ -169,9 +169,11 @@ class PairBoxes {
     if constexpr (kBytes > 0) {
       for_each_box([&](auto box) {
         constexpr int k = decltype(box)::value, kElement = Mod::kPairBox[k], kTogether = 16 / kElement;
-        constexpr int kRows = 16, kAcross = kKeys / kTogether;
+        constexpr int kRows = kQueries % kThreads == 0 ? 32 : 16, kAcross = kKeys / kTogether;
         // Bulk copies of a row each take the time of some 500 bytes.
         constexpr bool kBulk = kElement == 4;
+        // Lanes that copy a row together, 128 bytes at a time, where all rows lie so.
+        constexpr int kRowLanes = 8, kRowsAtOnce = kLanes / kRowLanes;
         static_assert(kRows * kAcross % kLanes == 0 && kQueries % kRows == 0 && kLanes % kRows == 0);
         const int lane = thread % kLanes, rows = min(kQueries, queries - q), cols = min(kKeys, keys - kv);
 #pragma unroll 1
@@ -186,6 +188,20 @@ class PairBoxes {
           const int vectors =
               lies_so ? static_cast<int>(max(min(row.size - kv, static_cast<score_mod::int64>(cols)), 0ll)) / kTogether
                       : 0;
+          if constexpr (!kBulk && kAcross % kRowLanes == 0) {
+            // A warp has the addresses of many rows to compute: its instructions are what the tile takes.
+            if (__all_sync(~0u, lane >= kRows || vectors == kAcross)) {
+              const unsigned at = to + offset(k) + (first + lane / kRowLanes) * stride(k) + lane % kRowLanes * 16;
+#pragma unroll
+              for (int i = 0; i < kRows; i += kRowsAtOnce) {
+                const char* of_row = address_of_lane(from, i + lane / kRowLanes) + lane % kRowLanes * 16;
+#pragma unroll
+                for (int v = 0; v < kAcross; v += kRowLanes)
+                  copy_async(at + i * stride(k) + v * 16, of_row + v * 16, true);
+              }
+              continue;
+            }
+          }
           const unsigned place = to + offset(k) + own * stride(k);
           if constexpr (kBulk) {
             if (has_row && vectors > 0) copy_counted(place, from, vectors * 16, full);
@@ -193,8 +209,7 @@ class PairBoxes {
 #pragma unroll 4
             for (int i = 0; i < kRows * kAcross; i += kLanes) {
               const int r = (i + lane) / kAcross, at = (i + lane) % kAcross;
-              const char* of_row =
-                  reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), r));
+              const char* of_row = address_of_lane(from, r);
               if (at < __shfl_sync(~0u, vectors, r))
                 copy_async(to + offset(k) + (first + r) * stride(k) + at * 16, of_row + at * 16, true);
             }
@@ -275,6 +290,9 @@ class PairBoxes {
   }
 
  private:
+  static __device__ __forceinline__ const char* address_of_lane(const char* address, int lane) {
+    return reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(address), lane));
+  }
   // 16 bytes of a row that does not lie so.
   template <int kElement, bool kInteger>
   static __device__ __forceinline__ void copy_each(unsigned to, score_mod::PairRow row, int at) {

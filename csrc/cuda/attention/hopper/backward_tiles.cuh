@@ -71,8 +71,6 @@ class FlexBackwardHopperTiles {
   static constexpr unsigned kBoxStages = kBoxes ? Config::kReadStages : 1;
   // Pairs for which a mask_mod is called at a time.
   static constexpr int kTogether = 8;
-  // Beside boxes, what a mask adds to each pair is a fifth of its instructions.
-  static constexpr bool kUnmasked = kUnmaskedToo<Config> || (kBoxes && !kHas<MaskMod>);
   // Compute pairs eight queries at a time, against register pressure.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
@@ -340,8 +338,10 @@ class FlexBackwardHopperTiles {
   static constexpr bool kLines = kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() &&
                                  4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
   static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
+  // Where reads cost little, what a mask adds to each pair is a fifth of its instructions.
+  static constexpr bool kUnmasked = kUnmaskedToo<Config> || ((kBoxes || kLines) && !kHas<MaskMod>);
   // Blocks of eight queries that are computed together where registers are left.
-  static constexpr int kBlocksHeld = Config::kRows > 64 ? 1 : kBoxes && Config::kHead <= 64 ? 4 : kLines || kBoxes ? 2 : 1;
+  static constexpr int kBlocksHeld = kBoxes && Config::kHead <= 64 ? 4 : kBoxes || kLines ? 2 : 1;
   __device__ __forceinline__ void touch(int i) const {
     if constexpr (!kTouches) return;
     const Place p = place_of(i);
