@@ -59,6 +59,23 @@ def sizes_of(everyone: Sequence[Ranges]) -> list[int]:
     return [sum(b - a for a, b in ranges) for ranges in everyone]
 
 
+def joined(intervals: Sequence[tuple[int, int]]) -> Ranges:
+    """Sorted, and those that touch or overlap as one."""
+    made: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if made and start <= made[-1][1]:
+            made[-1] = made[-1][0], max(stop, made[-1][1])
+        else:
+            made.append((start, stop))
+    return tuple(made)
+
+
+def within(start: int, stop: int, ranges: Ranges) -> list[tuple[int, int, bool]]:
+    """[start, stop) cut where ranges begin and end, and whether each part lies in one of them."""
+    ends = sorted({start, stop, *(end for pair in ranges for end in pair if start < end < stop)})
+    return [(a, b, any(first <= a and b <= last for first, last in ranges)) for a, b in itertools.pairwise(ends)]
+
+
 def balanced_ranges(block_mask: BlockMask, world: int) -> list[list[tuple[int, int]]]:
     """Ranges for each process: chunks of equal length, the heaviest first, each to the process with the least work of
     those that may have another. Of 1, 2, 4, 8 and 16 chunks a process, the first number is taken that leaves none with
