@@ -251,6 +251,7 @@ def columns(group: Any) -> None:
     assert not counts, "a mask that lists most keys"
     low = inputs(length, torch.bfloat16)
     compare("bfloat16", context, low, None, masks["window"])
+    compare("bfloat16, balanced", ContextParallel.balanced(group, masks["documents"]), low, None, masks["documents"])
     parts = [context.shard(t, 2).detach().requires_grad_() for t in low]
     found = []
     for _ in range(2):
@@ -316,29 +317,39 @@ def rounding(group: Any) -> None:
         bias = rel.to(dtype)
         return lambda s, b, h, q, kv: s + bias[h, q - kv]
 
-    mask = block_mask(causal, 64, 16)
+    documents = torch.bucketize(torch.arange(64), torch.tensor([12, 44]), right=True)
+
+    def within(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (documents[q] == documents[kv])
+
     whole = inputs(64, torch.bfloat16)
     upstream = torch.randn(B, H, 64, E).bfloat16()
+    seen = torch.ones(64, 64, dtype=torch.bool).tril()
+    masks = {
+        "causal": (block_mask(causal, 64, 16), seen),
+        "documents": (block_mask(within, 64, 4), seen & (documents[:, None] == documents)),
+    }
+    for kind, (mask, pairs) in masks.items():
 
-    def eager(dtype: torch.dtype) -> list[Tensor]:
-        tensors = [t.detach().to(dtype).requires_grad_() for t in whole]
-        out = dense(*tensors, score_mod(dtype), torch.ones(64, 64, dtype=torch.bool).tril()).out
-        return [out, *torch.autograd.grad(out, tensors, upstream.to(dtype))]
+        def eager(dtype: torch.dtype, pairs: Tensor = pairs) -> list[Tensor]:
+            tensors = [t.detach().to(dtype).requires_grad_() for t in whole]
+            out = dense(*tensors, score_mod(dtype), pairs).out
+            return [out, *torch.autograd.grad(out, tensors, upstream.to(dtype))]
 
-    truth, theirs = eager(torch.float64), eager(torch.bfloat16)
-    found: list[Tensor] = []
-    for way in ("gather", "ring"):
-        context = ContextParallel(group, "zigzag", length=64, way=way)
-        parts = [context.shard(t, 2).detach().requires_grad_() for t in whole]
-        out = flex_attention(*parts, score_mod(torch.float32), mask, enable_gqa=True, context_parallel=context)
-        ours = [out, *torch.autograd.grad(out, parts, context.shard(upstream, 2))]
-        for i, made in enumerate(ours):
-            right = context.shard(truth[i], 2)
-            errors = [(t.double() - right).square().mean().sqrt() for t in (made, context.shard(theirs[i], 2))]
-            assert errors[0] <= 1.5 * errors[1], f"{way} {i}: {errors}"
-            if i == 0:
-                found.append(errors[0])
-    assert found[1] <= 1.1 * found[0], "merged outputs are rounded once"
+        truth, theirs = eager(torch.float64), eager(torch.bfloat16)
+        found: list[Tensor] = []
+        for way in ("gather", "ring"):
+            context = ContextParallel(group, "zigzag", length=64, way=way)
+            parts = [context.shard(t, 2).detach().requires_grad_() for t in whole]
+            out = flex_attention(*parts, score_mod(torch.float32), mask, enable_gqa=True, context_parallel=context)
+            ours = [out, *torch.autograd.grad(out, parts, context.shard(upstream, 2))]
+            for i, made in enumerate(ours):
+                right = context.shard(truth[i], 2)
+                errors = [(t.double() - right).square().mean().sqrt() for t in (made, context.shard(theirs[i], 2))]
+                assert errors[0] <= 1.5 * errors[1], f"{kind} {way} {i}: {errors}"
+                if i == 0:
+                    found.append(errors[0])
+        assert found[1] <= 1.1 * found[0], f"{kind}: merged outputs are rounded once"
 
 
 @case
@@ -602,7 +613,8 @@ def helper(group: Any) -> None:
         counts = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten().double()
         index = context.positions(device=DEVICE)
         work = counts[index // 4].sum() / 4
-        assert world == 3 or work <= 1.15 * counts.sum() / world, (work, counts.sum() / world)
+        # Of sixteen rows; test_balanced_ranges.py has longer ones.
+        assert world == 3 or work <= 1.1 * counts.sum() / world, (work, counts.sum() / world)
 
 
 @case
