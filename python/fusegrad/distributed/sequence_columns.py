@@ -9,22 +9,26 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from .gradients import acc_of
 from .sequence import ContextParallel
 from .sequence_masks import MaskCuts, Piece, listed_versions, pieces
-from .sequence_ranges import Ranges, cut, sizes_of
+from .sequence_ranges import Ranges, cut, joined, sizes_of
+from .sequence_rows import Sum
 
-__all__ = ["Columns", "Fetch", "listed_columns", "send_back"]
+__all__ = ["Columns", "Fetch", "KeySum", "listed_columns"]
 
 # Rows that lie in both of two orders: the first's number in each, and how many.
 _Overlaps = list[tuple[int, int, int]]
 
 
 class Columns:
-    """Which keys each process works with, and where this process has them: in one tensor of `size` rows.
+    """Which keys each process works with, and where this process has them: in its own tensors, or with others' keys in
+    one tensor of `size` rows.
 
     Args:
         queries: the pieces of each process, and between which keys the mask lists any for each of them.
@@ -32,31 +36,48 @@ class Columns:
 
     Attributes:
         needed: of each process, sorted and apart.
+        apart: whether no process has two pieces that need the same key: it then has no gradients of keys to add up.
         keys_of: of a piece of this process's queries; pieces that need no key are not there.
+        home: pieces whose keys follow each other in this process's own tensors, to whose rows keys_of refers.
         local, rest: pieces that need this process's keys alone, and the others.
         lists: of blocks, of a piece and its keys.
-        own, inbound: the rows of each process that this one needs: row there, row here, number.
+        own, inbound: the rows of each process that the one tensor has: row there, row here, number.
         outbound: this process's rows that each one needs.
     """
 
     def __init__(self, queries: Sequence[dict[Piece, tuple[int, int]]], keys: Sequence[Ranges], rank: int) -> None:
-        self.needed = [_joined(list(part.values())) for part in queries]
-        mine, self.size = [], 0
-        for start, stop in self.needed[rank]:
-            mine.append(Piece(start, stop, self.size))
-            self.size += stop - start
-        overlaps = [_overlaps(part, self.needed[rank]) for part in keys]
-        self.own = overlaps[rank]
-        self.inbound = [[] if r == rank else found for r, found in enumerate(overlaps)]
+        self.needed = [joined(list(part.values())) for part in queries]
+        self.apart = all(
+            sum(b - a for a, b in part.values()) == sum(b - a for a, b in its)
+            for part, its in zip(queries, self.needed, strict=True)
+        )
         self.outbound = [[] if r == rank else _overlaps(keys[rank], n) for r, n in enumerate(self.needed)]
         self.keys_of: dict[Piece, Piece] = {}
         self.local: list[Piece] = []
         self.rest: list[Piece] = []
+        self.home: set[Piece] = set()
+        elsewhere = {}
+        own = pieces(keys[rank], 0)
         for q, (start, stop) in queries[rank].items():
-            (home,) = (piece for piece in mine if piece.start <= start < piece.stop)
-            self.keys_of[q] = Piece(start, stop, home.row + start - home.start)
             here = sum(n for _, _, n in _overlaps(keys[rank], ((start, stop),)))
             (self.local if here == stop - start else self.rest).append(q)
+            found = [piece for piece in own if piece.start <= start and stop <= piece.stop]
+            if found:
+                self.home.add(q)
+                self.keys_of[q] = _within(found[0], start, stop)
+            else:
+                elsewhere[q] = start, stop
+        together, self.size = [], 0
+        for start, stop in joined(list(elsewhere.values())):
+            together.append(Piece(start, stop, self.size))
+            self.size += stop - start
+        for q, (start, stop) in elsewhere.items():
+            (found_at,) = (piece for piece in together if piece.start <= start < piece.stop)
+            self.keys_of[q] = _within(found_at, start, stop)
+        gathered = tuple((piece.start, piece.stop) for piece in together)
+        overlaps = [_overlaps(part, gathered) for part in keys]
+        self.own = overlaps[rank]
+        self.inbound = [[] if r == rank else found for r, found in enumerate(overlaps)]
         self.lists: dict[tuple[Piece, Piece], list[Tensor]] = {}
 
     def few(self, keys: Sequence[Ranges]) -> bool:
@@ -68,14 +89,8 @@ class Columns:
         return 3 * moved < 2 * (len(keys) - 1) * sum(sizes_of(keys))
 
 
-def _joined(intervals: list[tuple[int, int]]) -> Ranges:
-    made: list[tuple[int, int]] = []
-    for start, stop in sorted(intervals):
-        if made and start <= made[-1][1]:
-            made[-1] = made[-1][0], max(stop, made[-1][1])
-        else:
-            made.append((start, stop))
-    return tuple(made)
+def _within(piece: Piece, start: int, stop: int) -> Piece:
+    return Piece(start, stop, piece.row + start - piece.start)
 
 
 def _overlaps(first: Ranges, second: Ranges) -> _Overlaps:
@@ -125,17 +140,23 @@ def listed_columns(
 
 
 class Fetch:
-    """The needed rows of key and value, [B, H, rows, D]: this process's at once, the others' after wait()."""
+    """The keys and values that pieces need: of()."""
 
     def __init__(self, context: ContextParallel, columns: Columns, tensors: Sequence[Tensor]) -> None:
-        self._columns = columns
+        self._columns, self._tensors = columns, tensors
         own = [t.movedim(2, 0) for t in tensors]
         self._coming = [_exchange(context, t, columns.outbound, columns.inbound, 0) for t in own]
         self._made = [t.new_empty(columns.size, *t.shape[1:]) for t in own]
         for made, t in zip(self._made, own, strict=True):
             for there, here, count in columns.own:
                 made[here : here + count].copy_(t[there : there + count])
-        self.key, self.value = (made.movedim(0, 2) for made in self._made)
+
+    def of(self, q: Piece) -> list[Tensor]:
+        """Key and value, [B, H, rows, D], for a piece of queries: of the columns' `rest` after wait()."""
+        k = self._columns.keys_of[q]
+        if q in self._columns.home:
+            return [t.narrow(2, k.row, k.size) for t in self._tensors]
+        return [made.narrow(0, k.row, k.size).movedim(0, 2) for made in self._made]
 
     def wait(self) -> None:
         for made, (received, _, work) in zip(self._made, self._coming, strict=True):
@@ -147,27 +168,47 @@ class Fetch:
         self._coming = []
 
 
-def send_back(
-    context: ContextParallel, columns: Columns, sums: Sequence[Tensor | None], own: int
-) -> list[Tensor | None]:
-    """Of sums over needed rows, [rows, ...], those of this process's `own` rows, added up in the order of processes."""
-    coming = [None if t is None else _exchange(context, t, columns.inbound, columns.outbound, 1) for t in sums]
-    made: list[Tensor | None] = []
-    for t, its in zip(sums, coming, strict=True):
-        if t is None or its is None:
-            made.append(None)
-            continue
-        whole = t.new_zeros(own, *t.shape[1:])
+class KeySum:
+    """The gradient of key or value, from what the pieces of all processes give to it.
+
+    Where no process has anything to add up by itself, what pieces give keeps its dtype until it meets another
+    process's: no bit of it is lost, and half as many travel.
+    """
+
+    def __init__(self, columns: Columns, own: Tensor) -> None:
+        self._columns, self._dtype = columns, own.dtype
+        self._travels = dtype = own.dtype if columns.apart else acc_of(own.dtype)
+        shape = (*own.shape[:2], columns.size, own.shape[3])
+        self._home = Sum(lambda: torch.empty_like(own, dtype=dtype), own.shape[2], dtype)
+        self._together = Sum(lambda: own.new_empty(shape, dtype=dtype), columns.size, dtype)
+
+    def add(self, q: Piece, gradient: Tensor) -> None:
+        (self._home if q in self._columns.home else self._together).add(self._columns.keys_of[q].row, gradient)
+
+    def send(self, context: ContextParallel) -> None:
+        columns, rows = self._columns, self._together.finished().to(self._travels)
+        self._coming = _exchange(context, rows.movedim(2, 0), columns.inbound, columns.outbound, 1)
         for there, here, count in columns.own:
-            whole[there : there + count] = t[here : here + count]
-        received, _, work = its
+            self._home.add(there, rows.narrow(2, here, count))
+
+    def received(self) -> Tensor:
+        """That of this process's keys, added up in the order of processes, after send()."""
+        own = self._home.finished()
+        rows, _, work = self._coming
         work.wait()
-        at = 0
-        for there, _, count in (place for part in columns.outbound for place in part):
-            whole[there : there + count] += received[at : at + count]
+        places, at = [], 0
+        for there, _, count in (place for part in self._columns.outbound for place in part):
+            places.append((there, rows[at : at + count].movedim(0, 2)))
             at += count
-        made.append(whole)
-    return made
+        for start, stop in joined([(there, there + part.shape[2]) for there, part in places]):
+            shared = own.narrow(2, start, stop - start)
+            wide = shared.to(acc_of(own.dtype))
+            for there, part in places:
+                if start <= there < stop:
+                    wide.narrow(2, there - start, part.shape[2]).add_(part)
+            if wide is not shared:
+                shared.copy_(wide)
+        return own.to(self._dtype)
 
 
 def _exchange(

@@ -35,9 +35,16 @@ class Piece(NamedTuple):
 
 
 def pieces(ranges: Ranges, block: int) -> list[Piece]:
-    """The ranges, each begun at a block's start or within one block; a block of 0 cuts nothing."""
-    made, row = [], 0
+    """The ranges, those that follow each other as one, each begun at a block's start or within one block; a block of 0
+    cuts nothing."""
+    whole: list[tuple[int, int]] = []
     for start, stop in ranges:
+        if whole and whole[-1][1] == start:
+            whole[-1] = whole[-1][0], stop
+        else:
+            whole.append((start, stop))
+    made, row = [], 0
+    for start, stop in whole:
         end = stop if block == 0 else min(-(-start // block) * block, stop)
         for a, b in ((start, end), (end, stop)) if start < end < stop else ((start, stop),):
             if a < b:

@@ -59,63 +59,94 @@ def sizes_of(everyone: Sequence[Ranges]) -> list[int]:
     return [sum(b - a for a, b in ranges) for ranges in everyone]
 
 
+def joined(intervals: Sequence[tuple[int, int]]) -> Ranges:
+    """Sorted, and those that touch or overlap as one."""
+    made: list[tuple[int, int]] = []
+    for start, stop in sorted(intervals):
+        if made and start <= made[-1][1]:
+            made[-1] = made[-1][0], max(stop, made[-1][1])
+        else:
+            made.append((start, stop))
+    return tuple(made)
+
+
+def within(start: int, stop: int, ranges: Ranges) -> list[tuple[int, int, bool]]:
+    """[start, stop) cut where ranges begin and end, and whether each part lies in one of them."""
+    ends = sorted({start, stop, *(end for pair in ranges for end in pair if start < end < stop)})
+    return [(a, b, any(first <= a and b <= last for first, last in ranges)) for a, b in itertools.pairwise(ends)]
+
+
+# Work is counted in pairs of blocks. A block of keys that only the other side of a cut has is fetched twice and its
+# gradients are sent back: the time of about so many pairs, in bfloat16 over NVLink.
+_PAIRS_A_FETCHED_BLOCK = 4
+# By what part of its share work may differ, for fewer ranges and less to fetch; by more where no cut is closer.
+_TOLERANCE = 0.01
+
+
 def balanced_ranges(block_mask: BlockMask, world: int) -> list[list[tuple[int, int]]]:
-    """Ranges for each process: chunks of equal length, the heaviest first, each to the process with the least work of
-    those that may have another. Of 1, 2, 4, 8 and 16 chunks a process, the first number is taken that leaves none with
-    more than 2% above its share."""
-    length = block_mask.seq_lengths[0]
-    counts = block_mask.kv_num_blocks.double()
-    if block_mask.full_kv_num_blocks is not None:
-        counts = counts + block_mask.full_kv_num_blocks
-    rows: list[float] = counts.reshape(-1, counts.shape[-1]).sum(0).tolist()
-    total = sum(rows)
-    if length == 0 or total == 0:
+    """Ranges for each process, of as many rows of blocks and of as much work as the others', at most 2 world - 1 in all
+    and ceil(log2(world)) + 1 each.
+
+    The rows lie on a circle. Half of the processes get a window of it, the others the rest, and both close to circles
+    that are halved again. A window of the share's work always exists, but for a row's: the mean over all starts is the
+    share, and a step to the next start changes the work by the difference of two rows. Each of the world - 1 halvings
+    makes at most two cuts."""
+    length, block = int(block_mask.seq_lengths[0]), block_mask.BLOCK_SIZE[0]
+    work, across = _counts(block_mask)
+    if length == 0 or sum(work) == 0:
         raise ValueError(f"{NAME}.balanced: block_mask must list blocks, but got none")
-    block = block_mask.BLOCK_SIZE[0]
-    best: tuple[float, list[list[tuple[int, int]]]] | None = None
-    for each in (1, 2, 4, 8, 16):
-        if each * world > len(rows) and best is not None:
-            break
-        made, share = _dealt(rows, length, block, each, world)
-        worst = share * world / total
-        if best is None or worst < best[0]:
-            best = worst, made
-        if worst <= 1.02:
-            break
-    assert best is not None
-    return best[1]
+    unit = block if length >= world * block else 1  # cuts lie between blocks
+    if unit == 1:  # what lies across a cut within a block is not known
+        across = [0.0 if i % block else across[i // block] for i in range(length)]
+        work = [work[i // block] / block for i in range(length)]
+    sizes = [(r + 1) * len(work) // world - r * len(work) // world for r in range(world)]
+    parts = _halved(list(range(len(work))), sizes, work, across, _TOLERANCE / max((world - 1).bit_length(), 1))
+    return [list(joined([(i * unit, min((i + 1) * unit, length)) for i in part])) for part in sorted(parts)]
 
 
-def _dealt(
-    rows: list[float], length: int, block: int, each: int, world: int
-) -> tuple[list[list[tuple[int, int]]], float]:
-    count = each * world
-    ends = [i * length // count for i in range(count + 1)]
-    if length >= count * block:  # cut between blocks
-        ends = [e // block * block for e in ends[:-1]] + [length]
-    before = list(itertools.accumulate(rows, initial=0.0))
+def _counts(block_mask: BlockMask) -> tuple[list[float], list[float]]:
+    """Of each row of blocks, the mean over batches and heads: how many blocks it lists; and how many of them, and of
+    those of the row before, lie on the other side of a cut between the two."""
+    rows, columns = block_mask.BLOCK_SIZE
+    m = block_mask
+    sums: tuple[list[Tensor], ...] = [], [], []  # of all blocks, those below and those above the row's own
+    for count, index in ((m.kv_num_blocks, m.kv_indices), (m.full_kv_num_blocks, m.full_kv_indices)):
+        if count is None or index is None:
+            continue
+        listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+        start = torch.arange(count.shape[-1], device=index.device).unsqueeze(-1) * rows
+        found = (listed, listed & (index * columns < start), listed & ((index + 1) * columns > start + rows))
+        for to, which in zip(sums, found, strict=True):
+            to.append(which.sum(-1).reshape(-1, count.shape[-1]).double().mean(0))
+    made: list[list[float]] = torch.stack([torch.stack(t).sum(0) for t in sums]).tolist()
+    return made[0], [b + a for b, a in zip(made[1], [0.0, *made[2]], strict=False)]
 
-    def until(position: int) -> float:
-        row, rest = divmod(position, block)
-        return before[row] + (rows[row] * rest / block if rest else 0.0)
 
-    work = [until(b) - until(a) for a, b in itertools.pairwise(ends)]
-    loads, parts = [0.0] * world, [list[int]() for _ in range(world)]
-    for chunk in sorted(range(count), key=lambda i: -work[i]):
-        rank = min((r for r in range(world) if len(parts[r]) < each), key=lambda r: loads[r])
-        parts[rank].append(chunk)
-        loads[rank] += work[chunk]
-    made = []
-    for part in parts:
-        ranges: list[tuple[int, int]] = []
-        for chunk in sorted(part):
-            a, b = ends[chunk], ends[chunk + 1]
-            if ranges and ranges[-1][1] == a:
-                ranges[-1] = ranges[-1][0], b
-            elif b > a:
-                ranges.append((a, b))
-        made.append(ranges)
-    return made, max(loads)
+def _halved(
+    rows: list[int], sizes: list[int], work: list[float], across: list[float], tolerance: float
+) -> list[list[int]]:
+    """Of sorted rows, which close to a circle, those of as many processes as there are sizes."""
+    if len(sizes) == 1:
+        return [rows]
+    first, count = len(sizes) // 2, len(rows)
+    size = sum(sizes[:first])
+    before = list(itertools.accumulate((work[i] for i in rows * 2), initial=0.0))
+    share = before[count] * first / len(sizes)
+
+    # Which cuts before a row are new: nothing is fetched over the others that was not before.
+    cuts = [0 if count == 0 or rows[i] != rows[i - 1] + 1 else 1 for i in range(count)]
+    fetched = [_PAIRS_A_FETCHED_BLOCK * across[i] if cut else 0.0 for i, cut in zip(rows, cuts, strict=True)]
+    off = [abs(before[start + size] - before[start] - share) for start in range(count)]
+    allowed = max(min(off, default=0.0), tolerance * share)
+
+    def cost(start: int) -> tuple[int, float]:
+        end = (start + size) % count
+        return cuts[start] + cuts[end], off[start] + fetched[start] + fetched[end]
+
+    start = min((i for i in range(count) if off[i] <= allowed), key=cost, default=0)
+    around = rows[start:] + rows[:start]
+    parts = (around[:size], sizes[:first]), (around[size:], sizes[first:])
+    return [part for its, its_sizes in parts for part in _halved(sorted(its), its_sizes, work, across, tolerance)]
 
 
 def ordered(rows: Tensor, everyone: Sequence[Ranges], largest: int) -> Tensor:

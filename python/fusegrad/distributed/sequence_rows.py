@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .gradients import acc_of
 from .sequence_masks import Piece
+from .sequence_ranges import Ranges, joined, within
 
-__all__ = ["Results", "Sums", "Tensors", "merged", "nothing"]
+__all__ = ["Results", "Sum", "Sums", "Tensors", "merged", "together"]
 
 
 @dataclass
@@ -47,27 +48,39 @@ class Results:
         return Results(*(t.narrow(2, piece.row, piece.size) if t.dim() >= 3 else t for t in self.tensors()))
 
 
-def nothing(t: Tensors, max_scores: bool) -> Results:
-    """Of queries that no key takes part for; dimensions of the output lie in memory as the query's do."""
+def together(t: Tensors, parts: Sequence[tuple[Piece, Results]], max_scores: bool) -> Results:
+    """Of all queries, from those of pieces; no key takes part for the others."""
+    rows = t.query.shape[2]
+    if len(parts) == 1 and parts[0][0].size == rows and parts[0][1].out.dtype == t.query.dtype:
+        return parts[0][1]
+    results = _empty(t, max_scores)
+    for piece, part in parts:
+        for to, what in zip(results.rows(piece).tensors(), part.tensors(), strict=True):
+            to.copy_(what)
+    reached = joined([(piece.row, piece.row + piece.size) for piece, _ in parts])
+    for start, stop, made in within(0, rows, reached):
+        if not made:
+            none = results.rows(Piece(start, stop, start))
+            for to, value in zip(none.tensors(), (0, -torch.inf, -torch.inf, 0, 0), strict=True):
+                to.fill_(value)
+    return results
+
+
+def _empty(t: Tensors, max_scores: bool) -> Results:
+    """Not filled; dimensions of the output lie in memory as the query's do."""
     query = t.query
     low = query.dtype in (torch.bfloat16, torch.float16)
     order = sorted(range(3), key=lambda d: -query.stride(d))
     sizes = [query.shape[d] for d in order]
 
     def output() -> Tensor:
-        made = query.new_zeros(*sizes, t.value.shape[3])
+        made = query.new_empty(*sizes, t.value.shape[3])
         return made.permute(*(order.index(d) for d in range(3)), 3)
 
-    acc = acc_of(query.dtype)
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=acc, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=acc_of(query.dtype), device=query.device)
     none = lse.new_empty(0)
-    return Results(
-        output(),
-        lse,
-        lse.clone() if max_scores else none,
-        torch.zeros_like(lse) if max_scores else none,
-        output() if low else query.new_empty(0),
-    )
+    largest, ties = (torch.empty_like(lse) if max_scores else none for _ in range(2))
+    return Results(output(), lse, largest, ties, output() if low else query.new_empty(0))
 
 
 def merged(sums: Results | None, part: Results) -> Results:
@@ -89,39 +102,86 @@ def merged(sums: Results | None, part: Results) -> Results:
     return sums
 
 
+class Sum:
+    """Rows of [B, H, rows, D] that parts are added to: written where none came before.
+
+    Args:
+        make: the total, not filled. It is made when it is needed: one part of all rows takes its place.
+        dtype: of the total, in which each part is exact.
+        total: that which is made already, as into() has it; no part takes its place.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], rows: int, dtype: torch.dtype, total: Tensor | None = None) -> None:
+        self._make, self._rows, self._dtype, self._total = make, rows, dtype, total
+        self._reached: Ranges = ()
+
+    @classmethod
+    def into(cls, total: Tensor) -> Sum:
+        return cls(lambda: total, total.shape[2], total.dtype, total)
+
+    def add(self, row: int, part: Tensor) -> None:
+        size = part.shape[2]
+        if self._total is None and size == self._rows:
+            self._total = part
+        else:
+            total = self._whole()
+            for start, stop, again in within(row, row + size, self._reached):
+                to, what = total.narrow(2, start, stop - start), part.narrow(2, start - row, stop - start)
+                (to.add_ if again else to.copy_)(what)
+        self._reached = joined([*self._reached, (row, row + size)])
+
+    def finished(self) -> Tensor:
+        """The total, with zeros where nothing was added; of one part's dtype where that took its place."""
+        total = self._make() if self._total is None else self._total
+        for start, stop, reached in within(0, self._rows, self._reached):
+            if not reached:
+                total.narrow(2, start, stop - start).zero_()
+        return total
+
+    def _whole(self) -> Tensor:
+        self._total = self._make() if self._total is None else self._total.to(self._dtype)
+        return self._total
+
+
 class Sums:
-    """The gradients of the queries and of the score_mod's buffers, added up over parts in float32 or wider.
+    """The gradients of the queries and of the score_mod's buffers, from those of parts.
 
     Args:
         wanted: of query, key, value and each buffer.
+        once: whether each query is in one part; else its gradients are added up in float32 or wider.
         own: for each buffer, whether its gradient stays in this process.
         groups: over which the others are summed.
     """
 
-    def __init__(self, t: Tensors, wanted: Sequence[bool], own: Sequence[bool], groups: Sequence[Any]) -> None:
+    def __init__(
+        self, t: Tensors, wanted: Sequence[bool], once: bool, own: Sequence[bool], groups: Sequence[Any]
+    ) -> None:
         self.t, self.wanted, self.own, self.groups = t, list(wanted), own, groups
-        acc = acc_of(t.query.dtype)
-        self._query = torch.zeros_like(t.query, dtype=acc) if wanted[0] else None
-        self._buffers = [
-            torch.zeros(b.shape, dtype=acc_of(b.dtype), device=b.device) if want else None
-            for b, want in zip(t.buffers, wanted[3:], strict=True)
-        ]
+        dtype = t.query.dtype if once else acc_of(t.query.dtype)
+        self._query = Sum(lambda: torch.empty_like(t.query, dtype=dtype), t.query.shape[2], dtype)
+        self._buffers: list[Tensor | None] = [None for _ in t.buffers]
 
     def add(self, piece: Piece, query: Tensor, buffers: Sequence[Tensor]) -> None:
-        if self._query is not None:
-            self._query.narrow(2, piece.row, piece.size).add_(query)
-        for to, gradient in zip(self._buffers, buffers, strict=True):
-            if to is not None:
-                to.add_(gradient)
+        if self.wanted[0]:
+            self._query.add(piece.row, query)
+        for i, (made, gradient) in enumerate(zip(self._buffers, buffers, strict=True)):
+            if self.wanted[3 + i]:
+                self._buffers[i] = gradient if made is None else made.to(acc_of(made.dtype)).add_(gradient)
 
     def query(self) -> Tensor | None:
-        return None if self._query is None else self._query.to(self.t.query.dtype)
+        return self._query.finished().to(self.t.query.dtype) if self.wanted[0] else None
 
     def buffers(self) -> list[Tensor | None]:
         made: list[Tensor | None] = []
-        for buffer, gradient, own in zip(self.t.buffers, self._buffers, self.own, strict=True):
-            if gradient is not None and not own and gradient.numel():
+        for i, (buffer, gradient, own) in enumerate(zip(self.t.buffers, self._buffers, self.own, strict=True)):
+            if not self.wanted[3 + i]:
+                made.append(None)
+                continue
+            if gradient is None:
+                gradient = torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
+            if self.groups and not own and gradient.numel():
+                gradient = gradient.to(acc_of(buffer.dtype))
                 for group in self.groups:
                     dist.all_reduce(gradient, group=group)
-            made.append(None if gradient is None else gradient.to(buffer.dtype))
+            made.append(gradient.to(buffer.dtype))
         return made

@@ -7,7 +7,7 @@ dS = P * (dP - sum(grad_out * out) + grad_lse) with P = exp(s - lse) holds for a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 from .._attention_composite import MAX_SCORES, OUT_LOW
 from .gradients import acc_of
 from .sequence import ContextParallel, gathered
-from .sequence_columns import Columns, Fetch, send_back
+from .sequence_columns import Columns, Fetch, KeySum
 from .sequence_masks import MaskCuts, Piece, listed_pairs, pieces
 from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import Ranges, sizes_of, unordered
-from .sequence_rows import Results, Sums, Tensors, merged, nothing
+from .sequence_rows import Results, Sum, Sums, Tensors, merged, together
 from .sequence_travel import Exchange, Layout
 
 __all__ = ["Call"]
@@ -125,9 +125,7 @@ class Call:
             blocks = self._blocks(q, k)
             assert blocks is not None
             made.append((q, self._forward(t, q, k, key, value, blocks)))
-        if len(made) == 1 and made[0][0].size == t.query.shape[2]:
-            return made[0][1]
-        return self._joined(t, made)
+        return together(t, made, self.max_scores)
 
     def _ring_forward(self, t: Tensors) -> Results:
         made: dict[Piece, Results] = {}
@@ -140,15 +138,7 @@ class Call:
         for part in made.values():
             if t.query.dtype in (torch.bfloat16, torch.float16):
                 part.low = part.out - part.out.to(t.query.dtype)
-        return self._joined(t, made.items())
-
-    def _joined(self, t: Tensors, made: Iterable[tuple[Piece, Results]]) -> Results:
-        """Results of all of this process's queries from those of pieces; no key takes part for the others."""
-        results = nothing(t, self.max_scores)
-        for q, part in made:
-            for to, what in zip(results.rows(q).tensors(), part.tensors(), strict=True):
-                to.copy_(what)
-        return results
+        return together(t, list(made.items()), self.max_scores)
 
     # --- backward ---
 
@@ -157,7 +147,7 @@ class Call:
     ) -> list[Tensor | None]:
         """The gradients of query, key, value and the score_mod's buffers, as far as they are `wanted`; `upstream` are
         those of out, lse and max_scores."""
-        sums = Sums(t, wanted, self.own_buffers, self.groups)
+        sums = Sums(t, wanted, not self.ring, self.own_buffers, self.groups)
         if self.ring:
             keys = self._ring_backward(t, results, upstream, sums)
         else:
@@ -200,36 +190,48 @@ class Call:
     def _gather_backward(
         self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], sums: Sums
     ) -> list[Tensor | None]:
-        acc, columns = acc_of(t.query.dtype), self.columns
-        rows: list[Tensor | None] = []
-        for own, needed in ((t.key, sums.wanted[1]), (t.value, sums.wanted[2])):
-            size = self.length if columns is None else columns.size
-            shape = (size, *own.shape[:2], own.shape[3])
-            rows.append(torch.zeros(shape, dtype=acc, device=own.device) if needed else None)
+        wanted = sums.wanted[1:3]
+        if self.columns is not None:
+            to = [KeySum(self.columns, x) if want else None for x, want in zip((t.key, t.value), wanted, strict=True)]
+            for q, k, key, value in self._gather_steps(t):
+                made = self._backward(t, results, upstream, q, k, key, value, sums)
+                assert made is not None
+                for its, gradient in zip(to, made, strict=True):
+                    if its is not None:
+                        its.add(q, gradient)
+                del made, key, value
+            for its in to:
+                if its is not None:
+                    its.send(self.context)
+            return [None if its is None else its.received() for its in to]
+        whole = [self._all_keys(x) if want else None for x, want in zip((t.key, t.value), wanted, strict=True)]
         for q, k, key, value in self._gather_steps(t):
             made = self._backward(t, results, upstream, q, k, key, value, sums)
             assert made is not None
-            for to, gradient in zip(rows, made, strict=True):
-                if to is not None:
-                    to.narrow(0, k.row, k.size).add_(gradient.movedim(2, 0))
+            for total, gradient in zip(whole, made, strict=True):
+                if total is not None:
+                    total.add(k.row, gradient)
             del made, key, value
-        if columns is None:
-            rows = [None if r is None else self._own(r) for r in rows]
-        else:
-            rows = send_back(self.context, columns, rows, t.key.shape[2])
-        return [None if r is None else r.movedim(0, 2).to(t.query.dtype) for r in rows]
+        return [None if total is None else self._own(total.finished()).to(t.query.dtype) for total in whole]
 
-    def _own(self, rows: Tensor) -> Tensor:
-        """Of rows of the whole sequence, those of this process, summed over all."""
+    def _all_keys(self, own: Tensor) -> Sum:
+        """For the gradients of all keys, which a reduce-scatter sums in float32 or wider."""
+        acc, shape = acc_of(own.dtype), (self.length, *own.shape[:2], own.shape[3])
+        if self.context.world == 1:
+            return Sum(lambda: own.new_empty(shape, dtype=acc).movedim(0, 2), self.length, acc)
+        return Sum.into(own.new_empty(shape, dtype=acc).movedim(0, 2))
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """Of the gradients of all keys, those of this process's, summed over all."""
         context, own = self.context, self.sizes[self.context.rank]
-        largest = max(self.sizes)
-        rows = unordered(rows, self.keys, largest)
         if context.world == 1:
-            return rows
+            return whole
+        largest = max(self.sizes)
+        rows = unordered(whole.movedim(2, 0), self.keys, largest)
         made = rows.new_empty(largest, *rows.shape[1:])
         if made.numel():
             dist.reduce_scatter_tensor(made, rows, group=context.group)
-        return made[:own]
+        return made[:own].movedim(0, 2)
 
     def _ring_backward(
         self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], sums: Sums
@@ -239,14 +241,16 @@ class Call:
         needed = sums.wanted[1] or sums.wanted[2]
         coming: Exchange | None = None
         for part, cut in self._steps(t, layout):
-            flat = layout.zeros(acc_of(t.query.dtype)) if needed else t.key.new_empty(0)
-            to = layout.views(flat, self.sizes[part]) if needed else []
+            flat = layout.empty(acc_of(t.query.dtype)) if needed else t.key.new_empty(0)
+            to = [Sum.into(view) for view in layout.views(flat, self.sizes[part])] if needed else []
             for k, key, value in cut:
                 for q in self.query_pieces:
                     made = self._backward(t, results, upstream, q, k, key, value, sums) or ()
-                    for whole, gradient, want in zip(to, made, sums.wanted[1:3], strict=False):
+                    for total, gradient, want in zip(to, made, sums.wanted[1:3], strict=False):
                         if want:
-                            whole.narrow(2, k.row, k.size).add_(gradient)
+                            total.add(k.row, gradient)
+            for total in to:
+                total.finished()
             if coming is not None:
                 flat += coming.wait()
             coming = Exchange(self.context, flat)
@@ -270,8 +274,7 @@ class Call:
         for number, q in enumerate((*columns.local, *columns.rest)):
             if number == len(columns.local):
                 fetch.wait()
-            k = columns.keys_of[q]
-            yield q, k, fetch.key.narrow(2, k.row, k.size), fetch.value.narrow(2, k.row, k.size)
+            yield q, columns.keys_of[q], *fetch.of(q)
         if not columns.rest:  # what others need of this process is under way
             fetch.wait()
 

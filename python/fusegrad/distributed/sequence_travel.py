@@ -28,8 +28,9 @@ class Layout:
             to.copy_(what)
         return flat
 
-    def zeros(self, dtype: torch.dtype) -> Tensor:
-        return self.like.new_zeros(self.size, dtype=dtype)
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Numbers behind a shorter part's are any."""
+        return self.like.new_empty(self.size, dtype=dtype)
 
     def views(self, flat: Tensor, length: int) -> list[Tensor]:
         made, at = [], 0
