@@ -94,7 +94,6 @@ std::string render_config(const KernelFacts& f) {
     config.choice("kFirstMaximum", f.first_maximum);
     config.choice("kMaxScores", f.max_scores);
     config.choice("kOutLow", f.out_low);
-    if (f.few()) config.number("kResident", f.resident);
   } else {
     config.choice("kGradQuery", f.grad_query);
     config.choice("kStoresBoxes", f.stores_boxes);

@@ -92,7 +92,7 @@ struct KernelFacts {
   FlexTangentsOf tangents_of;     ///< tangents
   bool grad_out_tangent = false;  ///< pair_tangents
   bool small_lengths = true;      ///< B, H, M and N are at most kSmallLength
-  int resident = 1;               ///< of few queries: CTAs of a multiprocessor
+  int resident = 0;               ///< CTAs of a multiprocessor that registers must allow; 0: any
   int shared_bytes = 0;
 
   bool hopper() const { return tile.family == FlexFamily::kHopper; }

@@ -434,7 +434,14 @@ std::vector<FlexTileSize> few_forward(const FlexCase& c, const std::string& arch
   return found;
 }
 
-constexpr FlexTileSize kGradBuffersTile{64, 64, 4};
+// Reads from the L2 cache limit it at small heads: taller tiles read each batch's keys fewer times. They must fit the
+// shared memory of every GPU.
+FlexTileSize grad_buffers_tile(const FlexCase& c) {
+  const bool small = std::max(head_cols(c), value_cols(c)) <= 32 && kept_reads(c.score_mod) <= 1;
+  return small && c.most_queries != 64 ? FlexTileSize{128, 64, 8} : FlexTileSize{64, 64, 4};
+}
+// CTAs of a multiprocessor, by registers.
+int grad_buffers_ctas(const FlexTileSize& tile) { return tile.rows == 64 ? 3 : 2; }
 
 // A warp has 16 queries, as registers hold two outputs and two tiles of scores of them. Values come in parts
 // (tangents_parts).
@@ -489,7 +496,7 @@ bool boxes_pay(const FlexCase& c) {
 std::vector<FlexTileSize> portable(const FlexCase& c);
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
   if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
-  if (c.kernel == FlexKernel::kGradBuffers) return {kGradBuffersTile};
+  if (c.kernel == FlexKernel::kGradBuffers) return {grad_buffers_tile(c)};
   if (c.kernel == FlexKernel::kTangents) return tangents(c, architecture);
   if (c.kernel == FlexKernel::kPairTangents) return pair_tangents(c);
   if (takes_hopper(c, architecture) && !boxes_pay(c)) {
@@ -673,6 +680,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
     if (facts.few()) facts.resident = resident_ctas(facts.shared_bytes, architecture);
+    if (c.kernel == FlexKernel::kGradBuffers) facts.resident = grad_buffers_ctas(tiles[i]);
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
@@ -751,9 +759,10 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   }
   if (count == 0 || count > kMostContributions) return std::nullopt;
   // As many CTAs a tile as fill the GPU, each of some batches.
-  const int64_t tiles = heads * tiles_in(queries, kGradBuffersTile.rows) * tiles_in(keys, kGradBuffersTile.cols);
-  constexpr int64_t kPerProcessor = 3, kMostParts = 64, kEnoughTiles = 1024;
-  const int64_t places = kPerProcessor * processors;
+  const FlexTileSize tile = grad_buffers_tile(c);
+  const int64_t tiles = heads * tiles_in(queries, tile.rows) * tiles_in(keys, tile.cols);
+  constexpr int64_t kMostParts = 64, kEnoughTiles = 1024;
+  const int64_t places = grad_buffers_ctas(tile) * processors;
   if (tiles < kEnoughTiles) {
     double best = 0;
     for (int64_t parts = 1; parts <= std::min(kMostParts, batches / kLeastBatches); ++parts) {
@@ -769,7 +778,7 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   // A place that gets one sum needs no other kernel.
   if (once && found.parts == 1) found.common.partial_sums = false;
   constexpr int64_t kMostSums = int64_t{1} << 23;
-  found.sums = found.ctas * kGradBuffersTile.rows * kGradBuffersTile.cols;
+  found.sums = found.ctas * tile.rows * tile.cols;
   if (found.common.partial_sums && found.sums > kMostSums) return std::nullopt;
   return found;
 }

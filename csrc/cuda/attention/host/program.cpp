@@ -109,9 +109,9 @@ std::string entry(const KernelSpec& spec) {
   std::string text = "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(f.shared_bytes) + ");\n";
   if (sums) text += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
   text += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(f.threads()) +
-          (hopper    ? ", 1) "
-           : f.few() ? ", Config::kResident) "
-                     : ") ") +
+          (hopper           ? ", 1) "
+           : f.resident > 0 ? ", " + std::to_string(f.resident) + ") "
+                            : ") ") +
           spec.name() + "(\n    const __grid_constant__ fusegrad::device::Flex" + arguments +
           "Arguments arguments,\n    const __grid_constant__ Config::ScoreMod::Captured score_mod,\n"
           "    const __grid_constant__ Config::MaskMod::Captured mask_mod" +
