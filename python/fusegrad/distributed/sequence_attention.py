@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from .._transforms import as_autocast_wants
 from ..score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_mod
 from .agreement import agree
-from .gradients import refuse_double_backward
+from .gradients import acc_of, refuse_double_backward
 from .sequence import ContextParallel
 from .sequence_captured import captured
 from .sequence_checks import OP, Options, check, check_own, is_own, takes_ring
@@ -69,7 +69,8 @@ class _Attention(torch.autograd.Function):
         made = call.forward(t)
         if different is not None:
             made.lse.masked_fill_(different, torch.nan)
-            made.out.masked_fill_(different, torch.nan)
+            _make_nan(made.out, different)
+        ctx.pieces = tuple(made.lows)
         ctx.call, ctx.counts = call, (len(buffers), len(mask_buffers), len(call.lists()))
         # Lists and the mask_mod's tensors are saved for autograd to see a write to them.
         nothing = query.new_empty(0)
@@ -82,6 +83,7 @@ class _Attention(torch.autograd.Function):
             *buffers,
             *mask_buffers,
             *call.lists(),
+            *made.lows.values(),
         )
         return (made.out, made.lse, made.max_scores) if call.max_scores else (made.out, made.lse)
 
@@ -89,7 +91,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
         query, key, value, seed, *rest = ctx.saved_tensors
-        results, rest = Results(*rest[:5]), rest[5:]
+        lows = dict(zip(ctx.pieces, rest[len(rest) - len(ctx.pieces) :], strict=True))
+        results, rest = Results(*rest[:5], lows=lows), rest[5:]
         buffers, mask_buffers = rest[: ctx.counts[0]], rest[ctx.counts[0] : sum(ctx.counts[:2])]
         nothing = (None,) * 4
         if all(g is None for g in grads):
@@ -100,6 +103,16 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             made = call.backward(t, results, upstream, wanted)
         return (*nothing, *refuse_double_backward(OP, made, [query, key, value, *buffers]))
+
+
+def _make_nan(out: Tensor, different: Tensor) -> None:
+    """Where `different`, a bool of the GPU, is true. Where it is not, the kernel reads nothing of `out`."""
+    rows = out.permute(*sorted(range(3), key=lambda d: -out.stride(d)), 3)
+    factor = torch.where(different, torch.nan, 1.0).to(acc_of(out.dtype))
+    if rows.is_contiguous() and out.numel():
+        torch.ops.fusegrad.scale_gradient_(rows.view(-1, out.shape[3]), factor)
+    else:
+        out.mul_(factor)
 
 
 @_disable_dynamo

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,55 +32,56 @@ class Tensors:
 @dataclass
 class Results:
     """Of some queries: out [B, H, m, E]; lse, max_scores and max_ties [B, H, m], the latter two empty unless asked for;
-    low, what rounding took from a 16-bit out. As flex_attention_forward returns them, or `out` in float32 and wider."""
+    low, what rounding took from a 16-bit out, here or by pieces in `lows`. As flex_attention_forward returns them, or
+    `out` in float32 and wider."""
 
     out: Tensor
     lse: Tensor
     max_scores: Tensor
     max_ties: Tensor
     low: Tensor
+    lows: dict[Piece, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
         return [self.out, self.lse, self.max_scores, self.max_ties, self.low]
 
     def rows(self, piece: Piece) -> Results:
         """Of some of the queries, without a copy."""
-        return Results(*(t.narrow(2, piece.row, piece.size) if t.dim() >= 3 else t for t in self.tensors()))
+        made = Results(*(t.narrow(2, piece.row, piece.size) if t.dim() >= 3 else t for t in self.tensors()))
+        made.low = self.lows.get(piece, made.low)
+        return made
 
 
 def together(t: Tensors, parts: Sequence[tuple[Piece, Results]], max_scores: bool) -> Results:
-    """Of all queries, from those of pieces; no key takes part for the others."""
+    """Of all queries, from those of pieces; no key takes part for the others. What the backward alone reads, `low`,
+    stays in pieces."""
     rows = t.query.shape[2]
     if len(parts) == 1 and parts[0][0].size == rows and parts[0][1].out.dtype == t.query.dtype:
         return parts[0][1]
     results = _empty(t, max_scores)
     for piece, part in parts:
-        for to, what in zip(results.rows(piece).tensors(), part.tensors(), strict=True):
+        for to, what in zip(results.rows(piece).tensors()[:-1], part.tensors()[:-1], strict=True):
             to.copy_(what)
+    results.lows = {piece: part.low for piece, part in parts if part.low.numel()}
     reached = joined([(piece.row, piece.row + piece.size) for piece, _ in parts])
     for start, stop, made in within(0, rows, reached):
         if not made:
             none = results.rows(Piece(start, stop, start))
-            for to, value in zip(none.tensors(), (0, -torch.inf, -torch.inf, 0, 0), strict=True):
+            for to, value in zip(none.tensors()[:-1], (0, -torch.inf, -torch.inf, 0), strict=True):
                 to.fill_(value)
     return results
 
 
 def _empty(t: Tensors, max_scores: bool) -> Results:
-    """Not filled; dimensions of the output lie in memory as the query's do."""
+    """Not filled and without `low`; dimensions of the output lie in memory as the query's do."""
     query = t.query
-    low = query.dtype in (torch.bfloat16, torch.float16)
     order = sorted(range(3), key=lambda d: -query.stride(d))
-    sizes = [query.shape[d] for d in order]
-
-    def output() -> Tensor:
-        made = query.new_empty(*sizes, t.value.shape[3])
-        return made.permute(*(order.index(d) for d in range(3)), 3)
-
+    made = query.new_empty(*(query.shape[d] for d in order), t.value.shape[3])
+    out = made.permute(*(order.index(d) for d in range(3)), 3)
     lse = torch.empty(query.shape[:3], dtype=acc_of(query.dtype), device=query.device)
     none = lse.new_empty(0)
     largest, ties = (torch.empty_like(lse) if max_scores else none for _ in range(2))
-    return Results(output(), lse, largest, ties, output() if low else query.new_empty(0))
+    return Results(out, lse, largest, ties, query.new_empty(0))
 
 
 def merged(sums: Results | None, part: Results) -> Results:

@@ -7,8 +7,9 @@ dS = P * (dP - sum(grad_out * out) + grad_lse) with P = exp(s - lse) holds for a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,12 @@ from .sequence_travel import Exchange, Layout
 __all__ = ["Call"]
 
 _ops = torch.ops.fusegrad
+_T = TypeVar("_T")
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Call:
@@ -120,12 +127,12 @@ class Call:
         return self._ring_forward(t) if self.ring else self._gather_forward(t)
 
     def _gather_forward(self, t: Tensors) -> Results:
-        made = []
-        for q, k, key, value in self._gather_steps(t):
+        def run(q: Piece, k: Piece, key: Tensor, value: Tensor) -> tuple[Piece, Results]:
             blocks = self._blocks(q, k)
             assert blocks is not None
-            made.append((q, self._forward(t, q, k, key, value, blocks)))
-        return together(t, made, self.max_scores)
+            return q, self._forward(t, q, k, key, value, blocks)
+
+        return together(t, self._each(t, run), self.max_scores)
 
     def _ring_forward(self, t: Tensors) -> Results:
         made: dict[Piece, Results] = {}
@@ -137,7 +144,7 @@ class Call:
                         made[q] = merged(made.get(q), self._forward(t, q, k, key, value, blocks))
         for part in made.values():
             if t.query.dtype in (torch.bfloat16, torch.float16):
-                part.low = part.out - part.out.to(t.query.dtype)
+                part.low = (part.out - part.out.to(t.query.dtype)).to(t.query.dtype)
         return together(t, list(made.items()), self.max_scores)
 
     # --- backward ---
@@ -166,15 +173,34 @@ class Call:
         sums: Sums,
     ) -> tuple[Tensor, Tensor] | None:
         """The gradients of key and value from one part; the others are added to the sums."""
-        blocks = self._blocks(q, k)
-        if blocks is None:
+        if self._blocks(q, k) is None:
             return None
+        grad_query, grad_key, grad_value, grad_buffers = self._gradients(
+            t, results, upstream, q, k, key, value, sums.wanted
+        )
+        sums.add(q, grad_query, grad_buffers)
+        return grad_key, grad_value
+
+    def _gradients(
+        self,
+        t: Tensors,
+        results: Results,
+        upstream: Sequence[Tensor | None],
+        q: Piece,
+        k: Piece,
+        key: Tensor,
+        value: Tensor,
+        wanted: list[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Those of query, key, value and the score_mod's buffers from a part that lists any pair."""
+        blocks = self._blocks(q, k)
+        assert blocks is not None
         r = results.rows(q)
         # The CPU's kernels take rows' numbers as they lie in memory.
         r.lse, r.max_scores, r.max_ties = r.lse.contiguous(), r.max_scores.contiguous(), r.max_ties.contiguous()
         grads = [None if g is None else g.narrow(2, q.row, q.size) for g in upstream]
         query = t.query.narrow(2, q.row, q.size)
-        grad_query, grad_key, grad_value, grad_buffers = _ops.flex_attention_backward(
+        return _ops.flex_attention_backward(
             query,
             key,
             value,
@@ -182,10 +208,8 @@ class Call:
             *r.tensors(),
             *self._scoring(t, q, k, blocks),
             self.deterministic,
-            sums.wanted,
+            wanted,
         )
-        sums.add(q, grad_query, grad_buffers)
-        return grad_key, grad_value
 
     def _gather_backward(
         self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], sums: Sums
@@ -193,13 +217,15 @@ class Call:
         wanted = sums.wanted[1:3]
         if self.columns is not None:
             to = [KeySum(self.columns, x) if want else None for x, want in zip((t.key, t.value), wanted, strict=True)]
-            for q, k, key, value in self._gather_steps(t):
-                made = self._backward(t, results, upstream, q, k, key, value, sums)
-                assert made is not None
-                for its, gradient in zip(to, made, strict=True):
+
+            def run(q: Piece, k: Piece, key: Tensor, value: Tensor) -> tuple[Piece, tuple[Any, ...]]:
+                return q, self._gradients(t, results, upstream, q, k, key, value, sums.wanted)
+
+            for q, (grad_query, *of_keys, grad_buffers) in self._each(t, run):
+                sums.add(q, grad_query, grad_buffers)
+                for its, gradient in zip(to, of_keys, strict=True):
                     if its is not None:
                         its.add(q, gradient)
-                del made, key, value
             for its in to:
                 if its is not None:
                     its.send(self.context)
@@ -259,6 +285,25 @@ class Call:
             return [None, None]
         own = layout.views(coming.wait(), self.sizes[self.context.rank])
         return [g.to(t.query.dtype) if want else None for g, want in zip(own, sums.wanted[1:3], strict=True)]
+
+    def _each(self, t: Tensors, run: Callable[[Piece, Piece, Tensor, Tensor], _T]) -> list[_T]:
+        """What `run` gives for each piece that _gather_steps yields.
+
+        Where few keys are gathered, a GPU has pieces behind the first on a stream of their own: CTAs are persistent,
+        and where those of one piece run out of work those of the next begin. Both streams wait for each other at both
+        ends, so that no memory is given away while the other one uses it.
+        """
+        steps = self._gather_steps(t)
+        if self.columns is None or len(self.columns.keys_of) < 2 or not t.query.is_cuda:
+            return [run(*step) for step in steps]
+        first = next(steps)  # begins the exchange on the caller's stream
+        current, side = torch.cuda.current_stream(t.query.device), _side_stream(t.query.device)
+        side.wait_stream(current)
+        made = [run(*first)]
+        with torch.cuda.stream(side):
+            made += [run(*step) for step in steps]
+        current.wait_stream(side)
+        return made
 
     # --- what travels ---
 
