@@ -188,7 +188,7 @@ void bind(py::Module m) {
         // They decide which tiles take less time, too, and layouts whether pairs are read by boxes.
         for (size_t i = 0, made = kernels.size(); i < made; ++i) {
           const FlexTileSize tile = plan_kernel(kernels[i], architecture).tile();
-          for (bool FlexCase::*member : {&FlexCase::tall, &FlexCase::aligned_boxes}) {
+          for (bool FlexCase::* member : {&FlexCase::tall, &FlexCase::aligned_boxes}) {
             FlexCase other = kernels[i];
             other.*member = false;
             if (plan_kernel(other, architecture).tile() != tile) kernels.push_back(std::move(other));

@@ -92,7 +92,8 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         query, key, value, seed, *rest = ctx.saved_tensors
         lows = dict(zip(ctx.pieces, rest[len(rest) - len(ctx.pieces) :], strict=True))
-        results, rest = Results(*rest[:5], lows=lows), rest[5:]
+        results, rest = Results(*rest[:5]), rest[5:]
+        results.lows = lows
         buffers, mask_buffers = rest[: ctx.counts[0]], rest[ctx.counts[0] : sum(ctx.counts[:2])]
         nothing = (None,) * 4
         if all(g is None for g in grads):

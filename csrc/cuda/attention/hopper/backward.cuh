@@ -35,7 +35,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
-  using Tiles::kAll, Tiles::kAlone, Tiles::kBoxes, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull, Tiles::kTurn;
+  using Tiles::kAll, Tiles::kAlone, Tiles::kBoxes, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull,
+      Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty,
       Tiles::value_empty;
   using Tiles::kept_, Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load,

@@ -41,8 +41,7 @@ class FlexBackwardHopperTiles {
   };
   // There are two sets of lines: a tile's sums are read until after the next tile's pairs have begun.
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
-  using Boxes =
-      PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes>;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes>;
   static constexpr bool kBoxes = Boxes::kBytes > 0;
   static_assert(kBoxes == (Config::kReadStages > 0) && !(kBoxes && !kOwnKeys));
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
@@ -330,9 +329,9 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ int key_batch(const Place& p) const { return a_.key_batches == 1 ? 0 : p.b; }
   /// Prefetches what the warpgroup will read of captured tensors for tile i, which is loaded: along diagonals, and for
   /// each pair by itself where that stays in the L1 cache, of which dQ leaves 28 KiB. What it reads by keys it has.
-  static constexpr bool kTouchesPairs = kPairBytes<ScoreMod> > 0 && !kBoxes &&
-                                        (!Config::kGradQuery ||
-                                         Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
+  static constexpr bool kTouchesPairs =
+      kPairBytes<ScoreMod> > 0 && !kBoxes &&
+      (!Config::kGradQuery || Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
   // By keys alone a thread reads twice a tile. With diagonals all reads come from lines, each warpgroup's its own.
   using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
   static constexpr bool kLines = kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() &&
@@ -516,9 +515,9 @@ class FlexBackwardHopperTiles {
         const float score = s[n][e];
         const float grad = Config::kGradScores ? d[n][e] : 0.0f;
         const bool takes = !kMasked || takes_part[n * 4 + e];
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e],
-                                                  value,
-                                                  reads_of_pair(reads.at(n * 8 + e % 2, e / 2 * 8), of_block, e));
+        d[n][e] =
+            FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e], value,
+                                            reads_of_pair(reads.at(n * 8 + e % 2, e / 2 * 8), of_block, e));
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
       if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();

@@ -140,7 +140,8 @@ class FlexGradBuffers {
         float value[kCount + 1], p;
         reads.e = e;
         FlexPairGradient<Config>::apply(score_, a_.scale, s[0][n][e], d[0][n][e], {rows[e / 2], 0.0f, 0.0f}, b, h_,
-                                        this->query(e), key(n, e), !kMasked || (alive >> (n * 4 + e) & 1) != 0, p, value, reads);
+                                        this->query(e), key(n, e), !kMasked || (alive >> (n * 4 + e) & 1) != 0, p,
+                                        value, reads);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) sum_[k][n][e] += value[k];
       }
