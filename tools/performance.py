@@ -333,15 +333,15 @@ def goals(gpu: dict[str, Document]) -> str:
 
 
 def runs(gpu: dict[str, Document], host: dict[str, Document]) -> str:
-    named = [*((f"{op}, H200", d) for op, d in gpu.items()), *((f"{op}, CPU", d) for op, d in host.items())]
-    named = sorted((name, d) for name, d in named if "op" in d)
+    on_gpu = ((f"{op}, {d['device'].split()[1]}", d) for op, d in gpu.items() if "op" in d)
+    named = sorted([*on_gpu, *((f"{op}, CPU", d) for op, d in host.items() if "op" in d)], key=lambda one: one[0])
     return "; ".join(f"{name}: {d['date'][:10]} `{d['commit'][:7]}`" for name, d in named) + "."
 
 
 PAGE: Callable[..., str] = """# Performance
 <!-- tools/performance.py writes this page from benchmarks/results/*.json; `make lint` fails where it differs. -->
 
-One NVIDIA H200, bfloat16, {versions}. MiB are the peak above the
+One NVIDIA H200 where nothing else is said, bfloat16, {versions}. MiB are the peak above the
 inputs, gradients included. A GPU's rate varies with its power and with what ran before: compare numbers of one run; a
 difference of 2% is noise. [How the numbers are taken](../benchmarks/results/README.md); `make bench` repeats them.
 What was tried on the way is in the [lab log](lab/README.md), how the kernels work in [design](design/README.md).
@@ -381,8 +381,8 @@ Score_mods and masks, B 4, H 16, S 4096, D 128:
 
 ## Learned biases, head sizes, few queries
 
-Bias tables with gradients, sizes as (batch, heads, tokens, head size); [which is which](learned_biases.md). PyTorch's
-peers only: cuEquivariance, compiled flex_attention and FlashAttention 4 were not in this run.
+One H100. Bias tables with gradients, sizes as (batch, heads, tokens, head size); [which is which](learned_biases.md).
+PyTorch's peers only: cuEquivariance, compiled flex_attention and FlashAttention 4 were not in this run.
 
 {learned_biases}
 
@@ -464,6 +464,7 @@ def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
 
 def main() -> int:
     gpu, host = documents("nvidia-h200"), documents("amd-epyc")
+    gpu |= documents("nvidia-h100-80gb-hbm3")  # of a newer date
     readme = (ROOT / "README.md").read_text()
     before, rest = readme.split(START + "\n", 1)
     after = rest.split(END, 1)[1]
