@@ -505,6 +505,28 @@ def test_the_family_of_short_sequences(size: int, lengths: tuple[int, int], fami
         assert flex.plan(flex.Case(kernel, "bfloat16", size, size, lengths=lengths), "90a")["family"] == family
 
 
+@pytest.mark.parametrize(
+    "kernel, dtype, size, aligned, family",
+    [
+        ("forward", "bfloat16", 24, True, "hopper"),
+        ("forward", "bfloat16", 24, False, "portable"),
+        ("forward", "bfloat16", 64, False, "hopper"),
+        ("backward", "bfloat16", 24, True, "hopper"),
+        ("backward", "float32", 64, True, "hopper"),
+        ("backward", "float32", 64, False, "portable"),
+        ("backward", "bfloat16", 128, False, "hopper"),
+    ],
+)
+def test_the_family_of_biases_of_pairs(kernel: str, dtype: str, size: int, aligned: bool, family: str) -> None:
+    """Where rows begin at multiples of 16 bytes, the Hopper kernels have boxes; else small heads are portable."""
+    bias = torch.zeros(4, 256, 256, dtype=getattr(torch, dtype))
+    mod = trace_score_mod(lambda s, b, h, q, kv: s + bias[h, q, kv])
+    wants = [] if kernel == "forward" else [True]
+    text = (mod.text, [dtype])
+    case = flex.Case(kernel, "bfloat16", size, size, text, ("", []), None, wants, [bias.numel()], aligned_boxes=aligned)
+    assert flex.plan(case, "90a")["family"] == family
+
+
 def test_a_family_that_there_is_not() -> None:
     with pytest.raises(ValueError, match=r"force_family: must be .*, but got grace"):
         flex.force_family("grace")
