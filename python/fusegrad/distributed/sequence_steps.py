@@ -8,7 +8,7 @@ dS = P * (dP - sum(grad_out * out) + grad_lse) with P = exp(s - lse) holds for a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -166,41 +166,22 @@ class Call:
         t: Tensors,
         results: Results,
         upstream: Sequence[Tensor | None],
-        q: Piece,
-        k: Piece,
-        key: Tensor,
-        value: Tensor,
-        sums: Sums,
-    ) -> tuple[Tensor, Tensor] | None:
-        """The gradients of key and value from one part; the others are added to the sums."""
-        if self._blocks(q, k) is None:
-            return None
-        grad_query, grad_key, grad_value, grad_buffers = self._gradients(
-            t, results, upstream, q, k, key, value, sums.wanted
-        )
-        sums.add(q, grad_query, grad_buffers)
-        return grad_key, grad_value
-
-    def _gradients(
-        self,
-        t: Tensors,
-        results: Results,
-        upstream: Sequence[Tensor | None],
-        q: Piece,
-        k: Piece,
-        key: Tensor,
-        value: Tensor,
         wanted: list[bool],
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Those of query, key, value and the score_mod's buffers from a part that lists any pair."""
+        q: Piece,
+        k: Piece,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Any, ...] | None:
+        """The gradients of query, key, value and the score_mod's buffers from one part; None where it lists nothing."""
         blocks = self._blocks(q, k)
-        assert blocks is not None
+        if blocks is None:
+            return None
         r = results.rows(q)
         # The CPU's kernels take rows' numbers as they lie in memory.
         r.lse, r.max_scores, r.max_ties = r.lse.contiguous(), r.max_scores.contiguous(), r.max_ties.contiguous()
         grads = [None if g is None else g.narrow(2, q.row, q.size) for g in upstream]
         query = t.query.narrow(2, q.row, q.size)
-        return _ops.flex_attention_backward(
+        made: tuple[Any, ...] = _ops.flex_attention_backward(
             query,
             key,
             value,
@@ -210,18 +191,18 @@ class Call:
             self.deterministic,
             wanted,
         )
+        return made
 
     def _gather_backward(
         self, t: Tensors, results: Results, upstream: Sequence[Tensor | None], sums: Sums
     ) -> list[Tensor | None]:
         wanted = sums.wanted[1:3]
+        part = partial(self._backward, t, results, upstream, sums.wanted)
         if self.columns is not None:
             to = [KeySum(self.columns, x) if want else None for x, want in zip((t.key, t.value), wanted, strict=True)]
-
-            def run(q: Piece, k: Piece, key: Tensor, value: Tensor) -> tuple[Piece, tuple[Any, ...]]:
-                return q, self._gradients(t, results, upstream, q, k, key, value, sums.wanted)
-
-            for q, (grad_query, *of_keys, grad_buffers) in self._each(t, run):
+            for q, made in self._each(t, lambda q, *with_keys: (q, part(q, *with_keys))):
+                assert made is not None
+                grad_query, *of_keys, grad_buffers = made
                 sums.add(q, grad_query, grad_buffers)
                 for its, gradient in zip(to, of_keys, strict=True):
                     if its is not None:
@@ -232,12 +213,14 @@ class Call:
             return [None if its is None else its.received() for its in to]
         whole = [self._all_keys(x) if want else None for x, want in zip((t.key, t.value), wanted, strict=True)]
         for q, k, key, value in self._gather_steps(t):
-            made = self._backward(t, results, upstream, q, k, key, value, sums)
+            made = part(q, k, key, value)
             assert made is not None
-            for total, gradient in zip(whole, made, strict=True):
+            grad_query, *of_keys, grad_buffers = made
+            sums.add(q, grad_query, grad_buffers)
+            for total, gradient in zip(whole, of_keys, strict=True):
                 if total is not None:
                     total.add(k.row, gradient)
-            del made, key, value
+            del made, grad_query, of_keys, grad_buffers, gradient, key, value
         return [None if total is None else self._own(total.finished()).to(t.query.dtype) for total in whole]
 
     def _all_keys(self, own: Tensor) -> Sum:
@@ -271,8 +254,12 @@ class Call:
             to = [Sum.into(view) for view in layout.views(flat, self.sizes[part])] if needed else []
             for k, key, value in cut:
                 for q in self.query_pieces:
-                    made = self._backward(t, results, upstream, q, k, key, value, sums) or ()
-                    for total, gradient, want in zip(to, made, sums.wanted[1:3], strict=False):
+                    made = self._backward(t, results, upstream, sums.wanted, q, k, key, value)
+                    if made is None:
+                        continue
+                    grad_query, *of_keys, grad_buffers = made
+                    sums.add(q, grad_query, grad_buffers)
+                    for total, gradient, want in zip(to, of_keys, sums.wanted[1:3], strict=False):
                         if want:
                             total.add(k.row, gradient)
             for total in to:
