@@ -129,16 +129,16 @@ struct HopperConfig : Config {
   static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 8, kGroups = 2, kStages = 2;
   static constexpr int kQueryStages = 2, kKeyStages = 1, kParts = 1;
   static constexpr bool kMaskAlone = false, kFirstMaximum = true, kStoresBoxes = false;
-  static constexpr int kLineBytes = 8192;
+  static constexpr int kReadStages = 2, kLineBytes = 4096;
 };
 struct HopperBackwardConfig : HopperConfig {
-  static constexpr int kCols = 128;
+  static constexpr int kCols = 128, kReadStages = 0;
 };
 struct HopperTangentsConfig : HopperConfig {
-  static constexpr int kQueryStages = 1, kLineBytes = 0;
+  static constexpr int kQueryStages = 1, kReadStages = 0, kLineBytes = 0;
 };
 struct HopperWideConfig : HopperConfig {
-  static constexpr int kRows = 64, kWarps = 4;
+  static constexpr int kRows = 64, kWarps = 4, kReadStages = 0;
   static constexpr bool kGradQuery = false;
 };
 // In place of the products that a program renders.

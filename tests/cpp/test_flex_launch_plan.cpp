@@ -374,6 +374,13 @@ TEST(PairBoxes, AreOfRowsOfKeys) {
   EXPECT_FALSE(plan_kernel(pairs_of_heads(FlexKernel::kGradQuery, 32), "80").tile().boxes);
 }
 
+TEST(LaunchPlan, TallTilesOfAForwardPayWhereQueriesFillThem) {
+  EXPECT_TRUE(forward_pays_tall(384));
+  EXPECT_TRUE(forward_pays_tall(512));
+  EXPECT_FALSE(forward_pays_tall(256));
+  EXPECT_FALSE(forward_pays_tall(128));
+}
+
 TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {
   for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
     FlexCase c = windows(kernel, 32);
@@ -393,12 +400,19 @@ TEST(SumsOverBatches, AreOfWhatBatchesShare) {
     return sums_over_batches(c, {true, true, true}, batches, heads, length, length, kProcessors);
   };
   const FlexCase pairs = pairs_of_heads(FlexKernel::kBackward, 32);
-  // 64 tiles of 4 heads: three CTAs each fill 396 places twice, nearly.
+  // 32 tiles of 4 heads: CTAs of some batches each fill two places of a multiprocessor, nearly.
   const auto triangle = sums(pairs, 512, 4, 512);
   ASSERT_TRUE(triangle);
   EXPECT_EQ(triangle->common.kernel, FlexKernel::kGradBuffers);
-  EXPECT_EQ(triangle->ctas, triangle->parts * 4 * 64);
-  EXPECT_EQ(triangle->sums, triangle->ctas * 64 * 64);
+  EXPECT_EQ(triangle->ctas, triangle->parts * 4 * 32);
+  EXPECT_EQ(triangle->sums, triangle->ctas * 128 * 64);
+  // Queries that fill half of a tall tile, and heads of which a tall tile would take too much shared memory.
+  FlexCase window = windows(FlexKernel::kBackward, 32);
+  window.most_queries = window.most_keys = 64;
+  EXPECT_EQ(sums(window, 2048, 16, 49)->sums % (16 * 64 * 64), 0);
+  const auto wide = sums(pairs_of_heads(FlexKernel::kBackward, 64), 512, 4, 512);
+  ASSERT_TRUE(wide);
+  EXPECT_EQ(wide->ctas, wide->parts * 4 * 64);
   EXPECT_TRUE(triangle->common.partial_sums);
   // So many tiles that one CTA each fills the GPU: a place gets one sum.
   const auto many = sums(pairs, 512, 32, 512);

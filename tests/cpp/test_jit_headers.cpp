@@ -190,6 +190,10 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                shared_address(shared)).run();\n"
      "#endif",
      168, true, 384},
+    {"cuda/attention/hopper/forward_reads.cuh",
+     "static_assert(!FlexForwardReads<HopperConfig>::kUsed && FlexForwardReads<HopperConfig>::kWarps == 0);\n"
+     "out[threadIdx.x] = in[threadIdx.x];",
+     8, true},
     {"cuda/attention/hopper/forward_tiles.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static_assert(FlexForwardHopperTiles<HopperConfig>::kSharedBytes <= 227 << 10);\n"

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/attention/device/pair_boxes.cuh"
+#include "cuda/attention/device/scores.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
