@@ -193,7 +193,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
     {"cuda/attention/hopper/forward_reads.cuh",
      "static_assert(!FlexForwardReads<HopperConfig>::kUsed && FlexForwardReads<HopperConfig>::kWarps == 0);\n"
      "out[threadIdx.x] = in[threadIdx.x];",
-     8, true},
+     16, true},
     {"cuda/attention/hopper/forward_tiles.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static_assert(FlexForwardHopperTiles<HopperConfig>::kSharedBytes <= 227 << 10);\n"
