@@ -699,6 +699,14 @@ class Layer(torch.nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+def close_gradients(layer: Layer, one: Layer, what: str) -> None:
+    """Those of a layer's parameters, whole or sharded, to those of one process."""
+    for (name, ours), truth in zip(layer.named_parameters(), one.parameters(), strict=True):
+        assert ours.grad is not None and truth.grad is not None
+        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+        close(grad, truth.grad, f"{what} {name}")
+
+
 @case
 def data_parallel(group: Any) -> None:
     """FSDP2 and DDP over the processes that share a sequence: gradients are those of one process."""
@@ -724,10 +732,7 @@ def data_parallel(group: Any) -> None:
         # Both average over the processes.
         loss = world * (model(context.shard(x), context) * context.shard(weight)).sum()
         loss.backward()
-        for (name, ours), truth in zip(layer.named_parameters(), one.parameters(), strict=True):
-            assert ours.grad is not None and truth.grad is not None
-            grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
-            close(grad, truth.grad, f"{kind} {name}")
+        close_gradients(layer, one, kind)
 
 
 @case
@@ -748,12 +753,6 @@ def batches_and_sequences(group: Any) -> None:
     one = Layer(length)
     (one(x, None) * weight).sum().backward()
 
-    def same(layer: Layer, what: str) -> None:
-        for (name, ours), truth in zip(layer.named_parameters(), one.parameters(), strict=True):
-            assert ours.grad is not None and truth.grad is not None
-            grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
-            close(grad, truth.grad, f"{what} {name}")
-
     for kind in ("fsdp", "ddp"):
         torch.manual_seed(1)
         layer = Layer(length)
@@ -764,7 +763,7 @@ def batches_and_sequences(group: Any) -> None:
             model = DistributedDataParallel(layer, process_group=group)
         mine = context.shard(x[row : row + 1])
         (4 * model(mine, context) * context.shard(weight[row : row + 1])).sum().backward()
-        same(layer, kind)
+        close_gradients(layer, one, kind)
 
     # A head for each process of the first dimension, with its rows of the projection and of rel.
     torch.manual_seed(1)
