@@ -76,6 +76,7 @@ class Renderer {
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
       lines(indices);
       reads_of_pairs(indices);
+      columns_of_pairs();
       touch();
     } else if (graph_.kind() == Kind::kMaskMod) {
       begin_apply("bool", indices);
@@ -237,10 +238,16 @@ class Renderer {
     return !wide_[id] && intervals_[id].low >= -kBound && intervals_[id].high < kBound;
   }
 
-  // " && inside(...)" for each dimension, with the indices wrapped where they may be negative.
-  std::string checks(int buffer, const std::vector<NodeId>& indices, std::vector<std::string>& wrapped) const {
+  // " && inside(...)" for each dimension, with the indices wrapped where they may be negative; for those `without`, a
+  // bit each, nothing.
+  std::string checks(int buffer, const std::vector<NodeId>& indices, std::vector<std::string>& wrapped,
+                     uint32_t without = 0) const {
     std::string text;
     for (size_t k = 0; k < indices.size(); ++k) {
+      if (k < 32 && (without >> k & 1) != 0) {
+        wrapped.emplace_back();
+        continue;
+      }
       const bool narrow = options_.small_buffers && !wide_[indices[k]];
       const std::string size =
           (narrow ? "int(c.size" : "(c.size") + number(buffer) + "_" + number(static_cast<int64_t>(k)) + ")";
@@ -268,7 +275,28 @@ class Renderer {
     if (!offset.empty()) offset = std::string(" + ") + (options_.small_buffers ? "int(" : "int64(") + offset + ")";
     return "c.data" + number(buffer) + offset + ", valid" + in_range;
   }
+  // The place in its column of an element that is there.
+  std::string place_in_column(NodeId id, uint32_t dimensions) const {
+    const Node& node = graph_[id];
+    const auto buffer = static_cast<int>(node.payload);
+    std::vector<std::string> index;
+    checks(buffer, node.operands, index);
+    std::string place;
+    for (size_t d = 0; d < index.size(); ++d) {
+      if ((dimensions >> d & 1) == 0) continue;
+      const std::string size = "int(c.size" + number(buffer) + "_" + number(static_cast<int64_t>(d)) + ")";
+      place = place.empty() ? "int(" + index[d] + ")" : "(" + place + " * " + size + " + int(" + index[d] + "))";
+    }
+    return place;
+  }
   void load(NodeId id) {
+    if (const int k = there_ ? -1 : pair_of_[id]; k >= 0) {
+      if (const uint32_t dimensions = column_dimensions(graph_, id, options_.dtypes)) {
+        text_ += "    const float " + names_[id] + " = read_column<" + number(k) + ">(reads, " + element(id) + ", " +
+                 place_in_column(id, dimensions) + ");\n";
+        return;
+      }
+    }
     const std::string read = there_              ? "read_if"
                              : line_of_[id] >= 0 ? "reads.template read<" + number(line_of_[id]) + ">"
                              : pair_of_[id] >= 0 ? "reads.template pair<" + number(pair_of_[id]) + ">"
@@ -388,6 +416,40 @@ class Renderer {
     }
     there_ = false;
     text_ += "  }\n";
+  }
+  // An element of the column that a head reaches.
+  void columns_of_pairs() {
+    text_ += "  template <int k>\n";
+    begin("float pair_column", "[[maybe_unused]] int h, [[maybe_unused]] int i");
+    there_ = true;
+    for (size_t k = 0; k < pair_loads_.size(); ++k) {
+      const NodeId id = pair_loads_[k];
+      const uint32_t dimensions = column_dimensions(graph_, id, options_.dtypes);
+      if (dimensions == 0) continue;
+      const Node& node = graph_[id];
+      const std::string of = number(node.payload);
+      std::vector<NodeId> outer;
+      for (size_t d = 0; d < node.operands.size(); ++d) {
+        if ((dimensions >> d & 1) == 0) outer.push_back(node.operands[d]);
+      }
+      text_ += "    if constexpr (k == " + number(static_cast<int64_t>(k)) + ") {\n";
+      text_ += "    [[maybe_unused]] constexpr bool valid = true;\n";
+      statements(outer);
+      std::vector<std::string> index;
+      const std::string in_range = checks(static_cast<int>(node.payload), node.operands, index, dimensions);
+      std::string offset = "0ll";
+      for (size_t d = node.operands.size(); d-- > 0;) {
+        const std::string at = number(static_cast<int64_t>(d)), size = "int(c.size" + of + "_" + at + ")";
+        if ((dimensions >> d & 1) != 0) {
+          text_ += "    const int i" + at + " = i % " + size + ";\n    i /= " + size + ";\n";
+          index[d] = "i" + at;
+        }
+        offset += " + (long long)(" + index[d] + ") * c.stride" + of + "_" + at;
+      }
+      text_ += "    return read_if(c.data" + of + " + (" + offset + "), i == 0" + in_range + ");\n    }\n";
+    }
+    there_ = false;
+    text_ += "    return 0.0f;\n  }\n";
   }
   // Where the elements of a box's row begin.
   void row_of(NodeId id) {
@@ -702,6 +764,17 @@ int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
     if ((dependence[node.operands[k]].on() & set_of(kVarKv)) != 0) return 0;
   }
   return storage_bytes(dtype);
+}
+
+uint32_t column_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
+  const Node& node = graph[load];
+  if (node.type != Type::kFloat || node.operands.size() > 32 || box_bytes(graph, load, dtypes) != 0) return 0;
+  const auto dependence = dependences(graph);
+  uint32_t dimensions = 0;
+  for (size_t d = 0; d < node.operands.size(); ++d) {
+    if ((dependence[node.operands[d]].on() & ~set_of(kVarH)) != 0) dimensions |= uint32_t{1} << d;
+  }
+  return dimensions;
 }
 
 bool small_buffers(std::span<const Buffer> buffers) {

@@ -24,6 +24,11 @@ struct RenderOptions {
 /// key, and have 2 or 4 bytes each; else 0.
 int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 
+/// Of one of pair_reads that reads numbers and has no box: the dimensions of its buffer, a bit each, whose indices tell
+/// pairs apart, where the others' depend on h alone. All pairs of a head read in a column of the product of these
+/// sizes. 0: they do not.
+uint32_t column_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
+
 /// RenderOptions::small_buffers and small_scalars of what a call supplies.
 bool small_buffers(std::span<const Buffer> buffers);
 bool small_scalars(std::span<const Value> scalars);
@@ -53,6 +58,11 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static constexpr bool kPairBFloat16[];
 ///     template <int k>
 ///     static __device__ PairRow pair_row(const Captured&, int b, int h, int q_idx, bool valid);
+///     // those with column_dimensions go through read_column<k>(reads, pointer, there, place in the column); an
+///     element
+///     // of one, NaN beyond it
+///     template <int k>
+///     static __device__ float pair_column(const Captured&, int h, int i);
 ///     static constexpr bool kTouchesBesides;  // whether touch() has other reads
 ///     // brings to the first-level cache what apply reads at places that depend on the key, or on its distance from
 ///     // the query: all of a tile are those of its first query, and where there are diagonals of its last one too

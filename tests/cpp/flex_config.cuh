@@ -24,6 +24,10 @@ struct ScoreMod {
   static constexpr bool kPairBFloat16[] = {false};
   static constexpr bool kPairInteger[] = {false};
   template <int>
+  static __device__ float pair_column(const Captured&, int h, int i) {
+    return 0.0f;
+  }
+  template <int>
   static __device__ float pair_read(const Captured&, int b, int h, int q, int kv, bool valid) {
     return 0.0f;
   }
@@ -111,6 +115,7 @@ struct Config {
   static constexpr bool kDropout = true;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
   static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
+  static constexpr int kColumns[] = {0};
   static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,
                         kPartialSums = true;
 };

@@ -236,6 +236,11 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "reads.e = 3;\n"
      "out[threadIdx.x] = ScoreMod::apply(*(const ScoreMod::Captured*)in, in[1], 0, 1, 2, 3, true, reads);",
      24, true},
+    {"cuda/attention/device/pair_columns.cuh",
+     "extern __shared__ __align__(16) char shared[];\n"
+     "PairColumns<Config>::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 1, threadIdx.x);\n"
+     "out[threadIdx.x] = PairColumns<Config>::there(0) ? 1.0f : 0.0f;",
+     24, true},
     {"cuda/attention/device/scores.cuh",
      "hold_order();\n"
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"

@@ -285,6 +285,16 @@ struct ReadThere {
   __device__ __forceinline__ ReadThere at(int, int) const { return {}; }
 };
 
+/// A read of a table, of which `reads` may have the column that the head reaches, `at` being the place in it.
+template <int k, class Reads, class T>
+__device__ __forceinline__ float read_column(const Reads& reads, const T* p, bool there, [[maybe_unused]] int at) {
+  if constexpr (requires { reads.template column<k>(p, there, at); }) {
+    return reads.template column<k>(p, there, at);
+  } else {
+    return reads.template pair<k>(p, there);
+  }
+}
+
 /// Brings an element to the first-level cache where it is `there`; nothing waits for it. It is copied to shared memory,
 /// 4 bytes that nobody reads: prefetch.global.L1 makes no difference on an H200. A narrower element comes with its
 /// whole word, which may reach beyond its tensor but not beyond what memory is handed out in. wait_touches() before the

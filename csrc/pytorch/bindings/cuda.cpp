@@ -67,6 +67,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
     c.most_keys = most_of(lengths[1]);
   }
   c.many_batches = many_batches;
+  c.sizes = sizes;
   c.aligned_boxes = aligned_boxes;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && results && c.dtype != DType::kFloat32;
@@ -77,7 +78,6 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   if (c.kernel != FlexKernel::kForward) {
     c.wants_grad = wants_grad;
     c.elements = elements;
-    c.sizes = sizes;
     if (c.kernel == FlexKernel::kPairTangents) {
       c.wants_grad.assign(wants_grad.size(), false);
       return c;

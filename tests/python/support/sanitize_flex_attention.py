@@ -29,6 +29,7 @@ MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
     "C": lambda t: lambda s, b, h, i, j: s * t[2][i],
     "D": lambda t: lambda s, b, h, i, j: s + t[3][h, i - j + t[3].shape[1] // 2],
     "E": lambda t: lambda s, b, h, i, j: s + t[4][h, i, j],
+    "E in 16 bits": lambda t: lambda s, b, h, i, j: s + t[7][h, i, j],
     "F": lambda t: lambda s, b, h, i, j: s + t[5][(i * 3 + j) % 64],
     "G": lambda t: lambda s, b, h, i, j: s + t[6][(i * 31 + j * 7) % 5000],
     "buckets": lambda t: lambda s, b, h, i, j: s + t[3][h, (i - j) // 16 + t[3].shape[1] // 2],
@@ -43,7 +44,8 @@ SIZES = {"portable": (32, 64, 128, 256), "hopper": (64, 80, 128, 192, 256), "spl
 FEW, MANY, LONG = (2, 4, 2, 300, 333), (1, 160, 80, 100, 130), (1, 2, 1, 1700, 200)
 # Of keys that are split: few queries in a tile of a group's heads, and the usual tiles.
 GROUPED, USUAL = (2, 6, 2, 5, 1500), (1, 2, 1, 40, 3000)
-# Of many batches: windows, of which CTAs stay with a head, and more pairs, whose sums are over the batches.
+# Of many batches: windows, of which CTAs stay with a head, and more pairs, whose sums are over the batches, and whose
+# rows are multiples of 16 bytes.
 WINDOWS, SHARED = (9, 4, 4, 49, 49), (5, 4, 2, 130, 264)
 
 
@@ -70,6 +72,9 @@ def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple
     if family == "portable":
         for mod, sizes in itertools.product(("none", "E", "F"), (WINDOWS, SHARED)):
             yield torch.bfloat16, mod, "none", 32, mod == "F", sizes
+    else:
+        for mod, mask, size in itertools.product(("E", "E in 16 bits"), ("none", "causal"), (32, 64)):
+            yield torch.bfloat16, mod, mask, size, False, SHARED
 
 
 def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, sizes: tuple[int, ...]) -> None:
@@ -81,6 +86,7 @@ def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, s
         torch.randn(shape, device="cuda").requires_grad_()
         for shape in ((h,), (n,), (m,), (h, m + n), (h, m, n), (64,), (5000,))
     ]
+    captured.append(captured[4].detach().bfloat16().requires_grad_())
     documents = torch.arange(n, device="cuda") // 100
     masks: dict[str, Callable] = {
         "causal": lambda b, h, i, j: i >= j,

@@ -311,11 +311,12 @@ class PairBoxes {
   }
 };
 
-/// Reads of four pairs, kept or from boxes.
-template <class Kept, class Boxes>
+/// Reads of four pairs, kept, from boxes or from columns of tables.
+template <class Kept, class Boxes, class Columns>
 struct PairReads {
   typename Kept::Reads kept;
   typename Boxes::Reads boxes;
+  unsigned columns;
   __device__ __forceinline__ void of(int e) { kept.e = boxes.e = e; }
   template <int, class T>
   __device__ __forceinline__ auto read(const T* p, bool valid) const {
@@ -327,6 +328,14 @@ struct PairReads {
       return kept.template pair<k>(p, valid);
     } else {
       return boxes.template pair<k>(p, valid);
+    }
+  }
+  template <int k, class T>
+  __device__ __forceinline__ float column(const T* p, bool valid, int at) const {
+    if constexpr (Columns::there(k)) {
+      return Columns::template read<k>(columns, valid, at);
+    } else {
+      return pair<k>(p, valid);
     }
   }
 };

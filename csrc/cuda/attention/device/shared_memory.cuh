@@ -39,20 +39,22 @@ constexpr int padded_tile_bytes(int rows, int cols, int element_bytes) {
 
 struct ForwardMemory {
   struct Sizes {
-    int rows, cols, head, value, element_bytes, box_bytes, kept_bytes;
+    int rows, cols, head, value, element_bytes, box_bytes, kept_bytes, column_bytes;
   };
   Region query;  // the epilogue's output takes the same place
   Region key, value;
-  Region boxes;  // of what a score_mod reads for each pair by itself
-  Region kept;   // the same, for all batches
+  Region boxes;    // of what a score_mod reads for each pair by itself
+  Region kept;     // the same, for all batches
+  Region columns;  // of tables (PairColumns)
 
   constexpr explicit ForwardMemory(const Sizes& s)
       : query{0, padded_tile_bytes(s.rows, s.head > s.value ? s.head : s.value, s.element_bytes), 1},
         key(query.then(padded_tile_bytes(s.cols, s.head, s.element_bytes))),
         value(key.then(padded_tile_bytes(s.cols, s.value, s.element_bytes))),
         boxes(value.then(s.box_bytes)),
-        kept(boxes.then(s.kept_bytes)) {}
-  constexpr int bytes() const { return kept.end(); }
+        kept(boxes.then(s.kept_bytes)),
+        columns(kept.then(s.column_bytes)) {}
+  constexpr int bytes() const { return columns.end(); }
 };
 
 /// Of forward mode: beside each operand its tangent, where it has one.
@@ -156,7 +158,7 @@ struct BackwardMemory {
     int rows, cols, head, value, element_bytes, stages, gradient_stages;
     bool shares_keys;  // warps that share keys exchange probabilities
     int box_bytes;     // of a stage
-    int kept_bytes;
+    int kept_bytes, column_bytes;
     int captured_bytes;  // sums of captured buffers' gradients
   };
   Region key, value;
@@ -165,6 +167,7 @@ struct BackwardMemory {
   Region probabilities;  // P, where warps share keys
   Region boxes;          // of each stage, what a score_mod reads for each pair by itself
   Region kept;           // the same, for all batches
+  Region columns;        // of tables (PairColumns)
   Region captured;
 
   constexpr explicit BackwardMemory(const Sizes& s)
@@ -177,7 +180,8 @@ struct BackwardMemory {
         probabilities(grad_scores.then(padded_tile_bytes(s.cols, s.rows, s.element_bytes), s.shares_keys ? 1 : 0)),
         boxes(probabilities.then(s.box_bytes, s.stages)),
         kept(boxes.then(s.kept_bytes)),
-        captured(kept.then(s.captured_bytes)) {}
+        columns(kept.then(s.column_bytes)),
+        captured(columns.then(s.captured_bytes)) {}
   constexpr int bytes() const { return captured.end(); }
 };
 

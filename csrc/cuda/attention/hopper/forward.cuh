@@ -241,6 +241,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     bool in_flight = false, ended = false, again = false;
     for (int i = 1; !ended;) {
       apply_mods(s, now);
+      release_reads();
       softmax_.add(s, rescale, [&] {
         if constexpr (!Config::kFirstMaximum) wait_output(out, values, in_flight);
       });
@@ -289,6 +290,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
           again = true;
           break;
         }
+        release_reads();
       }
     }
     Barrier::wait(value_full(values.stage), values.parity);
@@ -345,10 +347,12 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ bool masked(int tile) const {
     return Tiles::masked(kind_of(tile), Entry::column(tile) * Config::kCols);
   }
-  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) {
+  /// Of a tile that is computed once more, mods are applied again to its reads: they are released only then.
+  __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) const {
     if constexpr (Reads::kUsed) Barrier::wait(Tiles::reads_full(reads_.stage()), reads_.parity());
-    const unsigned reads = Tiles::reads(reads_.stage());
-    change_and_mask(s, tile, reads);
+    change_and_mask(s, tile, Tiles::reads(reads_.stage()));
+  }
+  __device__ __forceinline__ void release_reads() {
     if constexpr (Reads::kUsed) {
       __syncwarp();
       release(Tiles::reads_empty(reads_.stage()));

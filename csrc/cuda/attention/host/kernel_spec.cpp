@@ -87,6 +87,7 @@ std::string render_config(const KernelFacts& f) {
   config.choice("kBoxes", f.tile.boxes);
   config.number("kReadStages", f.tile.read_stages);
   config.choice("kKeeps", f.tile.keeps);
+  config.list("int", "kColumns", f.columns, numeral);
   config.choice("kDropout", f.dropout);
   if (!f.backward()) {
     config.number("kLineBytes", f.tile.line_bytes);

@@ -63,6 +63,7 @@ struct FlexTileSize {
   int line_bytes = 0;       ///< Hopper forward: of such a stage, for lines
   bool keeps = false;       ///< portable: a CTA stays for many batches, and keeps what a score_mod reads of their pairs
   bool boxes = false;       ///< what a score_mod reads of pairs comes by way of shared memory, where it can
+  bool columns = false;     ///< portable: so do columns of tables that it reads for each pair
 
   bool operator==(const FlexTileSize&) const = default;
   auto operator<=>(const FlexTileSize&) const = default;
@@ -88,6 +89,7 @@ struct KernelFacts {
   std::vector<bool> wants_grad;  ///< of each buffer of the score_mod
   std::string schemes;           ///< the class of each contribution, 'A' to 'G'
   std::vector<int> tables;       ///< elements of a buffer of class F, else 0
+  std::vector<int> columns;      ///< of each read of a pair the elements of its column in shared memory, else 0
   FlexMod score_mod, mask_mod;
   FlexTangentsOf tangents_of;     ///< tangents
   bool grad_out_tangent = false;  ///< pair_tangents

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <bit>
 #include <functional>
+#include <numeric>
 #include <utility>
 
 #include "attention/flex_attention.h"
@@ -38,10 +39,29 @@ bool mixed(const FlexCase& c, const FlexTileSize& t) {
 }
 // Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
-// Hopper forward, of scores that are only scaled and masked: whether exponentials are relative to the first maximum of
-// a row. BFloat16 does not overflow where Float16 would, and at larger head sizes it is slower.
-bool first_maximum(const FlexCase& c) {
-  return c.unscaled && masks_alone(c) && !c.max_scores && c.dtype == DType::kBFloat16 &&
+// Whether q_idx and kv_idx are but places of reads in a score_mod.
+bool are_places_alone(const score_mod::Graph& graph, score_mod::NodeId id) {
+  using score_mod::Input, score_mod::Op;
+  const auto& node = graph[id];
+  if (node.op == Op::kLoad) return true;
+  if (node.op == Op::kInput) {
+    const auto input = static_cast<Input>(node.payload);
+    return input != Input::kQ && input != Input::kKv;
+  }
+  return std::all_of(node.operands.begin(), node.operands.end(),
+                     [&](score_mod::NodeId operand) { return are_places_alone(graph, operand); });
+}
+
+// Hopper forward: whether exponentials are relative to the first maximum of a row. BFloat16 does not overflow where
+// Float16 would, and at larger head sizes it is slower. Scores are only scaled and masked, or changed by boxes alone:
+// a bias that grows with the key, such as ALiBi's, would have each tile computed twice.
+bool first_maximum(const FlexCase& c, const FlexTileSize& t) {
+  const auto boxes_alone = [&] {
+    if (!t.boxes || t.line_bytes > 0 || c.blocks || c.dropout) return false;
+    const auto graph = score_mod::cached_graph(c.score_mod.text);
+    return are_places_alone(*graph, graph->result());
+  };
+  return ((c.unscaled && masks_alone(c)) || boxes_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
          std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
 }
 bool has_derivative(const FlexCase& c) {
@@ -95,16 +115,21 @@ int kept_reads(const FlexMod& mod) {
       std::count_if(loads.begin(), loads.end(), [&](score_mod::NodeId id) { return is_kept(*graph, id); }));
 }
 
-// The elements of the column of a table that a (b, h) reaches, rounded up so that other sizes take the same kernel; 0
-// where it is the whole table.
-int column_elements(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer) {
-  if (!step.has_column || buffer >= c.sizes.size()) return 0;
+// The elements of a buffer by some of its dimensions, a bit each, rounded up so that other sizes take the same kernel;
+// 0 where they are no small table, or not known.
+int small_table(const FlexCase& c, size_t buffer, uint32_t dimensions) {
+  if (buffer >= c.sizes.size()) return 0;
   int64_t elements = 1;
   for (size_t d = 0; d < c.sizes[buffer].size(); ++d) {
-    if ((step.column >> d & 1) != 0) elements *= std::max<int64_t>(c.sizes[buffer][d], 1);
+    if (c.sizes[buffer][d] == 0) return 0;
+    if ((dimensions >> d & 1) != 0) elements *= c.sizes[buffer][d];
     if (elements > score_mod::kSmallTableElements) return 0;
   }
   return static_cast<int>(std::bit_ceil(static_cast<uint32_t>(std::max<int64_t>(elements, 64))));
+}
+// Of the column of a table that a (b, h) reaches; 0 where it is the whole table.
+int column_elements(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer) {
+  return step.has_column ? small_table(c, buffer, step.column) : 0;
 }
 bool sums_columns(const FlexCase& c) {
   if (c.score_mod.text.empty() || !c.wants_buffers()) return false;
@@ -115,10 +140,37 @@ bool sums_columns(const FlexCase& c) {
   }
   return false;
 }
+// Of each read of a pair the elements of the column of its table where that pays: a CTA reads a column once, and has
+// some thousand pairs of a tile at least. No more than fit the shared memory of every GPU beside the rest.
+std::vector<int> columns_of(const FlexCase& c, bool keeps) {
+  constexpr int kMostElements = 2048;
+  std::vector<int> columns;
+  if (c.score_mod.dtypes.empty()) return columns;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  int all = 0;
+  for (const score_mod::NodeId id : score_mod::pair_reads(*graph)) {
+    const uint32_t dimensions = score_mod::column_dimensions(*graph, id, c.score_mod.dtypes);
+    int elements = 0;
+    if (dimensions != 0 && !(keeps && is_kept(*graph, id)))
+      elements = small_table(c, static_cast<size_t>((*graph)[id].payload), dimensions);
+    if (all + elements > kMostElements) elements = 0;
+    all += elements;
+    columns.push_back(elements);
+  }
+  return columns;
+}
+int column_bytes(const FlexCase& c, const FlexTileSize& t) {
+  if (!t.columns) return 0;
+  const std::vector<int> columns = columns_of(c, t.keeps);
+  return 4 * std::accumulate(columns.begin(), columns.end(), 0);
+}
+
 // Portable: whether a CTA stays with a head for many batches, whose reads or sums are partly the same.
 bool stays(const FlexCase& c) {
   if (!c.many_batches || c.key_splits || c.blocks || c.most_queries != 64 || c.most_keys != 64) return false;
-  return kept_reads(c.score_mod) > 0 || (c.kernel == FlexKernel::kBackward && sums_columns(c));
+  const auto columns = columns_of(c, true);
+  return kept_reads(c.score_mod) > 0 || std::any_of(columns.begin(), columns.end(), [](int n) { return n > 0; }) ||
+         (c.kernel == FlexKernel::kBackward && sums_columns(c));
 }
 
 // What the kept reads of a tile take.
@@ -181,7 +233,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                     .value = value,
                                     .element_bytes = element,
                                     .box_bytes = box_bytes(c, t),
-                                    .kept_bytes = kept_bytes(c, t)})
+                                    .kept_bytes = kept_bytes(c, t),
+                                    .column_bytes = column_bytes(c, t)})
           .bytes();
     case FlexKernel::kGradQuery:
       if (hopper) {
@@ -265,6 +318,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                      .shares_keys = t.share > 1,
                                      .box_bytes = box_bytes(c, t),
                                      .kept_bytes = kept_bytes(c, t),
+                                     .column_bytes = column_bytes(c, t),
                                      .captured_bytes = 0})
           .bytes();
   }
@@ -333,7 +387,7 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
     tile.boxes = boxes;
     tile.read_stages = read_stages;
     // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
-    tile.query_stages = groups == 2 && first_maximum(c) ? 1 : 2;
+    tile.query_stages = groups == 2 && first_maximum(c, t) ? 1 : 2;
     if (shared_bytes(c, tile) > flex_shared_limit(90)) tile.query_stages = 1;
     found.push_back(tile);
   };
@@ -464,6 +518,19 @@ std::vector<FlexTileSize> pair_tangents(const FlexCase& c) {
   return {{128, 64, 8}, {64, 32, 4}, {32, 32, 2}, {16, 16, 1}};
 }
 
+// Each of the portable tiles with columns of tables first, where the score_mod has reads for them.
+std::vector<FlexTileSize> with_columns(const FlexCase& c, const std::vector<FlexTileSize>& tiles) {
+  if (c.kernel != FlexKernel::kForward && c.kernel != FlexKernel::kBackward) return tiles;
+  std::vector<FlexTileSize> found;
+  for (FlexTileSize t : tiles) {
+    t.columns = true;
+    if (column_bytes(c, t) > 0) found.push_back(t);
+    t.columns = false;
+    found.push_back(t);
+  }
+  return found;
+}
+
 // Each of the portable tiles with boxes first, where the score_mod has reads for them.
 std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize> tiles) {
   if (c.kernel == FlexKernel::kGradQuery || !has_boxes(c.score_mod)) return tiles;
@@ -513,7 +580,7 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
         break;
     }
   }
-  return with_boxes(c, portable(c));
+  return with_columns(c, with_boxes(c, portable(c)));
 }
 std::vector<FlexTileSize> portable(const FlexCase& c) {
   const int head = std::max(head_cols(c), value_cols(c));
@@ -614,7 +681,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   f.dropout = c.dropout;
   if (c.kernel == FlexKernel::kForward) {
     f.unscaled = c.unscaled;
-    f.first_maximum = first_maximum(c);
+    f.first_maximum = first_maximum(c, tile);
     f.max_scores = c.max_scores;
     f.out_low = c.out_low;
   } else if (c.kernel == FlexKernel::kTangents) {
@@ -635,6 +702,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.grad_out_tangent = c.grad_out_tangent;
     f.wants_grad = c.wants_grad;
   }
+  f.columns = tile.columns ? columns_of(c, tile.keeps) : std::vector<int>(columns_of(c, false).size(), 0);
   f.score_mod = c.score_mod;
   f.mask_mod = c.mask_mod;
   f.small_lengths = c.small_lengths;
@@ -684,9 +752,9 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
-      // Sums in shared memory are worth more than a stage, or boxes.
+      // Sums in shared memory are worth more than a stage, boxes, or columns.
       const bool another = sums && i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
-      if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes)) continue;
+      if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes || tiles[i].columns)) continue;
       facts.grad_scores |= !facts.schemes.empty();
     }
     return KernelSpec(std::move(facts));

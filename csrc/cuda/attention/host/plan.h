@@ -19,12 +19,13 @@ struct FlexCase {
   DType dtype = DType::kBFloat16;
   int head_size = 0, value_size = 0;
   FlexMod score_mod, mask_mod;
-  bool blocks = false;                  ///< there is a block mask
-  std::array<int64_t, 2> block_size{};  ///< its blocks: tiles may lie in several of them
-  bool small_lengths = true;            ///< B, H, M and N are at most 2^21
-  bool split = true;                    ///< float32: full accuracy, by six products in TF32
-  bool unscaled = false;                ///< forward: the scale is positive, and there is no score_mod
-  bool aligned_boxes = true;            ///< rows of what boxes hold lie together, at multiples of 16 bytes
+  bool blocks = false;                      ///< there is a block mask
+  std::array<int64_t, 2> block_size{};      ///< its blocks: tiles may lie in several of them
+  bool small_lengths = true;                ///< B, H, M and N are at most 2^21
+  std::vector<std::vector<int64_t>> sizes;  ///< of each buffer of the score_mod, where known
+  bool split = true;                        ///< float32: full accuracy, by six products in TF32
+  bool unscaled = false;                    ///< forward: the scale is positive, and there is no score_mod
+  bool aligned_boxes = true;                ///< rows of what boxes hold lie together, at multiples of 16 bytes
   bool many_batches = false;            ///< so many that a CTA of the portable kernels may stay with a head for some
   int most_queries = 0, most_keys = 0;  ///< the lengths are at most so many, where that decides a tile: 64, 128; 0: any
   bool dropout = false;                 ///< there is dropout; its numbers are arguments
@@ -35,10 +36,9 @@ struct FlexCase {
   FlexTangentsOf tangents_of;     ///< tangents
   bool grad_out_tangent = false;  ///< pair_tangents
   // backward
-  std::vector<bool> wants_grad;             ///< of each buffer of the score_mod
-  std::vector<int64_t> elements;            ///< of each of them
-  std::vector<std::vector<int64_t>> sizes;  ///< of each of them, where known
-  std::vector<bool> covered;  ///< of each: whether it has an element for each of the call's pairs, and no other
+  std::vector<bool> wants_grad;   ///< of each buffer of the score_mod
+  std::vector<int64_t> elements;  ///< of each of them
+  std::vector<bool> covered;      ///< of each: whether it has an element for each of the call's pairs, and no other
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later

@@ -15,13 +15,14 @@
 //   kGradQuery, kGradKey, kGradValue   which gradients are wanted
 //   kGradScores                whether any gradient but the values' is wanted
 //   kMaxGradient               whether max_scores has a gradient
-//   kBoxes, kKeeps             as the forward has them
+//   kBoxes, kKeeps, kColumns   as the forward has them
 //   kStoresQuery               the CTA has all keys, and so all of its queries' gradient, which it stores
 #pragma once
 
 #include "cuda/attention/device/buffers.cuh"
 #include "cuda/attention/device/gradient.cuh"
 #include "cuda/attention/device/pair_boxes.cuh"
+#include "cuda/attention/device/pair_columns.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
@@ -44,6 +45,7 @@ class FlexBackward {
   static constexpr int kBlocksN = kPart / 8;
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
+  using Columns = PairColumns<Config>;
   static constexpr int kOperands = kBlocksN * kOperandWords<T>;
   // Blocks of 16 columns of a head, and how many of them a warp has.
   static constexpr int kBlocksD = Config::kHead / 16, kMineD = (kBlocksD + Config::kShare - 1) / Config::kShare;
@@ -65,6 +67,7 @@ class FlexBackward {
                                            .shares_keys = Config::kShare > 1,
                                            .box_bytes = Boxes::kBytes,
                                            .kept_bytes = Kept::kBytes,
+                                           .column_bytes = Columns::kBytes,
                                            .captured_bytes = Sums::kSharedBytes}};
   static constexpr bool kDelayed = Config::kGradientStages == 2;
   static_assert(!kDelayed || (Config::kStages == 2 && Config::kGradQuery && !Sums::kFlushes));
@@ -122,6 +125,7 @@ class FlexBackward {
       return at.q < a_.queries && at.kv < a_.keys;
     });
     sums_.begin();
+    load_columns(key_head_);
 #pragma unroll 1
     for (key_batch_ = static_cast<int>(blockIdx.x) % parts; key_batch_ < a_.batches; key_batch_ += parts) {
       walk();
@@ -158,6 +162,12 @@ class FlexBackward {
       if (b != place.b || h != place.h) {
         if (!first) sums_.end_head(b, h, first_key());
         sums_.begin_head();
+        if constexpr (Columns::kBytes > 0 && !Config::kKeeps) {
+          if (h != place.h) {
+            load_columns(place.h);
+            __syncthreads();
+          }
+        }
         b = place.b;
         h = place.h;
         dropout_.begin(a_.dropout, b * a_.heads + h);
@@ -226,6 +236,10 @@ class FlexBackward {
   __device__ __forceinline__ int first_key() const { return col_ + key_group() + lane() / 4; }
 
   __device__ __forceinline__ unsigned kept() const { return key_ + kMemory.kept.offset; }
+  __device__ __forceinline__ unsigned columns() const { return key_ + kMemory.columns.offset; }
+  __device__ __forceinline__ void load_columns(int h) const {
+    Columns::template load<kThreads>(columns(), score_, h, static_cast<int>(threadIdx.x));
+  }
   __device__ __forceinline__ unsigned boxes(int stage) const {
     return key_ + kMemory.boxes.offset + stage * kMemory.boxes.piece;
   }
@@ -380,9 +394,9 @@ class FlexBackward {
   }
 
   // The score_mod's of four pairs.
-  __device__ __forceinline__ PairReads<Kept, Boxes> reads(unsigned boxes, int m, int n) const {
+  __device__ __forceinline__ PairReads<Kept, Boxes, Columns> reads(unsigned boxes, int m, int n) const {
     return {Kept::reads(kept(), m * kBlocksN + n),
-            Boxes::template reads<true>(boxes, part() * kPart + n * 8, key_group() + m * 16, lane())};
+            Boxes::template reads<true>(boxes, part() * kPart + n * 8, key_group() + m * 16, lane()), columns()};
   }
 
   __device__ __forceinline__ void keep(unsigned tile, const unsigned (&words)[kBlocksM][kOperands]) const {

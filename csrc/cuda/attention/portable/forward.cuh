@@ -8,10 +8,12 @@
 //   kKeeps                     whether a CTA has all queries and keys of a head, of one batch after the other, and
 //                              keeps what the score_mod reads of their pairs where that is the same in all of them
 //   kBoxes                     whether what the score_mod reads of pairs comes by way of shared memory, where it can
+//   kColumns                   of each pair_read the elements of the column of its table in shared memory, or 0
 #pragma once
 
 #include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/pair_boxes.cuh"
+#include "cuda/attention/device/pair_columns.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
@@ -34,13 +36,15 @@ class FlexForward {
   static constexpr int kBlocksE = Config::kValue / 8;
   using Kept = KeptReads<ScoreMod, kBlocksM * kBlocksN, kThreads, Config::kKeeps>;
   using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, Kept, Config::kBoxes>;
+  using Columns = PairColumns<Config>;
   static constexpr ForwardMemory kMemory{{.rows = Config::kRows,
                                           .cols = Config::kCols,
                                           .head = Config::kHead,
                                           .value = Config::kValue,
                                           .element_bytes = static_cast<int>(sizeof(T)),
                                           .box_bytes = Boxes::kBytes,
-                                          .kept_bytes = Kept::kBytes}};
+                                          .kept_bytes = Kept::kBytes,
+                                          .column_bytes = Columns::kBytes}};
   static_assert(kBlocksM * 16 * Config::kWarps == Config::kRows && kBlocksN * kBlocksM * 4 <= 128);
 
  public:
@@ -73,6 +77,7 @@ class FlexForward {
     TileWalk walk(a_.tiles, b_, h_, row_tile, (a_.keys + Config::kCols - 1) / Config::kCols, (Config*)nullptr);
     if constexpr (Config::kKeySplits) walk.keep(split_, a_.partials.splits);
     begin();
+    load_columns();
     if (walk.count() > 0) {
       int tile = walk[0];
       load_tile<QueryTile, kThreads>(query_, a_.query, b_, h_, row_, a_.queries, a_.head_size);
@@ -92,6 +97,10 @@ class FlexForward {
   __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
   __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * kBlocksM * 16; }
   __device__ __forceinline__ unsigned kept() const { return query_ + kMemory.kept.offset; }
+  __device__ __forceinline__ unsigned columns() const { return query_ + kMemory.columns.offset; }
+  __device__ __forceinline__ void load_columns() const {
+    Columns::template load<kThreads>(columns(), score_, h_, static_cast<int>(threadIdx.x));
+  }
   __device__ __forceinline__ unsigned boxes() const { return query_ + kMemory.boxes.offset; }
 
   __device__ __forceinline__ void begin() {
@@ -124,6 +133,7 @@ class FlexForward {
       const PairPlace at = place(block, e);
       return at.q < a_.queries && at.kv < a_.keys;
     });
+    load_columns();
 #pragma unroll 1
     for (b_ = static_cast<int>(blockIdx.x) % parts; b_ < a_.batches; b_ += parts) {
       dropout_.begin(a_.dropout, b_ * a_.heads + h_);
@@ -189,9 +199,9 @@ class FlexForward {
   }
 
   // The score_mod's of four pairs.
-  __device__ __forceinline__ PairReads<Kept, Boxes> reads(int m, int n) const {
+  __device__ __forceinline__ PairReads<Kept, Boxes, Columns> reads(int m, int n) const {
     return {Kept::reads(kept(), m * kBlocksN + n),
-            Boxes::template reads<false>(boxes(), first_row() + m * 16, n * 8, lane())};
+            Boxes::template reads<false>(boxes(), first_row() + m * 16, n * 8, lane()), columns()};
   }
 
   __device__ __forceinline__ float unit() const { return Config::kUnscaled ? a_.scale : 1.0f; }

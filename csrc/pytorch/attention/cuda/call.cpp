@@ -132,6 +132,7 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
                   at::Float32Precision::TF32;
   score_words_ = prepare(common_.score_mod, scores.score_mod);
   mask_words_ = prepare(common_.mask_mod, scores.mask_mod);
+  for (const auto& b : scores.score_mod.buffers) common_.sizes.push_back(b.sizes().vec());
   common_.aligned_boxes = boxes_are_aligned(scores.score_mod, common_.score_mod);
   common_.blocks = !scores.kv_blocks.empty();
   constexpr int64_t kManyBatches = 8;

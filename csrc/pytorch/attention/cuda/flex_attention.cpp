@@ -58,10 +58,7 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   c.key_splits = call.key_splits();
   c.max_gradient = max_gradient;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
-  for (const auto& b : scores.score_mod.buffers) {
-    c.elements.push_back(b.numel());
-    c.sizes.push_back(b.sizes().vec());
-  }
+  for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
   const FlexShape& n = call.shape();
   if (c.wants_buffers()) {
     c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});

@@ -1,0 +1,62 @@
+// What a score_mod reads of small tables at places that other reads give, such as `t[bucket[b, q, k], h]`: the column
+// of the table that a head reaches lies in shared memory. Read from where it is, each pair would take a sector of 32
+// bytes of its own.
+#pragma once
+
+#include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/device/scores.cuh"
+
+namespace fusegrad::device {
+
+/// Config::kColumns has of each of the score_mod's pair_reads the elements that its column may have, or 0.
+template <class Config>
+class PairColumns {
+  using Mod = typename Config::ScoreMod;
+  static __device__ constexpr int offset(int k) {
+    int sum = 0;
+    for (int i = 0; i < k; ++i) sum += 4 * Config::kColumns[i];
+    return sum;
+  }
+  static __device__ constexpr int count() {
+    if constexpr (kHas<Mod>) return Mod::kPairReads;
+    return 0;
+  }
+  template <int kValue>
+  struct Number {
+    static constexpr int value = kValue;
+  };
+  template <int k = 0, class F>
+  static __device__ __forceinline__ void for_each_column(const F& f) {
+    if constexpr (k < count()) {
+      if constexpr (there(k)) f(Number<k>());
+      for_each_column<k + 1>(f);
+    }
+  }
+
+ public:
+  static __device__ constexpr bool there(int k) { return Config::kColumns[k] > 0; }
+  static constexpr int kBytes = offset(count());
+
+  /// Called by kThreads threads, which meet before any reads: loads the columns of head h.
+  template <int kThreads>
+  static __device__ __forceinline__ void load(unsigned to, const typename Mod::Captured& captured, int h, int thread) {
+    for_each_column([&](auto column) {
+      constexpr int k = decltype(column)::value;
+      for (int i = thread; i < Config::kColumns[k]; i += kThreads) {
+        const float x = Mod::template pair_column<k>(captured, h, i);
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + offset(k) + 4 * i), "f"(x) : "memory");
+      }
+    });
+  }
+  /// An element of column k: NaN where it is not `there`.
+  template <int k>
+  static __device__ __forceinline__ float read(unsigned columns, bool is_there, int at) {
+    float x = __int_as_float(0x7fffffff);
+    asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.shared.f32 %0, [%1];\n}"
+                 : "+f"(x)
+                 : "r"(columns + offset(k) + 4 * at), "r"(static_cast<int>(is_there)));
+    return x;
+  }
+};
+
+}  // namespace fusegrad::device
