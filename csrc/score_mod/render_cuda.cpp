@@ -275,25 +275,36 @@ class Renderer {
     if (!offset.empty()) offset = std::string(" + ") + (options_.small_buffers ? "int(" : "int64(") + offset + ")";
     return "c.data" + number(buffer) + offset + ", valid" + in_range;
   }
-  // The place in its column of an element that is there.
+  std::string column_size(NodeId id, uint32_t dimensions) const {
+    std::string size;
+    for (size_t d = 0; d < graph_[id].operands.size(); ++d) {
+      if ((dimensions >> d & 1) == 0) continue;
+      size += (size.empty() ? "int(c.size" : " * int(c.size") + number(graph_[id].payload) + "_" +
+              number(static_cast<int64_t>(d)) + ")";
+    }
+    return size;
+  }
+  // An element's place in its column.
   std::string place_in_column(NodeId id, uint32_t dimensions) const {
     const Node& node = graph_[id];
     const auto buffer = static_cast<int>(node.payload);
+    if (std::has_single_bit(dimensions))
+      return "narrowed(" + names_[node.operands[static_cast<size_t>(std::countr_zero(dimensions))]] + ")";
     std::vector<std::string> index;
-    checks(buffer, node.operands, index);
+    const std::string in_range = checks(buffer, node.operands, index, ~dimensions);
     std::string place;
     for (size_t d = 0; d < index.size(); ++d) {
       if ((dimensions >> d & 1) == 0) continue;
       const std::string size = "int(c.size" + number(buffer) + "_" + number(static_cast<int64_t>(d)) + ")";
       place = place.empty() ? "int(" + index[d] + ")" : "(" + place + " * " + size + " + int(" + index[d] + "))";
     }
-    return place;
+    return "(true" + in_range + " ? " + place + " : kNowhere)";
   }
   void load(NodeId id) {
     if (const int k = there_ ? -1 : pair_of_[id]; k >= 0) {
       if (const uint32_t dimensions = column_dimensions(graph_, id, options_.dtypes)) {
         text_ += "    const float " + names_[id] + " = read_column<" + number(k) + ">(reads, " + element(id) + ", " +
-                 place_in_column(id, dimensions) + ");\n";
+                 place_in_column(id, dimensions) + ", " + column_size(id, dimensions) + ");\n";
         return;
       }
     }
@@ -450,6 +461,15 @@ class Renderer {
     }
     there_ = false;
     text_ += "    return 0.0f;\n  }\n";
+    text_ += "  template <int k>\n";
+    text_ += "  static __device__ __forceinline__ int pair_column_size([[maybe_unused]] const Captured& c) {\n";
+    for (size_t k = 0; k < pair_loads_.size(); ++k) {
+      const uint32_t dimensions = column_dimensions(graph_, pair_loads_[k], options_.dtypes);
+      if (dimensions == 0) continue;
+      text_ += "    if constexpr (k == " + number(static_cast<int64_t>(k)) + ") return " +
+               column_size(pair_loads_[k], dimensions) + ";\n";
+    }
+    text_ += "    return 0;\n  }\n";
   }
   // Where the elements of a box's row begin.
   void row_of(NodeId id) {

@@ -58,11 +58,12 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static constexpr bool kPairBFloat16[];
 ///     template <int k>
 ///     static __device__ PairRow pair_row(const Captured&, int b, int h, int q_idx, bool valid);
-///     // those with column_dimensions go through read_column<k>(reads, pointer, there, place in the column); an
-///     element
-///     // of one, NaN beyond it
+///     // those with column_dimensions go through read_column<k>(reads, pointer, there, place in the column, its size);
+///     // an element of one, NaN beyond it
 ///     template <int k>
 ///     static __device__ float pair_column(const Captured&, int h, int i);
+///     template <int k>
+///     static __device__ int pair_column_size(const Captured&);
 ///     static constexpr bool kTouchesBesides;  // whether touch() has other reads
 ///     // brings to the first-level cache what apply reads at places that depend on the key, or on its distance from
 ///     // the query: all of a tile are those of its first query, and where there are diagonals of its last one too

@@ -28,6 +28,10 @@ struct ScoreMod {
     return 0.0f;
   }
   template <int>
+  static __device__ int pair_column_size(const Captured&) {
+    return 0;
+  }
+  template <int>
   static __device__ float pair_read(const Captured&, int b, int h, int q, int kv, bool valid) {
     return 0.0f;
   }

@@ -285,11 +285,18 @@ struct ReadThere {
   __device__ __forceinline__ ReadThere at(int, int) const { return {}; }
 };
 
-/// A read of a table, of which `reads` may have the column that the head reaches, `at` being the place in it.
+/// A place in a column of so many elements: kNowhere where it is out of range, or so may be any other number that is.
+constexpr int kNowhere = -0x7fffffff - 1;
+__device__ __forceinline__ int narrowed(int i) { return i; }
+__device__ __forceinline__ int narrowed(int64 i) { return i == static_cast<int>(i) ? static_cast<int>(i) : kNowhere; }
+
+/// A read of a table, of which `reads` may have the column that the head reaches: of `size` elements, `at` being the
+/// place in it, which may be negative and then counts from the end.
 template <int k, class Reads, class T>
-__device__ __forceinline__ float read_column(const Reads& reads, const T* p, bool there, [[maybe_unused]] int at) {
-  if constexpr (requires { reads.template column<k>(p, there, at); }) {
-    return reads.template column<k>(p, there, at);
+__device__ __forceinline__ float read_column(const Reads& reads, const T* p, bool there, [[maybe_unused]] int at,
+                                             [[maybe_unused]] int size) {
+  if constexpr (requires { reads.template column<k>(p, there, at, size); }) {
+    return reads.template column<k>(p, there, at, size);
   } else {
     return reads.template pair<k>(p, there);
   }

@@ -331,9 +331,9 @@ struct PairReads {
     }
   }
   template <int k, class T>
-  __device__ __forceinline__ float column(const T* p, bool valid, int at) const {
+  __device__ __forceinline__ float column(const T* p, bool valid, int at, int size) const {
     if constexpr (Columns::there(k)) {
-      return Columns::template read<k>(columns, valid, at);
+      return Columns::template read<k>(columns, at, size);
     } else {
       return pair<k>(p, valid);
     }

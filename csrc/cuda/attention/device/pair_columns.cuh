@@ -3,18 +3,20 @@
 // bytes of its own.
 #pragma once
 
-#include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/device/scores.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {
 
-/// Config::kColumns has of each of the score_mod's pair_reads the elements that its column may have, or 0.
+/// Config::kColumns has of each of the score_mod's pair_reads the elements that its column may have, or 0. A column
+/// lies twice in shared memory, so that places from -size to size - 1 need no test of their sign, with NaN behind for
+/// all others.
 template <class Config>
 class PairColumns {
   using Mod = typename Config::ScoreMod;
   static __device__ constexpr int offset(int k) {
     int sum = 0;
-    for (int i = 0; i < k; ++i) sum += 4 * Config::kColumns[i];
+    for (int i = 0; i < k; ++i) sum += column_bytes(Config::kColumns[i]);
     return sum;
   }
   static __device__ constexpr int count() {
@@ -42,20 +44,19 @@ class PairColumns {
   static __device__ __forceinline__ void load(unsigned to, const typename Mod::Captured& captured, int h, int thread) {
     for_each_column([&](auto column) {
       constexpr int k = decltype(column)::value;
-      for (int i = thread; i < Config::kColumns[k]; i += kThreads) {
-        const float x = Mod::template pair_column<k>(captured, h, i);
+      const int size = Mod::template pair_column_size<k>(captured);
+      for (int i = thread; i <= 2 * size; i += kThreads) {
+        const float x = i < 2 * size ? Mod::template pair_column<k>(captured, h, i < size ? i : i - size)
+                                     : __int_as_float(0x7fffffff);
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + offset(k) + 4 * i), "f"(x) : "memory");
       }
     });
   }
-  /// An element of column k: NaN where it is not `there`.
+  /// The element at a place of column k, of `size` elements.
   template <int k>
-  static __device__ __forceinline__ float read(unsigned columns, bool is_there, int at) {
-    float x = __int_as_float(0x7fffffff);
-    asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.shared.f32 %0, [%1];\n}"
-                 : "+f"(x)
-                 : "r"(columns + offset(k) + 4 * at), "r"(static_cast<int>(is_there)));
-    return x;
+  static __device__ __forceinline__ float read(unsigned columns, int at, int size) {
+    const unsigned i = min(static_cast<unsigned>(at) + static_cast<unsigned>(size), 2 * static_cast<unsigned>(size));
+    return load_shared<float>(columns + offset(k) + 4 * i);
   }
 };
 

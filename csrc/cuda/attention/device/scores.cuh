@@ -45,6 +45,14 @@ struct NoMod {
   static __device__ score_mod::PairRow pair_row(const Captured&, int, int, int, bool) {
     return {};
   }
+  template <int>
+  static __device__ float pair_column(const Captured&, int, int) {
+    return 0.0f;
+  }
+  template <int>
+  static __device__ int pair_column_size(const Captured&) {
+    return 0;
+  }
 };
 /// A derivative's view of what its score_mod captured.
 template <class Mod, class Captured>

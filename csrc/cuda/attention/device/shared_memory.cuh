@@ -286,6 +286,9 @@ constexpr int box_tile_bytes(int rows, int cols, int element_bytes) {
 
 // --- sums of captured buffers' gradients --------------------------------------------------------------------
 
+/// A column of a table (PairColumns) of so many elements; 0: none.
+constexpr int column_bytes(int elements) { return elements == 0 ? 0 : 4 * (2 * elements + 4); }
+
 /// What the backward keeps for each contribution to a captured buffer (FlexBufferSums in buffers.cuh).
 struct CapturedMemory {
   int warps;    // that have keys of their own

@@ -281,10 +281,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         }
         apply_mods(s, now);
         wait_output(out, values, true);
-        ended = softmax_.add_by_first(s, p, [&](int n) {
-          (void)now;  // captured: else compilers number the registers of kernels without dropout in another order
-          drop(p, n);
-        });
+        ended = softmax_.add_by_first(
+            s, p,
+            [&](int n) {
+              (void)now;  // captured: else compilers number the registers of kernels without dropout in another order
+              drop(p, n);
+            },
+            [&](int r) { return !Reads::kUsed || first_query() + 8 * r < a_.queries; });
         if (!ended) {
           scores_again(s, Entry::column(now) * Config::kCols);
           again = true;

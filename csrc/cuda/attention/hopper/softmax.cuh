@@ -79,9 +79,11 @@ class FlexHopperSoftmax {
     return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY;
   }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
-  /// their sums are not added. drop(n): takes from block n of the operand what dropout drops.
-  template <class Drop>
-  __device__ __forceinline__ bool add_by_first(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2], const Drop& drop) {
+  /// their sums are not added. drop(n): takes from block n of the operand what dropout drops. counts(r): whether row r
+  /// is one: what boxes have beyond the queries may be anything.
+  template <class Drop, class Counts>
+  __device__ __forceinline__ bool add_by_first(float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2], const Drop& drop,
+                                               const Counts& counts) {
     const float factor = unit() * kLog2E, origin[2] = {max_[0] * factor, max_[1] * factor};
     const auto scale = [&](int n) {
 #pragma unroll
@@ -105,7 +107,9 @@ class FlexHopperSoftmax {
       }
       if (n < kBlocksN) hold_order();
     }
-    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMostSum)) return false;
+    if (__any_sync(~0u, fmaxf(sum[0], sum[1]) > kMostSum)) {
+      if (__any_sync(~0u, (sum[0] > kMostSum && counts(0)) || (sum[1] > kMostSum && counts(1)))) return false;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum_[r] += sum[r];
     return true;

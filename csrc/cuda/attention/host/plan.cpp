@@ -3,7 +3,6 @@
 #include <atomic>
 #include <bit>
 #include <functional>
-#include <numeric>
 #include <utility>
 
 #include "attention/flex_attention.h"
@@ -161,8 +160,9 @@ std::vector<int> columns_of(const FlexCase& c, bool keeps) {
 }
 int column_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (!t.columns) return 0;
-  const std::vector<int> columns = columns_of(c, t.keeps);
-  return 4 * std::accumulate(columns.begin(), columns.end(), 0);
+  int bytes = 0;
+  for (const int elements : columns_of(c, t.keeps)) bytes += device::column_bytes(elements);
+  return bytes;
 }
 
 // Portable: whether a CTA stays with a head for many batches, whose reads or sums are partly the same.

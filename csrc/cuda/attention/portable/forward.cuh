@@ -178,14 +178,14 @@ class FlexForward {
     col += lane() % 4 * 2;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
-      const auto alive =
-          pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, row + m * 16, col);
+      const Tested alive(
+          pairs_that_take_part<Config, kBlocksN, false>(a_, mask_, kind, masked, b_, h_, row + m * 16, col));
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
         auto reads = this->reads(m, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const bool takes = (alive >> (n * 4 + e) & 1) != 0;
+          const bool takes = alive[n * 4 + e];
           float x = s[m][n][e];
           if constexpr (!Config::kUnscaled) x *= a_.scale;
           if constexpr (kHas<ScoreMod>) {
