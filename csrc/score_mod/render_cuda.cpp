@@ -428,6 +428,13 @@ class Renderer {
     there_ = false;
     text_ += "  }\n";
   }
+  // Takes an index of a place `i` in a column; called for the last dimension first.
+  std::string index_of_column(int buffer, size_t d, uint32_t dimensions) {
+    if (static_cast<size_t>(std::countr_zero(dimensions)) == d) return "i";
+    const std::string at = number(static_cast<int64_t>(d)), size = "int(c.size" + number(buffer) + "_" + at + ")";
+    text_ += "    const int i" + at + " = i % " + size + ";\n    i /= " + size + ";\n";
+    return "i" + at;
+  }
   // An element of the column that a head reaches.
   void columns_of_pairs() {
     text_ += "  template <int k>\n";
@@ -448,16 +455,13 @@ class Renderer {
       statements(outer);
       std::vector<std::string> index;
       const std::string in_range = checks(static_cast<int>(node.payload), node.operands, index, dimensions);
+      text_ += "    const bool is_there = i < " + column_size(id, dimensions) + ";\n";
       std::string offset = "0ll";
       for (size_t d = node.operands.size(); d-- > 0;) {
-        const std::string at = number(static_cast<int64_t>(d)), size = "int(c.size" + of + "_" + at + ")";
-        if ((dimensions >> d & 1) != 0) {
-          text_ += "    const int i" + at + " = i % " + size + ";\n    i /= " + size + ";\n";
-          index[d] = "i" + at;
-        }
-        offset += " + (long long)(" + index[d] + ") * c.stride" + of + "_" + at;
+        if ((dimensions >> d & 1) != 0) index[d] = index_of_column(static_cast<int>(node.payload), d, dimensions);
+        offset += " + (long long)(" + index[d] + ") * c.stride" + of + "_" + number(static_cast<int64_t>(d));
       }
-      text_ += "    return read_if(c.data" + of + " + (" + offset + "), i == 0" + in_range + ");\n    }\n";
+      text_ += "    return read_if(c.data" + of + " + (" + offset + "), is_there" + in_range + ");\n    }\n";
     }
     there_ = false;
     text_ += "    return 0.0f;\n  }\n";
@@ -727,11 +731,7 @@ class Renderer {
     there_ = false;
     std::string offset = "0ll";
     for (size_t d = index.size(); d-- > 0;) {
-      if ((dimensions >> d & 1) == 0) continue;
-      const std::string at = "i" + number(static_cast<int64_t>(d));
-      const std::string size = "int(c.size" + buffer + "_" + number(static_cast<int64_t>(d)) + ")";
-      text_ += "    const int " + at + " = i % " + size + ";\n    i /= " + size + ";\n";
-      index[d] = at;
+      if ((dimensions >> d & 1) != 0) index[d] = index_of_column(c.buffer, d, dimensions);
     }
     for (size_t d = 0; d < index.size(); ++d) {
       offset = "(" + offset + " * c.size" + buffer + "_" + number(static_cast<int64_t>(d)) + " + (" + index[d] + "))";

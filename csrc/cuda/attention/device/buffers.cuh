@@ -124,12 +124,21 @@ class FlexBufferSums {
     return false;
   }
 
+  static __device__ constexpr bool histograms_alone() {
+    for (int k = 0; k < kCount; ++k) {
+      if (scheme(k) != 'F') return false;
+    }
+    return true;
+  }
+
  public:
   static constexpr int kSharedBytes = offset(kCount);
   /// Whether flush() does anything.
   static constexpr bool kFlushes = flushes();
   /// Whether a tile's sums and the next one's lie in one place, as classes D and F do.
   static constexpr bool kOnce = once();
+  /// Whether all contributions are summed in float by class F.
+  static constexpr bool kHistogramsAlone = !Config::kFixedPoint && kCount > 0 && histograms_alone();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
                                             const Captured& captured, char* shared)
@@ -145,6 +154,10 @@ class FlexBufferSums {
     }
     begin_head();
   }
+  /// Between measure(), which barriers must surround, and end_measuring() tiles are only looked at for the largest
+  /// contributions: else all of a first tile would be added to memory one by one. Where kHistogramsAlone.
+  __device__ __forceinline__ void measure() { set_limits<true>(); }
+  __device__ __forceinline__ void end_measuring() { set_limits<false>(); }
   /// Called before the tiles of a query head.
   __device__ __forceinline__ void begin_head() {
 #pragma unroll
@@ -226,13 +239,23 @@ class FlexBufferSums {
         }
       } else if constexpr (scheme(k) > 'D' && !is_vector(k)) {
         // Added only now, so that reads of indices before are shared with the score_mod's.
+        if constexpr (scheme(k) == 'F') {
+          bool far = false;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if constexpr (scheme(k) == 'F') {
-            histogram<k>(b, h, at_[k][e], four_[k][e]);
-          } else {
-            put_if<k>(at_[k][e] >= 0, at_[k][e], four_[k][e]);
+          for (int e = 0; e < 4; ++e) far |= histogram<k>(at_[k][e], four_[k][e]);
+          if constexpr (!Config::kFixedPoint) {
+            // One branch of four pairs: hardly any has such contributions.
+            if (far) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const int at = static_cast<int>(at_[k][e]);
+                if (is_far<k>(at, four_[k][e])) put<k>(of_column<k>(b, h, at), four_[k][e]);
+              }
+            }
           }
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) put_if<k>(at_[k][e] >= 0, at_[k][e], four_[k][e]);
         }
       }
     });
@@ -348,8 +371,20 @@ class FlexBufferSums {
   __device__ __forceinline__ float* lines(int warp) const {
     return reinterpret_cast<float*>(shared_ + offset(k)) + warp * 4 * kLine;
   }
-  // A histogram of class F: the largest contribution of this tile and a limit for the next one, as bits of a float; two
-  // unused words; the counts.
+  template <bool kMeasures>
+  __device__ __forceinline__ void set_limits() const {
+    if (threadIdx.x != 0) return;
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      if constexpr (scheme(k) == 'F') {
+        int& limit = table<k>()[1];
+        limit = kMeasures ? -1 : max(limit, 0);
+      }
+    });
+  }
+
+  // A histogram of class F: the largest contribution of this tile and a limit for the next one, as bits of a float, -1
+  // to measure; two unused words; the counts.
   template <int k>
   __device__ __forceinline__ int* table() const {
     return reinterpret_cast<int*>(shared_ + offset(k) +
@@ -430,8 +465,14 @@ class FlexBufferSums {
     if constexpr (D::kColumn[k]) return D::template of_column<k>(captured_of<D>(captured_), b, h, i);
     return i;
   }
+  // Whether a contribution to an element of a histogram is beyond the limit.
   template <int k>
-  __device__ __forceinline__ void histogram(int b, int h, long long place, float v) {
+  __device__ __forceinline__ bool is_far(int at, float v) const {
+    return !(fabsf(v) < __int_as_float(limit_[k])) && at >= 0 && limit_[k] >= 0;
+  }
+  // Returns whether it is beyond the limit, and so is not added.
+  template <int k>
+  __device__ __forceinline__ bool histogram(long long place, float v) {
     const int at = static_cast<int>(place);
     bool near = true;
     if constexpr (!Config::kFixedPoint) {
@@ -443,11 +484,7 @@ class FlexBufferSums {
     const unsigned to = shared_address(table<k>() + 4) + static_cast<unsigned>(at) * 4;
     add_shared_if(near && at >= 0, to, units);
     add_shared_if(near && at >= 0, to + Config::Schemes::kTable[k] * 4, rest);
-    if constexpr (!Config::kFixedPoint && D::kColumn[k]) {
-      if (!near && at >= 0) put<k>(of_column<k>(b, h, at), v);
-    } else if constexpr (!Config::kFixedPoint) {
-      put_if<k>(!near && at >= 0, at, v);
-    }
+    return !Config::kFixedPoint && is_far<k>(at, v);
   }
 
   // Puts an element of a contribution by axes, for a thread's four pairs (kv, q) = (g + 8 * (e / 2), 2 * t + e % 2).

@@ -748,6 +748,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
     if (facts.few()) facts.resident = resident_ctas(facts.shared_bytes, architecture);
+    if (c.kernel == FlexKernel::kBackward && tiles[i].keeps) facts.resident = 3;  // as plan_launch counts them
     if (c.kernel == FlexKernel::kGradBuffers) facts.resident = grad_buffers_ctas(tiles[i]);
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;

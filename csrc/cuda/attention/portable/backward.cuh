@@ -76,6 +76,9 @@ class FlexBackward {
   static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
   // Run tiles of like work together. Reads and sums of captured buffers are better for one head at a time.
   static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
+  // A CTA that stays computes its first batch twice: it stores all that it does not sum up.
+  static constexpr bool kMeasures =
+      Config::kKeeps && Sums::kHistogramsAlone && (Config::kStoresQuery || !Config::kGradQuery);
 
  public:
   static constexpr int kSharedBytes = kMemory.bytes();
@@ -126,10 +129,17 @@ class FlexBackward {
     });
     sums_.begin();
     load_columns(key_head_);
+    if constexpr (kMeasures) {
+      __syncthreads();
+      sums_.measure();
+    }
+    const int batch = static_cast<int>(blockIdx.x) % parts;
 #pragma unroll 1
-    for (key_batch_ = static_cast<int>(blockIdx.x) % parts; key_batch_ < a_.batches; key_batch_ += parts) {
+    for (int i = kMeasures ? -1 : 0; batch + i * parts < a_.batches; ++i) {
+      key_batch_ = batch + max(i, 0) * parts;
       walk();
       __syncthreads();
+      if (kMeasures && i < 0) sums_.end_measuring();
     }
   }
   // All tiles of queries for the CTA's keys.
