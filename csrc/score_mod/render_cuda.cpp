@@ -717,7 +717,9 @@ class Renderer {
     with_reads("  template <", "int in_column_" + of, "float score, " + parameters);
     std::vector<std::string> index;
     std::string local = "0";
-    const std::string in_range = checks(c.buffer, c.indices, index);
+    std::string in_range = checks(c.buffer, c.indices, index);
+    // Without branches.
+    for (size_t at = 0; (at = in_range.find("&&", at)) != std::string::npos;) in_range.erase(at, 1);
     for (size_t d = 0; d < index.size(); ++d) {
       if ((dimensions >> d & 1) == 0) continue;
       local =

@@ -309,6 +309,91 @@ def test_columns_of_tables(name: str, lengths: tuple[int, int], dtype: torch.dty
         assert relative(ours, truth) <= 1e-2
 
 
+@pytest.mark.parametrize("lengths", [(49, 49), (130, 150)], ids=str)
+def test_columns_of_tables_for_grouped_heads(lengths: tuple[int, int]) -> None:
+    """A CTA has the keys of several query heads."""
+    m, n = lengths
+    table, places = torch.randn(600, 4, requires_grad=True), torch.randint(600, (9, m, n), dtype=torch.int32)
+    given = [*inputs(9, 4, m, n, 24, hkv=2), table]
+    upstream = torch.randn_like(given[0])
+    out = flex_attention(*given[:3], lambda s, b, h, q, kv: s + table[places[b, q, kv], h], enable_gqa=True)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], lambda s, b, h, q, kv: s + wide[3][places[b, q, kv], h]).out
+    truths = torch.autograd.grad(expected, wide, upstream.double())
+    for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("lengths", [(49, 49), (130, 150)], ids=str)
+@pytest.mark.parametrize("name", ["heads last", "two places"])
+def test_places_beyond_a_column_read_nan(name: str, lengths: tuple[int, int], dtype: torch.dtype) -> None:
+    m, n = lengths
+    shapes, function = COLUMNS[name]
+    held = [torch.randn(s) for s in shapes]
+    places = torch.randint(600, (20, m, n), dtype=dtype)
+    bad = [(0, 3, 5, 600), (7, 0, 0, -601), (19, m - 1, n - 1, 2**30)]
+    if dtype == torch.int64:
+        bad += [(4, 1, 1, 2**32), (5, 2, 1, -(2**40) + 1)]
+    given = inputs(20, 4, m, n, 24)
+    good = dense(*(t.double() for t in given), function(places, *(t.double() for t in held))).out
+    for b, q, kv, place in bad if name == "heads last" else []:
+        places[b, q, kv] = place
+        good[b, :, q] = math.nan
+    out = flex_attention(*given, function(places, *held))
+    assert torch.equal(out.isnan(), good.isnan())
+    assert relative(out.nan_to_num(), good.nan_to_num()) <= 1e-2
+
+
+@pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (130, 150)], ids=str)
+@pytest.mark.parametrize("scales", [(0.0, 1.0), (1e-6, 1.0, 1e5), (1e5, 1e-6), (0.0, 0.0)], ids=str)
+def test_columns_of_batches_that_contribute_little_and_much(
+    lengths: tuple[int, int], scales: tuple[float, ...]
+) -> None:
+    """A histogram's unit follows from the batch before, and the first one's from itself."""
+    m, n = lengths
+    table, places = torch.randn(600, 4, requires_grad=True), torch.randint(600, (200, m, n), dtype=torch.int32)
+    given = [*inputs(200, 4, m, n, 24), table]
+    of_batch = torch.tensor(scales)[torch.arange(200) * len(scales) // 200]
+    upstream = (torch.randn_like(given[0]) * of_batch[:, None, None, None]).to(given[0].dtype)
+    out = flex_attention(*given[:3], lambda s, b, h, q, kv: s + table[places[b, q, kv], h])
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], lambda s, b, h, q, kv: s + wide[3][places[b, q, kv], h]).out
+    truths = torch.autograd.grad(expected, wide, upstream.double())
+    for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+# Of keys, what is added to a bias of pairs: scores that are much larger than the first ones, or none before.
+RISING: dict[str, Callable[[Tensor], Tensor]] = {
+    "level": lambda kv: 0.0 * kv,
+    "rising": lambda kv: 150.0 * (kv // 128),
+    "one tile": lambda kv: torch.where(kv // 128 == 2, 200.0, 0.0),
+    "falling": lambda kv: -150.0 * (kv // 128),
+    "none at first": lambda kv: torch.where(kv < 200, -math.inf, 0.0),
+    "hardly any at first": lambda kv: torch.where(kv < 200, -1e9, 0.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("name", RISING)
+def test_biases_of_scores_that_rise(name: str, size: int, dtype: torch.dtype) -> None:
+    """Exponentials are relative to a row's first maximum as long as they can be."""
+    m, n = 200, 520
+    places = torch.arange(n)
+    bias = (torch.randn(2, m, n) + RISING[name](places)).to(dtype)
+    bias[0, 7], bias[1, 150, 300:] = -math.inf, -math.inf
+    given = inputs(3, 2, m, n, size)
+    out, aux = flex_attention(*given, lambda s, b, h, q, kv: s + bias[h, q, kv], return_aux=AuxRequest(lse=True))
+    wide = [t.double() for t in given]
+    score = wide[0] @ wide[1].mT * size**-0.5 + bias.double()
+    assert relative(out, (score.softmax(-1) @ wide[2]).nan_to_num()) <= 1e-2
+    lse = score.logsumexp(-1)
+    assert torch.equal(aux.lse == -math.inf, lse == -math.inf)
+    torch.testing.assert_close(aux.lse.nan_to_num(neginf=0), lse.float().nan_to_num(neginf=0), rtol=1e-4, atol=2e-2)
+
+
 # Biases by b: where each element has a pair of its own, the gradient is stored, in the bias' own dtype.
 OF_EVERY_PAIR: dict[str, tuple[tuple[int, ...], Callable]] = {
     "in order": ((5, 4, 136, 150), lambda t: lambda s, b, h, q, kv: s * t[b, h, q, kv]),

@@ -57,12 +57,10 @@ __device__ __forceinline__ int fold_index(int i, int lane) {
   return i + (lane & 16 ? kCount / 2 : 0) + (lane & 8 ? kCount / 4 : 0) + (lane & 4 ? kCount / 8 : 0);
 }
 
-/// Adds to shared or device memory where `there`, without a branch.
-__device__ __forceinline__ void add_shared_if(bool there, unsigned address, int x) {
-  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.shared.add.u32 [%0], %1;\n}" ::"r"(address),
-               "r"(x), "r"(static_cast<int>(there))
-               : "memory");
+__device__ __forceinline__ void add_shared(unsigned address, int x) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
+/// Adds to device memory where `there`, without a branch.
 __device__ __forceinline__ void add_global_if(bool there, float* p, float x) {
   asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there red.global.add.f32 [%0], %1;\n}" ::"l"(p),
                "f"(x), "r"(static_cast<int>(there))
@@ -204,14 +202,13 @@ class FlexBufferSums {
       } else {
         four_[k][e] = v;
         const bool reads = kAllRead || takes_part;
-        long long at;
         if constexpr (scheme(k) == 'F' && D::kColumn[k]) {
-          at = D::template in_column<k>(captured_of<D>(captured_), score, b, h, q, kv, reads, of_pair);
+          at_[k][e] = D::template in_column<k>(captured_of<D>(captured_), score, b, h, q, kv, reads, of_pair);
         } else {
-          at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, reads, of_pair);
+          const long long at = D::template offset<k>(captured_of<D>(captured_), score, b, h, q, kv, reads, of_pair);
+          // Pairs that take no part have 0 too. What is stored has no zeros below.
+          at_[k][e] = scheme(k) != 'S' && v == 0.0f ? -1 : at;
         }
-        // Pairs that take no part have 0 too. What is stored has no zeros below.
-        at_[k][e] = scheme(k) != 'S' && v == 0.0f ? -1 : at;
       }
     });
     if constexpr (D::kVectors) {
@@ -242,7 +239,7 @@ class FlexBufferSums {
         if constexpr (scheme(k) == 'F') {
           bool far = false;
 #pragma unroll
-          for (int e = 0; e < 4; ++e) far |= histogram<k>(at_[k][e], four_[k][e]);
+          for (int e = 0; e < 4; ++e) far |= histogram<k>(static_cast<int>(at_[k][e]), four_[k][e]);
           if constexpr (!Config::kFixedPoint) {
             // One branch of four pairs: hardly any has such contributions.
             if (far) {
@@ -468,23 +465,26 @@ class FlexBufferSums {
   // Whether a contribution to an element of a histogram is beyond the limit.
   template <int k>
   __device__ __forceinline__ bool is_far(int at, float v) const {
-    return !(fabsf(v) < __int_as_float(limit_[k])) && at >= 0 && limit_[k] >= 0;
+    return !(fabsf(v) < __int_as_float(limit_[k])) & (v != 0.0f) & (at >= 0) & (limit_[k] >= 0);
   }
   // Returns whether it is beyond the limit, and so is not added.
   template <int k>
-  __device__ __forceinline__ bool histogram(long long place, float v) {
-    const int at = static_cast<int>(place);
-    bool near = true;
+  __device__ __forceinline__ bool histogram(int at, float v) {
+    const bool far = !Config::kFixedPoint && is_far<k>(at, v);
+    bool near = at >= 0;
     if constexpr (!Config::kFixedPoint) {
-      near = fabsf(v) < __int_as_float(limit_[k]);
+      near &= fabsf(v) < __int_as_float(limit_[k]);
       largest_[k] = fmaxf(largest_[k], fabsf(v));
     }
+    // What is not added adds 0, since of a predicate ptxas makes a branch; without a place, to another in each lane.
+    v = near ? v : 0.0f;
+    at = at >= 0 ? at : lane();
     int units, rest;
     split<k>(v, units, rest);
     const unsigned to = shared_address(table<k>() + 4) + static_cast<unsigned>(at) * 4;
-    add_shared_if(near && at >= 0, to, units);
-    add_shared_if(near && at >= 0, to + Config::Schemes::kTable[k] * 4, rest);
-    return !Config::kFixedPoint && is_far<k>(at, v);
+    add_shared(to, units);
+    add_shared(to + Config::Schemes::kTable[k] * 4, rest);
+    return far;
   }
 
   // Puts an element of a contribution by axes, for a thread's four pairs (kv, q) = (g + 8 * (e / 2), 2 * t + e % 2).

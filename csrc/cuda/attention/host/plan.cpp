@@ -644,7 +644,8 @@ bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
     if (steps[k].is_vector) scheme = vector_scheme(scheme);
     if (c.kernel == FlexKernel::kBackward && is_stored(c, steps[k], static_cast<size_t>(contributions[k].buffer)))
       scheme = 'S';
-    int table = scheme == 'F' ? static_cast<int>(elements) : 0;
+    constexpr int64_t kLeastTable = 32;  // a place for each lane
+    int table = scheme == 'F' ? static_cast<int>(std::max(elements, kLeastTable)) : 0;
     const int column = column_elements(c, steps[k], static_cast<size_t>(contributions[k].buffer));
     if (column > 0 && forced_scheme == 0) scheme = 'F';
     if (column > 0 && scheme == 'F') table = column;
@@ -748,7 +749,6 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
     if (facts.few()) facts.resident = resident_ctas(facts.shared_bytes, architecture);
-    if (c.kernel == FlexKernel::kBackward && tiles[i].keeps) facts.resident = 3;  // as plan_launch counts them
     if (c.kernel == FlexKernel::kGradBuffers) facts.resident = grad_buffers_ctas(tiles[i]);
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
@@ -757,6 +757,8 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
       const bool another = sums && i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
       if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes || tiles[i].columns)) continue;
       facts.grad_scores |= !facts.schemes.empty();
+      // As many as plan_launch counts; without histograms they fit anyway, and would spill.
+      if (tiles[i].keeps && facts.schemes.find('F') != std::string::npos) facts.resident = 3;
     }
     return KernelSpec(std::move(facts));
   }
