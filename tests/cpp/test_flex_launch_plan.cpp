@@ -375,10 +375,13 @@ TEST(PairBoxes, AreOfRowsOfKeys) {
 }
 
 TEST(LaunchPlan, TallTilesOfAForwardPayWhereQueriesFillThem) {
-  EXPECT_TRUE(forward_pays_tall(384));
-  EXPECT_TRUE(forward_pays_tall(512));
-  EXPECT_FALSE(forward_pays_tall(256));
-  EXPECT_FALSE(forward_pays_tall(128));
+  const auto pays = [](int64_t length, double share) {
+    return forward_pays_tall(length, length, [&] { return share; });
+  };
+  for (const int64_t length : {130, 384, 512, 577, 1024, 2048}) EXPECT_TRUE(pays(length, 1.0)) << length;
+  for (const int64_t length : {128, 197, 256}) EXPECT_FALSE(pays(length, 1.0)) << length;
+  for (const int64_t length : {130, 384, 768, 1536, 2048}) EXPECT_TRUE(pays(length, 0.5)) << length;
+  for (const int64_t length : {197, 256, 512, 577, 640, 1024}) EXPECT_FALSE(pays(length, 0.5)) << length;
 }
 
 TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {

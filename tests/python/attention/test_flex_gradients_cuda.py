@@ -346,7 +346,7 @@ def test_places_beyond_a_column_read_nan(name: str, lengths: tuple[int, int], dt
 
 
 @pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (130, 150)], ids=str)
-@pytest.mark.parametrize("scales", [(0.0, 1.0), (1e-6, 1.0, 1e5), (1e5, 1e-6), (0.0, 0.0)], ids=str)
+@pytest.mark.parametrize("scales", [(0.0, 1.0), (1e-6, 1.0, 1e5), (1e5, 1e-6)], ids=str)
 def test_columns_of_batches_that_contribute_little_and_much(
     lengths: tuple[int, int], scales: tuple[float, ...]
 ) -> None:

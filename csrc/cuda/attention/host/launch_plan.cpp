@@ -114,7 +114,21 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
           /*together=*/1};
 }
 
-bool forward_pays_tall(int64_t queries) { return 5 * tiles_in(queries, 192) <= 4 * tiles_in(queries, 128); }
+bool forward_pays_tall(int64_t queries, int64_t keys, const std::function<double()>& share_of_pairs) {
+  const bool of_all = 5 * tiles_in(queries, 192) <= 4 * tiles_in(queries, 128);
+  // Under a causal mask: the tiles of 64 queries by 128 keys, of which taller tiles have more beyond the diagonal.
+  const auto causal = [&](int64_t rows) {
+    int64_t sum = 0;
+    for (int64_t row = rows; row < queries + rows; row += rows)
+      sum += rows / 64 * std::min(tiles_in(std::min(row, queries), 128), tiles_in(keys, 128));
+    return sum;
+  };
+  constexpr int64_t kMostQueries = 1536;  // beyond, all is as without a mask
+  if (queries > kMostQueries) return of_all;
+  const bool of_causal = 7 * causal(192) <= 9 * causal(128);
+  constexpr double kMostOfCausal = 0.75;
+  return of_causal == of_all || share_of_pairs() > kMostOfCausal ? of_all : of_causal;
+}
 
 // A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the
 // next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a block mask it

@@ -360,7 +360,7 @@ bool has_hopper_boxes(const FlexCase& c) {
 int keys_of_three(const FlexCase& c) {
   const int head = std::max(head_cols(c), value_cols(c));
   if (head > kHopperCols || c.max_scores || c.key_splits) return 0;
-  if (masks_alone(c)) return 128;
+  if (masks_alone(c)) return c.tall ? 128 : 0;
   if (!c.tall || c.blocks || c.dropout) return 0;
   if (!has_hopper_boxes(c)) return head > 48 ? 112 : 128;
   const auto graph = score_mod::cached_graph(c.score_mod.text);

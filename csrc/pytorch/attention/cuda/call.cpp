@@ -149,13 +149,19 @@ int FlexCall::few_rows(const FlexCase& c) const {
 
 bool FlexCall::key_splits() const { return pays_key_splits(shape_, gpu::multiprocessors()); }
 
+double FlexCall::share_of_pairs() const {
+  // What a mask_mod reads, or blocks without one, are not known here.
+  if (!common_.blocks || common_.mask_mod.text.empty() || !common_.mask_mod.dtypes.empty()) return 1.0;
+  const score_mod::CapturedTensors captured({}, scores_.mask_mod.scalars);
+  return score_mod::share_of_pairs(*score_mod::cached_graph(common_.mask_mod.text), captured.scalars(), shape_.queries,
+                                   shape_.keys);
+}
+
 bool FlexCall::pays_tall() const {
-  const auto share = [&] {
-    const score_mod::CapturedTensors captured({}, scores_.mask_mod.scalars);
-    return score_mod::share_of_pairs(*score_mod::cached_graph(common_.mask_mod.text), captured.scalars(),
-                                     shape_.queries, shape_.keys);
-  };
-  return cuda::pays_tall(common_, shape_, mask_, share, jit::current_architecture());
+  return cuda::pays_tall(common_, shape_, mask_, [&] { return share_of_pairs(); }, jit::current_architecture());
+}
+bool FlexCall::forward_pays_tall() const {
+  return cuda::forward_pays_tall(shape_.queries, shape_.keys, [&] { return share_of_pairs(); });
 }
 
 LaunchPlan FlexCall::plan(const FlexCase& c, int64_t launches) const {

@@ -61,6 +61,9 @@ class FlexCall {
   bool key_splits() const;
   /// Whether a backward's tall tiles take less time than others.
   bool pays_tall() const;
+  bool forward_pays_tall() const;
+  /// About the share of pairs that a mask_mod without buffers allows; 1 where that is not known.
+  double share_of_pairs() const;
   LaunchPlan plan(const FlexCase& c, int64_t launches = 1) const;
 
   /// The lists of tiles of a launch, and the number from which its CTAs count (null without a block mask).
