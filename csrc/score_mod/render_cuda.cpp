@@ -239,9 +239,9 @@ class Renderer {
   }
 
   // " && inside(...)" for each dimension, with the indices wrapped where they may be negative; for those `without`, a
-  // bit each, nothing.
+  // bit each, nothing. `conjunction`: " & " leaves compilers no branch to make.
   std::string checks(int buffer, const std::vector<NodeId>& indices, std::vector<std::string>& wrapped,
-                     uint32_t without = 0) const {
+                     uint32_t without = 0, std::string_view conjunction = " && ") const {
     std::string text;
     for (size_t k = 0; k < indices.size(); ++k) {
       if (k < 32 && (without >> k & 1) != 0) {
@@ -254,7 +254,7 @@ class Renderer {
       const std::string& index = names_[indices[k]];
       const bool nonnegative = intervals_[indices[k]].nonnegative();
       wrapped.push_back(nonnegative ? index : "wrapped(" + index + ", " + size + ")");
-      text += " && inside(" + wrapped.back() + ", " + size + ")";
+      text += std::string(conjunction) + "inside(" + wrapped.back() + ", " + size + ")";
     }
     return text;
   }
@@ -292,13 +292,17 @@ class Renderer {
       return "narrowed(" + names_[node.operands[static_cast<size_t>(std::countr_zero(dimensions))]] + ")";
     std::vector<std::string> index;
     const std::string in_range = checks(buffer, node.operands, index, ~dimensions);
+    return "(true" + in_range + " ? " + place_among(buffer, index, dimensions) + " : kNowhere)";
+  }
+  // The place that indices give among the elements of some of a buffer's dimensions.
+  static std::string place_among(int buffer, const std::vector<std::string>& index, uint32_t dimensions) {
     std::string place;
     for (size_t d = 0; d < index.size(); ++d) {
       if ((dimensions >> d & 1) == 0) continue;
       const std::string size = "int(c.size" + number(buffer) + "_" + number(static_cast<int64_t>(d)) + ")";
       place = place.empty() ? "int(" + index[d] + ")" : "(" + place + " * " + size + " + int(" + index[d] + "))";
     }
-    return "(true" + in_range + " ? " + place + " : kNowhere)";
+    return place;
   }
   void load(NodeId id) {
     if (const int k = there_ ? -1 : pair_of_[id]; k >= 0) {
@@ -716,15 +720,8 @@ class Renderer {
     for (size_t d = 0; d < c.indices.size(); ++d) ((dimensions >> d & 1) != 0 ? inner : outer).push_back(c.indices[d]);
     with_reads("  template <", "int in_column_" + of, "float score, " + parameters);
     std::vector<std::string> index;
-    std::string local = "0";
-    std::string in_range = checks(c.buffer, c.indices, index);
-    // Without branches.
-    for (size_t at = 0; (at = in_range.find("&&", at)) != std::string::npos;) in_range.erase(at, 1);
-    for (size_t d = 0; d < index.size(); ++d) {
-      if ((dimensions >> d & 1) == 0) continue;
-      local =
-          "(" + local + " * int(c.size" + buffer + "_" + number(static_cast<int64_t>(d)) + ") + int(" + index[d] + "))";
-    }
+    const std::string in_range = checks(c.buffer, c.indices, index, 0, " & ");
+    const std::string local = place_among(c.buffer, index, dimensions);
     end_with_result(c.indices, "  return valid" + in_range + " ? " + local + " : -1;\n");
     begin("long long of_column_" + of, "int b, int h, int i");
     text_ += "    [[maybe_unused]] constexpr bool valid = true;\n";

@@ -285,7 +285,7 @@ struct ReadThere {
   __device__ __forceinline__ ReadThere at(int, int) const { return {}; }
 };
 
-/// A place in a column of so many elements: kNowhere where it is out of range, or so may be any other number that is.
+/// A place that no column has. narrowed() gives it for places that do not fit 32 bits.
 constexpr int kNowhere = -0x7fffffff - 1;
 __device__ __forceinline__ int narrowed(int i) { return i; }
 __device__ __forceinline__ int narrowed(int64 i) { return i == static_cast<int>(i) ? static_cast<int>(i) : kNowhere; }

@@ -152,8 +152,9 @@ class FlexBufferSums {
     }
     begin_head();
   }
-  /// Between measure(), which barriers must surround, and end_measuring() tiles are only looked at for the largest
-  /// contributions: else all of a first tile would be added to memory one by one. Where kHistogramsAlone.
+  /// Where kHistogramsAlone: between measure() and end_measuring() tiles only give the largest contributions, and add
+  /// nothing. Without them each contribution of a first tile is added to memory by itself. Barriers must surround
+  /// measure().
   __device__ __forceinline__ void measure() { set_limits<true>(); }
   __device__ __forceinline__ void end_measuring() { set_limits<false>(); }
   /// Called before the tiles of a query head.
@@ -241,7 +242,7 @@ class FlexBufferSums {
 #pragma unroll
           for (int e = 0; e < 4; ++e) far |= histogram<k>(static_cast<int>(at_[k][e]), four_[k][e]);
           if constexpr (!Config::kFixedPoint) {
-            // One branch of four pairs: hardly any has such contributions.
+            // Four pairs share a branch, since few contributions are beyond the limit.
             if (far) {
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
@@ -476,7 +477,8 @@ class FlexBufferSums {
       near &= fabsf(v) < __int_as_float(limit_[k]);
       largest_[k] = fmaxf(largest_[k], fabsf(v));
     }
-    // What is not added adds 0, since of a predicate ptxas makes a branch; without a place, to another in each lane.
+    // ptxas turns a predicated red.shared into a branch, so a contribution that is not added adds 0; one without a
+    // place adds it to an element that differs from lane to lane.
     v = near ? v : 0.0f;
     at = at >= 0 ? at : lane();
     int units, rest;

@@ -38,17 +38,18 @@ bool mixed(const FlexCase& c, const FlexTileSize& t) {
 }
 // Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
-// Whether q_idx and kv_idx are but places of reads in a score_mod.
-bool are_places_alone(const score_mod::Graph& graph, score_mod::NodeId id) {
+// Whether a score_mod uses q_idx and kv_idx for nothing but places of reads.
+bool are_places_alone(const score_mod::Graph& graph) {
   using score_mod::Input, score_mod::Op;
-  const auto& node = graph[id];
-  if (node.op == Op::kLoad) return true;
-  if (node.op == Op::kInput) {
+  std::vector<bool> on_place(graph.nodes().size(), false);  // other than through a read
+  for (size_t id = 0; id < on_place.size(); ++id) {
+    const auto& node = graph.nodes()[id];
+    if (node.op == Op::kLoad) continue;
     const auto input = static_cast<Input>(node.payload);
-    return input != Input::kQ && input != Input::kKv;
+    on_place[id] = node.op == Op::kInput && (input == Input::kQ || input == Input::kKv);
+    for (const score_mod::NodeId operand : node.operands) on_place[id] = on_place[id] || on_place[operand];
   }
-  return std::all_of(node.operands.begin(), node.operands.end(),
-                     [&](score_mod::NodeId operand) { return are_places_alone(graph, operand); });
+  return !on_place[graph.result()];
 }
 
 // Hopper forward: whether exponentials are relative to the first maximum of a row. BFloat16 does not overflow where
@@ -57,8 +58,7 @@ bool are_places_alone(const score_mod::Graph& graph, score_mod::NodeId id) {
 bool first_maximum(const FlexCase& c, const FlexTileSize& t) {
   const auto boxes_alone = [&] {
     if (!t.boxes || t.line_bytes > 0 || c.blocks || c.dropout) return false;
-    const auto graph = score_mod::cached_graph(c.score_mod.text);
-    return are_places_alone(*graph, graph->result());
+    return are_places_alone(*score_mod::cached_graph(c.score_mod.text));
   };
   return ((c.unscaled && masks_alone(c)) || boxes_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
          std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
@@ -141,17 +141,18 @@ bool sums_columns(const FlexCase& c) {
 }
 // Of each read of a pair the elements of the column of its table where that pays: a CTA reads a column once, and has
 // some thousand pairs of a tile at least. No more than fit the shared memory of every GPU beside the rest.
-std::vector<int> columns_of(const FlexCase& c, bool keeps) {
+std::vector<int> columns_of(const FlexCase& c, const FlexTileSize& t) {
   constexpr int kMostElements = 2048;
   std::vector<int> columns;
   if (c.score_mod.dtypes.empty()) return columns;
   const auto graph = score_mod::cached_graph(c.score_mod.text);
   int all = 0;
   for (const score_mod::NodeId id : score_mod::pair_reads(*graph)) {
-    const uint32_t dimensions = score_mod::column_dimensions(*graph, id, c.score_mod.dtypes);
     int elements = 0;
-    if (dimensions != 0 && !(keeps && is_kept(*graph, id)))
-      elements = small_table(c, static_cast<size_t>((*graph)[id].payload), dimensions);
+    if (t.columns && !(t.keeps && is_kept(*graph, id))) {
+      const uint32_t dimensions = score_mod::column_dimensions(*graph, id, c.score_mod.dtypes);
+      if (dimensions != 0) elements = small_table(c, static_cast<size_t>((*graph)[id].payload), dimensions);
+    }
     if (all + elements > kMostElements) elements = 0;
     all += elements;
     columns.push_back(elements);
@@ -159,17 +160,17 @@ std::vector<int> columns_of(const FlexCase& c, bool keeps) {
   return columns;
 }
 int column_bytes(const FlexCase& c, const FlexTileSize& t) {
-  if (!t.columns) return 0;
   int bytes = 0;
-  for (const int elements : columns_of(c, t.keeps)) bytes += device::column_bytes(elements);
+  for (const int elements : columns_of(c, t)) bytes += device::column_bytes(elements);
   return bytes;
 }
 
 // Portable: whether a CTA stays with a head for many batches, whose reads or sums are partly the same.
 bool stays(const FlexCase& c) {
   if (!c.many_batches || c.key_splits || c.blocks || c.most_queries != 64 || c.most_keys != 64) return false;
-  const auto columns = columns_of(c, true);
-  return kept_reads(c.score_mod) > 0 || std::any_of(columns.begin(), columns.end(), [](int n) { return n > 0; }) ||
+  FlexTileSize with_columns;
+  with_columns.keeps = with_columns.columns = true;
+  return kept_reads(c.score_mod) > 0 || column_bytes(c, with_columns) > 0 ||
          (c.kernel == FlexKernel::kBackward && sums_columns(c));
 }
 
@@ -703,7 +704,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.grad_out_tangent = c.grad_out_tangent;
     f.wants_grad = c.wants_grad;
   }
-  f.columns = tile.columns ? columns_of(c, tile.keeps) : std::vector<int>(columns_of(c, false).size(), 0);
+  f.columns = columns_of(c, tile);
   f.score_mod = c.score_mod;
   f.mask_mod = c.mask_mod;
   f.small_lengths = c.small_lengths;
