@@ -118,7 +118,7 @@ struct Config {
   static constexpr bool kKeySplits = false, kBlocks = true, kMixed = true, kSplit = false;
   static constexpr bool kDropout = true;
   static constexpr bool kUnscaled = false, kMaxScores = true, kOutLow = true;
-  static constexpr bool kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
+  static constexpr bool kNarrow = false, kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
   static constexpr int kColumns[] = {0};
   static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,
                         kPartialSums = true;
@@ -151,8 +151,8 @@ struct HopperWideConfig : HopperConfig {
   static constexpr bool kGradQuery = false;
 };
 // In place of the products that a program renders.
-template <int kCols, bool kRegisterA, bool kTransposed>
-struct fusegrad::device::Wgmma<BFloat16, kCols, kRegisterA, kTransposed> {
+template <int kCols, bool kRegisterA, bool kTransposedB, bool kTransposedA>
+struct fusegrad::device::Wgmma<BFloat16, kCols, kRegisterA, kTransposedB, kTransposedA> {
   template <class A>
   static __device__ void run(float* d, A a, unsigned long long b, bool accumulate) {
     d[0] = (accumulate ? d[0] : 0.0f) + static_cast<float>(b) + sizeof(a);

@@ -3,7 +3,8 @@
 //
 // A tile in shared memory is a sequence of chunks of 64 columns. A chunk's rows have 128 bytes, whose 16-byte parts TMA
 // swizzles; tiles begin at multiples of 1024 bytes. Where the columns are no multiple of 64, the last chunk has zeros
-// behind them, which products leave out.
+// behind them, which products leave out. A narrow tile, of up to 32 columns, is one chunk whose rows have 64 bytes
+// (kNarrowBytes), and its own swizzle.
 #pragma once
 
 #include "cuda/device/mma.cuh"
@@ -14,6 +15,7 @@ namespace fusegrad::device {
 constexpr int kWarpgroup = 128;
 constexpr int kChunk = 64;        // columns
 constexpr int kChunkBytes = 128;  // of a row
+constexpr int kNarrowBytes = 64;  // of a row of a narrow tile
 constexpr int chunks_of(int cols) { return (cols + kChunk - 1) / kChunk; }
 
 // --- barriers -----------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, uns
       "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-/// Copies all chunks of a tile of kRows rows and kCols columns, whole ones.
+/// Copies all chunks of a tile of kRows rows and kCols columns, whole ones. A narrow tile is one.
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
                                            int batch) {
@@ -193,13 +195,15 @@ __device__ __forceinline__ void wait_sums_added() { asm volatile("cp.async.bulk.
 
 // --- products -----------------------------------------------------------------------------------------------
 
-/// The WGMMA descriptor of a swizzled matrix of 128-byte rows. `chunk_stride`: bytes from one chunk of columns to the
-/// next, for MN-major operands; K-major ones ignore it.
+/// The WGMMA descriptor of a swizzled matrix of rows of kRowBytes. `chunk_stride`: bytes from one chunk of columns to
+/// the next, for MN-major operands; K-major ones ignore it.
+template <int kRowBytes = kChunkBytes>
 __device__ __forceinline__ unsigned long long descriptor(unsigned address, int chunk_stride) {
-  constexpr unsigned long long kSwizzle128 = 1ull << 62;
-  constexpr int kEightRows = 8 * kChunkBytes;
+  static_assert(kRowBytes == kChunkBytes || kRowBytes == kNarrowBytes);
+  constexpr unsigned long long kSwizzle = (kRowBytes == kChunkBytes ? 1ull : 2ull) << 62;
+  constexpr int kEightRows = 8 * kRowBytes;
   return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(chunk_stride >> 4) << 16 |
-         static_cast<unsigned long long>(kEightRows >> 4) << 32 | kSwizzle128;
+         static_cast<unsigned long long>(kEightRows >> 4) << 32 | kSwizzle;
 }
 /// The same matrix `bytes` further on.
 __device__ __forceinline__ unsigned long long advanced(unsigned long long descriptor, int bytes) {
@@ -208,7 +212,7 @@ __device__ __forceinline__ unsigned long long advanced(unsigned long long descri
 /// Bytes from a K-major operand in tiles of kRows rows to its step k (16 columns).
 template <int kRows>
 __device__ __forceinline__ constexpr int step_bytes(int k) {
-  return k / 4 * kRows * kChunkBytes + k % 4 * 32;
+  return k / 4 * kRows * kChunkBytes + k % 4 * 32;  // of a narrow tile k is below 4
 }
 
 /// Hides x from the compiler, so that it does not hold what follows from x in registers through a loop.
@@ -232,9 +236,9 @@ __device__ __forceinline__ void zero(float (&x)[kBlocks][4]) {
 /// d += a * b of a warpgroup, 64 rows by kCols columns, 16 of the common dimension. Its specialisations are generated
 /// with the kernel (csrc/cuda/attention/host/program.cpp), since the instruction names each register:
 ///   static void run(float* d, a, unsigned long long b, bool accumulate)
-/// with a: four words of operand A, or its descriptor. kTransposed: b lies as [common dimension][column], or, where
-/// both have descriptors, a as [common dimension][row].
-template <class T, int kCols, bool kRegisterA, bool kTransposed>
+/// with a: four words of operand A, or its descriptor. kTransposedB: b lies as [common dimension][column].
+/// kTransposedA: a lies as [common dimension][row].
+template <class T, int kCols, bool kRegisterA, bool kTransposedB, bool kTransposedA = false>
 struct Wgmma;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

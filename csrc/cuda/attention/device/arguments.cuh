@@ -101,7 +101,8 @@ struct FlexBackwardArguments {
   const FlexRow* rows;                 // [B, H, row_stride]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
   // The sum of which dQ is made where CTAs add it up, less the scale; zeros before. It lies in blocks of 8 queries and
-  // 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks columns come before queries.
+  // 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks columns come before queries, but
+  // for narrow heads.
   float* query_sum;
   int sum_rows, sum_cols;  // M rounded up to whole tiles, D to a multiple of 16
   float* largest;          // [captured buffers], zeros before: the largest magnitudes, where they are wanted
@@ -116,7 +117,8 @@ struct FlexBackwardArguments {
 
 /// What the Hopper backward takes besides.
 struct FlexBackwardHopperArguments {
-  TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
+  TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled,
+                                          // or of 32 (kNarrow)
   TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
   int* next;                              // as FlexForwardHopperArguments has it

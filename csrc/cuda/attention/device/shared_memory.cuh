@@ -187,9 +187,11 @@ struct BackwardMemory {
 
 // --- Hopper kernels, of 16-bit elements ---------------------------------------------------------------------
 
-/// Columns of a swizzled tile of TMA: whole chunks of 64, the last of which may be zeros in part.
-constexpr int swizzled_cols(int cols) { return round_up_to(cols, 64); }
-constexpr int swizzled_tile_bytes(int rows, int cols) { return rows * swizzled_cols(cols) * 2; }
+/// Columns of a swizzled tile of TMA: whole chunks of 64, the last of which may be zeros in part; of a narrow one 32.
+constexpr int swizzled_cols(int cols, bool narrow = false) { return round_up_to(cols, narrow ? 32 : 64); }
+constexpr int swizzled_tile_bytes(int rows, int cols, bool narrow = false) {
+  return rows * swizzled_cols(cols, narrow) * 2;
+}
 
 struct HopperForwardMemory {
   struct Sizes {
@@ -244,6 +246,7 @@ struct HopperGradQueryMemory {
 struct HopperBackwardMemory {
   struct Sizes {
     int rows, cols, head, value, stages, query_stages, key_stages;
+    bool narrow;           // tiles of queries, keys and values
     bool adds_grad_query;  // whether the CTA adds to dQ
     bool own_keys;         // each warpgroup has 64 keys of its own
     bool has_score_mod, has_dropout;
@@ -263,12 +266,12 @@ struct HopperBackwardMemory {
   Region captured;
 
   constexpr explicit HopperBackwardMemory(const Sizes& s)
-      : key{0, swizzled_tile_bytes(s.cols, s.head), s.key_stages},
-        value(key.then(swizzled_tile_bytes(s.cols, s.value))),
-        query(value.then(swizzled_tile_bytes(s.rows, s.head), s.query_stages)),
-        grad_out(query.then(swizzled_tile_bytes(s.rows, s.value), s.stages)),
+      : key{0, swizzled_tile_bytes(s.cols, s.head, s.narrow), s.key_stages},
+        value(key.then(swizzled_tile_bytes(s.cols, s.value, s.narrow))),
+        query(value.then(swizzled_tile_bytes(s.rows, s.head, s.narrow), s.query_stages)),
+        grad_out(query.then(swizzled_tile_bytes(s.rows, s.value, s.narrow), s.stages)),
         grad_scores(grad_out.then(s.adds_grad_query ? swizzled_tile_bytes(s.rows, s.cols) : 0, s.stages)),
-        grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * swizzled_cols(s.head) : 0)),
+        grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * swizzled_cols(s.head, s.narrow) : 0)),
         rows(grad_query.then(kRowStatisticsBytes * s.rows, s.stages)),
         places(rows.then(16, kPlaces)),
         boxes(places.then(s.box_bytes, s.read_stages)),

@@ -37,8 +37,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kBoxes, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull,
       Tiles::kTurn;
-  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::key_empty,
-      Tiles::value_empty;
+  using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::kRowBytes,
+      Tiles::key_empty, Tiles::value_empty;
   using Tiles::kept_, Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load,
       Tiles::load_rows, Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
@@ -46,11 +46,13 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::warp;
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // A warpgroup's dQ is transposed: 64 columns of the head. Where the head has no more, each warpgroup has its part of
-  // the queries.
-  static constexpr bool kRowsShared = Config::kHead <= 64;
-  static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1), kBlocksQ = kSumRows / 8;
-  static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float)), kEightRows = 8 * kBlockBytes;
-  using QueryProduct = Wgmma<T, kSumRows, false, true>;
+  // the queries. Of narrow heads it has 64 queries and lies as they do: transposed, half of it would be no columns.
+  static constexpr bool kRowsShared = Config::kHead <= 64, kNarrow = Config::kNarrow;
+  static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1);
+  static constexpr int kBlocksQ = (kNarrow ? Config::kHead : kSumRows) / 8;
+  static constexpr int kBlockBytes = 8 * 8 * static_cast<int>(sizeof(float));
+  static constexpr int kEightRows = (kNarrow ? kBlocksQ : 8) * kBlockBytes;
+  using QueryProduct = Wgmma<T, kNarrow ? Config::kHead : kSumRows, false, kNarrow, !kNarrow>;
   // P is computed while dP is still being multiplied.
   static constexpr bool kOverlapped = !kInOrder && Config::kGradScores;
   // Mask element by element: it is faster than by bits. A mask_mod that reads nothing can be called for pairs beyond
@@ -63,6 +65,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // The warp that brings boxes computes places of rows.
   static constexpr int kProducerRegisters = kBoxes ? 56 : 24, kConsumerRegisters = kBoxes ? 224 : 240;
   static_assert(!kBoxes || Config::kGroups == 2);
+  static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));
 
  public:
@@ -218,8 +221,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   template <int kBlocks>
   __device__ __forceinline__ void give_rows(const float (&x)[kBlocks][4], float factor) const {
     named_sync(kSumEmpty + group_, kWithWarp);
-    const int matrix = lane() / 8, row = lane() % 8;
-    const unsigned to = sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kChunkBytes + (matrix / 2 ^ row) * 16;
+    const int matrix = lane() / 8, row = lane() % 8, swizzle = kNarrow ? row / 2 : row;
+    const unsigned to =
+        sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kRowBytes + (matrix / 2 ^ swizzle) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       unsigned words[4];
@@ -412,12 +416,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// (i = -1) the barrier's phase counts as over.
   __device__ __forceinline__ void issue_grad_query(float (&c)[kBlocksQ][4], int i, int key_stage) const {
     Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
-    const auto a = descriptor(key(key_stage) + first_col(group_) / kChunk * Config::kCols * kChunkBytes, 16);
-    const auto b = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
+    const auto keys =
+        descriptor<kRowBytes>(key(key_stage) + first_col(group_) / kChunk * Config::kCols * kRowBytes, 16);
+    const auto gradients = descriptor(gradient(stage_of(i)) + first_row(group_) * kChunkBytes, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kCols / 16; ++k) {
-      QueryProduct::run(c[0], advanced(a, k * 16 * kChunkBytes), advanced(b, step_bytes<Config::kRows>(k)), k != 0);
+      const auto key = advanced(keys, k * 16 * kRowBytes), gradient = advanced(gradients, step_bytes<Config::kRows>(k));
+      QueryProduct::run(c[0], kNarrow ? gradient : key, kNarrow ? key : gradient, k != 0);
     }
     wgmma_commit();
   }
@@ -425,7 +431,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static __device__ __forceinline__ int first_col(int group) { return kRowsShared ? 0 : group * 64; }
 
   // Hands dQ to the warp that issues its reduction, in the order of global memory: for each eight queries the 8 x 8
-  // blocks of 64 columns, two of them from each warp, side by side.
+  // blocks of 64 columns, two of them from each warp, side by side. Narrow heads have all their blocks from one warp.
   __device__ __forceinline__ void give_grad_query(const float (&c)[kBlocksQ][4], int i) const {
     release(gradient_empty(stage_of(i)));
     named_sync(kSumEmpty + group_, kWithWarp);
@@ -434,11 +440,13 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     named_arrive(kSumFull + group_, kWithWarp);
   }
   __device__ __forceinline__ void store_grad_query(const float (&c)[kBlocksQ][4]) const {
-    const unsigned to = sum(group_) + warp() % 4 * 2 * kBlockBytes + lane() * 8;
+    // From one accumulator to the next, and from a warp's first eight rows of them to the second.
+    constexpr int kNext = kNarrow ? kBlockBytes : kEightRows, kSecond = kNarrow ? kEightRows : kBlockBytes;
+    const unsigned to = sum(group_) + warp() % 4 * 2 * kSecond + lane() * 8;
 #pragma unroll
     for (int n = 0; n < kBlocksQ; ++n) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) store_pair(to + n * kEightRows + r * kBlockBytes, c[n][2 * r], c[n][2 * r + 1]);
+      for (int r = 0; r < 2; ++r) store_pair(to + n * kNext + r * kSecond, c[n][2 * r], c[n][2 * r + 1]);
     }
   }
   __device__ __forceinline__ void last_grad_query(int i, int key_stage) const {
@@ -452,8 +460,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   /// Run by one warp: reduces a warpgroup's dQ of each tile into global memory by TMA. Issuing the reductions and
   /// waiting for them would take the warpgroup as long as a product.
   __device__ __forceinline__ void add_grad_query(int group) const {
+    // A lane adds eight queries; of narrow heads, which are one piece of memory, the first lane adds all.
+    constexpr int kEights = kNarrow ? 1 : kSumRows / 8;
     const int cols = min(a_.sum_cols - first_col(group), 64);
-    const bool adds = lane() < kBlocksQ;  // eight queries
+    const bool adds = lane() < kEights;
     named_arrive(kSumEmpty + group, kWithWarp);
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
@@ -467,7 +477,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if (adds && place.tile >= 0 && row < a_.queries) {
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
         add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
-                   cols / 8 * kBlockBytes);
+                   cols / 8 * kBlockBytes * (kSumRows / 8 / kEights));
         commit_sums();
         wait_sums_read();
       }

@@ -7,6 +7,7 @@
 //   kKeyStages                 tiles of keys: with 2, the next keys arrive before the last products of the present ones
 //   kBoxes, kReadStages        whether a warp beside the producer brings what a score_mod reads of pairs by itself
 //                              (PairBoxes), and tiles of it in shared memory
+//   kNarrow                    tiles of queries, keys and values are narrow ones (hopper.cuh): D and E are at most 32
 //   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
 //                              part has its own kind
 #pragma once
@@ -46,7 +47,8 @@ class FlexBackwardHopperTiles {
   static_assert(kBoxes == (Config::kReadStages > 0) && !(kBoxes && !kOwnKeys));
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
   static constexpr int kWords = Config::kDropout ? Config::kRows / 64 : 1;
-  static constexpr int kGroupBytes = 64 * kChunkBytes;  // from a warpgroup's keys to the next one's, in a chunk
+  static constexpr int kRowBytes = Config::kNarrow ? kNarrowBytes : kChunkBytes;  // of queries, keys and values
+  static constexpr int kGroupBytes = 64 * kRowBytes;  // from a warpgroup's keys to the next one's, in a chunk
   static constexpr HopperBackwardMemory kMemory{{.rows = Config::kRows,
                                                  .cols = Config::kCols,
                                                  .head = Config::kHead,
@@ -54,6 +56,7 @@ class FlexBackwardHopperTiles {
                                                  .stages = Config::kStages,
                                                  .query_stages = Config::kQueryStages,
                                                  .key_stages = Config::kKeyStages,
+                                                 .narrow = Config::kNarrow,
                                                  .adds_grad_query = Config::kGradQuery,
                                                  .own_keys = kOwnKeys,
                                                  .has_score_mod = kHas<ScoreMod>,
@@ -74,6 +77,7 @@ class FlexBackwardHopperTiles {
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
   static_assert((kOwnKeys || Config::kCols == 64) && Config::kWarps == Config::kCols / 16 && Config::kShare == 1);
   static_assert(Config::kHead % 16 == 0 && Config::kValue % 16 == 0 && Config::kRows % 16 == 0);
+  static_assert(!Config::kNarrow || (Config::kHead <= 32 && Config::kValue <= 32 && kOwnKeys));
 
  public:
   static constexpr int kSharedBytes = kMemory.bytes();
@@ -384,7 +388,7 @@ class FlexBackwardHopperTiles {
   /// The warpgroup's 64 rows of `a` by all rows of `b`.
   template <int kCommon>
   __device__ __forceinline__ void issue_rows(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
-    const auto row = descriptor(anew(a + key_group() * kGroupBytes), 16), col = descriptor(b, 16);
+    const auto row = descriptor<kRowBytes>(anew(a + key_group() * kGroupBytes), 16), col = descriptor<kRowBytes>(b, 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kCommon / 16; ++k) {
@@ -404,10 +408,10 @@ class FlexBackwardHopperTiles {
   }
   template <class Product>
   __device__ __forceinline__ void issue_operand(float* c, const unsigned (&a)[kBlocksN * 2], unsigned b) const {
-    const auto from = descriptor(b, Config::kRows * kChunkBytes);
+    const auto from = descriptor<kRowBytes>(b, Config::kRows * kRowBytes);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Config::kRows / 16; ++k) Product::run(c, a + 4 * k, advanced(from, k * 16 * kChunkBytes), true);
+    for (int k = 0; k < Config::kRows / 16; ++k) Product::run(c, a + 4 * k, advanced(from, k * 16 * kRowBytes), true);
   }
   // --- pairs ---
 

@@ -96,6 +96,7 @@ std::string render_config(const KernelFacts& f) {
     config.choice("kMaxScores", f.max_scores);
     config.choice("kOutLow", f.out_low);
   } else {
+    config.choice("kNarrow", f.narrow);
     config.choice("kGradQuery", f.grad_query);
     config.choice("kStoresBoxes", f.stores_boxes);
     config.choice("kStoresQuery", f.stores_query);

@@ -146,7 +146,7 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
   return c.mask_mod.text.empty() || share_of_pairs() * static_cast<double>(queries) >= kLeast;
 }
 
-jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows) {
+jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows, int cols) {
   jit::TensorMapShape shape;
   shape.dtype = dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   shape.rank = 4;
@@ -156,7 +156,8 @@ jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows) {
     const int64_t stride = tensor.sizes[3 - d] == 1 ? 8 : tensor.strides[3 - d];
     shape.stride_bytes[d] = static_cast<uint64_t>(stride * kElementBytes);
   }
-  shape.box = {64, static_cast<uint32_t>(rows), 1, 1};
+  shape.box = {static_cast<uint32_t>(cols), static_cast<uint32_t>(rows), 1, 1};
+  shape.swizzle = cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   return shape;
 }
 

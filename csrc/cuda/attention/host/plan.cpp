@@ -77,10 +77,15 @@ int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
 }
 // Where keys are shared, dQ is left to a kernel of its own.
 bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
+// Hopper backward: whether a head is one chunk of 32 columns. A warpgroup has 64 queries of dQ.
+bool narrow(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && !keys_shared(c, t) && t.rows == 128 &&
+         std::max(head_cols(c), value_cols(c)) <= 32;
+}
 // Whether the backward stores dK and dV by TMA.
 bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
   return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
-         c.score_mod.text.empty();
+         (c.score_mod.text.empty() || t.key_stages == 2);
 }
 
 // Portable: whether a CTA of the backward has all keys of each of its queries, and there are any.
@@ -300,6 +305,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                              .stages = t.stages,
                                              .query_stages = t.query_stages,
                                              .key_stages = t.key_stages,
+                                             .narrow = narrow(c, t),
                                              .adds_grad_query = adds_grad_query(c, t),
                                              .own_keys = !keys_shared(c, t),
                                              .has_score_mod = !c.score_mod.text.empty(),
@@ -411,12 +417,21 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
   std::vector<FlexTileSize> found;
   if (has_hopper_boxes(c)) {
-    for (const auto& [query_stages, read_stages] : {std::pair{3, 2}, {2, 2}, {2, 1}}) {
-      FlexTileSize t{64, 128, 12, 1, 2, FlexFamily::kHopper, query_stages};
+    const auto add = [&](int rows, int query_stages, int key_stages, int read_stages) {
+      FlexTileSize t{rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages, key_stages};
       t.boxes = true;
       t.read_stages = read_stages;
       found.push_back(t);
+    };
+    // Tall tiles with boxes fit beside narrow ones of queries and keys, and the next keys too.
+    if (std::max(head_cols(c), value_cols(c)) <= 32 && c.grad_query && !c.wants_buffers()) {
+      add(128, 3, 2, 2);
+      add(128, 2, 1, 2);
+      add(128, 2, 1, 1);
     }
+    add(64, 3, 1, 2);
+    add(64, 2, 1, 2);
+    add(64, 2, 1, 1);
   }
   // The next keys beside the present ones, where they fit.
   if (c.score_mod.text.empty() && c.grad_query)
@@ -675,6 +690,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   f.warps = warps_with_keys(c, tile);
   f.groups = tile.family == FlexFamily::kHopper ? consumer_warps(tile) / 4 : 0;
   f.keys_shared = keys_shared(c, tile);
+  f.narrow = narrow(c, tile);
   f.key_splits = c.key_splits && c.kernel != FlexKernel::kBackward;
   f.blocks = c.blocks;
   f.mixed = mixed(c, tile);

@@ -13,7 +13,7 @@ namespace {
 
 std::string flag(bool value) { return value ? "true" : "false"; }
 // device::Wgmma for `cols` columns.
-std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
+std::string wgmma(DType dtype, int cols, bool register_a, bool transposed_b, bool transposed_a = false) {
   std::string registers, outputs;
   for (int i = 0; i < cols / 2; ++i) {
     registers += (i == 0 ? "%" : ", %") + std::to_string(i);
@@ -22,7 +22,7 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
   const auto operand = [&](int i) { return std::string(1, '%').append(std::to_string(cols / 2 + i)); };
   const std::string type = dtype == DType::kFloat16 ? "f16" : "bf16", n = std::to_string(cols);
   std::string text = "namespace fusegrad::device {\ntemplate <>\nstruct Wgmma<" + std::string(element_name(dtype)) +
-                     ", " + n + ", " + flag(register_a) + ", " + flag(transposed) +
+                     ", " + n + ", " + flag(register_a) + ", " + flag(transposed_b) + ", " + flag(transposed_a) +
                      "> {\n  static __device__ __forceinline__ void run(float* d, ";
   text += register_a ? "const unsigned* a" : "unsigned long long a";
   text += ", unsigned long long b, bool accumulate) {\n    asm volatile(\"{\\n.reg .pred p;\\nsetp.ne.b32 p, " +
@@ -31,14 +31,15 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed) {
   text += register_a ? "{" + operand(0) + ", " + operand(1) + ", " + operand(2) + ", " + operand(3) + "}, " + operand(4)
                      : operand(0) + ", " + operand(1);
   text += ", p, 1, 1, ";
-  text += std::string(transposed ? "1" : "0") + (register_a ? "" : ", 0") + ";\\n}\" : " + outputs + " : ";
+  if (!register_a) text += transposed_a ? "1, " : "0, ";
+  text += std::string(transposed_b ? "1" : "0") + ";\\n}\" : " + outputs + " : ";
   text += register_a ? "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"l\"(b)" : "\"l\"(a), \"l\"(b)";
   return text + ", \"r\"(static_cast<int>(accumulate)));\n  }\n};\n}  // namespace fusegrad::device\n";
 }
 
 // The products of a Hopper kernel. S and dP: both operands in shared memory, K-major. O, dV and dK, and dQ in a kernel
 // of its own: P or dS in registers by an operand in shared memory, MN-major. dQ of the backward: both in shared memory,
-// transposed, K by dS.
+// transposed, K by dS; of narrow heads dS by K.
 std::string products(const KernelFacts& f) {
   if (!f.backward()) {
     return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.value, true, true);
@@ -48,7 +49,8 @@ std::string products(const KernelFacts& f) {
   }
   return wgmma(f.dtype, f.tile.rows, false, false) + wgmma(f.dtype, f.value, true, true) +
          (f.head == f.value ? "" : wgmma(f.dtype, f.head, true, true)) +
-         wgmma(f.dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, true);
+         (f.narrow ? wgmma(f.dtype, f.head, false, true)
+                   : wgmma(f.dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, false, true));
 }
 
 void check_size(const KernelFacts& f) {

@@ -60,13 +60,13 @@ device::TensorMap encoded(const Tensor& t, const jit::TensorMapShape& shape) {
       jit::Driver::get().tensor_map(t.const_data_ptr(), shape, "flex_attention's Hopper kernels"));
 }
 
-device::TensorMap boxes_of(const Tensor& t, int rows) {
+device::TensorMap boxes_of(const Tensor& t, int rows, int cols = 64) {
   FlexBoxes boxes;
   for (size_t d = 0; d < 4; ++d) {
     boxes.sizes[d] = t.size(static_cast<int64_t>(d));
     boxes.strides[d] = t.stride(static_cast<int64_t>(d));
   }
-  return encoded(t, box_map(to_dtype(t.scalar_type()), boxes, rows));
+  return encoded(t, box_map(to_dtype(t.scalar_type()), boxes, rows, cols));
 }
 
 }  // namespace
@@ -203,13 +203,14 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
                                                               const Tensor& grad_out, const Tensor& rows,
                                                               const Tensor& grad_key, const Tensor& grad_value) const {
   const FlexTileSize& tile = plan.spec.tile();
+  const int cols = plan.spec.facts().narrow ? 32 : 64;
   const auto boxes_of_gradient = [&](const Tensor& t) {
-    return plan.spec.facts().stores_boxes && t.numel() > 0 ? boxes_of(t, 64) : device::TensorMap{};
+    return plan.spec.facts().stores_boxes && t.numel() > 0 ? boxes_of(t, 64, cols) : device::TensorMap{};
   };
-  return {boxes_of(query_, tile.rows),
-          boxes_of(key_, tile.cols),
-          boxes_of(value_, tile.cols),
-          boxes_of(grad_out, tile.rows),
+  return {boxes_of(query_, tile.rows, cols),
+          boxes_of(key_, tile.cols, cols),
+          boxes_of(value_, tile.cols, cols),
+          boxes_of(grad_out, tile.rows, cols),
           boxes_of_gradient(grad_key),
           boxes_of_gradient(grad_value),
           encoded(rows, row_map(rows.size(0), tile.rows)),

@@ -262,7 +262,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   if (query_sum.defined()) {
     flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows,
-                          a.sum_cols, last.hopper(), a.scale},
+                          a.sum_cols, last.hopper() && !last.narrow, a.scale},
                          c.dtype, call.stream());
   }
   if (query_parts.defined()) {
