@@ -415,28 +415,27 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   // With tall tiles products read less of keys and values per query; there are registers for it where pairs need few.
   const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
   if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
-  std::vector<FlexTileSize> found;
-  if (has_hopper_boxes(c)) {
-    const auto add = [&](int rows, int query_stages, int key_stages, int read_stages) {
-      FlexTileSize t{rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages, key_stages};
-      t.boxes = true;
-      t.read_stages = read_stages;
-      found.push_back(t);
-    };
-    // Tall tiles with boxes fit beside narrow ones of queries and keys, and the next keys too.
-    if (std::max(head_cols(c), value_cols(c)) <= 32 && c.grad_query && !c.wants_buffers()) {
-      add(128, 3, 2, 2);
-      add(128, 2, 1, 2);
-      add(128, 2, 1, 1);
-    }
-    add(64, 3, 1, 2);
-    add(64, 2, 1, 2);
-    add(64, 2, 1, 1);
-  }
   // The next keys beside the present ones, where they fit.
-  if (c.score_mod.text.empty() && c.grad_query)
-    return {{rows, 128, 12, 1, 2, FlexFamily::kHopper, 3, 2}, {rows, 128, 12, 1, 2, FlexFamily::kHopper, 2, 2}};
-  for (const int query_stages : {3, 2}) found.push_back({rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages});
+  std::vector<FlexTileSize> found;
+  const auto add = [&](int tile_rows, int key_stages, int query_stages, int read_stages = 0) {
+    FlexTileSize t{tile_rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages, key_stages};
+    t.boxes = read_stages > 0;
+    t.read_stages = read_stages;
+    if (key_stages == 1 || c.grad_query) found.push_back(t);
+  };
+  if (has_hopper_boxes(c)) {
+    // Tall tiles fit beside boxes where those of queries and keys are narrow.
+    if (c.grad_query && std::max(head_cols(c), value_cols(c)) <= 32) {
+      for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2);
+      for (const int read_stages : {2, 1}) add(128, 1, 2, read_stages);
+    }
+    for (const int query_stages : {3, 2}) add(64, 2, query_stages, 2);
+    for (const int query_stages : {3, 2}) add(64, 1, query_stages, 2);
+    add(64, 1, 2, 1);
+  }
+  for (const int query_stages : {3, 2}) add(rows, 2, query_stages);
+  if (c.score_mod.text.empty() && c.grad_query) return found;
+  for (const int query_stages : {3, 2}) add(rows, 1, query_stages);
   return found;
 }
 std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
@@ -771,7 +770,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
       // Sums in shared memory are worth more than a stage, boxes, or columns.
-      const bool another = sums && i + 1 < tiles.size() && tiles[i + 1].query_stages < tiles[i].query_stages;
+      const bool another = sums && i + 1 < tiles.size() && (tiles[i + 1].query_stages < tiles[i].query_stages || tiles[i + 1].key_stages < tiles[i].key_stages);
       if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes || tiles[i].columns)) continue;
       facts.grad_scores |= !facts.schemes.empty();
       // As many as plan_launch counts; without histograms they fit anyway, and would spill.
