@@ -143,6 +143,10 @@ struct HopperConfig : Config {
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128, kReadStages = 0;
 };
+struct HopperGradBuffersConfig : HopperConfig {
+  static constexpr int kCols = 128;
+  static constexpr bool kBlocks = false, kMixed = false, kDropout = false, kMaxGradient = false;
+};
 struct HopperTangentsConfig : HopperConfig {
   static constexpr int kQueryStages = 1, kReadStages = 0, kLineBytes = 0;
 };

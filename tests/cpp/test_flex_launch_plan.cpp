@@ -399,8 +399,9 @@ TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {
 }
 
 TEST(SumsOverBatches, AreOfWhatBatchesShare) {
-  const auto sums = [](const FlexCase& c, int64_t batches, int64_t heads, int64_t length) {
-    return sums_over_batches(c, {true, true, true}, batches, heads, length, length, kProcessors);
+  const auto sums = [](const FlexCase& c, int64_t batches, int64_t heads, int64_t length,
+                       const std::string& architecture = "90") {
+    return sums_over_batches(c, {true, true, true}, batches, heads, length, length, kProcessors, architecture);
   };
   const FlexCase pairs = pairs_of_heads(FlexKernel::kBackward, 32);
   // 32 tiles of 4 heads: CTAs of some batches each fill two places of a multiprocessor, nearly.
@@ -417,6 +418,14 @@ TEST(SumsOverBatches, AreOfWhatBatchesShare) {
   ASSERT_TRUE(wide);
   EXPECT_EQ(wide->ctas, wide->parts * 4 * 64);
   EXPECT_TRUE(triangle->common.partial_sums);
+  // The Hopper kernel: 16 tiles of 4 heads.
+  for (const int size : {32, 64}) {
+    const auto hopper = sums(pairs_of_heads(FlexKernel::kBackward, size), 512, 4, 512, "90a");
+    ASSERT_TRUE(hopper);
+    EXPECT_EQ(hopper->ctas, 2 * 4 * 16);
+    EXPECT_EQ(hopper->sums, hopper->ctas * 128 * 128);
+    EXPECT_EQ(plan_kernel(hopper->common, "90a").tile().family, FlexFamily::kHopper);
+  }
   // So many tiles that one CTA each fills the GPU: a place gets one sum.
   const auto many = sums(pairs, 512, 32, 512);
   ASSERT_TRUE(many);

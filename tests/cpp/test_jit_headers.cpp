@@ -206,6 +206,16 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                   *(const ScoreMod::Captured*)in, *(const MaskMod::Captured*)in,\n"
      "                                   shared_address(shared)).run();",
      128, true},
+    {"cuda/attention/hopper/grad_buffers.cuh",
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "extern __shared__ __align__(1024) char shared[];\n"
+     "static __constant__ FlexBackwardArguments arguments;\n"
+     "static __constant__ FlexBackwardHopperArguments more;\n"
+     "FlexGradBuffersHopper<HopperGradBuffersConfig>(arguments, (const FlexSums*)out, more,\n"
+     "                                               *(const ScoreMod::Captured*)in,\n"
+     "                                               *(const MaskMod::Captured*)in, shared_address(shared)).run();\n"
+     "#endif",
+     168, true, 384},
     {"cuda/attention/portable/grad_query.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"

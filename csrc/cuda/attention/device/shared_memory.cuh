@@ -282,6 +282,29 @@ struct HopperBackwardMemory {
   constexpr int bytes() const { return captured.end(); }
 };
 
+/// As HopperBackwardMemory: it begins at a multiple of the alignment.
+struct HopperGradBuffersMemory {
+  struct Sizes {
+    int rows, cols, head, value, stages;
+    bool narrow;
+    int kept;
+  };
+  Region query, grad_out, key, value;
+  Region statistics;  // of a stage's rows
+  Region kept;        // what the score_mod reads for each pair by itself, in float
+  Region barriers;    // full and empty of stages
+
+  constexpr explicit HopperGradBuffersMemory(const Sizes& s)
+      : query{0, swizzled_tile_bytes(s.rows, s.head, s.narrow), s.stages},
+        grad_out(query.then(swizzled_tile_bytes(s.rows, s.value, s.narrow), s.stages)),
+        key(grad_out.then(swizzled_tile_bytes(s.cols, s.head, s.narrow), s.stages)),
+        value(key.then(swizzled_tile_bytes(s.cols, s.value, s.narrow), s.stages)),
+        statistics(value.then(kRowStatisticsBytes * s.rows, s.stages)),
+        kept(statistics.then(4 * s.rows * s.cols, s.kept)),
+        barriers(kept.then(kBarrierBytes, 2 * s.stages)) {}
+  constexpr int bytes() const { return barriers.end(); }
+};
+
 /// A tile of boxes (PairBoxes) of elements of so many bytes each; 0: no box.
 constexpr int box_tile_bytes(int rows, int cols, int element_bytes) {
   return element_bytes == 0 ? 0 : padded_tile_bytes(rows, cols, element_bytes);

@@ -124,7 +124,9 @@ Names names_of(const KernelFacts& f) {
       return f.hopper() ? Names{"flex_grad_query_hopper", "cuda/attention/hopper/grad_query.cuh", "FlexGradQueryHopper"}
                         : Names{"flex_grad_query", "cuda/attention/portable/grad_query.cuh", "FlexGradQuery"};
     case FlexKernel::kGradBuffers:
-      return {"flex_grad_buffers", "cuda/attention/portable/grad_buffers.cuh", "FlexGradBuffers"};
+      return f.hopper()
+                 ? Names{"flex_grad_buffers_hopper", "cuda/attention/hopper/grad_buffers.cuh", "FlexGradBuffersHopper"}
+                 : Names{"flex_grad_buffers", "cuda/attention/portable/grad_buffers.cuh", "FlexGradBuffers"};
     case FlexKernel::kTangents:
       return f.hopper() ? Names{"flex_tangents_hopper", "cuda/attention/hopper/tangents.cuh", "FlexTangentsHopper"}
                         : Names{"flex_tangents", "cuda/attention/portable/tangents.cuh", "FlexTangents"};

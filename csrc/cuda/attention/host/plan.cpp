@@ -79,7 +79,8 @@ int warps_with_keys(const FlexCase& c, const FlexTileSize& t) {
 bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
 // Hopper backward: whether a head is one chunk of 32 columns. A warpgroup has 64 queries of dQ.
 bool narrow(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && !keys_shared(c, t) && t.rows == 128 &&
+  const bool has_narrow = c.kernel == FlexKernel::kBackward || c.kernel == FlexKernel::kGradBuffers;
+  return t.family == FlexFamily::kHopper && has_narrow && !keys_shared(c, t) && t.rows == 128 &&
          std::max(head_cols(c), value_cols(c)) <= 32;
 }
 // Whether the backward stores dK and dV by TMA.
@@ -264,6 +265,16 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                          .grad_out_tangent = c.grad_out_tangent})
           .bytes();
     case FlexKernel::kGradBuffers:
+      if (hopper) {
+        return device::HopperGradBuffersMemory({.rows = t.rows,
+                                                .cols = t.cols,
+                                                .head = head,
+                                                .value = value,
+                                                .stages = t.stages,
+                                                .narrow = narrow(c, t),
+                                                .kept = kept_reads(c.score_mod)})
+            .bytes();
+      }
       return device::GradBuffersMemory({.rows = t.rows,
                                         .cols = t.cols,
                                         .head = head,
@@ -503,14 +514,24 @@ std::vector<FlexTileSize> few_forward(const FlexCase& c, const std::string& arch
   return found;
 }
 
+int contributions(const FlexCase& c) {
+  return static_cast<int>(score_mod::cached_derivative(c.score_mod.text, c.wants_grad)->contributions().size());
+}
 // Reads from the L2 cache limit it at small heads: taller tiles read each batch's keys fewer times. They must fit the
 // shared memory of every GPU.
-FlexTileSize grad_buffers_tile(const FlexCase& c) {
-  const bool small = std::max(head_cols(c), value_cols(c)) <= 32 && kept_reads(c.score_mod) <= 1;
-  return small && c.most_queries != 64 ? FlexTileSize{128, 64, 8} : FlexTileSize{64, 64, 4};
+FlexTileSize grad_buffers_tile(const FlexCase& c, const std::string& architecture) {
+  const int cols = std::max(head_cols(c), value_cols(c));
+  const bool small = c.most_queries == 64 || c.most_keys == 64 || cols > kHopperCols, one = kept_reads(c.score_mod) <= 1;
+  const bool hopper = architecture == "90a" && forced_family.load() != FlexFamily::kPortable;
+  // Sums of a second contribution would not fit the registers.
+  if (hopper && !small && one && contributions(c) == 1)
+    return {128, 128, 12, 1, cols <= 32 ? 4 : 2, FlexFamily::kHopper};
+  return !small && one && cols <= 32 ? FlexTileSize{128, 64, 8} : FlexTileSize{64, 64, 4};
 }
 // CTAs of a multiprocessor, by registers.
-int grad_buffers_ctas(const FlexTileSize& tile) { return tile.rows == 64 ? 3 : 2; }
+int grad_buffers_ctas(const FlexTileSize& tile) {
+  return tile.family == FlexFamily::kHopper ? 1 : tile.rows == 64 ? 3 : 2;
+}
 
 // A warp has 16 queries, as registers hold two outputs and two tiles of scores of them. Values come in parts
 // (tangents_parts).
@@ -578,7 +599,7 @@ bool boxes_pay(const FlexCase& c) {
 std::vector<FlexTileSize> portable(const FlexCase& c);
 std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
   if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
-  if (c.kernel == FlexKernel::kGradBuffers) return {grad_buffers_tile(c)};
+  if (c.kernel == FlexKernel::kGradBuffers) return {grad_buffers_tile(c, architecture)};
   if (c.kernel == FlexKernel::kTangents) return tangents(c, architecture);
   if (c.kernel == FlexKernel::kPairTangents) return pair_tangents(c);
   if (takes_hopper(c, architecture) && !boxes_pay(c)) {
@@ -765,7 +786,7 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
     if (facts.few()) facts.resident = resident_ctas(facts.shared_bytes, architecture);
-    if (c.kernel == FlexKernel::kGradBuffers) facts.resident = grad_buffers_ctas(tiles[i]);
+    if (c.kernel == FlexKernel::kGradBuffers && !facts.hopper()) facts.resident = grad_buffers_ctas(tiles[i]);
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
@@ -819,7 +840,8 @@ void BatchSums::leave_out(FlexCase& c) const {
 }
 
 std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
-                                           int64_t heads, int64_t queries, int64_t keys, int64_t processors) {
+                                           int64_t heads, int64_t queries, int64_t keys, int64_t processors,
+                                           const std::string& architecture) {
   constexpr int64_t kLeastBatches = 4;
   constexpr int kMostCols = 64, kMostContributions = 2;
   if (c.score_mod.text.empty() || c.dtype == DType::kFloat32 || batches < kLeastBatches) return std::nullopt;
@@ -846,7 +868,7 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   }
   if (count == 0 || count > kMostContributions) return std::nullopt;
   // As many CTAs a tile as fill the GPU, each of some batches.
-  const FlexTileSize tile = grad_buffers_tile(c);
+  const FlexTileSize tile = grad_buffers_tile(found.common, architecture);
   const int64_t tiles = heads * tiles_in(queries, tile.rows) * tiles_in(keys, tile.cols);
   constexpr int64_t kMostParts = 64, kEnoughTiles = 1024;
   const int64_t places = grad_buffers_ctas(tile) * processors;
@@ -864,7 +886,7 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   found.ctas = tiles * found.parts;
   // A place that gets one sum needs no other kernel.
   if (once && found.parts == 1) found.common.partial_sums = false;
-  constexpr int64_t kMostSums = int64_t{1} << 23;
+  constexpr int64_t kMostSums = int64_t{1} << 24;
   found.sums = found.ctas * tile.rows * tile.cols;
   if (found.common.partial_sums && found.sums > kMostSums) return std::nullopt;
   return found;

@@ -44,6 +44,7 @@ std::string products(const KernelFacts& f) {
   if (!f.backward()) {
     return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.value, true, true);
   }
+  if (f.kernel == FlexKernel::kGradBuffers) return wgmma(f.dtype, f.tile.cols, false, false);
   if (f.kernel == FlexKernel::kGradQuery) {
     return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.head, true, true);
   }
@@ -120,7 +121,7 @@ std::string entry(const KernelSpec& spec) {
           (sums ? ",\n    const __grid_constant__ Sums sums" : "") +
           (tangents ? ",\n    const __grid_constant__ Config::Tangent::Captured tangent" : "") +
           (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments + "HopperArguments more" : "") +
-          ") {\n  extern __shared__ __align__(" + (hopper && backward ? "1024" : "16") + ") char shared[];\n  " +
+          ") {\n  extern __shared__ __align__(" + (hopper && sums ? "1024" : "16") + ") char shared[];\n  " +
           kernel + "(arguments, " + (sums ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
           (tangents ? "tangent, " : "") + (backward ? "shared" : "fusegrad::device::shared_address(shared)") +
           ").run();\n}\n";

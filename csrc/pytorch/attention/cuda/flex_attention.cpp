@@ -62,7 +62,8 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   const FlexShape& n = call.shape();
   if (c.wants_buffers()) {
     c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});
-    made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys, gpu::multiprocessors());
+    made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys, gpu::multiprocessors(),
+                                   jit::current_architecture());
   }
   if (made.apart) made.apart->leave_out(c);
   if (!deterministic || !c.wants_buffers()) return made;
@@ -240,7 +241,13 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   if (of_buffers) {
     const FlexBufferSums over_batches(scores, of_buffers->spec.facts(), query, key, grads.buffers, apart->sums);
     auto arguments = over_batches.arguments();
-    call.launch(*of_buffers, &a, {arguments.data()});
+    std::vector<void*> further{arguments.data()};
+    device::FlexBackwardHopperArguments more{};
+    if (of_buffers->spec.facts().hopper()) {
+      more = call.hopper_backward(*of_buffers, {}, grad_out, row_values, {}, {});
+      further.push_back(&more);
+    }
+    call.launch(*of_buffers, &a, further);
     over_batches.finish(grads.buffers, call.stream());
   }
   for (const LaunchPlan& plan : plans) {

@@ -1,0 +1,189 @@
+// The gradients of captured buffers by themselves, as portable/grad_buffers.cuh, for sm_90a: a CTA has kRows queries by
+// kCols keys of one query head, 64 queries a consumer warpgroup, and walks batches, whose contributions to one buffer
+// it adds up in registers. One producer thread brings the tiles of each batch by TMA, kStages batches ahead; they are
+// free again before the warpgroup's pairs are computed, so that WGMMAs of one warpgroup run beside pairs of the other.
+//
+// portable/grad_buffers.cuh describes kPartialSums and the order of CTAs, backward_tiles.cuh kNarrow and kGroups.
+#pragma once
+
+#include "cuda/attention/device/buffers.cuh"
+#include "cuda/attention/device/gradient.cuh"
+#include "cuda/attention/device/pair_boxes.cuh"
+#include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/device/hopper.cuh"
+
+namespace fusegrad::device {
+
+template <class Config>
+class FlexGradBuffersHopper {
+  using T = typename Config::Element;
+  using ScoreMod = typename Config::ScoreMod;
+  using MaskMod = typename Config::MaskMod;
+  using Derivative = typename Config::Derivative;
+  using Product = Wgmma<T, Config::kCols, false, false>;
+  static constexpr int kThreads = Config::kGroups * kWarpgroup;  // of the consumers
+  static constexpr int kBlocksN = Config::kCols / 8;
+  static constexpr int kRowBytes = Config::kNarrow ? kNarrowBytes : kChunkBytes;
+  static_assert(Config::kRows == 64 * Config::kGroups && Derivative::kContributions == 1);
+  static_assert(!Config::kBlocks && !Config::kDropout && Config::kHead <= kChunk && Config::kValue <= kChunk);
+  using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true>;
+  static constexpr HopperGradBuffersMemory kMemory{{.rows = Config::kRows,
+                                                    .cols = Config::kCols,
+                                                    .head = Config::kHead,
+                                                    .value = Config::kValue,
+                                                    .stages = Config::kStages,
+                                                    .narrow = Config::kNarrow,
+                                                    .kept = Kept::kCount}};
+  static_assert(Kept::kBytes == kMemory.kept.bytes());
+
+ public:
+  static constexpr int kSharedBytes = kMemory.bytes();
+
+  __device__ __forceinline__ FlexGradBuffersHopper(const FlexBackwardArguments& a, const FlexSums* sums,
+                                                   const FlexBackwardHopperArguments& more,
+                                                   const typename ScoreMod::Captured& score,
+                                                   const typename MaskMod::Captured&, unsigned shared)
+      : a_(a), sums_(sums), more_(more), score_(score), shared_(shared) {}
+
+  __device__ __forceinline__ void run() {
+    const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
+    const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows * col_tiles;
+    const int parts = static_cast<int>(gridDim.x) / (a_.heads * tiles);
+    const int place = static_cast<int>(blockIdx.x) / parts, b = static_cast<int>(blockIdx.x) % parts;
+    h_ = place / tiles;
+    row_ = place % tiles / col_tiles * Config::kRows;
+    col_ = place % tiles % col_tiles * Config::kCols;
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < Config::kStages; ++s) {
+        Barrier::init(full(s), 1);
+        Barrier::init(empty(s), kThreads / kLanes);
+      }
+      Barrier::fence_inits();
+    }
+    __syncthreads();
+    if (__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == Config::kGroups) {
+      give_registers<24>();
+      if (threadIdx.x == kThreads) produce(b, parts);
+    } else {
+      take_registers<240>();
+      const bool masked = row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
+      Kept::load(
+          shared_ + kMemory.kept.offset, score_, h_, [&](int n, int e) { return PairPlace{query(e), key(n, e)}; },
+          [&](int n, int e) { return is_inside(n, e); });
+      if (masked) {
+        consume<true>(b, parts);
+      } else {
+        consume<false>(b, parts);
+      }
+      finish();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ unsigned piece(const Region& region, int s) const {
+    return shared_ + region.offset + s * region.piece;
+  }
+  __device__ __forceinline__ unsigned full(int s) const { return piece(kMemory.barriers, s); }
+  __device__ __forceinline__ unsigned empty(int s) const { return full(Config::kStages + s); }
+  __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  __device__ __forceinline__ int group() const { return static_cast<int>(threadIdx.x) / kWarpgroup; }
+  /// The thread's first row of the tile.
+  __device__ __forceinline__ int first_row() const { return static_cast<int>(threadIdx.x) / kLanes * 16 + lane() / 4; }
+  __device__ __forceinline__ int query(int e) const { return row_ + first_row() + e / 2 * 8; }
+  __device__ __forceinline__ int key(int n, int e) const { return col_ + n * 8 + lane() % 4 * 2 + e % 2; }
+  __device__ __forceinline__ bool is_inside(int n, int e) const { return query(e) < a_.queries && key(n, e) < a_.keys; }
+
+  __device__ __forceinline__ void produce(int b, int parts) const {
+    const int key_head = h_ / a_.group;
+    for (Counted<Config::kStages> i; b < a_.batches; b += parts, i.next()) {
+      const int s = i.stage(), key_batch = a_.key_batches == 1 ? 0 : b;
+      const unsigned barrier = full(s);
+      Barrier::wait(empty(s), i.parity() ^ 1);
+      Barrier::expect(barrier, kMemory.query.piece + kMemory.grad_out.piece + kMemory.key.piece + kMemory.value.piece +
+                                   kMemory.statistics.piece);
+      copy_box(piece(kMemory.query, s), more_.query, barrier, 0, row_, h_, b);
+      copy_box(piece(kMemory.key, s), more_.key, barrier, 0, col_, key_head, key_batch);
+      copy_box(piece(kMemory.grad_out, s), more_.grad_out, barrier, 0, row_, h_, b);
+      copy_box(piece(kMemory.value, s), more_.value, barrier, 0, col_, key_head, key_batch);
+      // Rows beyond the head's last one are the next head's; their pairs take no part.
+      copy_line(piece(kMemory.statistics, s), more_.rows, barrier, (b * a_.heads + h_) * a_.row_stride + row_);
+    }
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void consume(int b, int parts) {
+    zero(sum_);
+    for (Counted<Config::kStages> i; b < a_.batches; b += parts, i.next()) {
+      const int s = i.stage();
+      float score[kBlocksN][4], grad[kBlocksN][4];
+      FlexRow rows[2];
+      Barrier::wait(full(s), i.parity());
+      multiply<Config::kHead>(score, piece(kMemory.query, s), piece(kMemory.key, s));
+      multiply<Config::kValue>(grad, piece(kMemory.grad_out, s), piece(kMemory.value, s));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(rows[r].lse), "=f"(rows[r].delta)
+                     : "r"(piece(kMemory.statistics, s) + (first_row() + r * 8) * kRowStatisticsBytes));
+      }
+      wgmma_wait<0>();
+      pin<kBlocksN * 4>(score[0]);
+      pin<kBlocksN * 4>(grad[0]);
+      __syncwarp();
+      if (lane() == 0) Barrier::arrive(empty(s));
+#pragma unroll
+      for (int n = 0; n < kBlocksN; ++n) {
+        auto reads = Kept::reads(shared_ + kMemory.kept.offset, n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float value[2], p;
+          reads.e = e;
+          FlexPairGradient<Config>::apply(score_, a_.scale, score[n][e], grad[n][e], {rows[e / 2], 0.0f, 0.0f}, b, h_,
+                                          query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
+          sum_[n][e] += value[0];
+        }
+      }
+    }
+  }
+  /// The warpgroup's 64 rows of `a` by all rows of `b`.
+  template <int kCommon>
+  __device__ __forceinline__ void multiply(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
+    const auto row = descriptor<kRowBytes>(a + group() * 64 * kRowBytes, 16), col = descriptor<kRowBytes>(b, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kCommon / 16; ++k) Product::run(c[0], advanced(row, k * 32), advanced(col, k * 32), k != 0);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void finish() const {
+    const FlexSums& sums = sums_[0];
+    const long long first =
+        static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols + static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kBlocksN * 4; ++i) {
+      const int n = i / 4, e = i % 4;
+      const float sum = sum_[n][e];
+      long long at = -1;
+      if (sum != 0.0f) {
+        at = Derivative::template offset<0>(captured_of<Derivative>(score_), 0.0f, 0, h_, query(e), key(n, e),
+                                            is_inside(n, e));
+      }
+      if constexpr (Config::kPartialSums) {
+        static_cast<float*>(sums.data)[first + i * kThreads] = at < 0 ? 0.0f : sum;
+        if (at >= 0) sums.elements[first + i * kThreads] = at;
+      } else {
+        if (at >= 0) atomicAdd(static_cast<float*>(sums.data) + at, sum);
+      }
+    }
+  }
+
+  const FlexBackwardArguments& a_;
+  const FlexSums* sums_;
+  const FlexBackwardHopperArguments& more_;
+  const typename ScoreMod::Captured& score_;
+  const unsigned shared_;
+  int h_, row_, col_;
+  float sum_[kBlocksN][4];
+};
+
+}  // namespace fusegrad::device
