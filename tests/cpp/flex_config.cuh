@@ -68,7 +68,7 @@ __device__ constexpr int kScaleBuffer[] = {0};
 struct ScaleGradient {
   using Captured = ScoreMod::Captured;
   static constexpr int kContributions = 1;
-  static constexpr bool kVectors = false;
+  static constexpr bool kVectors = false, kPasses = false;
   static constexpr const int* kBuffer = kScaleBuffer;
   static constexpr bool kRepeats[] = {false};
   static constexpr bool kColumn[] = {false};

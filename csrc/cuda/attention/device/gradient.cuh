@@ -11,7 +11,7 @@ struct NoDerivative {
     long long nothing;
   };
   static constexpr int kContributions = 0;
-  static constexpr bool kVectors = false;
+  static constexpr bool kVectors = false, kPasses = false;
   static constexpr int kBuffer[] = {-1};
   static constexpr bool kRepeats[] = {false};
   static constexpr bool kColumn[] = {false};
@@ -77,8 +77,10 @@ struct FlexPairGradient {
     if constexpr (kAllRead) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
-      // A score that the score_mod made -inf counts as masked.
-      const bool counts = takes_part && changed != -FUSEGRAD_INFINITY;
+      // A score that the score_mod made -inf counts as masked, whatever the derivative is there. Without one the
+      // gradient is 0 already, as the probability is.
+      constexpr bool kZeroAlready = Derivative::kPasses && !Config::kMaxGradient;
+      const bool counts = takes_part && (kZeroAlready || changed != -FUSEGRAD_INFINITY);
       if constexpr (Derivative::kVectors) value[Derivative::kContributions] = counts ? d : 0.0f;
       d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts, value,
                             reads);
