@@ -400,8 +400,9 @@ TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {
 
 TEST(SumsOverBatches, AreOfWhatBatchesShare) {
   const auto sums = [](const FlexCase& c, int64_t batches, int64_t heads, int64_t length,
-                       const std::string& architecture = "90") {
-    return sums_over_batches(c, {true, true, true}, batches, heads, length, length, kProcessors, architecture);
+                       const std::string& architecture = "90", bool deterministic = true) {
+    return sums_over_batches(c, {true, true, true}, batches, heads, length, length, kProcessors, deterministic,
+                             architecture);
   };
   const FlexCase pairs = pairs_of_heads(FlexKernel::kBackward, 32);
   // 32 tiles of 4 heads: CTAs of some batches each fill two places of a multiprocessor, nearly.
@@ -418,6 +419,7 @@ TEST(SumsOverBatches, AreOfWhatBatchesShare) {
   ASSERT_TRUE(wide);
   EXPECT_EQ(wide->ctas, wide->parts * 4 * 64);
   EXPECT_TRUE(triangle->common.partial_sums);
+  EXPECT_FALSE(sums(pairs, 512, 4, 512, "90", /*deterministic=*/false)->common.partial_sums);
   // The Hopper kernel: 16 tiles of 4 heads.
   for (const int size : {32, 64}) {
     const auto hopper = sums(pairs_of_heads(FlexKernel::kBackward, size), 512, 4, 512, "90a");
@@ -431,7 +433,8 @@ TEST(SumsOverBatches, AreOfWhatBatchesShare) {
   ASSERT_TRUE(many);
   EXPECT_EQ(many->parts, 1);
   EXPECT_FALSE(many->common.partial_sums);
-  EXPECT_TRUE(sums(windows(FlexKernel::kBackward, 32), 2048, 16, 49)->common.partial_sums);
+  // Pairs of a window share a table's elements.
+  EXPECT_TRUE(sums(windows(FlexKernel::kBackward, 32), 2048, 16, 49, "90", false)->common.partial_sums);
   EXPECT_FALSE(sums(pairs, 3, 4, 512));
   EXPECT_FALSE(sums(pairs_of_heads(FlexKernel::kBackward, 80), 512, 4, 512));
   EXPECT_FALSE(sums(masked(pairs, 128), 512, 4, 512));

@@ -176,7 +176,7 @@ void bind(py::Module m) {
         // And how many batches there are, whether their sums are made first; how many heads, whether in parts.
         constexpr int64_t kMany = 512;
         for (const int64_t heads : {int64_t{1}, kMany * kMany}) {
-          const auto apart = sums_over_batches(c, needs_grad, kMany, heads, 1, 1, 1, architecture);
+          const auto apart = sums_over_batches(c, needs_grad, kMany, heads, 1, 1, 1, deterministic, architecture);
           if (!apart) continue;
           FlexCase others = c;
           apart->leave_out(others);

@@ -78,8 +78,8 @@ struct FlexPairGradient {
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf counts as masked, whatever the derivative is there. Without one the
-      // gradient is 0 already, as the probability is.
-      constexpr bool kZeroAlready = Derivative::kPasses && !Config::kMaxGradient;
+      // gradient is 0 already, as the probability is; but the portable kernels are slower without the test.
+      constexpr bool kZeroAlready = kAllRead && Derivative::kPasses && !Config::kMaxGradient;
       const bool counts = takes_part && (kZeroAlready || changed != -FUSEGRAD_INFINITY);
       if constexpr (Derivative::kVectors) value[Derivative::kContributions] = counts ? d : 0.0f;
       d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts, value,

@@ -1,7 +1,7 @@
 // The gradients of captured buffers by themselves, as portable/grad_buffers.cuh, for sm_90a: a CTA has kRows queries by
 // kCols keys of one query head, 64 queries a consumer warpgroup, and walks batches, whose contributions to one buffer
-// it adds up in registers. One producer thread brings the tiles of each batch by TMA, kStages batches ahead; they are
-// free again before the warpgroup's pairs are computed, so that WGMMAs of one warpgroup run beside pairs of the other.
+// it adds up in registers. One producer thread brings the tiles of each batch by TMA, up to kStages batches ahead. A
+// warpgroup's keys are two halves: the products of one run beside the pairs of the other.
 //
 // portable/grad_buffers.cuh describes kPartialSums and the order of CTAs, backward_tiles.cuh kNarrow and kGroups.
 #pragma once
@@ -20,9 +20,9 @@ class FlexGradBuffersHopper {
   using ScoreMod = typename Config::ScoreMod;
   using MaskMod = typename Config::MaskMod;
   using Derivative = typename Config::Derivative;
-  using Product = Wgmma<T, Config::kCols, false, false>;
+  using Product = Wgmma<T, Config::kCols / 2, false, false>;
   static constexpr int kThreads = Config::kGroups * kWarpgroup;  // of the consumers
-  static constexpr int kBlocksN = Config::kCols / 8;
+  static constexpr int kBlocksN = Config::kCols / 8, kHalf = kBlocksN / 2;
   static constexpr int kRowBytes = Config::kNarrow ? kNarrowBytes : kChunkBytes;
   static_assert(Config::kRows == 64 * Config::kGroups && Derivative::kContributions == 1);
   static_assert(!Config::kBlocks && !Config::kDropout && Config::kHead <= kChunk && Config::kValue <= kChunk);
@@ -95,7 +95,8 @@ class FlexGradBuffersHopper {
 
   __device__ __forceinline__ void produce(int b, int parts) const {
     const int key_head = h_ / a_.group;
-    for (Counted<Config::kStages> i; b < a_.batches; b += parts, i.next()) {
+    Counted<Config::kStages> i;
+    for (; b < a_.batches; b += parts, i.next()) {
       const int s = i.stage(), key_batch = a_.key_batches == 1 ? 0 : b;
       const unsigned barrier = full(s);
       Barrier::wait(empty(s), i.parity() ^ 1);
@@ -108,51 +109,80 @@ class FlexGradBuffersHopper {
       // Rows beyond the head's last one are the next head's; their pairs take no part.
       copy_line(piece(kMemory.statistics, s), more_.rows, barrier, (b * a_.heads + h_) * a_.row_stride + row_);
     }
+    // In place of the batch behind the last one: consumers wait for it, as a condition would make compilers wait for
+    // their products.
+    Barrier::wait(empty(i.stage()), i.parity() ^ 1);
+    Barrier::arrive(full(i.stage()));
   }
 
   template <bool kMasked>
   __device__ __forceinline__ void consume(int b, int parts) {
+    float score[2][kHalf][4], grad[2][kHalf][4];
     zero(sum_);
-    for (Counted<Config::kStages> i; b < a_.batches; b += parts, i.next()) {
+    Counted<Config::kStages> i;
+    Barrier::wait(full(0), 0);
+    multiply(score[0], grad[0], 0, 0);
+    multiply(score[1], grad[1], 0, 1);
+    wait_products<1>(score[0], grad[0]);
+    for (; b < a_.batches; b += parts) {
       const int s = i.stage();
-      float score[kBlocksN][4], grad[kBlocksN][4];
       FlexRow rows[2];
-      Barrier::wait(full(s), i.parity());
-      multiply<Config::kHead>(score, piece(kMemory.query, s), piece(kMemory.key, s));
-      multiply<Config::kValue>(grad, piece(kMemory.grad_out, s), piece(kMemory.value, s));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                      : "=f"(rows[r].lse), "=f"(rows[r].delta)
                      : "r"(piece(kMemory.statistics, s) + (first_row() + r * 8) * kRowStatisticsBytes));
       }
-      wgmma_wait<0>();
-      pin<kBlocksN * 4>(score[0]);
-      pin<kBlocksN * 4>(grad[0]);
+      add_pairs<kMasked, 0>(score[0], grad[0], rows, b);
+      i.next();
+      Barrier::wait(full(i.stage()), i.parity());
+      multiply(score[0], grad[0], i.stage(), 0);
+      wait_products<1>(score[1], grad[1]);
       __syncwarp();
       if (lane() == 0) Barrier::arrive(empty(s));
+      add_pairs<kMasked, 1>(score[1], grad[1], rows, b);
+      multiply(score[1], grad[1], i.stage(), 1);
+      // The wait is here: at the loop's head the compiler would wait for each product.
+      wait_products<1>(score[0], grad[0]);
+    }
+    wait_products<0>(score[1], grad[1]);
+  }
+  /// Issues scores and dP of the warpgroup's queries and one half of the keys, of stage s.
+  __device__ __forceinline__ void multiply(float (&score)[kHalf][4], float (&grad)[kHalf][4], int s, int half) const {
+    const int row = group() * 64 * kRowBytes, col = half * (Config::kCols / 2) * kRowBytes;
+    wgmma_fence();
+    multiply<Config::kHead>(score[0], piece(kMemory.query, s) + row, piece(kMemory.key, s) + col);
+    multiply<Config::kValue>(grad[0], piece(kMemory.grad_out, s) + row, piece(kMemory.value, s) + col);
+    wgmma_commit();
+  }
+  template <int kCommon>
+  static __device__ __forceinline__ void multiply(float* c, unsigned a, unsigned b) {
+    const auto row = descriptor<kRowBytes>(a, 16), col = descriptor<kRowBytes>(b, 16);
 #pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) {
-        auto reads = Kept::reads(shared_ + kMemory.kept.offset, n);
+    for (int k = 0; k < kCommon / 16; ++k) Product::run(c, advanced(row, k * 32), advanced(col, k * 32), k != 0);
+  }
+  template <int kPending>
+  static __device__ __forceinline__ void wait_products(float (&score)[kHalf][4], float (&grad)[kHalf][4]) {
+    wgmma_wait<kPending>();
+    pin<kHalf * 4>(score[0]);
+    pin<kHalf * 4>(grad[0]);
+  }
+  template <bool kMasked, int kWhich>
+  __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
+                                            const FlexRow (&rows)[2], int b) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float value[2], p;
-          reads.e = e;
-          FlexPairGradient<Config>::apply(score_, a_.scale, score[n][e], grad[n][e], {rows[e / 2], 0.0f, 0.0f}, b, h_,
-                                          query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
-          sum_[n][e] += value[0];
-        }
+    for (int i = 0; i < kHalf; ++i) {
+      const int n = kWhich * kHalf + i;
+      auto reads = Kept::reads(shared_ + kMemory.kept.offset, n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float value[2], p;
+        reads.e = e;
+        FlexPairGradient<Config>::apply(score_, a_.scale, score[i][e], grad[i][e], {rows[e / 2], 0.0f, 0.0f}, b, h_,
+                                        query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
+        sum_[n][e] += value[0];
       }
     }
-  }
-  /// The warpgroup's 64 rows of `a` by all rows of `b`.
-  template <int kCommon>
-  __device__ __forceinline__ void multiply(float (&c)[kBlocksN][4], unsigned a, unsigned b) const {
-    const auto row = descriptor<kRowBytes>(a + group() * 64 * kRowBytes, 16), col = descriptor<kRowBytes>(b, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kCommon / 16; ++k) Product::run(c[0], advanced(row, k * 32), advanced(col, k * 32), k != 0);
-    wgmma_commit();
   }
 
   __device__ __forceinline__ void finish() const {

@@ -841,7 +841,7 @@ void BatchSums::leave_out(FlexCase& c) const {
 
 std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
                                            int64_t heads, int64_t queries, int64_t keys, int64_t processors,
-                                           const std::string& architecture) {
+                                           bool deterministic, const std::string& architecture) {
   constexpr int64_t kLeastBatches = 4;
   constexpr int kMostCols = 64, kMostContributions = 2;
   if (c.score_mod.text.empty() || c.dtype == DType::kFloat32 || batches < kLeastBatches) return std::nullopt;
@@ -884,8 +884,8 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
     }
   }
   found.ctas = tiles * found.parts;
-  // A place that gets one sum needs no other kernel.
-  if (once && found.parts == 1) found.common.partial_sums = false;
+  // Where a place gets one sum of a CTA, the few of several CTAs are added to memory, unless in one order.
+  if (once && (found.parts == 1 || !deterministic)) found.common.partial_sums = false;
   constexpr int64_t kMostSums = int64_t{1} << 24;
   found.sums = found.ctas * tile.rows * tile.cols;
   if (found.common.partial_sums && found.sums > kMostSums) return std::nullopt;

@@ -86,7 +86,7 @@ struct BatchSums {
 /// what the kernels of a backward have in common, `needs_grad` of query, key and value.
 std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
                                            int64_t heads, int64_t queries, int64_t keys, int64_t processors,
-                                           const std::string& architecture);
+                                           bool deterministic, const std::string& architecture);
 
 /// FlexCase::covered for so many b, h, q_idx and kv_idx.
 std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4>& lengths);

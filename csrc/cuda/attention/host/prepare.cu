@@ -16,12 +16,12 @@ __device__ const T* row_of(const device::FlexTensor& t, int64_t b, int64_t h, in
   return static_cast<const T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
 }
 
-// The rows of a CTA, kEach times kThreads / kLanes of one head: a division per thread would cost as much as the rows.
-template <int kLanes, int kEach>
+// The rows of a CTA, kThreads / kLanes of one head: a division per thread would cost as much as the rows.
+template <int kLanes>
 struct RowPlace {
   int first, h, b;  // `first`: its first row
   int64_t head;     // b * heads + h
-  static constexpr int kStep = kThreads / kLanes, kRows = kEach * kStep;
+  static constexpr int kRows = kThreads / kLanes;
   __device__ RowPlace(int heads, int queries) {
     const unsigned tiles = static_cast<unsigned>((queries + kRows - 1) / kRows);
     head = blockIdx.x / tiles;
@@ -31,15 +31,16 @@ struct RowPlace {
   }
 };
 
-// kLanes lanes a row, and kEach rows a lane, whose reads are under way together. kWidth: values that a lane reads at
-// once, from rows whose values lie side by side, or 1.
-template <class T, int kWidth, int kLanes, int kEach>
+// kLanes lanes a row. kWidth: values that a lane reads at once, from rows whose values lie side by side, or 1.
+template <class T, int kWidth, int kLanes>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexRows p, device::FlexRow* out) {
   using Values = device::Pack<T, kWidth>;
-  const RowPlace<kLanes, kEach> place(p.heads, p.queries);
+  const RowPlace<kLanes> place(p.heads, p.queries);
   const auto [first, h, b, head] = place;
+  const int q = first + static_cast<int>(threadIdx.x) / kLanes;
+  const bool there = q < p.queries;
+  const int64_t row = head * p.queries + q;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const auto query = [&](int i) { return first + i * place.kStep + static_cast<int>(threadIdx.x) / kLanes; };
   if (p.query_sum != nullptr) {
     // Zeros the CTA's rows; the last CTA of a head also the rows beyond.
     const int end = first + place.kRows < p.queries ? first + place.kRows : p.sum_rows;
@@ -47,56 +48,40 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     for (int i = static_cast<int>(threadIdx.x); i < (end - first) * p.sum_cols / 4; i += kThreads)
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  float sums[kEach] = {};
-  if (p.grad_out.data != nullptr) {
+  float sum = 0.0f;
+  if (there && p.grad_out.data != nullptr) {
+    const auto values = [&](const device::FlexTensor& t, int col) {
+      return Values::load(row_of<T>(t, b, h, q) + (kWidth == 1 ? col * t.col_stride : col));
+    };
     // The low part is summed by itself: added to out in float32 it would not be lost, but its product is more accurate.
-    float lows[kEach] = {};
+    float low = 0.0f;
     for (int col = lane * kWidth; col < p.value_size; col += kLanes * kWidth) {
-      Values g[kEach] = {}, o[kEach] = {}, l[kEach] = {};
+      const Values g = values(p.grad_out, col), o = values(p.out, col);
+      Values l{};
+      if (p.out_low.data != nullptr) l = values(p.out_low, col);
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int q = query(i);
-        const auto values = [&](const device::FlexTensor& t) {
-          return Values::load(row_of<T>(t, b, h, q) + (kWidth == 1 ? col * t.col_stride : col));
-        };
-        if (q >= p.queries) break;
-        g[i] = values(p.grad_out);
-        o[i] = values(p.out);
-        if (p.out_low.data != nullptr) l[i] = values(p.out_low);
-      }
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) {
-          sums[i] = fmaf(static_cast<float>(g[i].get(k)), static_cast<float>(o[i].get(k)), sums[i]);
-          lows[i] = fmaf(static_cast<float>(g[i].get(k)), static_cast<float>(l[i].get(k)), lows[i]);
-        }
+      for (int i = 0; i < kWidth; ++i) {
+        sum = fmaf(static_cast<float>(g.get(i)), static_cast<float>(o.get(i)), sum);
+        low = fmaf(static_cast<float>(g.get(i)), static_cast<float>(l.get(i)), low);
       }
     }
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) sums[i] += lows[i];
+    sum += low;
   }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    float sum = sums[i];
-    for (int bit = kLanes / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
-    const int q = query(i);
-    if (q >= p.queries || lane != 0) continue;
-    constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : 1.4426950408889634f;
-    const int64_t row = head * p.queries + q;
-    const float lse = p.lse[row];
-    const bool none = lse == -__int_as_float(0x7f800000);
-    if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
-    out[head * p.row_stride + q] = {none ? -lse : (lse - logf(p.dropout_scale)) * kUnit,
-                                    none ? 0.0f : sum / p.dropout_scale};
-  }
+  for (int bit = kLanes / 2; bit > 0; bit /= 2) sum += __shfl_xor_sync(~0u, sum, bit);
+  if (!there || lane != 0) return;
+  constexpr float kUnit = std::is_same_v<T, float> ? 1.0f : 1.4426950408889634f;
+  const float lse = p.lse[row];
+  const bool none = lse == -__int_as_float(0x7f800000);
+  if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
+  out[head * p.row_stride + q] = {none ? -lse : (lse - logf(p.dropout_scale)) * kUnit,
+                                  none ? 0.0f : sum / p.dropout_scale};
 }
 
 // Four lanes a row: a warp has four blocks of 8 rows and 8 columns at a time, a lane one row of one of them.
 constexpr int kSumLanes = 4;
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_constant__ FlexQuerySum p) {
-  const RowPlace<kSumLanes, 1> place(p.heads, p.queries);
+  const RowPlace<kSumLanes> place(p.heads, p.queries);
   const int lane = static_cast<int>(threadIdx.x) % kWarp, row = lane % 8;
   const int eight = place.first + static_cast<int>(threadIdx.x) / kWarp * 8;
   if (eight + row >= p.queries) return;
@@ -138,10 +123,11 @@ bool has_vector_rows(const device::FlexTensor& t, int64_t size, int64_t element)
                                whole(t.batch_stride) && reinterpret_cast<uintptr_t>(t.data) % 16 == 0);
 }
 
-// The CTAs of RowPlace, of `rows` rows each.
+// The CTAs of RowPlace.
 template <class Rows>
-int64_t row_ctas(const Rows& p, int64_t rows) {
-  return int64_t{p.batches} * p.heads * ((p.queries + rows - 1) / rows);
+int64_t row_ctas(const Rows& p, int lanes) {
+  const int64_t each = kThreads / lanes;
+  return int64_t{p.batches} * p.heads * ((p.queries + each - 1) / each);
 }
 
 }  // namespace
@@ -149,21 +135,14 @@ int64_t row_ctas(const Rows& p, int64_t rows) {
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream) {
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kWidth = 16 / sizeof(T);
-    const auto run = [&](auto kernel, int lanes, int each) {
-      launch("flex_rows", kernel, {row_ctas(rows, each * kThreads / lanes), kThreads}, stream, rows, out);
+    const auto run = [&](auto kernel, int lanes) {
+      launch("flex_rows", kernel, {row_ctas(rows, lanes), kThreads}, stream, rows, out);
     };
     bool vectors = true;
     for (const auto& t : {rows.grad_out, rows.out, rows.out_low}) {
       vectors = vectors && has_vector_rows(t, rows.value_size, sizeof(T));
     }
-    if (!vectors) {
-      run(rows_kernel<T, 1, kWarp, 1>, kWarp, 1);
-    } else if (rows.value_size <= 4 * kWidth) {
-      run(rows_kernel<T, kWidth, 4, 2>, 4, 2);
-    } else {
-      run(rows_kernel<T, kWidth, 8, 2>, 8, 2);
-    }
+    vectors ? run(rows_kernel<T, 16 / sizeof(T), 8>, 8) : run(rows_kernel<T, 1, kWarp>, kWarp);
   });
 }
 
@@ -171,7 +150,7 @@ void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream) {
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run = [&](auto kernel) {
-      launch("flex_scale_query_sum", kernel, {row_ctas(p, kThreads / kSumLanes), kThreads}, stream, p);
+      launch("flex_scale_query_sum", kernel, {row_ctas(p, kSumLanes), kThreads}, stream, p);
     };
     has_vector_rows(p.grad_query, p.head_size, sizeof(T)) ? run(query_sum_kernel<T, 16 / sizeof(T)>)
                                                           : run(query_sum_kernel<T, 1>);

@@ -44,7 +44,7 @@ std::string products(const KernelFacts& f) {
   if (!f.backward()) {
     return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.value, true, true);
   }
-  if (f.kernel == FlexKernel::kGradBuffers) return wgmma(f.dtype, f.tile.cols, false, false);
+  if (f.kernel == FlexKernel::kGradBuffers) return wgmma(f.dtype, f.tile.cols / 2, false, false);
   if (f.kernel == FlexKernel::kGradQuery) {
     return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.head, true, true);
   }

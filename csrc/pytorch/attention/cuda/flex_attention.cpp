@@ -63,7 +63,7 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   if (c.wants_buffers()) {
     c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});
     made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys, gpu::multiprocessors(),
-                                   jit::current_architecture());
+                                   deterministic, jit::current_architecture());
   }
   if (made.apart) made.apart->leave_out(c);
   if (!deterministic || !c.wants_buffers()) return made;
