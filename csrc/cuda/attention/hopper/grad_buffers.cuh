@@ -122,11 +122,11 @@ class FlexGradBuffersHopper {
     Counted<Config::kStages> i;
     Barrier::wait(full(0), 0);
     multiply(score[0], grad[0], 0, 0);
-    multiply(score[1], grad[1], 0, 1);
-    wait_products<1>(score[0], grad[0]);
+    wait_products(score[0], grad[0]);
     for (; b < a_.batches; b += parts) {
       const int s = i.stage();
       FlexRow rows[2];
+      multiply(score[1], grad[1], s, 1);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -134,18 +134,15 @@ class FlexGradBuffersHopper {
                      : "r"(piece(kMemory.statistics, s) + (first_row() + r * 8) * kRowStatisticsBytes));
       }
       add_pairs<kMasked, 0>(score[0], grad[0], rows, b);
+      wait_products(score[1], grad[1]);
+      __syncwarp();
+      if (lane() == 0) Barrier::arrive(empty(s));
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
       multiply(score[0], grad[0], i.stage(), 0);
-      wait_products<1>(score[1], grad[1]);
-      __syncwarp();
-      if (lane() == 0) Barrier::arrive(empty(s));
       add_pairs<kMasked, 1>(score[1], grad[1], rows, b);
-      multiply(score[1], grad[1], i.stage(), 1);
-      // The wait is here: at the loop's head the compiler would wait for each product.
-      wait_products<1>(score[0], grad[0]);
+      wait_products(score[0], grad[0]);
     }
-    wait_products<0>(score[1], grad[1]);
   }
   /// Issues scores and dP of the warpgroup's queries and one half of the keys, of stage s.
   __device__ __forceinline__ void multiply(float (&score)[kHalf][4], float (&grad)[kHalf][4], int s, int half) const {
@@ -161,9 +158,8 @@ class FlexGradBuffersHopper {
 #pragma unroll
     for (int k = 0; k < kCommon / 16; ++k) Product::run(c, advanced(row, k * 32), advanced(col, k * 32), k != 0);
   }
-  template <int kPending>
   static __device__ __forceinline__ void wait_products(float (&score)[kHalf][4], float (&grad)[kHalf][4]) {
-    wgmma_wait<kPending>();
+    wgmma_wait<0>();
     pin<kHalf * 4>(score[0]);
     pin<kHalf * 4>(grad[0]);
   }
