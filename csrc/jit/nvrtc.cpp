@@ -157,8 +157,8 @@ std::map<std::string, Resources> resources(const std::string& log) {
   for (std::string line; std::getline(lines, line);) {
     constexpr std::string_view kEntry = "Compiling entry function '", kFunction = "Function properties for ";
     if (line.find("wgmma.mma_async instructions are serialized") != std::string::npos) {
-      constexpr std::string_view kIn = "in the function '";
-      const size_t begin = line.find(kIn) + kIn.size();
+      constexpr std::string_view kOf = " the function '";  // "in", or "for"
+      const size_t begin = line.find(kOf) + kOf.size();
       result[line.substr(begin, line.find('\'', begin) - begin)].products_wait = true;
     } else if (const size_t at = line.find(kEntry); at != std::string::npos) {
       const size_t begin = at + kEntry.size();

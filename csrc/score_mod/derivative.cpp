@@ -1,5 +1,6 @@
 #include "score_mod/derivative.h"
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -279,6 +280,16 @@ std::vector<NodeId> with_unit_gradient(const Graph& derivative, Graph& graph) {
 }
 
 }  // namespace
+
+bool passes_gradient(const Graph& derivative) {
+  const auto is_grad = [&](NodeId id) {
+    return derivative[id].op == Op::kInput && static_cast<Input>(derivative[id].payload) == Input::kGrad;
+  };
+  const auto& contributions = derivative.contributions();
+  return is_grad(derivative.result()) && std::all_of(contributions.begin(), contributions.end(), [&](const auto& c) {
+           return is_grad(c.value) && derivative.open_axes(c) == 0;
+         });
+}
 
 // A score_mod has one result, so its gradient by everything is known from one backward, of the gradient 1: the tangent
 // is the sum of its products with the tangents.

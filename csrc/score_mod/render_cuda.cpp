@@ -7,6 +7,7 @@
 #include <iterator>
 #include <map>
 
+#include "score_mod/derivative.h"
 #include "score_mod/index_analysis.h"
 #include "score_mod/loops.h"
 #include "score_mod/scatter_plan.h"
@@ -563,11 +564,7 @@ class Renderer {
       if (is_vector(k)) vectors[graph_.open_axes(contributions[k])].push_back(k);
     }
     text_ += std::string("  static constexpr bool kVectors = ") + (vectors.empty() ? "false" : "true") + ";\n";
-    const auto passes = [&](NodeId id) {
-      return graph_[id].op == Op::kInput && static_cast<Input>(graph_[id].payload) == Input::kGrad;
-    };
-    const bool all = std::all_of(roots.begin(), roots.end(), passes) && vectors.empty();
-    text_ += std::string("  static constexpr bool kPasses = ") + (all ? "true" : "false") + ";\n";
+    text_ += std::string("  static constexpr bool kPasses = ") + (passes_gradient(graph_) ? "true" : "false") + ";\n";
     begin_apply("float", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) {

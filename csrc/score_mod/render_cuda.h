@@ -105,7 +105,7 @@ bool small_scalars(std::span<const Value> scalars);
 ///     // a value is 0 where the pair is not valid; a place is that of the pair, valid or not
 ///     static constexpr int kPlaces[];
 ///     static constexpr bool kVectors;
-///     // whether d score and every contribution are the gradient by the result itself, as of a bias that is added
+///     // passes_gradient (derivative.h)
 ///     static constexpr bool kPasses;
 ///     template <int kPairs, class Put>
 ///     static __device__ void scatter(const Captured&, const float* score, const float* grad, int b, int h,

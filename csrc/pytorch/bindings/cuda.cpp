@@ -160,7 +160,7 @@ void bind(py::Module m) {
         // point.
         FlexCase covered = c;
         covered.covered.assign(c.wants_grad.size(), true);
-        const bool stores = plan_kernel(covered, architecture).facts().schemes.find('S') != std::string::npos;
+        const bool stores = plan_kernel(covered, architecture).facts().schemes.find_first_of("ST") != std::string::npos;
         for (const FlexCase& one : {c, covered}) {
           if (!one.covered.empty() && !stores) continue;
           const bool floats = c.fixed_point && ordered_launches(one, 1, 1, 1, 1, architecture) != 0;

@@ -425,6 +425,30 @@ def test_biases_of_every_pair(name: str, size: int, dtype: torch.dtype, determin
         assert relative(ours, truth) <= 1e-2
 
 
+@pytest.mark.parametrize("lengths", [(136, 264), (300, 128), (17, 520)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [16, 32, 64, 96, 128])
+def test_a_bias_of_every_pair_in_tiles(size: int, dtype: torch.dtype, lengths: tuple[int, int]) -> None:
+    """Where an added bias has rows of whole vectors, tiles of dS are its gradient."""
+    m, n = lengths
+    torch.full((2 * 3 * 4 * m * n,), math.nan)
+    given = [*inputs(3, 4, m, n, size, dtype, hkv=2), torch.randn(3, 4, m, n).to(dtype).requires_grad_()]
+    bias, upstream = given[3], torch.randn_like(given[0])
+    # Some pairs without a part, and a query without any.
+    bias.data[:, :, : m // 2, n // 3 : n // 2] = -math.inf
+    bias.data[1, 2, 5] = -math.inf
+    out = flex_attention(*given[:3], lambda s, b, h, q, kv: s + bias[b, h, q, kv], enable_gqa=True)
+    got = [torch.autograd.grad(out, given, upstream, retain_graph=True) for _ in range(2)]
+    assert torch.equal(got[0][3], got[1][3])
+    wide = [t.detach().double().requires_grad_() for t in given]
+    score = wide[0] @ wide[1].repeat_interleave(2, 1).mT * size**-0.5 + wide[3]
+    weights = torch.where((score == -math.inf).all(-1, keepdim=True), 0.0, score).softmax(-1)
+    weights = torch.where(score == -math.inf, 0.0, weights)
+    expected = weights @ wide[2].repeat_interleave(2, 1)
+    for ours, truth in zip(got[0], torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
 def of_places(w: Tensor) -> Callable:
     places = torch.arange(300) * 7 % w.numel()
     return lambda s, b, h, q, kv: s * w[places[kv]]

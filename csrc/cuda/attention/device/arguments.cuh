@@ -120,6 +120,7 @@ struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled,
                                           // or of 32 (kNarrow)
   TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so
+  TensorMap grad_scores;                  // dS of each pair, boxes of 64 keys, where CTAs store it (scheme 'T')
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
   int* next;                              // as FlexForwardHopperArguments has it
   int section;                            // heads of keys whose tiles are begun in the order of their place in the head

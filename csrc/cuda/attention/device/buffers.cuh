@@ -8,6 +8,7 @@
 //                              several elements along axes: a warp sums up an element over its 16 keys by 8 queries as
 //                              the class allows, then adds it
 //                              'S': class E where every element gets one contribution of one pair, which is stored
+//                              'T': the same, where contributions are dS itself, of whose tiles the kernel stores them
 //   Schemes::kTable[]          the elements of a buffer of class F
 //   kFixedPoint                sums are 64-bit integers, the same in every order
 //   kPartialSums               classes A and B are stored head by head, and summed by a later kernel
@@ -97,7 +98,7 @@ class FlexBufferSums {
   // Whether sums live from pair to pair; for more than eight queries at a time they would spill.
   static __device__ constexpr bool held() {
     for (int k = 0; k < kCount; ++k) {
-      if (scheme(k) >= 'D') return true;
+      if (scheme(k) >= 'D' && scheme(k) != 'T') return true;
     }
     return false;
   }
@@ -122,6 +123,13 @@ class FlexBufferSums {
     return false;
   }
 
+  static __device__ constexpr bool stores_tiles() {
+    for (int k = 0; k < kCount; ++k) {
+      if (scheme(k) == 'T') return true;
+    }
+    return false;
+  }
+
   static __device__ constexpr bool histograms_alone() {
     for (int k = 0; k < kCount; ++k) {
       if (scheme(k) != 'F') return false;
@@ -131,6 +139,8 @@ class FlexBufferSums {
 
  public:
   static constexpr int kSharedBytes = offset(kCount);
+  /// Whether the kernel stores dS, for a contribution that is left out here.
+  static constexpr bool kStoresTiles = stores_tiles();
   /// Whether flush() does anything.
   static constexpr bool kFlushes = flushes();
   /// Whether a tile's sums and the next one's lie in one place, as classes D and F do.
@@ -185,7 +195,7 @@ class FlexBufferSums {
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       const float v = value[k];
-      if constexpr (is_vector(k)) {
+      if constexpr (is_vector(k) || scheme(k) == 'T') {
         return;
       } else if constexpr (scheme(k) == 'A') {
         alone_[k] += v;
@@ -235,7 +245,7 @@ class FlexBufferSums {
           above_[k] = 0.0f;
           if constexpr (kBlocksM > 1) __syncwarp();
         }
-      } else if constexpr (scheme(k) > 'D' && !is_vector(k)) {
+      } else if constexpr (scheme(k) > 'D' && scheme(k) != 'T' && !is_vector(k)) {
         // Added only now, so that reads of indices before are shared with the score_mod's.
         if constexpr (scheme(k) == 'F') {
           bool far = false;

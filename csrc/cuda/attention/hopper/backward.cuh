@@ -8,7 +8,7 @@
 //
 // Scores and their gradients are kept transposed (keys are rows), so P and dS feed dV and dK straight from registers;
 // only dS goes through shared memory, for dQ, which TMA reduces into fp32 global memory. One warp per consumer
-// warpgroup issues those reductions.
+// warpgroup issues those reductions, and stores dS where it is the gradient of a captured tensor too.
 //
 // The consumer warpgroups ping-pong: one computes probabilities while the other's WGMMAs run. A warpgroup's step for
 // query tile i:
@@ -58,12 +58,15 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // Mask element by element: it is faster than by bits. A mask_mod that reads nothing can be called for pairs beyond
   // the lengths too, so the code has no branches.
   static constexpr bool kByElement = Config::kMaskAlone && !Config::kMixed;
+  static constexpr bool kStoresTiles = Sums::kStoresTiles;
+  static_assert(!kStoresTiles || Config::kGradQuery);
   static_assert(Config::kParts == 1 || (kOverlapped && kByElement));
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
-  // The warp that brings boxes computes places of rows.
-  static constexpr int kProducerRegisters = kBoxes ? 56 : 24, kConsumerRegisters = kBoxes ? 224 : 240;
+  // The warp that brings boxes computes places of rows. Gradients of 128 columns leave it fewer.
+  static constexpr int kProducerRegisters = !kBoxes ? 24 : Config::kHead > 64 ? 40 : 56;
+  static constexpr int kConsumerRegisters = !kBoxes ? 240 : Config::kHead > 64 ? 232 : 224;
   static_assert(!kBoxes || Config::kGroups == 2);
   static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));
@@ -464,6 +467,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     constexpr int kEights = kNarrow ? 1 : kSumRows / 8;
     const int cols = min(a_.sum_cols - first_col(group), 64);
     const bool adds = lane() < kEights;
+    store_grad_scores(0, group);
     named_arrive(kSumEmpty + group, kWithWarp);
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
@@ -483,8 +487,23 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
+      store_grad_scores(i + 1, group);
     }
     if (adds) wait_sums_added();
+  }
+  // Stores the warpgroup's keys of dS of tile i by TMA, and releases it.
+  __device__ __forceinline__ void store_grad_scores(int i, int group) const {
+    if constexpr (kStoresTiles) {
+      Barrier::wait(gradient_full(stage_of(i)), parity_of(i));
+      const Place place = place_of(i);
+      if (lane() == 0 && place.tile >= 0) {
+        store_box(more_.grad_scores, gradient(stage_of(i)) + group * Config::kRows * kChunkBytes,
+                  place.col() + group * 64, place.row(), place.h, place.b);
+        commit_sums();
+        wait_sums_read();
+      }
+      release(gradient_empty(stage_of(i)));
+    }
   }
   // Stores dK or dV by TMA, then waits for what the warpgroup hands over next.
   template <int kCols>

@@ -108,7 +108,7 @@ class FlexBackwardHopperTiles {
         Barrier::init(grad_out_full(s), 1);
         Barrier::init(grad_out_empty(s), releasing);
         Barrier::init(gradient_full(s), kConsumerWarps);
-        Barrier::init(gradient_empty(s), kConsumerWarps);
+        Barrier::init(gradient_empty(s), kConsumerWarps + (Sums::kStoresTiles ? Config::kGroups : 0));
       }
       for (int s = 0; s < Config::kReadStages; ++s) {
         Barrier::init(boxes_full(s), kLanes + 1);  // each lane's copies, and the warp

@@ -10,6 +10,7 @@
 #include "cuda/attention/device/arguments.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "score_mod/cache.h"
+#include "score_mod/derivative.h"
 #include "score_mod/index_analysis.h"
 #include "score_mod/render_cuda.h"
 #include "score_mod/scatter_plan.h"
@@ -667,6 +668,18 @@ bool is_stored(const FlexCase& c, const score_mod::ScatterStep& step, size_t buf
          dtype == score_mod::DType::kFloat16;
 }
 
+// Of a stored contribution, whether it is dS itself, of the same type, whose tiles TMA can store. One of them: there is
+// one tensor map.
+bool stores_tiles(const FlexCase& c, const KernelFacts& facts, const score_mod::Graph& derivative,
+                  const score_mod::ScatterStep& step, size_t buffer) {
+  using score_mod::Input;
+  const auto same = c.dtype == DType::kBFloat16 ? score_mod::DType::kBFloat16 : score_mod::DType::kFloat16;
+  const std::vector<Input> pairs{Input::kB, Input::kH, Input::kQ, Input::kKv};
+  return facts.hopper() && facts.grad_query && c.dtype != DType::kFloat32 && c.score_mod.dtypes[buffer] == same &&
+         derivative.contributions().size() == 1 && score_mod::passes_gradient(derivative) && step.inputs == pairs &&
+         buffer < c.sizes.size() && c.sizes[buffer][3] % 8 == 0;
+}
+
 // The schemes, and what they take; what does not fit or has no scheme of its own adds pair by pair. Whether all fit.
 bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
@@ -678,8 +691,9 @@ bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
     if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
     if (steps[k].is_vector) scheme = vector_scheme(scheme);
-    if (c.kernel == FlexKernel::kBackward && is_stored(c, steps[k], static_cast<size_t>(contributions[k].buffer)))
-      scheme = 'S';
+    if (const auto buffer = static_cast<size_t>(contributions[k].buffer);
+        c.kernel == FlexKernel::kBackward && is_stored(c, steps[k], buffer))
+      scheme = stores_tiles(c, facts, *derivative, steps[k], buffer) ? 'T' : 'S';
     constexpr int64_t kLeastTable = 32;  // a place for each lane
     int table = scheme == 'F' ? static_cast<int>(std::max(elements, kLeastTable)) : 0;
     const int column = column_elements(c, steps[k], static_cast<size_t>(contributions[k].buffer));

@@ -32,13 +32,16 @@ FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& fact
                    at::empty({partial}, integers)};
     fixed[buffer_of(k)] = true;
   }
-  std::vector<bool> stored(buffers.size(), false);
+  std::vector<bool> stored(buffers.size(), false), in_tiles = stored;
   for (size_t k = 0; k < contributions(); ++k) {
-    if (facts.schemes[k] == 'S') stored[buffer_of(k)] = true;
+    if (facts.schemes[k] == 'T') in_tiles[buffer_of(k)] = true;
+    if (facts.schemes[k] == 'S' || facts.schemes[k] == 'T') stored[buffer_of(k)] = true;
   }
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (stored[i]) {
-      sums_.push_back(grads[i].is_contiguous() ? grads[i] : at::empty(grads[i].sizes(), grads[i].options()));
+      const bool there = grads[i].is_contiguous() && (!in_tiles[i] || has_aligned_rows(grads[i]));
+      sums_.push_back(there ? grads[i] : at::empty(grads[i].sizes(), grads[i].options()));
+      if (in_tiles[i]) tiles_ = sums_.back();
       fixed[i] = false;
       continue;
     }

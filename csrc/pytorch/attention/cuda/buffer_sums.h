@@ -24,6 +24,8 @@ class FlexBufferSums {
   size_t contributions() const { return derivative_ == nullptr ? 0 : derivative_->contributions().size(); }
   float* largest() const { return largest_.defined() ? largest_.mutable_data_ptr<float>() : nullptr; }
   int fixed_bits() const { return fixed_bits_; }
+  /// What the kernel stores dS to by TMA (scheme 'T'), or undefined.
+  const at::Tensor& tiles() const { return tiles_; }
 
   /// As the kernel takes them.
   std::vector<device::FlexSums> arguments() const;
@@ -43,7 +45,7 @@ class FlexBufferSums {
   int fixed_bits_;
   std::vector<Partial> partial_;  // of each contribution
   std::vector<at::Tensor> sums_;
-  at::Tensor largest_;
+  at::Tensor largest_, tiles_;
 };
 
 }  // namespace fusegrad::cuda

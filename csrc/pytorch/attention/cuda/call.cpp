@@ -201,7 +201,8 @@ device::FlexForwardHopperArguments FlexCall::hopper_forward(const LaunchPlan& pl
 
 device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& plan, const Lists& lists,
                                                               const Tensor& grad_out, const Tensor& rows,
-                                                              const Tensor& grad_key, const Tensor& grad_value) const {
+                                                              const Tensor& grad_key, const Tensor& grad_value,
+                                                              const Tensor& grad_scores) const {
   const FlexTileSize& tile = plan.spec.tile();
   const int cols = plan.spec.facts().narrow ? 32 : 64;
   const auto boxes_of_gradient = [&](const Tensor& t) {
@@ -213,6 +214,7 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
           boxes_of(grad_out, tile.rows, cols),
           boxes_of_gradient(grad_key),
           boxes_of_gradient(grad_value),
+          grad_scores.defined() && grad_scores.numel() > 0 ? boxes_of(grad_scores, tile.rows) : device::TensorMap{},
           encoded(rows, row_map(rows.size(0), tile.rows)),
           lists.next,
           plan.section,

@@ -78,7 +78,8 @@ class FlexCall {
   device::FlexForwardHopperArguments hopper_forward(const LaunchPlan& plan, const Lists& lists) const;
   device::FlexBackwardHopperArguments hopper_backward(const LaunchPlan& plan, const Lists& lists,
                                                       const at::Tensor& grad_out, const at::Tensor& rows,
-                                                      const at::Tensor& grad_key, const at::Tensor& grad_value) const;
+                                                      const at::Tensor& grad_key, const at::Tensor& grad_value,
+                                                      const at::Tensor& grad_scores) const;
 
   device::FlexTangentsHopperArguments hopper_tangents(const LaunchPlan& plan, const Lists& lists,
                                                       const at::Tensor& query, const at::Tensor& key,

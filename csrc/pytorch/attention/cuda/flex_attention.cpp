@@ -244,7 +244,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     std::vector<void*> further{arguments.data()};
     device::FlexBackwardHopperArguments more{};
     if (of_buffers->spec.facts().hopper()) {
-      more = call.hopper_backward(*of_buffers, {}, grad_out, row_values, {}, {});
+      more = call.hopper_backward(*of_buffers, {}, grad_out, row_values, {}, {}, {});
       further.push_back(&more);
     }
     call.launch(*of_buffers, &a, further);
@@ -258,7 +258,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     if (by_key) further.push_back(sum_arguments.data());
     device::FlexBackwardHopperArguments more{};
     if (plan.spec.facts().hopper()) {
-      more = call.hopper_backward(plan, lists, grad_out, row_values, key_rows, value_rows);
+      more = call.hopper_backward(plan, lists, grad_out, row_values, key_rows, value_rows, sums.tiles());
       further.push_back(&more);
     }
     if (by_key && inplace) begin_overwriting("query, key and value");
