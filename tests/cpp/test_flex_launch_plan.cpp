@@ -376,12 +376,14 @@ TEST(PairBoxes, AreOfRowsOfKeys) {
 
 TEST(LaunchPlan, TallTilesOfAForwardPayWhereQueriesFillThem) {
   const auto pays = [](int64_t length, double share) {
-    return forward_pays_tall(length, length, [&] { return share; });
+    return forward_pays_tall(make_shape(4096, 16, 16, length, length, 64), kProcessors, [&] { return share; });
   };
   for (const int64_t length : {130, 384, 512, 577, 1024, 2048}) EXPECT_TRUE(pays(length, 1.0)) << length;
   for (const int64_t length : {128, 197, 256}) EXPECT_FALSE(pays(length, 1.0)) << length;
   for (const int64_t length : {130, 384, 768, 1536, 2048}) EXPECT_TRUE(pays(length, 0.5)) << length;
   for (const int64_t length : {197, 256, 512, 577, 640, 1024}) EXPECT_FALSE(pays(length, 0.5)) << length;
+  // 96 tiles of 192 queries and 128 of 128 all have a multiprocessor for themselves.
+  EXPECT_FALSE(forward_pays_tall(make_shape(2, 16, 16, 512, 512, 64), kProcessors, [] { return 1.0; }));
 }
 
 TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {

@@ -114,8 +114,11 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
           /*together=*/1};
 }
 
-bool forward_pays_tall(int64_t queries, int64_t keys, const std::function<double()>& share_of_pairs) {
-  const bool of_all = 5 * tiles_in(queries, 192) <= 4 * tiles_in(queries, 128);
+bool forward_pays_tall(const FlexShape& shape, int64_t processors, const std::function<double()>& share_of_pairs) {
+  const int64_t queries = shape.queries, keys = shape.keys;
+  // The tiles of the CTA that has the most.
+  const auto most = [&](int64_t rows) { return tiles_in(shape.query_heads() * tiles_in(queries, rows), processors); };
+  const bool of_all = 5 * most(192) <= 4 * most(128);
   // Under a causal mask: the tiles of 64 queries by 128 keys, of which taller tiles have more beyond the diagonal.
   const auto causal = [&](int64_t rows) {
     int64_t sum = 0;

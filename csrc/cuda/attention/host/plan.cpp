@@ -405,8 +405,8 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
     FlexTileSize tile = t;
     tile.boxes = boxes;
     tile.read_stages = read_stages;
-    // A second tile of queries is slower for two warpgroups that look for the first maximum alone.
-    tile.query_stages = groups == 2 && first_maximum(c, t) ? 1 : 2;
+    // A second tile of queries is slower for two warpgroups of larger heads that look for the first maximum alone.
+    tile.query_stages = groups == 2 && head > kHopperCols && first_maximum(c, t) ? 1 : 2;
     if (shared_bytes(c, tile) > flex_shared_limit(90)) tile.query_stages = 1;
     found.push_back(tile);
   };

@@ -161,7 +161,7 @@ bool FlexCall::pays_tall() const {
   return cuda::pays_tall(common_, shape_, mask_, [&] { return share_of_pairs(); }, jit::current_architecture());
 }
 bool FlexCall::forward_pays_tall() const {
-  return cuda::forward_pays_tall(shape_.queries, shape_.keys, [&] { return share_of_pairs(); });
+  return cuda::forward_pays_tall(shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
 }
 
 LaunchPlan FlexCall::plan(const FlexCase& c, int64_t launches) const {
