@@ -43,9 +43,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   static constexpr bool kByElement = kPairBytes<ScoreMod> == 0 || Reads::kBoxesAlone;
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
-  // turns. Of two warpgroups larger heads are 1 to 3% slower so.
+  // turns. Of two warpgroups larger heads are 1 to 3% slower so; other score_mods were not measured.
   static constexpr bool kSeamless =
-      Config::kGroups == 3 || (Config::kHead <= 64 && Config::kValue <= 64 && !Config::kKeySplits);
+      Config::kGroups == 3 || (Config::kFirstMaximum && Config::kHead <= kChunk && Config::kValue <= kChunk &&
+                               !Config::kKeySplits && !Config::kDropout);
   static_assert(!kSeamless || !Config::kKeySplits);
   // Words of dropout of a tile.
   static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;

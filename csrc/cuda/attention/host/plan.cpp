@@ -405,8 +405,10 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
     FlexTileSize tile = t;
     tile.boxes = boxes;
     tile.read_stages = read_stages;
-    // A second tile of queries is slower for two warpgroups of larger heads that look for the first maximum alone.
-    tile.query_stages = groups == 2 && head > kHopperCols && first_maximum(c, t) ? 1 : 2;
+    // A second tile of queries is slower for two warpgroups that look for the first maximum alone, but where the next
+    // queries begin beside the last output.
+    const bool seamless = head == kHopperCols && !c.dropout && !c.key_splits;
+    tile.query_stages = groups == 2 && first_maximum(c, t) && !seamless ? 1 : 2;
     if (shared_bytes(c, tile) > flex_shared_limit(90)) tile.query_stages = 1;
     found.push_back(tile);
   };
@@ -522,7 +524,8 @@ int contributions(const FlexCase& c) {
 // shared memory of every GPU.
 FlexTileSize grad_buffers_tile(const FlexCase& c, const std::string& architecture) {
   const int cols = std::max(head_cols(c), value_cols(c));
-  const bool small = c.most_queries == 64 || c.most_keys == 64 || cols > kHopperCols, one = kept_reads(c.score_mod) <= 1;
+  const bool small = c.most_queries == 64 || c.most_keys == 64 || cols > kHopperCols,
+             one = kept_reads(c.score_mod) <= 1;
   const bool hopper = architecture == "90a" && forced_family.load() != FlexFamily::kPortable;
   // Sums of a second contribution would not fit the registers.
   if (hopper && !small && one && contributions(c) == 1)
@@ -805,7 +808,8 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
       // Sums in shared memory are worth more than a stage, boxes, or columns.
-      const bool another = sums && i + 1 < tiles.size() && (tiles[i + 1].query_stages < tiles[i].query_stages || tiles[i + 1].key_stages < tiles[i].key_stages);
+      const auto stages = [&](size_t of) { return tiles[of].query_stages + tiles[of].key_stages; };
+      const bool another = sums && i + 1 < tiles.size() && stages(i + 1) < stages(i);
       if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes || tiles[i].columns)) continue;
       facts.grad_scores |= !facts.schemes.empty();
       // As many as plan_launch counts; without histograms they fit anyway, and would spill.

@@ -121,8 +121,8 @@ std::string entry(const KernelSpec& spec) {
           (sums ? ",\n    const __grid_constant__ Sums sums" : "") +
           (tangents ? ",\n    const __grid_constant__ Config::Tangent::Captured tangent" : "") +
           (hopper ? ",\n    const __grid_constant__ fusegrad::device::Flex" + arguments + "HopperArguments more" : "") +
-          ") {\n  extern __shared__ __align__(" + (hopper && sums ? "1024" : "16") + ") char shared[];\n  " +
-          kernel + "(arguments, " + (sums ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
+          ") {\n  extern __shared__ __align__(" + (hopper && sums ? "1024" : "16") + ") char shared[];\n  " + kernel +
+          "(arguments, " + (sums ? "sums.of, " : "") + (hopper ? "more, " : "") + "score_mod, mask_mod, " +
           (tangents ? "tangent, " : "") + (backward ? "shared" : "fusegrad::device::shared_address(shared)") +
           ").run();\n}\n";
   return text;
