@@ -448,6 +448,11 @@ TEST_F(Jit, ProductsThatWaitForEachOtherAreReported) {
   const auto found = resources(compiled.log);
   EXPECT_TRUE(found.at("waiting").products_wait) << compiled.log;
   EXPECT_FALSE(found.at("flying").products_wait) << compiled.log;
+  // So ptxas puts it where registers are the reason.
+  const auto few = resources(
+      "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+      "insufficient register resources for the function 'few'\n");
+  EXPECT_TRUE(few.at("few").products_wait);
 }
 
 TEST_F(Jit, SelfContainedSourceHasEachHeaderOnce) {

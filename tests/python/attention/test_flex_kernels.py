@@ -47,11 +47,12 @@ def float_buffer(*sizes: int) -> torch.Tensor:
 
 @functools.lru_cache
 def score_mod(name: str) -> ScoreMod | None:
-    """One of each class of captured gradients, and what captures nothing."""
+    """One of each class of captured gradients, "P" a bias of pairs in 16 bits, and what captures nothing."""
     head, place, pair = float_buffer(16), float_buffer(4096), float_buffer(4096, 4096).detach()[:8, :8]
     relative, table, large = float_buffer(16, 8192), float_buffer(64), float_buffer(100_000)
     pair.requires_grad_()
     kinds = torch.zeros(8, 8, dtype=torch.int32)
+    half = torch.zeros(16, 8, 8, dtype=torch.bfloat16).requires_grad_()
     made: dict[str, Callable | None] = {
         "none": None,
         "softcap": lambda s, b, h, q, kv: 30 * torch.tanh(s / 30),
@@ -63,6 +64,7 @@ def score_mod(name: str) -> ScoreMod | None:
         "E": lambda s, b, h, q, kv: s + pair[q, kv],
         "F": lambda s, b, h, q, kv: s + table[kinds[q, kv]],
         "G": lambda s, b, h, q, kv: s + large[kinds[q, kv]],
+        "P": lambda s, b, h, q, kv: s + half[h, q, kv],
         "AD": lambda s, b, h, q, kv: s * head[h] + relative[h, q - kv + 4096],
     }
     function = made[name]
@@ -80,9 +82,9 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 
 class Kernel(NamedTuple):
-    # "ordered" is the backward whose sums are the same in every order, "short" the one without tall tiles; behind a
-    # plus sign, "dropout". "few16" and "few32" are the forward of few queries in tiles of so many rows; of "split_"
-    # ones keys are split over CTAs.
+    # "ordered" is the backward whose sums are the same in every order, "short" the one without tall tiles,
+    # "grad_buffers" the kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the
+    # forward of few queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
     kernel: str
     dtype: str
     head_size: int
@@ -275,6 +277,14 @@ tangents bfloat16 128 128 none causal
 tangents bfloat16 128 128 E document
 tangents float16 128 64 D small
 tangents+dropout bfloat16 128 128 none causal
+forward bfloat16 32 32 P none
+forward bfloat16 64 64 P none
+backward bfloat16 32 32 none none
+backward bfloat16 32 32 P none
+backward bfloat16 64 64 P none
+backward bfloat16 128 128 P none
+grad_buffers bfloat16 32 32 P none
+grad_buffers bfloat16 64 64 P none
 """
 
 
@@ -444,6 +454,7 @@ def test_the_selection_meets_everything() -> None:
     families = {(k.dtype, k.kernel.partition("+")[0], flex.plan(k.case(), k.architecture)["family"]) for k in kernels}
     assert {row[:2] for row in families if row[2] == "hopper"} == {
         *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query", "tangents"]),
+        ("bfloat16", "grad_buffers"),
         ("bfloat16", "ordered"),
         ("bfloat16", "short"),
         ("bfloat16", "split_forward"),
