@@ -622,4 +622,32 @@ class FlexBufferSums {
   int b_, h_;
 };
 
+/// What a thread added up of the pairs of a CTA's kRows queries by kCols keys, of contribution k: stored for a later
+/// kernel (kPartialSums), or added to memory. query(e), key(n, e) and inside(n, e): a pair's place, and whether it is
+/// one.
+template <class Config, int k, int kThreads, int kBlocksN, class Captured, class Query, class Key, class Inside>
+__device__ __forceinline__ void put_pair_sums(const FlexSums& to, const float (&sums)[kBlocksN][4],
+                                              const Captured& captured, int h, const Query& query, const Key& key,
+                                              const Inside& inside) {
+  using Derivative = typename Config::Derivative;
+  const long long first =
+      static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols + static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int i = 0; i < kBlocksN * 4; ++i) {
+    const int n = i / 4, e = i % 4;
+    const float sum = sums[n][e];
+    long long at = -1;
+    if (sum != 0.0f) {
+      at = Derivative::template offset<k>(captured_of<Derivative>(captured), 0.0f, 0, h, query(e), key(n, e),
+                                          inside(n, e));
+    }
+    if constexpr (Config::kPartialSums) {
+      static_cast<float*>(to.data)[first + i * kThreads] = at < 0 ? 0.0f : sum;
+      if (at >= 0) to.elements[first + i * kThreads] = at;
+    } else {
+      if (at >= 0) atomicAdd(static_cast<float*>(to.data) + at, sum);
+    }
+  }
+}
+
 }  // namespace fusegrad::device

@@ -75,7 +75,9 @@ class FlexGradBuffersHopper {
       } else {
         consume<false>(b, parts);
       }
-      finish();
+      put_pair_sums<Config, 0, kThreads>(
+          sums_[0], sum_, score_, h_, [&](int e) { return query(e); }, [&](int n, int e) { return key(n, e); },
+          [&](int n, int e) { return is_inside(n, e); });
     }
   }
 
@@ -177,28 +179,6 @@ class FlexGradBuffersHopper {
         FlexPairGradient<Config>::apply(score_, a_.scale, score[i][e], grad[i][e], {rows[e / 2], 0.0f, 0.0f}, b, h_,
                                         query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
         sum_[n][e] += value[0];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void finish() const {
-    const FlexSums& sums = sums_[0];
-    const long long first =
-        static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols + static_cast<int>(threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < kBlocksN * 4; ++i) {
-      const int n = i / 4, e = i % 4;
-      const float sum = sum_[n][e];
-      long long at = -1;
-      if (sum != 0.0f) {
-        at = Derivative::template offset<0>(captured_of<Derivative>(score_), 0.0f, 0, h_, query(e), key(n, e),
-                                            is_inside(n, e));
-      }
-      if constexpr (Config::kPartialSums) {
-        static_cast<float*>(sums.data)[first + i * kThreads] = at < 0 ? 0.0f : sum;
-        if (at >= 0) sums.elements[first + i * kThreads] = at;
-      } else {
-        if (at >= 0) atomicAdd(static_cast<float*>(sums.data) + at, sum);
       }
     }
   }

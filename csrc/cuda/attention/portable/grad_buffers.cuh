@@ -69,7 +69,12 @@ class FlexGradBuffers {
     } else {
       walk<false>(parts, alive);
     }
-    for_each_index<kCount>([&](auto index) { finish<decltype(index)::value>(alive); });
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      put_pair_sums<Config, k, kThreads>(
+          sums_[k], sum_[k], score_, h_, [&](int e) { return query(e); }, [&](int n, int e) { return key(n, e); },
+          [&](int n, int e) { return (alive >> (n * 4 + e) & 1) != 0; });
+    });
   }
 
  private:
@@ -144,29 +149,6 @@ class FlexGradBuffers {
                                         value, reads);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) sum_[k][n][e] += value[k];
-      }
-    }
-  }
-
-  template <int k>
-  __device__ __forceinline__ void finish(unsigned alive) const {
-    const FlexSums& sums = sums_[k];
-    const long long first =
-        (static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols) + static_cast<int>(threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < kBlocksN * 4; ++i) {
-      const int n = i / 4, e = i % 4;
-      const float sum = sum_[k][n][e];
-      long long at = -1;
-      if (sum != 0.0f) {
-        at = Derivative::template offset<k>(captured_of<Derivative>(score_), 0.0f, 0, h_, query(e), key(n, e),
-                                            (alive >> i & 1) != 0);
-      }
-      if constexpr (Config::kPartialSums) {
-        static_cast<float*>(sums.data)[first + i * kThreads] = at < 0 ? 0.0f : sum;
-        if (at >= 0) sums.elements[first + i * kThreads] = at;
-      } else {
-        if (at >= 0) atomicAdd(static_cast<float*>(sums.data) + at, sum);
       }
     }
   }
