@@ -202,13 +202,12 @@ int contributions(const FlexCase& c) {
 // shared memory of every GPU.
 FlexTileSize grad_buffers_tile(const FlexCase& c, const std::string& architecture) {
   const int cols = std::max(head_cols(c), value_cols(c));
-  const bool small = c.most_queries == 64 || c.most_keys == 64 || cols > kHopperCols,
-             one = kept_reads(c.score_mod) <= 1;
-  const bool hopper = architecture == "90a" && forced_family.load() != FlexFamily::kPortable;
+  const bool one = kept_reads(c.score_mod) <= 1, long_queries = c.most_queries != 64;
+  const bool hopper = architecture == "90a" && forced_family.load() != FlexFamily::kPortable && cols <= kHopperCols;
   // Sums of a second contribution would not fit the registers.
-  if (hopper && !small && one && contributions(c) == 1)
+  if (hopper && long_queries && c.most_keys != 64 && one && contributions(c) == 1)
     return {128, 128, 12, 1, cols <= 32 ? 4 : 2, FlexFamily::kHopper};
-  return !small && one && cols <= 32 ? FlexTileSize{128, 64, 8} : FlexTileSize{64, 64, 4};
+  return long_queries && one && cols <= 32 ? FlexTileSize{128, 64, 8} : FlexTileSize{64, 64, 4};
 }
 // CTAs of a multiprocessor, by registers.
 int grad_buffers_ctas(const FlexTileSize& tile) {
@@ -279,35 +278,6 @@ bool boxes_pay(const FlexCase& c) {
          (c.kernel == FlexKernel::kBackward && c.grad_query && head <= 64 && !has_hopper_boxes(c));
 }
 
-// From the best to the least demanding. Where a score_mod or a mask needs registers, tiles are smaller.
-std::vector<FlexTileSize> portable(const FlexCase& c);
-
-}  // namespace
-
-std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
-  if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
-  if (c.kernel == FlexKernel::kGradBuffers) return {grad_buffers_tile(c, architecture)};
-  if (c.kernel == FlexKernel::kTangents) return tangents(c, architecture);
-  if (c.kernel == FlexKernel::kPairTangents) return pair_tangents(c);
-  if (takes_hopper(c, architecture) && !boxes_pay(c)) {
-    switch (c.kernel) {
-      case FlexKernel::kForward:
-        return hopper_forward(c);
-      case FlexKernel::kGradQuery:
-        return hopper_grad_query(c);
-      case FlexKernel::kBackward:
-        return hopper_backward(c);
-      case FlexKernel::kGradBuffers:
-      case FlexKernel::kTangents:
-      case FlexKernel::kPairTangents:
-        break;
-    }
-  }
-  return with_columns(c, with_boxes(c, portable(c)));
-}
-
-namespace {
-
 std::vector<FlexTileSize> portable(const FlexCase& c) {
   const int head = std::max(head_cols(c), value_cols(c));
   const bool wide = c.dtype == DType::kFloat32, mods = has_mods(c);
@@ -336,6 +306,28 @@ std::vector<FlexTileSize> portable(const FlexCase& c) {
 }
 
 }  // namespace
+
+std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& architecture) {
+  if (c.kernel == FlexKernel::kForward && c.few_rows > 0) return few_forward(c, architecture);
+  if (c.kernel == FlexKernel::kGradBuffers) return {grad_buffers_tile(c, architecture)};
+  if (c.kernel == FlexKernel::kTangents) return tangents(c, architecture);
+  if (c.kernel == FlexKernel::kPairTangents) return pair_tangents(c);
+  if (takes_hopper(c, architecture) && !boxes_pay(c)) {
+    switch (c.kernel) {
+      case FlexKernel::kForward:
+        return hopper_forward(c);
+      case FlexKernel::kGradQuery:
+        return hopper_grad_query(c);
+      case FlexKernel::kBackward:
+        return hopper_backward(c);
+      case FlexKernel::kGradBuffers:
+      case FlexKernel::kTangents:
+      case FlexKernel::kPairTangents:
+        break;
+    }
+  }
+  return with_columns(c, with_boxes(c, portable(c)));
+}
 
 }  // namespace planner
 
