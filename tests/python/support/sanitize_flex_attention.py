@@ -33,6 +33,7 @@ MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
     "D": lambda t: lambda s, b, h, i, j: s + t[3][h, i - j + t[3].shape[1] // 2],
     "E": lambda t: lambda s, b, h, i, j: s + t[4][h, i, j],
     "E in 16 bits": lambda t: lambda s, b, h, i, j: s + t[7][h, i, j],
+    "E by batch": lambda t: lambda s, b, h, i, j: s + t[8][b, h, i, j],
     "F": lambda t: lambda s, b, h, i, j: s + t[5][(i * 3 + j) % 64],
     "G": lambda t: lambda s, b, h, i, j: s + t[6][(i * 31 + j * 7) % 5000],
     "buckets": lambda t: lambda s, b, h, i, j: s + t[3][h, (i - j) // 16 + t[3].shape[1] // 2],
@@ -76,8 +77,10 @@ def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple
         for mod, sizes in itertools.product(("none", "E", "F"), (WINDOWS, SHARED)):
             yield torch.bfloat16, mod, "none", 32, mod == "F", sizes
     else:
-        for mod, mask, size in itertools.product(("E", "E in 16 bits"), ("none", "causal"), (32, 64)):
+        for mod, mask, size in itertools.product(("E", "E in 16 bits", "E by batch"), ("none", "causal"), (32, 64)):
             yield torch.bfloat16, mod, mask, size, False, SHARED
+        for mod in ("E", "E in 16 bits", "E by batch"):
+            yield torch.bfloat16, mod, "none", 32, True, SHARED
 
 
 def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, sizes: tuple[int, ...]) -> None:
@@ -90,6 +93,7 @@ def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, s
         for shape in ((h,), (n,), (m,), (h, m + n), (h, m, n), (64,), (5000,))
     ]
     captured.append(captured[4].detach().bfloat16().requires_grad_())
+    captured.append(torch.randn(b, h, m, n, device="cuda").bfloat16().requires_grad_())
     documents = torch.arange(n, device="cuda") // 100
     masks: dict[str, Callable] = {
         "causal": lambda b, h, i, j: i >= j,

@@ -57,6 +57,7 @@ MODS: dict[str, tuple[Callable[..., list[tuple[int, ...]]], Make] | None] = {
         lambda t: lambda s, b, h, i, j: s * t[0][j] + t[1][j - i + t[1].shape[0] // 2],
     ),
     "full": (lambda b, h, m, n: [(b, h, m, n)], lambda t: lambda s, b, h, i, j: s + t[0][b, h, i, j]),
+    "shared": (lambda b, h, m, n: [(h, m, n)], lambda t: lambda s, b, h, i, j: s + t[0][h, i, j]),
     "buckets": (lambda b, h, m, n: [(32,)], lambda t: lambda s, b, h, i, j: s + t[0][(i * 3 + j) % 32]),
     "two": (lambda b, h, m, n: [(h,), (n,)], lambda t: lambda s, b, h, i, j: s * t[0][h] + t[1][j]),
 }
@@ -74,20 +75,26 @@ class Case:
     block: int
     deterministic: bool
     frozen: bool  # what is captured wants no gradient
+    narrow: bool  # what is captured has the dtype of the call, else float32
 
 
-def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype]) -> Case:
-    mod = rng.choice(list(MODS))
+def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype], mods: list[str]) -> Case:
+    mod = rng.choice(mods)
     made = MODS[mod]
     captures = made is not None and bool(made[0](1, 1, 1, 1))
+    batches = rng.choice([1, 2, 5] if captures else [1, 2, 3])
+    if batches == 5:
+        longest //= 3
     key_heads, group = rng.choice([1, 2]), rng.choice([1, 1, 2, 3])
     lengths = [max(1, int(longest ** rng.uniform(0, 1))) for _ in range(2)]
     if "relative" in mod or rng.random() < 0.5:
         lengths[1] = lengths[0]
     elif rng.random() < 0.2:  # keys that many queries attend to have tiles of their own on Hopper
         lengths[0] = rng.randint(longest // 2, 2 * longest)
+    if rng.random() < 0.5:  # rows of captured pairs that are multiples of 16 bytes
+        lengths = [(length + 7) // 8 * 8 for length in lengths]
     head = rng.choice([8, 32, 48, 64, 64, 72, 80, 112, 128, 128, 192, 256])
-    sizes = (rng.choice([1, 2] if captures else [1, 2, 3]), key_heads * group, key_heads, *lengths, head)
+    sizes = (batches, key_heads * group, key_heads, *lengths, head)
     value = head if rng.random() < 0.7 else rng.choice([16, 64, 128])
     return Case(
         rng.randrange(2**31),
@@ -98,6 +105,7 @@ def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype]) -> Case:
         rng.choice([64, 128, 128]),
         rng.random() < 0.25,
         rng.random() < 0.25,
+        rng.random() < 0.5,
     )
 
 
@@ -114,7 +122,8 @@ def errors(case: Case, device: str) -> dict[str, float]:
     documents = torch.randint(0, 40, (max(m, n),), device=device).eq(0).cumsum(0)
     mask = None if make_mask is None else make_mask(documents)
     shapes = [] if made is None else made[0](b, h, m, n)
-    held = [torch.randn(*shape, device=device).requires_grad_(not case.frozen) for shape in shapes]
+    held_dtype = case.dtype if case.narrow else torch.float32
+    held = [torch.randn(*shape, device=device).to(held_dtype).requires_grad_(not case.frozen) for shape in shapes]
     mod = None if made is None else made[1](held)
     blocks = None if mask is None else create_block_mask(mask, None, None, m, n, device=device, BLOCK_SIZE=case.block)
     out, aux = flex_attention(
@@ -170,7 +179,7 @@ def work(number: int, options: argparse.Namespace, reports: Any) -> None:
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
     longest = 3000 if options.device == "cuda" else 200
     while True:
-        case = draw(rng, longest, dtypes)
+        case = draw(rng, longest, dtypes, options.mods)
         reports.put((number, "begins", case, None))
         try:
             reports.put((number, "ends", case, errors(case, options.device)))
@@ -186,6 +195,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one case, compiling included")
+    parser.add_argument("--mods", nargs="+", choices=list(MODS), default=list(MODS), help="score_mods to draw from")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
