@@ -182,7 +182,7 @@ CUtensorMap Driver::tensor_map(const void* data, const TensorMapShape& shape, co
   CUtensorMap map = {};
   check(call_.encode_tiled(&map, shape.dtype, static_cast<cuuint32_t>(shape.rank), const_cast<void*>(data),
                            shape.sizes.data(), shape.stride_bytes.data() + 1, shape.box.data(), kDense.data(),
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, shape.l2, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, shape.l2, shape.beyond),
         "cuTensorMapEncodeTiled", what);
   return map;
 }

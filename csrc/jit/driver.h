@@ -36,6 +36,7 @@ struct TensorMapShape {
   std::array<uint64_t, 5> stride_bytes{};  // [0] is not used: the innermost dimension is dense; multiples of 16
   std::array<uint32_t, 5> box{};           // elements, at most 256 each
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  CUtensorMapFloatOOBfill beyond = CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;  // zeros
   CUtensorMapL2promotion l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 };
 

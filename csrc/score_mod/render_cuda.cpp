@@ -411,14 +411,16 @@ class Renderer {
     text_ += "  static constexpr int kPairReads = " + number(static_cast<int64_t>(pair_loads_.size())) + ";\n";
     text_ += "  static constexpr bool kPairOnBatch[] = {" + on_batch + "false};\n";
     elements_of("auto pair_read", pair_loads_, indices);
-    std::string bytes, brain, integer;
+    std::string bytes, maps, brain, integer;
     for (const NodeId id : pair_loads_) {
       integer += graph_[id].type == Type::kInt ? "true, " : "false, ";
       bytes += number(box_bytes(graph_, id, options_.dtypes)) + ", ";
+      maps += number(box_dimensions(graph_, id, options_.dtypes)) + ", ";
       const DType dtype = options_.dtypes[static_cast<size_t>(graph_[id].payload)];
       brain += dtype == DType::kBFloat16 ? "true, " : "false, ";
     }
     text_ += "  static constexpr int kPairBox[] = {" + bytes + "0};\n";
+    text_ += "  static constexpr int kPairMap[] = {" + maps + "-1};\n";
     text_ += "  static constexpr bool kPairBFloat16[] = {" + brain + "false};\n";
     text_ += "  static constexpr bool kPairInteger[] = {" + integer + "false};\n";
     text_ += "  template <int k>\n";
@@ -785,6 +787,24 @@ int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
     if ((dependence[node.operands[k]].on() & set_of(kVarKv)) != 0) return 0;
   }
   return storage_bytes(dtype);
+}
+
+int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
+  const Node& node = graph[load];
+  const size_t rank = node.operands.size();
+  if (node.type != Type::kFloat || rank < 2 || rank > 4 || box_bytes(graph, load, dtypes) != 2) return -1;
+  const auto is = [&](size_t d, Input input) {
+    const Node& index = graph[node.operands[d]];
+    return index.op == Op::kInput && static_cast<Input>(index.payload) == input;
+  };
+  if (!is(rank - 2, Input::kQ)) return -1;
+  int dimensions = 0;
+  for (size_t d = 0; d + 2 < rank; ++d) {
+    const int found = is(d, Input::kB) ? 1 : is(d, Input::kH) ? 2 : 0;
+    if (found <= dimensions) return -1;
+    dimensions |= found;
+  }
+  return dimensions;
 }
 
 uint32_t column_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {

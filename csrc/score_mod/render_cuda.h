@@ -24,6 +24,10 @@ struct RenderOptions {
 /// key, and have 2 or 4 bytes each; else 0.
 int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 
+/// Of one of pair_reads: which of b (1) and h (2) are indices of its buffer. Its indices are these, q_idx and kv_idx, in
+/// this order, so that its boxes are those of the buffer, whose elements have 2 bytes. -1: they are not.
+int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
+
 /// Of one of pair_reads that reads numbers and has no box: the dimensions of its buffer, a bit each, whose indices tell
 /// pairs apart, where the others' depend on h alone. All pairs of a head read in a column of the product of these
 /// sizes. 0: they do not.
@@ -55,6 +59,7 @@ bool small_scalars(std::span<const Value> scalars);
 ///     template <int k>
 ///     static __device__ auto pair_read(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
 ///     static constexpr int kPairBox[];  // box_bytes of each, and where it is not 0, a query's row
+///     static constexpr int kPairMap[];  // box_dimensions of each
 ///     static constexpr bool kPairBFloat16[];
 ///     template <int k>
 ///     static __device__ PairRow pair_row(const Captured&, int b, int h, int q_idx, bool valid);

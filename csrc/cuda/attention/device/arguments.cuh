@@ -3,6 +3,7 @@
 // innermost stride is 1 and their rows begin at multiples of 16 bytes.
 #pragma once
 
+#include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/device/tensor.cuh"
 
 namespace fusegrad::device {
@@ -75,6 +76,7 @@ struct FlexForwardHopperArguments {
   TensorMap query, key, value;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled
   int* next;                    // with a block mask, 0 before: how many tiles of queries CTAs began beyond their first
   int section;  // heads whose tiles of queries begin together, by their place in the head, the last ones first
+  TensorMap boxes[kMostBoxMaps];  // of what a score_mod reads for each pair by itself (kMaps), boxes of 64 keys
 };
 
 /// What the backward needs of a row of scores.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/device/hopper.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
@@ -100,15 +101,26 @@ struct PairPlace {
   int q, kv;
 };
 
-/// kUsed: whether there are such tiles at all; none of reads that are kept (Kept).
-template <class Mod, int kQueries, int kKeys, class Kept, bool kUsed>
+/// kUsed: whether there are such tiles at all; none of reads that are kept (Kept). kMaps: sm_90: of so many reads, the
+/// first that are a tensor's boxes as they lie, TMA copies tiles, swizzled.
+template <class Mod, int kQueries, int kKeys, class Kept, bool kUsed, int kMaps = 0>
 class PairBoxes {
   using Captured = typename Mod::Captured;
   static __device__ constexpr bool there(int k) { return kUsed && Mod::kPairBox[k] > 0 && !Kept::there(k); }
+  static __device__ constexpr bool could_map(int k) { return there(k) && Mod::kPairMap[k] >= 0; }
+  /// The tensor map of read k.
+  static __device__ constexpr int map_of(int k) {
+    int count = 0;
+    for (int i = 0; i < k; ++i) count += could_map(i) ? 1 : 0;
+    return count;
+  }
+  static __device__ constexpr bool mapped(int k) { return could_map(k) && map_of(k) < kMaps; }
+  static constexpr int kMapBytes = swizzled_tile_bytes(kQueries, kKeys);
   static __device__ constexpr int stride(int k) { return padded_row_bytes(kKeys, Mod::kPairBox[k]); }
   static __device__ constexpr int offset(int k) {
-    int sum = 0;
-    for (int i = 0; i < k; ++i) sum += there(i) ? kQueries * stride(i) : 0;
+    if (mapped(k)) return map_of(k) * kMapBytes;
+    int sum = kMaps * kMapBytes;
+    for (int i = 0; i < k; ++i) sum += there(i) && !mapped(i) ? kQueries * stride(i) : 0;
     return sum;
   }
   template <int kValue>
@@ -124,7 +136,12 @@ class PairBoxes {
   }
 
  public:
-  static constexpr int kBytes = offset(Mod::kPairReads);
+  static constexpr int kBytes =
+      mapped_box_bytes(kQueries, kKeys, kMaps, offset(Mod::kPairReads) - kMaps * kMapBytes);
+  /// Whether threads copy some of them.
+  static constexpr bool kCopies = offset(Mod::kPairReads) > kMaps * kMapBytes;
+  static constexpr bool kMapped = kMaps > 0;
+  static_assert(kMaps == 0 || kKeys % kChunk == 0);
 
   /// Called by kThreads threads: copies the tile from (q, kv) on, of which `queries` by all keys have elements. The
   /// threads wait for copies and meet before any reads.
@@ -160,15 +177,32 @@ class PairBoxes {
     return true;
   }
 
-  /// sm_90: the same by kThreads threads of whole warps that do not wait. Each arrives at the mbarrier `full` with its
+  /// sm_90: called by one thread, which arrives at `full` too: copies the tiles that TMA copies. What lies beyond the
+  /// tensor is NaN.
+  static __device__ __forceinline__ void bring_mapped(unsigned to, unsigned full, const TensorMap* maps, int b, int h,
+                                                      int q, int kv) {
+    Barrier::expect(full, kMaps * kMapBytes);
+    for_each_box([&](auto box) {
+      constexpr int k = decltype(box)::value;
+      if constexpr (mapped(k)) {
+#pragma unroll
+        for (int c = 0; c < chunks_of(kKeys); ++c)
+          copy_box(to + offset(k) + c * kQueries * kChunkBytes, maps[map_of(k)], full, kv + c * kChunk, q,
+                   (Mod::kPairMap[k] & 2) != 0 ? h : 0, (Mod::kPairMap[k] & 1) != 0 ? b : 0);
+      }
+    });
+  }
+
+  /// sm_90: the others by kThreads threads of whole warps that do not wait. Each arrives at the mbarrier `full` with its
   /// copies; what it writes otherwise needs another arrival. Rows beyond the queries and columns beyond the keys stay
   /// as they are.
   template <int kThreads>
   static __device__ __forceinline__ void bring(unsigned to, unsigned full, const Captured& captured, int b, int h,
                                                int q, int kv, int queries, int keys, int thread) {
-    if constexpr (kBytes > 0) {
+    if constexpr (kCopies) {
       for_each_box([&](auto box) {
         constexpr int k = decltype(box)::value, kElement = Mod::kPairBox[k], kTogether = 16 / kElement;
+        if constexpr (mapped(k)) return;
         constexpr int kRows = kQueries % kThreads == 0 ? 32 : 16, kAcross = kKeys / kTogether;
         // Bulk copies of a row each take the time of some 500 bytes.
         constexpr bool kBulk = kElement == 4;
@@ -253,7 +287,12 @@ class PairBoxes {
       constexpr int k = decltype(box)::value;
       float (&x)[4] = found.x[k];
       const unsigned from = tile + offset(k);
-      if constexpr (Mod::kPairBox[k] == 4) {
+      if constexpr (mapped(k)) {
+        // Key kv's part of a row: parts of 16 bytes are exchanged by the row's place among eight.
+        const int row = q + lane % (kKeyRows ? 8 : 16), part = kv / 8 + (kKeyRows ? lane / 8 % 2 : 0);
+        const unsigned at = from + part / 8 * kQueries * kChunkBytes + row * kChunkBytes + (part ^ row) % 8 * 16;
+        take(x, load_two_matrices<kKeyRows>(at), Mod::kPairBFloat16[k]);
+      } else if constexpr (Mod::kPairBox[k] == 4) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           if constexpr (kKeyRows) {
@@ -267,29 +306,40 @@ class PairBoxes {
           }
         }
       } else {
-        unsigned word[2];
-        if constexpr (kKeyRows) {
-          const unsigned at = from + (q + lane % 8) * stride(k) + (kv + lane / 8 % 2 * 8) * 2;
-          asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                       : "=r"(word[0]), "=r"(word[1])
-                       : "r"(at));
-        } else {
-          const unsigned at = from + (q + lane % 16) * stride(k) + kv * 2;
-          asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                       : "=r"(word[0]), "=r"(word[1])
-                       : "r"(at));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const auto bits = static_cast<unsigned short>(word[i / 2] >> i % 2 * 16);
-          x[i] = Mod::kPairBFloat16[k] ? score_mod::from_bits(BFloat16{bits}) : score_mod::from_bits(Float16{bits});
-        }
+        const unsigned at = kKeyRows ? from + (q + lane % 8) * stride(k) + (kv + lane / 8 % 2 * 8) * 2
+                                     : from + (q + lane % 16) * stride(k) + kv * 2;
+        take(x, load_two_matrices<kKeyRows>(at), Mod::kPairBFloat16[k]);
       }
     });
     return found;
   }
 
  private:
+  struct TwoWords {
+    unsigned word[2];
+  };
+  /// Of lane l < 16 the address of eight numbers: words of the fragments of two matrices, transposed or not.
+  template <bool kTransposed>
+  static __device__ __forceinline__ TwoWords load_two_matrices(unsigned at) {
+    TwoWords found;
+    if constexpr (kTransposed) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                   : "=r"(found.word[0]), "=r"(found.word[1])
+                   : "r"(at));
+    } else {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                   : "=r"(found.word[0]), "=r"(found.word[1])
+                   : "r"(at));
+    }
+    return found;
+  }
+  static __device__ __forceinline__ void take(float (&x)[4], const TwoWords& words, bool bfloat16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto bits = static_cast<unsigned short>(words.word[i / 2] >> i % 2 * 16);
+      x[i] = bfloat16 ? score_mod::from_bits(BFloat16{bits}) : score_mod::from_bits(Float16{bits});
+    }
+  }
   static __device__ __forceinline__ const char* address_of_lane(const char* address, int lane) {
     return reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(address), lane));
   }

@@ -31,6 +31,7 @@ struct NoMod {
   static constexpr int kPairReads = 0;
   static constexpr bool kPairOnBatch[] = {false};
   static constexpr int kPairBox[] = {0};
+  static constexpr int kPairMap[] = {-1};
   static constexpr bool kPairBFloat16[] = {false};
   static constexpr bool kPairInteger[] = {false};
   template <int>

@@ -310,6 +310,13 @@ constexpr int box_tile_bytes(int rows, int cols, int element_bytes) {
   return element_bytes == 0 ? 0 : padded_tile_bytes(rows, cols, element_bytes);
 }
 
+/// Tensor maps that a kernel takes for boxes.
+constexpr int kMostBoxMaps = 2;
+/// Boxes of which `maps` come by TMA, tiles in front of `others` bytes.
+constexpr int mapped_box_bytes(int rows, int cols, int maps, int others) {
+  return maps == 0 ? others : round_up_to(maps * swizzled_tile_bytes(rows, cols) + others, kSwizzleAlignment);
+}
+
 // --- sums of captured buffers' gradients --------------------------------------------------------------------
 
 /// A column of a table (PairColumns) of so many elements; 0: none.

@@ -6,7 +6,7 @@
 // bring for mods.
 //
 // scores.cuh and portable/forward.cuh describe Config; this file adds:
-//   kGroups                    consumer warpgroups, 2 or 3; kRows = 64 * kGroups
+//   kGroups                    consumer warpgroups, 2 to 4; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
 //   kQueryStages               tiles of queries, 1 or 2: with 2, a warpgroup that is ahead stays ahead between queries
 //   kParts                     1, or kGroups: each warpgroup's queries have a kind of tile of their own
@@ -45,7 +45,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
   // turns. Of two warpgroups larger heads are 1 to 3% slower so; other score_mods were not measured.
   static constexpr bool kSeamless =
-      Config::kGroups == 3 || (Config::kFirstMaximum && Config::kHead <= kChunk && Config::kValue <= kChunk &&
+      Config::kGroups >= 3 || (Config::kFirstMaximum && Config::kHead <= kChunk && Config::kValue <= kChunk &&
                                !Config::kKeySplits && !Config::kDropout);
   static_assert(!kSeamless || !Config::kKeySplits);
   // Words of dropout of a tile.
@@ -61,11 +61,12 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     kTurn = 1,                        // whose turn it is to issue products
     kAlone = kTurn + Config::kGroups  // a warpgroup by itself
   };
-  // Multiples of 8 of which a multiprocessor has 64 K.
-  static constexpr int kProducerRegisters = Reads::kUsed && (Config::kBoxes || Config::kGroups == 2) ? 56
-                                            : Config::kGroups == 3                                   ? 32
-                                                                                                     : 40;
-  static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / Config::kGroups / 8 * 8;
+  // Multiples of 8 of which a multiprocessor has 64 K, and a CTA as many at its begin for each thread.
+  static constexpr int kAllRegisters = 512 / (Config::kGroups + 1) / 8 * 8 * (Config::kGroups + 1);
+  static constexpr int kProducerRegisters = Reads::kWarps > 1 && (Config::kBoxes || Config::kGroups == 2) ? 56
+                                            : Config::kGroups >= 3                                        ? 32
+                                                                                                          : 40;
+  static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / Config::kGroups / 8 * 8;
 
  public:
   using Tiles::kSharedBytes;
@@ -83,7 +84,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       give_registers<kProducerRegisters>();
       if (threadIdx.x == Config::kGroups * kWarpgroup) produce();
       if constexpr (Reads::kUsed) {
-        if (threadIdx.x >= Config::kGroups * kWarpgroup + kLanes) Tiles::bring_reads();
+        const int warp = static_cast<int>(threadIdx.x) / kLanes - Config::kGroups * kWarpgroup / kLanes;
+        if (warp > 0 && warp <= Reads::kWarps) Tiles::bring_reads();
       }
     } else {
       take_registers<kConsumerRegisters>();
@@ -546,20 +548,27 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void finish_whole(const float (&out)[kBlocksE][4], bool bad, int b, int h,
                                                int first) const {
     const float nan = __int_as_float(0x7fffffff);
-    float factor[2];
+    // Without branches, so that both rows go side by side: of short sequences this is a tenth of a warpgroup's time.
+    float factor[2], sum[2] = {softmax_.sum(0), softmax_.sum(1)};
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[r] += __shfl_xor_sync(~0u, sum[r], step);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int q = first + 8 * r;
       const bool none = softmax_.max(r) == -FUSEGRAD_INFINITY;
-      const float sum = row_sum(softmax_.sum(r)), ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
-      factor[r] = bad ? nan : none ? 0.0f : (Config::kDropout ? a_.dropout.scale : 1.0f) / sum;
-      if (lane() % 4 != 0 || q >= a_.queries) continue;
+      const float ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
+      const float max = softmax_.max(r) * softmax_.unit(), lse = max + __logf(sum[r]);
+      factor[r] = bad ? nan : none ? 0.0f : __fdividef(Config::kDropout ? a_.dropout.scale : 1.0f, sum[r]);
       const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
-      const float max = softmax_.max(r) * softmax_.unit();
-      a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : max + logf(sum);
-      if constexpr (Config::kMaxScores) {
-        a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
-        a_.max_ties[at] = ties;
+      if (lane() % 4 == 0 && q < a_.queries) {
+        a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse;
+        if constexpr (Config::kMaxScores) {
+          a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
+          a_.max_ties[at] = ties;
+        }
       }
     }
 #pragma unroll 1  // the same code for both

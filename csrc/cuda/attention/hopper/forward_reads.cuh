@@ -7,6 +7,7 @@
 //   kReadStages                tiles of reads in shared memory; 0: every read is from where it is
 //   kLineBytes                 of a stage, for lines
 //   kBoxes                     whether a stage has boxes
+//   kMaps                      of boxes so many by TMA
 #pragma once
 
 #include "cuda/attention/device/pair_boxes.cuh"
@@ -22,7 +23,8 @@ class FlexForwardReads {
   static constexpr int kThreads = kWarpgroup - kLanes;
   using ScoreLines = TileLines<ScoreMod, Config::kRows, Config::kCols, kThreads>;
   using MaskLines = TileLines<MaskMod, Config::kRows, Config::kCols, kThreads>;
-  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes>;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes,
+                          Config::kMaps>;
   static constexpr bool kMaskLines =
       Config::kReadStages > 0 && MaskLines::kWords > 0 && 4 * MaskLines::kWords <= Config::kLineBytes;
   static constexpr int kMaskLineBytes = kMaskLines ? 4 * MaskLines::kWords : 0;
@@ -35,15 +37,16 @@ class FlexForwardReads {
   /// Whether a score_mod reads of each pair by itself nothing but boxes.
   static constexpr bool kBoxesAlone = Config::kBoxes && Boxes::all();
   /// Warps that bring a stage, and arrivals at its barrier.
-  static constexpr int kWarps = kUsed ? kThreads / kLanes : 0;
-  static constexpr int kArrivals = kWarps + (Boxes::kBytes > 0 ? kThreads : 0);
+  static constexpr int kWarps = !kUsed ? 0 : kMaskLines || kScoreLines || Boxes::kCopies ? kThreads / kLanes : 1;
+  static constexpr int kArrivals = kWarps + (Boxes::kCopies ? kThreads : 0) + (Boxes::kMapped ? 1 : 0);
   static constexpr int kStageBytes = Boxes::kBytes + Config::kLineBytes;
 
   /// Called by the kWarps warps, thread being the number of each of their threads: brings the reads of a tile of a head
   /// from (q, kv) on. `full`: the stage's barrier, at which threads arrive with their copies; each warp is to arrive
   /// with what else it wrote. wait(): until the stage is free; what goes through registers is read before.
-  template <class Arguments, class Wait>
+  template <class Arguments, class HopperArguments, class Wait>
   static __device__ __forceinline__ void bring(unsigned stage, unsigned full, const Arguments& a,
+                                               const HopperArguments& more,
                                                const typename ScoreMod::Captured& score,
                                                const typename MaskMod::Captured& mask, int b, int h, int q, int kv,
                                                bool masked, int thread, const Wait& wait) {
@@ -54,6 +57,9 @@ class FlexForwardReads {
       if (masked) of_mask.load(mask, b, h, q, kv, thread);
     }
     wait();
+    if constexpr (Boxes::kMapped) {
+      if (thread == 0) Boxes::bring_mapped(stage, full, more.boxes, b, h, q, kv);
+    }
     Boxes::template bring<kThreads>(stage, full, score, b, h, q, kv, a.queries, a.keys, thread);
     if constexpr (kScoreLines) of_score.store(stage + Boxes::kBytes + kMaskLineBytes, thread);
     if constexpr (kMaskLines) {

@@ -241,7 +241,7 @@ class FlexForwardHopperTiles {
       for (int i = 0; i < w.tiles; ++i) {
         const int tile = next, col = Entry::column(tile) * Config::kCols, stage = stages.stage();
         if (i + 1 < w.tiles) next = walk[i + 1];
-        Reads::bring(reads(stage), reads_full(stage), a_, score_, mask_, Work::batch(w.b), w.h, w.row, col,
+        Reads::bring(reads(stage), reads_full(stage), a_, more_, score_, mask_, Work::batch(w.b), w.h, w.row, col,
                      masked(Entry::kind(tile, 0), col), thread,
                      [&] { Barrier::wait(reads_empty(stage), stages.parity() ^ 1); });
         __syncwarp();

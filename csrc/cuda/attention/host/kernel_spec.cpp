@@ -86,6 +86,7 @@ std::string render_config(const KernelFacts& f) {
   config.choice("kMaskAlone", f.mask_alone);
   config.choice("kBoxes", f.tile.boxes);
   config.number("kReadStages", f.tile.read_stages);
+  config.number("kMaps", f.tile.maps);
   config.choice("kKeeps", f.tile.keeps);
   config.list("int", "kColumns", f.columns, numeral);
   config.choice("kDropout", f.dropout);

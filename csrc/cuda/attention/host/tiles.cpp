@@ -5,6 +5,7 @@
 #include <optional>
 #include <utility>
 
+#include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/host/case_facts.h"
 #include "score_mod/cache.h"
 #include "score_mod/render_cuda.h"
@@ -58,9 +59,28 @@ int keys_of_three(const FlexCase& c) {
   return bytes == 4 ? 96 : head > 48 ? 0 : 128;
 }
 
+// Of reads of pairs, how many tiles TMA copies.
+int box_maps(const FlexCase& c, const FlexTileSize& t) {
+  if (t.cols % 64 != 0 || c.score_mod.dtypes.empty()) return 0;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  int maps = 0;
+  for (const score_mod::NodeId load : score_mod::pair_reads(*graph))
+    maps += score_mod::box_dimensions(*graph, load, c.score_mod.dtypes) >= 0 ? 1 : 0;
+  return std::min(maps, device::kMostBoxMaps);
+}
+
+// Whether four warpgroups with 64 keys at a time take less time than fewer: all that pairs read comes by TMA.
+bool takes_four(const FlexCase& c) {
+  if (std::max(head_cols(c), value_cols(c)) > 32 || c.blocks || c.dropout || c.max_scores || c.key_splits) return false;
+  if (!has_hopper_boxes(c) || line_bytes(c) > 0) return false;
+  const auto loads = score_mod::pair_reads(*score_mod::cached_graph(c.score_mod.text));
+  return static_cast<int>(loads.size()) == box_maps(c, {256, 64});
+}
+
 std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const int keys = keys_of_three(c), groups = keys > 0 ? 3 : 2;
+  const bool four = takes_four(c);
+  const int keys = four ? 64 : keys_of_three(c), groups = four ? 4 : keys > 0 ? 3 : 2;
   FlexTileSize t{64 * groups, keys > 0 ? keys : 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
   // 80 keys would leave no room for lines, and dropout is drawn for 64.
   t.line_bytes = line_bytes(c);
@@ -71,6 +91,7 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
     FlexTileSize tile = t;
     tile.boxes = boxes;
     tile.read_stages = read_stages;
+    if (boxes) tile.maps = box_maps(c, tile);
     // A second tile of queries is slower for two warpgroups that look for the first maximum alone, but where the next
     // queries begin beside the last output.
     const bool seamless = head == kHopperCols && !c.dropout && !c.key_splits;

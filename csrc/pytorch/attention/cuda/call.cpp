@@ -49,7 +49,7 @@ bool boxes_are_aligned(const ScoreMod& mod, const FlexMod& as) {
     if (bytes == 0) return true;
     const Tensor& t = mod.buffers.at(static_cast<size_t>((*graph)[load].payload));
     const auto on_edge = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) * bytes % 16 == 0; };
-    bool aligned = t.stride(t.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+    bool aligned = t.numel() > 0 && t.stride(t.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
     for (int64_t d = 0; d + 1 < t.dim(); ++d) aligned &= on_edge(d);
     return aligned;
   });
@@ -67,6 +67,28 @@ device::TensorMap boxes_of(const Tensor& t, int rows, int cols = 64) {
     boxes.strides[d] = t.stride(static_cast<int64_t>(d));
   }
   return encoded(t, box_map(to_dtype(t.scalar_type()), boxes, rows, cols));
+}
+
+// Tensor maps of the first reads of pairs whose boxes are a tensor's as they lie (score_mod::box_dimensions).
+void take_maps(const ScoreMod& mod, const FlexMod& as, const FlexTileSize& tile,
+               device::TensorMap (&maps)[device::kMostBoxMaps]) {
+  const auto graph = score_mod::cached_graph(mod.text);
+  int count = 0;
+  for (const score_mod::NodeId load : score_mod::pair_reads(*graph)) {
+    const int dimensions = score_mod::box_dimensions(*graph, load, as.dtypes);
+    if (dimensions < 0 || count == tile.maps) continue;
+    const Tensor& t = mod.buffers.at(static_cast<size_t>((*graph)[load].payload));
+    FlexBoxes boxes;
+    int64_t d = 0;
+    for (size_t to = 0; to < 4; ++to) {
+      const bool there = to >= 2 || (dimensions >> to & 1) != 0;
+      boxes.sizes[to] = there ? t.size(d) : 1;
+      boxes.strides[to] = there ? t.stride(d++) : 0;
+    }
+    auto shape = box_map(t.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16, boxes, tile.rows, 64);
+    shape.beyond = CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA;
+    maps[count++] = encoded(t, shape);
+  }
 }
 
 }  // namespace
@@ -195,8 +217,10 @@ FlexCall::Lists FlexCall::lists(const LaunchPlan& plan) {
 
 device::FlexForwardHopperArguments FlexCall::hopper_forward(const LaunchPlan& plan, const Lists& lists) const {
   const FlexTileSize& tile = plan.spec.tile();
-  return {boxes_of(query_, tile.rows), boxes_of(key_, tile.cols), boxes_of(value_, tile.cols), lists.next,
-          plan.section};
+  device::FlexForwardHopperArguments more{boxes_of(query_, tile.rows), boxes_of(key_, tile.cols),
+                                          boxes_of(value_, tile.cols), lists.next, plan.section, {}};
+  if (tile.maps > 0) take_maps(scores_.score_mod, common_.score_mod, tile, more.boxes);
+  return more;
 }
 
 device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& plan, const Lists& lists,
