@@ -162,8 +162,8 @@ def compile_flex(
     cases = []
     for many_batches in (False, True) if lengths is not None else (False,):
         cases += [
-            case_of("forward", many_batches=many_batches, aligned_boxes=aligned, tall=tall)
-            for aligned, tall in itertools.product((True, False), repeat=2)
+            case_of("forward", many_batches=many_batches, aligned_boxes=aligned, forward_rows=rows)
+            for aligned, rows in itertools.product((True, False), (128, 192, 256))
         ]
         if training:
             cases += flex.backward_kernels(case_of("backward", many_batches=many_batches), ordered, architecture)

@@ -375,15 +375,23 @@ TEST(PairBoxes, AreOfRowsOfKeys) {
 }
 
 TEST(LaunchPlan, TallTilesOfAForwardPayWhereQueriesFillThem) {
-  const auto pays = [](int64_t length, double share) {
-    return forward_pays_tall(make_shape(4096, 16, 16, length, length, 64), kProcessors, [&] { return share; });
+  const auto rows = [](const FlexCase& c, int64_t batches, int64_t length, double share) {
+    return forward_rows(c, make_shape(batches, 16, 16, length, length, 64), kProcessors, [&] { return share; });
   };
+  const auto pays = [&](int64_t length, double share) { return rows(FlexCase(), 4096, length, share) == 192; };
   for (const int64_t length : {130, 384, 512, 577, 1024, 2048}) EXPECT_TRUE(pays(length, 1.0)) << length;
   for (const int64_t length : {128, 197, 256}) EXPECT_FALSE(pays(length, 1.0)) << length;
   for (const int64_t length : {130, 384, 768, 1536, 2048}) EXPECT_TRUE(pays(length, 0.5)) << length;
   for (const int64_t length : {197, 256, 512, 577, 640, 1024}) EXPECT_FALSE(pays(length, 0.5)) << length;
   // 96 tiles of 192 queries and 128 of 128 all have a multiprocessor for themselves.
-  EXPECT_FALSE(forward_pays_tall(make_shape(2, 16, 16, 512, 512, 64), kProcessors, [] { return 1.0; }));
+  EXPECT_EQ(rows(FlexCase(), 2, 512, 1.0), 128);
+  // A bias of pairs in 16 bits, which TMA copies, has tiles of four warpgroups too.
+  const FlexCase biased = pairs_of_heads(FlexKernel::kForward, 32);
+  for (const int64_t length : {256, 512, 1024}) EXPECT_EQ(rows(biased, 4096, length, 1.0), 256) << length;
+  for (const int64_t length : {192, 384, 576}) EXPECT_EQ(rows(biased, 4096, length, 1.0), 192) << length;
+  for (const int64_t length : {128, 640}) EXPECT_EQ(rows(biased, 4096, length, 1.0), 128) << length;
+  EXPECT_EQ(rows(biased, 2, 512, 1.0), 128);
+  EXPECT_EQ(rows(pairs_of_heads(FlexKernel::kForward, 64), 4096, 512, 1.0), 192);
 }
 
 TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {

@@ -39,7 +39,8 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
                    bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
                    std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits, std::array<int64_t, 2> lengths,
-                   bool many_batches, const std::vector<std::vector<int64_t>>& sizes, bool aligned_boxes) {
+                   bool many_batches, const std::vector<std::vector<int64_t>>& sizes, bool aligned_boxes,
+                   int forward_rows) {
   FlexCase c;
   c.kernel = kernel == "forward"                   ? FlexKernel::kForward
              : kernel == "backward"                ? FlexKernel::kBackward
@@ -69,6 +70,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.many_batches = many_batches;
   c.sizes = sizes;
   c.aligned_boxes = aligned_boxes;
+  c.forward_rows = forward_rows;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && results && c.dtype != DType::kFloat32;
   if (c.kernel == FlexKernel::kTangents) {
@@ -149,7 +151,8 @@ void bind(py::Module m) {
         py::arg("mask_mod_small") = std::array<bool, 2>{true, true}, py::arg("few_rows") = 0,
         py::arg("key_splits") = false, py::arg("lengths") = std::array<int64_t, 2>{0, 0},
         py::arg("many_batches") = false, py::arg("sizes") = std::vector<std::vector<int64_t>>(),
-        py::arg("aligned_boxes") = true, "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
+        py::arg("aligned_boxes") = true, py::arg("forward_rows") = 256,
+        "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "backward_kernels",

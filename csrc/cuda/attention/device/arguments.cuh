@@ -127,6 +127,7 @@ struct FlexBackwardHopperArguments {
   int* next;                              // as FlexForwardHopperArguments has it
   int section;                            // heads of keys whose tiles are begun in the order of their place in the head
   int first_head, heads;                  // heads of keys of the launch
+  TensorMap boxes[kMostBoxMaps];          // as FlexForwardHopperArguments has them
 };
 
 }  // namespace fusegrad::device

@@ -64,9 +64,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
-  // The warp that brings boxes computes places of rows. Gradients of 128 columns leave it fewer.
-  static constexpr int kProducerRegisters = !kBoxes ? 24 : Config::kHead > 64 ? 40 : 56;
-  static constexpr int kConsumerRegisters = !kBoxes ? 240 : Config::kHead > 64 ? 232 : 224;
+  // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer.
+  static constexpr bool kCopies = Tiles::Boxes::kCopies;
+  static constexpr int kProducerRegisters = !kCopies ? 24 : Config::kHead > 64 ? 40 : 56;
+  static constexpr int kConsumerRegisters = !kCopies ? 240 : Config::kHead > 64 ? 232 : 224;
   static_assert(!kBoxes || Config::kGroups == 2);
   static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));

@@ -7,6 +7,7 @@
 //   kKeyStages                 tiles of keys: with 2, the next keys arrive before the last products of the present ones
 //   kBoxes, kReadStages        whether a warp beside the producer brings what a score_mod reads of pairs by itself
 //                              (PairBoxes), and tiles of it in shared memory
+//   kMaps                      of boxes so many by TMA
 //   kNarrow                    tiles of queries, keys and values are narrow ones (hopper.cuh): D and E are at most 32
 //   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
 //                              part has its own kind
@@ -42,7 +43,8 @@ class FlexBackwardHopperTiles {
   };
   // There are two sets of lines: a tile's sums are read until after the next tile's pairs have begun.
   using Sums = FlexBufferSums<Config, kOwnKeys ? Config::kGroups : 1, 2>;
-  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes>;
+  using Boxes = PairBoxes<ScoreMod, Config::kRows, Config::kCols, KeptReads<ScoreMod, 1, 1, false>, Config::kBoxes,
+                          Config::kMaps>;
   static constexpr bool kBoxes = Boxes::kBytes > 0;
   static_assert(kBoxes == (Config::kReadStages > 0) && !(kBoxes && !kOwnKeys));
   static constexpr int kBlocksN = Config::kRows / 8, kBlocksD = Config::kHead / 8, kBlocksE = Config::kValue / 8;
@@ -111,7 +113,8 @@ class FlexBackwardHopperTiles {
         Barrier::init(gradient_empty(s), kConsumerWarps + (Sums::kStoresTiles ? Config::kGroups : 0));
       }
       for (int s = 0; s < Config::kReadStages; ++s) {
-        Barrier::init(boxes_full(s), kLanes + 1);  // each lane's copies, and the warp
+        // The warp, what each lane copies, and what TMA does.
+        Barrier::init(boxes_full(s), 1 + (Boxes::kCopies ? kLanes : 0) + (Boxes::kMapped ? 1 : 0));
         Barrier::init(boxes_empty(s), kConsumerWarps);
       }
       Barrier::fence_inits();
@@ -296,10 +299,16 @@ class FlexBackwardHopperTiles {
       Barrier::wait(boxes_empty(stage), box_parity_of(i) ^ 1);
       // In place of a tile behind the last one nothing is brought, and the stage counts as any.
       if (p.tile >= 0) {
+        if constexpr (Boxes::kMapped) {
+          if (lane() == 0)
+            Boxes::bring_mapped(boxes(stage), boxes_full(stage), more_.boxes, p.b, p.h, p.row(), p.col());
+          __syncwarp();
+        }
         Boxes::template bring<kLanes>(boxes(stage), boxes_full(stage), score_, p.b, p.h, p.row(), p.col(), a_.queries,
                                       a_.keys, lane());
       } else {
-        arrive_after_copies(boxes_full(stage));
+        if constexpr (Boxes::kCopies) arrive_after_copies(boxes_full(stage));
+        if constexpr (Boxes::kMapped) release(boxes_full(stage));
       }
       release(boxes_full(stage));
     }

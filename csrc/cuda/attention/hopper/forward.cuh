@@ -11,6 +11,8 @@
 //   kQueryStages               tiles of queries, 1 or 2: with 2, a warpgroup that is ahead stays ahead between queries
 //   kParts                     1, or kGroups: each warpgroup's queries have a kind of tile of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
+//   kSeamless                  the first scores of the next queries run beside the last output, which is stored
+//                              meanwhile; warpgroups ping-pong by turns
 //   kFirstMaximum              exponentials are relative to a row's first maximum, and no other is looked for until a
 //                              tile's sums are too large
 #pragma once
@@ -42,11 +44,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // at a time.
   static constexpr bool kByElement = kPairBytes<ScoreMod> == 0 || Reads::kBoxesAlone;
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
-  // The first scores of the next queries run beside the last output, which is stored meanwhile; warpgroups ping-pong by
-  // turns. Of two warpgroups larger heads are 1 to 3% slower so; other score_mods were not measured.
-  static constexpr bool kSeamless =
-      Config::kGroups >= 3 || (Config::kFirstMaximum && Config::kHead <= kChunk && Config::kValue <= kChunk &&
-                               !Config::kKeySplits && !Config::kDropout);
+  static constexpr bool kSeamless = Config::kSeamless;
   static_assert(!kSeamless || !Config::kKeySplits);
   // Words of dropout of a tile.
   static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;

@@ -25,6 +25,7 @@ bool mixed(const FlexCase& c, const FlexTileSize& t);
 bool masks_alone(const FlexCase& c);
 /// Hopper forward: whether exponentials are relative to the first maximum of a row.
 bool first_maximum(const FlexCase& c, const FlexTileSize& t);
+bool seamless(const FlexCase& c, const FlexTileSize& t);
 bool has_derivative(const FlexCase& c);
 /// But for the producer of the Hopper kernels.
 int consumer_warps(const FlexTileSize& t);

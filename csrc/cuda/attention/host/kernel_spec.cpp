@@ -94,6 +94,7 @@ std::string render_config(const KernelFacts& f) {
     config.number("kLineBytes", f.tile.line_bytes);
     config.choice("kUnscaled", f.unscaled);
     config.choice("kFirstMaximum", f.first_maximum);
+    config.choice("kSeamless", f.seamless);
     config.choice("kMaxScores", f.max_scores);
     config.choice("kOutLow", f.out_low);
   } else {

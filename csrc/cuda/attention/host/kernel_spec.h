@@ -83,7 +83,7 @@ struct KernelFacts {
   bool key_splits = false;   ///< each row of tiles is split over several CTAs
   bool blocks = false, mixed = false, split = false, mask_alone = false, dropout = false;
   // forward
-  bool unscaled = false, first_maximum = false, max_scores = false, out_low = false;
+  bool unscaled = false, first_maximum = false, seamless = false, max_scores = false, out_low = false;
   // backward and grad_query
   bool grad_query = false, stores_boxes = false, grad_key = false, grad_value = false, grad_scores = false,
        max_gradient = false, fixed_point = false, partial_sums = false, stores_query = false;

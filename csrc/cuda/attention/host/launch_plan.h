@@ -65,9 +65,9 @@ TileListPlan plan_lists(const FlexTileSize& tile, bool by_key, const FlexShape& 
 LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                        int64_t processors, int64_t launches = 1);
 
-/// Whether a forward's tiles of 192 queries take less time than those of 128: one takes 5/4 of the time of the other,
-/// or 9/7 of what lies below the diagonal. `share_of_pairs`, `processors`: as pays_tall and plan_launch.
-bool forward_pays_tall(const FlexShape& shape, int64_t processors, const std::function<double()>& share_of_pairs);
+/// FlexCase::forward_rows. `share_of_pairs`, `processors`: as pays_tall and plan_launch.
+int forward_rows(const FlexCase& c, const FlexShape& shape, int64_t processors,
+                 const std::function<double()>& share_of_pairs);
 
 /// Whether a backward's tall tile (backward_tall_tile) takes less time than others. `share_of_pairs`: of all pairs
 /// those that the mask_mod allows; asked only where it matters.

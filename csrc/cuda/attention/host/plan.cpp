@@ -38,6 +38,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   if (c.kernel == FlexKernel::kForward) {
     f.unscaled = c.unscaled;
     f.first_maximum = first_maximum(c, tile);
+    f.seamless = f.hopper() && seamless(c, tile);
     f.max_scores = c.max_scores;
     f.out_low = c.out_low;
   } else if (c.kernel == FlexKernel::kTangents) {

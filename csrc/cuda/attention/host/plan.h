@@ -42,7 +42,8 @@ struct FlexCase {
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
-  bool tall = true;           ///< Hopper: a forward's or a backward's tall tiles take less time than others
+  bool tall = true;           ///< Hopper backward: tall tiles take less time than others
+  int forward_rows = 256;     ///< Hopper forward: queries of the tallest tile that pays: 128, 192 or 256
 
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };

@@ -41,13 +41,24 @@ bool has_hopper_boxes(const FlexCase& c) {
   return (c.kernel == FlexKernel::kForward || backward) && c.aligned_boxes && has_boxes(c.score_mod);
 }
 
+// Of reads of pairs, how many tiles TMA copies.
+int box_maps(const FlexCase& c, const FlexTileSize& t) {
+  if (t.cols % 64 != 0 || c.score_mod.dtypes.empty()) return 0;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
+  int maps = 0;
+  for (const score_mod::NodeId load : score_mod::pair_reads(*graph))
+    maps += score_mod::box_dimensions(*graph, load, c.score_mod.dtypes) >= 0 ? 1 : 0;
+  return std::min(maps, device::kMostBoxMaps);
+}
+
 // The keys of a tile of three warpgroups, of which a thread has 152 or 160 registers; 0: they do not pay. Scores that
 // are changed leave room for 112 keys at head sizes up to 64, for 128 up to 48.
 int keys_of_three(const FlexCase& c) {
   const int head = std::max(head_cols(c), value_cols(c));
   if (head > kHopperCols || c.max_scores || c.key_splits) return 0;
-  if (masks_alone(c)) return c.tall ? 128 : 0;
-  if (!c.tall || c.blocks || c.dropout) return 0;
+  const bool tall = c.forward_rows >= 192;
+  if (masks_alone(c)) return tall ? 128 : 0;
+  if (!tall || c.blocks || c.dropout) return 0;
   if (!has_hopper_boxes(c)) return head > 48 ? 112 : 128;
   const auto graph = score_mod::cached_graph(c.score_mod.text);
   int bytes = 0;
@@ -59,27 +70,22 @@ int keys_of_three(const FlexCase& c) {
   return bytes == 4 ? 96 : head > 48 ? 0 : 128;
 }
 
-// Of reads of pairs, how many tiles TMA copies.
-int box_maps(const FlexCase& c, const FlexTileSize& t) {
-  if (t.cols % 64 != 0 || c.score_mod.dtypes.empty()) return 0;
-  const auto graph = score_mod::cached_graph(c.score_mod.text);
-  int maps = 0;
-  for (const score_mod::NodeId load : score_mod::pair_reads(*graph))
-    maps += score_mod::box_dimensions(*graph, load, c.score_mod.dtypes) >= 0 ? 1 : 0;
-  return std::min(maps, device::kMostBoxMaps);
-}
+}  // namespace
 
-// Whether four warpgroups with 64 keys at a time take less time than fewer: all that pairs read comes by TMA.
-bool takes_four(const FlexCase& c) {
+// All that pairs read comes by TMA: a warp that copies would need registers that four warpgroups have not left.
+bool has_tile_of_four(const FlexCase& c) {
+  if (c.kernel != FlexKernel::kForward || c.dtype == DType::kFloat32) return false;
   if (std::max(head_cols(c), value_cols(c)) > 32 || c.blocks || c.dropout || c.max_scores || c.key_splits) return false;
   if (!has_hopper_boxes(c) || line_bytes(c) > 0) return false;
   const auto loads = score_mod::pair_reads(*score_mod::cached_graph(c.score_mod.text));
   return static_cast<int>(loads.size()) == box_maps(c, {256, 64});
 }
 
+namespace {
+
 std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
-  const bool four = takes_four(c);
+  const bool four = c.forward_rows == 256 && has_tile_of_four(c);
   const int keys = four ? 64 : keys_of_three(c), groups = four ? 4 : keys > 0 ? 3 : 2;
   FlexTileSize t{64 * groups, keys > 0 ? keys : 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
   // 80 keys would leave no room for lines, and dropout is drawn for 64.
@@ -94,8 +100,7 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
     if (boxes) tile.maps = box_maps(c, tile);
     // A second tile of queries is slower for two warpgroups that look for the first maximum alone, but where the next
     // queries begin beside the last output.
-    const bool seamless = head == kHopperCols && !c.dropout && !c.key_splits;
-    tile.query_stages = groups == 2 && first_maximum(c, t) && !seamless ? 1 : 2;
+    tile.query_stages = first_maximum(c, t) && !seamless(c, t) ? 1 : 2;
     if (shared_bytes(c, tile) > flex_shared_limit(90)) tile.query_stages = 1;
     found.push_back(tile);
   };
@@ -124,6 +129,7 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
     FlexTileSize t{tile_rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages, key_stages};
     t.boxes = read_stages > 0;
     t.read_stages = read_stages;
+    if (t.boxes) t.maps = box_maps(c, t);
     if (key_stages == 1 || c.grad_query) found.push_back(t);
   };
   if (has_hopper_boxes(c)) {

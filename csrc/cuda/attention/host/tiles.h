@@ -11,6 +11,8 @@ namespace fusegrad::cuda::planner {
 
 /// Whether 64 keys' gradients fit the registers of one warpgroup.
 bool fits_hopper_backward(const FlexCase& c);
+/// Whether the Hopper forward has a tile of 256 queries, of four warpgroups with 64 keys at a time.
+bool has_tile_of_four(const FlexCase& c);
 std::vector<FlexTileSize> hopper_backward(const FlexCase& c);
 /// CTAs of a multiprocessor.
 int resident_ctas(int shared_bytes, const std::string& architecture);

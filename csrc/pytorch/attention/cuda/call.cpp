@@ -182,8 +182,8 @@ double FlexCall::share_of_pairs() const {
 bool FlexCall::pays_tall() const {
   return cuda::pays_tall(common_, shape_, mask_, [&] { return share_of_pairs(); }, jit::current_architecture());
 }
-bool FlexCall::forward_pays_tall() const {
-  return cuda::forward_pays_tall(shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
+int FlexCall::forward_rows(const FlexCase& c) const {
+  return cuda::forward_rows(c, shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
 }
 
 LaunchPlan FlexCall::plan(const FlexCase& c, int64_t launches) const {
@@ -232,7 +232,8 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
   const auto boxes_of_gradient = [&](const Tensor& t) {
     return plan.spec.facts().stores_boxes && t.numel() > 0 ? boxes_of(t, 64, cols) : device::TensorMap{};
   };
-  return {boxes_of(query_, tile.rows, cols),
+  device::FlexBackwardHopperArguments more{
+          boxes_of(query_, tile.rows, cols),
           boxes_of(key_, tile.cols, cols),
           boxes_of(value_, tile.cols, cols),
           boxes_of(grad_out, tile.rows, cols),
@@ -243,7 +244,10 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
           lists.next,
           plan.section,
           0,
-          as_int(shape_.key_batches * shape_.key_heads / plan.launches)};
+          as_int(shape_.key_batches * shape_.key_heads / plan.launches),
+          {}};
+  if (tile.maps > 0) take_maps(scores_.score_mod, common_.score_mod, tile, more.boxes);
+  return more;
 }
 
 device::FlexTangentsHopperArguments FlexCall::hopper_tangents(const LaunchPlan& plan, const Lists& lists,

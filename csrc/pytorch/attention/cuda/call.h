@@ -61,7 +61,8 @@ class FlexCall {
   bool key_splits() const;
   /// Whether a backward's tall tiles take less time than others.
   bool pays_tall() const;
-  bool forward_pays_tall() const;
+  /// FlexCase::forward_rows of a forward.
+  int forward_rows(const FlexCase& c) const;
   /// About the share of pairs that a mask_mod without buffers allows; 1 where that is not known.
   double share_of_pairs() const;
   LaunchPlan plan(const FlexCase& c, int64_t launches = 1) const;

@@ -30,9 +30,9 @@ FlexCase forward_case(const FlexCall& call, const FlexScores& scores, bool max_s
   c.max_scores = max_scores;
   c.out_low = out_low && c.dtype != DType::kFloat32;  // float32 loses nothing
   c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
-  c.tall = call.forward_pays_tall();
   c.few_rows = call.few_rows(c);
   c.key_splits = c.few_rows == 0 && call.key_splits();
+  c.forward_rows = call.forward_rows(c);
   return c;
 }
 
