@@ -46,6 +46,9 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   static constexpr bool kSeamless = Config::kSeamless;
   static_assert(!kSeamless || !Config::kKeySplits);
+  // Two or three warpgroups issue products by turns: one's run beside the others' exponentials. Of four there is always
+  // one that computes, and who waits for a turn is late.
+  static constexpr bool kTurns = kSeamless && Config::kGroups < 4;
   // Words of dropout of a tile.
   static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;
   static_assert(!Config::kDropout || Config::kCols % 64 == 0);
@@ -157,7 +160,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ void seamless(Stages& keys, Stages& values, QueryStages& queries, Works& works) {
     float out[kBlocksE][4], s[kBlocksN][4];
     // Warpgroup 0 begins and each hands the turn to the next once its products are queued. Nobody takes the last turn.
-    if (group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
+    if (kTurns && group_ == Config::kGroups - 1) named_arrive(kTurn, 2 * kWarpgroup);
     int tiles = begin(s, keys, queries, works);
     while (row_ != Work::kNoMore) {
       wgmma_wait<0>();
@@ -170,8 +173,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
         attend(tiles, entry_of(keys, 0), out, s, keys, values, queries);
         if (skips) {
           wait_keys(keys);
-          begin_turn();
-          end_turn();
+          if constexpr (kTurns) {
+            begin_turn();
+            end_turn();
+          }
           release(key_empty(keys.stage));
           keys.next();
         }
@@ -188,7 +193,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
-    if (group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
+    if (kTurns && group_ == 0) named_sync(kTurn, 2 * kWarpgroup);
   }
   /// Takes the next work and issues its first scores. They are unconditional, or the compiler would wait for products:
   /// without tiles they multiply whatever lies in shared memory, and nobody uses them.
@@ -260,13 +265,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       ended = true;
       while (i < tiles) {
         wait_keys(keys);
-        if constexpr (kSeamless) begin_turn();
+        if constexpr (kTurns) begin_turn();
         Draws draws(*this, Config::kDropout ? entry_of(keys, i) : 0);
         issue_scores(s, queries.stage(), keys.stage, [&](int k) { draws.step(k - 1); });
         Barrier::wait(value_full(values.stage), values.parity);
         pin<kBlocksE * 4>(out[0]);
         issue_out(out, p, values.stage, now, [&](int k) { draws.step(kScoreProducts - 1 + k - 1); });
-        if constexpr (kSeamless) end_turn();
+        if constexpr (kTurns) end_turn();
         now = entry_of(keys, i);
         draws.end(kept_);
         wgmma_wait<1>();

@@ -145,8 +145,8 @@ int forward_rows(const FlexCase& c, const FlexShape& shape, int64_t processors,
     return tiles_in(shape.query_heads() * tiles_in(shape.queries, rows), processors);
   };
   if (!planner::has_tile_of_four(c)) return forward_pays_tall(shape, most, share_of_pairs) ? 192 : 128;
-  // Times of tiles of 128, 192 and 256 queries are as 100 to 137 to 186.
-  const int64_t of_two = 100 * most(128), of_three = 137 * most(192), of_four = 186 * most(256);
+  // Times of tiles of 128, 192 and 256 queries are as 100 to 137 to 174.
+  const int64_t of_two = 100 * most(128), of_three = 137 * most(192), of_four = 174 * most(256);
   return of_four <= std::min(of_two, of_three) ? 256 : of_three <= of_two ? 192 : 128;
 }
 

@@ -102,6 +102,9 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
     // queries begin beside the last output.
     tile.query_stages = first_maximum(c, t) && !seamless(c, t) ? 1 : 2;
     if (shared_bytes(c, tile) > flex_shared_limit(90)) tile.query_stages = 1;
+    // The next keys come while the last products of these queries run: of short sequences up to a tenth of the time.
+    if (head == kHopperCols) tile.stages = 4;
+    while (tile.stages > 2 && shared_bytes(c, tile) > flex_shared_limit(90)) --tile.stages;
     found.push_back(tile);
   };
   if (has_hopper_boxes(c)) {
