@@ -139,10 +139,14 @@ TEST(SharedMemory, RegionsFollowOneAnotherAndAreAligned) {
                                         .key_stages = 2,
                                         .adds_grad_query = true,
                                         .own_keys = true,
+                                        .own_places = true,
                                         .has_score_mod = false,
+                                        .box_bytes = 32 << 10,
+                                        .read_stages = 2,
                                         .captured_bytes = 0});
-  const std::vector<device::Region> regions{m.key,  m.value,  m.query,    m.grad_out, m.grad_scores, m.grad_query,
-                                            m.rows, m.places, m.barriers, m.lines,    m.captured};
+  const std::vector<device::Region> regions{m.key,        m.value,         m.query, m.grad_out, m.grad_scores,
+                                            m.grad_query, m.key_gradients, m.boxes, m.rows,     m.places,
+                                            m.barriers,   m.lines,         m.captured};
   int end = 0;
   for (const auto& region : regions) {
     EXPECT_EQ(region.offset, end);
@@ -150,7 +154,7 @@ TEST(SharedMemory, RegionsFollowOneAnotherAndAreAligned) {
   }
   EXPECT_EQ(m.bytes(), end);
   // TMA: swizzled boxes at multiples of 1024 bytes, others of 128; dQ by reductions of 16 bytes; mbarriers of 8.
-  for (const auto& tile : {m.key, m.value, m.query, m.grad_out, m.grad_scores}) {
+  for (const auto& tile : {m.key, m.value, m.query, m.grad_out, m.grad_scores, m.key_gradients, m.boxes}) {
     EXPECT_EQ(tile.offset % 1024, 0);
     EXPECT_EQ(tile.piece % 1024, 0);
   }
@@ -158,9 +162,9 @@ TEST(SharedMemory, RegionsFollowOneAnotherAndAreAligned) {
   EXPECT_EQ(m.rows.offset % 128, 0);
   EXPECT_EQ(m.rows.piece % 128, 0);
   EXPECT_EQ(m.barriers.offset % 8, 0);
-  // 2 x 32 KiB of keys, 32 of values, 2 x 16 of queries and of grad_out, 2 x 16 of dS, 32 of dQ, 1 of row statistics,
-  // 128 bytes of places, 16 barriers.
-  EXPECT_EQ(m.bytes(), (64 + 32 + 32 + 32 + 32 + 32 + 1) * 1024 + 128 + 8 * 16);
+  // 2 x 32 KiB of keys, 32 of values, 2 x 16 of queries and of grad_out, 2 x 16 of dS, 32 of dQ, 64 of dK and dV,
+  // 2 x 32 of boxes, 1 of row statistics, 128 bytes of places, 22 barriers.
+  EXPECT_EQ(m.bytes(), (64 + 32 + 32 + 32 + 32 + 32 + 64 + 64 + 1) * 1024 + 128 + 8 * 22);
 }
 
 TEST(SharedMemory, OfAPlanIsWhatItsLaunchGets) {

@@ -249,6 +249,7 @@ struct HopperBackwardMemory {
     bool narrow;           // tiles of queries, keys and values
     bool adds_grad_query;  // whether the CTA adds to dQ
     bool own_keys;         // each warpgroup has 64 keys of its own
+    bool own_places;       // dK and dV have places beside dQ's
     bool has_score_mod, has_dropout;
     int box_bytes, read_stages;  // of what a score_mod reads of pairs
     int captured_bytes;          // sums of captured buffers' gradients
@@ -257,10 +258,12 @@ struct HopperBackwardMemory {
   Region key, value, query, grad_out;
   Region grad_scores;  // dS as [query][key], in chunks of 64 keys
   Region grad_query;   // dQ in float32, on its way to global memory; dK and dV too where TMA stores them
+  Region key_gradients;  // each warpgroup's dV and dK on their way to global memory, where they have own places
   Region boxes;        // of what a score_mod reads of pairs; multiples of the alignment where TMA copies them
   Region rows;         // row statistics of each stage of grad_out
   Region places;       // whose queries a tile is; read until after the tile's stages were released, with dQ
-  Region barriers;     // value empty, key empty, then full and empty of queries, of grad_out, of dS and of boxes
+  Region barriers;     // value empty, key empty, full and empty of queries, of grad_out, of dS and of boxes, and empty
+                       // of each warpgroup's dK and dV
   Region lines;        // of what a score_mod reads, or where prefetches write
   Region drawn;        // of dropout, what a warpgroup draws for a tile; two sets where warpgroups take no turns
   Region captured;
@@ -272,10 +275,13 @@ struct HopperBackwardMemory {
         grad_out(query.then(swizzled_tile_bytes(s.rows, s.value, s.narrow), s.stages)),
         grad_scores(grad_out.then(s.adds_grad_query ? swizzled_tile_bytes(s.rows, s.cols) : 0, s.stages)),
         grad_query(grad_scores.then(s.adds_grad_query ? 4 * s.rows * swizzled_cols(s.head, s.narrow) : 0)),
-        boxes(grad_query.then(s.box_bytes, s.read_stages)),
+        key_gradients(grad_query.then(
+            swizzled_tile_bytes(s.cols, s.head, s.narrow) + swizzled_tile_bytes(s.cols, s.value, s.narrow),
+            s.own_places ? 1 : 0)),
+        boxes(key_gradients.then(s.box_bytes, s.read_stages)),
         rows(boxes.then(kRowStatisticsBytes * s.rows, s.stages)),
         places(rows.then(16, kPlaces)),
-        barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages + s.read_stages))),
+        barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages + s.read_stages + (s.own_places ? 1 : 0)))),
         lines(barriers.then(s.has_score_mod ? 4 * (s.own_keys ? 512 : 256) : 0)),
         drawn(lines.then(s.has_dropout ? 8 * s.rows : 0, s.own_keys ? 2 : 4)),
         captured(drawn.then(s.captured_bytes)) {}

@@ -38,7 +38,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::kAll, Tiles::kAlone, Tiles::kBoxes, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull,
       Tiles::kTurn;
   using Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kGroupBytes, Tiles::kNoMore, Tiles::kRowBytes,
-      Tiles::key_empty, Tiles::value_empty;
+      Tiles::key_empty, Tiles::key_gradients, Tiles::key_gradients_empty, Tiles::value_empty;
   using Tiles::kept_, Tiles::kInOrder, Tiles::kLines, Tiles::kSeamless, Tiles::kThreads, Tiles::lane, Tiles::load,
       Tiles::load_rows, Tiles::sum;
   using Tiles::parity_of, Tiles::query_empty, Tiles::query_stage_of, Tiles::release, Tiles::rows, Tiles::stage_of;
@@ -61,6 +61,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static constexpr bool kStoresTiles = Sums::kStoresTiles;
   static_assert(!kStoresTiles || Config::kGradQuery);
   static_assert(Config::kParts == 1 || (kOverlapped && kByElement));
+  static_assert(!Config::kOwnPlaces || (kSeamless && Config::kStoresBoxes));
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
@@ -182,6 +183,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         }
       }
       if (kSeamless && now.last()) {
+        if constexpr (Config::kOwnPlaces) {
+          Barrier::wait(key_gradients_empty(group_), ended_ ^ 1);
+          ended_ ^= 1;
+        }
         give_gradients(grad_key, grad_value);
         zero(grad_key);
         zero(grad_value);
@@ -219,15 +224,21 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   __device__ __forceinline__ void give_gradients(const float (&grad_key)[kBlocksD][4],
                                                  const float (&grad_value)[kBlocksE][4]) const {
-    if constexpr (Config::kGradValue) give_rows(grad_value, value_scale());
-    if constexpr (Config::kGradKey) give_rows(grad_key, a_.scale);
+    if constexpr (Config::kGradValue) give_rows(place_of_gradient(group_, true), grad_value, value_scale());
+    if constexpr (Config::kGradKey) give_rows(place_of_gradient(group_, false), grad_key, a_.scale);
   }
+  /// Where TMA stores a warpgroup's dV or dK from.
+  __device__ __forceinline__ unsigned place_of_gradient(int group, bool value) const {
+    if constexpr (!Config::kOwnPlaces) return sum(group);
+    return key_gradients(group) + (value ? 0 : chunks_of(Config::kValue) * kGroupBytes);
+  }
+  /// In a place of its own the warp finds it behind the next dQ.
   template <int kBlocks>
-  __device__ __forceinline__ void give_rows(const float (&x)[kBlocks][4], float factor) const {
-    named_sync(kSumEmpty + group_, kWithWarp);
+  __device__ __forceinline__ void give_rows(unsigned place, const float (&x)[kBlocks][4], float factor) const {
+    if constexpr (!Config::kOwnPlaces) named_sync(kSumEmpty + group_, kWithWarp);
     const int matrix = lane() / 8, row = lane() % 8, swizzle = kNarrow ? row / 2 : row;
     const unsigned to =
-        sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kRowBytes + (matrix / 2 ^ swizzle) * 16;
+        place + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kRowBytes + (matrix / 2 ^ swizzle) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       unsigned words[4];
@@ -237,7 +248,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       store_matrices((to ^ n % 8 * 16) + n / 8 * kGroupBytes, words);
     }
     fence_before_copy();
-    named_arrive(kSumFull + group_, kWithWarp);
+    if constexpr (!Config::kOwnPlaces) named_arrive(kSumFull + group_, kWithWarp);
   }
 
   __device__ __forceinline__ void store_gradients(const Place& last, float (&grad_key)[kBlocksD][4],
@@ -473,9 +484,12 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     for (int i = 0;; ++i) {
       named_sync(kSumFull + group, kWithWarp);
       const Place place = place_of(i);
-      if (Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0)) {
-        if constexpr (Config::kGradValue) store_gradient<Config::kValue>(more_.grad_value, group, place);
-        if constexpr (Config::kGradKey) store_gradient<Config::kHead>(more_.grad_key, group, place);
+      const bool ended = Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0);
+      if (ended) {
+        if constexpr (Config::kGradValue) 
+          store_gradient<Config::kValue>(more_.grad_value, place_of_gradient(group, true), group, place);
+        if constexpr (Config::kGradKey) 
+          store_gradient<Config::kHead>(more_.grad_key, place_of_gradient(group, false), group, place);
       }
       if (place.tile == kNoMore) break;
       const int row = place.row() + first_row(group) + lane() * 8;
@@ -488,6 +502,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
+      if (Config::kOwnPlaces && ended) {
+        wait_sums_read();
+        __syncwarp();
+        release(key_gradients_empty(group));
+      }
       store_grad_scores(i + 1, group);
     }
     if (adds) wait_sums_added();
@@ -506,19 +525,23 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       release(gradient_empty(stage_of(i)));
     }
   }
-  // Stores dK or dV by TMA, then waits for what the warpgroup hands over next.
+  // Stores dK or dV by TMA, then, unless it has a place of its own, waits for what the warpgroup hands over next.
   template <int kCols>
-  __device__ __forceinline__ void store_gradient(const TensorMap& to, int group, const Place& place) const {
+  __device__ __forceinline__ void store_gradient(const TensorMap& to, unsigned from, int group,
+                                                 const Place& place) const {
     if (const int chunk = lane(); chunk < chunks_of(kCols)) {
-      store_box(to, sum(group) + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64, key_head(place),
+      store_box(to, from + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64, key_head(place),
                 key_batch(place));
       commit_sums();
-      wait_sums_read();
+      if constexpr (!Config::kOwnPlaces) wait_sums_read();
     }
+    if constexpr (Config::kOwnPlaces) return;
     __syncwarp();
     named_arrive(kSumEmpty + group, kWithWarp);
     named_sync(kSumFull + group, kWithWarp);
   }
+
+  int ended_ = 0;  // the parity of how many keys had their last tile
 };
 
 }  // namespace fusegrad::device

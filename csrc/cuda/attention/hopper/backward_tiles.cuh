@@ -9,6 +9,7 @@
 //                              (PairBoxes), and tiles of it in shared memory
 //   kMaps                      of boxes so many by TMA
 //   kNarrow                    tiles of queries, keys and values are narrow ones (hopper.cuh): D and E are at most 32
+//   kOwnPlaces                 TMA stores dK and dV from places of their own, else from dQ's
 //   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
 //                              part has its own kind
 #pragma once
@@ -61,6 +62,7 @@ class FlexBackwardHopperTiles {
                                                  .narrow = Config::kNarrow,
                                                  .adds_grad_query = Config::kGradQuery,
                                                  .own_keys = kOwnKeys,
+                                                 .own_places = Config::kOwnPlaces,
                                                  .has_score_mod = kHas<ScoreMod>,
                                                  .has_dropout = Config::kDropout,
                                                  .box_bytes = Boxes::kBytes,
@@ -116,6 +118,9 @@ class FlexBackwardHopperTiles {
         // The warp, what each lane copies, and what TMA does.
         Barrier::init(boxes_full(s), 1 + (Boxes::kCopies ? kLanes : 0) + (Boxes::kMapped ? 1 : 0));
         Barrier::init(boxes_empty(s), kConsumerWarps);
+      }
+      if constexpr (Config::kOwnPlaces) {
+        for (int g = 0; g < Config::kGroups; ++g) Barrier::init(key_gradients_empty(g), 1);
       }
       Barrier::fence_inits();
     }
@@ -198,6 +203,13 @@ class FlexBackwardHopperTiles {
 
   __device__ __forceinline__ unsigned boxes_full(int s) const { return gradient_empty(Config::kStages + s); }
   __device__ __forceinline__ unsigned boxes_empty(int s) const { return boxes_full(Config::kReadStages + s); }
+  __device__ __forceinline__ unsigned key_gradients_empty(int group) const {
+    return boxes_empty(Config::kReadStages + group);
+  }
+  /// Of a warpgroup: its dV and behind it its dK.
+  __device__ __forceinline__ unsigned key_gradients(int group) const {
+    return shared_ + kMemory.key_gradients.offset + group * (kMemory.key_gradients.piece / Config::kGroups);
+  }
   __device__ __forceinline__ unsigned boxes(int s) const {
     return shared_ + kMemory.boxes.offset + s * kMemory.boxes.piece;
   }

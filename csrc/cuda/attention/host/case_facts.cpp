@@ -321,6 +321,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                              .narrow = narrow(c, t),
                                              .adds_grad_query = adds_grad_query(c, t),
                                              .own_keys = !keys_shared(c, t),
+                                             .own_places = t.own_places,
                                              .has_score_mod = !c.score_mod.text.empty(),
                                              .has_dropout = c.dropout,
                                              .box_bytes = box_bytes(c, t),

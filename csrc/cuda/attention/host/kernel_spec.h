@@ -63,6 +63,7 @@ struct FlexTileSize {
   int line_bytes = 0;       ///< Hopper forward: of such a stage, for lines
   bool keeps = false;       ///< portable: a CTA stays for many batches, and keeps what a score_mod reads of their pairs
   bool boxes = false;       ///< what a score_mod reads of pairs comes by way of shared memory, where it can
+  bool own_places = false;  ///< Hopper backward: TMA stores dK and dV from places of their own
   int maps = 0;             ///< Hopper: of these reads so many by TMA
   bool columns = false;     ///< portable: so do columns of tables that it reads for each pair
 

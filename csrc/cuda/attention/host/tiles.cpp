@@ -128,16 +128,18 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
   if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
   // The next keys beside the present ones, where they fit.
   std::vector<FlexTileSize> found;
-  const auto add = [&](int tile_rows, int key_stages, int query_stages, int read_stages = 0) {
+  const auto add = [&](int tile_rows, int key_stages, int query_stages, int read_stages = 0, bool own_places = false) {
     FlexTileSize t{tile_rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages, key_stages};
     t.boxes = read_stages > 0;
     t.read_stages = read_stages;
+    t.own_places = own_places;
     if (t.boxes) t.maps = box_maps(c, t);
     if (key_stages == 1 || c.grad_query) found.push_back(t);
   };
   if (has_hopper_boxes(c)) {
     // Tall tiles fit beside boxes where those of queries and keys are narrow.
     if (c.grad_query && std::max(head_cols(c), value_cols(c)) <= 32) {
+      for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2, true);
       for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2);
       for (const int read_stages : {2, 1}) add(128, 1, 2, read_stages);
     }
@@ -145,6 +147,7 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
     for (const int query_stages : {3, 2}) add(64, 1, query_stages, 2);
     add(64, 1, 2, 1);
   }
+  if (std::max(head_cols(c), value_cols(c)) <= 32) add(128, 2, 3, 0, true);
   for (const int query_stages : {3, 2}) add(rows, 2, query_stages);
   if (c.score_mod.text.empty() && c.grad_query) return found;
   for (const int query_stages : {3, 2}) add(rows, 1, query_stages);
