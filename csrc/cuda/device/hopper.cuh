@@ -193,6 +193,19 @@ __device__ __forceinline__ void wait_sums_read() { asm volatile("cp.async.bulk.w
 /// Waits until it has been added.
 __device__ __forceinline__ void wait_sums_added() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+/// Waits until a number that other CTAs count is `count`; what they wrote before is visible then, to TMA too.
+__device__ __forceinline__ void wait_for_count(const int* number, int count) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(number) : "memory");
+  } while (now != count);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+/// Counts one more. After wait_sums_added by the threads that added, and __syncwarp.
+__device__ __forceinline__ void count_one(int* number) {
+  asm volatile("fence.proxy.async;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(number) : "memory");
+}
+
 // --- products -----------------------------------------------------------------------------------------------
 
 /// The WGMMA descriptor of a swizzled matrix of rows of kRowBytes. `chunk_stride`: bytes from one chunk of columns to

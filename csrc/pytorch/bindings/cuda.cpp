@@ -40,7 +40,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
                    std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits, std::array<int64_t, 2> lengths,
                    bool many_batches, const std::vector<std::vector<int64_t>>& sizes, bool aligned_boxes,
-                   int forward_rows) {
+                   int forward_rows, bool ordered) {
   FlexCase c;
   c.kernel = kernel == "forward"                   ? FlexKernel::kForward
              : kernel == "backward"                ? FlexKernel::kBackward
@@ -71,6 +71,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.sizes = sizes;
   c.aligned_boxes = aligned_boxes;
   c.forward_rows = forward_rows;
+  c.ordered = ordered;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && results && c.dtype != DType::kFloat32;
   if (c.kernel == FlexKernel::kTangents) {
@@ -151,7 +152,7 @@ void bind(py::Module m) {
         py::arg("mask_mod_small") = std::array<bool, 2>{true, true}, py::arg("few_rows") = 0,
         py::arg("key_splits") = false, py::arg("lengths") = std::array<int64_t, 2>{0, 0},
         py::arg("many_batches") = false, py::arg("sizes") = std::vector<std::vector<int64_t>>(),
-        py::arg("aligned_boxes") = true, py::arg("forward_rows") = 256,
+        py::arg("aligned_boxes") = true, py::arg("forward_rows") = 256, py::arg("ordered") = false,
         "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(

@@ -82,7 +82,8 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 
 class Kernel(NamedTuple):
-    # "ordered" is the backward whose sums are the same in every order, "short" the one without tall tiles,
+    # "ordered" is the backward whose sums are the same in every order, "turns" the one with dQ whose sums of buffers
+    # come in any, "short" the one without tall tiles,
     # "grad_buffers" the kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the
     # forward of few queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
     kernel: str
@@ -106,7 +107,7 @@ class Kernel(NamedTuple):
         rows = int(kernel.removeprefix("few")) if kernel.startswith("few") else 0
         kernel = "forward" if rows else kernel
         return flex.Case(
-            "backward" if kernel in ("ordered", "short") else kernel,
+            "backward" if kernel in ("ordered", "turns", "short") else kernel,
             self.dtype,
             self.head_size,
             self.value_size,
@@ -117,6 +118,7 @@ class Kernel(NamedTuple):
             [b.numel() for b in buffers],
             deterministic=kernel in ("ordered", "grad_query"),
             tall=kernel != "short",
+            ordered=kernel == "turns",
             dropout_p=0.1 if dropout else 0.0,
             few_rows=rows,
             key_splits=split,

@@ -128,6 +128,9 @@ struct FlexBackwardHopperArguments {
   int section;                            // heads of keys whose tiles are begun in the order of their place in the head
   int first_head, heads;                  // heads of keys of the launch
   TensorMap boxes[kMostBoxMaps];          // as FlexForwardHopperArguments has them
+  // Where dQ is summed in one order: of each tile of queries and part of it that a warpgroup adds, how many tiles of
+  // keys have been added, zeros before: [B, H, tiles of queries, 2].
+  int* added;
 };
 
 }  // namespace fusegrad::device

@@ -20,6 +20,8 @@
 //
 // backward_tiles.cuh describes Config; this file adds:
 //   kStoresBoxes               TMA stores dK and dV
+//   kOrdered                   dQ is summed in the order of the tiles of keys: a tile's warp waits for the one before.
+//                              CTAs take tiles in this order, so that whom they wait for is there
 #pragma once
 
 #include "cuda/attention/hopper/backward_tiles.cuh"
@@ -492,7 +494,15 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
           store_gradient<Config::kHead>(more_.grad_key, place_of_gradient(group, false), group, place);
       }
       if (place.tile == kNoMore) break;
-      const int row = place.row() + first_row(group) + lane() * 8;
+      const int first = place.row() + first_row(group), row = first + lane() * 8;
+      const bool some = place.tile >= 0 && first < a_.queries;
+      int* added = nullptr;
+      if constexpr (Config::kOrdered) {
+        const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
+        added = more_.added + ((place.b * a_.heads + place.h) * tiles + place.row() / Config::kRows) * 2 + group;
+        if (some && lane() == 0) wait_for_count(added, place.col() / Config::kCols);
+        __syncwarp();
+      }
       if (adds && place.tile >= 0 && row < a_.queries) {
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
         add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
@@ -502,6 +512,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
+      if constexpr (Config::kOrdered) {
+        if (adds) wait_sums_added();
+        __syncwarp();
+        if (some && lane() == 0) count_one(added);
+      }
       if (Config::kOwnPlaces && ended) {
         wait_sums_read();
         __syncwarp();

@@ -102,6 +102,7 @@ std::string render_config(const KernelFacts& f) {
     config.choice("kGradQuery", f.grad_query);
     config.choice("kStoresBoxes", f.stores_boxes);
     config.choice("kOwnPlaces", f.tile.own_places);
+    config.choice("kOrdered", f.ordered);
     config.choice("kStoresQuery", f.stores_query);
     config.choice("kGradKey", f.grad_key);
     config.choice("kGradValue", f.grad_value);

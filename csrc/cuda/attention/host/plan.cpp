@@ -49,6 +49,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.grad_query = adds_grad_query(c, tile);
     f.stores_boxes = stores_boxes(c, tile);
     f.stores_query = stores_query(c, tile);
+    f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks;
     f.grad_key = c.grad_key;
     f.grad_value = c.grad_value;
     f.grad_scores = c.grad_query || c.grad_key;  // choose_schemes may add to it
@@ -80,9 +81,10 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
     if (facts.has_derivative) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
-      // Sums in shared memory are worth more than a stage, boxes, or columns.
-      const auto stages = [&](size_t of) { return tiles[of].query_stages + tiles[of].key_stages; };
-      const bool another = sums && i + 1 < tiles.size() && stages(i + 1) < stages(i);
+      // Sums in shared memory are worth more than stages, boxes, or columns.
+      const auto stages = [](const FlexTileSize& t) { return t.query_stages + t.key_stages; };
+      const bool another = sums && std::any_of(tiles.begin() + static_cast<std::ptrdiff_t>(i), tiles.end(),
+                                               [&](const FlexTileSize& t) { return stages(t) < stages(tiles[i]); });
       if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes || tiles[i].columns)) continue;
       facts.grad_scores |= !facts.schemes.empty();
       // As many as plan_launch counts; without histograms they fit anyway, and would spill.
@@ -98,7 +100,17 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture) {
   c.kernel = FlexKernel::kBackward;
-  const bool apart = deterministic || (takes_hopper(c, architecture) && !fits_hopper_backward(c));
+  const bool hopper = takes_hopper(c, architecture);
+  bool apart = deterministic || (hopper && !fits_hopper_backward(c));
+  if (deterministic && needs_grad[0] && !c.fixed_point && !c.blocks && (!hopper || fits_hopper_backward(c))) {
+    FlexCase one = c;
+    one.ordered = one.grad_query = true;
+    one.grad_key = needs_grad[1];
+    one.grad_value = needs_grad[2];
+    const KernelFacts facts = plan_kernel(one, architecture).facts();
+    c.ordered = facts.ordered && facts.tile.boxes;
+    apart = !c.ordered && !facts.stores_query;
+  }
   std::vector<FlexCase> kernels;
   // In fixed point the contributions' largest must be known before they are added up.
   if (c.fixed_point || (apart && needs_grad[0])) {

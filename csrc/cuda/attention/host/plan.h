@@ -41,6 +41,7 @@ struct FlexCase {
   std::vector<bool> covered;      ///< of each: whether it has an element for each of the call's pairs, and no other
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
+  bool ordered = false;       ///< Hopper: dQ is summed in one order
   bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
   bool tall = true;           ///< Hopper backward: tall tiles take less time than others
   int forward_rows = 256;     ///< Hopper forward: queries of the tallest tile that pays: 128, 192 or 256
@@ -62,8 +63,10 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture);
 KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 
 /// What the kernels of a backward are asked, in their order, from what they have in common. `needs_grad`: of query, key
-/// and value first. dQ has a kernel of its own (kGradQuery) where sums must come in one order, and for D or E above 128
-/// in the Hopper family, where two kernels are faster than one though each computes the scores.
+/// and value first. dQ has a kernel of its own (kGradQuery) for D or E above 128 in the Hopper family, where two kernels
+/// are faster than one though each computes the scores, and where sums must come in one order: but for where one CTA
+/// has all keys, and in the Hopper family beside boxes without a block mask. There tiles of keys wait for one another,
+/// which takes longer than a second kernel where scores are cheap, and less where it would read all pairs again.
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
 

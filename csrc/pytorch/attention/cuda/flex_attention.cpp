@@ -226,6 +226,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.fixed_bits = sums.fixed_bits();
   if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
 
+  const Tensor added = last.ordered ? at::zeros({heads, tiles_in(query.size(2), last.tile.rows), 2},
+                                                query.options().dtype(at::kInt))
+                                    : Tensor();
   auto sum_arguments = sums.arguments();
   Tensor query_parts;
   if (own_kernel && plans.front().spec.facts().key_splits && query_out.defined()) {
@@ -259,6 +262,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     device::FlexBackwardHopperArguments more{};
     if (plan.spec.facts().hopper()) {
       more = call.hopper_backward(plan, lists, grad_out, row_values, key_rows, value_rows, sums.tiles());
+      if (added.defined()) more.added = added.mutable_data_ptr<int>();
       further.push_back(&more);
     }
     if (by_key && inplace) begin_overwriting("query, key and value");
