@@ -398,6 +398,41 @@ TEST(LaunchPlan, TallTilesOfAForwardPayWhereQueriesFillThem) {
   EXPECT_EQ(rows(pairs_of_heads(FlexKernel::kForward, 64), 4096, 512, 1.0), 192);
 }
 
+// Additions to memory pair by pair take some hundred times as long where pairs share elements.
+TEST(LaunchPlan, SumsOfDiagonalsAreWorthMoreThanStages) {
+  for (const int head_size : {32, 48, 64, 128}) {
+    const FlexCase buckets = biased(FlexKernel::kBackward, head_size, "buffer @0 f 2\n",
+                                    "%0 = sub kv_idx q_idx\n%1 = abs %0\n%2 = min %1 31\n%3 = load @0 %2 h\n"
+                                    "%4 = add score %3\nreturn %4\n",
+                                    {score_mod::DType::kFloat32}, {32 * 12});
+    for (const char* architecture : {"80", "90a", "100"})
+      EXPECT_EQ(plan_kernel(buckets, architecture).facts().schemes, "D") << head_size << ' ' << architecture;
+  }
+}
+
+// What deterministic backwards run: dQ by itself but where one CTA has all keys, or tiles of keys add to it in order.
+TEST(LaunchPlan, DeterministicGradientsOfQueries) {
+  const auto kernels = [](const FlexCase& c, const char* architecture) {
+    return backward_kernels(c, {true, true, true, true}, /*deterministic=*/true, architecture);
+  };
+  FlexCase pairs = pairs_of_heads(FlexKernel::kBackward, 32);
+  pairs.partial_sums = true;
+  EXPECT_EQ(kernels(pairs, "90a").size(), 1u);
+  EXPECT_TRUE(plan_kernel(kernels(pairs, "90a").back(), "90a").facts().ordered);
+  EXPECT_EQ(kernels(pairs, "80").size(), 2u);
+  EXPECT_EQ(kernels(masked(pairs, 128), "90a").size(), 2u);
+  FlexCase fixed = pairs;
+  fixed.partial_sums = false;
+  fixed.fixed_point = true;
+  EXPECT_EQ(kernels(fixed, "90a").size(), 2u);
+  EXPECT_EQ(kernels(make_case(FlexKernel::kBackward, 64), "90a").size(), 2u);
+  FlexCase few = make_case(FlexKernel::kBackward, 32);
+  few.most_queries = few.most_keys = 64;
+  const auto one = kernels(few, "90a");
+  ASSERT_EQ(one.size(), 1u);
+  EXPECT_TRUE(plan_kernel(one.back(), "90a").facts().stores_query);
+}
+
 TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {
   for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
     FlexCase c = windows(kernel, 32);

@@ -73,6 +73,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
 KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
   const int limit = flex_shared_limit(std::stoi(architecture));
   const std::vector<FlexTileSize> tiles = candidates(c, architecture);
+  std::optional<KernelFacts> crowded;
   for (size_t i = 0; i < tiles.size(); ++i) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
@@ -85,13 +86,20 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
       const auto stages = [](const FlexTileSize& t) { return t.query_stages + t.key_stages; };
       const bool another = sums && std::any_of(tiles.begin() + static_cast<std::ptrdiff_t>(i), tiles.end(),
                                                [&](const FlexTileSize& t) { return stages(t) < stages(tiles[i]); });
-      if (!choose_schemes(c, left, facts) && (another || tiles[i].boxes || tiles[i].columns)) continue;
+      const SchemesFit fit = choose_schemes(c, left, facts);
+      if (fit != SchemesFit::kAll && (another || tiles[i].boxes || tiles[i].columns)) continue;
       facts.grad_scores |= !facts.schemes.empty();
       // As many as plan_launch counts; without histograms they fit anyway, and would spill.
       if (tiles[i].keeps && facts.schemes.find('F') != std::string::npos) facts.resident = 3;
+      // Where pairs share elements, sums are worth more than a larger tile.
+      if (sums && fit == SchemesFit::kNotCrowded) {
+        if (!crowded) crowded = std::move(facts);
+        continue;
+      }
     }
     return KernelSpec(std::move(facts));
   }
+  if (crowded) return KernelSpec(std::move(*crowded));
   fail<NotImplementedError>("flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
                             " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
                             " of ", element_bytes(c.dtype), " bytes");

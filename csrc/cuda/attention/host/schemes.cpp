@@ -66,11 +66,11 @@ bool stores_tiles(const FlexCase& c, const KernelFacts& facts, const score_mod::
 
 }  // namespace
 
-bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
+SchemesFit choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
   const auto& contributions = derivative->contributions();
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
-  bool all_fit = true;
+  SchemesFit fit = SchemesFit::kAll;
   for (size_t k = 0; k < steps.size(); ++k) {
     char scheme = scheme_of(steps[k].scheme);
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
@@ -86,7 +86,8 @@ bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
     if (column > 0 && scheme == 'F') table = column;
     int bytes = scheme_bytes(c, facts.tile, scheme, table);
     if (bytes > left) {
-      all_fit = false;
+      const bool crowded = scheme >= 'A' && scheme <= 'D';
+      fit = crowded || fit == SchemesFit::kNotCrowded ? SchemesFit::kNotCrowded : SchemesFit::kNotAll;
       scheme = 'G';
       table = bytes = 0;
     }
@@ -95,7 +96,7 @@ bool choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
     facts.tables.push_back(table);
     facts.shared_bytes += bytes;
   }
-  return all_fit;
+  return fit;
 }
 
 bool scheme_is_forced() { return forced_scheme != 0; }

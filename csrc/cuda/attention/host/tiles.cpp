@@ -359,7 +359,11 @@ std::vector<FlexTileSize> candidates(const FlexCase& c, const std::string& archi
         break;
     }
   }
-  return with_columns(c, with_boxes(c, portable(c)));
+  std::vector<FlexTileSize> found = with_columns(c, with_boxes(c, portable(c)));
+  // Leaves room for sums of diagonals where a CTA has 99 KiB.
+  const bool narrow_backward = c.kernel == FlexKernel::kBackward && std::max(head_cols(c), value_cols(c)) <= 64;
+  if (narrow_backward && c.dtype != DType::kFloat32) found.push_back({64, 64, 4, 1, 1});
+  return found;
 }
 
 }  // namespace planner
