@@ -144,8 +144,8 @@ TEST(SharedMemory, RegionsFollowOneAnotherAndAreAligned) {
                                         .box_bytes = 32 << 10,
                                         .read_stages = 2,
                                         .captured_bytes = 0});
-  const std::vector<device::Region> regions{m.key,        m.value,         m.query, m.grad_out, m.grad_scores,
-                                            m.grad_query, m.key_gradients, m.boxes, m.rows,     m.places,
+  const std::vector<device::Region> regions{m.key,        m.value,         m.query,   m.grad_out, m.grad_scores,
+                                            m.grad_query, m.key_gradients, m.boxes,   m.rows,     m.places,
                                             m.barriers,   m.lines,         m.captured};
   int end = 0;
   for (const auto& region : regions) {

@@ -212,6 +212,7 @@ forward bfloat16 48 48 none none
 forward bfloat16 80 80 none none
 backward bfloat16 64 64 none none
 backward bfloat16 64 64 alibi causal
+backward bfloat16 64 64 D none
 backward bfloat16 64 64 D document
 backward bfloat16 64 64 F none
 backward bfloat16 64 64 C none
@@ -285,6 +286,8 @@ backward bfloat16 32 32 none none
 backward bfloat16 32 32 P none
 backward bfloat16 64 64 P none
 backward bfloat16 128 128 P none
+turns bfloat16 32 32 P none
+turns bfloat16 64 64 P none
 grad_buffers bfloat16 32 32 P none
 grad_buffers bfloat16 64 64 P none
 """
@@ -461,6 +464,7 @@ def test_the_selection_meets_everything() -> None:
         ("bfloat16", "short"),
         ("bfloat16", "split_forward"),
         ("bfloat16", "split_grad_query"),
+        ("bfloat16", "turns"),
     }
     schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")

@@ -101,8 +101,8 @@ struct PairPlace {
   int q, kv;
 };
 
-/// kUsed: whether there are such tiles at all; none of reads that are kept (Kept). kMaps: sm_90: of so many reads, the
-/// first that are a tensor's boxes as they lie, TMA copies tiles, swizzled.
+/// kUsed: whether there are such tiles at all; none of reads that are kept (Kept). kMaps (sm_90): TMA copies the tiles
+/// of so many reads, the first whose boxes are a tensor's as they lie, swizzled.
 template <class Mod, int kQueries, int kKeys, class Kept, bool kUsed, int kMaps = 0>
 class PairBoxes {
   using Captured = typename Mod::Captured;
@@ -136,10 +136,9 @@ class PairBoxes {
   }
 
  public:
-  static constexpr int kBytes =
-      mapped_box_bytes(kQueries, kKeys, kMaps, offset(Mod::kPairReads) - kMaps * kMapBytes);
+  static constexpr int kBytes = mapped_box_bytes(kQueries, kKeys, kMaps, offset(Mod::kPairReads) - kMaps * kMapBytes);
   /// Whether threads copy some of them.
-  static constexpr bool kCopies = offset(Mod::kPairReads) > kMaps * kMapBytes;
+  static constexpr bool kCopies = offset(Mod::kPairReads) > kMaps* kMapBytes;
   static constexpr bool kMapped = kMaps > 0;
   static_assert(kMaps == 0 || kKeys % kChunk == 0);
 
@@ -193,9 +192,9 @@ class PairBoxes {
     });
   }
 
-  /// sm_90: the others by kThreads threads of whole warps that do not wait. Each arrives at the mbarrier `full` with its
-  /// copies; what it writes otherwise needs another arrival. Rows beyond the queries and columns beyond the keys stay
-  /// as they are.
+  /// sm_90: the others by kThreads threads of whole warps that do not wait. Each arrives at the mbarrier `full` with
+  /// its copies; what it writes otherwise needs another arrival. Rows beyond the queries and columns beyond the keys
+  /// stay as they are.
   template <int kThreads>
   static __device__ __forceinline__ void bring(unsigned to, unsigned full, const Captured& captured, int b, int h,
                                                int q, int kv, int queries, int keys, int thread) {

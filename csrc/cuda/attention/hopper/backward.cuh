@@ -239,8 +239,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void give_rows(unsigned place, const float (&x)[kBlocks][4], float factor) const {
     if constexpr (!Config::kOwnPlaces) named_sync(kSumEmpty + group_, kWithWarp);
     const int matrix = lane() / 8, row = lane() % 8, swizzle = kNarrow ? row / 2 : row;
-    const unsigned to =
-        place + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kRowBytes + (matrix / 2 ^ swizzle) * 16;
+    const unsigned to = place + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kRowBytes + (matrix / 2 ^ swizzle) * 16;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
       unsigned words[4];
@@ -488,9 +487,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       const Place place = place_of(i);
       const bool ended = Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0);
       if (ended) {
-        if constexpr (Config::kGradValue) 
+        if constexpr (Config::kGradValue)
           store_gradient<Config::kValue>(more_.grad_value, place_of_gradient(group, true), group, place);
-        if constexpr (Config::kGradKey) 
+        if constexpr (Config::kGradKey)
           store_gradient<Config::kHead>(more_.grad_key, place_of_gradient(group, false), group, place);
       }
       if (place.tile == kNoMore) break;

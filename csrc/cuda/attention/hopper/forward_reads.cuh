@@ -46,8 +46,7 @@ class FlexForwardReads {
   /// with what else it wrote. wait(): until the stage is free; what goes through registers is read before.
   template <class Arguments, class HopperArguments, class Wait>
   static __device__ __forceinline__ void bring(unsigned stage, unsigned full, const Arguments& a,
-                                               const HopperArguments& more,
-                                               const typename ScoreMod::Captured& score,
+                                               const HopperArguments& more, const typename ScoreMod::Captured& score,
                                                const typename MaskMod::Captured& mask, int b, int h, int q, int kv,
                                                bool masked, int thread, const Wait& wait) {
     ScoreLines of_score;

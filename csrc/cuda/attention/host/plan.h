@@ -63,10 +63,11 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture);
 KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 
 /// What the kernels of a backward are asked, in their order, from what they have in common. `needs_grad`: of query, key
-/// and value first. dQ has a kernel of its own (kGradQuery) for D or E above 128 in the Hopper family, where two kernels
-/// are faster than one though each computes the scores, and where sums must come in one order: but for where one CTA
-/// has all keys, and in the Hopper family beside boxes without a block mask. There tiles of keys wait for one another,
-/// which takes longer than a second kernel where scores are cheap, and less where it would read all pairs again.
+/// and value first. dQ has a kernel of its own (kGradQuery) for D or E above 128 in the Hopper family, where two
+/// kernels are faster than one though each computes the scores, and where sums must come in one order: but for where
+/// one CTA has all keys, and in the Hopper family beside boxes without a block mask. There tiles of keys wait for one
+/// another, which takes longer than a second kernel where scores are cheap, and less where it would read all pairs
+/// again.
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture);
 

@@ -49,7 +49,8 @@ bool boxes_are_aligned(const ScoreMod& mod, const FlexMod& as) {
     if (bytes == 0) return true;
     const Tensor& t = mod.buffers.at(static_cast<size_t>((*graph)[load].payload));
     const auto on_edge = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) * bytes % 16 == 0; };
-    bool aligned = t.numel() > 0 && t.stride(t.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+    bool aligned =
+        t.numel() > 0 && t.stride(t.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
     for (int64_t d = 0; d + 1 < t.dim(); ++d) aligned &= on_edge(d);
     return aligned;
   });
@@ -217,8 +218,12 @@ FlexCall::Lists FlexCall::lists(const LaunchPlan& plan) {
 
 device::FlexForwardHopperArguments FlexCall::hopper_forward(const LaunchPlan& plan, const Lists& lists) const {
   const FlexTileSize& tile = plan.spec.tile();
-  device::FlexForwardHopperArguments more{boxes_of(query_, tile.rows), boxes_of(key_, tile.cols),
-                                          boxes_of(value_, tile.cols), lists.next, plan.section, {}};
+  device::FlexForwardHopperArguments more{boxes_of(query_, tile.rows),
+                                          boxes_of(key_, tile.cols),
+                                          boxes_of(value_, tile.cols),
+                                          lists.next,
+                                          plan.section,
+                                          {}};
   if (tile.maps > 0) take_maps(scores_.score_mod, common_.score_mod, tile, more.boxes);
   return more;
 }
@@ -233,20 +238,20 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
     return plan.spec.facts().stores_boxes && t.numel() > 0 ? boxes_of(t, 64, cols) : device::TensorMap{};
   };
   device::FlexBackwardHopperArguments more{
-          boxes_of(query_, tile.rows, cols),
-          boxes_of(key_, tile.cols, cols),
-          boxes_of(value_, tile.cols, cols),
-          boxes_of(grad_out, tile.rows, cols),
-          boxes_of_gradient(grad_key),
-          boxes_of_gradient(grad_value),
-          grad_scores.defined() && grad_scores.numel() > 0 ? boxes_of(grad_scores, tile.rows) : device::TensorMap{},
-          encoded(rows, row_map(rows.size(0), tile.rows)),
-          lists.next,
-          plan.section,
-          0,
-          as_int(shape_.key_batches * shape_.key_heads / plan.launches),
-          {},
-          nullptr};
+      boxes_of(query_, tile.rows, cols),
+      boxes_of(key_, tile.cols, cols),
+      boxes_of(value_, tile.cols, cols),
+      boxes_of(grad_out, tile.rows, cols),
+      boxes_of_gradient(grad_key),
+      boxes_of_gradient(grad_value),
+      grad_scores.defined() && grad_scores.numel() > 0 ? boxes_of(grad_scores, tile.rows) : device::TensorMap{},
+      encoded(rows, row_map(rows.size(0), tile.rows)),
+      lists.next,
+      plan.section,
+      0,
+      as_int(shape_.key_batches * shape_.key_heads / plan.launches),
+      {},
+      nullptr};
   if (tile.maps > 0) take_maps(scores_.score_mod, common_.score_mod, tile, more.boxes);
   return more;
 }

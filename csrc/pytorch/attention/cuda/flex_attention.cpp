@@ -226,9 +226,9 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.fixed_bits = sums.fixed_bits();
   if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
 
-  const Tensor added = last.ordered ? at::zeros({heads, tiles_in(query.size(2), last.tile.rows), 2},
-                                                query.options().dtype(at::kInt))
-                                    : Tensor();
+  const Tensor added =
+      last.ordered ? at::zeros({heads, tiles_in(query.size(2), last.tile.rows), 2}, query.options().dtype(at::kInt))
+                   : Tensor();
   auto sum_arguments = sums.arguments();
   Tensor query_parts;
   if (own_kernel && plans.front().spec.facts().key_splits && query_out.defined()) {
