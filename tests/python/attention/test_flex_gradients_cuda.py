@@ -213,6 +213,40 @@ def test_biases_of_pairs(layout: str, lengths: tuple[int, int], dtype: torch.dty
         assert relative(ours, truth) <= 1e-2
 
 
+@pytest.mark.parametrize("pairs", ["bhqk", "hqk", "bqk", "qk"])
+@pytest.mark.parametrize("size", [24, 64, 128])
+def test_deterministic_gradients_of_biases(size: int, pairs: str) -> None:
+    """Of several tiles of keys, which add to the queries' gradient one after the other."""
+    lengths = {"b": 3, "h": 4, "q": 300, "k": 520}
+    bias = torch.randn(*(lengths[letter] for letter in pairs), dtype=torch.bfloat16).requires_grad_()
+    given = [*inputs(3, 4, 300, 520, size, hkv=2), bias]
+
+    def function(table):
+        return lambda s, b, h, q, k: s + table[tuple({"b": b, "h": h, "q": q, "k": k}[letter] for letter in pairs)]
+
+    out = flex_attention(*given[:3], function(bias), enable_gqa=True, deterministic=True)
+    upstream = torch.randn_like(out)
+    first = torch.autograd.grad(out, given, upstream, retain_graph=True)
+    for _ in range(5):
+        again = torch.autograd.grad(out, given, upstream, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    wide = [t.detach().double().requires_grad_() for t in given]
+    expected = dense(*wide[:3], function(wide[3])).out
+    for ours, truth in zip(first, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+        assert relative(ours, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["hqk", "bhqk"])
+def test_pairs_beyond_a_bias_read_nan(batched: bool) -> None:
+    q, k, v = inputs(2, 3, 512, 512, 32)
+    for rows, keys in ((400, 512), (512, 496)):
+        bias = torch.randn(*([2] if batched else []), 3, rows, keys, dtype=torch.bfloat16)
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s + (bias[b, h, i, j] if batched else bias[h, i, j]))
+        expected = torch.arange(512) >= (rows if keys == 512 else 0)
+        assert torch.equal(out.isnan().all(-1), expected.expand(2, 3, 512))
+        assert torch.equal(out.isnan().any(-1), expected.expand(2, 3, 512))
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("size", [48, 64])
 def test_a_forward_and_a_backward_of_two_families(size: int, deterministic: bool) -> None:
