@@ -231,8 +231,8 @@ def flex_attention(
             each ``[B, H, M]``, float32 (float64 for float64), differentiable, -inf where no key takes part.
         inplace: permission for the backward to write the gradients of query, key and value over them, where all three
             get one and the graph is not kept.
-        deterministic: on CUDA: whether gradients must be the same bits in every run, mostly at the price of another pass
-            over the scores; None: as ``torch.use_deterministic_algorithms`` says. The CPU's always are.
+        deterministic: on CUDA: whether gradients must be the same bits in every run, mostly at the price of another
+            pass over the scores; None: as ``torch.use_deterministic_algorithms`` says. The CPU's always are.
         dropout_p: of each pair, the probability that its weight becomes 0; the other weights are divided by
             ``1 - dropout_p``. At least 0 and less than 1, taken to the nearest multiple of 2^-40 and to at most
             1 - 2^-15; lse and max_scores are those without. Pass 0 where a model does not train. A call draws one
