@@ -21,7 +21,8 @@
 // backward_tiles.cuh describes Config; this file adds:
 //   kStoresBoxes               TMA stores dK and dV
 //   kOrdered                   dQ is summed in the order of the tiles of keys: a tile's warp waits for the one before.
-//                              CTAs take tiles in this order, so that whom they wait for is there
+//                              CTAs take tiles in this order, and all of a launch must be resident at once, or they
+//                              would wait for one that is not there
 #pragma once
 
 #include "cuda/attention/hopper/backward_tiles.cuh"
