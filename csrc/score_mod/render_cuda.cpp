@@ -807,6 +807,12 @@ int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtype
   return dimensions;
 }
 
+std::vector<NodeId> mapped_reads(const Graph& graph, std::span<const DType> dtypes) {
+  std::vector<NodeId> reads = pair_reads(graph);
+  std::erase_if(reads, [&](NodeId load) { return box_dimensions(graph, load, dtypes) < 0; });
+  return reads;
+}
+
 uint32_t column_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
   const Node& node = graph[load];
   if (node.type != Type::kFloat || node.operands.size() > 32 || box_bytes(graph, load, dtypes) != 0) return 0;

@@ -27,6 +27,8 @@ int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 /// Of one of pair_reads: which of b (1) and h (2) are indices of its buffer. Its indices are these, q_idx and kv_idx,
 /// in this order, so that its boxes are those of the buffer, whose elements have 2 bytes. -1: they are not.
 int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
+/// Those of pair_reads that have box_dimensions, in their order.
+std::vector<NodeId> mapped_reads(const Graph& graph, std::span<const DType> dtypes);
 
 /// Of one of pair_reads that reads numbers and has no box: the dimensions of its buffer, a bit each, whose indices tell
 /// pairs apart, where the others' depend on h alone. All pairs of a head read in a column of the product of these

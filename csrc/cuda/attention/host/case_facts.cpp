@@ -185,16 +185,15 @@ int kept_bytes(const FlexCase& c, const FlexTileSize& t) {
 int box_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (!t.boxes) return 0;
   const auto graph = score_mod::cached_graph(c.score_mod.text);
-  int bytes = 0, maps = 0;
+  auto mapped = score_mod::mapped_reads(*graph, c.score_mod.dtypes);
+  mapped.resize(static_cast<size_t>(t.maps));
+  int bytes = 0;
   for (const score_mod::NodeId id : score_mod::pair_reads(*graph)) {
     if (t.keeps && is_kept(*graph, id)) continue;
-    if (maps < t.maps && score_mod::box_dimensions(*graph, id, c.score_mod.dtypes) >= 0) {
-      ++maps;
-      continue;
-    }
+    if (std::find(mapped.begin(), mapped.end(), id) != mapped.end()) continue;
     bytes += device::box_tile_bytes(t.rows, t.cols, score_mod::box_bytes(*graph, id, c.score_mod.dtypes));
   }
-  return device::mapped_box_bytes(t.rows, t.cols, maps, bytes);
+  return device::mapped_box_bytes(t.rows, t.cols, t.maps, bytes);
 }
 
 }  // namespace

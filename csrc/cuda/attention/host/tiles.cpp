@@ -44,11 +44,8 @@ bool has_hopper_boxes(const FlexCase& c) {
 // Of reads of pairs, how many tiles TMA copies.
 int box_maps(const FlexCase& c, const FlexTileSize& t) {
   if (t.cols % 64 != 0 || c.score_mod.dtypes.empty()) return 0;
-  const auto graph = score_mod::cached_graph(c.score_mod.text);
-  int maps = 0;
-  for (const score_mod::NodeId load : score_mod::pair_reads(*graph))
-    maps += score_mod::box_dimensions(*graph, load, c.score_mod.dtypes) >= 0 ? 1 : 0;
-  return std::min(maps, device::kMostBoxMaps);
+  const auto reads = score_mod::mapped_reads(*score_mod::cached_graph(c.score_mod.text), c.score_mod.dtypes);
+  return std::min(static_cast<int>(reads.size()), device::kMostBoxMaps);
 }
 
 // The keys of a tile of three warpgroups, of which a thread has 152 or 160 registers; 0: they do not pay. Scores that

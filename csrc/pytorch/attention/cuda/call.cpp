@@ -74,10 +74,10 @@ device::TensorMap boxes_of(const Tensor& t, int rows, int cols = 64) {
 void take_maps(const ScoreMod& mod, const FlexMod& as, const FlexTileSize& tile,
                device::TensorMap (&maps)[device::kMostBoxMaps]) {
   const auto graph = score_mod::cached_graph(mod.text);
-  int count = 0;
-  for (const score_mod::NodeId load : score_mod::pair_reads(*graph)) {
+  const auto reads = score_mod::mapped_reads(*graph, as.dtypes);
+  for (size_t i = 0; i < static_cast<size_t>(tile.maps); ++i) {
+    const score_mod::NodeId load = reads[i];
     const int dimensions = score_mod::box_dimensions(*graph, load, as.dtypes);
-    if (dimensions < 0 || count == tile.maps) continue;
     const Tensor& t = mod.buffers.at(static_cast<size_t>((*graph)[load].payload));
     FlexBoxes boxes;
     int64_t d = 0;
@@ -88,7 +88,7 @@ void take_maps(const ScoreMod& mod, const FlexMod& as, const FlexTileSize& tile,
     }
     auto shape = box_map(t.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16, boxes, tile.rows, 64);
     shape.beyond = CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA;
-    maps[count++] = encoded(t, shape);
+    maps[i] = encoded(t, shape);
   }
 }
 
