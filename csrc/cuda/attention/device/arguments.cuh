@@ -124,7 +124,8 @@ struct FlexBackwardHopperArguments {
   TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so
   TensorMap grad_scores;                  // dS of each pair, boxes of 64 keys, where CTAs store it (scheme 'T')
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
-  int* next;                              // as FlexForwardHopperArguments has it
+  int* next;                              // as FlexForwardHopperArguments has it; where dQ is summed in one order: two
+                                          // numbers, 0 before, of which CTAs take tiles of keys (next_id)
   int section;                            // heads of keys whose tiles are begun in the order of their place in the head
   int first_head, heads;                  // heads of keys of the launch
   TensorMap boxes[kMostBoxMaps];          // as FlexForwardHopperArguments has them

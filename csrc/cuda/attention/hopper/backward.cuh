@@ -21,8 +21,7 @@
 // backward_tiles.cuh describes Config; this file adds:
 //   kStoresBoxes               TMA stores dK and dV
 //   kOrdered                   dQ is summed in the order of the tiles of keys: a tile's warp waits for the one before.
-//                              CTAs take tiles in this order, and all of a launch must be resident at once, or they
-//                              would wait for one that is not there
+//                              CTAs take tiles in this order
 #pragma once
 
 #include "cuda/attention/hopper/backward_tiles.cuh"
@@ -70,8 +69,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static constexpr int kWithWarp = kWarpgroup + kLanes;
   // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer.
   static constexpr bool kCopies = Tiles::Boxes::kCopies;
-  static constexpr int kProducerRegisters = !kCopies ? 24 : Config::kHead > 64 ? 40 : 56;
-  static constexpr int kConsumerRegisters = !kCopies ? 240 : Config::kHead > 64 ? 232 : 224;
+  static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64 ? 56 : kCopies || Config::kOrdered ? 40 : 24;
+  static constexpr int kConsumerRegisters = 252 - kProducerRegisters / 2;
   static_assert(!kBoxes || Config::kGroups == 2);
   static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));
@@ -80,6 +79,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::kSharedBytes, Tiles::Tiles;
 
   __device__ __forceinline__ void run() {
+    if constexpr (Config::kOrdered) {
+      if (!Tiles::draw_first(threadIdx.x == Config::kGroups * kWarpgroup)) return;
+    }
     begin(kConsumerWarps);
     if (group_ == Config::kGroups) {
       give_registers<kProducerRegisters>();

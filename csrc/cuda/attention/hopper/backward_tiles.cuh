@@ -141,6 +141,12 @@ class FlexBackwardHopperTiles {
     key_head_ = head % key_heads;
   }
 
+  /// In order, before all else: the CTA's first keys. Returns whether there are any.
+  __device__ __forceinline__ bool draw_first(bool producer) {
+    if (producer) first_id_ = atomicAdd(more_.next, 1);
+    return __syncthreads_or(producer && first_id_ < more_.heads * col_tiles()) != 0;
+  }
+
   // The stages of tile i and the parity of their barriers follow from i: one register instead of several.
   static_assert(Config::kStages == 2);
   static __device__ __forceinline__ int stage_of(int i) { return i & 1; }
@@ -232,9 +238,9 @@ class FlexBackwardHopperTiles {
   /// Loads all tiles of queries for the CTA's keys, then for other keys that no CTA has taken yet.
   __device__ __forceinline__ void produce() {
     const int all = more_.heads * col_tiles(), row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    int id = static_cast<int>(blockIdx.x), i = 0;
-    for (int keys = 0; id < all; ++keys) {
-      take(id);
+    int id = Config::kOrdered ? first_id_ : static_cast<int>(blockIdx.x), i = 0;
+    for (int keys = 0; (id & kIds) < all; ++keys) {
+      take(id & kIds);
       // Keys with fewer tiles get tiles beyond the queries: a stage of keys becomes free when the first tile of the
       // next keys is done, and their second tile asks for the keys after them. The last tile belongs to the last head.
       constexpr int kLeast = kSeamless ? 2 : 1;
@@ -246,7 +252,7 @@ class FlexBackwardHopperTiles {
         for (int tile = 0; tile < walk.count() || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
           const Place p{b, h, tile < walk.count() ? walk[tile] : row_tiles * Config::kParts << Entry::kKindBits, 0};
           const bool last = left == 1 && tile + 1 >= walk.count() && brought + 1 >= kLeast;
-          if (last) id = static_cast<int>(gridDim.x) + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+          if (last) id = next_id(id, keys == 0);
           load(i++, p, keys, brought++ == 0, last);
         }
         if (++h % a_.group == 0) {
@@ -254,8 +260,26 @@ class FlexBackwardHopperTiles {
           ++b;
         }
       }
-      if (!kSeamless || id >= all) end(i++, id < all ? kOtherKeys : kNoMore, keys);
+      const bool more = (id & kIds) < all;
+      if (!kSeamless || !more) end(i++, more ? kOtherKeys : kNoMore, keys);
     }
+  }
+  static constexpr int kIds = Config::kOrdered ? 0x7fffffff : -1;  // the bits of an id
+  /// In order a CTA may wait only for keys that a running one has taken, and some CTAs of a launch may not run yet (in a
+  /// green context, or beside other kernels). So CTAs take their first keys from a counter (draw_first). The first that
+  /// asks for more decides for all: if every CTA has come, each takes every gridDim-th keys, with which it stays as far
+  /// behind the CTA before it as it is; else all keys come from the counter, and their ids have the sign bit set.
+  __device__ __forceinline__ int next_id(int id, bool first) const {
+    const int ctas = static_cast<int>(gridDim.x);
+    if constexpr (!Config::kOrdered) return ctas + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
+    bool counted = id < 0;
+    if (first) {
+      constexpr int kCounted = 1, kEvery = 2;
+      const int wanted = atomicAdd(more_.next, 0) == ctas ? kEvery : kCounted;
+      const int before = atomicCAS(more_.next + 1, 0, wanted);
+      counted = (before == 0 ? wanted : before) == kCounted;
+    }
+    return counted ? atomicAdd(more_.next, 1) | ~kIds : id + ctas;
   }
   static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
@@ -568,6 +592,7 @@ class FlexBackwardHopperTiles {
   FlexKept<true, kWords> kept_;
   int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
+  int first_id_;  // in order: of the CTA's first keys
 };
 
 }  // namespace fusegrad::device

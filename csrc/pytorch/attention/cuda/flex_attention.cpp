@@ -226,9 +226,10 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.fixed_bits = sums.fixed_bits();
   if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
 
+  // Of dQ in one order: what has been added, and behind it what CTAs of each launch take their tiles of keys from.
+  const int64_t counts = heads * tiles_in(query.size(2), last.tile.rows) * 2;
   const Tensor added =
-      last.ordered ? at::zeros({heads, tiles_in(query.size(2), last.tile.rows), 2}, query.options().dtype(at::kInt))
-                   : Tensor();
+      last.ordered ? at::zeros({counts + 2 * plans.back().launches}, query.options().dtype(at::kInt)) : Tensor();
   auto sum_arguments = sums.arguments();
   Tensor query_parts;
   if (own_kernel && plans.front().spec.facts().key_splits && query_out.defined()) {
@@ -262,13 +263,17 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     device::FlexBackwardHopperArguments more{};
     if (plan.spec.facts().hopper()) {
       more = call.hopper_backward(plan, lists, grad_out, row_values, key_rows, value_rows, sums.tiles());
-      if (added.defined()) more.added = added.mutable_data_ptr<int>();
+      if (added.defined()) {
+        more.added = added.mutable_data_ptr<int>();
+        more.next = more.added + counts;
+      }
       further.push_back(&more);
     }
     if (by_key && inplace) begin_overwriting("query, key and value");
     for (int64_t i = 0; i < plan.launches; ++i) {
       call.launch(plan, &a, further);
       more.first_head += more.heads;
+      if (added.defined()) more.next += 2;
     }
   }
   if (query_sum.defined()) {
