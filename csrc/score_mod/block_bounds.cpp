@@ -1,12 +1,9 @@
 #include "score_mod/block_bounds.h"
 
 #include <algorithm>
-#include <list>
-#include <mutex>
 #include <optional>
-#include <unordered_map>
 
-#include "common/process.h"
+#include "common/recent.h"
 #include "score_mod/cache.h"
 #include "score_mod/ranges.h"
 #include "score_mod/simplify.h"
@@ -307,26 +304,9 @@ BlockBounds block_bounds(const Graph& mask_mod, std::array<int64_t, 2> block_siz
 
 std::shared_ptr<const BlockBounds> cached_block_bounds(std::string_view text, std::array<int64_t, 2> block_size,
                                                        std::span<const Buffer> buffers) {
-  struct Known {
-    std::mutex mutex;
-    std::list<std::pair<std::string, std::shared_ptr<const BlockBounds>>> entries;  // the last used first
-  };
-  constexpr size_t kMostEntries = 64;
-  Known& known = of_this_process<Known>();
-  std::string key = key_of(text, block_size, buffers);
-  {
-    const std::lock_guard lock(known.mutex);
-    for (auto entry = known.entries.begin(); entry != known.entries.end(); ++entry) {
-      if (entry->first != key) continue;
-      known.entries.splice(known.entries.begin(), known.entries, entry);
-      return entry->second;
-    }
-  }
-  auto made = std::make_shared<const BlockBounds>(block_bounds(*cached_graph(text), block_size, buffers));
-  const std::lock_guard lock(known.mutex);
-  known.entries.emplace_front(std::move(key), made);
-  if (known.entries.size() > kMostEntries) known.entries.pop_back();
-  return made;
+  auto& known = of_this_process<Recent<std::string, BlockBounds, 64>>();
+  return known.get(key_of(text, block_size, buffers),
+                   [&] { return block_bounds(*cached_graph(text), block_size, buffers); });
 }
 
 }  // namespace fusegrad::score_mod

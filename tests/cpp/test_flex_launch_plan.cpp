@@ -410,6 +410,35 @@ TEST(LaunchPlan, SumsOfDiagonalsAreWorthMoreThanStages) {
   }
 }
 
+// Two stages of 128 keys fit beside 128 queries of 192 columns where values have 128, but not beside boxes.
+TEST(LaunchPlan, HeadsOf192HaveTilesOf128Keys) {
+  const auto keys = [](FlexCase c, int value_size) {
+    c.value_size = value_size;
+    return plan_kernel(c, "90a").tile().cols;
+  };
+  for (const auto& c : {make_case(FlexKernel::kForward, 192), masked(make_case(FlexKernel::kForward, 192), 128)}) {
+    EXPECT_EQ(keys(c, 128), 128);
+    EXPECT_LT(keys(c, 192), 128);
+  }
+  EXPECT_EQ(keys(make_case(FlexKernel::kForward, 136), 128), 128);
+  EXPECT_LT(keys(make_case(FlexKernel::kForward, 256), 128), 128);
+  EXPECT_LT(keys(pairs_of_heads(FlexKernel::kForward, 192), 128), 128);
+}
+
+// A plan is kept by all that decides it: another case, or what tests force, is another plan.
+TEST(LaunchPlan, IsKeptByWhatDecidesIt) {
+  FlexCase c = make_case(FlexKernel::kForward, 128);
+  const KernelSpec first = plan_kernel(c, "90a");
+  EXPECT_EQ(plan_kernel(c, "90a"), first);
+  EXPECT_EQ(plan_kernel(c, "80").facts().tile.family, FlexFamily::kPortable);
+  force_flex_family(FlexFamily::kPortable);
+  EXPECT_EQ(plan_kernel(c, "90a").facts().tile.family, FlexFamily::kPortable);
+  force_flex_family(std::nullopt);
+  EXPECT_EQ(plan_kernel(c, "90a"), first);
+  c.max_scores = true;
+  EXPECT_TRUE(plan_kernel(c, "90a").facts().max_scores);
+}
+
 // What deterministic backwards run: dQ by itself but where one CTA has all keys, or tiles of keys add to it in order.
 TEST(LaunchPlan, DeterministicGradientsOfQueries) {
   const auto kernels = [](const FlexCase& c, const char* architecture) {

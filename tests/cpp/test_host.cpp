@@ -3,9 +3,12 @@
 
 #include <atomic>
 #include <cmath>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "common/host.h"
+#include "common/recent.h"
 #include "common/sleef.h"
 #include "losses/row_kernels.h"
 #include "pytorch/host.h"
@@ -85,6 +88,20 @@ TEST(Host, VectorMathIsTheFrontEnds) {
 TEST(Host, ErrorsOfItsThreadsKeepTheirType) {
   EXPECT_THROW(cpu::parallel_for(torch_host(), 1000, 1, [](int64_t, int64_t) { throw std::out_of_range("row"); }),
                std::out_of_range);
+}
+
+TEST(Recent, KeepsWhatWasUsedLast) {
+  Recent<std::string, int, 2> recent;
+  int made = 0;
+  const auto get = [&](const char* key) { return *recent.get(key, [&] { return ++made; }); };
+  EXPECT_EQ(get("a"), 1);
+  EXPECT_EQ(get("b"), 2);
+  EXPECT_EQ(get("a"), 1);
+  EXPECT_EQ(get("c"), 3);  // in the place of b
+  EXPECT_EQ(get("a"), 1);
+  EXPECT_EQ(get("b"), 4);
+  EXPECT_THROW(recent.get("d", []() -> int { throw std::runtime_error("not made"); }), std::runtime_error);
+  EXPECT_EQ(get("d"), 5);
 }
 
 }  // namespace

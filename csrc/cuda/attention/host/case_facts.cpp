@@ -50,7 +50,7 @@ bool first_maximum(const FlexCase& c, const FlexTileSize& t) {
     return are_places_alone(*score_mod::cached_graph(c.score_mod.text));
   };
   return ((c.unscaled && masks_alone(c)) || boxes_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
-         std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) <= 128;
+         head_cols(c, kHopperCols) <= 192 && value_cols(c, kHopperCols) <= 128;
 }
 // Hopper forward: whether the first scores of the next queries run beside the last output. Of two warpgroups larger
 // heads are 1 to 3% slower so; other score_mods were not measured.

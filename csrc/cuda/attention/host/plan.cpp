@@ -5,6 +5,7 @@
 
 #include "attention/flex_attention.h"
 #include "common/error.h"
+#include "common/recent.h"
 #include "cuda/attention/host/case_facts.h"
 #include "cuda/attention/host/schemes.h"
 #include "cuda/attention/host/tiles.h"
@@ -68,9 +69,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   return f;
 }
 
-}  // namespace
-
-KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
+KernelSpec planned(const FlexCase& c, const std::string& architecture) {
   const int limit = flex_shared_limit(std::stoi(architecture));
   const std::vector<FlexTileSize> tiles = candidates(c, architecture);
   std::optional<KernelFacts> crowded;
@@ -103,6 +102,22 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
   fail<NotImplementedError>("flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
                             " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
                             " of ", element_bytes(c.dtype), " bytes");
+}
+
+struct Asked {
+  FlexCase of;
+  std::string architecture;
+
+  bool operator==(const Asked&) const = default;
+};
+
+}  // namespace
+
+KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
+  // Tests force what decides beside the case.
+  if (flex_family_is_forced() || scheme_is_forced()) return planned(c, architecture);
+  auto& known = of_this_process<Recent<Asked, KernelSpec, 128>>();
+  return *known.get({c, architecture}, [&] { return planned(c, architecture); });
 }
 
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,

@@ -46,6 +46,7 @@ struct FlexCase {
   bool tall = true;           ///< Hopper backward: tall tiles take less time than others
   int forward_rows = 256;     ///< Hopper forward: queries of the tallest tile that pays: 128, 192 or 256
 
+  bool operator==(const FlexCase&) const = default;
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
 
@@ -59,7 +60,7 @@ int flex_shared_limit(int capability);
 /// jit::current_architecture has it.
 bool takes_hopper(const FlexCase& c, const std::string& architecture);
 
-/// Throws where no tile fits the GPU's shared memory.
+/// Throws where no tile fits the GPU's shared memory. What was asked last is kept: a plan takes as long as a small kernel.
 KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 
 /// What the kernels of a backward are asked, in their order, from what they have in common. `needs_grad`: of query, key

@@ -87,7 +87,9 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
   FlexTileSize t{64 * groups, keys > 0 ? keys : 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
   // 80 keys would leave no room for lines, and dropout is drawn for 64.
   t.line_bytes = line_bytes(c);
-  if (head > 128) t.cols = c.blocks || c.dropout || t.line_bytes > 0 ? 64 : 80;
+  // Two stages of 128 keys fit heads of 192 with values of 128, but not beside boxes.
+  if (head > 192 || (head > 128 && (value_cols(c, kHopperCols) > 128 || has_hopper_boxes(c))))
+    t.cols = c.blocks || c.dropout || t.line_bytes > 0 ? 64 : 80;
   if (groups == 3 && c.blocks) t.parts = groups;
   std::vector<FlexTileSize> found;
   const auto add = [&](bool boxes, int read_stages) {
