@@ -195,7 +195,7 @@ def short(ms: float) -> str:
 
 def learned_biases(document: Document) -> str:
     """Attention that differs from an LLM's: time, how many times that without the bias, and the fastest peer."""
-    names = {"efficient": "SDPA's efficient", "cudnn": "cuDNN", "math": "SDPA's math"}
+    names = {"efficient": "SDPA's efficient", "cudnn": "cuDNN", "math": "plain PyTorch"}
     names |= {"flex": "compiled flex_attention", "fa4": "FlashAttention 4", "cuequivariance": "cuEquivariance"}
     rows = []
     for case in document["cases"]:
