@@ -111,13 +111,12 @@ def test_all_kernels_of_a_training_step(folder, head_size: int, deterministic: b
 @needs_flex_compiler
 def test_a_block_mask_gives_its_mask_and_block_size() -> None:
     mask = create_block_mask(causal, None, None, 100, 100, device="cpu", BLOCK_SIZE=48)
-    options = {"head_size": 16, "requires_grad": False, "architecture": "90a"}
-    kernels = 2  # of two sizes of tiles
-    assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == kernels
+    options = {"head_size": 16, "requires_grad": False, "architecture": "80"}
+    assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == 1
     same = stats(lambda: compile_flex(None, trace_mask_mod(causal), block_size=(48, 48), **options))
-    assert same == {"compilations": 0, "memory_hits": kernels, "disk_hits": 0}
+    assert same == {"compilations": 0, "memory_hits": 1, "disk_hits": 0}
     mask.mask_mod = torch.nn.attention.flex_attention.noop_mask
-    assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == kernels
+    assert stats(lambda: compile_flex(block_mask=mask, **options))["compilations"] == 1
 
 
 @needs_flex_compiler
