@@ -265,10 +265,11 @@ class FlexBackwardHopperTiles {
     }
   }
   static constexpr int kIds = Config::kOrdered ? 0x7fffffff : -1;  // the bits of an id
-  /// In order a CTA may wait only for keys that a running one has taken, and some CTAs of a launch may not run yet (in a
-  /// green context, or beside other kernels). So CTAs take their first keys from a counter (draw_first). The first that
-  /// asks for more decides for all: if every CTA has come, each takes every gridDim-th keys, with which it stays as far
-  /// behind the CTA before it as it is; else all keys come from the counter, and their ids have the sign bit set.
+  /// In order a CTA may wait only for keys that a running one has taken, and some CTAs of a launch may not run yet (in
+  /// a green context, or beside other kernels). So CTAs take their first keys from a counter (draw_first). The first
+  /// that asks for more decides for all: if every CTA has come, each takes every gridDim-th keys, with which it stays
+  /// as far behind the CTA before it as it is; else all keys come from the counter, and their ids have the sign bit
+  /// set.
   __device__ __forceinline__ int next_id(int id, bool first) const {
     const int ctas = static_cast<int>(gridDim.x);
     if constexpr (!Config::kOrdered) return ctas + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);

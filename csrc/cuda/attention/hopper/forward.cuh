@@ -12,7 +12,7 @@
 //   kParts                     1, or kGroups: each warpgroup's queries have a kind of tile of their own
 //   kMaskAlone                 there is no score_mod, and the mask_mod reads no buffer
 //   kSeamless                  the first scores of the next queries run beside the last output, which is stored
-//                              meanwhile; warpgroups ping-pong by turns
+//                              meanwhile; two or three warpgroups ping-pong by turns
 //   kFirstMaximum              exponentials are relative to a row's first maximum, and no other is looked for until a
 //                              tile's sums are too large
 #pragma once

@@ -60,7 +60,8 @@ int flex_shared_limit(int capability);
 /// jit::current_architecture has it.
 bool takes_hopper(const FlexCase& c, const std::string& architecture);
 
-/// Throws where no tile fits the GPU's shared memory. What was asked last is kept: a plan takes as long as a small kernel.
+/// Throws where no tile fits the GPU's shared memory. What was asked last is kept: a plan takes as long as a small
+/// kernel.
 KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture);
 
 /// What the kernels of a backward are asked, in their order, from what they have in common. `needs_grad`: of query, key
