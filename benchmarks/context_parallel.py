@@ -6,7 +6,7 @@ query, key and value (and to the bias of "relative"); times and memory are the s
 is above the inputs and counts the gradients. Ideal is one process's time over their number. Errors are relative, to one
 process; that of the bias is its gradient's.
 
-    torchrun --nproc-per-node=2 benchmarks/context_parallel.py [--device cpu] [--shapes SxH/HkvxD,...] [--output FOLDER]
+    python benchmarks/context_parallel.py [--device cpu] [--shapes SxH/HkvxD,...] [--output FOLDER]
 
 A long sequence for itself: --shapes 524288x8/2x128 --cases causal,documents --reps 1 --no-peers.
 """
@@ -14,10 +14,8 @@ A long sequence for itself: --shapes 524288x8/2x128 --cases causal,documents --r
 from __future__ import annotations
 
 import argparse
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,10 @@ import torch.distributed as dist
 from fusegrad import ContextParallel
 from harness.environment import environment, in_file_names
 from harness.memory import cuda_peak_mib
+from harness.processes import processes
 from harness.report import print_table, write_json
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -38,20 +37,6 @@ CASES = ("causal", "documents", "relative")
 OF_IDEAL = 0.9  # of the better way, where the mask alone says what is computed
 ERROR = 1e-2
 Run = Callable[[], Tensor]
-
-
-@contextmanager
-def processes(device: str) -> Iterator[DeviceMesh]:
-    """The group of all processes, a GPU each."""
-    if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("context_parallel.py must be started by torchrun, one process a device")
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("cp",))
-    try:
-        yield mesh
-    finally:
-        dist.destroy_process_group()
 
 
 def mask_of(starts: Tensor, documents: Tensor | None) -> BlockMask:
@@ -329,7 +314,7 @@ def main() -> None:
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     arguments = parser.parse_args()
     device = arguments.device
-    with processes(device) as mesh:
+    with processes(device, "cp") as mesh:
         document: dict[str, Any] = {"op": "context_parallel", "processes": mesh.size()}
         document |= environment(device, arguments.commit)
         document["cases"] = cases = []

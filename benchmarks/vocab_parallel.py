@@ -4,17 +4,15 @@ PyTorch's is a DTensor head under `loss_parallel`, whose logits are kept. Forwar
 which all processes hold, and to each one's part of the weight; times and memory are the slowest and the largest
 process's. Memory is above the inputs and counts the gradients.
 
-    torchrun --nproc-per-node=2 benchmarks/vocab_parallel.py [--device cpu] [--shapes NxHxV,...] [--output FOLDER]
+    python benchmarks/vocab_parallel.py [--device cpu] [--shapes NxHxV,...] [--output FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import fusegrad
@@ -22,31 +20,14 @@ import torch
 import torch.distributed as dist
 from harness.environment import environment, in_file_names
 from harness.memory import cuda_peak_mib
+from harness.processes import processes
 from harness.report import print_table, write_json
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-@contextmanager
-def processes(device: str) -> Iterator[DeviceMesh]:
-    """The group of all processes, a GPU each."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    mesh = init_device_mesh(device, (dist_size(),), mesh_dim_names=("tp",))
-    try:
-        yield mesh
-    finally:
-        dist.destroy_process_group()
-
-
-def dist_size() -> int:
-    if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("vocab_parallel.py must be started by torchrun, one process a device")
-    return int(os.environ["WORLD_SIZE"])
 
 
 def in_turn(mesh: DeviceMesh, loss: Loss, hidden: Tensor, weight: Tensor, reps: int) -> tuple[float, float, float]:
@@ -143,7 +124,7 @@ def main() -> None:
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     arguments = parser.parse_args()
     device = arguments.device
-    with processes(device) as mesh:
+    with processes(device, "tp") as mesh:
         document = {"op": "vocab_parallel", "processes": mesh.size(), **environment(device, arguments.commit)}
         document["cases"] = cases = []
         for shape in arguments.shapes.split(","):

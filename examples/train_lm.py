@@ -4,7 +4,7 @@
     python examples/train_lm.py --loss fusegrad-inplace --resume
     python examples/train_lm.py --demo
     torchrun --nproc-per-node 2 examples/train_lm.py --loss fusegrad-inplace --distributed fsdp
-    torchrun --nproc-per-node 2 examples/train_lm.py --attention fusegrad --positions relative --distributed cp
+    torchrun --nproc-per-node 2 examples/train_lm.py --attention fusegrad --distributed fsdp --context-parallel 2
 
 The text is Python's own standard library unless --data names a file or a folder. --demo trains with every
 loss from one seed, each in a process of its own, and compares them. See docs/demo.md.
@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     if options.demo and options.distributed:
         raise ExampleError("--demo must come without --distributed")
+    if options.context_parallel != 1 and not options.distributed:
+        raise ExampleError("--context-parallel needs --distributed ddp or fsdp")
     return run_demo(TRAINING, options) if options.demo else train(options)
 
 
@@ -38,8 +40,11 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add_training_options(parser, defaults)
     parser.add_argument(
         "--distributed",
-        choices=("ddp", "fsdp", "cp"),
-        help="data parallel, or cp: the sequence over the processes; start it with torchrun",
+        choices=("ddp", "fsdp"),
+        help="many processes, with whole weights or sharded ones; start it with torchrun",
+    )
+    parser.add_argument(
+        "--context-parallel", type=int, default=1, help="processes that share each sequence; the others share the batch"
     )
     return parse_with_preset(parser, arguments, demo_preset)
 
@@ -49,18 +54,18 @@ def train(options: argparse.Namespace) -> int:
     corpus = load_corpus(options.data, options.vocab_size, options.cache_dir)
     # Before the model is built, so that its weights count, and after the text was read, which does not.
     memory = PeakMemory(torch.device(config.device))
-    status = train_and_report(make_trainer(config, corpus, options.distributed), memory, options, config.loss)
+    status = train_and_report(make_trainer(config, corpus, options), memory, options, config.loss)
     if options.distributed is not None:
         torch.distributed.destroy_process_group()
     return status
 
 
-def make_trainer(config: TrainingConfig, corpus: Corpus, distributed: str | None) -> Trainer:
-    if distributed is None:
+def make_trainer(config: TrainingConfig, corpus: Corpus, options: argparse.Namespace) -> Trainer:
+    if options.distributed is None:
         return Trainer(config, corpus)
     from lm.distributed import DistributedTrainer  # torch.distributed's parts take a while to import
 
-    return DistributedTrainer(config, corpus, distributed)
+    return DistributedTrainer(config, corpus, options.distributed, options.context_parallel)
 
 
 if __name__ == "__main__":

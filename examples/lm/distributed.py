@@ -1,5 +1,5 @@
-"""Training under torchrun: every process takes its rows of each batch, or its part of each sequence, and DDP or FSDP2
-averages the gradients."""
+"""Training under torchrun: every process takes its rows of each batch, and with context parallelism its part of each of
+their sequences; DDP or FSDP2 averages the gradients over all processes."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ from lm.data import Corpus, atomic_save
 from lm.model import GPT, LossFunction, loss_function
 from lm.training import BatchLoss, StopRequest, Trainer, TrainingConfig, model_config
 
-KINDS = ("ddp", "fsdp", "cp")
+KINDS = ("ddp", "fsdp")
 
 
 class LossModel(nn.Module):
@@ -39,9 +39,12 @@ class LossModel(nn.Module):
 
 class DistributedTrainer(Trainer):
     """All processes draw the same batches and random numbers; rank 0 writes the files. The steps are those of one
-    process with the whole batch, to rounding; its checkpoints and theirs are the same."""
+    process with the whole batch, to rounding; its checkpoints and theirs are the same.
 
-    def __init__(self, config: TrainingConfig, corpus: Corpus, kind: str) -> None:
+    `context_parallel` processes, with consecutive ranks, share each sequence; groups of as many share the batch.
+    """
+
+    def __init__(self, config: TrainingConfig, corpus: Corpus, kind: str, context_parallel: int = 1) -> None:
         if kind not in KINDS:
             raise ExampleError(f"--distributed must be one of {', '.join(KINDS)}, but got {kind}")
         if "RANK" not in os.environ:
@@ -57,22 +60,16 @@ class DistributedTrainer(Trainer):
                 dist.init_process_group("gloo")
         self.kind = kind
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        if kind != "cp" and config.batch_size % self.world != 0:
+        if context_parallel < 1 or self.world % context_parallel != 0:
             raise ExampleError(
-                f"--batch-size must be a multiple of the {self.world} processes, but got {config.batch_size}"
+                f"--context-parallel must divide the {self.world} processes, but got {context_parallel}"
             )
-        self.context: Any = None
-        if kind == "cp":
-            if config.attention != "fusegrad":
-                raise ExampleError("--distributed cp needs --attention fusegrad")
-            if config.seq_length % (2 * self.world) != 0:
-                raise ExampleError(
-                    f"--seq-length must be a multiple of two chunks for each of the {self.world} processes, "
-                    f"but got {config.seq_length}"
-                )
-            # DDP sums up the gradients of what a score_mod captures, as of all other parameters.
-            fusegrad = import_fusegrad("--distributed cp", without="--distributed ddp")
-            self.context = fusegrad.ContextParallel(None, "zigzag", sum_captured=False)
+        self.groups = self.world // context_parallel
+        if config.batch_size % self.groups != 0:
+            raise ExampleError(
+                f"--batch-size must be a multiple of the {self.groups} groups of processes, but got {config.batch_size}"
+            )
+        self.context = make_context(config, self.groups, context_parallel) if context_parallel > 1 else None
         super().__init__(config, corpus)
         self.main = self.rank == 0
 
@@ -116,9 +113,8 @@ class DistributedTrainer(Trainer):
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         inputs, targets = super()._next_batch()
-        if self.context is not None:
-            return inputs, targets  # the model takes its part of the sequences
-        return inputs.chunk(self.world)[self.rank], targets.chunk(self.world)[self.rank]
+        mine = self.rank * self.groups // self.world
+        return inputs.chunk(self.groups)[mine], targets.chunk(self.groups)[mine]
 
     def _value(self, loss: Tensor) -> float:
         mean = loss.detach().clone()
@@ -127,7 +123,7 @@ class DistributedTrainer(Trainer):
 
     def _held_out_mean(self, compute: BatchLoss) -> Tensor:
         mean = super()._held_out_mean(compute)
-        if self.context is None:
+        if self.context is None:  # every process computed the whole
             return mean
         shared = mean.to(self.device)
         dist.all_reduce(shared)
@@ -138,6 +134,21 @@ class DistributedTrainer(Trainer):
         asked = torch.tensor(float(stop.requested), device=self.device)
         dist.all_reduce(asked)
         return asked.item() > 0
+
+
+def make_context(config: TrainingConfig, groups: int, size: int) -> Any:
+    """fusegrad's ContextParallel of this process's group of `size`."""
+    if config.attention != "fusegrad":
+        raise ExampleError("--context-parallel needs --attention fusegrad")
+    if config.seq_length % (2 * size) != 0:
+        raise ExampleError(
+            f"--seq-length must be a multiple of two chunks for each of the {size} processes of a group, "
+            f"but got {config.seq_length}"
+        )
+    fusegrad = import_fusegrad("--context-parallel", without="--context-parallel 1")
+    mesh = init_device_mesh(torch.device(config.device).type, (groups, size), mesh_dim_names=("batch", "sequence"))
+    # DDP and FSDP2 sum up the gradients of what a score_mod captures, as of all other parameters.
+    return fusegrad.ContextParallel(mesh["sequence"], "zigzag", sum_captured=False)
 
 
 def _gathered(state: Any) -> Any:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, overload, runtime_checka
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 from torch.nn._reduction import legacy_get_string
 
 from . import _options
 from ._arguments import checked
+from ._eager import eager_only
 from ._options import Reduction
 from .distributed.shards import VocabParallel, is_dtensor, sharded
 
@@ -260,7 +260,7 @@ def cross_entropy(
     return _result(out, return_aux)
 
 
-@_disable_dynamo
+@eager_only
 def _outside_graphs(op: Callable[..., tuple[Tensor, list[Tensor]]], arguments: tuple[Any, ...]) -> Any:
     """A call whose backward writes to one of its arguments, which a compiler's graph would not know."""
     return op(*arguments)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from .._eager import eager_only
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,7 +36,7 @@ class ThreadState:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ThreadState) and vars(self) == vars(other)
 
-    @_disable_dynamo  # the compiler meets it after an error, and cannot trace what it calls
+    @eager_only  # the compiler meets it after an error, and cannot trace what it calls
     def restore(self) -> None:
         # Without torch functions, so that no mode sees how the grad mode is set.
         torch._C._set_torch_function_state(torch._C._TorchFunctionState.ALL_DISABLED)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from .._eager import eager_only
 from .._transforms import as_autocast_wants
 from ..score_mod import ScoreMod, check_kernel_size, trace_mask_mod, trace_score_mod
 from .agreement import agree
@@ -116,7 +116,7 @@ def _make_nan(out: Tensor, different: Tensor) -> None:
         out.mul_(factor)
 
 
-@_disable_dynamo
+@eager_only
 def attend(
     query: Tensor,
     key: Tensor,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn.attention.flex_attention import BlockMask
 
+from .._eager import eager_only
 from ..score_mod import ScoreMod
 from .sequence import ContextParallel
 from .sequence_attention import Options, Part, attend
@@ -23,7 +23,7 @@ _OP = "flex_attention"
 _INPUTS = {0: "b", 1: "h", 2: "q_idx"}
 
 
-@_disable_dynamo
+@eager_only
 def attend_parts(
     query: Any,
     key: Any,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable, without importing the compiler
+
+from .._eager import eager_only
 
 __all__ = ["VocabParallel", "is_dtensor", "process_group"]
 
@@ -166,7 +167,7 @@ def is_dtensor(*tensors: Any) -> bool:
     return False
 
 
-@_disable_dynamo
+@eager_only
 def sharded(
     op: str, arguments: tuple[Any, ...], inplace: bool, shards: VocabParallel | None
 ) -> tuple[Tensor, list[Tensor]]:

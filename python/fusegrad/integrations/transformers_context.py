@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from transformers.masking_utils import and_masks, find_packed_sequence_indices, packed_sequence_mask_function
 
 from fusegrad import ContextParallel
 from fusegrad._arguments import checked
+from fusegrad._eager import eager_only
 
 __all__ = ["context_of", "context_parallel", "whole_mask"]
 
@@ -78,7 +78,7 @@ def _spread(packed: Tensor | None) -> Iterator[None]:
         _running.reset(token)
 
 
-@_disable_dynamo
+@eager_only
 def _forward(
     forward: Callable[..., Any],
     context: ContextParallel,
