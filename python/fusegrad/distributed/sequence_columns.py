@@ -5,8 +5,9 @@ Every process has the mask of the whole sequence, so each knows which keys the o
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from .gradients import acc_of
 from .sequence import ContextParallel
 from .sequence_masks import MaskCuts, Piece, listed_versions, pieces
-from .sequence_ranges import Ranges, cut, joined, sizes_of
+from .sequence_ranges import Ranges, joined, sizes_of
 from .sequence_rows import Sum
 
-__all__ = ["Columns", "Fetch", "KeySum", "listed_columns"]
+__all__ = ["Columns", "Fetch", "KeySums", "listed_columns"]
 
 # Rows that lie in both of two orders: the first's number in each, and how many.
 _Overlaps = list[tuple[int, int, int]]
+# Each with rows [number, B, H, D].
+_Rows = list[tuple[tuple[int, int, int], Tensor]]
 
 
 class Columns:
@@ -145,11 +148,10 @@ class Fetch:
     def __init__(self, context: ContextParallel, columns: Columns, tensors: Sequence[Tensor]) -> None:
         self._columns, self._tensors = columns, tensors
         own = [t.movedim(2, 0) for t in tensors]
-        self._coming = [_exchange(context, t, columns.outbound, columns.inbound, 0) for t in own]
+        self._coming: _Exchange | None = _Exchange(context, own, columns.outbound, columns.inbound, 0)
         self._made = [t.new_empty(columns.size, *t.shape[1:]) for t in own]
-        for made, t in zip(self._made, own, strict=True):
-            for there, here, count in columns.own:
-                made[here : here + count].copy_(t[there : there + count])
+        pairs = [(made, t) for made, t in zip(self._made, own, strict=True)]
+        _copy((m[here : here + n], t[there : there + n]) for m, t in pairs for there, here, n in columns.own)
 
     def of(self, q: Piece) -> list[Tensor]:
         """Key and value, [B, H, rows, D], for a piece of queries: of the columns' `rest` after wait()."""
@@ -159,51 +161,67 @@ class Fetch:
         return [made.narrow(0, k.row, k.size).movedim(0, 2) for made in self._made]
 
     def wait(self) -> None:
-        for made, (received, _, work) in zip(self._made, self._coming, strict=True):
-            work.wait()
-            at = 0
-            for _, here, count in (place for part in self._columns.inbound for place in part):
-                made[here : here + count].copy_(received[at : at + count])
-                at += count
-        self._coming = []
+        assert self._coming is not None
+        came = zip(self._made, self._coming.wait(), strict=True)
+        _copy((made[here : here + n], rows) for made, parts in came for (_, here, n), rows in parts)
+        self._coming = None
 
 
-class KeySum:
-    """The gradient of key or value, from what the pieces of all processes give to it.
+class KeySums:
+    """The gradients of key and value, or of one of them, from what the pieces of all processes give to them.
 
     Where no process has anything to add up by itself, what pieces give keeps its dtype until it meets another
     process's: no bit of it is lost, and half as many travel.
     """
 
+    def __init__(self, columns: Columns, own: Sequence[Tensor | None]) -> None:
+        self._columns = columns
+        self._sums = [None if t is None else _KeySum(columns, t) for t in own]
+
+    def add(self, q: Piece, gradients: Sequence[Tensor]) -> None:
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            if total is not None:
+                total.of(q).add(self._columns.keys_of[q].row, gradient)
+
+    def finished(self, context: ContextParallel) -> list[Tensor | None]:
+        """Those of this process's keys, with what the others' pieces give, in the order of processes."""
+        columns, wanted = self._columns, [total for total in self._sums if total is not None]
+        if not wanted:
+            return [None for _ in self._sums]
+        gathered = [total.gathered() for total in wanted]
+        coming = _Exchange(context, [g.movedim(2, 0) for g in gathered], columns.inbound, columns.outbound, 1)
+        for total, rows in zip(wanted, gathered, strict=True):
+            for there, here, count in columns.own:
+                total.home.add(there, rows.narrow(2, here, count))
+        came = iter(coming.wait())
+        return [None if total is None else total.finished(next(came)) for total in self._sums]
+
+
+class _KeySum:
+    """The gradient of key or value: `home` of this process's own rows, and of the columns' one tensor."""
+
     def __init__(self, columns: Columns, own: Tensor) -> None:
         self._columns, self._dtype = columns, own.dtype
         self._travels = dtype = own.dtype if columns.apart else acc_of(own.dtype)
-        shape = (*own.shape[:2], columns.size, own.shape[3])
-        self._home = Sum(lambda: torch.empty_like(own, dtype=dtype), own.shape[2], dtype)
-        self._together = Sum(lambda: own.new_empty(shape, dtype=dtype), columns.size, dtype)
+        self.home = Sum(lambda: torch.empty_like(own, dtype=dtype), own.shape[2], dtype)
+        # In memory as it travels, row by row.
+        shape = (columns.size, *own.shape[:2], own.shape[3])
+        self._together = Sum(lambda: own.new_empty(shape, dtype=dtype).movedim(0, 2), columns.size, dtype)
 
-    def add(self, q: Piece, gradient: Tensor) -> None:
-        (self._home if q in self._columns.home else self._together).add(self._columns.keys_of[q].row, gradient)
+    def of(self, q: Piece) -> Sum:
+        return self.home if q in self._columns.home else self._together
 
-    def send(self, context: ContextParallel) -> None:
-        columns, rows = self._columns, self._together.finished().to(self._travels)
-        self._coming = _exchange(context, rows.movedim(2, 0), columns.inbound, columns.outbound, 1)
-        for there, here, count in columns.own:
-            self._home.add(there, rows.narrow(2, here, count))
+    def gathered(self) -> Tensor:
+        """[B, H, size, D] of the columns' one tensor."""
+        return self._together.finished().to(self._travels)
 
-    def received(self) -> Tensor:
-        """That of this process's keys, added up in the order of processes, after send()."""
-        own = self._home.finished()
-        rows, _, work = self._coming
-        work.wait()
-        places, at = [], 0
-        for there, _, count in (place for part in self._columns.outbound for place in part):
-            places.append((there, rows[at : at + count].movedim(0, 2)))
-            at += count
-        for start, stop in joined([(there, there + part.shape[2]) for there, part in places]):
+    def finished(self, came: _Rows) -> Tensor:
+        own = self.home.finished()
+        parts = [(there, rows.movedim(0, 2)) for (there, _, _), rows in came]
+        for start, stop in joined([(there, there + part.shape[2]) for there, part in parts]):
             shared = own.narrow(2, start, stop - start)
             wide = shared.to(acc_of(own.dtype))
-            for there, part in places:
+            for there, part in parts:
                 if start <= there < stop:
                     wide.narrow(2, there - start, part.shape[2]).add_(part)
             if wide is not shared:
@@ -211,12 +229,43 @@ class KeySum:
         return own.to(self._dtype)
 
 
-def _exchange(
-    context: ContextParallel, rows: Tensor, to: list[_Overlaps], of: list[_Overlaps], side: int
-) -> tuple[Tensor, Tensor, Any]:
-    """Begins to send each process its rows, whose numbers are on that `side` of overlaps: what is received, in the
-    order of processes, what is sent, and a handle to wait for."""
-    sent = cut(rows, 0, tuple((p[side], p[side] + p[2]) for part in to for p in part)).contiguous()
-    counts = [[sum(n for _, _, n in part) for part in parts] for parts in (of, to)]
-    received = rows.new_empty(sum(counts[0]), *rows.shape[1:])
-    return received, sent, dist.all_to_all_single(received, sent, *counts, group=context.group, async_op=True)
+class _Exchange:
+    """Sends each process its rows of some tensors of one dtype, [rows, B, H, D], and receives theirs, all in one
+    collective. The numbers of the rows to send are on that `side` of overlaps."""
+
+    def __init__(
+        self, context: ContextParallel, tensors: Sequence[Tensor], to: list[_Overlaps], of: list[_Overlaps], side: int
+    ) -> None:
+        self._shapes, self._of = [t.shape[1:] for t in tensors], of
+        width = sum(math.prod(shape) for shape in self._shapes)
+        counts = [[width * sum(n for _, _, n in part) for part in parts] for parts in (of, to)]
+        self._received, self._sent = (tensors[0].new_empty(sum(its)) for its in counts)
+        going = zip(tensors, self._views(self._sent, to), strict=True)
+        _copy((rows, t[p[side] : p[side] + p[2]]) for t, parts in going for p, rows in parts)
+        self._work = dist.all_to_all_single(self._received, self._sent, *counts, group=context.group, async_op=True)
+
+    def wait(self) -> list[_Rows]:
+        """Of each tensor, what came, in the order of processes."""
+        self._work.wait()
+        return self._views(self._received, self._of)
+
+    def _views(self, flat: Tensor, overlaps: list[_Overlaps]) -> list[_Rows]:
+        made: list[_Rows] = [[] for _ in self._shapes]
+        at = 0
+        for part in overlaps:
+            for views, shape in zip(made, self._shapes, strict=True):
+                for place in part:
+                    count = place[2] * math.prod(shape)
+                    views.append((place, flat[at : at + count].view(place[2], *shape)))
+                    at += count
+        return made
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Into the first of each pair, by one kernel where they lie alike in memory."""
+    to, of = [], []
+    for a, b in pairs:
+        to.append(a)
+        of.append(b)
+    if to:
+        torch._foreach_copy_(to, of)

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._attention_composite import MAX_SCORES, OUT_LOW
 from .gradients import acc_of
 from .sequence import ContextParallel, gathered
-from .sequence_columns import Columns, Fetch, KeySum
+from .sequence_columns import Columns, Fetch, KeySums
 from .sequence_masks import MaskCuts, Piece, listed_pairs, pieces
 from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import Ranges, sizes_of, unordered
@@ -199,18 +199,13 @@ class Call:
         wanted = sums.wanted[1:3]
         part = partial(self._backward, t, results, upstream, sums.wanted)
         if self.columns is not None:
-            to = [KeySum(self.columns, x) if want else None for x, want in zip((t.key, t.value), wanted, strict=True)]
+            to = KeySums(self.columns, [x if want else None for x, want in zip((t.key, t.value), wanted, strict=True)])
             for q, made in self._each(t, lambda q, *with_keys: (q, part(q, *with_keys))):
                 assert made is not None
                 grad_query, *of_keys, grad_buffers = made
                 sums.add(q, grad_query, grad_buffers)
-                for its, gradient in zip(to, of_keys, strict=True):
-                    if its is not None:
-                        its.add(q, gradient)
-            for its in to:
-                if its is not None:
-                    its.send(self.context)
-            return [None if its is None else its.received() for its in to]
+                to.add(q, of_keys)
+            return to.finished(self.context)
         whole = [self._all_keys(x) if want else None for x, want in zip((t.key, t.value), wanted, strict=True)]
         for q, k, key, value in self._gather_steps(t):
             made = part(q, k, key, value)

@@ -17,8 +17,7 @@ struct FlexTiles {
   int batches, heads, rows, cols;
   // Where tiles lie in several blocks, the state of each block (FlexBlock): [batches, heads, block_rows, block_cols].
   const unsigned char* blocks;
-  int block_rows, block_cols;
-  long long block_size_q, block_size_kv;
+  int block_rows, block_cols, block_size_q, block_size_kv;
 };
 enum FlexTileKind : int {
   kTileFull,     // every pair takes part

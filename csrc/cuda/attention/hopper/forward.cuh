@@ -41,8 +41,9 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   static constexpr int kScoreProducts = Config::kHead / 16, kOutProducts = Config::kCols / 16;
   // Mask element by element, or by bits: by bits a tile's mask takes as long as its softmax, but beside a score_mod
   // that reads for each pair it leaves more reads in flight. kTogether is the pairs for which a mask_mod is then called
-  // at a time.
-  static constexpr bool kByElement = kPairBytes<ScoreMod> == 0 || Reads::kBoxesAlone;
+  // at a time. In a tile of several blocks each pair looks its block up: by element that is unrolled, and compiles for
+  // seconds.
+  static constexpr bool kByElement = !Config::kMixed && (kPairBytes<ScoreMod> == 0 || Reads::kBoxesAlone);
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   static constexpr bool kSeamless = Config::kSeamless;
   static_assert(!kSeamless || !Config::kKeySplits);
@@ -379,7 +380,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       return;
     }
     const auto mask_reads = Reads::mask_lines(reads, first_row() + lane() / 4, lane() % 4 * 2);
-    if (Config::kMixed || !Config::kBlocks) {
+    if (!Config::kBlocks) {
       mask(s, tile, kind_of(tile), q, kv, mask_reads);
     } else if (kind_of(tile) == kTileFull) {
       mask(s, tile, kTileFull, q, kv, mask_reads);

@@ -52,10 +52,10 @@ __global__ void __launch_bounds__(kThreads)
 __device__ int tile_state(const device::FlexTiles& t, const FlexTileLists& p, const unsigned char* blocks, int q,
                           int rows, int kv) {
   if (q >= p.queries) return -1;
-  const int first_row = static_cast<int>(q / t.block_size_q);
-  const int last_row = static_cast<int>((min(q + rows, p.queries) - 1) / t.block_size_q);
-  const int first_col = static_cast<int>(kv / t.block_size_kv);
-  const int last_col = static_cast<int>((min(kv + p.tile_kv, p.keys) - 1) / t.block_size_kv);
+  const int first_row = q / t.block_size_q;
+  const int last_row = (min(q + rows, p.queries) - 1) / t.block_size_q;
+  const int first_col = kv / t.block_size_kv;
+  const int last_col = (min(kv + p.tile_kv, p.keys) - 1) / t.block_size_kv;
   bool some = false, all = true, partial = false, bad = false;
   for (int r = first_row; r <= last_row; ++r) {
     if (blocks[static_cast<int64_t>(r) * t.block_cols] == device::kBlockBad) {
@@ -140,7 +140,7 @@ __device__ void write_runs(const device::FlexTiles& t, const FlexTileLists& p, c
   __shared__ int warps[kThreads / kWarp];
   const int64_t id = blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int size = static_cast<int>(t.block_size_q), part = p.tile_q / p.parts;
+  const int size = t.block_size_q, part = p.tile_q / p.parts;
   const auto kind_of_block = [&](int r) { return r < t.block_rows ? kinds[r] : device::kTileNone; };
   int found = 0;
   for (int begin = 0; begin < t.block_rows; begin += kThreads) {
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads)
     bad |= mark_blocks(map, row, states + i * map.cols);
   }
   write_list(t, p, bad, count, list, [&](int col) {
-    const unsigned char* block = states + col * p.tile_kv / static_cast<int>(t.block_size_kv);
+    const unsigned char* block = states + col * p.tile_kv / t.block_size_kv;
     bool some = false;
     int kinds = 0;
     for (int i = 0; i < p.parts; ++i, block += map.cols) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ unsigned char states[kDirectListBytes];  // [map.rows]
   __shared__ bool wrong[kDirectListBytes];
   const int64_t first = static_cast<int64_t>(blockIdx.x / t.rows) * map.rows;
-  const int col = static_cast<int>(blockIdx.x % t.rows) * p.tile_kv / static_cast<int>(t.block_size_kv);
+  const int col = static_cast<int>(blockIdx.x % t.rows) * p.tile_kv / t.block_size_kv;
   for (int r = static_cast<int>(threadIdx.x); r < map.rows; r += kThreads) {
     states[r] = device::kBlockNone;
     wrong[r] = false;
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads)
     write_runs(t, p, states, count, list);
   } else {
     write_list(t, p, false, count, list, [&](int row) {
-      const int kind = states[row * p.tile_q / static_cast<int>(t.block_size_q)];
+      const int kind = states[row * p.tile_q / t.block_size_q];
       return kind == device::kTileNone ? -1 : kind;
     });
   }

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <limits>
 #include <array>
 #include <bit>
 
@@ -305,8 +306,10 @@ void FlexCall::take_blocks() {
   map_.distinguish = !common_.mask_mod.text.empty();
   mask_ =
       BlockMaskShape{scores_.block_size, map_.rows, map_.cols, map_.list_cols_partial, map_.list_cols_full, map_.heads};
-  tiles_.block_size_q = scores_.block_size[0];
-  tiles_.block_size_kv = scores_.block_size[1];
+  // Blocks may be larger than any length, which is an int.
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  tiles_.block_size_q = static_cast<int>(std::min(scores_.block_size[0], kMost));
+  tiles_.block_size_kv = static_cast<int>(std::min(scores_.block_size[1], kMost));
 }
 
 // The state of every block of the mask, made once a call.
