@@ -1,6 +1,6 @@
 """The compatibility table as tests, and what compilers must not do: break graphs, compile again, synchronise.
 
-docs/compatibility.md says what the cells mean; benchmarks/compatibility.py prints them.
+docs/compatibility.md says what the cells mean; tools/compatibility.py prints them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_cell(op, inplace: bool, device: str, transform: Transform) -> None:
     """Eager's gradients by rule 12, or an error that names the op, where docs/compatibility.md says so."""
     case = Case(op, inplace, device)
     if transform.slow and str(case) not in SLOW_CELLS:
-        pytest.skip("benchmarks/compatibility.py has it")
+        pytest.skip("tools/compatibility.py has it")
     found = outcome(case, transform)
     if found == ABSENT:
         pytest.skip("needs CUDA")

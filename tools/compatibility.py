@@ -1,6 +1,6 @@
 """Every op under every transform: which cells give eager's gradients, and which raise an error that names the op.
 
-    python benchmarks/compatibility.py [--device cuda] [--match regex] [--output docs/compatibility.md]
+    python tools/compatibility.py [--device cuda] [--match regex] [--output docs/compatibility.md]
 
 A wrong gradient without an error makes the program fail, as does an error that does not name the op. `--output` writes
 the table into that page, between the comments that mark its place for the device. The ops and transforms are those of
@@ -88,7 +88,7 @@ def _markdown(rows: list[list[str]], notes: list[str]) -> str:
 
 
 def _write(page: Path, device: str, table: str) -> None:
-    begin, end = f"<!-- {device}: written by benchmarks/compatibility.py -->", f"<!-- {device}: end -->"
+    begin, end = f"<!-- {device}: written by tools/compatibility.py -->", f"<!-- {device}: end -->"
     text = page.read_text()
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"--output: {page} must have the lines {begin!r} and {end!r}, but does not")
