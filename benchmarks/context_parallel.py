@@ -3,9 +3,9 @@
 PyTorch's are `context_parallel` with SDPA, where the mask is causal, and its flex_attention with gathered keys, whose
 score_mods and masks see local queries unless they are rewritten: here by a table of positions. Forward and backward to
 query, key and value (and to the bias of "relative"); times and memory are the slowest and the largest process's. Memory
-is above the inputs and counts the gradients. "ms" is a call that nothing is queued before, so that the GPU waits for the
-host at its beginning; "in a row" is one of several that follow each other, as layers do. Ideal is one process's time over
-their number, of calls in a row. Errors are relative, to one process; that of the bias is its gradient's.
+is above the inputs and counts the gradients. "ms" is a call that nothing is queued before, so that the GPU waits for
+the host at its beginning; "in a row" is one of several that follow each other, as layers do. Ideal is one process's
+time over their number, of calls in a row. Errors are relative, to one process; that of the bias is its gradient's.
 
     python benchmarks/context_parallel.py [--device cpu] [--shapes SxH/HkvxD,...] [--output FOLDER]
 

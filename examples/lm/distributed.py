@@ -61,9 +61,7 @@ class DistributedTrainer(Trainer):
         self.kind = kind
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if context_parallel < 1 or self.world % context_parallel != 0:
-            raise ExampleError(
-                f"--context-parallel must divide the {self.world} processes, but got {context_parallel}"
-            )
+            raise ExampleError(f"--context-parallel must divide the {self.world} processes, but got {context_parallel}")
         self.groups = self.world // context_parallel
         if config.batch_size % self.groups != 0:
             raise ExampleError(

@@ -15,10 +15,12 @@ R = TypeVar("R")
 
 
 def eager_only(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.disable`` where the compiler is loaded. Without it nothing can trace the function, and loading it
-    takes seconds; after ``init_process_group`` it would also keep the process group's threads alive to the end of the
-    process, since defaults of ``torch.distributed.nn.functional`` hold the group, and a gloo thread that lets go of a
-    tensor while Python shuts down aborts the process."""
+    """``torch.compiler.disable`` where the compiler is loaded. Without it nothing can trace the function.
+
+    Loading it takes seconds. After ``init_process_group`` it would also keep the process group's threads alive to the
+    end of the process, since defaults of ``torch.distributed.nn.functional`` hold the group; and a gloo thread that
+    lets go of a tensor while Python shuts down aborts the process.
+    """
 
     disabled = _disable_dynamo(function)  # imports the compiler at its first call
 

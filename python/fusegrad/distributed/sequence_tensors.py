@@ -43,7 +43,7 @@ def attend_parts(
 
     part, gradients = _part_of(query, key, value, context)
     local = [t.to_local(grad_placements=g) for t, g in zip((query, key, value), gradients, strict=True)]
-    out, lse, max_scores = attend(*local, score_mod, block_mask, options, part)
+    out, lse, max_scores = attend(local[0], local[1], local[2], score_mod, block_mask, options, part)
 
     def whole(t: Tensor, *shape: int) -> Any:
         from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""Calls over processes must not load torch.compile: that takes seconds, and keeps a process group's threads to the end."""
+"""Calls over processes must not load torch.compile: that takes seconds, and keeps a process group's threads alive."""
 
 import subprocess
 import sys

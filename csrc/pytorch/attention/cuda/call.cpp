@@ -3,9 +3,9 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
-#include <limits>
 #include <array>
 #include <bit>
+#include <limits>
 
 #include "attention/flex_attention.h"
 #include "cuda/attention/host/few_queries.h"
