@@ -1,7 +1,7 @@
 # Each target sets up what it needs: a virtual environment, torch, CMake and ninja from PyPI, the build.
 #
 #   make build | test | test-python | test-cpp | test-example | demo | bench | lint | format | tidy | docs | clean
-#        wheel | test-wheel | test-wheel-python | release
+#        wheel | test-wheel | release
 #
 # Variables: TORCH=2.15.0 (own .venv-2.15.0 and build folder), PYTHON=python3.12 (makes the environment), JOBS (compile
 # jobs), TEST_JOBS (processes that run the Python tests; 0 is this one), FUSEGRAD_CUDA=AUTO|ON|OFF,
@@ -25,7 +25,7 @@ PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel test-wheel-python release docs build clean FORCE
+.PHONY: test test-python test-cpp test-example demo bench lint format tidy wheel test-wheel test-the-wheel release docs build clean FORCE
 .DEFAULT_GOAL := build
 
 # --- environments ---------------------------------------------------------------------------------------------
@@ -159,11 +159,6 @@ test-wheel: wheel
 	$(MAKE) test-the-wheel
 test-the-wheel: $(VENV)/.installed-build $(VENV)/.installed-wheel
 	$(BIN)/python tools/test_wheel.py dist $(BUILD)/clean
-
-# The Python suite on that wheel. VENV must be one that `make build` does not fill: its files are links to the sources.
-test-wheel-python: $(VENV)/.installed-test $(VENV)/.installed-test-alone
-	$(BIN)/python -m pip $(PIP_INSTALL) --force-reinstall --no-deps dist/*.whl
-	$(BIN)/python -m pytest tests/python -n $(TEST_JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # The wheel for all torches, tested with each of them by the first of PYTHONS and with the last torch by all of PYTHONS.
 PYTHONS ?= python3.10 python3.13
