@@ -15,7 +15,6 @@ A long sequence for itself: --shapes 524288x8/2x128 --cases causal,documents --r
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ import torch
 import torch.distributed as dist
 from fusegrad import ContextParallel
 from harness.environment import environment, in_file_names
-from harness.memory import cuda_peak_mib
-from harness.processes import processes
+from harness.processes import processes, timed
 from harness.report import print_table, write_json
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -174,31 +172,9 @@ def flex(problem: Problem, context: ContextParallel) -> Run:
     return run
 
 
-def timed(mesh: DeviceMesh, run: Run, reps: int) -> dict[str, float]:
-    """Milliseconds of a call and of one of several in a row (medians, of the slowest process in each repetition), and
-    MiB."""
-    cuda = mesh.device_type == "cuda"
-    run()
-    peak = cuda_peak_mib(run) if cuda else 0.0
-
-    def once(calls: int) -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        if cuda:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if cuda:
-            torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - started) / calls
-
-    found = [[once(1), once(IN_A_ROW)] for _ in range(reps)]
-    slowest = torch.tensor([*found, [peak, 0.0]], device=mesh.device_type, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    ms, in_a_row = slowest[:-1].median(0).values.tolist()
-    return {"ms": ms, "ms_in_a_row": in_a_row, "peak_mib": float(slowest[-1, 0])}
+def times(mesh: DeviceMesh, run: Run, reps: int) -> dict[str, float]:
+    (ms, in_a_row), mib = timed(mesh, run, reps, (1, IN_A_ROW))
+    return {"ms": ms, "ms_in_a_row": in_a_row, "peak_mib": mib}
 
 
 def measured(mesh: DeviceMesh, case: str, sizes: tuple[int, int, int, int], reps: int, peers: bool) -> dict[str, Any]:
@@ -207,7 +183,7 @@ def measured(mesh: DeviceMesh, case: str, sizes: tuple[int, int, int, int], reps
     truth = whole()
     gradients = [t.grad.clone() for t in problem.captured if t.grad is not None]
     found: dict[str, Any] = {}
-    alone = timed(mesh, whole, reps)
+    alone = times(mesh, whole, reps)
     found["fusegrad, one process"] = alone | {"error": 0.0}
     ideal = alone["ms_in_a_row"] / mesh.size()
 
@@ -216,8 +192,8 @@ def measured(mesh: DeviceMesh, case: str, sizes: tuple[int, int, int, int], reps
         pairs += [(t.grad, right) for t, right in zip(problem.captured, gradients, strict=True) if t.grad is not None]
         errors = torch.stack([(ours.float() - right.float()).norm() / right.float().norm() for ours, right in pairs])
         dist.all_reduce(errors, dist.ReduceOp.MAX)
-        times = timed(mesh, run, reps)
-        found[name] = times | {"error": float(errors[0]), "of_ideal": ideal / times["ms_in_a_row"]}
+        one = times(mesh, run, reps)
+        found[name] = one | {"error": float(errors[0]), "of_ideal": ideal / one["ms_in_a_row"]}
         if gradients:
             found[name]["error_bias"] = float(errors[1])
 
@@ -294,7 +270,7 @@ def bandwidths(mesh: DeviceMesh, sizes: tuple[int, int, int, int]) -> dict[str, 
         "reduce_scatter": (scatter, 2 * received * (world - 1)),
         "ring": (ring, received),
     }
-    return {name: moved / timed(mesh, run, 9)["ms"] / 1e6 for name, (run, moved) in cases.items()}
+    return {name: moved / timed(mesh, run, 9)[0][0] / 1e6 for name, (run, moved) in cases.items()}
 
 
 def goals(case: str, found: dict[str, Any], device: str) -> list[dict[str, Any]]:
@@ -366,8 +342,8 @@ def show(
         if "failure" not in one:
             share = f"{100 * one['of_ideal']:.1f}%" if "of_ideal" in one else ""
             bias = f"{one['error_bias']:.2g}" if "error_bias" in one else ""
-            times = [f"{one[key]:.4g}" for key in ("ms", "ms_in_a_row")]
-            table.append([name, *times, f"{one['peak_mib']:.0f}", share, f"{one['error']:.2g}", bias])
+            ms = [f"{one[key]:.4g}" for key in ("ms", "ms_in_a_row")]
+            table.append([name, *ms, f"{one['peak_mib']:.0f}", share, f"{one['error']:.2g}", bias])
     headings = ["", "ms", "in a row", "MiB a process", "of ideal", "error of out", "of the bias"]
     kept = len(headings) - (not any(line[-1] for line in table))
     print_table(headings[:kept], [line[:kept] for line in table])

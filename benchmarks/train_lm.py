@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from harness.environment import environment, in_file_names
+from harness.processes import torchrun
 from harness.report import print_table, write_json
 
 PROGRAM = Path(__file__).parent.parent / "examples" / "train_lm.py"
@@ -34,8 +35,7 @@ def run(processes: int, options: argparse.Namespace, sizes: dict[str, int], fold
     out = folder / str(processes)
     command = [sys.executable, str(PROGRAM)]
     if processes > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *torchrun, str(PROGRAM), "--distributed=fsdp", f"--context-parallel={processes}"]
+        command = [*torchrun(processes), str(PROGRAM), "--distributed=fsdp", f"--context-parallel={processes}"]
     fixed = {"batch_size": 1, "steps": options.steps, "held_out_batches": 1, "warmup_steps": 1, "sample_tokens": 0}
     command += [f"--{name.replace('_', '-')}={value}" for name, value in {**sizes, **fixed}.items()]
     command += [f"--device={options.device}", f"--out={out}", f"--cache-dir={folder / 'cache'}"]

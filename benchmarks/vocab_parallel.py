@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import fusegrad
 import torch
-import torch.distributed as dist
 from harness.environment import environment, in_file_names
-from harness.memory import cuda_peak_mib
-from harness.processes import processes
+from harness.processes import processes, timed
 from harness.report import print_table, write_json
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,10 +27,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def in_turn(mesh: DeviceMesh, loss: Loss, hidden: Tensor, weight: Tensor, reps: int) -> tuple[float, float, float]:
-    """The loss, milliseconds (median, of the slowest process in each repetition) and MiB."""
-    group = mesh.get_group()
-
+def in_turn(mesh: DeviceMesh, loss: Loss, hidden: Tensor, weight: Tensor, reps: int) -> dict[str, float]:
     def run() -> Tensor:
         hidden.grad = weight.grad = None
         out = loss(hidden, weight)
@@ -41,26 +35,9 @@ def in_turn(mesh: DeviceMesh, loss: Loss, hidden: Tensor, weight: Tensor, reps: 
         return out.detach()
 
     value = float(run())
-    peak = cuda_peak_mib(run) if hidden.is_cuda else 0.0
-    found = []
-    for _ in range(reps):
-        hidden.grad = weight.grad = None
-        _wait(hidden, group)
-        started = time.perf_counter()
-        run()
-        _wait(hidden)
-        found.append(1e3 * (time.perf_counter() - started))
+    (ms,), mib = timed(mesh, run, reps)
     hidden.grad = weight.grad = None
-    slowest = torch.tensor([*found, peak], device=hidden.device, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return value, float(slowest[:-1].median()), float(slowest[-1])
-
-
-def _wait(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    if group is not None:
-        dist.barrier(group)
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    return {"loss": value, "ms": ms, "peak_mib": mib}
 
 
 def parts(mesh: DeviceMesh, vocabulary: int) -> fusegrad.VocabParallel:
@@ -110,8 +87,7 @@ def measured(mesh: DeviceMesh, sizes: tuple[int, int, int], reps: int) -> dict[s
     shards, found = parts(mesh, vocabulary), {}
     for name, (loss, sharded) in losses(mesh, shards, target, dtype).items():
         part = weight[shards.start : shards.stop].clone() if sharded else weight
-        value, ms, mib = in_turn(mesh, loss, hidden, part.requires_grad_(), reps)
-        found[name] = {"loss": value, "ms": ms, "peak_mib": mib}
+        found[name] = in_turn(mesh, loss, hidden, part.requires_grad_(), reps)
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from lm import ExampleError, import_fusegrad
 
@@ -25,9 +26,9 @@ class CausalAttention(nn.Module):
             raise ExampleError(f"--attention must be one of {', '.join(ATTENTIONS)}, but got {implementation}")
         if positions not in POSITIONS:
             raise ExampleError(f"--positions must be one of {', '.join(POSITIONS)}, but got {positions}")
-        self.fusegrad: Any = None
+        self.flex_attention: Any = None
         if implementation == "fusegrad":
-            self.fusegrad = import_fusegrad("--attention fusegrad", without="--attention sdpa")
+            self.flex_attention = import_fusegrad("--attention fusegrad", without="--attention sdpa").flex_attention
         self.relative: nn.Parameter | None = None
         self.slopes: nn.Parameter | None = None
         if positions == "relative":
@@ -37,17 +38,16 @@ class CausalAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, context: Any = None) -> Tensor:
         """`context`: fusegrad's ContextParallel, where the tensors are this process's part of the sequence."""
-        if self.fusegrad is not None:
+        if self.flex_attention is not None:
             return self._flex(query, key, value, context)
         assert context is None
         return self._sdpa(query, key, value)
 
     def _flex(self, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
         length = query.shape[2] if context is None else context.whole(query.shape[2])
-        mask = causal_block_mask(self.fusegrad, length, query.device)
-        return self.fusegrad.flex_attention(
-            query, key, value, score_mod=self._score_mod(), block_mask=mask, context_parallel=context
-        )
+        mask = causal_block_mask(length, query.device)
+        score_mod = self._score_mod()
+        return self.flex_attention(query, key, value, score_mod=score_mod, block_mask=mask, context_parallel=context)
 
     def _score_mod(self) -> Any:
         relative, slopes = self.relative, self.slopes
@@ -76,7 +76,9 @@ class CausalAttention(nn.Module):
 
 
 @functools.lru_cache(maxsize=8)
-def causal_block_mask(fusegrad: Any, length: int, device: torch.device) -> Any:
+def causal_block_mask(length: int, device: torch.device) -> BlockMask:
+    import fusegrad
+
     return fusegrad.create_block_mask(_causal, None, None, length, length, device=device)
 
 

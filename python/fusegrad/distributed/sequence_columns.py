@@ -150,8 +150,8 @@ class Fetch:
         own = [t.movedim(2, 0) for t in tensors]
         self._coming: _Exchange | None = _Exchange(context, own, columns.outbound, columns.inbound, 0)
         self._made = [t.new_empty(columns.size, *t.shape[1:]) for t in own]
-        pairs = [(made, t) for made, t in zip(self._made, own, strict=True)]
-        _copy((m[here : here + n], t[there : there + n]) for m, t in pairs for there, here, n in columns.own)
+        pairs = zip(self._made, own, strict=True)
+        _copy((made[here : here + n], t[there : there + n]) for made, t in pairs for there, here, n in columns.own)
 
     def of(self, q: Piece) -> list[Tensor]:
         """Key and value, [B, H, rows, D], for a piece of queries: of the columns' `rest` after wait()."""
