@@ -364,6 +364,90 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
   }
 }
 
+/// What the blocks are that a thread's pairs lie in, in tiles that may lie in several: bits as masked_pairs has them,
+/// of pairs whose block is listed and of those whose block is full. Blocks are looked up where a column enters another
+/// one: rows and columns are those of accumulators.
+template <class Pairs>
+struct BlockBits {
+  Pairs listed, full;
+};
+template <int kBlocks, bool kKeyRows, class Arguments>
+__device__ __forceinline__ BlockBits<Bits<kBlocks * 4>> block_bits(const Arguments& a, int kind, int b, int h, int q,
+                                                                   int kv) {
+  using Pairs = Bits<kBlocks * 4>;
+  const FlexTiles& t = a.tiles;
+  const int row = kKeyRows ? kv : q, rows = kKeyRows ? a.keys : a.queries;
+  const int col = kKeyRows ? q : kv, cols = kKeyRows ? a.queries : a.keys;
+  const int row_size = kKeyRows ? t.block_size_kv : t.block_size_q;
+  const int col_size = kKeyRows ? t.block_size_q : t.block_size_kv;
+  const int row_stride = kKeyRows ? 1 : t.block_cols, col_stride = kKeyRows ? t.block_cols : 1;
+  const int head = (t.batches == 1 ? 0 : b) * t.heads + (t.heads == 1 ? 0 : h);
+  const unsigned char* states[2];
+  FlexBlock state[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const long long line = static_cast<long long>(min(row + 8 * r, rows - 1) / row_size) * row_stride;
+    states[r] = t.blocks + static_cast<long long>(head) * t.block_rows * t.block_cols + line;
+    state[r] = row + 8 * r >= rows ? kBlockNone : kind == kTileFull ? kBlockFull : kBlockPartial;
+  }
+  unsigned next = kind == kTileMixed ? 0 : ~0u;  // the column where a block begins that was not looked up yet
+  BlockBits<Pairs> made = {0, 0};
+#pragma unroll 1
+  for (int n = 0; n < kBlocks; ++n) {
+    unsigned listed = 0, full = 0;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int at = col + n * 8 + e;
+      if (at >= cols) continue;
+      if (static_cast<unsigned>(at) >= next) {
+        const int block = at / col_size;
+        next = (block + 1u) * col_size;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if (row + 8 * r < rows)
+            state[r] = static_cast<FlexBlock>(states[r][static_cast<long long>(block) * col_stride]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        listed |= static_cast<unsigned>(state[r] != kBlockNone) << (2 * r + e);
+        full |= static_cast<unsigned>(state[r] == kBlockFull) << (2 * r + e);
+      }
+    }
+    made.listed |= Pairs(listed) << (n * 4);
+    made.full |= Pairs(full) << (n * 4);
+  }
+  return made;
+}
+
+/// masked_pairs() of tiles that may lie in several blocks. The mask_mod is called where a block is partial.
+template <class Config, int kBlocks, bool kKeyRows, int kTogether, class Arguments>
+__device__ __forceinline__ Bits<kBlocks * 4> masked_pairs_of_blocks(const Arguments& a,
+                                                                    const typename Config::MaskMod::Captured& mask,
+                                                                    int kind, int b, int h, int q, int kv) {
+  using Result = Bits<kBlocks * 4>;
+  const auto blocks = block_bits<kBlocks, kKeyRows>(a, kind, b, h, q, kv);
+  Result alive = blocks.listed;
+  if constexpr (kHas<typename Config::MaskMod>) {
+    const Result partial = blocks.listed & ~blocks.full;
+#pragma unroll 1
+    for (int i = 0; i < kBlocks * 4; i += kTogether) {
+      const unsigned asked = static_cast<unsigned>(partial >> i) & ((1u << kTogether) - 1);
+      if (asked == 0) continue;
+      unsigned some = 0;
+#pragma unroll
+      for (int e = 0; e < kTogether; ++e) {
+        const int row = (kKeyRows ? kv : q) + (i + e) / 2 % 2 * 8, col = (kKeyRows ? q : kv) + (i + e) / 4 * 8 + e % 2;
+        const int at_q = kKeyRows ? col : row, at_kv = kKeyRows ? row : col;
+        if (kAllRead || (asked >> e & 1) != 0)
+          some |= static_cast<unsigned>(Config::MaskMod::apply(mask, b, h, at_q, at_kv, true)) << e;
+      }
+      alive &= ~(Result(asked & ~some) << i);
+    }
+  }
+  return alive;
+}
+
 /// Which of a thread's pairs take part: bit 4 * n + e for element e of accumulator n. (q, kv) is the first pair.
 /// kKeyRows: keys are the accumulators' rows, and queries their columns. As bits and before the score_mod, a mask_mod
 /// is instantiated only kTogether times, and a score_mod once an element, whether pairs are masked or not.
@@ -374,6 +458,9 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
   using Result = Bits<kBlocks * 4>;
   static_assert(kTogether % 2 == 0 && kBlocks * 4 % kTogether == 0);
   Result alive = 0;
+  if constexpr (Config::kMixed) {
+    return masked_pairs_of_blocks<Config, kBlocks, kKeyRows, kTogether>(a, mask, kind, b, h, q, kv);
+  }
 #pragma unroll 1
   for (int i = 0; i < kBlocks * 4; i += kTogether) {
     unsigned some = 0;
