@@ -289,7 +289,7 @@ def goals(case: str, found: dict[str, Any], device: str) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention over a sequence that processes share.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", default="131072x32/8x128", help="SxH/HkvxD, ...")
+    parser.add_argument("--shapes", help="SxH/HkvxD, ... (default: 131072x32/8x128, on the CPU 2048x4/2x64)")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--no-peers", action="store_true")
@@ -297,11 +297,12 @@ def main() -> None:
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     arguments = parser.parse_args()
     device = arguments.device
+    shapes = arguments.shapes or ("131072x32/8x128" if device == "cuda" else "2048x4/2x64")
     with processes(device, "cp") as mesh:
         document: dict[str, Any] = {"op": "context_parallel", "processes": mesh.size()}
         document |= environment(device, arguments.commit)
         document["cases"] = cases = []
-        for shape in arguments.shapes.split(","):
+        for shape in shapes.split(","):
             length, heads, size = shape.split("x")
             query_heads, _, key_heads = heads.partition("/")
             sizes = int(length), int(query_heads), int(key_heads or query_heads), int(size)

@@ -4,7 +4,7 @@ Each count of processes trains the same steps on the same text, started as a use
 them, each sequence shared by all of them. Times are medians of a step but the first, memory is PyTorch's peak in the
 first process, and losses are compared with those of one process. Ideal is one process's time over their number.
 
-    python benchmarks/train_lm.py [--processes 1,2] [--device cpu --quick] [--data FOLDER] [--output FOLDER]
+    python benchmarks/train_lm.py [--processes 1,2] [--device cpu] [--quick] [--data FOLDER] [--output FOLDER]
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--positions", choices=("embedding", "relative", "alibi"), default="relative")
     parser.add_argument("--seq-length", type=int, help="tokens of the one sequence of a step")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="a small model and sequence")
+    parser.add_argument("--quick", action="store_true", help="a small model and sequence, as on the CPU")
     parser.add_argument("--data", type=Path, help="as train_lm.py's; twenty sequences and more")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
@@ -84,7 +84,7 @@ def main() -> None:
     available = torch.cuda.device_count() if options.device == "cuda" else 2
     counts = [int(count) for count in options.processes.split(",")] if options.processes else [1, 2, 4, 8]
     counts = [count for count in counts if options.processes or count <= available]
-    sizes = dict(QUICK if options.quick else SIZES)
+    sizes = dict(QUICK if options.quick or options.device == "cpu" else SIZES)
     if options.seq_length:
         sizes["seq_length"] = options.seq_length
 
