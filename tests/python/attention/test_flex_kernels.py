@@ -74,7 +74,7 @@ def score_mod(name: str) -> ScoreMod | None:
 @functools.lru_cache
 def mask_mod(name: str) -> ScoreMod | None:
     document = torch.zeros(4096, dtype=torch.int32)
-    if name == "none":
+    if name in ("none", "lists"):
         return None
     if name == "document":
         return trace_mask_mod(lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv))
@@ -91,12 +91,12 @@ class Kernel(NamedTuple):
     head_size: int
     value_size: int
     score_mod: str
-    mask: str  # "small": tiles lie in several blocks
+    mask: str  # "small": tiles lie in several blocks; "lists": they do, and there is no mask_mod
     architecture: str
 
     def case(self) -> object:
         score, mask = score_mod(self.score_mod), mask_mod(self.mask)
-        blocks = None if mask is None else (48, 48) if self.mask == "small" else (128, 128)
+        blocks = None if self.mask == "none" else (48, 48) if self.mask in ("small", "lists") else (128, 128)
         buffers = () if score is None else score.buffers
 
         def text_of(mod: ScoreMod | None) -> tuple[str, list[str]]:
@@ -190,6 +190,8 @@ tangents float32 64 64 A small
 pair_tangents bfloat16 64 64 none none
 pair_tangents float16 128 128 softcap causal
 pair_tangents float32 64 64 alibi document
+forward float16 96 64 none lists
+backward float32 64 64 A lists
 """
 # For sm_90a alone, where kernels of 16-bit elements are of another family.
 HOPPER = """
@@ -202,6 +204,7 @@ forward bfloat16 128 128 none causal
 forward bfloat16 128 128 alibi none
 forward bfloat16 128 128 D none
 forward bfloat16 128 128 E small
+forward bfloat16 128 128 none lists
 forward bfloat16 256 256 none none
 forward bfloat16 256 256 softcap causal
 forward float16 64 64 A small
@@ -227,6 +230,7 @@ backward bfloat16 128 128 C none
 backward bfloat16 128 128 D document
 backward bfloat16 128 128 F none
 backward bfloat16 128 128 AD small
+backward bfloat16 128 128 none lists
 backward float16 128 64 E none
 backward bfloat16 80 80 none none
 backward bfloat16 80 80 D causal
@@ -242,6 +246,7 @@ grad_query bfloat16 128 128 none causal
 grad_query bfloat16 128 128 softcap document
 grad_query bfloat16 128 128 D none
 grad_query float16 128 64 A small
+grad_query bfloat16 128 128 none lists
 grad_query bfloat16 80 80 none none
 backward bfloat16 256 256 none none
 backward bfloat16 256 256 none causal
@@ -279,6 +284,7 @@ tangents bfloat16 128 128 none none
 tangents bfloat16 128 128 none causal
 tangents bfloat16 128 128 E document
 tangents float16 128 64 D small
+tangents bfloat16 64 64 none lists
 tangents+dropout bfloat16 128 128 none causal
 forward bfloat16 32 32 P none
 forward bfloat16 64 64 P none
@@ -312,7 +318,7 @@ def everything() -> list[Kernel]:
         ["bfloat16", "float16", "float32"],
         [(64, 64), (128, 128), (192, 128), (256, 256)],
         ["none", "softcap", "alibi", *"ABCDEFG", "AD"],
-        ["none", "causal", "document", "small"],
+        ["none", "causal", "document", "small", "lists"],
         ARCHITECTURES,
     )
     return [Kernel(kernel, dtype, *sizes, *rest) for kernel, dtype, sizes, *rest in found]
@@ -444,7 +450,7 @@ def test_the_selection_meets_everything() -> None:
     for field, values in {
         "architecture": set(ARCHITECTURES),
         "dtype": {"bfloat16", "float16", "float32"},
-        "mask": {"none", "causal", "document", "small"},
+        "mask": {"none", "causal", "document", "small", "lists"},
     }.items():
         for kernel in ("forward", "backward"):
             assert {getattr(k, field) for k in kernels if k.kernel == kernel} == values

@@ -457,23 +457,24 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
                                                           int b, int h, int q, int kv) {
   using Result = Bits<kBlocks * 4>;
   static_assert(kTogether % 2 == 0 && kBlocks * 4 % kTogether == 0);
-  Result alive = 0;
   if constexpr (Config::kMixed) {
     return masked_pairs_of_blocks<Config, kBlocks, kKeyRows, kTogether>(a, mask, kind, b, h, q, kv);
-  }
+  } else {
+    Result alive = 0;
 #pragma unroll 1
-  for (int i = 0; i < kBlocks * 4; i += kTogether) {
-    unsigned some = 0;
+    for (int i = 0; i < kBlocks * 4; i += kTogether) {
+      unsigned some = 0;
 #pragma unroll
-    for (int e = 0; e < kTogether; ++e) {
-      const int row = (kKeyRows ? kv : q) + (i + e) / 2 % 2 * 8, col = (kKeyRows ? q : kv) + (i + e) / 4 * 8 + e % 2;
-      const int at_q = kKeyRows ? col : row, at_kv = kKeyRows ? row : col;
-      const bool inside = at_kv < a.keys && at_q < a.queries;
-      some |= static_cast<unsigned>(takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside)) << e;
+      for (int e = 0; e < kTogether; ++e) {
+        const int row = (kKeyRows ? kv : q) + (i + e) / 2 % 2 * 8, col = (kKeyRows ? q : kv) + (i + e) / 4 * 8 + e % 2;
+        const int at_q = kKeyRows ? col : row, at_kv = kKeyRows ? row : col;
+        const bool inside = at_kv < a.keys && at_q < a.queries;
+        some |= static_cast<unsigned>(takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside)) << e;
+      }
+      alive |= Result(some) << i;
     }
-    alive |= Result(some) << i;
+    return alive;
   }
-  return alive;
 }
 /// The same, and all pairs where not `masked`.
 template <class Config, int kBlocks, bool kKeyRows, class Arguments>
