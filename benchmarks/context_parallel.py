@@ -33,6 +33,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 CASES = ("causal", "documents", "relative")
+SHAPES = {"cuda": "131072x32/8x128", "cpu": "2048x4/2x64"}
 OF_IDEAL = 0.9  # of the better way, where the mask alone says what is computed
 ERROR = 1e-2
 IN_A_ROW = 4
@@ -289,7 +290,7 @@ def goals(case: str, found: dict[str, Any], device: str) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention over a sequence that processes share.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", help="SxH/HkvxD, ... (default: 131072x32/8x128, on the CPU 2048x4/2x64)")
+    parser.add_argument("--shapes", help=f"SxH/HkvxD, ... (default: {SHAPES['cuda']}, on the CPU {SHAPES['cpu']})")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--no-peers", action="store_true")
@@ -297,7 +298,7 @@ def main() -> None:
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
     arguments = parser.parse_args()
     device = arguments.device
-    shapes = arguments.shapes or ("131072x32/8x128" if device == "cuda" else "2048x4/2x64")
+    shapes = arguments.shapes or SHAPES[device]
     with processes(device, "cp") as mesh:
         document: dict[str, Any] = {"op": "context_parallel", "processes": mesh.size()}
         document |= environment(device, arguments.commit)

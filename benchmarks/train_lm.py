@@ -74,7 +74,8 @@ def main() -> None:
     parser.add_argument("--positions", choices=("embedding", "relative", "alibi"), default="relative")
     parser.add_argument("--seq-length", type=int, help="tokens of the one sequence of a step")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="a small model and sequence, as on the CPU")
+    quick = "a small model and sequence (default: on the CPU)"
+    parser.add_argument("--quick", action=argparse.BooleanOptionalAction, help=quick)
     parser.add_argument("--data", type=Path, help="as train_lm.py's; twenty sequences and more")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     parser.add_argument("--commit", help="what to record, where this is not a git checkout")
@@ -84,7 +85,8 @@ def main() -> None:
     available = torch.cuda.device_count() if options.device == "cuda" else 2
     counts = [int(count) for count in options.processes.split(",")] if options.processes else [1, 2, 4, 8]
     counts = [count for count in counts if options.processes or count <= available]
-    sizes = dict(QUICK if options.quick or options.device == "cpu" else SIZES)
+    small = options.device == "cpu" if options.quick is None else options.quick
+    sizes = dict(QUICK if small else SIZES)
     if options.seq_length:
         sizes["seq_length"] = options.seq_length
 

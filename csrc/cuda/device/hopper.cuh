@@ -127,6 +127,12 @@ __device__ __forceinline__ bool named_any(int id, int threads, bool x) {
   return __any_sync(~0u, any != 0);
 }
 
+/// The registers of a consumer's thread where a warpgroup of producers keeps so many a thread: multiples of 8. A
+/// multiprocessor has 64 K, of which a CTA begins with as many for each thread.
+constexpr int consumer_registers(int groups, int producers) {
+  const int launched = 512 / (groups + 1) / 8 * 8;
+  return (launched * (groups + 1) - producers) / groups / 8 * 8;
+}
 template <int kCount>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));

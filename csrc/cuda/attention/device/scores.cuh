@@ -364,13 +364,13 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
   }
 }
 
-/// What the blocks are that a thread's pairs lie in, in tiles that may lie in several: bits as masked_pairs has them,
-/// of pairs whose block is listed and of those whose block is full. Blocks are looked up where a column enters another
-/// one: rows and columns are those of accumulators.
+/// Of a thread's pairs those whose block is listed and those whose block is full, as bits that masked_pairs explains.
 template <class Pairs>
 struct BlockBits {
   Pairs listed, full;
 };
+/// They are found in tiles that may lie in several blocks. A block is looked up where a column enters it; rows and
+/// columns are the accumulators'.
 template <int kBlocks, bool kKeyRows, class Arguments>
 __device__ __forceinline__ BlockBits<Bits<kBlocks * 4>> block_bits(const Arguments& a, int kind, int b, int h, int q,
                                                                    int kv) {
@@ -390,7 +390,7 @@ __device__ __forceinline__ BlockBits<Bits<kBlocks * 4>> block_bits(const Argumen
     states[r] = t.blocks + static_cast<long long>(head) * t.block_rows * t.block_cols + line;
     state[r] = row + 8 * r >= rows ? kBlockNone : kind == kTileFull ? kBlockFull : kBlockPartial;
   }
-  unsigned next = kind == kTileMixed ? 0 : ~0u;  // the column where a block begins that was not looked up yet
+  unsigned next = kind == kTileMixed ? 0 : ~0u;  // the column where the next block begins that is to be looked up
   BlockBits<Pairs> made = {0, 0};
 #pragma unroll 1
   for (int n = 0; n < kBlocks; ++n) {
@@ -420,6 +420,16 @@ __device__ __forceinline__ BlockBits<Bits<kBlocks * 4>> block_bits(const Argumen
   return made;
 }
 
+struct PairIndex {
+  int q, kv;
+};
+/// The pair of bit i of masked_pairs; (q, kv) is the first one.
+template <bool kKeyRows>
+__device__ __forceinline__ PairIndex pair_at(int i, int q, int kv) {
+  const int row = (kKeyRows ? kv : q) + i / 2 % 2 * 8, col = (kKeyRows ? q : kv) + i / 4 * 8 + i % 2;
+  return kKeyRows ? PairIndex{col, row} : PairIndex{row, col};
+}
+
 /// masked_pairs() of tiles that may lie in several blocks. The mask_mod is called where a block is partial.
 template <class Config, int kBlocks, bool kKeyRows, int kTogether, class Arguments>
 __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs_of_blocks(const Arguments& a,
@@ -437,8 +447,7 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs_of_blocks(const Argume
       unsigned some = 0;
 #pragma unroll
       for (int e = 0; e < kTogether; ++e) {
-        const int row = (kKeyRows ? kv : q) + (i + e) / 2 % 2 * 8, col = (kKeyRows ? q : kv) + (i + e) / 4 * 8 + e % 2;
-        const int at_q = kKeyRows ? col : row, at_kv = kKeyRows ? row : col;
+        const auto [at_q, at_kv] = pair_at<kKeyRows>(i + e, q, kv);
         if (kAllRead || (asked >> e & 1) != 0)
           some |= static_cast<unsigned>(Config::MaskMod::apply(mask, b, h, at_q, at_kv, true)) << e;
       }
@@ -466,8 +475,7 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs(const Arguments& a,
       unsigned some = 0;
 #pragma unroll
       for (int e = 0; e < kTogether; ++e) {
-        const int row = (kKeyRows ? kv : q) + (i + e) / 2 % 2 * 8, col = (kKeyRows ? q : kv) + (i + e) / 4 * 8 + e % 2;
-        const int at_q = kKeyRows ? col : row, at_kv = kKeyRows ? row : col;
+        const auto [at_q, at_kv] = pair_at<kKeyRows>(i + e, q, kv);
         const bool inside = at_kv < a.keys && at_q < a.queries;
         some |= static_cast<unsigned>(takes_part<Config>(a.tiles, mask, kind, b, h, at_q, at_kv, inside)) << e;
       }

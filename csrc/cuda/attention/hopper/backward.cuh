@@ -70,9 +70,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer.
   static constexpr bool kCopies = Tiles::Boxes::kCopies;
   static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64 ? 56 : kCopies || Config::kOrdered ? 40 : 24;
-  // A thread is launched with 168; consumers take what the producers' warpgroup gives back.
-  static constexpr int kLaunchRegisters = 168, kWarpgroups = Config::kGroups + 1;
-  static constexpr int kConsumerRegisters = (kLaunchRegisters * kWarpgroups - kProducerRegisters) / Config::kGroups;
+  static constexpr int kConsumerRegisters = consumer_registers(Config::kGroups, kProducerRegisters);
   static_assert(!kBoxes || Config::kGroups == 2);
   static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
   static_assert(Tiles::kOwnKeys && (kRowsShared || !Config::kGradQuery || chunks_of(Config::kHead) == Config::kGroups));

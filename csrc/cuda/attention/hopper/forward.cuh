@@ -63,12 +63,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
     kTurn = 1,                        // whose turn it is to issue products
     kAlone = kTurn + Config::kGroups  // a warpgroup by itself
   };
-  // Multiples of 8 of which a multiprocessor has 64 K, and a CTA as many at its begin for each thread.
-  static constexpr int kAllRegisters = 512 / (Config::kGroups + 1) / 8 * 8 * (Config::kGroups + 1);
   static constexpr int kProducerRegisters = Reads::kWarps > 1 && (Config::kBoxes || Config::kGroups == 2) ? 56
                                             : Config::kGroups >= 3                                        ? 32
                                                                                                           : 40;
-  static constexpr int kConsumerRegisters = (kAllRegisters - kProducerRegisters) / Config::kGroups / 8 * 8;
+  static constexpr int kConsumerRegisters = consumer_registers(Config::kGroups, kProducerRegisters);
 
  public:
   using Tiles::kSharedBytes;
