@@ -92,6 +92,7 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& f) { f.keys_shared = true; },
       [](auto& f) { f.grad_query = !f.grad_query; },
       [](auto& f) { f.stores_boxes = !f.stores_boxes; },
+      [](auto& f) { f.whole = !f.whole; },
       [](auto& f) { f.stores_query = !f.stores_query; },
       [](auto& f) { f.grad_key = false; },
       [](auto& f) { f.grad_value = false; },
@@ -163,8 +164,8 @@ TEST(SharedMemory, RegionsFollowOneAnotherAndAreAligned) {
   EXPECT_EQ(m.rows.piece % 128, 0);
   EXPECT_EQ(m.barriers.offset % 8, 0);
   // 2 x 32 KiB of keys, 32 of values, 2 x 16 of queries and of grad_out, 2 x 16 of dS, 32 of dQ, 64 of dK and dV,
-  // 2 x 32 of boxes, 1 of row statistics, 128 bytes of places, 22 barriers.
-  EXPECT_EQ(m.bytes(), (64 + 32 + 32 + 32 + 32 + 32 + 64 + 64 + 1) * 1024 + 128 + 8 * 22);
+  // 2 x 32 of boxes, 1 of row statistics, 128 bytes of places, 24 barriers.
+  EXPECT_EQ(m.bytes(), (64 + 32 + 32 + 32 + 32 + 32 + 64 + 64 + 1) * 1024 + 128 + 8 * 24);
 }
 
 TEST(SharedMemory, OfAPlanIsWhatItsLaunchGets) {
@@ -333,6 +334,56 @@ TEST(LaunchPlan, TallTilesPayWhereTheyAreFewEnough) {
   FlexCase float32 = c;
   float32.dtype = DType::kFloat32;
   EXPECT_FALSE(pays(float32, make_shape(1, 8, 8, 4096, 4096, 128)));
+}
+
+TEST(LaunchPlan, WholeHeadsPayWhereTheyAreManyAndShort) {
+  const auto pays = [](const FlexCase& c, const FlexShape& shape, double share = 1.0) {
+    return pays_whole(c, shape, kProcessors, [share] { return share; });
+  };
+  const FlexCase c = make_case(FlexKernel::kBackward, 64);
+  EXPECT_TRUE(pays(c, make_shape(32, 16, 16, 512, 512, 64)));   // 132 * 512 rows of 512 bytes are 33 MiB
+  EXPECT_FALSE(pays(c, make_shape(32, 16, 16, 640, 640, 64)));  // 41 MiB
+  EXPECT_FALSE(pays(c, make_shape(32, 16, 8, 512, 512, 64)));   // of two heads 66 MiB
+  EXPECT_TRUE(pays(c, make_shape(32, 16, 8, 256, 256, 64)));
+  EXPECT_FALSE(pays(c, make_shape(1, 64, 64, 256, 256, 64)));    // half of the GPU
+  EXPECT_FALSE(pays(c, make_shape(1, 200, 200, 256, 256, 64)));  // 200 of 2 * 132
+  EXPECT_TRUE(pays(c, make_shape(1, 240, 240, 256, 256, 64)));   // 240 of them
+  FlexShape shared = make_shape(32, 16, 16, 512, 512, 64);
+  shared.key_batches = 1;
+  EXPECT_FALSE(pays(c, shared));
+  const FlexCase mask = masked(c, 128);
+  EXPECT_TRUE(pays(mask, make_shape(32, 32, 32, 1024, 1024, 64), 0.5));
+  EXPECT_FALSE(pays(mask, make_shape(32, 32, 32, 1024, 1024, 64)));
+  EXPECT_FALSE(pays(mask, make_shape(32, 32, 32, 1100, 1100, 64), 0.1));  // more than 16 tiles of 64 queries
+  EXPECT_FALSE(pays(mask, make_shape(32, 16, 8, 256, 256, 64)));          // grouped heads
+}
+
+TEST(LaunchPlan, CtasHaveWholeHeads) {
+  FlexCase c = make_case(FlexKernel::kBackward, 64);
+  c.whole = true;
+  c.tall = false;
+  const FlexShape shape = make_shape(32, 16, 16, 512, 512, 64);
+  EXPECT_TRUE(plan(c, shape).spec.facts().whole);
+  EXPECT_EQ(plan(c, shape).ctas, kProcessors);
+  EXPECT_EQ(plan(c, make_shape(5, 16, 16, 512, 512, 64)).ctas, 80);
+  EXPECT_EQ(plan(masked(c, 128), shape).section, 1);
+  // All gradients, and tiles for the next keys.
+  FlexCase keys = c;
+  keys.grad_query = false;
+  EXPECT_FALSE(plan(keys, shape).spec.facts().whole);
+  FlexCase wide = make_case(FlexKernel::kBackward, 256);
+  wide.whole = true;
+  EXPECT_FALSE(plan(wide, make_shape(32, 16, 16, 512, 512, 256)).spec.facts().whole);
+  // Where no tile can, the usual one is taken.
+  const auto kernels = [](const FlexCase& of, bool deterministic) {
+    return backward_kernels(of, {true, true, true}, deterministic, "90a");
+  };
+  wide.tall = true;
+  EXPECT_FALSE(kernels(wide, false).back().whole);
+  EXPECT_TRUE(kernels(wide, false).back().tall);
+  // dQ is summed in one order, without a kernel of its own.
+  ASSERT_EQ(kernels(c, true).size(), 1u);
+  EXPECT_TRUE(kernels(c, true).back().grad_query);
 }
 
 // Of small heads, a bias of pairs that all batches share, or a table of places in a window.

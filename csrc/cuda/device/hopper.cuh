@@ -147,22 +147,44 @@ __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddep
 
 // --- copies -------------------------------------------------------------------------------------------------
 
+/// What the L2 cache evicts first, and what last.
+enum class Evict { kNormal, kFirst, kLast };
+template <Evict kEvict>
+__device__ __forceinline__ unsigned long long cache_policy() {
+  unsigned long long policy;
+  if constexpr (kEvict == Evict::kFirst) {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+
 /// Copies a box of a [batch, head, row, column] tensor by TMA, counted at `barrier`; zeros beyond the tensor.
+template <Evict kEvict = Evict::kNormal>
 __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, unsigned barrier, int col, int row,
                                          int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];" ::"r"(to),
-      "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch)
-      : "memory");
+  if constexpr (kEvict == Evict::kNormal) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to),
+        "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+        "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch), "l"(cache_policy<kEvict>())
+        : "memory");
+  }
 }
 /// Copies all chunks of a tile of kRows rows and kCols columns, whole ones. A narrow tile is one.
-template <int kRows, int kCols>
+template <int kRows, int kCols, Evict kEvict = Evict::kNormal>
 __device__ __forceinline__ void copy_boxes(unsigned to, const TensorMap& from, unsigned barrier, int row, int head,
                                            int batch) {
 #pragma unroll
   for (int c = 0; c < chunks_of(kCols); ++c)
-    copy_box(to + c * kRows * kChunkBytes, from, barrier, c * kChunk, row, head, batch);
+    copy_box<kEvict>(to + c * kRows * kChunkBytes, from, barrier, c * kChunk, row, head, batch);
 }
 /// Called by one thread, which arrives at `barrier` too.
 template <int kRows, int kCols>
@@ -178,20 +200,54 @@ __device__ __forceinline__ void copy_line(unsigned to, const TensorMap& from, un
       "l"(&from), "r"(barrier), "r"(at)
       : "memory");
 }
+/// Copies floats that follow one another in global memory; bytes and addresses are multiples of 16.
+template <Evict kEvict>
+__device__ __forceinline__ void copy_floats(unsigned to, const float* from, unsigned barrier, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier), "l"(cache_policy<kEvict>())
+      : "memory");
+}
 
 /// Stores a box to a [batch, head, row, column] tensor, but for what lies beyond it. Rules as for add_floats.
+template <Evict kEvict = Evict::kNormal>
 __device__ __forceinline__ void store_box(const TensorMap& to, unsigned from, int col, int row, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&to),
-               "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch)
-               : "memory");
+  if constexpr (kEvict == Evict::kNormal) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&to),
+                 "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], "
+        "%6;" ::"l"(&to),
+        "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch), "l"(cache_policy<kEvict>())
+        : "memory");
+  }
 }
 /// Reduces floats into global memory by TMA; bytes and addresses are multiples of 16. One thread calls this, the commit
 /// and the waits, after fence_before_copy() by all threads that wrote the floats, and a barrier.
+template <Evict kEvict = Evict::kNormal>
 __device__ __forceinline__ void add_floats(float* to, unsigned from, int bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
-      "r"(from), "r"(bytes)
-      : "memory");
+  if constexpr (kEvict == Evict::kNormal) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(from), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(from), "r"(bytes), "l"(cache_policy<kEvict>())
+                 : "memory");
+  }
+}
+/// Stores floats. Rules as for add_floats.
+template <Evict kEvict>
+__device__ __forceinline__ void store_floats(float* to, unsigned from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+                   __cvta_generic_to_global(to)),
+               "r"(from), "r"(bytes), "l"(cache_policy<kEvict>())
+               : "memory");
 }
 __device__ __forceinline__ void commit_sums() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Waits until what the thread adds has been read, and may be overwritten.
@@ -286,6 +342,12 @@ __device__ __forceinline__ void store_matrices(unsigned address, const unsigned*
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])
                : "memory");
+}
+__device__ __forceinline__ void add_pair(float& first, float& second, unsigned address) {
+  float x, y;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+  first += x;
+  second += y;
 }
 __device__ __forceinline__ void store_pair(unsigned address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");

@@ -40,7 +40,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
                    bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
                    std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits, std::array<int64_t, 2> lengths,
                    bool many_batches, const std::vector<std::vector<int64_t>>& sizes, bool aligned_boxes,
-                   int forward_rows, bool ordered) {
+                   int forward_rows, bool ordered, bool whole) {
   FlexCase c;
   c.kernel = kernel == "forward"                   ? FlexKernel::kForward
              : kernel == "backward"                ? FlexKernel::kBackward
@@ -72,6 +72,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
   c.aligned_boxes = aligned_boxes;
   c.forward_rows = forward_rows;
   c.ordered = ordered;
+  c.whole = whole;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && results && c.dtype != DType::kFloat32;
   if (c.kernel == FlexKernel::kTangents) {
@@ -153,7 +154,7 @@ void bind(py::Module m) {
         py::arg("key_splits") = false, py::arg("lengths") = std::array<int64_t, 2>{0, 0},
         py::arg("many_batches") = false, py::arg("sizes") = std::vector<std::vector<int64_t>>(),
         py::arg("aligned_boxes") = true, py::arg("forward_rows") = 256, py::arg("ordered") = false,
-        "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
+        py::arg("whole") = false, "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "backward_kernels",
@@ -198,6 +199,14 @@ void bind(py::Module m) {
             if (plan_kernel(other, architecture).tile() != tile) kernels.push_back(std::move(other));
           }
         }
+        // And whether a CTA has all keys of a head, whose dQ needs no kernel of its own then.
+        for (size_t i = 0, made = kernels.size(); i < made; ++i) {
+          if (kernels[i].kernel != FlexKernel::kBackward || kernels[i].fixed_point) continue;
+          FlexCase other = kernels[i];
+          other.grad_query = other.whole = true;
+          other.tall = false;
+          if (plan_kernel(other, architecture).facts().whole) kernels.push_back(std::move(other));
+        }
         return kernels;
       },
       py::arg("case"), py::arg("deterministic"), py::arg("architecture"),
@@ -234,6 +243,8 @@ void bind(py::Module m) {
   m.def(
       "force_family", [](const std::string& family) { force_flex_family(family_named(family)); }, py::arg("family"),
       "For tests: 'portable' or 'hopper' where there are both; '': the faster one.");
+  m.def("force_whole", &force_flex_whole, py::arg("whole"),
+        "For tests: 1: a backward's CTA takes all keys of a head wherever it can; 0: nowhere; -1: where it pays.");
   m.def(
       "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");

@@ -83,7 +83,7 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 class Kernel(NamedTuple):
     # "ordered" is the backward whose sums are the same in every order, "turns" the one with dQ whose sums of buffers
-    # come in any, "short" the one without tall tiles,
+    # come in any, "short" the one without tall tiles, "whole" the one whose CTAs have all keys of a head,
     # "grad_buffers" the kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the
     # forward of few queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
     kernel: str
@@ -107,7 +107,7 @@ class Kernel(NamedTuple):
         rows = int(kernel.removeprefix("few")) if kernel.startswith("few") else 0
         kernel = "forward" if rows else kernel
         return flex.Case(
-            "backward" if kernel in ("ordered", "turns", "short") else kernel,
+            "backward" if kernel in ("ordered", "turns", "short", "whole") else kernel,
             self.dtype,
             self.head_size,
             self.value_size,
@@ -117,8 +117,9 @@ class Kernel(NamedTuple):
             [] if kernel == "forward" else [b.requires_grad for b in buffers],
             [b.numel() for b in buffers],
             deterministic=kernel in ("ordered", "grad_query"),
-            tall=kernel != "short",
+            tall=kernel not in ("short", "whole"),
             ordered=kernel == "turns",
+            whole=kernel == "whole",
             dropout_p=0.1 if dropout else 0.0,
             few_rows=rows,
             key_splits=split,
@@ -294,6 +295,14 @@ backward bfloat16 64 64 P none
 backward bfloat16 128 128 P none
 turns bfloat16 32 32 P none
 turns bfloat16 64 64 P none
+whole bfloat16 32 32 P none
+whole bfloat16 64 64 none none
+whole bfloat16 64 64 none causal
+whole bfloat16 80 80 none none
+whole bfloat16 128 128 none none
+whole bfloat16 128 128 none causal
+whole bfloat16 128 128 none lists
+whole bfloat16 128 128 A none
 grad_buffers bfloat16 32 32 P none
 grad_buffers bfloat16 64 64 P none
 """
@@ -471,6 +480,7 @@ def test_the_selection_meets_everything() -> None:
         ("bfloat16", "split_forward"),
         ("bfloat16", "split_grad_query"),
         ("bfloat16", "turns"),
+        ("bfloat16", "whole"),
     }
     schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")

@@ -103,7 +103,7 @@ struct FlexBackwardArguments {
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
   // The sum of which dQ is made where CTAs add it up, less the scale; zeros before. It lies in blocks of 8 queries and
   // 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks columns come before queries, but
-  // for narrow heads.
+  // for narrow heads. Where a CTA has all keys of a head (kWhole), of each CTA those of the heads that share the keys.
   float* query_sum;
   int sum_rows, sum_cols;  // M rounded up to whole tiles, D to a multiple of 16
   float* largest;          // [captured buffers], zeros before: the largest magnitudes, where they are wanted
@@ -120,6 +120,7 @@ struct FlexBackwardArguments {
 struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled,
                                           // or of 32 (kNarrow)
+  TensorMap grad_query;                   // boxes of the queries whose dQ a warpgroup sums up, where a CTA has all keys
   TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so
   TensorMap grad_scores;                  // dS of each pair, boxes of 64 keys, where CTAs store it (scheme 'T')
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows

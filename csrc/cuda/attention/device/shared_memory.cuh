@@ -262,10 +262,10 @@ struct HopperBackwardMemory {
   Region boxes;          // of what a score_mod reads of pairs; multiples of the alignment where TMA copies them
   Region rows;           // row statistics of each stage of grad_out
   Region places;         // whose queries a tile is; read until after the tile's stages were released, with dQ
-  Region barriers;  // value empty, key empty, full and empty of queries, of grad_out, of dS and of boxes, and empty
-                    // of each warpgroup's dK and dV
-  Region lines;     // of what a score_mod reads, or where prefetches write
-  Region drawn;     // of dropout, what a warpgroup draws for a tile; two sets where warpgroups take no turns
+  Region barriers;       // value empty, key empty, full and empty of queries, of grad_out, of dS and of boxes, empty of
+                         // each warpgroup's dK and dV, and full of its sums of dQ
+  Region lines;          // of what a score_mod reads, or where prefetches write
+  Region drawn;          // of dropout, what a warpgroup draws for a tile; two sets where warpgroups take no turns
   Region captured;
 
   constexpr explicit HopperBackwardMemory(const Sizes& s)
@@ -282,7 +282,7 @@ struct HopperBackwardMemory {
         rows(boxes.then(kRowStatisticsBytes * s.rows, s.stages)),
         places(rows.then(16, kPlaces)),
         barriers(places.then(kBarrierBytes, 2 * (s.key_stages + s.query_stages + 2 * s.stages + s.read_stages +
-                                                 (s.own_places ? 1 : 0)))),
+                                                 (s.own_places ? 1 : 0) + 1))),
         lines(barriers.then(s.has_score_mod ? 4 * (s.own_keys ? 512 : 256) : 0)),
         drawn(lines.then(s.has_dropout ? 8 * s.rows : 0, s.own_keys ? 2 : 4)),
         captured(drawn.then(s.captured_bytes)) {}

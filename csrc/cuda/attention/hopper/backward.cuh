@@ -64,12 +64,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static_assert(!kStoresTiles || Config::kGradQuery);
   static_assert(Config::kParts == 1 || (kOverlapped && kByElement));
   static_assert(!Config::kOwnPlaces || (kSeamless && Config::kStoresBoxes));
+  static_assert(!Config::kWhole || (kSeamless && Config::kStoresBoxes && Config::kGradKey && Config::kGradValue));
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
   // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer.
   static constexpr bool kCopies = Tiles::Boxes::kCopies;
-  static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64 ? 56 : kCopies || Config::kOrdered ? 40 : 24;
+  static constexpr bool kCounts = Config::kOrdered || (Config::kWhole && Config::kBlocks);
+  static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64 ? 56 : kCopies || kCounts ? 40 : 24;
   static constexpr int kConsumerRegisters = consumer_registers(Config::kGroups, kProducerRegisters);
   static_assert(!kBoxes || Config::kGroups == 2);
   static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
@@ -214,7 +216,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksN * 4>(s[0]);
     if constexpr (Config::kGradScores) pin<kBlocksN * 4>(d[0]);
     if constexpr (Config::kGradQuery) {
-      if (i > first) last_grad_query(i - 1, now.stage());
+      if (i > first) last_grad_query(i - 1, now);
       // The place behind the last tile has stages too.
       Barrier::wait(gradient_empty(stage_of(i)), parity_of(i) ^ 1);
       release(gradient_full(stage_of(i)));
@@ -395,7 +397,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void turn(int i, bool first, const Place& now, const unsigned (&p)[kBlocksN * 2],
                                        const unsigned (&ds)[kBlocksN * 2], float (&s)[kBlocksN][4],
                                        float (&d)[kBlocksN][4], float (&grad_key)[kBlocksD][4],
-                                       float (&grad_value)[kBlocksE][4]) const {
+                                       float (&grad_value)[kBlocksE][4]) {
     float c[kBlocksQ][4];
     issue_grad_value(grad_value, p, i);
     if constexpr (Config::kGradQuery) issue_grad_query(c, i - 1, now.stage_before());
@@ -405,7 +407,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     pin<kBlocksE * 4>(grad_value[0]);
     if constexpr (Config::kGradQuery) {
       pin<kBlocksQ * 4>(c[0]);
-      if (!first) store_grad_query(c);
+      if (!first) keep_grad_query(c, now);
     }
     wait_query(i + 1);
     wgmma_wait<0>();
@@ -451,10 +453,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   // Hands dQ to the warp that issues its reduction, in the order of global memory: for each eight queries the 8 x 8
   // blocks of 64 columns, two of them from each warp, side by side. Narrow heads have all their blocks from one warp.
-  __device__ __forceinline__ void give_grad_query(const float (&c)[kBlocksQ][4], int i) const {
+  __device__ __forceinline__ void give_grad_query(float (&c)[kBlocksQ][4], int i, const Place& next) {
     release(gradient_empty(stage_of(i)));
     named_sync(kSumEmpty + group_, kWithWarp);
-    store_grad_query(c);
+    keep_grad_query(c, next);
     fence_before_copy();
     named_arrive(kSumFull + group_, kWithWarp);
   }
@@ -468,12 +470,51 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       for (int r = 0; r < 2; ++r) store_pair(to + n * kNext + r * kSecond, c[n][2 * r], c[n][2 * r + 1]);
     }
   }
-  __device__ __forceinline__ void last_grad_query(int i, int key_stage) const {
+  /// dQ of the tile before `next`.
+  __device__ __forceinline__ void keep_grad_query(float (&c)[kBlocksQ][4], const Place& next) {
+    if (Config::kWhole && next.after_rounds()) {
+      round_grad_query(c, next.after_sums());
+    } else {
+      store_grad_query(c);
+    }
+  }
+  // With the last keys of a tile of queries: adds the sums of those before, which the warp has brought, and rounds.
+  __device__ __forceinline__ void round_grad_query(float (&c)[kBlocksQ][4], bool sums) {
+    if (sums) {
+      Barrier::wait(Tiles::sums_full(group_), rounded_);
+      rounded_ ^= 1;
+      constexpr int kNext = kNarrow ? kBlockBytes : kEightRows, kSecond = kNarrow ? kEightRows : kBlockBytes;
+      const unsigned from = sum(group_) + warp() % 4 * 2 * kSecond + lane() * 8;
+#pragma unroll
+      for (int n = 0; n < kBlocksQ; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) add_pair(c[n][2 * r], c[n][2 * r + 1], from + n * kNext + r * kSecond);
+      }
+      named_sync(kAlone + group_, kWarpgroup);
+    }
+    const int matrix = lane() / 8, row = lane() % 8;
+#pragma unroll
+    for (int n = 0; n < kBlocksQ; n += 2) {
+      unsigned words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        words[e] = pack(T{}, c[n + e / 2][e % 2 * 2] * a_.scale, c[n + e / 2][e % 2 * 2 + 1] * a_.scale);
+      if constexpr (kNarrow) {
+        const unsigned to = sum(group_) + (warp() % 4 * 16 + matrix % 2 * 8 + row) * kRowBytes;
+        store_matrices(to + ((n + matrix / 2) ^ row / 2) * 16, words);
+      } else {
+        const int part = warp() % 4 * 2 + matrix % 2;
+        const unsigned to = sum(group_) + (matrix / 2 * 8 + row) * kChunkBytes + (part ^ row) * 16;
+        store_matrices_transposed(to + n * 8 * kChunkBytes, words);
+      }
+    }
+  }
+  __device__ __forceinline__ void last_grad_query(int i, const Place& next) {
     float c[kBlocksQ][4];
-    issue_grad_query(c, i, key_stage);
+    issue_grad_query(c, i, next.stage());
     wgmma_wait<0>();
     pin<kBlocksQ * 4>(c[0]);
-    give_grad_query(c, i);
+    give_grad_query(c, i, next);
   }
 
   /// Run by one warp: reduces a warpgroup's dQ of each tile into global memory by TMA. Issuing the reductions and
@@ -482,6 +523,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     // A lane adds eight queries; of narrow heads, which are one piece of memory, the first lane adds all.
     constexpr int kEights = kNarrow ? 1 : kSumRows / 8;
     const int cols = min(a_.sum_cols - first_col(group), 64);
+    const int bytes = cols / 8 * kBlockBytes * (kSumRows / 8 / kEights);
     const bool adds = lane() < kEights;
     store_grad_scores(0, group);
     named_arrive(kSumEmpty + group, kWithWarp);
@@ -491,9 +533,9 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       const bool ended = Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0);
       if (ended) {
         if constexpr (Config::kGradValue)
-          store_gradient<Config::kValue>(more_.grad_value, place_of_gradient(group, true), group, place);
+          store_gradient<Config::kValue, false>(more_.grad_value, place_of_gradient(group, true), group, place);
         if constexpr (Config::kGradKey)
-          store_gradient<Config::kHead>(more_.grad_key, place_of_gradient(group, false), group, place);
+          store_gradient<Config::kHead, true>(more_.grad_key, place_of_gradient(group, false), group, place);
       }
       if (place.tile == kNoMore) break;
       const int first = place.row() + first_row(group), row = first + lane() * 8;
@@ -505,10 +547,30 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         if (some && lane() == 0) wait_for_count(added, place.col() / Config::kCols);
         __syncwarp();
       }
-      if (adds && place.tile >= 0 && row < a_.queries) {
+      if constexpr (Config::kWhole) {
+        // What the lane stores, adds to and brings in turns it has to wait for.
+        wait_sums_added();
+        if (place.rounds()) {
+          const int lacking = Config::kBlocks ? Tiles::row_lacking(place) : -1;
+          const int to = lacking >= 0 ? lacking + first_row(group) : first;
+          if (lane() == 0)
+            store_box<Evict::kFirst>(more_.grad_query, sum(group), first_col(group), to, place.h, place.b);
+        } else if (adds && row < a_.queries) {
+          float* to = sums_of(place, group) + lane() * 8 * a_.sum_cols;
+          if (place.begins()) {
+            store_floats<Evict::kLast>(to, sum(group) + lane() * kEightRows, bytes);
+          } else {
+            add_floats<Evict::kLast>(to, sum(group) + lane() * kEightRows, bytes);
+          }
+        }
+        commit_sums();
+        wait_sums_read();
+        __syncwarp();
+        if (const Place next = place_of(i + 1); Config::kOwnPlaces || !next.last()) bring_sums(next, group);
+      } else if (adds && place.tile >= 0 && row < a_.queries) {
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
         add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
-                   cols / 8 * kBlockBytes * (kSumRows / 8 / kEights));
+                   bytes);
         commit_sums();
         wait_sums_read();
       }
@@ -528,6 +590,24 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     if (adds) wait_sums_added();
   }
+  /// Where the CTA sums up dQ of a tile, the warpgroup's part of it.
+  __device__ __forceinline__ float* sums_of(const Place& place, int group) const {
+    const long long head = static_cast<int>(blockIdx.x) * a_.group + place.h % a_.group;
+    return a_.query_sum + (head * a_.sum_rows + place.row() + first_row(group)) * a_.sum_cols + first_col(group) * 8;
+  }
+  // Brings the sums to which the warpgroup will add a tile's dQ and round it.
+  __device__ __forceinline__ void bring_sums(const Place& place, int group) const {
+    if (!place.rounds() || place.begins()) return;
+    const int cols = min(a_.sum_cols - first_col(group), 64), rows = a_.queries - place.row() - first_row(group);
+    const int eights = min(max(rows + 7, 0), kSumRows) / 8, pieces = kNarrow ? min(eights, 1) : eights;
+    const int bytes = cols / 8 * kBlockBytes * (kNarrow ? kSumRows / 8 : 1);
+    const unsigned full = Tiles::sums_full(group);
+    if (lane() == 0) Barrier::expect(full, pieces * bytes);
+    __syncwarp();
+    if (lane() < pieces)
+      copy_floats<Evict::kFirst>(sum(group) + lane() * kEightRows, sums_of(place, group) + lane() * 8 * a_.sum_cols,
+                                 full, bytes);
+  }
   // Stores the warpgroup's keys of dS of tile i by TMA, and releases it.
   __device__ __forceinline__ void store_grad_scores(int i, int group) const {
     if constexpr (kStoresTiles) {
@@ -543,22 +623,24 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
   }
   // Stores dK or dV by TMA, then, unless it has a place of its own, waits for what the warpgroup hands over next.
-  template <int kCols>
+  template <int kCols, bool kThenSums>
   __device__ __forceinline__ void store_gradient(const TensorMap& to, unsigned from, int group,
                                                  const Place& place) const {
     if (const int chunk = lane(); chunk < chunks_of(kCols)) {
-      store_box(to, from + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64, key_head(place),
-                key_batch(place));
+      store_box<Tiles::kUsedOnce>(to, from + chunk * kGroupBytes, chunk * kChunk, place.col() + group * 64,
+                                  key_head(place), key_batch(place));
       commit_sums();
       if constexpr (!Config::kOwnPlaces) wait_sums_read();
     }
     if constexpr (Config::kOwnPlaces) return;
     __syncwarp();
+    if constexpr (Config::kWhole && kThenSums) bring_sums(place, group);
     named_arrive(kSumEmpty + group, kWithWarp);
     named_sync(kSumFull + group, kWithWarp);
   }
 
-  int ended_ = 0;  // the parity of how many keys had their last tile
+  int rounded_ = 0;  // the parity of how many tiles of dQ it rounded
+  int ended_ = 0;    // the parity of how many keys had their last tile
 };
 
 }  // namespace fusegrad::device

@@ -10,6 +10,9 @@
 //   kMaps                      of boxes so many by TMA
 //   kNarrow                    tiles of queries, keys and values are narrow ones (hopper.cuh): D and E are at most 32
 //   kOwnPlaces                 TMA stores dK and dV from places of their own, else from dQ's
+//   kWhole                     a CTA has all keys of a head, one tile after the other: it alone adds to the head's dQ,
+//   the
+//                              first time by storing, and rounds it the last time
 //   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
 //                              part has its own kind
 #pragma once
@@ -34,6 +37,9 @@ class FlexBackwardHopperTiles {
   static constexpr bool kOwnKeys = Config::kCols == 64 * Config::kGroups;
   static constexpr bool kSeamless = Config::kKeyStages == 2;
   static constexpr int kThreads = Config::kGroups * kWarpgroup;
+  // A CTA that has all keys of a head comes back to the queries and their sums of dQ, which the L2 cache is to hold.
+  static constexpr Evict kReused = Config::kWhole ? Evict::kLast : Evict::kNormal;
+  static constexpr Evict kUsedOnce = Config::kWhole ? Evict::kFirst : Evict::kNormal;
   /// The first of each kind of named barriers; warpgroup g has the g-th of a kind.
   enum NamedBarrier : int {
     kTurn = 1,                              // whose turn it is to issue products
@@ -122,6 +128,9 @@ class FlexBackwardHopperTiles {
       if constexpr (Config::kOwnPlaces) {
         for (int g = 0; g < Config::kGroups; ++g) Barrier::init(key_gradients_empty(g), 1);
       }
+      if constexpr (Config::kWhole) {
+        for (int g = 0; g < Config::kGroups; ++g) Barrier::init(sums_full(g), 1);
+      }
       Barrier::fence_inits();
     }
     __syncthreads();
@@ -159,18 +168,30 @@ class FlexBackwardHopperTiles {
   }
   /// A tile of queries of one of the query heads that share the keys; `tile` is as FlexTiles lists it, or less than 0.
   /// `keys`: the first key, and whether it is their first and their last tile, and the stage that the keys are in.
+  /// Where a CTA has all keys of a head, also whether these are the first and the last keys of the tile's queries; of
+  /// the tile before, whether they were the last, and not the first too.
   struct Place {
     int b, h, tile, keys;
     static constexpr int kLast = 1, kStage = 2, kFirst = 4;
+    static constexpr int kBegins = 8, kRounds = 16, kAfterRounds = 32, kAfterSums = 64;
     __device__ __forceinline__ int row() const { return Entry::column(tile) * (Config::kRows / Config::kParts); }
     __device__ __forceinline__ int kinds() const { return Entry::kinds(tile); }
-    __device__ __forceinline__ int col() const { return keys & ~63; }
+    __device__ __forceinline__ int col() const { return keys & -Config::kCols; }
     __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
     __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
+    __device__ __forceinline__ bool begins() const { return (keys & kBegins) != 0; }
+    __device__ __forceinline__ bool rounds() const { return (keys & kRounds) != 0; }
+    __device__ __forceinline__ bool after_rounds() const { return (keys & kAfterRounds) != 0; }
+    __device__ __forceinline__ bool after_sums() const { return (keys & kAfterSums) != 0; }
     __device__ __forceinline__ int stage() const { return keys / kStage & 1; }
     __device__ __forceinline__ int stage_before() const { return stage() ^ (keys / kFirst & 1); }
     __device__ __forceinline__ int next_stage() const { return stage() ^ (keys & kLast); }
   };
+
+  /// The queries for which a tile beyond the queries stands (lacks_keys), or less than 0.
+  __device__ __forceinline__ int row_lacking(const Place& p) const {
+    return p.row() - ((a_.queries + Config::kRows - 1) / Config::kRows + 1) * Config::kRows;
+  }
 
   __device__ __forceinline__ unsigned key(int s) const {
     return shared_ + kMemory.key.offset + (kSeamless ? s : 0) * kMemory.key.piece;
@@ -212,6 +233,9 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned key_gradients_empty(int group) const {
     return boxes_empty(Config::kReadStages + group);
   }
+  __device__ __forceinline__ unsigned sums_full(int group) const {
+    return key_gradients_empty((Config::kOwnPlaces ? Config::kGroups : 0) + group);
+  }
   /// Of a warpgroup: its dV and behind it its dK.
   __device__ __forceinline__ unsigned key_gradients(int group) const {
     return shared_ + kMemory.key_gradients.offset + group * (kMemory.key_gradients.piece / Config::kGroups);
@@ -238,9 +262,12 @@ class FlexBackwardHopperTiles {
   /// Loads all tiles of queries for the CTA's keys, then for other keys that no CTA has taken yet.
   __device__ __forceinline__ void produce() {
     const int all = more_.heads * col_tiles(), row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
-    int id = Config::kOrdered ? first_id_ : static_cast<int>(blockIdx.x), i = 0;
+    int id = Config::kOrdered ? first_id_ : static_cast<int>(blockIdx.x) * (Config::kWhole ? col_tiles() : 1), i = 0;
     for (int keys = 0; (id & kIds) < all; ++keys) {
       take(id & kIds);
+      if constexpr (Config::kWhole && Config::kBlocks) {
+        if (col_tile_ == 0) count_keys(row_tiles);
+      }
       // Keys with fewer tiles get tiles beyond the queries: a stage of keys becomes free when the first tile of the
       // next keys is done, and their second tile asks for the keys after them. The last tile belongs to the last head.
       constexpr int kLeast = kSeamless ? 2 : 1;
@@ -249,9 +276,10 @@ class FlexBackwardHopperTiles {
       for (int left = (a_.key_batches == 1 ? a_.batches : 1) * a_.group; left > 0; --left) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
-        for (int tile = 0; tile < walk.count() || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
-          const Place p{b, h, tile < walk.count() ? walk[tile] : row_tiles * Config::kParts << Entry::kKindBits, 0};
-          const bool last = left == 1 && tile + 1 >= walk.count() && brought + 1 >= kLeast;
+        for (int tile = 0;
+             tile < walk.count() || lacks_keys(row_tiles) || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
+          const Place p{b, h, tile < walk.count() ? walk[tile] : tile_beyond(row_tiles), 0};
+          const bool last = left == 1 && tile + 1 >= walk.count() && !lacks_keys(row_tiles) && brought + 1 >= kLeast;
           if (last) id = next_id(id, keys == 0);
           load(i++, p, keys, brought++ == 0, last);
         }
@@ -272,6 +300,10 @@ class FlexBackwardHopperTiles {
   /// set.
   __device__ __forceinline__ int next_id(int id, bool first) const {
     const int ctas = static_cast<int>(gridDim.x);
+    if constexpr (Config::kWhole) {
+      if (col_tile_ + 1 < col_tiles()) return id + 1;
+      return Config::kBlocks ? (ctas + atomicAdd(more_.next, 1)) * col_tiles() : id + 1 + (ctas - 1) * col_tiles();
+    }
     if constexpr (!Config::kOrdered) return ctas + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
     bool counted = id < 0;
     if (first) {
@@ -286,40 +318,94 @@ class FlexBackwardHopperTiles {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
   }
   // Stores what stands in place of a tile behind the last one of the keys.
-  __device__ __forceinline__ void end(int i, int kind, int keys) const {
+  __device__ __forceinline__ void end(int i, int kind, int keys) {
     const int s = stage_of(i), query_stage = query_stage_of(i);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     store(place(i), key_batch_, key_head_ * a_.group, kind,
-          col_tile_ * Config::kCols | (kSeamless ? keys & 1 : 0) * Place::kStage);
+          col_tile_ * Config::kCols | (kSeamless ? keys & 1 : 0) * Place::kStage | flags_of(Place{0, 0, kind, 0}));
     Barrier::arrive(query_full(query_stage));
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::arrive(grad_out_full(s));
   }
+  // Queries that the lists give no keys get zeros as dQ. With the head's first keys a tile beyond the queries stands
+  // for each tile of them.
+  __device__ __forceinline__ bool lacks_keys(int row_tiles) const {
+    return Config::kWhole && Config::kBlocks && lacking_ < row_tiles;
+  }
+  // From the tile of queries `lacking_` on the first that has no keys.
+  __device__ __forceinline__ void find_lacking(int row_tiles) {
+    while (lacking_ < row_tiles && (all_keys_ >> 4 * lacking_ & 15) != 0) ++lacking_;
+  }
+  // The word of a tile beyond the queries.
+  __device__ __forceinline__ int tile_beyond(int row_tiles) {
+    int tile = row_tiles;
+    if (lacks_keys(row_tiles)) {
+      tile += 1 + lacking_++;
+      find_lacking(row_tiles);
+    }
+    return tile * Config::kParts << Entry::kKindBits;
+  }
+  // Of a head with a block mask: of how many tiles of keys each tile of queries has some, 4 bits for each.
+  __device__ __forceinline__ void count_keys(int row_tiles) {
+    // Lists that are the same for all heads are read once.
+    if (all_keys_ == 0 || a_.tiles.batches > 1 || a_.tiles.heads > 1) {
+      all_keys_ = 0;
+      for (int col = 0; col < col_tiles(); ++col) {
+        const TileWalk walk(a_.tiles, key_batch_, key_head_ * a_.group, col, row_tiles, (Config*)nullptr);
+        for (int tile = 0; tile < walk.count(); ++tile) all_keys_ += 1ull << 4 * Entry::column(walk[tile]);
+      }
+    }
+    keys_left_ = all_keys_;
+    lacking_ = 0;
+    find_lacking(row_tiles);
+  }
+  /// Place's flags of what dQ of a tile is to the sums of its queries, which it then counts as added.
+  __device__ __forceinline__ int flags_of(const Place& p) {
+    if constexpr (!Config::kWhole) return 0;
+    const int flags = before_;
+    bool begins = Config::kBlocks && p.tile >= 0 && row_lacking(p) >= 0, rounds = begins;
+    if (p.tile >= 0 && p.row() < a_.queries) {
+      if constexpr (Config::kBlocks) {
+        const int shift = 4 * Entry::column(p.tile);
+        begins = ((all_keys_ ^ keys_left_) >> shift & 15) == 0;
+        keys_left_ -= 1ull << shift;
+        rounds = (keys_left_ >> shift & 15) == 0;
+      } else {
+        begins = col_tile_ == 0;
+        rounds = col_tile_ + 1 == col_tiles();
+      }
+    }
+    before_ = rounds ? Place::kAfterRounds | (begins ? 0 : Place::kAfterSums) : 0;
+    return flags | begins * Place::kBegins | rounds * Place::kRounds;
+  }
   // Loads tile i; with the first tile of the `keys`-th keys also those keys and their values.
-  __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) const {
+  __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
-    store(place(i), p.b, p.h, p.tile, col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst);
+    store(place(i), p.b, p.h, p.tile,
+          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst | flags_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
-    copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
-                                             p.b);
+    copy_boxes<Config::kRows, Config::kHead, kReused>(query(query_stage), more_.query, query_full(query_stage), p.row(),
+                                                      p.h, p.b);
     const auto load_keys = [&] {
       Barrier::wait(key_empty(key_stage), (kSeamless ? keys >> 1 : keys) & 1 ^ 1);
-      copy_boxes<Config::kCols, Config::kHead>(key(key_stage), more_.key, query_full(query_stage), col, key_head_,
-                                               key_batch_);
+      copy_boxes<Config::kCols, Config::kHead, kUsedOnce>(key(key_stage), more_.key, query_full(query_stage), col,
+                                                          key_head_, key_batch_);
     };
     if (kSeamless && first) load_keys();
     const bool with_values = Config::kGradScores && first;
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::expect(grad_out_full(s),
                     kMemory.grad_out.piece + kMemory.rows.piece + (with_values ? kMemory.value.piece : 0));
-    copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
+    copy_boxes<Config::kRows, Config::kValue, kReused>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h,
+                                                       p.b);
     // Rows beyond the head's last one are the next head's; their pairs take no part.
     copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
     if (with_values) {
       Barrier::wait(value_empty(), keys & 1 ^ 1);
-      copy_boxes<Config::kCols, Config::kValue>(value(), more_.value, grad_out_full(s), col, key_head_, key_batch_);
+      copy_boxes<Config::kCols, Config::kValue, kUsedOnce>(value(), more_.value, grad_out_full(s), col, key_head_,
+                                                           key_batch_);
     }
     // Keys come behind the first queries, for which there is room earlier.
     if (!kSeamless && first) load_keys();
@@ -594,6 +680,11 @@ class FlexBackwardHopperTiles {
   int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;  // in order: of the CTA's first keys
+  // Of the producer of whole heads: the flags that its last tile gives the next one, and of each tile of queries of how
+  // many tiles of keys it has some, and how many are left.
+  int before_ = 0;
+  unsigned long long all_keys_ = 0, keys_left_ = 0;
+  int lacking_ = 0;  // the next tile of queries that has none
 };
 
 }  // namespace fusegrad::device

@@ -1,6 +1,7 @@
 #include "cuda/attention/host/launch_plan.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "common/error.h"
@@ -36,6 +37,8 @@ int64_t backward_section(const FlexShape& n) {
   const int64_t bytes = n.queries * (kElementBytes * (n.head_size + n.value_size) + 4 * n.head_size);
   return heads_together(n.key_batches * n.key_heads, bytes);
 }
+
+std::atomic<int> forced_whole{-1};
 
 bool lists_are_direct(const TileListPlan& lists, const BlockMaskShape& mask) {
   const auto [block_q, block_kv] = mask.block_size;
@@ -103,8 +106,9 @@ LaunchPlan plan_launch(KernelSpec spec, const FlexShape& shape, const std::optio
   work *= splits;
   const bool persistent = f.hopper() && !f.keys_shared && launches == 1;
   check_ctas(persistent ? work + processors : work / launches);  // persistent CTAs count on from their number
+  if (f.whole) work = shape.key_batches * shape.key_heads;
   int64_t section = 1;
-  if (f.hopper() && f.blocks) {
+  if (f.hopper() && f.blocks && !f.whole) {
     section = f.backward() ? backward_section(shape) : forward_section(f, shape, processors);
   }
   std::optional<TileListPlan> lists;
@@ -165,6 +169,25 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
   if (queries < kLeast || !plan_lists(*tile, /*by_key=*/true, shape, *mask).direct) return false;
   return c.mask_mod.text.empty() || share_of_pairs() * static_cast<double>(queries) >= kLeast;
 }
+
+// It needs as many heads as keep the CTAs busy. Each reads a head's queries for every tile of keys, and adds to their
+// sums: they are to be in the L2 cache meanwhile, of all CTAs together.
+bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,
+                const std::function<double()>& share_of_pairs) {
+  if (forced_whole == 0 || shape.key_batches != shape.batches) return false;
+  // With a block mask the producer counts in 64 bits of how many tiles of keys each tile of queries has some.
+  constexpr int64_t kMostQueries = 16 * 64, kMostKeys = 15 * 128;
+  if (c.blocks && (shape.group() > 1 || shape.queries > kMostQueries || shape.keys > kMostKeys)) return false;
+  if (forced_whole == 1) return true;
+  const int64_t heads = shape.key_batches * shape.key_heads, turns = tiles_in(heads, processors);
+  if (10 * heads < 9 * turns * processors) return false;
+  constexpr double kMostBytes = 40 << 20;
+  const int64_t row = 4 * shape.head_size + kElementBytes * (shape.head_size + shape.value_size);
+  const auto bytes = static_cast<double>(processors * shape.group() * shape.queries * row);
+  return bytes <= kMostBytes || (c.blocks && bytes <= 2 * kMostBytes && bytes * share_of_pairs() <= kMostBytes);
+}
+
+void force_flex_whole(int whole) { forced_whole = whole; }
 
 jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows, int cols) {
   jit::TensorMapShape shape;

@@ -50,9 +50,10 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.grad_query = adds_grad_query(c, tile);
     f.stores_boxes = stores_boxes(c, tile);
     f.stores_query = stores_query(c, tile);
-    f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks;
     f.grad_key = c.grad_key;
     f.grad_value = c.grad_value;
+    f.whole = c.whole && f.grad_query && f.grad_key && f.grad_value && f.stores_boxes && tile.key_stages == 2;
+    f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
     f.grad_scores = c.grad_query || c.grad_key;  // choose_schemes may add to it
     f.max_gradient = c.max_gradient;
     f.fixed_point = c.fixed_point;
@@ -123,9 +124,18 @@ KernelSpec plan_kernel(const FlexCase& c, const std::string& architecture) {
 std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& needs_grad, bool deterministic,
                                        const std::string& architecture) {
   c.kernel = FlexKernel::kBackward;
+  if (c.whole) {
+    FlexCase one = c;
+    one.grad_query = one.grad_key = one.grad_value = true;
+    one.tall = false;
+    c.whole = plan_kernel(one, architecture).facts().whole;
+    c.tall = c.tall && !c.whole;
+  }
   const bool hopper = takes_hopper(c, architecture);
   bool apart = deterministic || (hopper && !fits_hopper_backward(c));
-  if (deterministic && needs_grad[0] && !c.fixed_point && !c.blocks && (!hopper || fits_hopper_backward(c))) {
+  if (c.whole && !c.fixed_point) {
+    apart = false;
+  } else if (deterministic && needs_grad[0] && !c.fixed_point && !c.blocks && (!hopper || fits_hopper_backward(c))) {
     FlexCase one = c;
     one.ordered = one.grad_query = true;
     one.grad_key = needs_grad[1];

@@ -184,6 +184,9 @@ double FlexCall::share_of_pairs() const {
 bool FlexCall::pays_tall() const {
   return cuda::pays_tall(common_, shape_, mask_, [&] { return share_of_pairs(); }, jit::current_architecture());
 }
+bool FlexCall::pays_whole(const FlexCase& c) const {
+  return cuda::pays_whole(c, shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
+}
 int FlexCall::forward_rows(const FlexCase& c) const {
   return cuda::forward_rows(c, shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
 }
@@ -231,18 +234,21 @@ device::FlexForwardHopperArguments FlexCall::hopper_forward(const LaunchPlan& pl
 
 device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& plan, const Lists& lists,
                                                               const Tensor& grad_out, const Tensor& rows,
-                                                              const Tensor& grad_key, const Tensor& grad_value,
+                                                              const Tensor& grad_query, const Tensor& grad_key,
+                                                              const Tensor& grad_value,
                                                               const Tensor& grad_scores) const {
   const FlexTileSize& tile = plan.spec.tile();
   const int cols = plan.spec.facts().narrow ? 32 : 64;
   const auto boxes_of_gradient = [&](const Tensor& t) {
     return plan.spec.facts().stores_boxes && t.numel() > 0 ? boxes_of(t, 64, cols) : device::TensorMap{};
   };
+  const int sum_rows = tile.rows / (plan.spec.facts().head <= 64 ? plan.spec.facts().groups : 1);
   device::FlexBackwardHopperArguments more{
       boxes_of(query_, tile.rows, cols),
       boxes_of(key_, tile.cols, cols),
       boxes_of(value_, tile.cols, cols),
       boxes_of(grad_out, tile.rows, cols),
+      grad_query.defined() ? boxes_of(grad_query, sum_rows, cols) : device::TensorMap{},
       boxes_of_gradient(grad_key),
       boxes_of_gradient(grad_value),
       grad_scores.defined() && grad_scores.numel() > 0 ? boxes_of(grad_scores, tile.rows) : device::TensorMap{},

@@ -61,6 +61,8 @@ class FlexCall {
   bool key_splits() const;
   /// Whether a backward's tall tiles take less time than others.
   bool pays_tall() const;
+  /// Whether it takes less time where a backward's CTAs have all keys of a head.
+  bool pays_whole(const FlexCase& c) const;
   /// FlexCase::forward_rows of a forward.
   int forward_rows(const FlexCase& c) const;
   /// About the share of pairs that a mask_mod without buffers allows; 1 where that is not known.
@@ -79,7 +81,8 @@ class FlexCall {
   device::FlexForwardHopperArguments hopper_forward(const LaunchPlan& plan, const Lists& lists) const;
   device::FlexBackwardHopperArguments hopper_backward(const LaunchPlan& plan, const Lists& lists,
                                                       const at::Tensor& grad_out, const at::Tensor& rows,
-                                                      const at::Tensor& grad_key, const at::Tensor& grad_value,
+                                                      const at::Tensor& grad_query, const at::Tensor& grad_key,
+                                                      const at::Tensor& grad_value,
                                                       const at::Tensor& grad_scores) const;
 
   device::FlexTangentsHopperArguments hopper_tangents(const LaunchPlan& plan, const Lists& lists,

@@ -59,6 +59,7 @@ Backward backward_case(const FlexCall& call, const FlexScores& scores, const std
   c.max_gradient = max_gradient;
   c.wants_grad.assign(needs_grad.begin() + 3, needs_grad.end());
   for (const auto& b : scores.score_mod.buffers) c.elements.push_back(b.numel());
+  c.whole = needs_grad[0] && needs_grad[1] && needs_grad[2] && call.pays_whole(c);
   const FlexShape& n = call.shape();
   if (c.wants_buffers()) {
     c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});
@@ -193,8 +194,10 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   // A kernel of its own writes the queries' gradient itself, but not over what it and the next kernel read.
   Tensor query_sum, query_out;
   const bool stored = own_kernel || last.stores_query;
-  if (needs_grad[0] && !stored) query_sum = at::empty({heads, sum_rows, sum_cols}, floats);
+  const int64_t sum_heads = last.whole ? plans.back().ctas * (query.size(1) / key.size(1)) : heads;
+  if (needs_grad[0] && !stored) query_sum = at::empty({sum_heads, sum_rows, sum_cols}, floats);
   if (needs_grad[0] && stored) query_out = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
+  const Tensor query_rows = last.whole ? rows_for(grad_query) : Tensor();
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
@@ -202,7 +205,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
       {upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
        data_of(grad_lse), c.dropout ? static_cast<float>(FlexDropoutRule(scores.dropout_p).scale) : 1.0f,
        static_cast<int>(query.size(0)), static_cast<int>(query.size(1)), static_cast<int>(query.size(2)), c.value_size,
-       static_cast<int>(row_stride), query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr,
+       static_cast<int>(row_stride), query_sum.defined() && !last.whole ? query_sum.mutable_data_ptr<float>() : nullptr,
        static_cast<int>(sum_rows), static_cast<int>(sum_cols)},
       row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
@@ -248,7 +251,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     std::vector<void*> further{arguments.data()};
     device::FlexBackwardHopperArguments more{};
     if (of_buffers->spec.facts().hopper()) {
-      more = call.hopper_backward(*of_buffers, {}, grad_out, row_values, {}, {}, {});
+      more = call.hopper_backward(*of_buffers, {}, grad_out, row_values, {}, {}, {}, {});
       further.push_back(&more);
     }
     call.launch(*of_buffers, &a, further);
@@ -262,7 +265,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     if (by_key) further.push_back(sum_arguments.data());
     device::FlexBackwardHopperArguments more{};
     if (plan.spec.facts().hopper()) {
-      more = call.hopper_backward(plan, lists, grad_out, row_values, key_rows, value_rows, sums.tiles());
+      more = call.hopper_backward(plan, lists, grad_out, row_values, query_rows, key_rows, value_rows, sums.tiles());
       if (added.defined()) {
         more.added = added.mutable_data_ptr<int>();
         more.next = more.added + counts;
@@ -276,7 +279,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
       if (added.defined()) more.next += 2;
     }
   }
-  if (query_sum.defined()) {
+  if (query_sum.defined() && !last.whole) {
     flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows,
                           a.sum_cols, last.hopper() && !last.narrow, a.scale},
                          c.dtype, call.stream());
@@ -289,6 +292,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   if (query_out.defined() && inplace) {
     grad_query.copy_(query_out);
   }
+  if (last.whole && !query_rows.is_same(grad_query)) grad_query.copy_(query_rows);
   if (!key_rows.is_same(grad_key)) grad_key.copy_(key_rows);
   if (!value_rows.is_same(grad_value)) grad_value.copy_(value_rows);
   sums.finish(grads.buffers, call.stream());
