@@ -268,6 +268,13 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "softmax.add(s, rescale, [] {});\n"
      "out[threadIdx.x] = softmax.max(0) + softmax.sum(1) + rescale[0] + s[3][1];",
      80, true},
+    {"cuda/attention/hopper/whole_head.cuh",
+     "WholeHead<HopperBackwardConfig> head;\n"
+     "head.begin(*(const FlexTiles*)in, 0, 0, 4, 4);\n"
+     "for (int i = 0; i < 8; ++i)\n"
+     "  out[i] = head.next(head.lacks_keys(4) ? head.tile_beyond(4) : (int)in[i], 64 * i, 200, i == 0, i > "
+     "6);",
+     64, true},
     {"cuda/device/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "using namespace fusegrad::device;\n"

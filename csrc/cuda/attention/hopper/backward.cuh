@@ -551,7 +551,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         // What the lane stores, adds to and brings in turns it has to wait for.
         wait_sums_added();
         if (place.rounds()) {
-          const int lacking = Config::kBlocks ? Tiles::row_lacking(place) : -1;
+          const int lacking = Config::kBlocks ? WholeHead<Config>::lacking_row(place.row(), a_.queries) : -1;
           const int to = lacking >= 0 ? lacking + first_row(group) : first;
           if (lane() == 0)
             store_box<Evict::kFirst>(more_.grad_query, sum(group), first_col(group), to, place.h, place.b);

@@ -10,9 +10,7 @@
 //   kMaps                      of boxes so many by TMA
 //   kNarrow                    tiles of queries, keys and values are narrow ones (hopper.cuh): D and E are at most 32
 //   kOwnPlaces                 TMA stores dK and dV from places of their own, else from dQ's
-//   kWhole                     a CTA has all keys of a head, one tile after the other: it alone adds to the head's dQ,
-//   the
-//                              first time by storing, and rounds it the last time
+//   kWhole                     a CTA has all keys of a head, one tile after the other, and alone adds to its dQ
 //   kParts                     1, or the number of parts of a tile's queries. A tile may begin at any part, and each
 //                              part has its own kind
 #pragma once
@@ -21,6 +19,7 @@
 #include "cuda/attention/device/gradient.cuh"
 #include "cuda/attention/device/pair_boxes.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/hopper/whole_head.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
@@ -167,31 +166,25 @@ class FlexBackwardHopperTiles {
     return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
   }
   /// A tile of queries of one of the query heads that share the keys; `tile` is as FlexTiles lists it, or less than 0.
-  /// `keys`: the first key, and whether it is their first and their last tile, and the stage that the keys are in.
-  /// Where a CTA has all keys of a head, also whether these are the first and the last keys of the tile's queries; of
-  /// the tile before, whether they were the last, and not the first too.
+  /// `keys`: the first key, and whether it is their first and their last tile, the stage that the keys are in, and the
+  /// flags of WholeHead.
   struct Place {
     int b, h, tile, keys;
+    using Whole = WholeHead<Config>;
     static constexpr int kLast = 1, kStage = 2, kFirst = 4;
-    static constexpr int kBegins = 8, kRounds = 16, kAfterRounds = 32, kAfterSums = 64;
     __device__ __forceinline__ int row() const { return Entry::column(tile) * (Config::kRows / Config::kParts); }
     __device__ __forceinline__ int kinds() const { return Entry::kinds(tile); }
     __device__ __forceinline__ int col() const { return keys & -Config::kCols; }
     __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
     __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
-    __device__ __forceinline__ bool begins() const { return (keys & kBegins) != 0; }
-    __device__ __forceinline__ bool rounds() const { return (keys & kRounds) != 0; }
-    __device__ __forceinline__ bool after_rounds() const { return (keys & kAfterRounds) != 0; }
-    __device__ __forceinline__ bool after_sums() const { return (keys & kAfterSums) != 0; }
+    __device__ __forceinline__ bool begins() const { return (keys & Whole::kBegins) != 0; }
+    __device__ __forceinline__ bool rounds() const { return (keys & Whole::kRounds) != 0; }
+    __device__ __forceinline__ bool after_rounds() const { return (keys & Whole::kAfterRounds) != 0; }
+    __device__ __forceinline__ bool after_sums() const { return (keys & Whole::kAfterSums) != 0; }
     __device__ __forceinline__ int stage() const { return keys / kStage & 1; }
     __device__ __forceinline__ int stage_before() const { return stage() ^ (keys / kFirst & 1); }
     __device__ __forceinline__ int next_stage() const { return stage() ^ (keys & kLast); }
   };
-
-  /// The queries for which a tile beyond the queries stands (lacks_keys), or less than 0.
-  __device__ __forceinline__ int row_lacking(const Place& p) const {
-    return p.row() - ((a_.queries + Config::kRows - 1) / Config::kRows + 1) * Config::kRows;
-  }
 
   __device__ __forceinline__ unsigned key(int s) const {
     return shared_ + kMemory.key.offset + (kSeamless ? s : 0) * kMemory.key.piece;
@@ -265,8 +258,8 @@ class FlexBackwardHopperTiles {
     int id = Config::kOrdered ? first_id_ : static_cast<int>(blockIdx.x) * (Config::kWhole ? col_tiles() : 1), i = 0;
     for (int keys = 0; (id & kIds) < all; ++keys) {
       take(id & kIds);
-      if constexpr (Config::kWhole && Config::kBlocks) {
-        if (col_tile_ == 0) count_keys(row_tiles);
+      if constexpr (Config::kWhole) {
+        if (col_tile_ == 0) whole_.begin(a_.tiles, key_batch_, key_head_ * a_.group, row_tiles, col_tiles());
       }
       // Keys with fewer tiles get tiles beyond the queries: a stage of keys becomes free when the first tile of the
       // next keys is done, and their second tile asks for the keys after them. The last tile belongs to the last head.
@@ -277,9 +270,11 @@ class FlexBackwardHopperTiles {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
 #pragma unroll 1  // or its registers would be more than it has
         for (int tile = 0;
-             tile < walk.count() || lacks_keys(row_tiles) || (left == 1 && (tile == 0 || brought < kLeast)); ++tile) {
-          const Place p{b, h, tile < walk.count() ? walk[tile] : tile_beyond(row_tiles), 0};
-          const bool last = left == 1 && tile + 1 >= walk.count() && !lacks_keys(row_tiles) && brought + 1 >= kLeast;
+             tile < walk.count() || whole_.lacks_keys(row_tiles) || (left == 1 && (tile == 0 || brought < kLeast));
+             ++tile) {
+          const Place p{b, h, tile < walk.count() ? walk[tile] : whole_.tile_beyond(row_tiles), 0};
+          const bool last =
+              left == 1 && tile + 1 >= walk.count() && !whole_.lacks_keys(row_tiles) && brought + 1 >= kLeast;
           if (last) id = next_id(id, keys == 0);
           load(i++, p, keys, brought++ == 0, last);
         }
@@ -327,56 +322,10 @@ class FlexBackwardHopperTiles {
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::arrive(grad_out_full(s));
   }
-  // Queries that the lists give no keys get zeros as dQ. With the head's first keys a tile beyond the queries stands
-  // for each tile of them.
-  __device__ __forceinline__ bool lacks_keys(int row_tiles) const {
-    return Config::kWhole && Config::kBlocks && lacking_ < row_tiles;
-  }
-  // From the tile of queries `lacking_` on the first that has no keys.
-  __device__ __forceinline__ void find_lacking(int row_tiles) {
-    while (lacking_ < row_tiles && (all_keys_ >> 4 * lacking_ & 15) != 0) ++lacking_;
-  }
-  // The word of a tile beyond the queries.
-  __device__ __forceinline__ int tile_beyond(int row_tiles) {
-    int tile = row_tiles;
-    if (lacks_keys(row_tiles)) {
-      tile += 1 + lacking_++;
-      find_lacking(row_tiles);
-    }
-    return tile * Config::kParts << Entry::kKindBits;
-  }
-  // Of a head with a block mask: of how many tiles of keys each tile of queries has some, 4 bits for each.
-  __device__ __forceinline__ void count_keys(int row_tiles) {
-    // Lists that are the same for all heads are read once.
-    if (all_keys_ == 0 || a_.tiles.batches > 1 || a_.tiles.heads > 1) {
-      all_keys_ = 0;
-      for (int col = 0; col < col_tiles(); ++col) {
-        const TileWalk walk(a_.tiles, key_batch_, key_head_ * a_.group, col, row_tiles, (Config*)nullptr);
-        for (int tile = 0; tile < walk.count(); ++tile) all_keys_ += 1ull << 4 * Entry::column(walk[tile]);
-      }
-    }
-    keys_left_ = all_keys_;
-    lacking_ = 0;
-    find_lacking(row_tiles);
-  }
-  /// Place's flags of what dQ of a tile is to the sums of its queries, which it then counts as added.
+  // More flags of a tile's Place.
   __device__ __forceinline__ int flags_of(const Place& p) {
     if constexpr (!Config::kWhole) return 0;
-    const int flags = before_;
-    bool begins = Config::kBlocks && p.tile >= 0 && row_lacking(p) >= 0, rounds = begins;
-    if (p.tile >= 0 && p.row() < a_.queries) {
-      if constexpr (Config::kBlocks) {
-        const int shift = 4 * Entry::column(p.tile);
-        begins = ((all_keys_ ^ keys_left_) >> shift & 15) == 0;
-        keys_left_ -= 1ull << shift;
-        rounds = (keys_left_ >> shift & 15) == 0;
-      } else {
-        begins = col_tile_ == 0;
-        rounds = col_tile_ + 1 == col_tiles();
-      }
-    }
-    before_ = rounds ? Place::kAfterRounds | (begins ? 0 : Place::kAfterSums) : 0;
-    return flags | begins * Place::kBegins | rounds * Place::kRounds;
+    return whole_.next(p.tile, p.row(), a_.queries, col_tile_ == 0, col_tile_ + 1 == col_tiles());
   }
   // Loads tile i; with the first tile of the `keys`-th keys also those keys and their values.
   __device__ __forceinline__ void load(int i, const Place& p, int keys, bool first, bool last) {
@@ -679,12 +628,8 @@ class FlexBackwardHopperTiles {
   FlexKept<true, kWords> kept_;
   int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
-  int first_id_;  // in order: of the CTA's first keys
-  // Of the producer of whole heads: the flags that its last tile gives the next one, and of each tile of queries of how
-  // many tiles of keys it has some, and how many are left.
-  int before_ = 0;
-  unsigned long long all_keys_ = 0, keys_left_ = 0;
-  int lacking_ = 0;  // the next tile of queries that has none
+  int first_id_;             // in order: of the CTA's first keys
+  WholeHead<Config> whole_;  // of the producer
 };
 
 }  // namespace fusegrad::device
