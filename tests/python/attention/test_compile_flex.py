@@ -93,11 +93,11 @@ def test_large_scalars_and_buffers_are_kernels_of_their_own() -> None:
 @pytest.mark.parametrize(
     "head_size, deterministic, kernels",
     [
-        # Of two sizes of tiles, between which lengths decide.
-        (64, False, ["forward_hopper", "forward_hopper", "backward_hopper", "backward_hopper"]),
-        (64, True, ["forward_hopper", "forward_hopper", "backward_hopper", "grad_query_hopper"]),
-        (128, False, ["forward_hopper", "backward_hopper", "backward_hopper"]),
-        (128, True, ["forward_hopper", "backward_hopper", "backward_hopper", "grad_query_hopper"]),
+        # Of two sizes of tiles, between which lengths decide, and where CTAs have whole heads.
+        (64, False, ["forward_hopper"] * 2 + ["backward_hopper"] * 3),
+        (64, True, ["forward_hopper"] * 2 + ["backward_hopper"] * 2 + ["grad_query_hopper"]),
+        (128, False, ["forward_hopper"] + ["backward_hopper"] * 3),
+        (128, True, ["forward_hopper"] + ["backward_hopper"] * 3 + ["grad_query_hopper"]),
         # Wider heads' gradient of the query has a kernel of its own in any order.
         (256, False, ["forward_hopper", "backward_wide_hopper", "grad_query_hopper"]),
     ],

@@ -78,10 +78,16 @@ def shows_approximations(program: test_score_mod.Program) -> bool:
 
 @pytest.mark.parametrize("dtype, chunk", [(dtype, i) for dtype in CHUNKS for i in range(CHUNKS[dtype])], ids=str)
 def test_random_score_mods(
-    dtype: torch.dtype, chunk: int, each_flex_family: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    chunk: int,
+    each_flex_family: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Of each: values and gradients as close to float64's as those of the CPU's float32 kernels, but for what is
-    rounded to the dtype."""
+    rounded to the dtype. Every other time a backward's CTA takes all keys of a head, where it can."""
+    _C.flex.force_whole(chunk % 2)
+    request.addfinalizer(lambda: _C.flex.force_whole(-1))
     if dtype == torch.float32 and each_flex_family == "hopper":
         pytest.skip("float32 has the portable kernels alone")
     programs = random_programs(-(-GRAPHS[dtype] // CHUNKS[dtype]), chunk, dtype, monkeypatch)

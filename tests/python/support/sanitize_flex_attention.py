@@ -152,9 +152,12 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1, help="processes that share the calls")
     parser.add_argument("--first", action="store_true", help="no second derivatives")
+    parser.add_argument("--whole", action="store_true", help="backwards whose CTAs have all keys of a head")
     options = parser.parse_args()
     if options.family != "split":
         _C.flex.force_family(options.family)
+    if options.whole:
+        _C.flex.force_whole(1)
     mine = list(cases(options.family))[options.part :: options.parts]
     for case in mine:
         call(*case)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from attention_reference import dense
-from fusegrad import flex_attention
+from fusegrad import _C, flex_attention
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
@@ -76,6 +76,7 @@ class Case:
     deterministic: bool
     frozen: bool  # what is captured wants no gradient
     narrow: bool  # what is captured has the dtype of the call, else float32
+    whole: bool  # on Hopper, where it is possible, a backward's CTA takes all keys of a head
 
 
 def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype], mods: list[str]) -> Case:
@@ -106,12 +107,15 @@ def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype], mods: list
         rng.random() < 0.25,
         rng.random() < 0.25,
         rng.random() < 0.5,
+        rng.random() < 0.5,
     )
 
 
 def errors(case: Case, device: str) -> dict[str, float]:
     """Relative errors of outputs and gradients by name."""
     torch.manual_seed(case.seed)
+    if device == "cuda":
+        _C.flex.force_whole(int(case.whole))
     b, h, g, m, n, d, e = case.sizes
 
     def new(*shape: int) -> Tensor:
