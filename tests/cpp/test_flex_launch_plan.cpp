@@ -337,9 +337,7 @@ TEST(LaunchPlan, TallTilesPayWhereTheyAreFewEnough) {
 }
 
 TEST(LaunchPlan, WholeHeadsPayWhereTheyAreManyAndShort) {
-  const auto pays = [](const FlexCase& c, const FlexShape& shape, double share = 1.0) {
-    return pays_whole(c, shape, kProcessors, [share] { return share; });
-  };
+  const auto pays = [](const FlexCase& c, const FlexShape& shape) { return pays_whole(c, shape, kProcessors); };
   const FlexCase c = make_case(FlexKernel::kBackward, 64);
   EXPECT_TRUE(pays(c, make_shape(32, 16, 16, 512, 512, 64)));   // 132 * 512 rows of 512 bytes are 33 MiB
   EXPECT_FALSE(pays(c, make_shape(32, 16, 16, 640, 640, 64)));  // 41 MiB
@@ -352,10 +350,12 @@ TEST(LaunchPlan, WholeHeadsPayWhereTheyAreManyAndShort) {
   shared.key_batches = 1;
   EXPECT_FALSE(pays(c, shared));
   const FlexCase mask = masked(c, 128);
-  EXPECT_TRUE(pays(mask, make_shape(32, 32, 32, 1024, 1024, 64), 0.5));
-  EXPECT_FALSE(pays(mask, make_shape(32, 32, 32, 1024, 1024, 64)));
-  EXPECT_FALSE(pays(mask, make_shape(32, 32, 32, 1100, 1100, 64), 0.1));  // more than 16 tiles of 64 queries
-  EXPECT_FALSE(pays(mask, make_shape(32, 16, 8, 256, 256, 64)));          // grouped heads
+  EXPECT_TRUE(pays(mask, make_shape(32, 16, 16, 512, 512, 64)));
+  EXPECT_FALSE(pays(mask, make_shape(32, 16, 8, 256, 256, 64)));  // grouped heads
+  const FlexCase narrow = masked(make_case(FlexKernel::kBackward, 16), 128);
+  EXPECT_TRUE(pays(narrow, make_shape(32, 16, 16, 1024, 1024, 16)));
+  EXPECT_FALSE(pays(narrow, make_shape(32, 16, 16, 1025, 1024, 16)));  // more than 16 tiles of 64 queries
+  EXPECT_FALSE(pays(narrow, make_shape(32, 16, 16, 512, 2000, 16)));   // more than 15 tiles of 128 keys
 }
 
 TEST(LaunchPlan, CtasHaveWholeHeads) {

@@ -147,16 +147,11 @@ __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddep
 
 // --- copies -------------------------------------------------------------------------------------------------
 
-/// What the L2 cache evicts first, and what last.
-enum class Evict { kNormal, kFirst, kLast };
-template <Evict kEvict>
-__device__ __forceinline__ unsigned long long cache_policy() {
+/// Whether the L2 cache evicts a line before others: of what is not read again.
+enum class Evict { kNormal, kFirst };
+__device__ __forceinline__ unsigned long long evict_first() {
   unsigned long long policy;
-  if constexpr (kEvict == Evict::kFirst) {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  }
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -174,7 +169,7 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap& from, uns
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
         "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-        "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch), "l"(cache_policy<kEvict>())
+        "l"(&from), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch), "l"(evict_first())
         : "memory");
   }
 }
@@ -201,13 +196,10 @@ __device__ __forceinline__ void copy_line(unsigned to, const TensorMap& from, un
       : "memory");
 }
 /// Copies floats that follow one another in global memory; bytes and addresses are multiples of 16.
-template <Evict kEvict>
 __device__ __forceinline__ void copy_floats(unsigned to, const float* from, unsigned barrier, int bytes) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
-      "%4;" ::"r"(to),
-      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier), "l"(cache_policy<kEvict>())
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 /// Stores a box to a [batch, head, row, column] tensor, but for what lies beyond it. Rules as for add_floats.
@@ -221,32 +213,22 @@ __device__ __forceinline__ void store_box(const TensorMap& to, unsigned from, in
     asm volatile(
         "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4, %5}], [%1], "
         "%6;" ::"l"(&to),
-        "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch), "l"(cache_policy<kEvict>())
+        "r"(from), "r"(col), "r"(row), "r"(head), "r"(batch), "l"(evict_first())
         : "memory");
   }
 }
 /// Reduces floats into global memory by TMA; bytes and addresses are multiples of 16. One thread calls this, the commit
 /// and the waits, after fence_before_copy() by all threads that wrote the floats, and a barrier.
-template <Evict kEvict = Evict::kNormal>
 __device__ __forceinline__ void add_floats(float* to, unsigned from, int bytes) {
-  if constexpr (kEvict == Evict::kNormal) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     __cvta_generic_to_global(to)),
-                 "r"(from), "r"(bytes)
-                 : "memory");
-  } else {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(
-                     __cvta_generic_to_global(to)),
-                 "r"(from), "r"(bytes), "l"(cache_policy<kEvict>())
-                 : "memory");
-  }
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+      "r"(from), "r"(bytes)
+      : "memory");
 }
 /// Stores floats. Rules as for add_floats.
-template <Evict kEvict>
 __device__ __forceinline__ void store_floats(float* to, unsigned from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
-                   __cvta_generic_to_global(to)),
-               "r"(from), "r"(bytes), "l"(cache_policy<kEvict>())
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+               "r"(from), "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void commit_sums() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -8,7 +8,8 @@
 //
 // Scores and their gradients are kept transposed (keys are rows), so P and dS feed dV and dK straight from registers;
 // only dS goes through shared memory, for dQ, which TMA reduces into fp32 global memory. One warp per consumer
-// warpgroup issues those reductions, and stores dS where it is the gradient of a captured tensor too.
+// warpgroup issues those reductions, and stores dS where it is the gradient of a captured tensor too. Where a CTA has
+// all keys of a head, the warp brings the sums back for the last ones, and stores dQ (whole_head.cuh).
 //
 // The consumer warpgroups ping-pong: one computes probabilities while the other's WGMMAs run. A warpgroup's step for
 // query tile i:
@@ -68,7 +69,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
-  // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer.
+  // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer. Some producers count.
   static constexpr bool kCopies = Tiles::Boxes::kCopies;
   static constexpr bool kCounts = Config::kOrdered || (Config::kWhole && Config::kBlocks);
   static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64 ? 56 : kCopies || kCounts ? 40 : 24;
@@ -548,19 +549,19 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         __syncwarp();
       }
       if constexpr (Config::kWhole) {
-        // What the lane stores, adds to and brings in turns it has to wait for.
+        // A lane stores sums, adds to them and brings them back: each only when the one before is in memory.
         wait_sums_added();
         if (place.rounds()) {
           const int lacking = Config::kBlocks ? WholeHead<Config>::lacking_row(place.row(), a_.queries) : -1;
           const int to = lacking >= 0 ? lacking + first_row(group) : first;
           if (lane() == 0)
-            store_box<Evict::kFirst>(more_.grad_query, sum(group), first_col(group), to, place.h, place.b);
+            store_box<Tiles::kUsedOnce>(more_.grad_query, sum(group), first_col(group), to, place.h, place.b);
         } else if (adds && row < a_.queries) {
           float* to = sums_of(place, group) + lane() * 8 * a_.sum_cols;
           if (place.begins()) {
-            store_floats<Evict::kLast>(to, sum(group) + lane() * kEightRows, bytes);
+            store_floats(to, sum(group) + lane() * kEightRows, bytes);
           } else {
-            add_floats<Evict::kLast>(to, sum(group) + lane() * kEightRows, bytes);
+            add_floats(to, sum(group) + lane() * kEightRows, bytes);
           }
         }
         commit_sums();
@@ -605,8 +606,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if (lane() == 0) Barrier::expect(full, pieces * bytes);
     __syncwarp();
     if (lane() < pieces)
-      copy_floats<Evict::kFirst>(sum(group) + lane() * kEightRows, sums_of(place, group) + lane() * 8 * a_.sum_cols,
-                                 full, bytes);
+      copy_floats(sum(group) + lane() * kEightRows, sums_of(place, group) + lane() * 8 * a_.sum_cols, full, bytes);
   }
   // Stores the warpgroup's keys of dS of tile i by TMA, and releases it.
   __device__ __forceinline__ void store_grad_scores(int i, int group) const {

@@ -36,8 +36,7 @@ class FlexBackwardHopperTiles {
   static constexpr bool kOwnKeys = Config::kCols == 64 * Config::kGroups;
   static constexpr bool kSeamless = Config::kKeyStages == 2;
   static constexpr int kThreads = Config::kGroups * kWarpgroup;
-  // A CTA that has all keys of a head comes back to the queries and their sums of dQ, which the L2 cache is to hold.
-  static constexpr Evict kReused = Config::kWhole ? Evict::kLast : Evict::kNormal;
+  // A CTA that has all keys of a head comes back to its queries and their sums of dQ, which the L2 cache is to hold.
   static constexpr Evict kUsedOnce = Config::kWhole ? Evict::kFirst : Evict::kNormal;
   /// The first of each kind of named barriers; warpgroup g has the g-th of a kind.
   enum NamedBarrier : int {
@@ -335,8 +334,8 @@ class FlexBackwardHopperTiles {
           col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst | flags_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
-    copy_boxes<Config::kRows, Config::kHead, kReused>(query(query_stage), more_.query, query_full(query_stage), p.row(),
-                                                      p.h, p.b);
+    copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
+                                             p.b);
     const auto load_keys = [&] {
       Barrier::wait(key_empty(key_stage), (kSeamless ? keys >> 1 : keys) & 1 ^ 1);
       copy_boxes<Config::kCols, Config::kHead, kUsedOnce>(key(key_stage), more_.key, query_full(query_stage), col,
@@ -347,8 +346,7 @@ class FlexBackwardHopperTiles {
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::expect(grad_out_full(s),
                     kMemory.grad_out.piece + kMemory.rows.piece + (with_values ? kMemory.value.piece : 0));
-    copy_boxes<Config::kRows, Config::kValue, kReused>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h,
-                                                       p.b);
+    copy_boxes<Config::kRows, Config::kValue>(grad_out(s), more_.grad_out, grad_out_full(s), p.row(), p.h, p.b);
     // Rows beyond the head's last one are the next head's; their pairs take no part.
     copy_line(rows(s), more_.rows, grad_out_full(s), (p.b * a_.heads + p.h) * a_.row_stride + p.row());
     if (with_values) {

@@ -184,9 +184,7 @@ double FlexCall::share_of_pairs() const {
 bool FlexCall::pays_tall() const {
   return cuda::pays_tall(common_, shape_, mask_, [&] { return share_of_pairs(); }, jit::current_architecture());
 }
-bool FlexCall::pays_whole(const FlexCase& c) const {
-  return cuda::pays_whole(c, shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
-}
+bool FlexCall::pays_whole(const FlexCase& c) const { return cuda::pays_whole(c, shape_, gpu::multiprocessors()); }
 int FlexCall::forward_rows(const FlexCase& c) const {
   return cuda::forward_rows(c, shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
 }
