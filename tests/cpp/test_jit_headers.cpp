@@ -270,7 +270,8 @@ constexpr HeaderKernel kHeaderKernels[] = {
      80, true},
     {"cuda/attention/hopper/whole_head.cuh",
      "WholeHead<HopperBackwardConfig> head;\n"
-     "head.begin(*(const FlexTiles*)in, 0, 0, 4, 4);\n"
+     "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
+     "head.begin(4, 4, true, [&](int col) { return TileWalk(tiles, 0, 0, col, 4, (Config*)nullptr); });\n"
      "for (int i = 0; i < 8; ++i)\n"
      "  out[i] = head.next(head.lacks_keys(4) ? head.tile_beyond(4) : (int)in[i], 64 * i, 200, i == 0, i > "
      "6);",

@@ -258,7 +258,11 @@ class FlexBackwardHopperTiles {
     for (int keys = 0; (id & kIds) < all; ++keys) {
       take(id & kIds);
       if constexpr (Config::kWhole) {
-        if (col_tile_ == 0) whole_.begin(a_.tiles, key_batch_, key_head_ * a_.group, row_tiles, col_tiles());
+        if (col_tile_ == 0) {
+          whole_.begin(row_tiles, col_tiles(), a_.tiles.batches == 1 && a_.tiles.heads == 1, [&](int col) {
+            return TileWalk(a_.tiles, key_batch_, key_head_ * a_.group, col, row_tiles, (Config*)nullptr);
+          });
+        }
       }
       // Keys with fewer tiles get tiles beyond the queries: a stage of keys becomes free when the first tile of the
       // next keys is done, and their second tile asks for the keys after them. The last tile belongs to the last head.

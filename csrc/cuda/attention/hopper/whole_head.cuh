@@ -3,7 +3,6 @@
 // sums, and the last one adds the sums to its own and rounds.
 #pragma once
 
-#include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/tile_entry.cuh"
 
 namespace fusegrad::device {
@@ -17,14 +16,16 @@ class WholeHead {
   /// last one, and had sums of others to add.
   static constexpr int kBegins = 8, kRounds = 16, kAfterRounds = 32, kAfterSums = 64;
 
-  /// With a block mask: counts of how many tiles of keys each of `row_tiles` tiles of queries has some.
-  __device__ __forceinline__ void begin(const FlexTiles& tiles, int b, int h, int row_tiles, int col_tiles) {
+  /// With a block mask: counts of how many tiles of keys each of `row_tiles` tiles of queries has some. walk_of(col):
+  /// the tiles of queries of a tile of keys (TileWalk). `same`: every head has the same lists, which are read once
+  /// then.
+  template <class WalkOf>
+  __device__ __forceinline__ void begin(int row_tiles, int col_tiles, bool same, const WalkOf& walk_of) {
     if constexpr (Config::kBlocks) {
-      // Lists that are the same for all heads are read once.
-      if (all_ == 0 || tiles.batches > 1 || tiles.heads > 1) {
+      if (all_ == 0 || !same) {
         all_ = 0;
         for (int col = 0; col < col_tiles; ++col) {
-          const TileWalk walk(tiles, b, h, col, row_tiles, static_cast<const Config*>(nullptr));
+          const auto walk = walk_of(col);
           for (int tile = 0; tile < walk.count(); ++tile) all_ += 1ull << kBits * Entry::column(walk[tile]);
         }
       }
