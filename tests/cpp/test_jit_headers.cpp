@@ -270,8 +270,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      80, true},
     {"cuda/attention/hopper/whole_head.cuh",
      "WholeHead<HopperBackwardConfig> head;\n"
-     "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
-     "head.begin(4, 4, true, [&](int col) { return TileWalk(tiles, 0, 0, col, 4, (Config*)nullptr); });\n"
+     "struct Walk {\n"
+     "  const float* words;\n"
+     "  __device__ int count() const { return 4; }\n"
+     "  __device__ int operator[](int i) const { return (int)words[i]; }\n"
+     "};\n"
+     "head.begin(4, 4, true, [&](int col) { return Walk{in + 4 * col}; });\n"
      "for (int i = 0; i < 8; ++i)\n"
      "  out[i] = head.next(head.lacks_keys(4) ? head.tile_beyond(4) : (int)in[i], 64 * i, 200, i == 0, i > "
      "6);",

@@ -263,7 +263,8 @@ def test_a_dot_product_compiles(length: int, architecture: str, how: str, tmp_pa
     command = [sys.executable, "-c", inspect.cleandoc(COMPILE), str(length), architecture, how]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert len(list(tmp_path.glob("*.cubin"))) == (3 if how == "deterministic" else 2)
+    # Beside the usual ones, on Hopper the backward of whole heads, or one that finds the unit of fixed point.
+    assert len(list(tmp_path.glob("*.cubin"))) == (2 if architecture == "80" else 3)
     assert time.perf_counter() - begin < 240  # 10 s on a core of its own
 
 
