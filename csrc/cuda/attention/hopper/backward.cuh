@@ -529,6 +529,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     store_grad_scores(0, group);
     named_arrive(kSumEmpty + group, kWithWarp);
     for (int i = 0;; ++i) {
+      // A lane stores sums, adds to them and brings them back: each only when the one before is in memory.
+      if constexpr (Config::kWhole) wait_sums_added();
       named_sync(kSumFull + group, kWithWarp);
       const Place place = place_of(i);
       const bool ended = Config::kStoresBoxes && (kSeamless ? place.last() : place.tile < 0);
@@ -549,8 +551,6 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         __syncwarp();
       }
       if constexpr (Config::kWhole) {
-        // A lane stores sums, adds to them and brings them back: each only when the one before is in memory.
-        wait_sums_added();
         if (place.rounds()) {
           const int lacking = Config::kBlocks ? WholeHead<Config>::lacking_row(place.row(), a_.queries) : -1;
           const int to = lacking >= 0 ? lacking + first_row(group) : first;
