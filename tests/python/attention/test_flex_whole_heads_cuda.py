@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,26 +14,32 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a GPU of sm_90"
     ),
     pytest.mark.usefixtures("made_on_the_gpu"),
 ]
 
 
-@pytest.fixture(params=[1, 0], ids=["whole heads", "tiles of keys"])
+@contextmanager
+def whole_forced(whole: bool) -> Iterator[None]:
+    _C.flex.force_whole(int(whole))
+    try:
+        yield
+    finally:
+        _C.flex.force_whole(-1)
+
+
+@pytest.fixture(params=[True, False], ids=["whole heads", "tiles of keys"])
 def whole(request: pytest.FixtureRequest) -> Iterator[bool]:
-    _C.flex.force_whole(request.param)
-    yield request.param == 1
-    _C.flex.force_whole(-1)
+    with whole_forced(request.param):
+        yield request.param
 
 
 @pytest.fixture
 def whole_heads() -> Iterator[None]:
-    _C.flex.force_whole(1)
-    yield
-    _C.flex.force_whole(-1)
+    with whole_forced(True):
+        yield
 
 
 def fill_memory_with_nan(like: Tensor) -> None:
@@ -62,7 +69,7 @@ def window(b, h, q, kv):
 
 
 def late(b, h, q, kv):
-    """The first 300 queries have no key, other than their tiles."""
+    """The first 300 queries have no key: whole tiles, and a part of one."""
     return (q >= kv) & (q >= 300)
 
 

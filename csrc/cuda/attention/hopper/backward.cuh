@@ -462,13 +462,18 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     named_arrive(kSumFull + group_, kWithWarp);
   }
   __device__ __forceinline__ void store_grad_query(const float (&c)[kBlocksQ][4]) const {
+    each_sum([&](unsigned at, int n, int r) { store_pair(at, c[n][2 * r], c[n][2 * r + 1]); });
+  }
+  /// use(where it lies there, n, r) of each two sums of the thread, r of accumulator n.
+  template <class Use>
+  __device__ __forceinline__ void each_sum(const Use& use) const {
     // From one accumulator to the next, and from a warp's first eight rows of them to the second.
     constexpr int kNext = kNarrow ? kBlockBytes : kEightRows, kSecond = kNarrow ? kEightRows : kBlockBytes;
-    const unsigned to = sum(group_) + warp() % 4 * 2 * kSecond + lane() * 8;
+    const unsigned at = sum(group_) + warp() % 4 * 2 * kSecond + lane() * 8;
 #pragma unroll
     for (int n = 0; n < kBlocksQ; ++n) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) store_pair(to + n * kNext + r * kSecond, c[n][2 * r], c[n][2 * r + 1]);
+      for (int r = 0; r < 2; ++r) use(at + n * kNext + r * kSecond, n, r);
     }
   }
   /// dQ of the tile before `next`.
@@ -484,13 +489,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if (sums) {
       Barrier::wait(Tiles::sums_full(group_), rounded_);
       rounded_ ^= 1;
-      constexpr int kNext = kNarrow ? kBlockBytes : kEightRows, kSecond = kNarrow ? kEightRows : kBlockBytes;
-      const unsigned from = sum(group_) + warp() % 4 * 2 * kSecond + lane() * 8;
-#pragma unroll
-      for (int n = 0; n < kBlocksQ; ++n) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) add_pair(c[n][2 * r], c[n][2 * r + 1], from + n * kNext + r * kSecond);
-      }
+      each_sum([&](unsigned at, int n, int r) { add_pair(c[n][2 * r], c[n][2 * r + 1], at); });
       named_sync(kAlone + group_, kWarpgroup);
     }
     const int matrix = lane() / 8, row = lane() % 8;
@@ -518,14 +517,16 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     give_grad_query(c, i, next);
   }
 
+  // A lane adds eight queries; of narrow heads, which are one piece of memory, the first lane adds all.
+  static constexpr int kPieces = kNarrow ? 1 : kSumRows / 8;
+  __device__ __forceinline__ int piece_bytes(int group) const {
+    return min(a_.sum_cols - first_col(group), 64) / 8 * kBlockBytes * (kSumRows / 8 / kPieces);
+  }
   /// Run by one warp: reduces a warpgroup's dQ of each tile into global memory by TMA. Issuing the reductions and
   /// waiting for them would take the warpgroup as long as a product.
   __device__ __forceinline__ void add_grad_query(int group) const {
-    // A lane adds eight queries; of narrow heads, which are one piece of memory, the first lane adds all.
-    constexpr int kEights = kNarrow ? 1 : kSumRows / 8;
-    const int cols = min(a_.sum_cols - first_col(group), 64);
-    const int bytes = cols / 8 * kBlockBytes * (kSumRows / 8 / kEights);
-    const bool adds = lane() < kEights;
+    const int bytes = piece_bytes(group);
+    const bool adds = lane() < kPieces;
     store_grad_scores(0, group);
     named_arrive(kSumEmpty + group, kWithWarp);
     for (int i = 0;; ++i) {
@@ -599,9 +600,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   // Brings the sums to which the warpgroup will add a tile's dQ and round it.
   __device__ __forceinline__ void bring_sums(const Place& place, int group) const {
     if (!place.rounds() || place.begins()) return;
-    const int cols = min(a_.sum_cols - first_col(group), 64), rows = a_.queries - place.row() - first_row(group);
-    const int eights = min(max(rows + 7, 0), kSumRows) / 8, pieces = kNarrow ? min(eights, 1) : eights;
-    const int bytes = cols / 8 * kBlockBytes * (kNarrow ? kSumRows / 8 : 1);
+    const int rows = a_.queries - place.row() - first_row(group), bytes = piece_bytes(group);
+    const int pieces = min(max(rows + 7, 0) / 8, kPieces);
     const unsigned full = Tiles::sums_full(group);
     if (lane() == 0) Barrier::expect(full, pieces * bytes);
     __syncwarp();
