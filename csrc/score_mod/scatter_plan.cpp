@@ -83,9 +83,15 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     step.over_batches = !step.is_vector && step.scheme >= ScatterClass::kInjective &&
                         (on & (set_of(kVarB) | set_of(kVarLane) | set_of(kVarAxis))) == 0;
     if (!step.is_vector && step.scheme >= ScatterClass::kSmallTable && c.indices.size() <= 32) {
+      step.one_column = true;
       for (size_t k = 0; k < c.indices.size(); ++k) {
         constexpr VariableSet kOfHead = set_of(kVarB) | set_of(kVarH);
-        if ((dependence[c.indices[k]].on() & ~kOfHead) != 0) step.column |= uint32_t{1} << k;
+        const VariableSet of_index = dependence[c.indices[k]].on();
+        if ((of_index & ~kOfHead) != 0) {
+          step.column |= uint32_t{1} << k;
+        } else if ((of_index & set_of(kVarB)) != 0) {
+          step.one_column = false;
+        }
       }
       step.has_column = step.column != 0 && static_cast<size_t>(std::popcount(step.column)) < c.indices.size();
     }

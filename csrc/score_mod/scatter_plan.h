@@ -47,6 +47,8 @@ struct ScatterStep {
   uint32_t column = 0;
   /// Whether there are others.
   bool has_column = false;
+  /// Classes F and G: whether the column, or the table, is the same for all b.
+  bool one_column = false;
   /// Whether there are axes, and to how many places a pair contributes by them.
   bool is_vector = false;
   int64_t places = 1;

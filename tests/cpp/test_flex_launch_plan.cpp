@@ -527,6 +527,25 @@ TEST(LaunchPlan, CtasStayWithAHeadOfManyBatches) {
   }
 }
 
+// CTAs that stay with a head store their sums of a table's column, if all batches have the same one.
+TEST(OrderedLaunches, AreOneWhereCtasStoreTheirSums) {
+  const auto launches = [](const std::string& index, std::vector<int64_t> sizes, bool many_batches = true) {
+    FlexCase c =
+        biased(FlexKernel::kBackward, 32, "buffer @0 i64 3\nbuffer @1 f " + std::to_string(sizes.size()) + "\n",
+               "%0 = load @0 b q_idx kv_idx\n%1 = load @1 " + index + "\n%2 = add score %1\nreturn %2\n",
+               {score_mod::DType::kInt32, score_mod::DType::kFloat32}, {256 * 64 * 64, 64 * 512});
+    c.sizes = {{256, 64, 64}, std::move(sizes)};
+    c.most_queries = c.most_keys = 64;
+    c.many_batches = many_batches;
+    return ordered_launches(c, 256, 32, 64, kProcessors, "90a");
+  };
+  EXPECT_EQ(launches("%0 h", {512, 32}), 1);
+  EXPECT_EQ(launches("h %0", {32, 512}), 1);
+  EXPECT_EQ(launches("%0 h", {512, 32}, /*many_batches=*/false), 0);
+  EXPECT_EQ(launches("b %0 h", {256, 128, 1}), 0);
+  EXPECT_EQ(launches("%0 h", {8192, 4}), 0);  // no table for shared memory
+}
+
 TEST(SumsOverBatches, AreOfWhatBatchesShare) {
   const auto sums = [](const FlexCase& c, int64_t batches, int64_t heads, int64_t length,
                        const std::string& architecture = "90", bool deterministic = true) {

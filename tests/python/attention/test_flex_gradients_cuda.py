@@ -399,10 +399,11 @@ def test_places_beyond_a_column_read_nan(name: str, lengths: tuple[int, int], dt
     assert relative(out.nan_to_num(), good.nan_to_num()) <= 1e-2
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("lengths", [(49, 49), (64, 64), (130, 150)], ids=str)
-@pytest.mark.parametrize("scales", [(0.0, 1.0), (1e-6, 1.0, 1e5), (1e5, 1e-6)], ids=str)
+@pytest.mark.parametrize("scales", [(0.0, 1.0), (1e-6, 1.0, 1e5), (1e5, 1e-6), (1.0, 2e33)], ids=str)
 def test_columns_of_batches_that_contribute_little_and_much(
-    lengths: tuple[int, int], scales: tuple[float, ...]
+    lengths: tuple[int, int], scales: tuple[float, ...], deterministic: bool
 ) -> None:
     """A histogram's unit follows from the batch before, and the first one's from itself."""
     m, n = lengths
@@ -410,12 +411,52 @@ def test_columns_of_batches_that_contribute_little_and_much(
     given = [*inputs(200, 4, m, n, 24), table]
     of_batch = torch.tensor(scales)[torch.arange(200) * len(scales) // 200]
     upstream = (torch.randn_like(given[0]) * of_batch[:, None, None, None]).to(given[0].dtype)
-    out = flex_attention(*given[:3], lambda s, b, h, q, kv: s + table[places[b, q, kv], h])
+    out = flex_attention(*given[:3], lambda s, b, h, q, kv: s + table[places[b, q, kv], h], deterministic=deterministic)
     wide = [t.detach().double().requires_grad_() for t in given]
     expected = dense(*wide[:3], lambda s, b, h, q, kv: s + wide[3][places[b, q, kv], h]).out
     truths = torch.autograd.grad(expected, wide, upstream.double())
     for ours, truth in zip(torch.autograd.grad(out, given, upstream), truths, strict=True):
         assert relative(ours, truth) <= 1e-2
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("batches", [3, 40])
+def test_columns_of_tables_in_place(batches: int, deterministic: bool) -> None:
+    """A CTA that computes a batch again needs its keys, whose place their gradient takes."""
+    table, places = torch.randn(600, 4, requires_grad=True), torch.randint(600, (batches, 64, 64), dtype=torch.int32)
+    leaves = inputs(batches, 4, 64, 64, 32)
+    upstream = torch.randn_like(leaves[0])
+
+    def gradients(inplace: bool) -> tuple[Tensor, ...]:
+        out = flex_attention(
+            *(t * 1 for t in leaves), lambda s, b, h, q, kv: s + table[places[b, q, kv], h],
+            deterministic=deterministic, inplace=inplace,
+        )  # fmt: skip
+        return torch.autograd.grad(out, (*leaves, table), upstream)
+
+    own, written = gradients(False), gradients(True)
+    for x, y in zip(own[:3], written[:3], strict=True):
+        assert torch.equal(x, y)
+    assert torch.equal(own[3], written[3]) if deterministic else relative(written[3], own[3]) <= 1e-5
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_columns_that_get_what_is_not_finite(value: float, deterministic: bool) -> None:
+    """It stays at its elements; in fixed point it takes all of a table."""
+    table = torch.randn(600, 4, requires_grad=True)
+    places = torch.randint(500, (40, 64, 64), dtype=torch.int32)
+    places[17, 5] = 500 + torch.arange(64, dtype=torch.int32)
+    query, key, values = inputs(40, 4, 64, 64, 32)
+    upstream = torch.randn_like(query)
+    upstream[17, 2, 5, 3] = value
+    out = flex_attention(
+        query, key, values, lambda s, b, h, q, kv: s + table[places[b, q, kv], h], deterministic=deterministic
+    )
+    (grad,) = torch.autograd.grad(out, table, upstream)
+    expected = torch.zeros_like(grad, dtype=torch.bool)
+    expected[500:564, 2] = True
+    assert torch.equal(~grad.isfinite(), expected | deterministic)
 
 
 # Of keys, what is added to a bias of pairs: scores that are much larger than the first ones, or none before.

@@ -11,7 +11,8 @@
 //                              'T': the same, where contributions are dS itself, of whose tiles the kernel stores them
 //   Schemes::kTable[]          the elements of a buffer of class F
 //   kFixedPoint                sums are 64-bit integers, the same in every order
-//   kPartialSums               classes A and B are stored head by head, and summed by a later kernel
+//   kPartialSums               classes A and B are stored head by head, and class F of CTAs that stay (kKeeps) CTA by
+//                              CTA; a later kernel sums them up
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
@@ -145,8 +146,9 @@ class FlexBufferSums {
   static constexpr bool kFlushes = flushes();
   /// Whether a tile's sums and the next one's lie in one place, as classes D and F do.
   static constexpr bool kOnce = once();
-  /// Whether all contributions are summed in float by class F.
-  static constexpr bool kHistogramsAlone = !Config::kFixedPoint && kCount > 0 && histograms_alone();
+  /// Whether the CTA repeats a tile that has contributions beyond the limit of one before, as nothing is added for them
+  /// one by one: CTAs that stay with a head have many tiles, and all contributions are summed in float by class F.
+  static constexpr bool kRepeats = Config::kKeeps && !Config::kFixedPoint && kCount > 0 && histograms_alone();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
                                             const Captured& captured, char* shared)
@@ -162,11 +164,38 @@ class FlexBufferSums {
     }
     begin_head();
   }
-  /// Where kHistogramsAlone: between measure() and end_measuring() tiles only give the largest contributions, and add
-  /// nothing. Without them each contribution of a first tile is added to memory by itself. Barriers must surround
-  /// measure().
-  __device__ __forceinline__ void measure() { set_limits<true>(); }
-  __device__ __forceinline__ void end_measuring() { set_limits<false>(); }
+  /// Where kRepeats, after a tile's flush(): whether the tile has to be repeated, since flush() added nothing. A
+  /// barrier must lie between this, called by all threads, and next_limits(), and another one before the next tile.
+  __device__ __forceinline__ bool must_repeat() const {
+    bool some = false;
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      const int most = table<k>()[0], limit = table<k>()[1];
+      some |= most >= limit && most != 0 && limit < kMostLimit;
+    });
+    return some;
+  }
+  /// Limits of the next tile: at least twice the largest contribution of this one, and half of this one's limit.
+  __device__ __forceinline__ void next_limits() const {
+    if (threadIdx.x != 0) return;
+    for_each_index<kCount>([&](auto index) {
+      constexpr int k = decltype(index)::value;
+      constexpr int kTwice = 1 << 23;
+      int &most = table<k>()[0], &limit = table<k>()[1];
+      limit = max(min(limit_above(most) + kTwice, kMostLimit), limit - kTwice);
+      most = 0;
+    });
+  }
+  /// Where sums of CTAs are stored, after the last tile of head h: the elements they belong to.
+  __device__ __forceinline__ void end_histograms(int h) const {
+    if constexpr (kRepeats && Config::kPartialSums) {
+      for_each_index<kCount>([&](auto index) {
+        constexpr int k = decltype(index)::value;
+        for (int i = static_cast<int>(threadIdx.x); i < Config::Schemes::kTable[k]; i += kThreads)
+          sums_[k].elements[of_cta<k>(i)] = of_column<k>(0, h, i);
+      });
+    }
+  }
   /// Called before the tiles of a query head.
   __device__ __forceinline__ void begin_head() {
 #pragma unroll
@@ -257,7 +286,7 @@ class FlexBufferSums {
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 const int at = static_cast<int>(at_[k][e]);
-                if (is_far<k>(at, four_[k][e])) put<k>(of_column<k>(b, h, at), four_[k][e]);
+                if (is_far<k>(at, four_[k][e])) put_histogram<k>(b, h, at, four_[k][e]);
               }
             }
           }
@@ -329,17 +358,18 @@ class FlexBufferSums {
         }
       } else if constexpr (scheme(k) == 'F') {
         int* counts = table<k>() + 4;
+        const bool adds = !kRepeats || !must_repeat();
         for (int i = thread; i < Config::Schemes::kTable[k]; i += kTeamThreads) {
           int &high = counts[i], &low = counts[Config::Schemes::kTable[k] + i];
           if constexpr (Config::kFixedPoint) {
             if ((high | low) != 0) put_fixed<k>(of_column<k>(b, h, i), joined(high, low));
           } else {
             const float sum = static_cast<float>(high) + static_cast<float>(low) * (1.0f / (1 << kFixedBits - 1));
-            if (sum != 0.0f) put<k>(of_column<k>(b, h, i), sum * unit<k>());
+            if (adds && sum != 0.0f) put_histogram<k>(b, h, i, sum * unit<k>());
           }
           high = low = 0;
         }
-        if (!Config::kFixedPoint && thread == 0) {
+        if (!Config::kFixedPoint && !kRepeats && thread == 0) {
           const int most = table<k>()[0];
           if (most != 0 && most < kInfinite) table<k>()[1] = limit_above(most);
           table<k>()[0] = 0;
@@ -379,20 +409,8 @@ class FlexBufferSums {
   __device__ __forceinline__ float* lines(int warp) const {
     return reinterpret_cast<float*>(shared_ + offset(k)) + warp * 4 * kLine;
   }
-  template <bool kMeasures>
-  __device__ __forceinline__ void set_limits() const {
-    if (threadIdx.x != 0) return;
-    for_each_index<kCount>([&](auto index) {
-      constexpr int k = decltype(index)::value;
-      if constexpr (scheme(k) == 'F') {
-        int& limit = table<k>()[1];
-        limit = kMeasures ? -1 : max(limit, 0);
-      }
-    });
-  }
-
-  // A histogram of class F: the largest contribution of this tile and a limit for the next one, as bits of a float, -1
-  // to measure; two unused words; the counts.
+  // A histogram of class F: the largest contribution of this tile and a limit for the next one, as bits of a float; two
+  // unused words; the counts.
   template <int k>
   __device__ __forceinline__ int* table() const {
     return reinterpret_cast<int*>(shared_ + offset(k) +
@@ -425,14 +443,16 @@ class FlexBufferSums {
   // Contributions as integers: in units of which the limit is 2^kFixedBits, and in fractions of a unit for the rest.
   // Class F sums both in shared memory, in 32 bits each. In float the unit follows from the largest contribution of the
   // tile before, and what lies beyond the limit is added directly, such as all of the first tile. In fixed point the
-  // unit follows from the largest contribution of all.
+  // unit follows from the largest contribution of all. Where kRepeats a tile whose contributions are beyond the limit
+  // is not added, but computed again with another limit, so that a CTA's sums are in one order; what is not finite is
+  // added directly.
   static constexpr int kFixedBits = kFlexFixedBits / 2;  // 2^14 pairs of a tile times 2^17 fit
   static_assert(kCount == 0 || Config::kRows * Config::kCols <= 1 << 14);
-  static constexpr int kInfinite = 255 << 23;
+  static constexpr int kInfinite = 255 << 23, kMostLimit = 254 << 23;
   // A power of two above a contribution, unless that is infinite. Its unit and the unit's reciprocal are finite.
   static __device__ __forceinline__ int limit_above(int bits) {
-    constexpr int kLeast = 27 << 23, kMost = 254 << 23;
-    return min(max((bits & kInfinite) + (1 << 23), kLeast), kMost);
+    constexpr int kLeast = 27 << 23;
+    return min(max((bits & kInfinite) + (1 << 23), kLeast), kMostLimit);
   }
   // The portable kernels have no register for what is needed once a tile, nor have those with several contributions.
   static __device__ constexpr bool keeps_limit(int k) { return scheme(k) > 'D' || (kLines == 2 && kCount == 1); }
@@ -473,10 +493,31 @@ class FlexBufferSums {
     if constexpr (D::kColumn[k]) return D::template of_column<k>(captured_of<D>(captured_), b, h, i);
     return i;
   }
+  // Of CTAs that store their sums, the place of one.
+  template <int k>
+  __device__ __forceinline__ long long of_cta(int i) const {
+    return static_cast<long long>(blockIdx.x) * Config::Schemes::kTable[k] + i;
+  }
+  // Adds to an element of a histogram in memory. A CTA's own sum of it gets additions of one thread, and so in one
+  // order, but for contributions that are not finite.
+  template <int k>
+  __device__ __forceinline__ void put_histogram(int b, int h, int i, float v) const {
+    if constexpr (Config::kPartialSums) {
+      static_assert(kRepeats);
+      put<k>(of_cta<k>(i), v);
+    } else {
+      put<k>(of_column<k>(b, h, i), v);
+    }
+  }
+  // The magnitude from which on contributions are added directly.
+  template <int k>
+  __device__ __forceinline__ float far_limit() const {
+    return __int_as_float(kRepeats ? kInfinite : limit_[k]);
+  }
   // Whether a contribution to an element of a histogram is beyond the limit.
   template <int k>
   __device__ __forceinline__ bool is_far(int at, float v) const {
-    return !(fabsf(v) < __int_as_float(limit_[k])) & (v != 0.0f) & (at >= 0) & (limit_[k] >= 0);
+    return !(fabsf(v) < far_limit<k>()) & (v != 0.0f) & (at >= 0);
   }
   // Returns whether it is beyond the limit, and so is not added.
   template <int k>
@@ -484,8 +525,8 @@ class FlexBufferSums {
     const bool far = !Config::kFixedPoint && is_far<k>(at, v);
     bool near = at >= 0;
     if constexpr (!Config::kFixedPoint) {
-      near &= fabsf(v) < __int_as_float(limit_[k]);
-      largest_[k] = fmaxf(largest_[k], fabsf(v));
+      near &= fabsf(v) < far_limit<k>();
+      if (!kRepeats || near) largest_[k] = fmaxf(largest_[k], fabsf(v));
     }
     // ptxas turns a predicated red.shared into a branch, so a contribution that is not added adds 0; one without a
     // place adds it to an element that differs from lane to lane.

@@ -76,9 +76,8 @@ class FlexBackward {
   static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
   // Run tiles of like work together. Reads and sums of captured buffers are better for one head at a time.
   static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
-  // A CTA that stays computes its first batch twice: it stores all that it does not sum up.
-  static constexpr bool kMeasures =
-      Config::kKeeps && Sums::kHistogramsAlone && (Config::kStoresQuery || !Config::kGradQuery);
+  // A walk is a tile, which may be repeated: dQ is stored, not added.
+  static_assert(!Sums::kRepeats || Config::kStoresQuery || !Config::kGradQuery);
 
  public:
   static constexpr int kSharedBytes = kMemory.bytes();
@@ -111,6 +110,7 @@ class FlexBackward {
     key_batch_ = head / key_heads;
     key_head_ = head % key_heads;
     walk();
+    store_gradients();
   }
 
  private:
@@ -129,18 +129,21 @@ class FlexBackward {
     });
     sums_.begin();
     load_columns(key_head_);
-    if constexpr (kMeasures) {
-      __syncthreads();
-      sums_.measure();
-    }
-    const int batch = static_cast<int>(blockIdx.x) % parts;
+    key_batch_ = static_cast<int>(blockIdx.x) % parts;
 #pragma unroll 1
-    for (int i = kMeasures ? -1 : 0; batch + i * parts < a_.batches; ++i) {
-      key_batch_ = batch + max(i, 0) * parts;
+    while (key_batch_ < a_.batches) {
       walk();
+      // The keys and values of a batch that is repeated must not be overwritten yet: they may be their gradients'
+      // place.
+      const bool again = Sums::kRepeats && sums_.must_repeat();
+      if (!again) {
+        store_gradients();
+        key_batch_ += parts;
+      }
       __syncthreads();
-      if (kMeasures && i < 0) sums_.end_measuring();
+      if constexpr (Sums::kRepeats) sums_.next_limits();
     }
+    sums_.end_histograms(key_head_);
   }
   // All tiles of queries for the CTA's keys.
   __device__ __forceinline__ void walk() {
@@ -203,6 +206,9 @@ class FlexBackward {
       }
       sums_.end_head(b, h, first_key());
     }
+  }
+  // After walk().
+  __device__ __forceinline__ void store_gradients() {
     // Nobody reads the tiles of keys and values any more.
     if constexpr (Config::kGradKey) keep_gradient<KeyTile, kMineD, kBlocksD>(grad_key_, key_, a_.scale);
     if constexpr (Config::kGradValue) keep_gradient<ValueTile, kMineE, kBlocksE>(grad_value_, value_, 1.0f);

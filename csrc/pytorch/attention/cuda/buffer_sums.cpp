@@ -15,7 +15,7 @@ namespace fusegrad::cuda {
 using at::Tensor;
 
 FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& facts, const Tensor& query,
-                               const Tensor& key, const std::vector<Tensor>& grads, int64_t partial)
+                               const Tensor& key, const std::vector<Tensor>& grads, int64_t ctas)
     : derivative_(scores.score_mod.text.empty()
                       ? nullptr
                       : score_mod::cached_derivative(scores.score_mod.text, facts.wants_grad)) {
@@ -23,14 +23,23 @@ FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& fact
   const auto& buffers = scores.score_mod.buffers;
   const int64_t heads = query.size(0) * query.size(1), pairs = heads * query.size(2) * key.size(2);
   const bool all_partial = facts.kernel == FlexKernel::kGradBuffers;
-  if (!all_partial) partial = heads * facts.tile.share * tiles_in(key.size(2), facts.tile.cols) * facts.tile.cols;
+  // How many partial sums the kernel stores of a contribution.
+  const auto partial_sums = [&](size_t k) -> int64_t {
+    if (all_partial) return ctas * facts.tile.rows * facts.tile.cols;
+    if (facts.schemes[k] == 'F') return ctas * facts.tables[k];
+    if (facts.schemes[k] > 'B') return 0;
+    return heads * facts.tile.share * tiles_in(key.size(2), facts.tile.cols) * facts.tile.cols;
+  };
   std::vector<bool> fixed(buffers.size(), facts.fixed_point);
+  int64_t most_partial = 0;
   for (size_t k = 0; k < contributions(); ++k) {
     partial_.emplace_back();
-    if (!facts.partial_sums || (facts.schemes[k] > 'B' && !all_partial)) continue;
+    const int64_t partial = facts.partial_sums ? partial_sums(k) : 0;
+    if (partial == 0) continue;
     partial_[k] = {all_partial ? at::empty({partial}, floats) : at::zeros({partial}, floats),
                    at::empty({partial}, integers)};
     fixed[buffer_of(k)] = true;
+    most_partial = std::max(most_partial, partial);
   }
   std::vector<bool> stored(buffers.size(), false), in_tiles = stored;
   for (size_t k = 0; k < contributions(); ++k) {
@@ -54,7 +63,7 @@ FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& fact
   if (std::find(fixed.begin(), fixed.end(), true) != fixed.end())
     largest_ = at::zeros({static_cast<int64_t>(buffers.size())}, floats);
   // So that no sum overflows.
-  const int64_t each = facts.fixed_point ? pairs : partial;
+  const int64_t each = facts.fixed_point ? pairs : most_partial;
   int64_t places = 0;
   for (size_t k = 0; k < contributions(); ++k)
     places += derivative_->values(derivative_->open_axes(derivative_->contributions()[k]));

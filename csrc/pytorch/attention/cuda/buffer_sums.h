@@ -17,9 +17,9 @@ namespace fusegrad::cuda {
 class FlexBufferSums {
  public:
   /// Sums of what the backward by keys contributes, `facts` are that kernel's. They lie in `grads` themselves where
-  /// those are dense float32 and sums are float. `partial`: how many partial sums the kernel for buffers alone has.
+  /// those are dense float32 and sums are float. `ctas`: of the kernel's launch.
   FlexBufferSums(const FlexScores& scores, const KernelFacts& facts, const at::Tensor& query, const at::Tensor& key,
-                 const std::vector<at::Tensor>& grads, int64_t partial = 0);
+                 const std::vector<at::Tensor>& grads, int64_t ctas);
 
   size_t contributions() const { return derivative_ == nullptr ? 0 : derivative_->contributions().size(); }
   float* largest() const { return largest_.defined() ? largest_.mutable_data_ptr<float>() : nullptr; }

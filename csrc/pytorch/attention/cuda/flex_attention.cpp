@@ -210,7 +210,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
       row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
-  const FlexBufferSums sums(scores, last, query, key, grads.buffers);
+  const FlexBufferSums sums(scores, last, query, key, grads.buffers, plans.back().ctas);
 
   device::FlexBackwardArguments a{};
   call.fill(a);
@@ -246,7 +246,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     for (const LaunchPlan& plan : plans) call.kernel(plan.spec);
   }
   if (of_buffers) {
-    const FlexBufferSums over_batches(scores, of_buffers->spec.facts(), query, key, grads.buffers, apart->sums);
+    const FlexBufferSums over_batches(scores, of_buffers->spec.facts(), query, key, grads.buffers, apart->ctas);
     auto arguments = over_batches.arguments();
     std::vector<void*> further{arguments.data()};
     device::FlexBackwardHopperArguments more{};
