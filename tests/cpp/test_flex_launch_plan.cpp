@@ -337,7 +337,9 @@ TEST(LaunchPlan, TallTilesPayWhereTheyAreFewEnough) {
 }
 
 TEST(LaunchPlan, WholeHeadsPayWhereTheyAreManyAndShort) {
-  const auto pays = [](const FlexCase& c, const FlexShape& shape) { return pays_whole(c, shape, kProcessors); };
+  const auto pays = [](const FlexCase& c, const FlexShape& shape, double share = 1.0) {
+    return pays_whole(c, shape, kProcessors, [&] { return share; });
+  };
   const FlexCase c = make_case(FlexKernel::kBackward, 64);
   EXPECT_TRUE(pays(c, make_shape(32, 16, 16, 512, 512, 64)));   // 132 * 512 rows of 512 bytes are 33 MiB
   EXPECT_FALSE(pays(c, make_shape(32, 16, 16, 640, 640, 64)));  // 41 MiB
@@ -352,6 +354,11 @@ TEST(LaunchPlan, WholeHeadsPayWhereTheyAreManyAndShort) {
   const FlexCase mask = masked(c, 128);
   EXPECT_TRUE(pays(mask, make_shape(32, 16, 16, 512, 512, 64)));
   EXPECT_FALSE(pays(mask, make_shape(32, 16, 8, 256, 256, 64)));  // grouped heads
+  const FlexCase wide = make_case(FlexKernel::kBackward, 128);
+  EXPECT_TRUE(pays(masked(wide, 128), make_shape(32, 16, 16, 512, 512, 128), 0.5));  // half of 66 MiB
+  EXPECT_FALSE(pays(masked(wide, 128), make_shape(32, 16, 16, 512, 512, 128), 0.7));
+  EXPECT_FALSE(pays(wide, make_shape(32, 16, 16, 512, 512, 128), 0.5));
+  EXPECT_FALSE(pays(mask, make_shape(32, 32, 32, 1024, 1024, 64), 0.5));
   const FlexCase narrow = masked(make_case(FlexKernel::kBackward, 16), 128);
   EXPECT_TRUE(pays(narrow, make_shape(32, 16, 16, 1024, 1024, 16)));
   EXPECT_FALSE(pays(narrow, make_shape(32, 16, 16, 1025, 1024, 16)));  // more than 16 tiles of 64 queries

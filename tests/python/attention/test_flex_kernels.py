@@ -47,11 +47,13 @@ def float_buffer(*sizes: int) -> torch.Tensor:
 
 @functools.lru_cache
 def score_mod(name: str) -> ScoreMod | None:
-    """One of each class of captured gradients, "P" a bias of pairs in 16 bits, and what captures nothing."""
+    """One of each class of captured gradients, "H" a table of which a head reaches a column, "P" a bias of pairs in 16
+    bits, and what captures nothing."""
     head, place, pair = float_buffer(16), float_buffer(4096), float_buffer(4096, 4096).detach()[:8, :8]
     relative, table, large = float_buffer(16, 8192), float_buffer(64), float_buffer(100_000)
     pair.requires_grad_()
-    kinds = torch.zeros(8, 8, dtype=torch.int32)
+    kinds, places = torch.zeros(8, 8, dtype=torch.int32), torch.zeros(16, 8, 8, dtype=torch.int32)
+    columns = float_buffer(512, 16)
     half = torch.zeros(16, 8, 8, dtype=torch.bfloat16).requires_grad_()
     made: dict[str, Callable | None] = {
         "none": None,
@@ -64,6 +66,7 @@ def score_mod(name: str) -> ScoreMod | None:
         "E": lambda s, b, h, q, kv: s + pair[q, kv],
         "F": lambda s, b, h, q, kv: s + table[kinds[q, kv]],
         "G": lambda s, b, h, q, kv: s + large[kinds[q, kv]],
+        "H": lambda s, b, h, q, kv: s + columns[places[b, q, kv], h],
         "P": lambda s, b, h, q, kv: s + half[h, q, kv],
         "AD": lambda s, b, h, q, kv: s * head[h] + relative[h, q - kv + 4096],
     }
@@ -83,8 +86,8 @@ def mask_mod(name: str) -> ScoreMod | None:
 
 class Kernel(NamedTuple):
     # "ordered" is the backward whose sums are the same in every order, "turns" the one with dQ whose sums of buffers
-    # come in any, "short" the one without tall tiles, "whole" the one whose CTAs have all keys of a head,
-    # "grad_buffers" the kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the
+    # come in any, "short" the one without tall tiles, "whole" the one whose CTAs have all keys of a head, "stays" the
+    # one of many batches of up to 64 queries and keys, "stays_ordered" the deterministic one, "grad_buffers" the kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the
     # forward of few queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
     kernel: str
     dtype: str
@@ -106,8 +109,9 @@ class Kernel(NamedTuple):
         split, kernel = kernel.startswith("split_"), kernel.removeprefix("split_")
         rows = int(kernel.removeprefix("few")) if kernel.startswith("few") else 0
         kernel = "forward" if rows else kernel
+        stays = kernel.startswith("stays")
         return flex.Case(
-            "backward" if kernel in ("ordered", "turns", "short", "whole") else kernel,
+            "backward" if stays or kernel in ("ordered", "turns", "short", "whole") else kernel,
             self.dtype,
             self.head_size,
             self.value_size,
@@ -116,13 +120,16 @@ class Kernel(NamedTuple):
             blocks,
             [] if kernel == "forward" else [b.requires_grad for b in buffers],
             [b.numel() for b in buffers],
-            deterministic=kernel in ("ordered", "grad_query"),
+            deterministic=kernel in ("ordered", "stays_ordered", "grad_query"),
             tall=kernel not in ("short", "whole"),
             ordered=kernel == "turns",
             whole=kernel == "whole",
             dropout_p=0.1 if dropout else 0.0,
             few_rows=rows,
             key_splits=split,
+            lengths=(64, 64) if stays else (0, 0),
+            many_batches=stays,
+            sizes=[list(b.shape) for b in buffers] if stays else [],
         )
 
     def program(self) -> object:
@@ -179,6 +186,9 @@ grad_query float16 256 256 softcap none
 grad_query float32 64 64 A document
 grad_query float32 256 256 none none
 ordered float32 128 128 B none
+stays bfloat16 32 32 H none
+stays float32 64 64 H none
+stays_ordered bfloat16 32 32 H none
 few16 bfloat16 128 128 none none
 few32 float16 64 64 D small
 few16 float32 128 128 A causal

@@ -171,17 +171,22 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
 }
 
 // It needs as many heads as keep the CTAs busy. Each reads a head's queries for every tile of keys, and adds to their
-// sums: they are to be in the L2 cache meanwhile, of all CTAs together.
-bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors) {
+// sums: they are to be in the L2 cache meanwhile, of all CTAs together. Of a short head's queries a mask leaves a tile of
+// keys some; of longer ones measurements did not show it.
+bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,
+                const std::function<double()>& share_of_pairs) {
   if (forced_whole == 0 || shape.key_batches != shape.batches) return false;
   // With a block mask the producer counts in 64 bits of how many tiles of keys each tile of queries has some.
   constexpr int64_t kMostQueries = 16 * 64, kMostKeys = 15 * 128;
   if (c.blocks && (shape.group() > 1 || shape.queries > kMostQueries || shape.keys > kMostKeys)) return false;
   if (forced_whole == 1) return true;
   const int64_t heads = shape.key_batches * shape.key_heads, turns = tiles_in(heads, processors);
-  constexpr int64_t kMostBytes = int64_t{40} << 20;
+  if (10 * heads < 9 * turns * processors) return false;
+  constexpr int64_t kMostBytes = int64_t{40} << 20, kShort = 512;
   const int64_t row = 4 * shape.head_size + kElementBytes * (shape.head_size + shape.value_size);
-  return 10 * heads >= 9 * turns * processors && processors * shape.group() * shape.queries * row <= kMostBytes;
+  const int64_t bytes = processors * shape.group() * shape.queries * row;
+  if (bytes <= kMostBytes) return true;
+  return c.blocks && shape.queries <= kShort && share_of_pairs() * static_cast<double>(bytes) <= kMostBytes;
 }
 
 void force_flex_whole(int whole) { forced_whole = whole; }

@@ -74,9 +74,10 @@ int forward_rows(const FlexCase& c, const FlexShape& shape, int64_t processors,
 bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                const std::function<double()>& share_of_pairs, const std::string& architecture);
 
-/// Whether a backward takes less time where a CTA has all keys of a head, as far as lengths decide. `processors`: as
-/// plan_launch.
-bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors);
+/// Whether a backward takes less time where a CTA has all keys of a head, as far as lengths and the mask decide.
+/// `processors`, `share_of_pairs`: as plan_launch and pays_tall.
+bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,
+                const std::function<double()>& share_of_pairs);
 
 /// For tests: 1: a CTA takes all keys of a head wherever it can; 0: nowhere; -1: where it pays.
 void force_flex_whole(int whole);

@@ -184,7 +184,9 @@ double FlexCall::share_of_pairs() const {
 bool FlexCall::pays_tall() const {
   return cuda::pays_tall(common_, shape_, mask_, [&] { return share_of_pairs(); }, jit::current_architecture());
 }
-bool FlexCall::pays_whole(const FlexCase& c) const { return cuda::pays_whole(c, shape_, gpu::multiprocessors()); }
+bool FlexCall::pays_whole(const FlexCase& c) const {
+  return cuda::pays_whole(c, shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
+}
 int FlexCall::forward_rows(const FlexCase& c) const {
   return cuda::forward_rows(c, shape_, gpu::multiprocessors(), [&] { return share_of_pairs(); });
 }
