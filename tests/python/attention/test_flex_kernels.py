@@ -87,8 +87,9 @@ def mask_mod(name: str) -> ScoreMod | None:
 class Kernel(NamedTuple):
     # "ordered" is the backward whose sums are the same in every order, "turns" the one with dQ whose sums of buffers
     # come in any, "short" the one without tall tiles, "whole" the one whose CTAs have all keys of a head, "stays" the
-    # one of many batches of up to 64 queries and keys, "stays_ordered" the deterministic one, "grad_buffers" the kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the
-    # forward of few queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
+    # one of many batches of up to 64 queries and keys, "stays_ordered" the deterministic one, "grad_buffers" the
+    # kernel that sums up over batches; behind a plus sign, "dropout". "few16" and "few32" are the forward of few
+    # queries in tiles of so many rows; of "split_" ones keys are split over CTAs.
     kernel: str
     dtype: str
     head_size: int
