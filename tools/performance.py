@@ -382,7 +382,6 @@ Score_mods and masks, B 4, H 16, S 4096, D 128:
 ## Learned biases, head sizes, few queries
 
 One H100. Bias tables with gradients, sizes as (batch, heads, tokens, head size); [which is which](learned_biases.md).
-FlashAttention 4 was not in this run.
 
 {learned_biases}
 

@@ -92,9 +92,9 @@ constexpr int kFlexFixedBits = 34;
 struct FlexSums {
   void* data;            // of the buffer's elements: float, or long long where they are fixed point
   const float* largest;  // fixed point: the largest magnitude of a contribution
-  // Partial sums: `data` has floats, zeros before, of each head of queries, part of the queries (kShare) and key, keys
-  // rounded up to whole tiles, or of class F of each CTA and element of its table; here is the element of each that is
-  // not 0.
+  // Partial sums: `data` has floats, zeros before. Classes A and B have one for each head of queries, part of the
+  // queries (kShare) and key, keys rounded up to whole tiles; class F has one for each CTA and element of its table.
+  // Here is the element of each that is not 0.
   long long* elements;
 };
 

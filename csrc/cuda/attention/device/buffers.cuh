@@ -146,8 +146,9 @@ class FlexBufferSums {
   static constexpr bool kFlushes = flushes();
   /// Whether a tile's sums and the next one's lie in one place, as classes D and F do.
   static constexpr bool kOnce = once();
-  /// Whether the CTA repeats a tile that has contributions beyond the limit of one before, as nothing is added for them
-  /// one by one: CTAs that stay with a head have many tiles, and all contributions are summed in float by class F.
+  /// Whether the CTA computes a tile again, with another limit, if it has contributions beyond the limit, instead of
+  /// adding these to memory one by one. CTAs that stay with a head do, as they have many tiles, where class F sums up
+  /// all contributions in float.
   static constexpr bool kRepeats = Config::kKeeps && !Config::kFixedPoint && kCount > 0 && histograms_alone();
 
   __device__ __forceinline__ FlexBufferSums(const FlexBackwardArguments& a, const FlexSums* sums,
@@ -175,7 +176,8 @@ class FlexBufferSums {
     });
     return some;
   }
-  /// Limits of the next tile: at least twice the largest contribution of this one, and half of this one's limit.
+  /// Sets the limits of the next tile: each is at least twice the largest contribution of this tile and half of its
+  /// limit.
   __device__ __forceinline__ void next_limits() const {
     if (threadIdx.x != 0) return;
     for_each_index<kCount>([&](auto index) {
@@ -186,7 +188,7 @@ class FlexBufferSums {
       most = 0;
     });
   }
-  /// Where sums of CTAs are stored, after the last tile of head h: the elements they belong to.
+  /// Called after the last tile of head h: if the CTA stores its sums, it stores the elements that they belong to.
   __device__ __forceinline__ void end_histograms(int h) const {
     if constexpr (kRepeats && Config::kPartialSums) {
       for_each_index<kCount>([&](auto index) {
@@ -409,6 +411,7 @@ class FlexBufferSums {
   __device__ __forceinline__ float* lines(int warp) const {
     return reinterpret_cast<float*>(shared_ + offset(k)) + warp * 4 * kLine;
   }
+
   // A histogram of class F: the largest contribution of this tile and a limit for the next one, as bits of a float; two
   // unused words; the counts.
   template <int k>
@@ -443,9 +446,8 @@ class FlexBufferSums {
   // Contributions as integers: in units of which the limit is 2^kFixedBits, and in fractions of a unit for the rest.
   // Class F sums both in shared memory, in 32 bits each. In float the unit follows from the largest contribution of the
   // tile before, and what lies beyond the limit is added directly, such as all of the first tile. In fixed point the
-  // unit follows from the largest contribution of all. Where kRepeats a tile whose contributions are beyond the limit
-  // is not added, but computed again with another limit, so that a CTA's sums are in one order; what is not finite is
-  // added directly.
+  // unit follows from the largest contribution of all. Where kRepeats, a tile with contributions beyond the limit is
+  // computed again, so that a CTA's sums come in one order; only what is not finite is added directly.
   static constexpr int kFixedBits = kFlexFixedBits / 2;  // 2^14 pairs of a tile times 2^17 fit
   static_assert(kCount == 0 || Config::kRows * Config::kCols <= 1 << 14);
   static constexpr int kInfinite = 255 << 23, kMostLimit = 254 << 23;
@@ -493,13 +495,13 @@ class FlexBufferSums {
     if constexpr (D::kColumn[k]) return D::template of_column<k>(captured_of<D>(captured_), b, h, i);
     return i;
   }
-  // Of CTAs that store their sums, the place of one.
+  // The place of an element's sum among those that CTAs store.
   template <int k>
   __device__ __forceinline__ long long of_cta(int i) const {
     return static_cast<long long>(blockIdx.x) * Config::Schemes::kTable[k] + i;
   }
-  // Adds to an element of a histogram in memory. A CTA's own sum of it gets additions of one thread, and so in one
-  // order, but for contributions that are not finite.
+  // Adds to a histogram's element in memory, or to the CTA's own sum of it. One thread adds to that, and so in one
+  // order; others add only what is not finite.
   template <int k>
   __device__ __forceinline__ void put_histogram(int b, int h, int i, float v) const {
     if constexpr (Config::kPartialSums) {

@@ -43,7 +43,7 @@ struct FlexCase {
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool ordered = false;       ///< Hopper: dQ is summed in one order
   bool whole = false;         ///< Hopper: a CTA may take all keys of a head
-  bool partial_sums = false;  ///< those of classes A and B are stored head by head, to be summed later
+  bool partial_sums = false;  ///< A and B are stored head by head, F of CTAs that stay CTA by CTA
   bool tall = true;           ///< Hopper backward: tall tiles take less time than others
   int forward_rows = 256;     ///< Hopper forward: queries of the tallest tile that pays: 128, 192 or 256
 

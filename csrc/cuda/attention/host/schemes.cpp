@@ -40,11 +40,11 @@ char scheme_of(score_mod::ScatterClass planned) {
   const char scheme = static_cast<char>(planned), forced = forced_scheme;
   return forced != 0 && allows(scheme, forced) ? forced : scheme;
 }
-// Whether all contributions are of class F in CTAs that stay with a head, whose sums may be stored CTA by CTA.
-bool sums_of_ctas(const FlexCase& c, const std::string& architecture) {
-  const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
-  const auto steps = score_mod::plan_scatter(*derivative, c.elements);
-  if (!stays(c) || !std::all_of(steps.begin(), steps.end(), std::mem_fn(&score_mod::ScatterStep::one_column)))
+
+// Whether class F sums up all contributions, `steps`, in CTAs that stay with a head, which may store their sums.
+bool sums_of_ctas(const FlexCase& c, const std::vector<score_mod::ScatterStep>& steps,
+                  const std::string& architecture) {
+  if (!c.many_batches || !std::all_of(steps.begin(), steps.end(), std::mem_fn(&score_mod::ScatterStep::one_column)))
     return false;
   FlexCase one = c;
   one.kernel = FlexKernel::kBackward;
@@ -53,6 +53,7 @@ bool sums_of_ctas(const FlexCase& c, const std::string& architecture) {
   const KernelFacts& facts = plan_kernel(one, architecture).facts();
   return facts.tile.keeps && facts.schemes == std::string(steps.size(), 'F');
 }
+
 // The scheme of contributions that are added element by element (device::FlexBufferSums).
 char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
 
@@ -147,11 +148,12 @@ int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int6
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
   auto steps = score_mod::plan_scatter(*derivative, c.elements);
   if (std::any_of(steps.begin(), steps.end(), [](const auto& step) { return step.is_vector; })) return 0;
+  if (sums_of_ctas(c, steps, architecture)) return 1;
   for (size_t k = steps.size(); k-- > 0;) {
     const bool stored = is_stored(c, steps[k], static_cast<size_t>(derivative->contributions()[k].buffer));
     if (stored || scheme_of(steps[k].scheme) <= 'B') steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(k));
   }
-  if (steps.empty() || sums_of_ctas(c, architecture)) return 1;
+  if (steps.empty()) return 1;
   if (!takes_hopper(c, architecture)) return 0;
   const auto all = [&](auto member) { return std::all_of(steps.begin(), steps.end(), std::mem_fn(member)); };
   if (!all(&score_mod::ScatterStep::once_a_batch)) return 0;

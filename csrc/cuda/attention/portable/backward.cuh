@@ -76,7 +76,7 @@ class FlexBackward {
   static constexpr bool kAhead = sizeof(T) == 2 && Config::kShare > 1 && Config::Derivative::kContributions == 0;
   // Run tiles of like work together. Reads and sums of captured buffers are better for one head at a time.
   static constexpr bool kLikeTogether = Config::kBlocks && Config::Derivative::kContributions == 0;
-  // A walk is a tile, which may be repeated: dQ is stored, not added.
+  // What is computed again must be stored, not added: dQ.
   static_assert(!Sums::kRepeats || Config::kStoresQuery || !Config::kGradQuery);
 
  public:
@@ -133,7 +133,7 @@ class FlexBackward {
 #pragma unroll 1
     while (key_batch_ < a_.batches) {
       walk();
-      // The keys and values of a batch that is repeated must not be overwritten yet: they may be their gradients'
+      // Keys and values that are read again must not be overwritten: with inplace=True their gradients take their
       // place.
       const bool again = Sums::kRepeats && sums_.must_repeat();
       if (!again) {
