@@ -18,6 +18,15 @@ constexpr int kChunkBytes = 128;  // of a row
 constexpr int kNarrowBytes = 64;  // of a row of a narrow tile
 constexpr int chunks_of(int cols) { return (cols + kChunk - 1) / kChunk; }
 
+/// The rows of a tile of kRows rows, a multiple of 8, that begins at a multiple of 1024 bytes.
+template <int kRows>
+struct SwizzledRows {};
+template <int kRows>
+__device__ __forceinline__ constexpr int place_in(SwizzledRows<kRows>, int row, int byte) {
+  static_assert(kRows % 8 == 0);
+  return (byte / kChunkBytes * kRows + row) * kChunkBytes + (byte % kChunkBytes ^ row % 8 * 16);
+}
+
 // --- barriers -----------------------------------------------------------------------------------------------
 
 /// An mbarrier in shared memory, whose phases alternate: the full or the empty barrier of a pipeline's stage.

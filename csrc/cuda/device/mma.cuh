@@ -89,6 +89,10 @@ struct Tile {
 
 // --- fragments ----------------------------------------------------------------------------------------------
 
+/// Where byte `byte` of a row of a tile lies, of rows that are `stride` bytes apart. SwizzledRows (hopper.cuh) can take
+/// the place of a stride.
+__device__ __forceinline__ constexpr int place_in(int stride, int row, int byte) { return row * stride + byte; }
+
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -174,9 +178,10 @@ struct Mma {
                                                            int lane) {
     load_matrices_transposed(a, tile + (k + lane % 8 + lane / 16 * 8) * stride + (m + lane / 8 % 2 * 8) * 2);
   }
-  static __device__ __forceinline__ void load_b_transposed(unsigned (&b)[4], unsigned tile, int stride, int k, int n,
+  template <class Rows>
+  static __device__ __forceinline__ void load_b_transposed(unsigned (&b)[4], unsigned tile, Rows rows, int k, int n,
                                                            int lane) {
-    load_matrices_transposed(b, tile + (k + lane % 16) * stride + (n + lane / 16 * 8) * 2);
+    load_matrices_transposed(b, tile + place_in(rows, k + lane % 16, (n + lane / 16 * 8) * 2));
   }
 };
 
@@ -256,8 +261,9 @@ __device__ __forceinline__ void load_a(unsigned (&a)[4], unsigned tile, int stri
   load_matrices(a, tile + (m + lane % 16) * stride + step * 32 + lane / 16 * 16);
 }
 /// B[k, n] where it lies as [n][k]: words 0 and 1 are columns n to n + 7, words 2 and 3 the next eight.
-__device__ __forceinline__ void load_b(unsigned (&b)[4], unsigned tile, int stride, int n, int step, int lane) {
-  load_matrices(b, tile + (n + lane % 8 + lane / 16 * 8) * stride + step * 32 + lane / 8 % 2 * 16);
+template <class Rows>
+__device__ __forceinline__ void load_b(unsigned (&b)[4], unsigned tile, Rows rows, int n, int step, int lane) {
+  load_matrices(b, tile + place_in(rows, n + lane % 8 + lane / 16 * 8, step * 32 + lane / 8 % 2 * 16));
 }
 
 /// Words that an accumulator of 16 x 8 takes as operand A: two accumulators make a step of 16-bit numbers, one a step
@@ -308,9 +314,9 @@ __device__ __forceinline__ void keep_order() {
 
 /// c += the rows of a from `a_row` on, 16 for each kBlocksM, by those of b from `b_row` on, 8 for each kBlocksN, over
 /// kCommon columns; both lie as [row][column].
-template <class T, bool kSplit, int kCommon, bool kSwapped = false, int kBlocksM, int kBlocksN>
+template <class T, bool kSplit, int kCommon, bool kSwapped = false, int kBlocksM, int kBlocksN, class Rows>
 __device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4], unsigned a, int a_stride, int a_row,
-                                              unsigned b, int b_stride, int b_row, int lane) {
+                                              unsigned b, Rows b_rows, int b_row, int lane) {
   using Product = Mma<T, kSplit>;
 #pragma unroll kUnrolledSteps < T>
   for (int k = 0; k < kCommon / Product::kDepth; ++k) {
@@ -325,7 +331,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[kBlocksM][kBlocksN][4],
     for (int n = 0; n < kBlocksN; n += 2) {
       unsigned col[4];
       keep_order<kSplit>();
-      load_b(col, b, b_stride, b_row + n * 8, k, lane);
+      load_b(col, b, b_rows, b_row + n * 8, k, lane);
       const auto cols = Product::factor(col);
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m) {
@@ -398,9 +404,9 @@ __device__ __forceinline__ void multiply_loaded(float (&c)[kBlocksM][kBlocksN][2
 }
 
 /// c += p * b, where p is made of accumulators, and b lies as [common dimension][column].
-template <class T, bool kSplit, int kBlocksM, int kBlocksN, int kBlocksK>
+template <class T, bool kSplit, int kBlocksM, int kBlocksN, int kBlocksK, class Rows>
 __device__ __forceinline__ void multiply_accumulators(float (&c)[kBlocksM][kBlocksN][4],
-                                                      const float (&p)[kBlocksM][kBlocksK][4], unsigned b, int b_stride,
+                                                      const float (&p)[kBlocksM][kBlocksK][4], unsigned b, Rows b_rows,
                                                       int lane) {
   using Product = Mma<T, kSplit>;
   constexpr int kBlocks = Product::kDepth / 8;  // accumulators of a step
@@ -418,7 +424,7 @@ __device__ __forceinline__ void multiply_accumulators(float (&c)[kBlocksM][kBloc
     for (int n = 0; n < kBlocksN; n += 2) {
       unsigned col[4];
       keep_order<kSplit>();
-      Product::load_b_transposed(col, b, b_stride, k * Product::kDepth, n * 8, lane);
+      Product::load_b_transposed(col, b, b_rows, k * Product::kDepth, n * 8, lane);
       const auto cols = Product::factor(col);
 #pragma unroll
       for (int m = 0; m < kBlocksM; ++m) {

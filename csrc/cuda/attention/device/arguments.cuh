@@ -70,6 +70,11 @@ struct FlexForwardArguments {
   int together;           // few queries: heads of a group whose queries are the rows of one tile
 };
 
+/// What the forward of few queries takes besides where keys and values come by TMA.
+struct FlexForwardFewArguments {
+  TensorMap key, value;  // [batch, head, row, column]; boxes of 64 columns of a warp's keys, swizzled
+};
+
 /// What the Hopper forward takes besides.
 struct FlexForwardHopperArguments {
   TensorMap query, key, value;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled

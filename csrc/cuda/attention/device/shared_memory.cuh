@@ -29,6 +29,13 @@ struct Region {
   constexpr Region then(int piece_bytes, int pieces = 1) const { return {end(), piece_bytes, pieces}; }
 };
 
+/// Columns of a swizzled tile of TMA, of 16-bit elements: whole chunks of 64, the last of which may be zeros in part;
+/// of a narrow one 32.
+constexpr int swizzled_cols(int cols, bool narrow = false) { return round_up_to(cols, narrow ? 32 : 64); }
+constexpr int swizzled_tile_bytes(int rows, int cols, bool narrow = false) {
+  return rows * swizzled_cols(cols, narrow) * 2;
+}
+
 // --- portable kernels ---------------------------------------------------------------------------------------
 
 /// A row of a padded tile (Tile in cuda/device/mma.cuh): an odd multiple of 16 bytes, against bank conflicts.
@@ -80,20 +87,26 @@ struct TangentsMemory {
 struct FewForwardMemory {
   struct Sizes {
     int rows, cols, head, value, element_bytes, warps, stages;
+    bool key_boxes;  // keys and values are swizzled tiles of TMA
+    constexpr int stage_bytes() const {
+      const int keys = cols / warps;
+      return key_boxes ? swizzled_tile_bytes(keys, head) + swizzled_tile_bytes(keys, value)
+                       : padded_tile_bytes(keys, head, element_bytes) + padded_tile_bytes(keys, value, element_bytes);
+    }
   };
   Region query;
-  Region results;  // FlexPartialRow of each warp and row
-  Region stages;   // of each warp: each a tile of keys and behind it one of values
-  Region outputs;  // of each warp, float32
+  Region results;   // FlexPartialRow of each warp and row
+  Region barriers;  // of each warp and stage, with key_boxes
+  Region stages;    // of each warp: each a tile of keys and behind it one of values
+  Region outputs;   // of each warp, float32
 
   /// Floats of a row of `outputs`.
   static constexpr int output_stride(int value) { return value + 4; }
   constexpr explicit FewForwardMemory(const Sizes& s)
       : query{0, padded_tile_bytes(s.rows, s.head, s.element_bytes), 1},
         results(query.then(16 * s.rows, s.warps)),
-        stages(results.then(padded_tile_bytes(s.cols / s.warps, s.head, s.element_bytes) +
-                                padded_tile_bytes(s.cols / s.warps, s.value, s.element_bytes),
-                            s.warps * s.stages)),
+        barriers(results.then(kBarrierBytes, s.key_boxes ? s.warps * s.stages : 0)),
+        stages{round_up_to(barriers.end(), s.key_boxes ? kSwizzleAlignment : 16), s.stage_bytes(), s.warps * s.stages},
         outputs{stages.offset, 4 * s.rows * output_stride(s.value), s.warps} {}
   constexpr int bytes() const { return stages.end() > outputs.end() ? stages.end() : outputs.end(); }
 };
@@ -186,12 +199,6 @@ struct BackwardMemory {
 };
 
 // --- Hopper kernels, of 16-bit elements ---------------------------------------------------------------------
-
-/// Columns of a swizzled tile of TMA: whole chunks of 64, the last of which may be zeros in part; of a narrow one 32.
-constexpr int swizzled_cols(int cols, bool narrow = false) { return round_up_to(cols, narrow ? 32 : 64); }
-constexpr int swizzled_tile_bytes(int rows, int cols, bool narrow = false) {
-  return rows * swizzled_cols(cols, narrow) * 2;
-}
 
 struct HopperForwardMemory {
   struct Sizes {

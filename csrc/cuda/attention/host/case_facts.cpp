@@ -232,7 +232,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                          .value = value,
                                          .element_bytes = element,
                                          .warps = t.warps,
-                                         .stages = t.stages})
+                                         .stages = t.stages,
+                                         .key_boxes = t.key_boxes})
             .bytes();
       }
       return device::ForwardMemory({.rows = t.rows,

@@ -89,6 +89,7 @@ std::string render_config(const KernelFacts& f) {
   config.number("kMaps", f.tile.maps);
   config.choice("kKeeps", f.tile.keeps);
   config.list("int", "kColumns", f.columns, numeral);
+  if (f.few()) config.choice("kKeyBoxes", f.tile.key_boxes);
   config.choice("kDropout", f.dropout);
   if (!f.backward()) {
     config.number("kLineBytes", f.tile.line_bytes);

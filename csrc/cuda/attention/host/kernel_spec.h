@@ -16,7 +16,7 @@
 namespace fusegrad::cuda {
 
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, TMA and warp specialization; sm_90a alone. Few:
-/// the forward of few queries, as portable.
+/// the forward of few queries, as portable, but for copies by TMA on sm_90a.
 enum class FlexFamily : uint8_t { kPortable, kHopper, kFew };
 /// kGradBuffers: the gradients of captured buffers alone, of which every batch has the same part. kTangents: forward
 /// mode, the results and their tangents. kPairTangents: second derivatives, what pairs give to the tangents of the
@@ -66,6 +66,7 @@ struct FlexTileSize {
   bool own_places = false;  ///< Hopper backward: TMA stores dK and dV from places of their own
   int maps = 0;             ///< Hopper: of these reads so many by TMA
   bool columns = false;     ///< portable: so do columns of tables that it reads for each pair
+  bool key_boxes = false;   ///< few: keys and values come by TMA
 
   bool operator==(const FlexTileSize&) const = default;
   auto operator<=>(const FlexTileSize&) const = default;

@@ -217,8 +217,11 @@ std::vector<FlexTileSize> few_forward(const FlexCase& c, const std::string& arch
   const int bytes = element_bytes(c.dtype) * std::max(head_cols(c), value_cols(c));
   const int keys = bytes <= 128 ? 32 : 16;  // of a warp
   std::vector<FlexTileSize> found;
-  for (const auto& [warps, stages] : {std::pair{4, 3}, {4, 2}, {2, 3}, {2, 2}, {1, 2}})
+  const bool boxes = architecture == "90a" && c.dtype != DType::kFloat32 && c.value_size > 0;
+  for (const auto& [warps, stages] : {std::pair{4, 3}, {4, 2}, {2, 3}, {2, 2}, {1, 2}}) {
     found.push_back({c.few_rows, keys * warps, warps, 1, stages, FlexFamily::kFew});
+    found.back().key_boxes = boxes;
+  }
   const auto two = [&](const FlexTileSize& t) { return resident_ctas(shared_bytes(c, t), architecture) == 2; };
   if (!two(found[0]) && two(found[1])) std::swap(found[0], found[1]);
   return found;

@@ -5,12 +5,15 @@
 // (cuda/attention/host/merge.h): both in a fixed order.
 //
 // scores.cuh and portable/forward.cuh describe Config; of few queries kCols are the keys of all warps, and kStages the
-// stages of each warp. There are at most kRows queries.
+// stages of each warp. There are at most kRows queries. This file adds:
+//   kKeyBoxes                  sm_90a, 16-bit elements: TMA copies keys and values, which reads memory at 3.1 TB/s of an
+//                              H100 where cp.async comes to 2.9
 #pragma once
 
 #include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {
 
@@ -34,7 +37,8 @@ class FlexForwardFew {
                                              .value = Config::kValue,
                                              .element_bytes = static_cast<int>(sizeof(T)),
                                              .warps = Config::kWarps,
-                                             .stages = Config::kStages}};
+                                             .stages = Config::kStages,
+                                             .key_boxes = Config::kKeyBoxes}};
   static_assert(kBlocksM * 16 == Config::kRows && kBlocksN % 2 == 0 && kBlocksN * 8 * Config::kWarps == Config::kCols);
   static_assert(Config::kStages >= 2 && kBlocksN <= 8);
 
@@ -43,12 +47,18 @@ class FlexForwardFew {
 
   __device__ __forceinline__ FlexForwardFew(const FlexForwardArguments& a, const typename ScoreMod::Captured& score,
                                             const typename MaskMod::Captured& mask, unsigned shared)
-      : a_(a), score_(score), mask_(mask), shared_(shared) {}
+      : a_(a), more_(nullptr), score_(score), mask_(mask), shared_(shared) {}
+  /// With kKeyBoxes.
+  __device__ __forceinline__ FlexForwardFew(const FlexForwardArguments& a, const FlexForwardFewArguments& more,
+                                            const typename ScoreMod::Captured& score,
+                                            const typename MaskMod::Captured& mask, unsigned shared)
+      : a_(a), more_(&more), score_(score), mask_(mask), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     const int unit = static_cast<int>(blockIdx.x) / a_.partials.splits;
     const int split = static_cast<int>(blockIdx.x) - unit * a_.partials.splits;
     place(unit);
+    begin_stages();
 #if __CUDA_ARCH__ >= 900
     // This kernel may have begun before the one before it ended, and so may the one that merges the splits.
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
@@ -63,18 +73,19 @@ class FlexForwardFew {
       commit_copies();
     }
     start_rows();
-    wait_copies<Config::kStages - 2>();
+    wait_copies<Config::kKeyBoxes ? 0 : Config::kStages - 2>();
     __syncthreads();
-    int stage = 0, free = Config::kStages - 1;
+    Ring<Config::kStages> stages;
+    int free = Config::kStages - 1;
     for (int i = 0; i < walk.count(); ++i) {
       const int tile = walk[i];
-      wait_copies<Config::kStages - 2>();
+      wait_stage(stages);
       __syncwarp();  // all lanes' copies are there, and all have read the stage that is loaded now
       if (next < walk.count()) load(walk[next++], free);
-      commit_copies();
-      step(tile, stage);
-      free = stage;
-      stage = stage + 1 == Config::kStages ? 0 : stage + 1;
+      if constexpr (!Config::kKeyBoxes) commit_copies();
+      step(tile, stages.stage);
+      free = stages.stage;
+      stages.next();
     }
     finish(split, walk.count() < 0);
   }
@@ -108,15 +119,54 @@ class FlexForwardFew {
     }
   }
 
+  // --- a warp's stages ---
+
+  static constexpr int kKeyBytes =
+      Config::kKeyBoxes ? swizzled_tile_bytes(kKeys, Config::kHead) : static_cast<int>(KeyTile::kBytes);
+  static __device__ __forceinline__ constexpr auto rows_of(int stride) {
+    if constexpr (Config::kKeyBoxes) {
+      return SwizzledRows<kKeys>{};
+    } else {
+      return stride;
+    }
+  }
   __device__ __forceinline__ unsigned stage_at(int stage) const {
     return shared_ + kMemory.stages.offset + (warp() * Config::kStages + stage) * kMemory.stages.piece;
+  }
+  __device__ __forceinline__ unsigned full(int stage) const {
+    return shared_ + kMemory.barriers.offset + (warp() * Config::kStages + stage) * kMemory.barriers.piece;
+  }
+
+  __device__ __forceinline__ void begin_stages() const {
+    if constexpr (Config::kKeyBoxes) {
+      if (lane() == 0) {
+        for (int s = 0; s < Config::kStages; ++s) Barrier::init(full(s), 1);
+        Barrier::fence_inits();
+      }
+      __syncwarp();
+    }
   }
   // Begins the copies of the warp's keys of a tile.
   __device__ __forceinline__ void load(int tile, int stage) const {
     const unsigned to = stage_at(stage);
     const int col = Entry::column(tile) * Config::kCols + warp() * kKeys;
-    copy_rows<KeyTile>(to, a_.key, col, a_.head_size);
-    copy_rows<ValueTile>(to + KeyTile::kBytes, a_.value, col, a_.value_size);
+    if constexpr (Config::kKeyBoxes) {
+      if (lane() != 0) return;
+      const int batch = a_.key_batches == 1 ? 0 : b_;
+      Barrier::expect(full(stage), kMemory.stages.piece);
+      copy_boxes<kKeys, Config::kHead>(to, more_->key, full(stage), col, key_head_, batch);
+      copy_boxes<kKeys, Config::kValue>(to + kKeyBytes, more_->value, full(stage), col, key_head_, batch);
+    } else {
+      copy_rows<KeyTile>(to, a_.key, col, a_.head_size);
+      copy_rows<ValueTile>(to + kKeyBytes, a_.value, col, a_.value_size);
+    }
+  }
+  __device__ __forceinline__ void wait_stage(const Ring<Config::kStages>& stages) const {
+    if constexpr (Config::kKeyBoxes) {
+      Barrier::wait(full(stages.stage), stages.parity);
+    } else {
+      wait_copies<Config::kStages - 2>();
+    }
   }
   template <class Into>
   __device__ __forceinline__ void copy_rows(unsigned to, const FlexTensor& from, int row, int cols) const {
@@ -155,7 +205,7 @@ class FlexForwardFew {
     const unsigned key = stage_at(stage);
     const int col = Entry::column(tile) * Config::kCols + warp() * kKeys;
     float s[kBlocksM][kBlocksN][4] = {};
-    multiply_rows<T, Config::kSplit, Config::kHead>(s, shared_, QueryTile::kStride, 0, key, KeyTile::kStride, 0,
+    multiply_rows<T, Config::kSplit, Config::kHead>(s, shared_, QueryTile::kStride, 0, key, rows_of(KeyTile::kStride), 0,
                                                     lane());
     const bool masked = Entry::kind(tile) != kTileFull || col + kKeys > a_.keys;
 #pragma unroll
@@ -164,7 +214,7 @@ class FlexForwardFew {
       softmax(m, s[m]);
       if constexpr (Config::kDropout) drop(m, s[m], col);
     }
-    multiply_accumulators<T, Config::kSplit>(out_, s, key + KeyTile::kBytes, ValueTile::kStride, lane());
+    multiply_accumulators<T, Config::kSplit>(out_, s, key + kKeyBytes, rows_of(ValueTile::kStride), lane());
   }
 
   // Bit 4 * n + e of the result: whether element e of accumulator n takes part.
@@ -328,6 +378,7 @@ class FlexForwardFew {
   }
 
   const FlexForwardArguments& a_;
+  const FlexForwardFewArguments* more_;
   const typename ScoreMod::Captured& score_;
   const typename MaskMod::Captured& mask_;
   const unsigned shared_;

@@ -220,6 +220,11 @@ FlexCall::Lists FlexCall::lists(const LaunchPlan& plan) {
   return made;
 }
 
+device::FlexForwardFewArguments FlexCall::few_forward(const LaunchPlan& plan) const {
+  const int keys = plan.spec.tile().cols / plan.spec.tile().warps;
+  return {boxes_of(key_, keys), boxes_of(value_, keys)};
+}
+
 device::FlexForwardHopperArguments FlexCall::hopper_forward(const LaunchPlan& plan, const Lists& lists) const {
   const FlexTileSize& tile = plan.spec.tile();
   device::FlexForwardHopperArguments more{boxes_of(query_, tile.rows),

@@ -77,7 +77,8 @@ class FlexCall {
   /// What they lie in is kept until the call's end.
   Lists lists(const LaunchPlan& plan);
 
-  /// What the Hopper kernels take besides.
+  /// What the forward of few queries, and the Hopper kernels, take besides.
+  device::FlexForwardFewArguments few_forward(const LaunchPlan& plan) const;
   device::FlexForwardHopperArguments hopper_forward(const LaunchPlan& plan, const Lists& lists) const;
   device::FlexBackwardHopperArguments hopper_backward(const LaunchPlan& plan, const Lists& lists,
                                                       const at::Tensor& grad_out, const at::Tensor& rows,

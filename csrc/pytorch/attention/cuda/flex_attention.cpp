@@ -145,6 +145,9 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     if (plan.spec.facts().hopper()) {
       auto more = call.hopper_forward(plan, lists);
       call.launch(plan, &a, {&more}, ahead);
+    } else if (plan.spec.tile().key_boxes) {
+      auto more = call.few_forward(plan);
+      call.launch(plan, &a, {&more}, ahead);
     } else {
       call.launch(plan, &a, {}, ahead);
     }
