@@ -94,6 +94,7 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& f) { f.stores_boxes = !f.stores_boxes; },
       [](auto& f) { f.whole = !f.whole; },
       [](auto& f) { f.stores_query = !f.stores_query; },
+      [](auto& f) { f.stores_first = !f.stores_first; },
       [](auto& f) { f.grad_key = false; },
       [](auto& f) { f.grad_value = false; },
       [](auto& f) { f.grad_scores = false; },
@@ -391,6 +392,44 @@ TEST(LaunchPlan, CtasHaveWholeHeads) {
   // dQ is summed in one order, without a kernel of its own.
   ASSERT_EQ(kernels(c, true).size(), 1u);
   EXPECT_TRUE(kernels(c, true).back().grad_query);
+}
+
+TEST(LaunchPlan, TheFirstTileOfKeysStoresDQ) {
+  FlexCase c = make_case(FlexKernel::kBackward, 128);
+  c.tall = false;
+  const auto facts = [](const FlexCase& of) { return plan_kernel(of, "90a").facts(); };
+  EXPECT_TRUE(facts(c).stores_first);
+  // Warps beside tall tiles have no registers for it; a head's own CTA needs none of it, nor does an order.
+  FlexCase tall = c, whole = c, ordered = c, keys = c;
+  tall.tall = true;
+  whole.whole = true;
+  ordered.ordered = true;
+  keys.grad_query = false;
+  for (const FlexCase& other : {tall, whole, ordered, keys}) EXPECT_FALSE(facts(other).stores_first);
+  EXPECT_FALSE(plan_kernel(c, "80").facts().stores_first);
+}
+
+TEST(FewQueries, CopyKeysByTmaOnHopper) {
+  FlexCase c = make_case(FlexKernel::kForward, 128);
+  c.few_rows = 16;
+  const KernelFacts f = plan_kernel(c, "90a").facts();
+  EXPECT_TRUE(f.tile.key_boxes);
+  EXPECT_NE(KernelSpec(f).key(), plan_kernel(c, "80").key());
+  const device::FewForwardMemory m({.rows = 16,
+                                    .cols = f.tile.cols,
+                                    .head = 128,
+                                    .value = 72,
+                                    .element_bytes = 2,
+                                    .warps = f.tile.warps,
+                                    .stages = f.tile.stages,
+                                    .key_boxes = true});
+  EXPECT_EQ(m.stages.offset % 1024, 0);
+  EXPECT_EQ(m.stages.piece, f.tile.cols / f.tile.warps * (128 + 128) * 2);  // whole chunks of 64 columns
+  EXPECT_LE(m.barriers.end(), m.stages.offset);
+  FlexCase floats = c;
+  floats.dtype = DType::kFloat32;
+  EXPECT_FALSE(plan_kernel(floats, "90a").tile().key_boxes);
+  EXPECT_FALSE(plan_kernel(c, "100").tile().key_boxes);
 }
 
 // Of small heads, a bias of pairs that all batches share, or a table of places in a window.

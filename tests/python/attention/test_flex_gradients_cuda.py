@@ -256,6 +256,27 @@ def test_deterministic_gradients_on_some_multiprocessors(multiprocessors: int) -
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("multiprocessors", [8, 64, None], ids=str)
+@pytest.mark.parametrize("size", [24, 64, 80, 128])
+def test_tiles_of_keys_that_meet(size: int, multiprocessors: int | None) -> None:
+    """The first that has a gradient of some queries stores it, and others that come meanwhile wait for it, where all
+    CTAs run at once and where few do. What lies in memory before is not added."""
+    given = inputs(2, 4, 700, 1500, size, hkv=2)
+    exact = [t.detach().double().requires_grad_() for t in given]
+    truth = dense(*exact).out
+    upstream = torch.randn_like(truth)
+    expected = torch.autograd.grad(truth, exact, upstream)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.current_stream() if multiprocessors is None else stream_of(multiprocessors)):
+        out = flex_attention(*given, enable_gqa=True)
+        for _ in range(3):
+            junk = [torch.full((1 << 22,), torch.nan) for _ in range(2)]
+            del junk
+            found = torch.autograd.grad(out, given, upstream.to(out.dtype), retain_graph=True)
+            assert all(relative(a, b) <= 1e-2 for a, b in zip(found, expected, strict=True))
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("batched", [False, True], ids=["hqk", "bhqk"])
 def test_pairs_beyond_a_bias_read_nan(batched: bool) -> None:
     q, k, v = inputs(2, 3, 512, 512, 32)

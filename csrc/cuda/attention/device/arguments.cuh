@@ -107,9 +107,10 @@ struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;                 // [B, H, row_stride]
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
-  // The sum of which dQ is made where CTAs add it up, less the scale; zeros before. It lies in blocks of 8 queries and
-  // 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks columns come before queries, but
-  // for narrow heads. Where a CTA has all keys of a head (kWhole), of each CTA those of the heads that share the keys.
+  // The sum of which dQ is made where CTAs add it up, less the scale; zeros before, unless the first CTA stores it. It
+  // lies in blocks of 8 queries and 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks
+  // columns come before queries, but for narrow heads. Where a CTA has all keys of a head (kWhole), of each CTA those
+  // of the heads that share the keys.
   float* query_sum;
   int sum_rows, sum_cols;  // M rounded up to whole tiles, D to a multiple of 16
   float* largest;          // [captured buffers], zeros before: the largest magnitudes, where they are wanted
@@ -121,6 +122,10 @@ struct FlexBackwardArguments {
   FlexDropout dropout;
   int splits;  // dQ by itself: where keys are split, grad_query is float [splits * B, H, M, D]
 };
+
+/// Of dQ's sum of some queries, where the first CTA that has something for it stores that, and others add
+/// (kStoresFirst).
+enum FlexSumState : int { kSumMissing, kSumBeingStored, kSumStored };
 
 /// What the Hopper backward takes besides.
 struct FlexBackwardHopperArguments {
@@ -138,6 +143,9 @@ struct FlexBackwardHopperArguments {
   // Where dQ is summed in one order: of each tile of queries and part of it that a warpgroup adds, how many tiles of
   // keys have been added, zeros before: [B, H, tiles of queries, 2].
   int* added;
+  // Where the first CTA stores dQ's sum: a FlexSumState of each 8 queries and 64 columns, of narrow heads of the first
+  // 8 of each 64 queries. Zeros before: [B, H, sum_rows / 8, (D + 63) / 64].
+  int* sum_states;
 };
 
 }  // namespace fusegrad::device

@@ -21,6 +21,7 @@
 //
 // backward_tiles.cuh describes Config; this file adds:
 //   kStoresBoxes               TMA stores dK and dV
+//   kStoresFirst               the first CTA that has dQ of some queries stores it, so that no zeros need be there
 //   kOrdered                   dQ is summed in the order of the tiles of keys: a tile's warp waits for the one before.
 //                              CTAs take tiles in this order
 #pragma once
@@ -64,15 +65,19 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   static constexpr bool kStoresTiles = Sums::kStoresTiles;
   static_assert(!kStoresTiles || Config::kGradQuery);
   static_assert(Config::kParts == 1 || (kOverlapped && kByElement));
+  static_assert(!Config::kStoresFirst || (Config::kGradQuery && !Config::kWhole && !Config::kOrdered));
   static_assert(!Config::kOwnPlaces || (kSeamless && Config::kStoresBoxes));
   static_assert(!Config::kWhole || (kSeamless && Config::kStoresBoxes && Config::kGradKey && Config::kGradValue));
   static_assert((Config::kStoresBoxes || !kSeamless) && (Config::kGradQuery || !Config::kStoresBoxes));
   // Threads at the barriers between a warpgroup and the warp that issues its reductions of dQ.
   static constexpr int kWithWarp = kWarpgroup + kLanes;
-  // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer. Some producers count.
+  // A warp that copies boxes computes places of rows. Gradients of 128 columns leave it fewer. Some producers count,
+  // and warps that store or add dQ keep what they will do next.
   static constexpr bool kCopies = Tiles::Boxes::kCopies;
   static constexpr bool kCounts = Config::kOrdered || (Config::kWhole && Config::kBlocks);
-  static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64 ? 56 : kCopies || kCounts ? 40 : 24;
+  static constexpr int kProducerRegisters = kCopies && Config::kHead <= 64               ? 56
+                                            : kCopies || kCounts || Config::kStoresFirst ? 40
+                                                                                         : 24;
   static constexpr int kConsumerRegisters = consumer_registers(Config::kGroups, kProducerRegisters);
   static_assert(!kBoxes || Config::kGroups == 2);
   static_assert(!kNarrow || kSumRows == 64 || !Config::kGradQuery);
@@ -529,6 +534,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     const bool adds = lane() < kPieces;
     store_grad_scores(0, group);
     named_arrive(kSumEmpty + group, kWithWarp);
+    int state = kSumMissing;  // of the lane's sums of tile i, read a tile ahead
+    bool stored = false;      // the lane has stored sums and is to publish it
     for (int i = 0;; ++i) {
       // A lane stores sums, adds to them and brings them back: each only when the one before is in memory.
       if constexpr (Config::kWhole) wait_sums_added();
@@ -569,15 +576,21 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         wait_sums_read();
         __syncwarp();
         if (const Place next = place_of(i + 1); Config::kOwnPlaces || !next.last()) bring_sums(next, group);
-      } else if (adds && place.tile >= 0 && row < a_.queries) {
+      } else {
         const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
-        add_floats(a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8, sum(group) + lane() * kEightRows,
-                   bytes);
+        float* to = a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8;
+        const bool adding = adds && place.tile >= 0 && row < a_.queries;
+        if constexpr (Config::kStoresFirst) {
+          stored = store_or_add(adding, state, place, group, to, bytes);
+        } else if (adding) {
+          add_floats(to, sum(group) + lane() * kEightRows, bytes);
+        }
         commit_sums();
         wait_sums_read();
       }
       __syncwarp();
       named_arrive(kSumEmpty + group, kWithWarp);
+      if (Config::kStoresFirst && stored) publish(place, group);
       if constexpr (Config::kOrdered) {
         if (adds) wait_sums_added();
         __syncwarp();
@@ -588,9 +601,54 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         __syncwarp();
         release(key_gradients_empty(group));
       }
+      if constexpr (Config::kStoresFirst) {
+        // Consumers that gave a tile's dQ have read the next Place.
+        state = kSumMissing;
+        if (place.tile >= 0) {
+          const Place next = place_of(i + 1);
+          if (adds && next.tile >= 0 && next.row() + first_row(group) + lane() * 8 < a_.queries)
+            asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(state) : "l"(state_of(next, group)));
+        }
+      }
       store_grad_scores(i + 1, group);
     }
     if (adds) wait_sums_added();
+  }
+  // Of the lane's part of a tile's dQ.
+  __device__ __forceinline__ int* state_of(const Place& place, int group) const {
+    const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
+    const int row = place.row() + first_row(group) + lane() * 8;
+    return more_.sum_states + (head + row) / 8 * chunks_of(Config::kHead) + first_col(group) / kChunk;
+  }
+  // Called by whole warps: stores the lane's part of dQ where no CTA has stored its own before, else adds it. Returns
+  // whether the lane is to publish that it stored.
+  //
+  // States are read without acquiring, which would empty the L1 cache: reductions are done in the L2 cache, and where a
+  // state says so, what they add to is there.
+  __device__ __forceinline__ bool store_or_add(bool has, int state, const Place& place, int group, float* to,
+                                               int bytes) const {
+    const unsigned from = sum(group) + lane() * kEightRows;
+    if (has && state != kSumStored) state = atomicCAS(state_of(place, group), kSumMissing, kSumBeingStored);
+    const bool stores = has && state == kSumMissing, waits = has && state == kSumBeingStored;
+    if (stores) store_floats(to, from, bytes);
+    const bool some_wait = __any_sync(~0u, waits) != 0;
+    if (some_wait) {
+      // Two warps may wait for each other's lanes: these publish first.
+      commit_sums();
+      if (stores) publish(place, group);
+      __syncwarp();
+      while (waits && state != kSumStored)
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(state) : "l"(state_of(place, group)) : "memory");
+    }
+    if (has && !stores) add_floats(to, from, bytes);
+    return stores && !some_wait;
+  }
+  // Tells that the lane's sums are in memory, when they are.
+  __device__ __forceinline__ void publish(const Place& place, int group) const {
+    wait_sums_added();
+    asm volatile("fence.proxy.async;\nst.release.gpu.global.s32 [%0], %1;" ::"l"(state_of(place, group)),
+                 "r"(static_cast<int>(kSumStored))
+                 : "memory");
   }
   /// Where the CTA sums up dQ of a tile, the warpgroup's part of it.
   __device__ __forceinline__ float* sums_of(const Place& place, int group) const {

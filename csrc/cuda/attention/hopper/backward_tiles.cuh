@@ -268,6 +268,8 @@ class FlexBackwardHopperTiles {
       // next keys is done, and their second tile asks for the keys after them. The last tile belongs to the last head.
       constexpr int kLeast = kSeamless ? 2 : 1;
       int brought = 0, h = key_head_ * a_.group, b = key_batch_;
+      // Where the first CTA stores dQ, those of a head begin with different queries, and do not wait for one another.
+      const int first = Config::kStoresFirst && !Config::kBlocks ? col_tile_ * row_tiles / col_tiles() : 0;
 #pragma unroll 1
       for (int left = (a_.key_batches == 1 ? a_.batches : 1) * a_.group; left > 0; --left) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
@@ -275,7 +277,9 @@ class FlexBackwardHopperTiles {
         for (int tile = 0;
              tile < walk.count() || whole_.lacks_keys(row_tiles) || (left == 1 && (tile == 0 || brought < kLeast));
              ++tile) {
-          const Place p{b, h, tile < walk.count() ? walk[tile] : whole_.tile_beyond(row_tiles), 0};
+          int at = tile + first;
+          if (first > 0 && at >= row_tiles) at -= row_tiles;
+          const Place p{b, h, tile < walk.count() ? walk[at] : whole_.tile_beyond(row_tiles), 0};
           const bool last =
               left == 1 && tile + 1 >= walk.count() && !whole_.lacks_keys(row_tiles) && brought + 1 >= kLeast;
           if (last) id = next_id(id, keys == 0);

@@ -104,6 +104,7 @@ std::string render_config(const KernelFacts& f) {
     config.choice("kStoresBoxes", f.stores_boxes);
     config.choice("kOwnPlaces", f.tile.own_places);
     config.choice("kOrdered", f.ordered);
+    config.choice("kStoresFirst", f.stores_first);
     config.choice("kWhole", f.whole);
     config.choice("kStoresQuery", f.stores_query);
     config.choice("kGradKey", f.grad_key);

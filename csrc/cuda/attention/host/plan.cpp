@@ -54,6 +54,8 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.grad_value = c.grad_value;
     f.whole = c.whole && f.grad_query && f.grad_key && f.grad_value && f.stores_boxes && tile.key_stages == 2;
     f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
+    // Beside tall tiles the warps that add have too few registers for it.
+    f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && tile.rows % 64 == 0;
     f.grad_scores = c.grad_query || c.grad_key;  // choose_schemes may add to it
     f.max_gradient = c.max_gradient;
     f.fixed_point = c.fixed_point;

@@ -48,6 +48,12 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     for (int i = static_cast<int>(threadIdx.x); i < (end - first) * p.sum_cols / 4; i += kThreads)
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
+  if (p.sum_states != nullptr) {
+    const int end = (first + place.kRows < p.queries ? first + place.kRows : p.sum_rows) / 8 * p.sum_chunks;
+    int* states = p.sum_states + head * (p.sum_rows / 8) * p.sum_chunks;
+    for (int i = first / 8 * p.sum_chunks + static_cast<int>(threadIdx.x); i < end; i += kThreads)
+      states[i] = device::kSumMissing;
+  }
   float sum = 0.0f;
   if (there && p.grad_out.data != nullptr) {
     const auto values = [&](const device::FlexTensor& t, int col) {
@@ -86,10 +92,14 @@ __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_consta
   const int eight = place.first + static_cast<int>(threadIdx.x) / kWarp * 8;
   if (eight + row >= p.queries) return;
   const float* from = p.sum + (place.head * p.sum_rows + eight) * p.sum_cols;
+  const int* states = p.sum_states;
+  if (states != nullptr)
+    states += (place.head * p.sum_rows + eight / p.state_rows * p.state_rows) / 8 * ((p.head_size + 63) / 64);
   T* to = static_cast<T*>(p.grad_query.data) + place.b * p.grad_query.batch_stride +
           place.h * p.grad_query.head_stride + (eight + row) * p.grad_query.row_stride;
   for (int col = lane / 8 * 8; col < p.head_size; col += kWarp) {
     float x[8];
+    const bool missing = states != nullptr && states[col / 64] != device::kSumStored;
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
       const float* at = from + col * 8;
@@ -100,6 +110,7 @@ __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_consta
       } else {
         four = *reinterpret_cast<const float4*>(at + row * 8 + i);
       }
+      if (missing) four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       x[i] = four.x * p.scale;
       x[i + 1] = four.y * p.scale;
       x[i + 2] = four.z * p.scale;

@@ -9,7 +9,8 @@ namespace fusegrad::cuda {
 
 /// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
 /// null). With dropout rows are such that P comes out times its scale, and its gradient where it is kept without.
-/// With `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, that becomes zeros.
+/// With `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, that becomes zeros; with `sum_states`,
+/// FlexBackwardHopperArguments::sum_states, that.
 struct FlexRows {
   device::FlexTensor grad_out, out, out_low;
   const float *lse, *grad_lse;
@@ -18,6 +19,8 @@ struct FlexRows {
   int row_stride;  // of what is made: [batches, heads, row_stride]
   float* query_sum;
   int sum_rows, sum_cols;  // not below queries; a multiple of 4
+  int* sum_states;
+  int sum_chunks;  // states of 8 rows
 };
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
 
@@ -27,7 +30,9 @@ struct FlexQuerySum {
   const float* sum;  // in blocks as FlexBackwardArguments::query_sum
   int batches, heads, queries, head_size;
   int sum_rows, sum_cols;
-  bool transposed;  // in a block columns come before rows
+  const int* sum_states;  // may be null: all sums are there. Else dQ is 0 where there is none
+  int state_rows;         // 8 or 64: the queries of a state
+  bool transposed;        // in a block columns come before rows
   float scale;
 };
 void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream);

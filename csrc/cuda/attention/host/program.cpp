@@ -124,10 +124,9 @@ std::string entry(const KernelSpec& spec) {
           (tangents ? ",\n    const __grid_constant__ Config::Tangent::Captured tangent" : "") +
           (more.empty() ? "" : ",\n    const __grid_constant__ fusegrad::device::Flex" + more + "Arguments more") +
           ") {\n  extern __shared__ __align__(" + ((hopper && sums) || few_boxes ? "1024" : "16") +
-          ") char shared[];\n  " + kernel + "(arguments, " + (sums ? "sums.of, " : "") + (more.empty() ? "" : "more, ") +
-          "score_mod, mask_mod, " +
-          (tangents ? "tangent, " : "") + (backward ? "shared" : "fusegrad::device::shared_address(shared)") +
-          ").run();\n}\n";
+          ") char shared[];\n  " + kernel + "(arguments, " + (sums ? "sums.of, " : "") +
+          (more.empty() ? "" : "more, ") + "score_mod, mask_mod, " + (tangents ? "tangent, " : "") +
+          (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";
   return text;
 }
 

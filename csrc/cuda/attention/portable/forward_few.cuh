@@ -6,7 +6,8 @@
 //
 // scores.cuh and portable/forward.cuh describe Config; of few queries kCols are the keys of all warps, and kStages the
 // stages of each warp. There are at most kRows queries. This file adds:
-//   kKeyBoxes                  sm_90a, 16-bit elements: TMA copies keys and values, which reads memory at 3.1 TB/s of an
+//   kKeyBoxes                  sm_90a, 16-bit elements: TMA copies keys and values, which reads memory at 3.1 TB/s of
+//   an
 //                              H100 where cp.async comes to 2.9
 #pragma once
 
@@ -205,8 +206,8 @@ class FlexForwardFew {
     const unsigned key = stage_at(stage);
     const int col = Entry::column(tile) * Config::kCols + warp() * kKeys;
     float s[kBlocksM][kBlocksN][4] = {};
-    multiply_rows<T, Config::kSplit, Config::kHead>(s, shared_, QueryTile::kStride, 0, key, rows_of(KeyTile::kStride), 0,
-                                                    lane());
+    multiply_rows<T, Config::kSplit, Config::kHead>(s, shared_, QueryTile::kStride, 0, key, rows_of(KeyTile::kStride),
+                                                    0, lane());
     const bool masked = Entry::kind(tile) != kTileFull || col + kKeys > a_.keys;
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {

@@ -263,6 +263,7 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
       0,
       as_int(shape_.key_batches * shape_.key_heads / plan.launches),
       {},
+      nullptr,
       nullptr};
   if (tile.maps > 0) take_maps(scores_.score_mod, common_.score_mod, tile, more.boxes);
   return more;

@@ -199,18 +199,23 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const bool stored = own_kernel || last.stores_query;
   const int64_t sum_heads = last.whole ? plans.back().ctas * (query.size(1) / key.size(1)) : heads;
   if (needs_grad[0] && !stored) query_sum = at::empty({sum_heads, sum_rows, sum_cols}, floats);
+  const int64_t sum_chunks = tiles_in(query.size(3), 64);
+  Tensor sum_states;
+  if (query_sum.defined() && last.stores_first)
+    sum_states = at::empty({heads * sum_rows / 8 * sum_chunks}, query.options().dtype(at::kInt));
   if (needs_grad[0] && stored) query_out = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor query_rows = last.whole ? rows_for(grad_query) : Tensor();
   const Tensor lse = saved.lse.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
-  flex_rows(
-      {upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
-       data_of(grad_lse), c.dropout ? static_cast<float>(FlexDropoutRule(scores.dropout_p).scale) : 1.0f,
-       static_cast<int>(query.size(0)), static_cast<int>(query.size(1)), static_cast<int>(query.size(2)), c.value_size,
-       static_cast<int>(row_stride), query_sum.defined() && !last.whole ? query_sum.mutable_data_ptr<float>() : nullptr,
-       static_cast<int>(sum_rows), static_cast<int>(sum_cols)},
-      row_data, c.dtype, call.stream());
+  flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
+             data_of(grad_lse), c.dropout ? static_cast<float>(FlexDropoutRule(scores.dropout_p).scale) : 1.0f,
+             static_cast<int>(query.size(0)), static_cast<int>(query.size(1)), static_cast<int>(query.size(2)),
+             c.value_size, static_cast<int>(row_stride),
+             query_sum.defined() && !last.whole && !last.stores_first ? query_sum.mutable_data_ptr<float>() : nullptr,
+             static_cast<int>(sum_rows), static_cast<int>(sum_cols),
+             sum_states.defined() ? sum_states.mutable_data_ptr<int>() : nullptr, static_cast<int>(sum_chunks)},
+            row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
   const FlexBufferSums sums(scores, last, query, key, grads.buffers, plans.back().ctas);
@@ -269,6 +274,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     device::FlexBackwardHopperArguments more{};
     if (plan.spec.facts().hopper()) {
       more = call.hopper_backward(plan, lists, grad_out, row_values, query_rows, key_rows, value_rows, sums.tiles());
+      if (sum_states.defined()) more.sum_states = sum_states.mutable_data_ptr<int>();
       if (added.defined()) {
         more.added = added.mutable_data_ptr<int>();
         more.next = more.added + counts;
@@ -284,7 +290,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   if (query_sum.defined() && !last.whole) {
     flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows,
-                          a.sum_cols, last.hopper() && !last.narrow, a.scale},
+                          a.sum_cols, sum_states.defined() ? sum_states.const_data_ptr<int>() : nullptr,
+                          last.narrow ? 64 : 8, last.hopper() && !last.narrow, a.scale},
                          c.dtype, call.stream());
   }
   if (query_parts.defined()) {
