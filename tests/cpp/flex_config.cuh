@@ -133,17 +133,22 @@ struct PairConfig : Config {
 };
 struct FewConfig : Config {
   static constexpr int kStages = 2;
+  static constexpr bool kKeyBoxes = false;
+};
+struct FewBoxesConfig : FewConfig {
+  static constexpr bool kKeyBoxes = true;
 };
 // At its smallest for sm_90a.
 struct HopperConfig : Config {
   static constexpr int kHead = 64, kValue = 64, kRows = 128, kCols = 64, kWarps = 8, kGroups = 2, kStages = 2;
   static constexpr int kQueryStages = 2, kKeyStages = 1, kParts = 1;
   static constexpr bool kMaskAlone = false, kFirstMaximum = true, kSeamless = false, kStoresBoxes = false,
-                        kOwnPlaces = false, kOrdered = false, kWhole = false;
+                        kOwnPlaces = false, kOrdered = false, kWhole = false, kStoresFirst = false;
   static constexpr int kReadStages = 2, kMaps = 0, kLineBytes = 4096;
 };
 struct HopperBackwardConfig : HopperConfig {
   static constexpr int kCols = 128, kReadStages = 0;
+  static constexpr bool kStoresFirst = true;
 };
 struct HopperGradBuffersConfig : HopperConfig {
   static constexpr int kCols = 128;

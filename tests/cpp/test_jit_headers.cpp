@@ -173,8 +173,14 @@ constexpr HeaderKernel kHeaderKernels[] = {
      96, true},
     {"cuda/attention/portable/forward_few.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
+     "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
+     "static __constant__ FlexForwardFewArguments more;\n"
+     "FlexForwardFew<FewBoxesConfig>(*(const FlexForwardArguments*)in, more, *(const ScoreMod::Captured*)in,\n"
+     "                               *(const MaskMod::Captured*)in, shared_address(shared)).run();\n"
+     "#else\n"
      "FlexForwardFew<FewConfig>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
-     "                          *(const MaskMod::Captured*)in, shared_address(shared)).run();",
+     "                          *(const MaskMod::Captured*)in, shared_address(shared)).run();\n"
+     "#endif",
      160, true},
     {"cuda/attention/device/merge.cuh",
      "FlexRowMerge merged;\n"
