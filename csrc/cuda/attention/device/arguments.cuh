@@ -123,7 +123,7 @@ struct FlexBackwardArguments {
   int splits;  // dQ by itself: where keys are split, grad_query is float [splits * B, H, M, D]
 };
 
-/// Of dQ's sum of some queries, where the first CTA that has something for it stores that, and others add
+/// What there is of dQ's sum of some queries, where the first CTA stores what it has and the others add to that
 /// (kStoresFirst).
 enum FlexSumState : int { kSumMissing, kSumBeingStored, kSumStored };
 

@@ -534,7 +534,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     const bool adds = lane() < kPieces;
     store_grad_scores(0, group);
     named_arrive(kSumEmpty + group, kWithWarp);
-    int state = kSumMissing;  // of the lane's sums of tile i, read a tile ahead
+    int state = kSumMissing;  // FlexSumState of the lane's sums of tile i, read a tile ahead
     bool stored = false;      // the lane has stored sums and is to publish it
     for (int i = 0;; ++i) {
       // A lane stores sums, adds to them and brings them back: each only when the one before is in memory.
@@ -614,14 +614,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     if (adds) wait_sums_added();
   }
-  // Of the lane's part of a tile's dQ.
+  // Where the state of the lane's part of a tile's dQ is.
   __device__ __forceinline__ int* state_of(const Place& place, int group) const {
     const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
     const int row = place.row() + first_row(group) + lane() * 8;
     return more_.sum_states + (head + row) / 8 * chunks_of(Config::kHead) + first_col(group) / kChunk;
   }
-  // Called by whole warps: stores the lane's part of dQ where no CTA has stored its own before, else adds it. Returns
-  // whether the lane is to publish that it stored.
+  // Called by whole warps: stores the lane's part of dQ where no CTA has stored its own before, else adds it. The
+  // caller commits. Returns whether the lane is to publish what it stored.
   //
   // States are read without acquiring, which would empty the L1 cache: reductions are done in the L2 cache, and where a
   // state says so, what they add to is there.

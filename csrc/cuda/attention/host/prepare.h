@@ -9,8 +9,8 @@ namespace fusegrad::cuda {
 
 /// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
 /// null). With dropout rows are such that P comes out times its scale, and its gradient where it is kept without.
-/// With `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, that becomes zeros; with `sum_states`,
-/// FlexBackwardHopperArguments::sum_states, that.
+/// `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, and `sum_states` (FlexBackwardHopperArguments)
+/// become zeros; each may be null.
 struct FlexRows {
   device::FlexTensor grad_out, out, out_low;
   const float *lse, *grad_lse;

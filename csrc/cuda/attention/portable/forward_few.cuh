@@ -6,9 +6,8 @@
 //
 // scores.cuh and portable/forward.cuh describe Config; of few queries kCols are the keys of all warps, and kStages the
 // stages of each warp. There are at most kRows queries. This file adds:
-//   kKeyBoxes                  sm_90a, 16-bit elements: TMA copies keys and values, which reads memory at 3.1 TB/s of
-//   an
-//                              H100 where cp.async comes to 2.9
+//   kKeyBoxes                  sm_90a, 16-bit elements: TMA copies keys and values. It reads an H100's memory at
+//                              3.1 TB/s, cp.async at 2.9
 #pragma once
 
 #include "cuda/attention/device/merge.cuh"
