@@ -269,7 +269,9 @@ class FlexBackwardHopperTiles {
       constexpr int kLeast = kSeamless ? 2 : 1;
       int brought = 0, h = key_head_ * a_.group, b = key_batch_;
       // Where the first CTA stores dQ, those of a head begin with different queries, and do not wait for one another.
-      const int first = Config::kStoresFirst && !Config::kBlocks ? col_tile_ * row_tiles / col_tiles() : 0;
+      int first = 0;
+      if constexpr (Config::kStoresFirst && !Config::kBlocks)
+        first = static_cast<int>(static_cast<long long>(col_tile_) * row_tiles / col_tiles());
 #pragma unroll 1
       for (int left = (a_.key_batches == 1 ? a_.batches : 1) * a_.group; left > 0; --left) {
         const TileWalk walk(a_.tiles, b, h, col_tile_, row_tiles, (Config*)nullptr);
