@@ -399,7 +399,7 @@ TEST(LaunchPlan, TheFirstTileOfKeysStoresDQ) {
   c.tall = false;
   const auto facts = [](const FlexCase& of) { return plan_kernel(of, "90a").facts(); };
   EXPECT_TRUE(facts(c).stores_first);
-  // Warps beside tall tiles have no registers for it; a head's own CTA needs none of it, nor does an order.
+  // Warps beside tall tiles have too few registers. CTAs with all keys of a head, and ordered sums, need no states.
   FlexCase tall = c, whole = c, ordered = c, keys = c;
   tall.tall = true;
   whole.whole = true;

@@ -123,7 +123,7 @@ struct FlexBackwardArguments {
   int splits;  // dQ by itself: where keys are split, grad_query is float [splits * B, H, M, D]
 };
 
-/// What there is of dQ's sum of some queries, where the first CTA stores what it has and the others add to that
+/// Whether there is a sum of dQ for some queries, where the first CTA stores its part and the others add theirs
 /// (kStoresFirst).
 enum FlexSumState : int { kSumMissing, kSumBeingStored, kSumStored };
 
@@ -143,8 +143,8 @@ struct FlexBackwardHopperArguments {
   // Where dQ is summed in one order: of each tile of queries and part of it that a warpgroup adds, how many tiles of
   // keys have been added, zeros before: [B, H, tiles of queries, 2].
   int* added;
-  // Where the first CTA stores dQ's sum: a FlexSumState of each 8 queries and 64 columns, of narrow heads of the first
-  // 8 of each 64 queries. Zeros before: [B, H, sum_rows / 8, (D + 63) / 64].
+  // Where the first CTA stores dQ's sum: a FlexSumState for each 8 queries and 64 columns, zeros before:
+  // [B, H, sum_rows / 8, (D + 63) / 64]. For narrow heads the first of eight states is that of 64 queries.
   int* sum_states;
 };
 

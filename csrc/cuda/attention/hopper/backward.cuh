@@ -21,7 +21,7 @@
 //
 // backward_tiles.cuh describes Config; this file adds:
 //   kStoresBoxes               TMA stores dK and dV
-//   kStoresFirst               the first CTA that has dQ of some queries stores it, so that no zeros need be there
+//   kStoresFirst               the first CTA that has dQ of some queries stores it: its sums do not begin as zeros
 //   kOrdered                   dQ is summed in the order of the tiles of keys: a tile's warp waits for the one before.
 //                              CTAs take tiles in this order
 #pragma once
@@ -577,8 +577,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         __syncwarp();
         if (const Place next = place_of(i + 1); Config::kOwnPlaces || !next.last()) bring_sums(next, group);
       } else {
-        const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
-        float* to = a_.query_sum + (head + row) * a_.sum_cols + first_col(group) * 8;
+        float* to = a_.query_sum + (head_of_sums(place) + row) * a_.sum_cols + first_col(group) * 8;
         const bool adding = adds && place.tile >= 0 && row < a_.queries;
         if constexpr (Config::kStoresFirst) {
           stored = store_or_add(adding, state, place, group, to, bytes);
@@ -614,9 +613,13 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
     if (adds) wait_sums_added();
   }
-  // Where the state of the lane's part of a tile's dQ is.
+  // The first row of the sums of a tile's head.
+  __device__ __forceinline__ long long head_of_sums(const Place& place) const {
+    return static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
+  }
+  // The state of the sums to which the lane adds its part of a tile's dQ.
   __device__ __forceinline__ int* state_of(const Place& place, int group) const {
-    const long long head = static_cast<long long>(place.b * a_.heads + place.h) * a_.sum_rows;
+    const long long head = head_of_sums(place);
     const int row = place.row() + first_row(group) + lane() * 8;
     return more_.sum_states + (head + row) / 8 * chunks_of(Config::kHead) + first_col(group) / kChunk;
   }

@@ -49,9 +49,10 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
       sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   if (p.sum_states != nullptr) {
-    const int end = (first + place.kRows < p.queries ? first + place.kRows : p.sum_rows) / 8 * p.sum_chunks;
-    int* states = p.sum_states + head * (p.sum_rows / 8) * p.sum_chunks;
-    for (int i = first / 8 * p.sum_chunks + static_cast<int>(threadIdx.x); i < end; i += kThreads)
+    const int chunks = sum_chunks(p.sum_cols);
+    const int end = (first + place.kRows < p.queries ? first + place.kRows : p.sum_rows) / 8 * chunks;
+    int* states = p.sum_states + head * (p.sum_rows / 8) * chunks;
+    for (int i = first / 8 * chunks + static_cast<int>(threadIdx.x); i < end; i += kThreads)
       states[i] = device::kSumMissing;
   }
   float sum = 0.0f;
@@ -93,8 +94,10 @@ __global__ void __launch_bounds__(kThreads) query_sum_kernel(const __grid_consta
   if (eight + row >= p.queries) return;
   const float* from = p.sum + (place.head * p.sum_rows + eight) * p.sum_cols;
   const int* states = p.sum_states;
-  if (states != nullptr)
-    states += (place.head * p.sum_rows + eight / p.state_rows * p.state_rows) / 8 * ((p.head_size + 63) / 64);
+  if (states != nullptr) {
+    const int state_row = p.transposed ? eight : eight / 64 * 64;
+    states += (place.head * p.sum_rows + state_row) / 8 * sum_chunks(p.sum_cols);
+  }
   T* to = static_cast<T*>(p.grad_query.data) + place.b * p.grad_query.batch_stride +
           place.h * p.grad_query.head_stride + (eight + row) * p.grad_query.row_stride;
   for (int col = lane / 8 * 8; col < p.head_size; col += kWarp) {

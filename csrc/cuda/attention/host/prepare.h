@@ -7,6 +7,9 @@
 
 namespace fusegrad::cuda {
 
+/// The FlexSumStates of 8 rows of sums.
+constexpr int sum_chunks(int sum_cols) { return (sum_cols + 63) / 64; }
+
 /// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
 /// null). With dropout rows are such that P comes out times its scale, and its gradient where it is kept without.
 /// `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, and `sum_states` (FlexBackwardHopperArguments)
@@ -20,7 +23,6 @@ struct FlexRows {
   float* query_sum;
   int sum_rows, sum_cols;  // not below queries; a multiple of 4
   int* sum_states;
-  int sum_chunks;  // states of 8 rows
 };
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
 
@@ -30,9 +32,8 @@ struct FlexQuerySum {
   const float* sum;  // in blocks as FlexBackwardArguments::query_sum
   int batches, heads, queries, head_size;
   int sum_rows, sum_cols;
-  const int* sum_states;  // may be null: all sums are there. Else dQ is 0 where there is none
-  int state_rows;         // 8 or 64: the queries of a state
-  bool transposed;        // in a block columns come before rows
+  const int* sum_states;  // null: all sums are there; else dQ is 0 where there is none
+  bool transposed;        // in a block columns come before rows; false of narrow heads
   float scale;
 };
 void flex_scale_query_sum(const FlexQuerySum& p, DType dtype, void* stream);

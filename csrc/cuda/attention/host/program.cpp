@@ -109,8 +109,7 @@ std::string entry(const KernelSpec& spec) {
                                 : f.kernel == FlexKernel::kPairTangents ? "PairTangents"
                                 : tangents                              ? "Tangents"
                                                                         : "Backward";
-  const bool few_boxes = f.few() && f.tile.key_boxes;
-  const std::string more = hopper ? arguments + "Hopper" : few_boxes ? "ForwardFew" : "";
+  const std::string more = hopper ? arguments + "Hopper" : f.tile.key_boxes ? "ForwardFew" : "";
   std::string text = "static_assert(" + kernel + "::kSharedBytes == " + std::to_string(f.shared_bytes) + ");\n";
   if (sums) text += "struct Sums {\n  fusegrad::device::FlexSums of[Config::Derivative::kContributions + 1];\n};\n";
   text += "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(f.threads()) +
@@ -123,7 +122,7 @@ std::string entry(const KernelSpec& spec) {
           (sums ? ",\n    const __grid_constant__ Sums sums" : "") +
           (tangents ? ",\n    const __grid_constant__ Config::Tangent::Captured tangent" : "") +
           (more.empty() ? "" : ",\n    const __grid_constant__ fusegrad::device::Flex" + more + "Arguments more") +
-          ") {\n  extern __shared__ __align__(" + ((hopper && sums) || few_boxes ? "1024" : "16") +
+          ") {\n  extern __shared__ __align__(" + ((hopper && sums) || f.tile.key_boxes ? "1024" : "16") +
           ") char shared[];\n  " + kernel + "(arguments, " + (sums ? "sums.of, " : "") +
           (more.empty() ? "" : "more, ") + "score_mod, mask_mod, " + (tangents ? "tangent, " : "") +
           (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n}\n";

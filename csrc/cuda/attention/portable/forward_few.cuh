@@ -121,8 +121,7 @@ class FlexForwardFew {
 
   // --- a warp's stages ---
 
-  static constexpr int kKeyBytes =
-      Config::kKeyBoxes ? swizzled_tile_bytes(kKeys, Config::kHead) : static_cast<int>(KeyTile::kBytes);
+  static constexpr int kKeyBytes = Config::kKeyBoxes ? swizzled_tile_bytes(kKeys, Config::kHead) : KeyTile::kBytes;
   static __device__ __forceinline__ constexpr auto rows_of(int stride) {
     if constexpr (Config::kKeyBoxes) {
       return SwizzledRows<kKeys>{};

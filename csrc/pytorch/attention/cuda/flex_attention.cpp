@@ -199,10 +199,11 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const bool stored = own_kernel || last.stores_query;
   const int64_t sum_heads = last.whole ? plans.back().ctas * (query.size(1) / key.size(1)) : heads;
   if (needs_grad[0] && !stored) query_sum = at::empty({sum_heads, sum_rows, sum_cols}, floats);
-  const int64_t sum_chunks = tiles_in(query.size(3), 64);
   Tensor sum_states;
-  if (query_sum.defined() && last.stores_first)
-    sum_states = at::empty({heads * sum_rows / 8 * sum_chunks}, query.options().dtype(at::kInt));
+  if (query_sum.defined() && last.stores_first) {
+    const int64_t states = heads * sum_rows / 8 * sum_chunks(static_cast<int>(sum_cols));
+    sum_states = at::empty({states}, query.options().dtype(at::kInt));
+  }
   if (needs_grad[0] && stored) query_out = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor query_rows = last.whole ? rows_for(grad_query) : Tensor();
   const Tensor lse = saved.lse.contiguous();
@@ -214,7 +215,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
              c.value_size, static_cast<int>(row_stride),
              query_sum.defined() && !last.whole && !last.stores_first ? query_sum.mutable_data_ptr<float>() : nullptr,
              static_cast<int>(sum_rows), static_cast<int>(sum_cols),
-             sum_states.defined() ? sum_states.mutable_data_ptr<int>() : nullptr, static_cast<int>(sum_chunks)},
+             sum_states.defined() ? sum_states.mutable_data_ptr<int>() : nullptr},
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
@@ -289,10 +290,10 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
     }
   }
   if (query_sum.defined() && !last.whole) {
-    flex_scale_query_sum({view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows,
-                          a.sum_cols, sum_states.defined() ? sum_states.const_data_ptr<int>() : nullptr,
-                          last.narrow ? 64 : 8, last.hopper() && !last.narrow, a.scale},
-                         c.dtype, call.stream());
+    flex_scale_query_sum(
+        {view(grad_query), a.query_sum, a.batches, a.heads, a.queries, a.head_size, a.sum_rows, a.sum_cols,
+         sum_states.defined() ? sum_states.const_data_ptr<int>() : nullptr, last.hopper() && !last.narrow, a.scale},
+        c.dtype, call.stream());
   }
   if (query_parts.defined()) {
     flex_add_query_parts({view(query_out), query_parts.const_data_ptr<float>(), a.splits, a.batches, a.heads, a.queries,
