@@ -6,10 +6,12 @@
 #include <array>
 #include <bit>
 #include <limits>
+#include <set>
 
 #include "attention/flex_attention.h"
 #include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/program.h"
+#include "cuda/attention/host/transpose.h"
 #include "jit/compile.h"
 #include "pytorch/gpu.h"
 #include "pytorch/rows/job.h"
@@ -30,31 +32,85 @@ int as_int(int64_t n) {
   return static_cast<int>(n);
 }
 
-std::vector<int64_t> prepare(FlexMod& mod, const ScoreMod& from) {
+std::vector<int64_t> prepare(FlexMod& mod, const ScoreMod& from, const std::vector<Tensor>& buffers) {
   if (from.text.empty()) return {0};
   mod.text = from.text;
-  const score_mod::CapturedTensors captured(from.buffers, from.scalars);
+  mod.dtypes.clear();
+  const score_mod::CapturedTensors captured(buffers, from.scalars);
   for (const auto& b : captured.buffers()) mod.dtypes.push_back(b.dtype);
   mod.small_buffers = score_mod::small_buffers(captured.buffers());
   mod.small_scalars = score_mod::small_scalars(captured.scalars());
   return score_mod::pack_captured(*score_mod::cached_graph(from.text), captured.buffers(), captured.scalars());
 }
 
-// Whether the rows of all boxes (score_mod::box_bytes) lie together and begin at multiples of 16 bytes.
-bool boxes_are_aligned(const ScoreMod& mod, const FlexMod& as) {
-  if (mod.text.empty()) return true;
+bool has_boxes_as_they_lie(const Tensor& t) {
+  const int64_t last = t.dim() - 1, vector = 16 / t.element_size();
+  if (t.numel() == 0 || (t.stride(last) != 1 && t.size(last) != 1)) return false;
+  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d < last; ++d) aligned &= t.size(d) == 1 || t.stride(d) % vector == 0;
+  return aligned;
+}
+
+// Of the buffers that boxes read (score_mod::box_bytes), those whose rows do not lie together or do not begin at
+// multiples of 16 bytes.
+std::set<size_t> boxes_elsewhere(const FlexMod& mod, const std::vector<Tensor>& buffers) {
+  std::set<size_t> found;
+  if (mod.dtypes.empty()) return found;
   const auto graph = score_mod::cached_graph(mod.text);
-  const auto loads = score_mod::pair_reads(*graph);
-  return std::all_of(loads.begin(), loads.end(), [&](score_mod::NodeId load) {
-    const int bytes = score_mod::box_bytes(*graph, load, as.dtypes);
-    if (bytes == 0) return true;
-    const Tensor& t = mod.buffers.at(static_cast<size_t>((*graph)[load].payload));
-    const auto on_edge = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) * bytes % 16 == 0; };
-    bool aligned =
-        t.numel() > 0 && t.stride(t.dim() - 1) == 1 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-    for (int64_t d = 0; d + 1 < t.dim(); ++d) aligned &= on_edge(d);
-    return aligned;
-  });
+  for (const score_mod::NodeId load : score_mod::pair_reads(*graph)) {
+    const auto buffer = static_cast<size_t>((*graph)[load].payload);
+    if (score_mod::box_bytes(*graph, load, mod.dtypes) != 0 && !has_boxes_as_they_lie(buffers.at(buffer)))
+      found.insert(buffer);
+  }
+  return found;
+}
+
+// The part of a tensor that its expanded dimensions repeat, but for the last dimension.
+Tensor without_expanded(Tensor t) {
+  for (int64_t d = 0; d + 1 < t.dim(); ++d) {
+    if (t.stride(d) == 0 && t.size(d) > 1) t = t.narrow(d, 0, 1);
+  }
+  return t;
+}
+
+// A copy whose rows lie together and begin at multiples of 16 bytes.
+Tensor with_rows_for_boxes(const Tensor& t, void* stream) {
+  const Tensor from = without_expanded(t);
+  const int64_t last = from.dim() - 1, size = from.size(last), vector = 16 / from.element_size();
+  auto sizes = from.sizes().vec();
+  sizes.back() = (size + vector - 1) / vector * vector;
+  const Tensor to = at::empty(sizes, from.options()).narrow(last, 0, size);
+  // PyTorch's copies read another dense dimension than the last one a few bytes at a time.
+  std::vector<int64_t> outer;
+  int64_t dense = -1;
+  for (int64_t d = 0; d < last; ++d) {
+    if (from.size(d) == 1) continue;
+    if (dense < 0 && from.stride(d) == 1) {
+      dense = d;
+    } else {
+      outer.push_back(d);
+    }
+  }
+  if (dense < 0 || from.stride(last) == 1 || outer.size() > 2) {
+    to.copy_(from);
+    return to.expand(t.sizes());
+  }
+  FlexTransposed p{.from = from.const_data_ptr(),
+                   .to = to.mutable_data_ptr(),
+                   .outer = {1, 1},
+                   .from_outer = {},
+                   .to_outer = {},
+                   .inner = from.size(dense),
+                   .last = size,
+                   .from_last = from.stride(last),
+                   .to_inner = to.stride(dense)};
+  for (size_t i = 0; i < outer.size(); ++i) {
+    p.outer.at(i) = from.size(outer[i]);
+    p.from_outer.at(i) = from.stride(outer[i]);
+    p.to_outer.at(i) = to.stride(outer[i]);
+  }
+  flex_transpose(p, static_cast<int>(from.element_size()), stream);
+  return to.expand(t.sizes());
 }
 
 device::TensorMap encoded(const Tensor& t, const jit::TensorMapShape& shape) {
@@ -72,14 +128,14 @@ device::TensorMap boxes_of(const Tensor& t, int rows, int cols = 64) {
 }
 
 // Tensor maps of the first reads of pairs whose boxes are a tensor's as they lie (score_mod::box_dimensions).
-void take_maps(const ScoreMod& mod, const FlexMod& as, const FlexTileSize& tile,
+void take_maps(const FlexMod& mod, const std::vector<Tensor>& buffers, const FlexTileSize& tile,
                device::TensorMap (&maps)[device::kMostBoxMaps]) {
   const auto graph = score_mod::cached_graph(mod.text);
-  const auto reads = score_mod::mapped_reads(*graph, as.dtypes);
+  const auto reads = score_mod::mapped_reads(*graph, mod.dtypes);
   for (size_t i = 0; i < static_cast<size_t>(tile.maps); ++i) {
     const score_mod::NodeId load = reads[i];
-    const int dimensions = score_mod::box_dimensions(*graph, load, as.dtypes);
-    const Tensor& t = mod.buffers.at(static_cast<size_t>((*graph)[load].payload));
+    const int dimensions = score_mod::box_dimensions(*graph, load, mod.dtypes);
+    const Tensor& t = buffers.at(static_cast<size_t>((*graph)[load].payload));
     FlexBoxes boxes;
     int64_t d = 0;
     for (size_t to = 0; to < 4; ++to) {
@@ -138,6 +194,7 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
       key_(with_aligned_rows(key)),
       value_(with_aligned_rows(value)),
       scores_(scores),
+      score_buffers_(scores.score_mod.buffers),
       stream_(gpu::current_stream()) {
   for (const int64_t n : {query.size(0) * query.size(1), query.size(2), key.size(2)}) {
     common_.small_lengths &= as_int(n) <= kSmallLength;
@@ -154,10 +211,9 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   }
   common_.split = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) !=
                   at::Float32Precision::TF32;
-  score_words_ = prepare(common_.score_mod, scores.score_mod);
-  mask_words_ = prepare(common_.mask_mod, scores.mask_mod);
+  take_scores();
+  mask_words_ = prepare(common_.mask_mod, scores.mask_mod, scores.mask_mod.buffers);
   for (const auto& b : scores.score_mod.buffers) common_.sizes.push_back(b.sizes().vec());
-  common_.aligned_boxes = boxes_are_aligned(scores.score_mod, common_.score_mod);
   common_.blocks = !scores.kv_blocks.empty();
   constexpr int64_t kManyBatches = 8;
   common_.many_batches = common_.most_queries == 64 && common_.most_keys == 64 && shape_.batches >= kManyBatches &&
@@ -167,7 +223,31 @@ FlexCall::FlexCall(const Tensor& query, const Tensor& key, const Tensor& value, 
   if (common_.blocks) take_blocks();
 }
 
-int FlexCall::few_rows(const FlexCase& c) const {
+void FlexCall::take_scores() {
+  score_words_ = prepare(common_.score_mod, scores_.score_mod, score_buffers_);
+  common_.aligned_boxes = boxes_elsewhere(common_.score_mod, score_buffers_).empty();
+}
+
+void FlexCall::align_boxes() {
+  if (common_.aligned_boxes) return;
+  // Blocks may leave out most pairs, of whose elements copies would be in vain.
+  constexpr int64_t kReadsWithBlocks = 8;
+  const int64_t pairs = shape_.query_heads() * shape_.queries * shape_.keys;
+  const int64_t most = common_.blocks ? pairs / kReadsWithBlocks : pairs;
+  const auto elsewhere = boxes_elsewhere(common_.score_mod, score_buffers_);
+  const bool pays = std::all_of(elsewhere.begin(), elsewhere.end(), [&](size_t i) {
+    const Tensor& t = score_buffers_[i];
+    return t.numel() > 0 && t.stride(t.dim() - 1) != 0 && without_expanded(t).numel() <= most;
+  });
+  if (!pays) return;
+  for (const size_t i : elsewhere) score_buffers_[i] = with_rows_for_boxes(score_buffers_[i], stream_);
+  take_scores();
+}
+
+int FlexCall::few_rows(bool max_scores) const {
+  FlexCase c = common_;
+  c.kernel = FlexKernel::kForward;
+  c.max_scores = max_scores;
   return few_query_rows(c, shape_, mask_, jit::current_architecture());
 }
 
@@ -233,7 +313,7 @@ device::FlexForwardHopperArguments FlexCall::hopper_forward(const LaunchPlan& pl
                                           lists.next,
                                           plan.section,
                                           {}};
-  if (tile.maps > 0) take_maps(scores_.score_mod, common_.score_mod, tile, more.boxes);
+  if (tile.maps > 0) take_maps(common_.score_mod, score_buffers_, tile, more.boxes);
   return more;
 }
 
@@ -265,7 +345,7 @@ device::FlexBackwardHopperArguments FlexCall::hopper_backward(const LaunchPlan& 
       {},
       nullptr,
       nullptr};
-  if (tile.maps > 0) take_maps(scores_.score_mod, common_.score_mod, tile, more.boxes);
+  if (tile.maps > 0) take_maps(common_.score_mod, score_buffers_, tile, more.boxes);
   return more;
 }
 

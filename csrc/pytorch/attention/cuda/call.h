@@ -55,8 +55,11 @@ class FlexCall {
     a.scale = static_cast<float>(scores_.scale);
   }
 
+  /// Copies the buffers of the score_mod's boxes whose rows do not lie together at multiples of 16 bytes, if that takes
+  /// less time than to read them as they lie. Comes before any use of common(), as it changes what that says.
+  void align_boxes();
   /// FlexCase::few_rows of a forward.
-  int few_rows(const FlexCase& c) const;
+  int few_rows(bool max_scores) const;
   /// FlexCase::key_splits.
   bool key_splits() const;
   /// Whether a backward's tall tiles take less time than others.
@@ -98,11 +101,13 @@ class FlexCall {
               const std::function<void(const std::string&)>& ahead = nullptr);
 
  private:
+  void take_scores();
   void take_blocks();
   const uint8_t* states_of_blocks();
 
   const at::Tensor query_, key_, value_;
   const FlexScores& scores_;
+  std::vector<at::Tensor> score_buffers_;  // the score_mod's, or copies of them
   CUstream_st* const stream_;
   FlexShape shape_;
   FlexCase common_;

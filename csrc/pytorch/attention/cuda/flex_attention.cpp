@@ -24,14 +24,16 @@ namespace {
 using at::Tensor;
 using device::FlexTensor;
 
-FlexCase forward_case(const FlexCall& call, const FlexScores& scores, bool max_scores, bool out_low) {
+FlexCase forward_case(FlexCall& call, const FlexScores& scores, bool max_scores, bool out_low) {
+  const int few_rows = call.few_rows(max_scores);
+  if (few_rows == 0) call.align_boxes();  // the kernels of few queries have none
   FlexCase c = call.common();
   c.kernel = FlexKernel::kForward;
   c.max_scores = max_scores;
   c.out_low = out_low && c.dtype != DType::kFloat32;  // float32 loses nothing
   c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
-  c.few_rows = call.few_rows(c);
-  c.key_splits = c.few_rows == 0 && call.key_splits();
+  c.few_rows = few_rows;
+  c.key_splits = few_rows == 0 && call.key_splits();
   c.forward_rows = call.forward_rows(c);
   return c;
 }
@@ -49,8 +51,9 @@ struct Backward {
     return found;
   }
 };
-Backward backward_case(const FlexCall& call, const FlexScores& scores, const std::vector<bool>& needs_grad,
+Backward backward_case(FlexCall& call, const FlexScores& scores, const std::vector<bool>& needs_grad,
                        bool deterministic, bool max_gradient) {
+  call.align_boxes();
   Backward made{call.common()};
   FlexCase& c = made.common;
   c.kernel = FlexKernel::kBackward;
@@ -137,7 +140,8 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
       for (const auto& t : {query, key, value}) needs_grad.push_back(t.requires_grad());
       for (const auto& t : scores.score_mod.buffers) needs_grad.push_back(t.requires_grad());
       const bool ordered = (aux & kFlexOrdered) != 0;
-      const Backward backward = backward_case(call, scores, needs_grad, ordered, /*max_gradient=*/false);
+      FlexCall later(query, key, value, scores);
+      const Backward backward = backward_case(later, scores, needs_grad, ordered, /*max_gradient=*/false);
       for (const FlexCase& next : backward.kernels(needs_grad, ordered, architecture)) {
         jit::compile_ahead(flex_program(plan_kernel(next, jit::current_architecture()), architecture).program);
       }
