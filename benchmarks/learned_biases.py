@@ -1,11 +1,11 @@
 """Attention with learned biases, and the shapes around it, beside every peer that can compute them.
 
-Rows are models' shapes: triangle attention and pair biases (AlphaFold, Evoformers), T5's buckets, windows (Swin),
-Graphormer's tables, head sizes from 32 to 192, few queries against a long cache, and language models' shapes. Forward
-and backward are timed each for itself. "plain" is our own attention without the function, "frozen" our backward where
-the tables want no gradient, "ordered" the deterministic one. Peers: compiled flex_attention, SDPA's memory-efficient
-backend with the bias as attn_mask, its cuDNN backend, FlashAttention 4, cuEquivariance's triangle_attention, and the
-formula in plain PyTorch, "math".
+Rows are models' shapes: triangle attention and pair biases (AlphaFold, Evoformers, with heads last as a linear layer
+of pairs leaves them and with odd lengths too), T5's buckets, windows (Swin), Graphormer's tables, head sizes from 32
+to 192, few queries against a long cache, and language models' shapes. Forward and backward are timed each for itself.
+"plain" is our own attention without the function, "frozen" our backward where the tables want no gradient, "ordered"
+the deterministic one. Peers: compiled flex_attention, SDPA's memory-efficient backend with the bias as attn_mask, its
+cuDNN backend, FlashAttention 4, cuEquivariance's triangle_attention, and the formula in plain PyTorch, "math".
 
 Traffic is what a call must move once, with the biases, at 7/8 of the peak of the GPU's memory (4.3 TB/s of an H200).
 
@@ -90,17 +90,18 @@ def floats(*sizes: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.randn(sizes).mul_(0.5).to(dtype).requires_grad_()
 
 
-def pairs(of: str, dtype: torch.dtype) -> Callable[[Row], Bias]:
-    """`t[h, q, k]` or `t[b, h, q, k]`."""
+def pairs(of: str, dtype: torch.dtype, heads_last: bool = False) -> Callable[[Row], Bias]:
+    """`t[h, q, k]` or `t[b, h, q, k]`. heads_last: a view of what a linear layer makes of pairs, `[.., q, k, h]`."""
 
     def make(row: Row) -> Bias:
         sizes = {"b": row.batch, "h": row.heads, "q": row.queries, "k": row.keys}
-        table = floats(*(sizes[letter] for letter in of), dtype=dtype)
+        leaf = floats(*(sizes[letter] for letter in (of.replace("h", "") + "h" if heads_last else of)), dtype=dtype)
+        table = leaf.movedim(-1, -3) if heads_last else leaf
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return score + (table[h, q, k] if of == "hqk" else table[b, h, q, k])
 
-        return Bias(score_mod, [table], lambda: table[None] if of == "hqk" else table)
+        return Bias(score_mod, [leaf], lambda: table[None] if of == "hqk" else table)
 
     return make
 
@@ -173,6 +174,9 @@ CUDA_ROWS = (
     Row("triangle", 512, 4, 512, 512, 32, bias=TRIANGLE, best=1.5, **BOX),
     Row("triangle", 768, 4, 768, 768, 32, bias=TRIANGLE, best=1.5, **BOX),
     Row("af3 tokens", 2, 16, 512, 512, 24, bias=pairs("bhqk", BF16), **BOX),
+    Row("triangle", 253, 4, 253, 253, 32, bias=TRIANGLE, **BOX),
+    Row("triangle, heads last", 256, 4, 256, 256, 32, bias=pairs("hqk", BF16, heads_last=True), **BOX),
+    Row("af3 tokens, heads last", 2, 16, 512, 512, 24, bias=pairs("bhqk", BF16, heads_last=True)),
     Row("af3 float32", 2, 16, 768, 768, 64, bias=pairs("bhqk", FP32), **BOX),
     Row("af3 atoms", 64, 4, 32, 128, 32, bias=pairs("bhqk", BF16), **BOX),
     Row("evoformer", 16, 4, 768, 768, 32, bias=pairs("bhqk", BF16), **BOX),
@@ -207,6 +211,7 @@ CUDA_ROWS = (
 CPU_ROWS = (
     Row("triangle", 16, 4, 128, 128, 32, bias=TRIANGLE),
     Row("triangle", 8, 4, 256, 256, 32, bias=TRIANGLE),
+    Row("triangle, heads last", 8, 4, 253, 253, 32, bias=pairs("hqk", FP32, heads_last=True)),
     Row("af3 tokens", 1, 16, 256, 256, 24, bias=pairs("bhqk", FP32)),
     Row("af3 tokens", 1, 8, 384, 384, 64, bias=pairs("bhqk", FP32)),
     Row("af3 atoms", 16, 4, 32, 128, 32, bias=pairs("bhqk", FP32)),
@@ -326,7 +331,7 @@ def fa4(row: Row, bias: Bias | None) -> Attention:
 
 
 def cuequivariance(row: Row, bias: Bias | None) -> Attention:
-    if bias is None or row.name != "triangle":
+    if bias is None or not row.name.startswith("triangle"):
         raise NotImplementedError("triangle attention alone")
     from cuequivariance_torch import triangle_attention
 

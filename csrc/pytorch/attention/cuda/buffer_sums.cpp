@@ -6,6 +6,7 @@
 #include <bit>
 
 #include "cuda/attention/host/fixed_point.h"
+#include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/ops/check.h"
 #include "score_mod/cache.h"

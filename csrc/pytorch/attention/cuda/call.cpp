@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <limits>
 #include <set>
@@ -11,8 +10,8 @@
 #include "attention/flex_attention.h"
 #include "cuda/attention/host/few_queries.h"
 #include "cuda/attention/host/program.h"
-#include "cuda/attention/host/transpose.h"
 #include "jit/compile.h"
+#include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/gpu.h"
 #include "pytorch/rows/job.h"
 #include "pytorch/score_mod/tensors.h"
@@ -43,14 +42,6 @@ std::vector<int64_t> prepare(FlexMod& mod, const ScoreMod& from, const std::vect
   return score_mod::pack_captured(*score_mod::cached_graph(from.text), captured.buffers(), captured.scalars());
 }
 
-bool has_boxes_as_they_lie(const Tensor& t) {
-  const int64_t last = t.dim() - 1, vector = 16 / t.element_size();
-  if (t.numel() == 0 || (t.stride(last) != 1 && t.size(last) != 1)) return false;
-  bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-  for (int64_t d = 0; d < last; ++d) aligned &= t.size(d) == 1 || t.stride(d) % vector == 0;
-  return aligned;
-}
-
 // Of the buffers that boxes read (score_mod::box_bytes), those whose rows do not lie together or do not begin at
 // multiples of 16 bytes.
 std::set<size_t> boxes_elsewhere(const FlexMod& mod, const std::vector<Tensor>& buffers) {
@@ -59,58 +50,9 @@ std::set<size_t> boxes_elsewhere(const FlexMod& mod, const std::vector<Tensor>& 
   const auto graph = score_mod::cached_graph(mod.text);
   for (const score_mod::NodeId load : score_mod::pair_reads(*graph)) {
     const auto buffer = static_cast<size_t>((*graph)[load].payload);
-    if (score_mod::box_bytes(*graph, load, mod.dtypes) != 0 && !has_boxes_as_they_lie(buffers.at(buffer)))
-      found.insert(buffer);
+    if (score_mod::box_bytes(*graph, load, mod.dtypes) != 0 && !has_box_rows(buffers.at(buffer))) found.insert(buffer);
   }
   return found;
-}
-
-// The part of a tensor that its expanded dimensions repeat, but for the last dimension.
-Tensor without_expanded(Tensor t) {
-  for (int64_t d = 0; d + 1 < t.dim(); ++d) {
-    if (t.stride(d) == 0 && t.size(d) > 1) t = t.narrow(d, 0, 1);
-  }
-  return t;
-}
-
-// A copy whose rows lie together and begin at multiples of 16 bytes.
-Tensor with_rows_for_boxes(const Tensor& t, void* stream) {
-  const Tensor from = without_expanded(t);
-  const int64_t last = from.dim() - 1, size = from.size(last), vector = 16 / from.element_size();
-  auto sizes = from.sizes().vec();
-  sizes.back() = (size + vector - 1) / vector * vector;
-  const Tensor to = at::empty(sizes, from.options()).narrow(last, 0, size);
-  // PyTorch's copies read another dense dimension than the last one a few bytes at a time.
-  std::vector<int64_t> outer;
-  int64_t dense = -1;
-  for (int64_t d = 0; d < last; ++d) {
-    if (from.size(d) == 1) continue;
-    if (dense < 0 && from.stride(d) == 1) {
-      dense = d;
-    } else {
-      outer.push_back(d);
-    }
-  }
-  if (dense < 0 || from.stride(last) == 1 || outer.size() > 2) {
-    to.copy_(from);
-    return to.expand(t.sizes());
-  }
-  FlexTransposed p{.from = from.const_data_ptr(),
-                   .to = to.mutable_data_ptr(),
-                   .outer = {1, 1},
-                   .from_outer = {},
-                   .to_outer = {},
-                   .inner = from.size(dense),
-                   .last = size,
-                   .from_last = from.stride(last),
-                   .to_inner = to.stride(dense)};
-  for (size_t i = 0; i < outer.size(); ++i) {
-    p.outer.at(i) = from.size(outer[i]);
-    p.from_outer.at(i) = from.stride(outer[i]);
-    p.to_outer.at(i) = to.stride(outer[i]);
-  }
-  flex_transpose(p, static_cast<int>(from.element_size()), stream);
-  return to.expand(t.sizes());
 }
 
 device::TensorMap encoded(const Tensor& t, const jit::TensorMapShape& shape) {
@@ -150,27 +92,6 @@ void take_maps(const FlexMod& mod, const std::vector<Tensor>& buffers, const Fle
 }
 
 }  // namespace
-
-bool has_aligned_rows(const Tensor& t) {
-  const int64_t vector = 16 / t.element_size();
-  const auto fits = [&](int64_t d) { return t.size(d) == 1 || t.stride(d) % vector == 0; };
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && (t.stride(3) == 1 || t.size(3) == 1) && fits(0) &&
-         fits(1) && fits(2) && t.size(3) % vector == 0;
-}
-
-Tensor new_aligned_rows(const Tensor& t, bool zeros_beyond) {
-  const int64_t vector = 16 / t.element_size(), size = t.size(3), cols = (size + vector - 1) / vector * vector;
-  const std::array sizes{t.size(0), t.size(1), t.size(2), cols};
-  const Tensor wide = zeros_beyond && cols > size ? at::zeros(sizes, t.options()) : at::empty(sizes, t.options());
-  return wide.narrow(3, 0, size);
-}
-
-Tensor with_aligned_rows(const Tensor& t) {
-  if (has_aligned_rows(t)) return t;
-  const Tensor part = new_aligned_rows(t, true);
-  part.copy_(t);
-  return part;
-}
 
 FlexTensor view(const Tensor& t) {
   if (!t.defined() || t.numel() == 0) return {};
@@ -240,7 +161,7 @@ void FlexCall::align_boxes() {
     return t.numel() > 0 && t.stride(t.dim() - 1) != 0 && without_expanded(t).numel() <= most;
   });
   if (!pays) return;
-  for (const size_t i : elsewhere) score_buffers_[i] = with_rows_for_boxes(score_buffers_[i], stream_);
+  for (const size_t i : elsewhere) score_buffers_[i] = with_box_rows(score_buffers_[i], stream_);
   take_scores();
 }
 

@@ -16,12 +16,6 @@
 
 namespace fusegrad::cuda {
 
-/// Whether the innermost dimension is dense and rows begin at multiples of 16 bytes, as kernels read and write them.
-bool has_aligned_rows(const at::Tensor& t);
-/// A tensor of t's sizes with such rows, not filled. zeros_beyond: zeros from their ends to whole vectors.
-at::Tensor new_aligned_rows(const at::Tensor& t, bool zeros_beyond);
-/// `t`, or a copy with such rows and zeros beyond.
-at::Tensor with_aligned_rows(const at::Tensor& t);
 device::FlexTensor view(const at::Tensor& t);
 inline const float* data_of(const at::Tensor& t) {
   return t.defined() && t.numel() > 0 ? t.const_data_ptr<float>() : nullptr;

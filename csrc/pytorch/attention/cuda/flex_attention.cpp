@@ -12,6 +12,7 @@
 #include "cuda/attention/host/prepare.h"
 #include "cuda/attention/host/program.h"
 #include "jit/compile.h"
+#include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/buffer_sums.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/outputs.h"

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/device/pair_tangents_arguments.cuh"
 #include "cuda/attention/host/plan.h"
+#include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/cuda/flex_attention.h"
 #include "pytorch/gpu.h"
