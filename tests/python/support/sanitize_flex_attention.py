@@ -34,6 +34,7 @@ MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
     "E": lambda t: lambda s, b, h, i, j: s + t[4][h, i, j],
     "E in 16 bits": lambda t: lambda s, b, h, i, j: s + t[7][h, i, j],
     "E by batch": lambda t: lambda s, b, h, i, j: s + t[8][b, h, i, j],
+    "E, heads last": lambda t: lambda s, b, h, i, j: s + t[9][h, i, j],
     "F": lambda t: lambda s, b, h, i, j: s + t[5][(i * 3 + j) % 64],
     "G": lambda t: lambda s, b, h, i, j: s + t[6][(i * 31 + j * 7) % 5000],
     "buckets": lambda t: lambda s, b, h, i, j: s + t[3][h, (i - j) // 16 + t[3].shape[1] // 2],
@@ -94,6 +95,7 @@ def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, s
     ]
     captured.append(captured[4].detach().bfloat16().requires_grad_())
     captured.append(torch.randn(b, h, m, n, device="cuda").bfloat16().requires_grad_())
+    captured.append(torch.randn(m, n, h, device="cuda").bfloat16().movedim(-1, 0).requires_grad_())
     documents = torch.arange(n, device="cuda") // 100
     masks: dict[str, Callable] = {
         "causal": lambda b, h, i, j: i >= j,

@@ -77,6 +77,7 @@ class Case:
     frozen: bool  # what is captured wants no gradient
     narrow: bool  # what is captured has the dtype of the call, else float32
     whole: bool  # on Hopper, where it is possible, a backward's CTA takes all keys of a head
+    dense: int  # the dimension, from the end, of captured tensors that have so many whose elements lie side by side
 
 
 def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype], mods: list[str]) -> Case:
@@ -108,6 +109,7 @@ def draw(rng: random.Random, longest: int, dtypes: list[torch.dtype], mods: list
         rng.random() < 0.25,
         rng.random() < 0.5,
         rng.random() < 0.5,
+        rng.choice([1, 1, 2, 3]),
     )
 
 
@@ -127,7 +129,8 @@ def errors(case: Case, device: str) -> dict[str, float]:
     mask = None if make_mask is None else make_mask(documents)
     shapes = [] if made is None else made[0](b, h, m, n)
     held_dtype = case.dtype if case.narrow else torch.float32
-    held = [torch.randn(*shape, device=device).to(held_dtype).requires_grad_(not case.frozen) for shape in shapes]
+    held = [torch.randn(*shape, device=device).to(held_dtype) for shape in shapes]
+    held = [laid_out(x, case.dense).requires_grad_(not case.frozen) for x in held]
     mod = None if made is None else made[1](held)
     blocks = None if mask is None else create_block_mask(mask, None, None, m, n, device=device, BLOCK_SIZE=case.block)
     out, aux = flex_attention(
@@ -170,6 +173,11 @@ def errors(case: Case, device: str) -> dict[str, float]:
         name: relative(x.detach().double(), y.detach(), 0.4 * math.sqrt(b * h * m * e) if name in captured else 0.0)
         for name, (x, y) in pairs.items()
     }
+
+
+def laid_out(x: Tensor, dense: int) -> Tensor:
+    """A copy in which the elements of dimension -dense lie side by side."""
+    return x if dense > x.dim() else x.movedim(-dense, -1).contiguous().movedim(-1, -dense)
 
 
 def relative(x: Tensor, y: Tensor, least: float) -> float:
