@@ -1,6 +1,6 @@
 #include "cuda/attention/host/transpose.h"
 
-#include <algorithm>
+#include <cstdint>
 #include <type_traits>
 
 #include "cuda/launch.h"

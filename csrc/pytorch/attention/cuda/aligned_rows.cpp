@@ -34,7 +34,7 @@ Tensor with_aligned_rows(const Tensor& t) {
 
 bool has_box_rows(const Tensor& t) {
   const int64_t last = t.dim() - 1, vector = 16 / t.element_size();
-  if (t.numel() == 0 || (t.stride(last) != 1 && t.size(last) != 1)) return false;
+  if (t.numel() == 0 || t.stride(last) != 1) return false;
   bool aligned = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
   for (int64_t d = 0; d < last; ++d) aligned &= t.size(d) == 1 || t.stride(d) % vector == 0;
   return aligned;
