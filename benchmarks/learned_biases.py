@@ -1,7 +1,7 @@
 """Attention with learned biases, and the shapes around it, beside every peer that can compute them.
 
 Rows are models' shapes: triangle attention and pair biases (AlphaFold, Evoformers, with heads last as a linear layer
-of pairs leaves them and with odd lengths too), T5's buckets, windows (Swin), Graphormer's tables, head sizes from 32
+of pairs leaves them, with odd lengths and for two proteins at once too), T5's buckets, windows (Swin), Graphormer's tables, head sizes from 32
 to 192, few queries against a long cache, and language models' shapes. Forward and backward are timed each for itself.
 "plain" is our own attention without the function, "frozen" our backward where the tables want no gradient, "ordered"
 the deterministic one. Peers: compiled flex_attention, SDPA's memory-efficient backend with the bias as attn_mask, its
@@ -106,6 +106,16 @@ def pairs(of: str, dtype: torch.dtype, heads_last: bool = False) -> Callable[[Ro
     return make
 
 
+def two_groups(row: Row) -> Bias:
+    """`t[b // n, h, q, k]`: the batches are the rows, or the samples, of two proteins."""
+    table, n = floats(2, row.heads, row.queries, row.keys, dtype=BF16), row.batch // 2
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + table[b // n, h, q, k]
+
+    return Bias(score_mod, [table], lambda: table.repeat_interleave(n, 0))
+
+
 def t5(row: Row) -> Bias:
     """T5's 32 buckets of distances, half of them for each direction."""
     table = floats(32, row.heads)
@@ -177,6 +187,8 @@ CUDA_ROWS = (
     Row("triangle", 253, 4, 253, 253, 32, bias=TRIANGLE, **BOX),
     Row("triangle, heads last", 256, 4, 256, 256, 32, bias=pairs("hqk", BF16, heads_last=True), **BOX),
     Row("af3 tokens, heads last", 2, 16, 512, 512, 24, bias=pairs("bhqk", BF16, heads_last=True)),
+    Row("two triangles", 512, 4, 256, 256, 32, bias=two_groups, **BOX),
+    Row("af3 samples", 48, 16, 384, 384, 48, bias=two_groups, **BOX),
     Row("af3 float32", 2, 16, 768, 768, 64, bias=pairs("bhqk", FP32), **BOX),
     Row("af3 atoms", 64, 4, 32, 128, 32, bias=pairs("bhqk", BF16), **BOX),
     Row("evoformer", 16, 4, 768, 768, 32, bias=pairs("bhqk", BF16), **BOX),

@@ -269,6 +269,23 @@ std::vector<Dependence> dependences(const Graph& graph) {
   return result;
 }
 
+std::optional<BatchGroups> batch_groups(const Graph& graph, std::span<const NodeId> indices,
+                                        std::span<const Dependence> dependences) {
+  std::optional<BatchGroups> found;
+  for (const NodeId index : indices) {
+    if ((dependences[index].on() & set_of(kVarB)) == 0) continue;
+    const Node& node = graph[index];
+    if (node.op != Op::kFloorDiv && node.op != Op::kMod) return std::nullopt;
+    const Node &b = graph[node.operands[0]], &divisor = graph[node.operands[1]];
+    if (b.op != Op::kInput || static_cast<Input>(b.payload) != Input::kB) return std::nullopt;
+    if (divisor.op != Op::kConstant && divisor.op != Op::kScalar) return std::nullopt;
+    const BatchGroups groups{node.op, divisor.op == Op::kScalar, divisor.payload};
+    if (found && *found != groups) return std::nullopt;
+    found = groups;
+  }
+  return found;
+}
+
 std::vector<Reads> reads(const Graph& graph) {
   const auto dependence = dependences(graph);
   std::vector<Reads> result(graph.nodes().size(), Reads::kRow);
@@ -308,6 +325,14 @@ std::vector<NodeId> pair_reads(const Graph& graph) {
     if (known && (on & kPairSet) == kPairSet) result.push_back(id);
   }
   return result;
+}
+
+std::optional<BatchGroups> batch_groups(const Graph& graph) {
+  const auto dependence = dependences(graph);
+  for (const NodeId id : pair_reads(graph)) {
+    if (const auto found = batch_groups(graph, graph[id].operands, dependence)) return found;
+  }
+  return std::nullopt;
 }
 
 VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,

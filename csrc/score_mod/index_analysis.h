@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -60,6 +61,19 @@ struct Dependence {
 
 std::vector<Dependence> dependences(const Graph& graph);
 
+/// Groups of batches that share what they read or add to: those of one b // divisor or of one b % divisor.
+struct BatchGroups {
+  Op op = Op::kFloorDiv;  ///< or Op::kMod
+  bool scalar = false;    ///< whether the divisor is a scalar of the call, of the number `divisor`
+  int64_t divisor = 1;
+
+  bool operator==(const BatchGroups&) const = default;
+};
+/// The groups that a place's indices tell apart, where b plays a part in those alone that are b // divisor or
+/// b % divisor, the same ones. None where it plays no part, or another one.
+std::optional<BatchGroups> batch_groups(const Graph& graph, std::span<const NodeId> indices,
+                                        std::span<const Dependence> dependences);
+
 /// What of a load's place is known before any score is.
 enum class Reads : uint8_t {
   kLater,  ///< it needs a score, or what is read for each pair by itself, or an axis
@@ -74,6 +88,9 @@ std::vector<Reads> reads(const Graph& graph);
 /// The loads of numbers and integers, of those that the result needs, at places that q_idx and kv_idx give, each for
 /// itself, and no score: what a score_mod reads of a pair, and other batches perhaps too.
 std::vector<NodeId> pair_reads(const Graph& graph);
+
+/// The groups of the first of pair_reads that has any.
+std::optional<BatchGroups> batch_groups(const Graph& graph);
 
 /// The variables that a tuple of indices determines: v is in the set if no two tuples are equal that differ in v.
 VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,

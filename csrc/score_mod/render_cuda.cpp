@@ -77,6 +77,7 @@ class Renderer {
       end_with_result({graph_.result()}, "  return " + names_[graph_.result()] + ";\n");
       lines(indices);
       reads_of_pairs(indices);
+      batches_of_pairs();
       columns_of_pairs();
       touch();
     } else if (graph_.kind() == Kind::kMaskMod) {
@@ -406,10 +407,15 @@ class Renderer {
   }
   void reads_of_pairs(const std::string& indices) {
     const auto dependence = dependences(graph_);
-    std::string on_batch;
-    for (const NodeId id : pair_loads_) on_batch += (dependence[id].on() & set_of(kVarB)) != 0 ? "true, " : "false, ";
+    std::string on_batch, on_group;
+    const auto groups = batch_groups(graph_);
+    for (const NodeId id : pair_loads_) {
+      on_batch += (dependence[id].on() & set_of(kVarB)) != 0 ? "true, " : "false, ";
+      on_group += groups && batch_groups(graph_, graph_[id].operands, dependence) == groups ? "true, " : "false, ";
+    }
     text_ += "  static constexpr int kPairReads = " + number(static_cast<int64_t>(pair_loads_.size())) + ";\n";
     text_ += "  static constexpr bool kPairOnBatch[] = {" + on_batch + "false};\n";
+    text_ += "  static constexpr bool kPairOnGroup[] = {" + on_group + "false};\n";
     elements_of("auto pair_read", pair_loads_, indices);
     std::string bytes, maps, brain, integer;
     for (const NodeId id : pair_loads_) {
@@ -434,6 +440,24 @@ class Renderer {
     }
     there_ = false;
     text_ += "  }\n";
+  }
+  // The place of a tensor map's boxes in its dimension of batches.
+  void batches_of_pairs() {
+    text_ += "  template <int k>\n";
+    begin("int pair_batch", "[[maybe_unused]] int b");
+    there_ = true;
+    for (size_t k = 0; k < pair_loads_.size(); ++k) {
+      const Node& node = graph_[pair_loads_[k]];
+      const int dimensions = box_dimensions(graph_, pair_loads_[k], options_.dtypes);
+      if (dimensions < 0 || (dimensions & 1) == 0) continue;
+      text_ += "    if constexpr (k == " + number(static_cast<int64_t>(k)) + ") {\n";
+      statements({node.operands[0]});
+      std::vector<std::string> index;
+      const std::string in_range = checks(static_cast<int>(node.payload), node.operands, index, ~uint32_t{1});
+      text_ += "    return true" + in_range + " ? static_cast<int>(" + index[0] + ") : -1;\n    }\n";
+    }
+    there_ = false;
+    text_ += "    return 0;\n  }\n";
   }
   // Takes an index of a place `i` in a column; called for the last dimension first.
   std::string index_of_column(int buffer, size_t d, uint32_t dimensions) {
@@ -789,6 +813,20 @@ int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
   return storage_bytes(dtype);
 }
 
+namespace {
+
+// Whether a call's numbers and b decide a value alone.
+bool is_of_batch(const Graph& graph, NodeId id) {
+  const Node& node = graph[id];
+  if (node.op == Op::kConstant || node.op == Op::kScalar) return true;
+  if (node.op == Op::kInput) return static_cast<Input>(node.payload) == Input::kB;
+  constexpr int kMostDepth = 8;  // a shared operand is looked at once for each use
+  return node.type == Type::kInt && node.op != Op::kLoad && node.op != Op::kAxis && graph.depth(id) <= kMostDepth &&
+         std::all_of(node.operands.begin(), node.operands.end(), [&](NodeId of) { return is_of_batch(graph, of); });
+}
+
+}  // namespace
+
 int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
   const Node& node = graph[load];
   const size_t rank = node.operands.size();
@@ -800,7 +838,7 @@ int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtype
   if (!is(rank - 2, Input::kQ)) return -1;
   int dimensions = 0;
   for (size_t d = 0; d + 2 < rank; ++d) {
-    const int found = is(d, Input::kB) ? 1 : is(d, Input::kH) ? 2 : 0;
+    const int found = is(d, Input::kH) ? 2 : is_of_batch(graph, node.operands[d]) ? 1 : 0;
     if (found <= dimensions) return -1;
     dimensions |= found;
   }

@@ -64,6 +64,24 @@ bool diagonals_meet(const Contribution& c, std::span<const Dependence> dependenc
   });
 }
 
+// ScatterStep::inputs of a contribution.
+std::vector<std::optional<Input>> inputs_of(const Graph& graph, const Contribution& c) {
+  std::vector<std::optional<Input>> inputs;
+  int count = 0;
+  for (const NodeId index : c.indices) {
+    const Node& node = graph[index];
+    if (node.op == Op::kInput) {
+      inputs.emplace_back(static_cast<Input>(node.payload));
+      ++count;
+    } else if (node.op == Op::kConstant && node.payload == 0) {
+      inputs.emplace_back(std::nullopt);
+    } else {
+      return {};
+    }
+  }
+  return count == kVariables ? inputs : std::vector<std::optional<Input>>{};
+}
+
 }  // namespace
 
 std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const int64_t> elements) {
@@ -80,8 +98,10 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     step.is_vector = derivative.open_axes(c) != 0;
     VariableSet on = 0;
     for (const NodeId index : c.indices) on |= dependence[index].on();
-    step.over_batches = !step.is_vector && step.scheme >= ScatterClass::kInjective &&
-                        (on & (set_of(kVarB) | set_of(kVarLane) | set_of(kVarAxis))) == 0;
+    const bool sums_pairs =
+        !step.is_vector && step.scheme >= ScatterClass::kInjective && (on & (set_of(kVarLane) | set_of(kVarAxis))) == 0;
+    step.over_batches = sums_pairs && (on & set_of(kVarB)) == 0;
+    if (sums_pairs) step.groups = batch_groups(derivative, c.indices, dependence);
     if (!step.is_vector && step.scheme >= ScatterClass::kSmallTable && c.indices.size() <= 32) {
       step.one_column = true;
       for (size_t k = 0; k < c.indices.size(); ++k) {
@@ -104,12 +124,7 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     step.exclusive = only_read && (determines & kHead) == kHead;
     step.once_a_batch =
         only_read && step.scheme == ScatterClass::kInjective && (determines & set_of(kVarH)) == set_of(kVarH);
-    if (step.exclusive && c.indices.size() == kVariables) {
-      for (const NodeId index : c.indices) {
-        if (derivative[index].op == Op::kInput) step.inputs.push_back(static_cast<Input>(derivative[index].payload));
-      }
-      if (step.inputs.size() != c.indices.size() || step.scheme != ScatterClass::kInjective) step.inputs.clear();
-    }
+    if (step.exclusive && step.scheme == ScatterClass::kInjective) step.inputs = inputs_of(derivative, c);
     if (step.exclusive) {
       step.reason += "; exclusive: no other b or h and no other read writes there";
     } else if (!only_read) {

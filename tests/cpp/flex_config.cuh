@@ -19,7 +19,7 @@ struct ScoreMod {
     return 0.0f;
   }
   static constexpr int kPairReads = 0;
-  static constexpr bool kPairOnBatch[] = {false};
+  static constexpr bool kPairOnBatch[] = {false}, kPairOnGroup[] = {false};
   static constexpr int kPairBox[] = {0};
   static constexpr int kPairMap[] = {-1};
   static constexpr bool kPairBFloat16[] = {false};
@@ -122,7 +122,7 @@ struct Config {
   static constexpr bool kNarrow = false, kGradQuery = true, kGradKey = true, kGradValue = true, kGradScores = true;
   static constexpr int kColumns[] = {0};
   static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,
-                        kPartialSums = true;
+                        kPartialSums = true, kGrouped = true;
 };
 struct GradBuffersConfig : Config {
   static constexpr bool kBlocks = false, kMixed = false, kDropout = false, kMaxGradient = false;

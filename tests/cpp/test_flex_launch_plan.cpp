@@ -595,7 +595,7 @@ TEST(OrderedLaunches, AreOneWhereCtasStoreTheirSums) {
 TEST(SumsOverBatches, AreOfWhatBatchesShare) {
   const auto sums = [](const FlexCase& c, int64_t batches, int64_t heads, int64_t length,
                        const std::string& architecture = "90", bool deterministic = true) {
-    return sums_over_batches(c, {true, true, true}, batches, heads, length, length, kProcessors, deterministic,
+    return sums_over_batches(c, {true, true, true}, {}, batches, heads, length, length, kProcessors, deterministic,
                              architecture);
   };
   const FlexCase pairs = pairs_of_heads(FlexKernel::kBackward, 32);
@@ -639,6 +639,54 @@ TEST(SumsOverBatches, AreOfWhatBatchesShare) {
   FlexCase dropped = pairs;
   dropped.dropout = true;
   EXPECT_FALSE(sums(dropped, 512, 4, 512));
+}
+
+TEST(SumsOverBatches, AreOfWhatBatchesOfAGroupShare) {
+  const auto sums = [](const std::string& batch, int64_t batches, std::vector<score_mod::Value> scalars = {},
+                       bool deterministic = true) {
+    const std::string scalar = scalars.empty() ? "" : "scalar $0 i64\n";
+    const FlexCase c = biased(FlexKernel::kBackward, 32, "buffer @0 f 4\n" + scalar,
+                              "%0 = " + batch + "\n%1 = load @0 %0 h q_idx kv_idx\n%2 = add score %1\nreturn %2\n",
+                              {score_mod::DType::kBFloat16}, {8 * 4 * 512 * 512});
+    return sums_over_batches(c, {true, true, true}, scalars, batches, 4, 512, 512, kProcessors, deterministic, "90");
+  };
+  const auto groups_of = [](const std::optional<BatchSums>& found) {
+    return found ? std::array{found->groups.groups, found->groups.group_stride, found->groups.batch_stride}
+                 : std::array{0, 0, 0};
+  };
+  const auto number = [](int64_t i) { return std::vector{score_mod::Value{score_mod::Type::kInt, 0, i}}; };
+  EXPECT_EQ(groups_of(sums("floor_div b 128", 512)), (std::array{4, 128, 1}));
+  EXPECT_EQ(groups_of(sums("floor_div b 128", 500)), (std::array{4, 128, 1}));
+  EXPECT_EQ(groups_of(sums("floor_div b 1000", 512)), (std::array{1, 512, 1}));
+  EXPECT_EQ(groups_of(sums("mod b 8", 512)), (std::array{8, 1, 8}));
+  EXPECT_EQ(groups_of(sums("floor_div b $0", 512, number(128))), (std::array{4, 128, 1}));
+  EXPECT_EQ(groups_of(sums("mod b $0", 512, number(8))), (std::array{8, 1, 8}));
+  // Too few batches of each to sum over, or none.
+  for (const auto* batch : {"floor_div b 3", "mod b 200", "mod b 1000", "add b 1"}) EXPECT_FALSE(sums(batch, 512));
+  for (const int64_t n : {-128, 0, 3}) EXPECT_FALSE(sums("floor_div b $0", 512, number(n)));
+  // 4 groups of 32 tiles of 4 heads.
+  const auto found = sums("floor_div b 128", 512);
+  ASSERT_TRUE(found);
+  EXPECT_TRUE(found->common.grouped);
+  EXPECT_EQ(found->ctas, found->parts * 4 * 4 * 32);
+  EXPECT_EQ(found->common.partial_sums, found->parts > 1);
+  EXPECT_FALSE(sums("floor_div b 128", 512, {}, /*deterministic=*/false)->common.partial_sums);
+}
+
+TEST(SumsOverBatches, AddToAPlaceFromAllGroups) {
+  // The second bias is of all batches, whose sums come from each group's CTAs.
+  const std::string text =
+      "%0 = floor_div b 128\n%1 = load @0 %0 h q_idx kv_idx\n%2 = load @1 h q_idx kv_idx\n%3 = add score %1\n"
+      "%4 = add %3 %2\nreturn %4\n";
+  FlexCase c = biased(FlexKernel::kBackward, 32, "buffer @0 f 4\nbuffer @1 f 3\n", text,
+                      {score_mod::DType::kBFloat16, score_mod::DType::kBFloat16}, {4 * 8 * 512 * 512, 8 * 512 * 512});
+  for (const bool second : {false, true}) {
+    c.wants_grad = {true, second};
+    const auto found = sums_over_batches(c, {true, true, true}, {}, 512, 8, 512, 512, kProcessors, true, "90");
+    ASSERT_TRUE(found);
+    EXPECT_EQ(found->parts, 1);
+    EXPECT_EQ(found->common.partial_sums, second);
+  }
 }
 
 TEST(TensorMaps, HaveValidStridesOfDimensionsOfOne) {

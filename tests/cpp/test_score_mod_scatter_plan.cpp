@@ -71,6 +71,29 @@ TEST(ScatterPlan, OverBatches) {
   EXPECT_FALSE(over("%0 = load @0 h kv_idx\n%1 = add score %0\nreturn %1\n"));
 }
 
+// Which groups of batches share places.
+TEST(ScatterPlan, Groups) {
+  const auto groups = [](const std::string& first, const std::string& second = "h") -> std::string {
+    const std::string body =
+        "%0 = " + first + "\n%1 = abs " + second + "\n%2 = load @0 %0 %1 q_idx kv_idx\n%3 = add score %2\nreturn %3\n";
+    const Graph derivative =
+        differentiate(parse("score_mod 1\nbuffer @0 f 4\nbuffer @1 i64 1\nscalar $0 i64\n" + body), {true, false});
+    const auto found = plan_scatter(derivative).at(0).groups;
+    if (!found) return "none";
+    return std::string(found->op == Op::kMod ? "% " : "// ") + (found->scalar ? "$" : "") +
+           std::to_string(found->divisor);
+  };
+  EXPECT_EQ(groups("floor_div b 8"), "// 8");
+  EXPECT_EQ(groups("floor_div b $0"), "// $0");
+  EXPECT_EQ(groups("mod b 8"), "% 8");
+  EXPECT_EQ(groups("abs h"), "none");
+  EXPECT_EQ(groups("floor_div h 8"), "none");
+  EXPECT_EQ(groups("floor_div 8 b"), "none");
+  EXPECT_EQ(groups("add b 1"), "none");
+  EXPECT_EQ(groups("load @1 b"), "none");
+  EXPECT_EQ(groups("floor_div b 8", "b"), "none");
+}
+
 // Whether neighbouring diagonals may have one element.
 TEST(ScatterPlan, RepeatedDiagonals) {
   const auto repeats = [](const std::string& body) {

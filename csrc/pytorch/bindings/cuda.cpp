@@ -178,11 +178,23 @@ void bind(py::Module m) {
           for (auto& kernel : backward_kernels(other, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));
         }
-        // And how many batches there are, whether their sums are made first; how many heads, whether in parts.
-        constexpr int64_t kMany = 512;
-        for (const int64_t heads : {int64_t{1}, kMany * kMany}) {
-          const auto apart = sums_over_batches(c, needs_grad, kMany, heads, 1, 1, 1, deterministic, architecture);
+        // And how many batches there are, whether their sums are made first, and for groups of them; how many heads,
+        // whether in parts.
+        constexpr int64_t kMany = 512, kFew = 4;
+        std::vector<FlexCase> sums;
+        const size_t scalars =
+            c.score_mod.text.empty() ? 0 : score_mod::cached_graph(c.score_mod.text)->scalars().size();
+        for (const auto& [heads, batches, divisor] : {std::array{int64_t{1}, kMany, int64_t{0}},
+                                                      {1, kMany, kMany / kFew},
+                                                      {1, kFew, 1},
+                                                      {kMany * kMany, kMany, 0},
+                                                      {kMany * kMany, kMany, kMany / kFew}}) {
+          const std::vector<score_mod::Value> numbers(scalars, {score_mod::Type::kInt, 0, divisor});
+          const auto apart =
+              sums_over_batches(c, needs_grad, numbers, batches, heads, 1, 1, 1, deterministic, architecture);
           if (!apart) continue;
+          if (std::find(sums.begin(), sums.end(), apart->common) != sums.end()) continue;
+          sums.push_back(apart->common);
           FlexCase others = c;
           apart->leave_out(others);
           if (!others.wants_buffers()) others.fixed_point = others.partial_sums = false;

@@ -35,6 +35,7 @@ MODS: dict[str, Callable[[list[Tensor]], Callable] | None] = {
     "E in 16 bits": lambda t: lambda s, b, h, i, j: s + t[7][h, i, j],
     "E by batch": lambda t: lambda s, b, h, i, j: s + t[8][b, h, i, j],
     "E, heads last": lambda t: lambda s, b, h, i, j: s + t[9][h, i, j],
+    "E by group": lambda t: lambda s, b, h, i, j: s + t[10][b // 4, h, i, j],
     "F": lambda t: lambda s, b, h, i, j: s + t[5][(i * 3 + j) % 64],
     "G": lambda t: lambda s, b, h, i, j: s + t[6][(i * 31 + j * 7) % 5000],
     "buckets": lambda t: lambda s, b, h, i, j: s + t[3][h, (i - j) // 16 + t[3].shape[1] // 2],
@@ -75,12 +76,13 @@ def cases(family: str) -> Iterator[tuple[torch.dtype, str, str, int, bool, tuple
     for mask, size, deterministic in (("causal", 128, False), ("causal", 128, True), ("none", 64, False)):
         yield torch.bfloat16, "none", mask, size, deterministic, LONG
     if family == "portable":
-        for mod, sizes in itertools.product(("none", "E", "F"), (WINDOWS, SHARED)):
+        for mod, sizes in itertools.product(("none", "E", "F", "E by group"), (WINDOWS, SHARED)):
             yield torch.bfloat16, mod, "none", 32, mod == "F", sizes
     else:
-        for mod, mask, size in itertools.product(("E", "E in 16 bits", "E by batch"), ("none", "causal"), (32, 64)):
+        pairs = ("E", "E in 16 bits", "E by batch", "E by group")
+        for mod, mask, size in itertools.product(pairs, ("none", "causal"), (32, 64)):
             yield torch.bfloat16, mod, mask, size, False, SHARED
-        for mod in ("E", "E in 16 bits", "E by batch"):
+        for mod in pairs:
             yield torch.bfloat16, mod, "none", 32, True, SHARED
 
 
@@ -96,6 +98,7 @@ def call(dtype: torch.dtype, mod: str, mask: str, d: int, deterministic: bool, s
     captured.append(captured[4].detach().bfloat16().requires_grad_())
     captured.append(torch.randn(b, h, m, n, device="cuda").bfloat16().requires_grad_())
     captured.append(torch.randn(m, n, h, device="cuda").bfloat16().movedim(-1, 0).requires_grad_())
+    captured.append(torch.randn(-(-b // 4), h, m, n, device="cuda").bfloat16().requires_grad_())
     documents = torch.arange(n, device="cuda") // 100
     masks: dict[str, Callable] = {
         "causal": lambda b, h, i, j: i >= j,

@@ -58,6 +58,10 @@ MODS: dict[str, tuple[Callable[..., list[tuple[int, ...]]], Make] | None] = {
     ),
     "full": (lambda b, h, m, n: [(b, h, m, n)], lambda t: lambda s, b, h, i, j: s + t[0][b, h, i, j]),
     "shared": (lambda b, h, m, n: [(h, m, n)], lambda t: lambda s, b, h, i, j: s + t[0][h, i, j]),
+    "shared by four": (
+        lambda b, h, m, n: [(-(-b // 4), h, m, n)],
+        lambda t: lambda s, b, h, i, j: s + t[0][b // 4, h, i, j],
+    ),
     "buckets": (lambda b, h, m, n: [(32,)], lambda t: lambda s, b, h, i, j: s + t[0][(i * 3 + j) % 32]),
     "two": (lambda b, h, m, n: [(h,), (n,)], lambda t: lambda s, b, h, i, j: s * t[0][h] + t[1][j]),
 }

@@ -103,6 +103,12 @@ struct FlexSums {
   long long* elements;
 };
 
+/// Groups of batches: group g has every batch_stride-th batch from g * group_stride on, up to the next group's first
+/// one where they are neighbours.
+struct FlexBatchGroups {
+  int groups, group_stride, batch_stride;
+};
+
 struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;                 // [B, H, row_stride]
@@ -120,7 +126,8 @@ struct FlexBackwardArguments {
   float scale;
   int fixed_bits;  // fixed point: a unit is 2^-fixed_bits of the power of two above the largest contribution
   FlexDropout dropout;
-  int splits;  // dQ by itself: where keys are split, grad_query is float [splits * B, H, M, D]
+  int splits;                    // dQ by itself: where keys are split, grad_query is float [splits * B, H, M, D]
+  FlexBatchGroups batch_groups;  // of the kernel for the gradients of buffers by themselves
 };
 
 /// Whether there is a sum of dQ for some queries, where the first CTA stores its part and the others add theirs

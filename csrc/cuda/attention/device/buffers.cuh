@@ -665,13 +665,37 @@ class FlexBufferSums {
   int b_, h_;
 };
 
+/// What a CTA walks that sums over batches: of `tiles` of heads the one at `place`, and every step-th batch from
+/// `first` on, below `end`; with kGrouped these are of one group. The CTAs of a tile are neighbours, and of them those
+/// of a group.
+template <bool kGrouped>
+struct BatchWalk {
+  int place, first, end, step;
+
+  __device__ __forceinline__ BatchWalk(const FlexBackwardArguments& a, int tiles) {
+    const int ctas = static_cast<int>(gridDim.x) / tiles, of_tile = static_cast<int>(blockIdx.x) % ctas;
+    place = static_cast<int>(blockIdx.x) / ctas;
+    if constexpr (kGrouped) {
+      const auto [groups, group_stride, batch_stride] = a.batch_groups;
+      const int parts = ctas / groups, group = of_tile / parts;
+      first = group * group_stride + of_tile % parts * batch_stride;
+      end = batch_stride == 1 ? min(a.batches, (group + 1) * group_stride) : a.batches;
+      step = parts * batch_stride;
+    } else {
+      first = of_tile;
+      end = a.batches;
+      step = ctas;
+    }
+  }
+};
+
 /// What a thread added up of the pairs of a CTA's kRows queries by kCols keys, of contribution k: stored for a later
 /// kernel (kPartialSums), or added to memory. query(e), key(n, e) and inside(n, e): a pair's place, and whether it is
-/// one.
+/// one. b: a batch that has the same places.
 template <class Config, int k, int kThreads, int kBlocksN, class Captured, class Query, class Key, class Inside>
 __device__ __forceinline__ void put_pair_sums(const FlexSums& to, const float (&sums)[kBlocksN][4],
-                                              const Captured& captured, int h, const Query& query, const Key& key,
-                                              const Inside& inside) {
+                                              const Captured& captured, int b, int h, const Query& query,
+                                              const Key& key, const Inside& inside) {
   using Derivative = typename Config::Derivative;
   const long long first =
       static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols + static_cast<int>(threadIdx.x);
@@ -681,7 +705,7 @@ __device__ __forceinline__ void put_pair_sums(const FlexSums& to, const float (&
     const float sum = sums[n][e];
     long long at = -1;
     if (sum != 0.0f) {
-      at = Derivative::template offset<k>(captured_of<Derivative>(captured), 0.0f, 0, h, query(e), key(n, e),
+      at = Derivative::template offset<k>(captured_of<Derivative>(captured), 0.0f, b, h, query(e), key(n, e),
                                           inside(n, e));
     }
     if constexpr (Config::kPartialSums) {

@@ -10,15 +10,17 @@
 
 namespace fusegrad::device {
 
-/// What a score_mod reads of a thread's pairs that is the same in every batch, kept in shared memory by each thread for
-/// itself: kBlocks times four pairs. kUsed: whether it is kept at all.
-template <class Mod, int kBlocks, int kThreads, bool kUsed>
+/// What a score_mod reads of a thread's pairs that is the same in every batch, or with kGrouped in every batch of a
+/// group, kept in shared memory by each thread for itself: kBlocks times four pairs. kUsed: whether it is kept at all.
+template <class Mod, int kBlocks, int kThreads, bool kUsed, bool kGrouped = false>
 class KeptReads {
   using Captured = typename Mod::Captured;
 
  public:
   /// Whether read k is kept. What another read needs as a place is not.
-  static __device__ constexpr bool there(int k) { return kUsed && !Mod::kPairOnBatch[k] && !Mod::kPairInteger[k]; }
+  static __device__ constexpr bool there(int k) {
+    return kUsed && (!Mod::kPairOnBatch[k] || (kGrouped && Mod::kPairOnGroup[k])) && !Mod::kPairInteger[k];
+  }
 
  private:
   static constexpr int kPiece = kBlocks * kThreads * 16;
@@ -46,9 +48,9 @@ class KeptReads {
   static constexpr int kCount = before(Mod::kPairReads);
   static constexpr int kBytes = kCount * kPiece;
 
-  /// pair(block, e) is a pair's {query, key}, inside(block, e) whether it has any.
+  /// pair(block, e) is a pair's {query, key}, inside(block, e) whether it has any; b, a batch that has the reads.
   template <class Pair, class Inside>
-  static __device__ __forceinline__ void load(unsigned kept, const Captured& captured, int h, const Pair& pair,
+  static __device__ __forceinline__ void load(unsigned kept, const Captured& captured, int b, int h, const Pair& pair,
                                               const Inside& inside) {
     for_each_read([&](auto read) {
       constexpr int k = decltype(read)::value;
@@ -58,7 +60,7 @@ class KeptReads {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const auto [q, kv] = pair(block, e);
-          x[e] = Mod::template pair_read<k>(captured, 0, h, q, kv, inside(block, e));
+          x[e] = Mod::template pair_read<k>(captured, b, h, q, kv, inside(block, e));
         }
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place(kept, k, block)), "f"(x[0]), "f"(x[1]),
                      "f"(x[2]), "f"(x[3])
@@ -178,8 +180,8 @@ class PairBoxes {
 
   /// sm_90: called by one thread, which arrives at `full` too: copies the tiles that TMA copies. What lies beyond the
   /// tensor is NaN.
-  static __device__ __forceinline__ void bring_mapped(unsigned to, unsigned full, const TensorMap* maps, int b, int h,
-                                                      int q, int kv) {
+  static __device__ __forceinline__ void bring_mapped(unsigned to, unsigned full, const TensorMap* maps,
+                                                      const Captured& captured, int b, int h, int q, int kv) {
     Barrier::expect(full, kMaps * kMapBytes);
     for_each_box([&](auto box) {
       constexpr int k = decltype(box)::value;
@@ -187,7 +189,7 @@ class PairBoxes {
 #pragma unroll
         for (int c = 0; c < chunks_of(kKeys); ++c)
           copy_box(to + offset(k) + c * kQueries * kChunkBytes, maps[map_of(k)], full, kv + c * kChunk, q,
-                   (Mod::kPairMap[k] & 2) != 0 ? h : 0, (Mod::kPairMap[k] & 1) != 0 ? b : 0);
+                   (Mod::kPairMap[k] & 2) != 0 ? h : 0, Mod::template pair_batch<k>(captured, b));
       }
     });
   }

@@ -29,7 +29,7 @@ struct NoMod {
   static constexpr char kLineOf[] = {0};
   static constexpr int kLineWords[] = {0};
   static constexpr int kPairReads = 0;
-  static constexpr bool kPairOnBatch[] = {false};
+  static constexpr bool kPairOnBatch[] = {false}, kPairOnGroup[] = {false};
   static constexpr int kPairBox[] = {0};
   static constexpr int kPairMap[] = {-1};
   static constexpr bool kPairBFloat16[] = {false};

@@ -381,7 +381,7 @@ class FlexBackwardHopperTiles {
       if (p.tile >= 0) {
         if constexpr (Boxes::kMapped) {
           if (lane() == 0)
-            Boxes::bring_mapped(boxes(stage), boxes_full(stage), more_.boxes, p.b, p.h, p.row(), p.col());
+            Boxes::bring_mapped(boxes(stage), boxes_full(stage), more_.boxes, score_, p.b, p.h, p.row(), p.col());
           __syncwarp();
         }
         Boxes::template bring<kLanes>(boxes(stage), boxes_full(stage), score_, p.b, p.h, p.row(), p.col(), a_.queries,

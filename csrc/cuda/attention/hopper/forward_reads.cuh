@@ -57,7 +57,7 @@ class FlexForwardReads {
     }
     wait();
     if constexpr (Boxes::kMapped) {
-      if (thread == 0) Boxes::bring_mapped(stage, full, more.boxes, b, h, q, kv);
+      if (thread == 0) Boxes::bring_mapped(stage, full, more.boxes, score, b, h, q, kv);
     }
     Boxes::template bring<kThreads>(stage, full, score, b, h, q, kv, a.queries, a.keys, thread);
     if constexpr (kScoreLines) of_score.store(stage + Boxes::kBytes + kMaskLineBytes, thread);

@@ -26,7 +26,7 @@ class FlexGradBuffersHopper {
   static constexpr int kRowBytes = Config::kNarrow ? kNarrowBytes : kChunkBytes;
   static_assert(Config::kRows == 64 * Config::kGroups && Derivative::kContributions == 1);
   static_assert(!Config::kBlocks && !Config::kDropout && Config::kHead <= kChunk && Config::kValue <= kChunk);
-  using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true>;
+  using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true, Config::kGrouped>;
   static constexpr HopperGradBuffersMemory kMemory{{.rows = Config::kRows,
                                                     .cols = Config::kCols,
                                                     .head = Config::kHead,
@@ -48,8 +48,8 @@ class FlexGradBuffersHopper {
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
     const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows * col_tiles;
-    const int parts = static_cast<int>(gridDim.x) / (a_.heads * tiles);
-    const int place = static_cast<int>(blockIdx.x) / parts, b = static_cast<int>(blockIdx.x) % parts;
+    const BatchWalk<Config::kGrouped> batches(a_, a_.heads * tiles);
+    const int place = batches.place;
     h_ = place / tiles;
     row_ = place % tiles / col_tiles * Config::kRows;
     col_ = place % tiles % col_tiles * Config::kCols;
@@ -63,21 +63,21 @@ class FlexGradBuffersHopper {
     __syncthreads();
     if (__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == Config::kGroups) {
       give_registers<24>();
-      if (threadIdx.x == kThreads) produce(b, parts);
+      if (threadIdx.x == kThreads) produce(batches);
     } else {
       take_registers<240>();
       const bool masked = row_ + Config::kRows > a_.queries || col_ + Config::kCols > a_.keys;
       Kept::load(
-          shared_ + kMemory.kept.offset, score_, h_, [&](int n, int e) { return PairPlace{query(e), key(n, e)}; },
-          [&](int n, int e) { return is_inside(n, e); });
+          shared_ + kMemory.kept.offset, score_, batches.first, h_,
+          [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
       if (masked) {
-        consume<true>(b, parts);
+        consume<true>(batches);
       } else {
-        consume<false>(b, parts);
+        consume<false>(batches);
       }
       put_pair_sums<Config, 0, kThreads>(
-          sums_[0], sum_, score_, h_, [&](int e) { return query(e); }, [&](int n, int e) { return key(n, e); },
-          [&](int n, int e) { return is_inside(n, e); });
+          sums_[0], sum_, score_, batches.first, h_, [&](int e) { return query(e); },
+          [&](int n, int e) { return key(n, e); }, [&](int n, int e) { return is_inside(n, e); });
     }
   }
 
@@ -95,10 +95,11 @@ class FlexGradBuffersHopper {
   __device__ __forceinline__ int key(int n, int e) const { return col_ + n * 8 + lane() % 4 * 2 + e % 2; }
   __device__ __forceinline__ bool is_inside(int n, int e) const { return query(e) < a_.queries && key(n, e) < a_.keys; }
 
-  __device__ __forceinline__ void produce(int b, int parts) const {
+  template <class Batches>
+  __device__ __forceinline__ void produce(const Batches& batches) const {
     const int key_head = h_ / a_.group;
     Counted<Config::kStages> i;
-    for (; b < a_.batches; b += parts, i.next()) {
+    for (int b = batches.first; b < batches.end; b += batches.step, i.next()) {
       const int s = i.stage(), key_batch = a_.key_batches == 1 ? 0 : b;
       const unsigned barrier = full(s);
       Barrier::wait(empty(s), i.parity() ^ 1);
@@ -117,15 +118,15 @@ class FlexGradBuffersHopper {
     Barrier::arrive(full(i.stage()));
   }
 
-  template <bool kMasked>
-  __device__ __forceinline__ void consume(int b, int parts) {
+  template <bool kMasked, class Batches>
+  __device__ __forceinline__ void consume(const Batches& batches) {
     float score[2][kHalf][4], grad[2][kHalf][4];
     zero(sum_);
     Counted<Config::kStages> i;
     Barrier::wait(full(0), 0);
     multiply(score[0], grad[0], 0, 0);
     wait_products(score[0], grad[0]);
-    for (; b < a_.batches; b += parts) {
+    for (int b = batches.first; b < batches.end; b += batches.step) {
       const int s = i.stage();
       FlexRow rows[2];
       multiply(score[1], grad[1], s, 1);

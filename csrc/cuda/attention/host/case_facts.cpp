@@ -90,20 +90,23 @@ bool stores_query(const FlexCase& c, const FlexTileSize& t) {
 
 namespace {
 
-// Whether a read of a pair by itself is a number that is the same in every batch.
-bool is_kept(const score_mod::Graph& graph, score_mod::NodeId read) {
-  const auto on = score_mod::dependences(graph)[read].on();
-  return graph.type(read) == score_mod::Type::kFloat && (on & score_mod::set_of(score_mod::kVarB)) == 0;
+// Whether a read of a pair by itself is a number that is the same in every batch, or every batch of a group.
+bool is_kept(const score_mod::Graph& graph, score_mod::NodeId read, bool grouped = false) {
+  if (graph.type(read) != score_mod::Type::kFloat) return false;
+  const auto dependence = score_mod::dependences(graph);
+  if ((dependence[read].on() & score_mod::set_of(score_mod::kVarB)) == 0) return true;
+  const auto groups = score_mod::batch_groups(graph, graph[read].operands, dependence);
+  return grouped && groups && groups == score_mod::batch_groups(graph);
 }
 
 }  // namespace
 
-int kept_reads(const FlexMod& mod) {
-  if (mod.text.empty()) return 0;
-  const auto graph = score_mod::cached_graph(mod.text);
+int kept_reads(const FlexCase& c) {
+  if (c.score_mod.text.empty()) return 0;
+  const auto graph = score_mod::cached_graph(c.score_mod.text);
   const auto loads = score_mod::pair_reads(*graph);
   return static_cast<int>(
-      std::count_if(loads.begin(), loads.end(), [&](score_mod::NodeId id) { return is_kept(*graph, id); }));
+      std::count_if(loads.begin(), loads.end(), [&](score_mod::NodeId id) { return is_kept(*graph, id, c.grouped); }));
 }
 
 namespace {
@@ -171,16 +174,14 @@ bool stays(const FlexCase& c) {
   if (!c.many_batches || c.key_splits || c.blocks || c.most_queries != 64 || c.most_keys != 64) return false;
   FlexTileSize with_columns;
   with_columns.keeps = with_columns.columns = true;
-  return kept_reads(c.score_mod) > 0 || column_bytes(c, with_columns) > 0 ||
+  return kept_reads(c) > 0 || column_bytes(c, with_columns) > 0 ||
          (c.kernel == FlexKernel::kBackward && sums_columns(c));
 }
 
 namespace {
 
 // What the kept reads of a tile take.
-int kept_bytes(const FlexCase& c, const FlexTileSize& t) {
-  return t.keeps ? 4 * t.rows * t.cols * kept_reads(c.score_mod) : 0;
-}
+int kept_bytes(const FlexCase& c, const FlexTileSize& t) { return t.keeps ? 4 * t.rows * t.cols * kept_reads(c) : 0; }
 // What the boxes of a tile of the score_mod's reads take.
 int box_bytes(const FlexCase& c, const FlexTileSize& t) {
   if (!t.boxes) return 0;
@@ -274,7 +275,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                                 .value = value,
                                                 .stages = t.stages,
                                                 .narrow = narrow(c, t),
-                                                .kept = kept_reads(c.score_mod)})
+                                                .kept = kept_reads(c)})
             .bytes();
       }
       return device::GradBuffersMemory({.rows = t.rows,
@@ -282,7 +283,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                         .head = head,
                                         .value = value,
                                         .element_bytes = element,
-                                        .kept = kept_reads(c.score_mod)})
+                                        .kept = kept_reads(c)})
           .bytes();
     case FlexKernel::kTangents:
       if (hopper) {

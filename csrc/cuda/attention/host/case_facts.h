@@ -40,8 +40,8 @@ bool stores_boxes(const FlexCase& c, const FlexTileSize& t);
 /// Portable: whether a CTA of the backward has all keys of each of its queries, and there are any.
 bool stores_query(const FlexCase& c, const FlexTileSize& t);
 
-/// Reads of pairs that are the same in every batch.
-int kept_reads(const FlexMod& mod);
+/// Reads of pairs that are the same in every batch, or, where CTAs have groups of batches, in every batch of a group.
+int kept_reads(const FlexCase& c);
 /// Of the column of a table that a (b, h) reaches; 0 where it is the whole table.
 int column_elements(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer);
 /// Of each read of a pair the elements of the column of its table, where that pays.

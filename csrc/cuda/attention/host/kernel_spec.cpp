@@ -113,6 +113,7 @@ std::string render_config(const KernelFacts& f) {
     config.choice("kMaxGradient", f.max_gradient);
     config.choice("kFixedPoint", f.fixed_point);
     config.choice("kPartialSums", f.partial_sums);
+    config.choice("kGrouped", f.grouped);
   }
   config.line("};");
   return std::move(config).text();

@@ -88,8 +88,8 @@ struct KernelFacts {
   bool unscaled = false, first_maximum = false, seamless = false, max_scores = false, out_low = false;
   // backward and grad_query
   bool grad_query = false, stores_boxes = false, ordered = false, whole = false, grad_key = false, grad_value = false,
-       grad_scores = false, max_gradient = false, fixed_point = false, partial_sums = false, stores_query = false,
-       stores_first = false;
+       grad_scores = false, max_gradient = false, fixed_point = false, partial_sums = false, grouped = false,
+       stores_query = false, stores_first = false;
   bool has_derivative = false;
   std::vector<bool> wants_grad;  ///< of each buffer of the score_mod
   std::string schemes;           ///< the class of each contribution, 'A' to 'G'

@@ -60,6 +60,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
     f.max_gradient = c.max_gradient;
     f.fixed_point = c.fixed_point;
     f.partial_sums = c.partial_sums;
+    f.grouped = c.grouped;
     f.has_derivative = has_derivative(c);
     f.grad_out_tangent = c.grad_out_tangent;
     f.wants_grad = c.wants_grad;
@@ -163,16 +164,35 @@ std::vector<FlexCase> backward_kernels(FlexCase c, const std::vector<bool>& need
   return kernels;
 }
 
+namespace {
+
+constexpr int64_t kLeastBatches = 4;
+
+// The groups of a call's batches, where they are large enough for sums over each.
+std::optional<device::FlexBatchGroups> groups_of(const score_mod::BatchGroups& read,
+                                                 std::span<const score_mod::Value> scalars, int64_t batches) {
+  const int64_t divisor = read.scalar ? scalars[static_cast<size_t>(read.divisor)].i : read.divisor;
+  if (divisor < 1) return std::nullopt;
+  const int64_t size = std::min(divisor, batches), rest = tiles_in(batches, size);
+  const bool neighbours = read.op == score_mod::Op::kFloorDiv;
+  if ((neighbours ? size : rest) < kLeastBatches) return std::nullopt;
+  const auto narrow = [](int64_t n) { return static_cast<int>(n); };
+  if (neighbours) return device::FlexBatchGroups{narrow(rest), narrow(size), 1};
+  return device::FlexBatchGroups{narrow(size), 1, narrow(size)};
+}
+
+}  // namespace
+
 void BatchSums::leave_out(FlexCase& c) const {
   for (size_t i = 0; i < c.wants_grad.size(); ++i) {
     if (common.wants_grad[i]) c.wants_grad[i] = false;
   }
 }
 
-std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
-                                           int64_t heads, int64_t queries, int64_t keys, int64_t processors,
-                                           bool deterministic, const std::string& architecture) {
-  constexpr int64_t kLeastBatches = 4;
+std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad,
+                                           std::span<const score_mod::Value> scalars, int64_t batches, int64_t heads,
+                                           int64_t queries, int64_t keys, int64_t processors, bool deterministic,
+                                           const std::string& architecture) {
   constexpr int kMostCols = 64, kMostContributions = 2;
   if (c.score_mod.text.empty() || c.dtype == DType::kFloat32 || batches < kLeastBatches) return std::nullopt;
   if (scheme_is_forced()) return std::nullopt;
@@ -182,29 +202,36 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
   const auto& contributions = derivative->contributions();
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
-  BatchSums found{c};
+  const auto read_groups = score_mod::batch_groups(*score_mod::cached_graph(c.score_mod.text));
+  const auto groups = read_groups ? groups_of(*read_groups, scalars, batches) : std::nullopt;
+  BatchSums found{c, groups.value_or(device::FlexBatchGroups{1, static_cast<int>(batches), 1})};
+  found.common.grouped = groups.has_value();
   found.common.kernel = FlexKernel::kGradBuffers;
   found.common.fixed_point = found.common.key_splits = false;
   found.common.partial_sums = true;
   for (size_t k = 0; k < steps.size(); ++k) {
-    if (!steps[k].over_batches) found.common.wants_grad[static_cast<size_t>(contributions[k].buffer)] = false;
+    const bool of_groups = groups && steps[k].groups == read_groups;
+    if (!steps[k].over_batches && !of_groups)
+      found.common.wants_grad[static_cast<size_t>(contributions[k].buffer)] = false;
   }
   int count = 0;
-  bool once = true;
+  bool once = true, one_group = true;  // of the batches that add to a place
   for (size_t k = 0; k < steps.size(); ++k) {
     if (!found.common.wants_grad[static_cast<size_t>(contributions[k].buffer)]) continue;
     ++count;
     once = once && steps[k].once_a_batch;
+    one_group = one_group && (found.groups.groups == 1 || !steps[k].over_batches);
   }
   if (count == 0 || count > kMostContributions) return std::nullopt;
   // As many CTAs a tile as fill the GPU, each of some batches.
   const FlexTileSize tile = grad_buffers_tile(found.common, architecture);
-  const int64_t tiles = heads * tiles_in(queries, tile.rows) * tiles_in(keys, tile.cols);
+  const int64_t members = tiles_in(batches, found.groups.groups);
+  const int64_t tiles = found.groups.groups * heads * tiles_in(queries, tile.rows) * tiles_in(keys, tile.cols);
   constexpr int64_t kMostParts = 64, kEnoughTiles = 1024;
   const int64_t places = grad_buffers_ctas(tile) * processors;
   if (tiles < kEnoughTiles) {
     double best = 0;
-    for (int64_t parts = 1; parts <= std::min(kMostParts, batches / kLeastBatches); ++parts) {
+    for (int64_t parts = 1; parts <= std::min(kMostParts, members / kLeastBatches); ++parts) {
       const int64_t ctas = tiles * parts, waves = tiles_in(ctas, places);
       const double filled = static_cast<double>(ctas) / static_cast<double>(waves * places);
       if (filled <= best) continue;
@@ -215,7 +242,7 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   }
   found.ctas = tiles * found.parts;
   // Where a place gets one sum of a CTA, the few of several CTAs are added to memory, unless in one order.
-  if (once && (found.parts == 1 || !deterministic)) found.common.partial_sums = false;
+  if (once && ((found.parts == 1 && one_group) || !deterministic)) found.common.partial_sums = false;
   constexpr int64_t kMostSums = int64_t{1} << 24;
   found.sums = found.ctas * tile.rows * tile.cols;
   if (found.common.partial_sums && found.sums > kMostSums) return std::nullopt;

@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "cuda/attention/device/arguments.cuh"
 #include "cuda/attention/host/kernel_spec.h"
+#include "score_mod/captured.h"
 
 namespace fusegrad::cuda {
 
@@ -44,6 +47,7 @@ struct FlexCase {
   bool ordered = false;       ///< Hopper: dQ is summed in one order
   bool whole = false;         ///< Hopper: a CTA may take all keys of a head
   bool partial_sums = false;  ///< A and B are stored head by head, F of CTAs that stay CTA by CTA
+  bool grouped = false;       ///< kGradBuffers: a CTA's batches are of one group (score_mod::batch_groups)
   bool tall = true;           ///< Hopper backward: tall tiles take less time than others
   int forward_rows = 256;     ///< Hopper forward: queries of the tallest tile that pays: 128, 192 or 256
 
@@ -81,20 +85,24 @@ std::vector<int> tangents_parts(int value_size);
 /// Tiles of so many that hold n.
 constexpr int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-/// A kernel (kGradBuffers) for the gradients of buffers in whose places b plays no part.
+/// A kernel (kGradBuffers) for the gradients of buffers in whose places b plays no part, or the same one for all
+/// batches of a group.
 struct BatchSums {
-  FlexCase common;    ///< wants the gradients of these buffers alone
-  int64_t parts = 1;  ///< CTAs for each tile of a head's pairs, which share its batches
+  FlexCase common;  ///< wants the gradients of these buffers alone
+  device::FlexBatchGroups groups;
+  int64_t parts = 1;  ///< CTAs for each tile of a head's pairs, which share the batches of a group
   int64_t ctas = 0, sums = 0;
 
   /// Leaves these buffers out of what the backward's other kernels are to do.
   void leave_out(FlexCase& c) const;
 };
-/// Which buffers' gradients are better summed over batches first: those that every batch shares, of small heads. `c` is
-/// what the kernels of a backward have in common, `needs_grad` of query, key and value.
-std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad, int64_t batches,
-                                           int64_t heads, int64_t queries, int64_t keys, int64_t processors,
-                                           bool deterministic, const std::string& architecture);
+/// Which buffers' gradients are better summed over batches first: those that every batch, or each of a group, shares,
+/// of small heads. `c` is what the kernels of a backward have in common, `needs_grad` of query, key and value,
+/// `scalars` the score_mod's.
+std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<bool>& needs_grad,
+                                           std::span<const score_mod::Value> scalars, int64_t batches, int64_t heads,
+                                           int64_t queries, int64_t keys, int64_t processors, bool deterministic,
+                                           const std::string& architecture);
 
 /// FlexCase::covered for so many b, h, q_idx and kv_idx.
 std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4>& lengths);

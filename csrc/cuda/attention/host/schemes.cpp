@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <functional>
+#include <optional>
 
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/host/case_facts.h"
@@ -50,7 +51,7 @@ bool sums_of_ctas(const FlexCase& c, const std::vector<score_mod::ScatterStep>& 
   one.kernel = FlexKernel::kBackward;
   one.grad_query = one.grad_key = one.grad_value = one.partial_sums = true;
   one.fixed_point = false;
-  const KernelFacts& facts = plan_kernel(one, architecture).facts();
+  const KernelFacts facts = plan_kernel(one, architecture).facts();
   return facts.tile.keeps && facts.schemes == std::string(steps.size(), 'F');
 }
 
@@ -72,10 +73,15 @@ bool stores_tiles(const FlexCase& c, const KernelFacts& facts, const score_mod::
                   const score_mod::ScatterStep& step, size_t buffer) {
   using score_mod::Input;
   const auto same = c.dtype == DType::kBFloat16 ? score_mod::DType::kBFloat16 : score_mod::DType::kFloat16;
-  const std::vector<Input> pairs{Input::kB, Input::kH, Input::kQ, Input::kKv};
+  constexpr std::array kPairs{Input::kB, Input::kH, Input::kQ, Input::kKv};
+  std::vector<Input> inputs;
+  for (const auto& input : step.inputs) {
+    if (input) inputs.push_back(*input);
+  }
   return facts.hopper() && facts.grad_query && c.dtype != DType::kFloat32 && c.score_mod.dtypes[buffer] == same &&
-         derivative.contributions().size() == 1 && score_mod::passes_gradient(derivative) && step.inputs == pairs &&
-         buffer < c.sizes.size() && c.sizes[buffer][3] % 8 == 0;
+         derivative.contributions().size() == 1 && score_mod::passes_gradient(derivative) &&
+         std::equal(inputs.begin(), inputs.end(), kPairs.begin(), kPairs.end()) && step.inputs.back() &&
+         buffer < c.sizes.size() && c.sizes[buffer].back() % 8 == 0;
 }
 
 }  // namespace
@@ -128,8 +134,9 @@ std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4
     const auto& inputs = steps[k].inputs;
     const auto buffer = static_cast<size_t>(derivative->contributions()[k].buffer);
     if (inputs.empty() || buffer >= covered.size()) continue;
-    const auto length_of = [&](score_mod::Input input) {
-      return input == score_mod::Input::kB   ? lengths[0]
+    const auto length_of = [&](std::optional<score_mod::Input> input) {
+      return !input                          ? 1
+             : input == score_mod::Input::kB ? lengths[0]
              : input == score_mod::Input::kH ? lengths[1]
              : input == score_mod::Input::kQ ? lengths[2]
                                              : lengths[3];

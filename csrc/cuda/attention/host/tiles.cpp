@@ -237,7 +237,7 @@ int contributions(const FlexCase& c) {
 // shared memory of every GPU.
 FlexTileSize grad_buffers_tile(const FlexCase& c, const std::string& architecture) {
   const int cols = std::max(head_cols(c), value_cols(c));
-  const bool one = kept_reads(c.score_mod) <= 1, long_queries = c.most_queries != 64;
+  const bool one = kept_reads(c) <= 1, long_queries = c.most_queries != 64;
   const bool hopper = architecture == "90a" && forced_family.load() != FlexFamily::kPortable && cols <= kHopperCols;
   // Sums of a second contribution would not fit the registers.
   if (hopper && long_queries && c.most_keys != 64 && one && contributions(c) == 1)
@@ -291,7 +291,7 @@ std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize
   std::vector<FlexTileSize> found;
   for (FlexTileSize& t : tiles) {
     // Of places of reads that are kept, boxes would be copied for each batch in vain.
-    t.boxes = !t.keeps || kept_reads(c.score_mod) == 0;
+    t.boxes = !t.keeps || kept_reads(c) == 0;
     found.push_back(t);
   }
   for (FlexTileSize& t : tiles) {

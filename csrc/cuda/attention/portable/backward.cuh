@@ -123,7 +123,7 @@ class FlexBackward {
       return PairPlace{part() * kPart + block % kBlocksN * 8 + lane() % 4 * 2 + e % 2,
                        first_key() + block / kBlocksN * 16 + e / 2 * 8};
     };
-    Kept::load(kept(), score_, key_head_, place, [&](int block, int e) {
+    Kept::load(kept(), score_, 0, key_head_, place, [&](int block, int e) {
       const PairPlace at = place(block, e);
       return at.q < a_.queries && at.kv < a_.keys;
     });

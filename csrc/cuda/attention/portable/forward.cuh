@@ -129,7 +129,7 @@ class FlexForward {
       return PairPlace{first_row() + block / kBlocksN * 16 + lane() / 4 + e / 2 * 8,
                        block % kBlocksN * 8 + lane() % 4 * 2 + e % 2};
     };
-    Kept::load(kept(), score_, h_, place, [&](int block, int e) {
+    Kept::load(kept(), score_, 0, h_, place, [&](int block, int e) {
       const PairPlace at = place(block, e);
       return at.q < a_.queries && at.kv < a_.keys;
     });

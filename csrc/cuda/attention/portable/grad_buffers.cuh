@@ -4,7 +4,8 @@
 // the score_mod reads of a pair it reads once. It computes scores and their gradients again, two products of the
 // backward's five.
 //
-// The CTAs of a head's tile have every n-th batch each, of the grid's n times as many CTAs as there are tiles.
+// The CTAs of a head's tile have every n-th batch each, of the grid's n times as many CTAs as there are tiles; with
+// kGrouped those of a head's tile and of a group of batches, which share what pairs read and add to.
 // backward.cuh describes Config; there is no block mask and no dropout, and every contribution's index is known before
 // any score.
 //   kPartialSums               sums are stored, and summed by a later kernel; else they are added to memory
@@ -31,7 +32,7 @@ class FlexGradBuffers {
   static constexpr int kBlocksN = Config::kCols / 8;
   static constexpr int kCount = Derivative::kContributions;
   static_assert(Config::kRows == 16 * Config::kWarps && kCount > 0 && !Config::kBlocks && !Config::kDropout);
-  using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true>;
+  using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true, Config::kGrouped>;
   static constexpr GradBuffersMemory kMemory{{.rows = Config::kRows,
                                               .cols = Config::kCols,
                                               .head = Config::kHead,
@@ -51,8 +52,8 @@ class FlexGradBuffers {
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
     const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows * col_tiles;
-    const int parts = static_cast<int>(gridDim.x) / (a_.heads * tiles);
-    const int place = static_cast<int>(blockIdx.x) / parts;
+    const BatchWalk<Config::kGrouped> batches(a_, a_.heads * tiles);
+    const int place = batches.place;
     h_ = place / tiles;
     row_ = place % tiles / col_tiles * Config::kRows;
     col_ = place % tiles % col_tiles * Config::kCols;
@@ -60,35 +61,36 @@ class FlexGradBuffers {
     unsigned alive = ~0u;
     if (masked) alive = pairs_inside();
     Kept::load(
-        kept_, score_, h_, [&](int n, int e) { return PairPlace{query(e), key(n, e)}; },
+        kept_, score_, batches.first, h_, [&](int n, int e) { return PairPlace{query(e), key(n, e)}; },
         [&](int n, int e) { return (alive >> (n * 4 + e) & 1) != 0; });
 #pragma unroll
     for (int k = 0; k < kCount; ++k) zero(sum_[k]);
     if (masked) {
-      walk<true>(parts, alive);
+      walk<true>(batches, alive);
     } else {
-      walk<false>(parts, alive);
+      walk<false>(batches, alive);
     }
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
       put_pair_sums<Config, k, kThreads>(
-          sums_[k], sum_[k], score_, h_, [&](int e) { return query(e); }, [&](int n, int e) { return key(n, e); },
-          [&](int n, int e) { return (alive >> (n * 4 + e) & 1) != 0; });
+          sums_[k], sum_[k], score_, batches.first, h_, [&](int e) { return query(e); },
+          [&](int n, int e) { return key(n, e); }, [&](int n, int e) { return (alive >> (n * 4 + e) & 1) != 0; });
     });
   }
 
  private:
-  template <bool kMasked>
-  __device__ __forceinline__ void walk(int parts, unsigned alive) {
-    int b = static_cast<int>(blockIdx.x) % parts, stage = 0;
+  template <bool kMasked, class Batches>
+  __device__ __forceinline__ void walk(const Batches& batches, unsigned alive) {
+    if (batches.first >= batches.end) return;  // of a group with few batches
+    int stage = 0;
     FlexRow rows[2], next_rows[2] = {};
-    load(b, 0, next_rows);
-    for (; b < a_.batches; b += parts) {
+    load(batches.first, 0, next_rows);
+    for (int b = batches.first; b < batches.end; b += batches.step) {
       rows[0] = next_rows[0];
       rows[1] = next_rows[1];
       wait_copies<0>();
       __syncthreads();
-      if (b + parts < a_.batches) load(b + parts, 1 - stage, next_rows);
+      if (b + batches.step < batches.end) load(b + batches.step, 1 - stage, next_rows);
       step<kMasked>(b, stage, rows, alive);
       stage = 1 - stage;
     }

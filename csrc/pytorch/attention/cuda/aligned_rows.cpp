@@ -2,10 +2,12 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
+#include <limits>
 #include <vector>
 
-#include "cuda/attention/host/transpose.h"
+#include "cuda/attention/host/copy_rows.h"
 
 namespace fusegrad::cuda {
 
@@ -50,36 +52,45 @@ Tensor without_expanded(const Tensor& t) {
 
 namespace {
 
-// Copies by flex_transpose, if a dimension before the last one is dense and at most two others are there.
-bool transpose(const Tensor& from, const Tensor& to, void* stream) {
+// Copies by flex_copy_rows: where the last dimension, or another one, is dense, and at most three others are there.
+bool copy_rows(const Tensor& from, const Tensor& to, void* stream) {
   const int64_t last = from.dim() - 1;
-  if (from.stride(last) == 1) return false;
-  std::vector<int64_t> outer;
-  int64_t dense = -1;
+  const bool dense_rows = from.stride(last) == 1;
+  if (dense_rows && from.numel() > std::numeric_limits<int32_t>::max()) return false;
+  std::vector<int64_t> others;
   for (int64_t d = 0; d < last; ++d) {
-    if (from.size(d) == 1) continue;
-    if (dense < 0 && from.stride(d) == 1) {
-      dense = d;
-    } else {
-      outer.push_back(d);
-    }
+    if (from.size(d) != 1) others.push_back(d);
   }
-  if (dense < 0 || outer.size() > 2) return false;
-  FlexTransposed p{.from = from.const_data_ptr(),
+  if (others.size() > 3) return false;
+  // The dimension that is dense comes last of them.
+  const auto is_dense = [&](int64_t d) { return from.stride(d) == 1; };
+  const auto dense = std::find_if(others.begin(), others.end(), is_dense);
+  if (!dense_rows) {
+    if (dense == others.end()) return false;
+    std::rotate(dense, dense + 1, others.end());
+  }
+  FlexCopiedRows p{.from = from.const_data_ptr(),
                    .to = to.mutable_data_ptr(),
                    .outer = {1, 1},
                    .from_outer = {},
                    .to_outer = {},
-                   .inner = from.size(dense),
+                   .inner = 1,
+                   .from_inner = 0,
+                   .to_inner = 0,
                    .last = from.size(last),
-                   .from_last = from.stride(last),
-                   .to_inner = to.stride(dense)};
-  for (size_t i = 0; i < outer.size(); ++i) {
-    p.outer.at(i) = from.size(outer[i]);
-    p.from_outer.at(i) = from.stride(outer[i]);
-    p.to_outer.at(i) = to.stride(outer[i]);
+                   .from_last = from.stride(last)};
+  if (!others.empty()) {
+    p.inner = from.size(others.back());
+    p.from_inner = from.stride(others.back());
+    p.to_inner = to.stride(others.back());
+    others.pop_back();
   }
-  flex_transpose(p, static_cast<int>(from.element_size()), stream);
+  for (size_t i = 0; i < others.size(); ++i) {
+    p.outer.at(i) = from.size(others[i]);
+    p.from_outer.at(i) = from.stride(others[i]);
+    p.to_outer.at(i) = to.stride(others[i]);
+  }
+  flex_copy_rows(p, static_cast<int>(from.element_size()), stream);
   return true;
 }
 
@@ -91,8 +102,8 @@ Tensor with_box_rows(const Tensor& t, void* stream) {
   auto sizes = from.sizes().vec();
   sizes.back() = (size + vector - 1) / vector * vector;
   const Tensor to = at::empty(sizes, from.options()).narrow(last, 0, size);
-  // PyTorch's copy reads what is dense along another dimension than the last one a few bytes at a time.
-  if (!transpose(from, to, stream)) to.copy_(from);
+  // PyTorch's copy reads rows that begin anywhere, and what is dense along another dimension, a few bytes at a time.
+  if (!copy_rows(from, to, stream)) to.copy_(from);
   return to.expand(t.sizes());
 }
 

@@ -13,8 +13,8 @@ at::Tensor new_aligned_rows(const at::Tensor& t, bool zeros_beyond);
 /// `t`, or a copy with such rows and zeros beyond.
 at::Tensor with_aligned_rows(const at::Tensor& t);
 
-/// Whether boxes (device::PairBoxes) are copied from a buffer 16 bytes at a time: rows as above, which may end anywhere,
-/// of a buffer of any rank.
+/// Whether boxes (device::PairBoxes) are copied from a buffer 16 bytes at a time: rows as above, which may end
+/// anywhere, of a buffer of any rank.
 bool has_box_rows(const at::Tensor& t);
 /// The part of a tensor that its expanded dimensions repeat, the last dimension aside.
 at::Tensor without_expanded(const at::Tensor& t);

@@ -49,9 +49,13 @@ FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& fact
   }
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (stored[i]) {
-      const bool there = grads[i].is_contiguous() && (!in_tiles[i] || has_aligned_rows(grads[i]));
+      // Less the dimensions of size 1.
+      const auto by_pairs = [&](const Tensor& t) {
+        return t.view({query.size(0), query.size(1), query.size(2), key.size(2)});
+      };
+      const bool there = grads[i].is_contiguous() && (!in_tiles[i] || has_aligned_rows(by_pairs(grads[i])));
       sums_.push_back(there ? grads[i] : at::empty(grads[i].sizes(), grads[i].options()));
-      if (in_tiles[i]) tiles_ = sums_.back();
+      if (in_tiles[i]) tiles_ = by_pairs(sums_.back());
       fixed[i] = false;
       continue;
     }

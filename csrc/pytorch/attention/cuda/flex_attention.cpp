@@ -67,8 +67,9 @@ Backward backward_case(FlexCall& call, const FlexScores& scores, const std::vect
   const FlexShape& n = call.shape();
   if (c.wants_buffers()) {
     c.covered = covered_buffers(c, {n.batches, n.heads, n.queries, n.keys});
-    made.apart = sums_over_batches(c, needs_grad, n.batches, n.heads, n.queries, n.keys, gpu::multiprocessors(),
-                                   deterministic, jit::current_architecture());
+    const score_mod::CapturedTensors captured({}, scores.score_mod.scalars);
+    made.apart = sums_over_batches(c, needs_grad, captured.scalars(), n.batches, n.heads, n.queries, n.keys,
+                                   gpu::multiprocessors(), deterministic, jit::current_architecture());
   }
   if (made.apart) made.apart->leave_out(c);
   if (!deterministic || !c.wants_buffers()) return made;
@@ -262,6 +263,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   if (of_buffers) {
     const FlexBufferSums over_batches(scores, of_buffers->spec.facts(), query, key, grads.buffers, apart->ctas);
     auto arguments = over_batches.arguments();
+    a.batch_groups = apart->groups;
     std::vector<void*> further{arguments.data()};
     device::FlexBackwardHopperArguments more{};
     if (of_buffers->spec.facts().hopper()) {
