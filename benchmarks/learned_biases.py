@@ -1,11 +1,12 @@
 """Attention with learned biases, and the shapes around it, beside every peer that can compute them.
 
 Rows are models' shapes: triangle attention and pair biases (AlphaFold, Evoformers, with heads last as a linear layer
-of pairs leaves them, with odd lengths and for two proteins at once too), T5's buckets, windows (Swin), Graphormer's tables, head sizes from 32
-to 192, few queries against a long cache, and language models' shapes. Forward and backward are timed each for itself.
-"plain" is our own attention without the function, "frozen" our backward where the tables want no gradient, "ordered"
-the deterministic one. Peers: compiled flex_attention, SDPA's memory-efficient backend with the bias as attn_mask, its
-cuDNN backend, FlashAttention 4, cuEquivariance's triangle_attention, and the formula in plain PyTorch, "math".
+of pairs leaves them, with odd lengths and for two proteins at once too), T5's buckets, windows (Swin), Graphormer's
+tables, head sizes from 32 to 192, few queries against a long cache, and language models' shapes. Forward and backward
+are timed each for itself. "plain" is our own attention without the function, "frozen" our backward where the tables
+want no gradient, "ordered" the deterministic one. Peers: compiled flex_attention, SDPA's memory-efficient backend with
+the bias as attn_mask, its cuDNN backend, FlashAttention 4, cuEquivariance's triangle_attention, and the formula in
+plain PyTorch, "math".
 
 Traffic is what a call must move once, with the biases, at 7/8 of the peak of the GPU's memory (4.3 TB/s of an H200).
 

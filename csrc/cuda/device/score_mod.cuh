@@ -9,11 +9,12 @@ using int64 = long long;
 
 // --- primitives ---------------------------------------------------------------------------------------------
 
+// Divisions of integers have no branches: what is the same for all pairs is computed once then.
 template <class T>
 __device__ __forceinline__ T floor_mod(T a, T b) {
-  if (b == 0 || b == -1) return 0;
-  const T m = a % b;
-  return m != 0 && (m < 0) != (b < 0) ? m + b : m;
+  const bool divides = b == 0 || b == -1;
+  const T d = divides ? 1 : b, m = a % d, above = m != 0 & (m < 0) != (d < 0) ? m + d : m;
+  return divides ? 0 : above;
 }
 template <>
 __device__ __forceinline__ float floor_mod(float a, float b) {
@@ -23,10 +24,9 @@ __device__ __forceinline__ float floor_mod(float a, float b) {
 
 template <class T>
 __device__ __forceinline__ T floor_div(T a, T b) {
-  if (b == 0) return 0;
-  if (b == -1) return -a;
-  const T q = a / b;
-  return a % b != 0 && ((a < 0) != (b < 0)) ? q - 1 : q;
+  const T d = b == 0 || b == -1 ? 1 : b, q = a / d;
+  const T below = a % d != 0 & (a < 0) != (d < 0) ? q - 1 : q;
+  return b == 0 ? 0 : b == -1 ? -a : below;
 }
 // floor(a / b) would be off by one where the quotient rounds up to the next integer.
 template <>

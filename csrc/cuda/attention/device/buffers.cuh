@@ -699,15 +699,14 @@ __device__ __forceinline__ void put_pair_sums(const FlexSums& to, const float (&
   using Derivative = typename Config::Derivative;
   const long long first =
       static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols + static_cast<int>(threadIdx.x);
+  // A copy, which no addition to memory may change: what depends on b and h alone is computed once.
+  const typename Derivative::Captured own = captured_of<Derivative>(captured);
 #pragma unroll
   for (int i = 0; i < kBlocksN * 4; ++i) {
     const int n = i / 4, e = i % 4;
     const float sum = sums[n][e];
-    long long at = -1;
-    if (sum != 0.0f) {
-      at = Derivative::template offset<k>(captured_of<Derivative>(captured), 0.0f, b, h, query(e), key(n, e),
-                                          inside(n, e));
-    }
+    const long long at =
+        Derivative::template offset<k>(own, 0.0f, b, h, query(e), key(n, e), inside(n, e) && sum != 0.0f);
     if constexpr (Config::kPartialSums) {
       static_cast<float*>(to.data)[first + i * kThreads] = at < 0 ? 0.0f : sum;
       if (at >= 0) to.elements[first + i * kThreads] = at;
