@@ -107,14 +107,18 @@ def pairs(of: str, dtype: torch.dtype, heads_last: bool = False) -> Callable[[Ro
     return make
 
 
-def two_groups(row: Row) -> Bias:
+def two_groups(dtype: torch.dtype) -> Callable[[Row], Bias]:
     """`t[b // n, h, q, k]`: the batches are the rows, or the samples, of two proteins."""
-    table, n = floats(2, row.heads, row.queries, row.keys, dtype=BF16), row.batch // 2
 
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return score + table[b // n, h, q, k]
+    def make(row: Row) -> Bias:
+        table, n = floats(2, row.heads, row.queries, row.keys, dtype=dtype), row.batch // 2
 
-    return Bias(score_mod, [table], lambda: table.repeat_interleave(n, 0))
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score + table[b // n, h, q, k]
+
+        return Bias(score_mod, [table], lambda: table.repeat_interleave(n, 0))
+
+    return make
 
 
 def t5(row: Row) -> Bias:
@@ -188,8 +192,8 @@ CUDA_ROWS = (
     Row("triangle", 253, 4, 253, 253, 32, bias=TRIANGLE, **BOX),
     Row("triangle, heads last", 256, 4, 256, 256, 32, bias=pairs("hqk", BF16, heads_last=True), **BOX),
     Row("af3 tokens, heads last", 2, 16, 512, 512, 24, bias=pairs("bhqk", BF16, heads_last=True)),
-    Row("two triangles", 512, 4, 256, 256, 32, bias=two_groups, **BOX),
-    Row("af3 samples", 48, 16, 384, 384, 48, bias=two_groups, **BOX),
+    Row("two triangles", 512, 4, 256, 256, 32, bias=two_groups(BF16), **BOX),
+    Row("af3 samples", 48, 16, 384, 384, 48, bias=two_groups(BF16), **BOX),
     Row("af3 float32", 2, 16, 768, 768, 64, bias=pairs("bhqk", FP32), **BOX),
     Row("af3 atoms", 64, 4, 32, 128, 32, bias=pairs("bhqk", BF16), **BOX),
     Row("evoformer", 16, 4, 768, 768, 32, bias=pairs("bhqk", BF16), **BOX),
@@ -225,6 +229,8 @@ CPU_ROWS = (
     Row("triangle", 16, 4, 128, 128, 32, bias=TRIANGLE),
     Row("triangle", 8, 4, 256, 256, 32, bias=TRIANGLE),
     Row("triangle, heads last", 8, 4, 253, 253, 32, bias=pairs("hqk", FP32, heads_last=True)),
+    Row("two triangles", 16, 4, 128, 128, 32, bias=two_groups(FP32)),
+    Row("two triangles", 16, 4, 256, 256, 32, bias=two_groups(FP32)),
     Row("af3 tokens", 1, 16, 256, 256, 24, bias=pairs("bhqk", FP32)),
     Row("af3 tokens", 1, 8, 384, 384, 64, bias=pairs("bhqk", FP32)),
     Row("af3 atoms", 16, 4, 32, 128, 32, bias=pairs("bhqk", FP32)),

@@ -84,7 +84,7 @@ void store(const BufferGradient& gradient, int64_t at, const T* values, int64_t 
 
 template <class T>
 BufferSums<T>::BufferSums(const Host& host, const FlexBackwardCall& call, const score_mod::Lengths& lengths,
-                          int64_t key_batches, int64_t key_heads)
+                          int64_t key_batches, int64_t key_heads, int64_t key_blocks)
     : host_(host), sums_(call.needs_buffers.size()) {
   const auto& wanted = call.needs_buffers;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool w) { return w; })) return;
@@ -101,22 +101,28 @@ BufferSums<T>::BufferSums(const Host& host, const FlexBackwardCall& call, const 
     }
     return true;
   };
+  // Lanes with sums of their own for a buffer.
+  const auto lanes_of = [&](size_t i) {
+    return std::max<int64_t>(kSumBytes / (call.buffers[i].count * int64_t{sizeof(T)}), 4);
+  };
   // The finest cut that all large buffers allow, of those that give every thread some work.
   const int64_t threads = cpu::threads(host);
+  int64_t own_lanes = threads;
+  for (size_t i = 0; i < sums_.size(); ++i) {
+    if (large(i)) own_lanes = std::min(own_lanes, lanes_of(i));
+  }
   if (!all_allow(LaneCut::kAnywhere)) {
     if (key_batches * key_heads >= threads && all_allow(LaneCut::kHeads)) {
       cut_ = LaneCut::kHeads;
     } else if (key_batches >= threads && all_allow(LaneCut::kBatches)) {
       cut_ = LaneCut::kBatches;
-    } else if (all_allow(LaneCut::kKeys)) {
+    } else if (key_blocks >= own_lanes && all_allow(LaneCut::kKeys)) {
       cut_ = LaneCut::kKeys;
     }
   }
   for (size_t i = 0; i < sums_.size(); ++i) {
     sums_[i].shared = large(i) && allows(agreed[i], cut_);
-    if (!large(i) || sums_[i].shared) continue;
-    const int64_t bytes = call.buffers[i].count * int64_t{sizeof(T)};
-    most_lanes_ = std::min(most_lanes_, std::max<int64_t>(kSumBytes / bytes, 4));
+    if (large(i) && !sums_[i].shared) most_lanes_ = std::min(most_lanes_, lanes_of(i));
   }
 }
 

@@ -36,7 +36,7 @@ class Backward {
         call_(call),
         lse_(static_cast<const T*>(call.saved.lse)),
         max_(static_cast<const T*>(call.saved.max_scores)),
-        sums_(host, call, p_.lengths(), p_.key_batches, p_.key_heads) {
+        sums_(host, call, p_.lengths(), p_.key_batches, p_.key_heads, tiles_in(p_.keys, kKeyBlock)) {
     if (call.grad_out.data != nullptr) grad_out_.emplace(call.grad_out);
     if (call.needs_query) grad_query_.emplace(call.query);
     if (call.needs_key) grad_key_.emplace(call.key);
