@@ -1,0 +1,60 @@
+// Bounds of integer values, against all values of their operands.
+#include <gtest/gtest.h>
+
+#include "score_mod/index_analysis.h"
+#include "score_mod/text.h"
+
+namespace fusegrad::score_mod {
+namespace {
+
+int64_t floor_div(int64_t a, int64_t b) {
+  if (b == 0) return 0;
+  const int64_t q = a / b;
+  return a % b != 0 && (a < 0) != (b < 0) ? q - 1 : q;
+}
+int64_t mod(int64_t a, int64_t b) { return b == 0 ? 0 : a - b * floor_div(a, b); }
+
+// The bounds of an operation on two scalars of these bounds.
+Interval bounds(const std::string& op, Interval a, Interval b) {
+  const Graph graph =
+      parse("score_mod 1\nscalar $0 i64\nscalar $1 i64\n%0 = " + op + " $0 $1\n%1 = mul score %0\nreturn %1\n");
+  const Interval scalars[] = {a, b};
+  const auto found = intervals(graph, {}, {}, scalars);
+  for (NodeId id = 0; id < static_cast<NodeId>(found.size()); ++id) {
+    if (graph[id].op == Op::kFloorDiv || graph[id].op == Op::kMod) return found[id];
+  }
+  ADD_FAILURE() << "there is no " << op;
+  return {};
+}
+
+TEST(Intervals, HoldQuotientsAndRemainders) {
+  constexpr int64_t kMost = 5;
+  for (int64_t low = -kMost; low <= kMost; ++low) {
+    for (int64_t high = low; high <= kMost; ++high) {
+      for (int64_t least = -kMost; least <= kMost; ++least) {
+        for (int64_t most = least; most <= kMost; ++most) {
+          const Interval quotient = bounds("floor_div", {low, high}, {least, most});
+          const Interval remainder = bounds("mod", {low, high}, {least, most});
+          for (int64_t a = low; a <= high; ++a) {
+            for (int64_t b = least; b <= most; ++b) {
+              ASSERT_TRUE(quotient.low <= floor_div(a, b) && floor_div(a, b) <= quotient.high) << a << " // " << b;
+              ASSERT_TRUE(remainder.low <= mod(a, b) && mod(a, b) <= remainder.high) << a << " % " << b;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// b // n and b % n of a number n of the call are no more than 32 bits, whatever its sign.
+TEST(Intervals, OfQuotientsBySmallNumbersAreSmall) {
+  constexpr Interval kIndex{0, (int64_t{1} << 30) - 1}, kSmall{-(int64_t{1} << 30), int64_t{1} << 30}, kAny{};
+  for (const char* op : {"floor_div", "mod"}) EXPECT_TRUE(bounds(op, kIndex, kSmall).fits_int32()) << op;
+  EXPECT_TRUE(bounds("floor_div", kIndex, kAny).fits_int32());
+  EXPECT_FALSE(bounds("mod", kIndex, kAny).fits_int32());
+  EXPECT_FALSE(bounds("floor_div", kAny, kSmall).fits_int32());
+}
+
+}  // namespace
+}  // namespace fusegrad::score_mod
