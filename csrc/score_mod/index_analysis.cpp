@@ -73,13 +73,13 @@ Interval interval_of(Op op, const Interval* x) {
       return a;
     case Op::kMod:
       if (b.low > 0) return {0, a.low >= 0 ? std::min(a.high, b.high - 1) : b.high - 1};
-      // Of the divisor's sign and less than it; of a divisor of 0 it is 0.
+      // The remainder has the divisor's sign and a smaller magnitude; by 0 it is 0.
       return bounded(std::min<__int128>(static_cast<__int128>(b.low) + 1, 0),
                      std::max<__int128>(static_cast<__int128>(b.high) - 1, 0));
     case Op::kFloorDiv:
       // Dividing by at least 1 moves towards 0 or to -1.
       if (b.low > 0) return {std::min<int64_t>(a.low, 0), std::max<int64_t>(a.high, 0)};
-      // Nor is it larger than the dividend where the divisor is negative, or 0, of which it is 0.
+      // By a negative divisor the magnitude is no larger either; by 0 the quotient is 0.
       return hull(a, bounded(-static_cast<__int128>(a.high), -static_cast<__int128>(a.low)));
     case Op::kAnd:
       if (a.low >= 0 && b.low >= 0) return {0, std::min(a.high, b.high)};

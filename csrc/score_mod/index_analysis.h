@@ -69,8 +69,8 @@ struct BatchGroups {
 
   bool operator==(const BatchGroups&) const = default;
 };
-/// The groups that a place's indices tell apart, where b plays a part in those alone that are b // divisor or
-/// b % divisor, the same ones. None where it plays no part, or another one.
+/// The groups of a place, if every index that depends on b is the same b // divisor or b % divisor. None if no index
+/// depends on b, or one does in another way.
 std::optional<BatchGroups> batch_groups(const Graph& graph, std::span<const NodeId> indices,
                                         std::span<const Dependence> dependences);
 

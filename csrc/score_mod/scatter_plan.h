@@ -38,12 +38,13 @@ struct ScatterStep {
   bool once_a_batch = false;
   /// Classes E to G: b plays no part in its place, so that what a pair contributes may be summed over b first.
   bool over_batches = false;
-  /// Classes E to G: where b plays a part by these groups alone, over the batches of each of which the same holds.
+  /// Classes E to G: the groups of batches, if b plays a part by them alone: what pairs contribute may be summed over
+  /// the batches of a group first.
   std::optional<BatchGroups> groups = std::nullopt;
   /// Class D: several diagonals may have one element, such as a bucket. Neighbours then are added up first.
   bool repeats = false;
-  /// Whether the indices are b, h, q_idx and kv_idx themselves, each of which kInput it is, and 0 where this says
-  /// none: where the sizes are the call's lengths and 1, every element gets one contribution. Empty if not.
+  /// Which kInput each index is, none for an index of 0, if they are b, h, q_idx and kv_idx, each once, and zeros; else
+  /// empty. Where the sizes are the call's lengths, and 1 at zeros, every element gets one contribution.
   std::vector<std::optional<Input>> inputs = {};
   /// Classes F and G: the dimensions, a bit each, whose indices tell pairs of a (b, h) apart. Of a table with others
   /// too, such as t[i, h], a tile reaches a column alone, of the product of these sizes.

@@ -673,6 +673,17 @@ TEST(SumsOverBatches, AreOfWhatBatchesOfAGroupShare) {
   EXPECT_FALSE(sums("floor_div b 128", 512, {}, /*deterministic=*/false)->common.partial_sums);
 }
 
+TEST(SumsOverBatches, AreOfAllBatchesWhereGroupsGetNoGradient) {
+  const FlexCase c = biased(FlexKernel::kBackward, 32, "buffer @0 f 3\nbuffer @1 f 3\n",
+                            "%0 = mod b 64\n%1 = load @0 %0 q_idx kv_idx\n%2 = load @1 h q_idx kv_idx\n"
+                            "%3 = add score %1\n%4 = add %3 %2\nreturn %4\n",
+                            {score_mod::DType::kBFloat16, score_mod::DType::kBFloat16}, {64 * 49 * 49, 4 * 49 * 49});
+  const auto found = sums_over_batches(c, {true, true, true}, {}, 512, 4, 49, 49, kProcessors, false, "90");
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->groups.groups, 1);
+  EXPECT_FALSE(found->common.grouped);
+}
+
 TEST(SumsOverBatches, AddToAPlaceFromAllGroups) {
   // The second bias is of all batches, whose sums come from each group's CTAs.
   const std::string text =

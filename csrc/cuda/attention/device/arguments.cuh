@@ -103,8 +103,8 @@ struct FlexSums {
   long long* elements;
 };
 
-/// Groups of batches: group g has every batch_stride-th batch from g * group_stride on, up to the next group's first
-/// one where they are neighbours.
+/// Groups of batches. Group g has every batch_stride-th batch from g * group_stride on; if that is every batch, the
+/// next group begins where it ends.
 struct FlexBatchGroups {
   int groups, group_stride, batch_stride;
 };

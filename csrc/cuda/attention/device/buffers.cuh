@@ -665,9 +665,9 @@ class FlexBufferSums {
   int b_, h_;
 };
 
-/// What a CTA walks that sums over batches: of `tiles` of heads the one at `place`, and every step-th batch from
-/// `first` on, below `end`; with kGrouped these are of one group. The CTAs of a tile are neighbours, and of them those
-/// of a group.
+/// The work of a CTA that sums over batches: the tile at `place` among the `tiles` of all heads, and every step-th
+/// batch from `first` on, below `end`; with kGrouped they belong to one group. The CTAs of a tile are neighbours, and
+/// among them those of a group.
 template <bool kGrouped>
 struct BatchWalk {
   int place, first, end, step;
@@ -691,7 +691,7 @@ struct BatchWalk {
 
 /// What a thread added up of the pairs of a CTA's kRows queries by kCols keys, of contribution k: stored for a later
 /// kernel (kPartialSums), or added to memory. query(e), key(n, e) and inside(n, e): a pair's place, and whether it is
-/// one. b: a batch that has the same places.
+/// one. b: any batch with these places.
 template <class Config, int k, int kThreads, int kBlocksN, class Captured, class Query, class Key, class Inside>
 __device__ __forceinline__ void put_pair_sums(const FlexSums& to, const float (&sums)[kBlocksN][4],
                                               const Captured& captured, int b, int h, const Query& query,

@@ -48,7 +48,7 @@ class KeptReads {
   static constexpr int kCount = before(Mod::kPairReads);
   static constexpr int kBytes = kCount * kPiece;
 
-  /// pair(block, e) is a pair's {query, key}, inside(block, e) whether it has any; b, a batch that has the reads.
+  /// pair(block, e) is a pair's {query, key}, inside(block, e) whether it has any; b, any batch with these reads.
   template <class Pair, class Inside>
   static __device__ __forceinline__ void load(unsigned kept, const Captured& captured, int b, int h, const Pair& pair,
                                               const Inside& inside) {

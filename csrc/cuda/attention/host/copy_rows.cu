@@ -24,7 +24,7 @@ template <class T, int kInner, int kTogether>
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(const __grid_constant__ FlexCopiedRows p, unsigned inner_tiles, unsigned last_tiles) {
   constexpr int kLast = kElements / kInner, kAcross = kInner / kTogether, kReads = kElements / kTogether / kThreads;
-  // Rows of a tile begin an odd number of 8 bytes apart, so that lanes that store to several meet in few banks.
+  // Rows of a tile begin an odd multiple of 8 bytes apart, so that lanes that store to several meet in few banks.
   constexpr int kPitch = kLast + kStored<T>;
   static_assert(kPitch * sizeof(T) % 16 == 8);
   using Read = Vector<T, kTogether>;

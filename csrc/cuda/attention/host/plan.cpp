@@ -203,7 +203,10 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   const auto& contributions = derivative->contributions();
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
   const auto read_groups = score_mod::batch_groups(*score_mod::cached_graph(c.score_mod.text));
-  const auto groups = read_groups ? groups_of(*read_groups, scalars, batches) : std::nullopt;
+  // Groups that no gradient asks for would be more CTAs, and sums, in vain.
+  const bool grouped =
+      read_groups && std::any_of(steps.begin(), steps.end(), [&](const auto& s) { return s.groups == read_groups; });
+  const auto groups = grouped ? groups_of(*read_groups, scalars, batches) : std::nullopt;
   BatchSums found{c, groups.value_or(device::FlexBatchGroups{1, static_cast<int>(batches), 1})};
   found.common.grouped = groups.has_value();
   found.common.kernel = FlexKernel::kGradBuffers;
