@@ -815,12 +815,12 @@ int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes) {
 
 namespace {
 
-// Whether a call's numbers and b decide a value alone.
+// Whether a value depends on b and the call's numbers alone.
 bool is_of_batch(const Graph& graph, NodeId id) {
   const Node& node = graph[id];
   if (node.op == Op::kConstant || node.op == Op::kScalar) return true;
   if (node.op == Op::kInput) return static_cast<Input>(node.payload) == Input::kB;
-  constexpr int kMostDepth = 8;  // a shared operand is looked at once for each use
+  constexpr int kMostDepth = 8;  // an operand is looked at once for each of its uses
   return node.type == Type::kInt && node.op != Op::kLoad && node.op != Op::kAxis && graph.depth(id) <= kMostDepth &&
          std::all_of(node.operands.begin(), node.operands.end(), [&](NodeId of) { return is_of_batch(graph, of); });
 }

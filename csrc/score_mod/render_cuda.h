@@ -24,9 +24,9 @@ struct RenderOptions {
 /// key, and have 2 or 4 bytes each; else 0.
 int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 
-/// Of one of pair_reads: which of a number that b and the call's numbers decide (1), such as b or b // 2, and h (2) are
-/// indices of its buffer. Its indices are these, q_idx and kv_idx, in this order, so that its boxes are those of the
-/// buffer, whose elements have 2 bytes. -1: they are not.
+/// Of one of pair_reads: which first indices its buffer has: 1, one that depends on b and the call's numbers alone,
+/// such as b or b // 2; 2, h. They come in this order, then q_idx and kv_idx, so that boxes are the buffer's own, whose
+/// elements have 2 bytes. -1: its indices are others.
 int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 /// Those of pair_reads that have box_dimensions, in their order.
 std::vector<NodeId> mapped_reads(const Graph& graph, std::span<const DType> dtypes);
@@ -63,9 +63,7 @@ bool small_scalars(std::span<const Value> scalars);
 ///     template <int k>
 ///     static __device__ auto pair_read(const Captured&, int b, int h, int q_idx, int kv_idx, bool valid);
 ///     static constexpr int kPairBox[];  // box_bytes of each, and where it is not 0, a query's row
-///     static constexpr int kPairMap[];  // box_dimensions of each, and where 1 is among them, that number, -1 where
-///     the
-///                                       // buffer has none
+///     static constexpr int kPairMap[];  // box_dimensions of each, and if 1 is among them that index, -1 out of range
 ///     template <int k>
 ///     static __device__ int pair_batch(const Captured&, int b);
 ///     static constexpr bool kPairBFloat16[];

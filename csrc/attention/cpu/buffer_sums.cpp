@@ -101,7 +101,7 @@ BufferSums<T>::BufferSums(const Host& host, const FlexBackwardCall& call, const 
     }
     return true;
   };
-  // Lanes with sums of their own for a buffer.
+  // How many lanes may have sums of their own of a buffer.
   const auto lanes_of = [&](size_t i) {
     return std::max<int64_t>(kSumBytes / (call.buffers[i].count * int64_t{sizeof(T)}), 4);
   };
