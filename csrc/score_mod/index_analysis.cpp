@@ -338,6 +338,11 @@ std::optional<BatchGroups> batch_groups(const Graph& graph) {
   return std::nullopt;
 }
 
+bool reads_by_groups(const Graph& graph, NodeId load) {
+  const auto groups = batch_groups(graph);
+  return groups && batch_groups(graph, graph[load].operands, dependences(graph)) == groups;
+}
+
 VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,
                        std::span<const Interval> intervals) {
   VariableSet known = 0;

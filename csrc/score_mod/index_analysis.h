@@ -91,6 +91,8 @@ std::vector<NodeId> pair_reads(const Graph& graph);
 
 /// The groups of the first of pair_reads that has any.
 std::optional<BatchGroups> batch_groups(const Graph& graph);
+/// Whether these are the groups of a load's place.
+bool reads_by_groups(const Graph& graph, NodeId load);
 
 /// The variables that a tuple of indices determines: v is in the set if no two tuples are equal that differ in v.
 VariableSet determined(std::span<const NodeId> indices, std::span<const Dependence> dependences,

@@ -408,10 +408,9 @@ class Renderer {
   void reads_of_pairs(const std::string& indices) {
     const auto dependence = dependences(graph_);
     std::string on_batch, on_group;
-    const auto groups = batch_groups(graph_);
     for (const NodeId id : pair_loads_) {
       on_batch += (dependence[id].on() & set_of(kVarB)) != 0 ? "true, " : "false, ";
-      on_group += groups && batch_groups(graph_, graph_[id].operands, dependence) == groups ? "true, " : "false, ";
+      on_group += reads_by_groups(graph_, id) ? "true, " : "false, ";
     }
     text_ += "  static constexpr int kPairReads = " + number(static_cast<int64_t>(pair_loads_.size())) + ";\n";
     text_ += "  static constexpr bool kPairOnBatch[] = {" + on_batch + "false};\n";

@@ -9,12 +9,16 @@ using int64 = long long;
 
 // --- primitives ---------------------------------------------------------------------------------------------
 
-// Divisions of integers have no branches: what is the same for all pairs is computed once then.
+// Integer divisions have no branches, so that compilers compute once what all pairs share. / and % take this divisor:
+// they cannot divide by 0, and by -1 the least integer overflows.
+template <class T>
+__device__ __forceinline__ T safe_divisor(T b) {
+  return b == 0 || b == -1 ? 1 : b;
+}
 template <class T>
 __device__ __forceinline__ T floor_mod(T a, T b) {
-  const bool divides = b == 0 || b == -1;
-  const T d = divides ? 1 : b, m = a % d, above = m != 0 & (m < 0) != (d < 0) ? m + d : m;
-  return divides ? 0 : above;
+  const T d = safe_divisor(b), m = a % d;
+  return (m != 0) & ((m < 0) != (d < 0)) ? m + d : m;
 }
 template <>
 __device__ __forceinline__ float floor_mod(float a, float b) {
@@ -24,9 +28,9 @@ __device__ __forceinline__ float floor_mod(float a, float b) {
 
 template <class T>
 __device__ __forceinline__ T floor_div(T a, T b) {
-  const T d = b == 0 || b == -1 ? 1 : b, q = a / d;
-  const T below = a % d != 0 & (a < 0) != (d < 0) ? q - 1 : q;
-  return b == 0 ? 0 : b == -1 ? -a : below;
+  const T d = safe_divisor(b), q = a / d;
+  const T floor = (a % d != 0) & ((a < 0) != (d < 0)) ? q - 1 : q;
+  return b == 0 ? 0 : b == -1 ? -a : floor;
 }
 // floor(a / b) would be off by one where the quotient rounds up to the next integer.
 template <>

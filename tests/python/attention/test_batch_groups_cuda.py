@@ -115,8 +115,8 @@ def test_with_a_block_mask(name: str) -> None:
     check(name, *SIZES["one batch more"], 32, torch.bfloat16, masked=True)
 
 
-def test_another_number_of_a_group_needs_no_other_kernel() -> None:
-    """The number is an argument: it may be anything, and gradients are right with each."""
+def test_groups_of_any_number_of_batches() -> None:
+    """The number is an argument of the kernels."""
     given = inputs(12, 2, 130, 136, 32)
     for n in (1, 3, 4, 5, 12, 100):
         bias = torch.randn(ceil(12, n), 2, 130, 136, requires_grad=True)

@@ -27,6 +27,7 @@ class FlexGradBuffersHopper {
   static_assert(Config::kRows == 64 * Config::kGroups && Derivative::kContributions == 1);
   static_assert(!Config::kBlocks && !Config::kDropout && Config::kHead <= kChunk && Config::kValue <= kChunk);
   using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true, Config::kGrouped>;
+  using Batches = BatchWalk<Config::kGrouped>;
   static constexpr HopperGradBuffersMemory kMemory{{.rows = Config::kRows,
                                                     .cols = Config::kCols,
                                                     .head = Config::kHead,
@@ -48,7 +49,7 @@ class FlexGradBuffersHopper {
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
     const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows * col_tiles;
-    const BatchWalk<Config::kGrouped> batches(a_, a_.heads * tiles);
+    const Batches batches(a_, a_.heads * tiles);
     const int place = batches.place;
     h_ = place / tiles;
     row_ = place % tiles / col_tiles * Config::kRows;
@@ -95,7 +96,6 @@ class FlexGradBuffersHopper {
   __device__ __forceinline__ int key(int n, int e) const { return col_ + n * 8 + lane() % 4 * 2 + e % 2; }
   __device__ __forceinline__ bool is_inside(int n, int e) const { return query(e) < a_.queries && key(n, e) < a_.keys; }
 
-  template <class Batches>
   __device__ __forceinline__ void produce(const Batches& batches) const {
     const int key_head = h_ / a_.group;
     Counted<Config::kStages> i;
@@ -118,7 +118,7 @@ class FlexGradBuffersHopper {
     Barrier::arrive(full(i.stage()));
   }
 
-  template <bool kMasked, class Batches>
+  template <bool kMasked>
   __device__ __forceinline__ void consume(const Batches& batches) {
     float score[2][kHalf][4], grad[2][kHalf][4];
     zero(sum_);

@@ -93,10 +93,8 @@ namespace {
 // Whether a read of a pair by itself is a number that is the same in every batch, or every batch of a group.
 bool is_kept(const score_mod::Graph& graph, score_mod::NodeId read, bool grouped = false) {
   if (graph.type(read) != score_mod::Type::kFloat) return false;
-  const auto dependence = score_mod::dependences(graph);
-  if ((dependence[read].on() & score_mod::set_of(score_mod::kVarB)) == 0) return true;
-  const auto groups = score_mod::batch_groups(graph, graph[read].operands, dependence);
-  return grouped && groups && groups == score_mod::batch_groups(graph);
+  const auto on = score_mod::dependences(graph)[read].on();
+  return (on & score_mod::set_of(score_mod::kVarB)) == 0 || (grouped && score_mod::reads_by_groups(graph, read));
 }
 
 }  // namespace

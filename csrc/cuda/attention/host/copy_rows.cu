@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kElements = 4096;  // of a CTA's tile
+constexpr int kStores = 2;       // of a thread that copies rows
 
 /// Neighbours that are read or written at once.
 template <class T, int kCount>
@@ -63,17 +64,16 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows that begin anywhere: a thread reads element by element, twice 8 bytes.
+// Rows that begin anywhere: a thread reads element by element and stores 8 bytes at each of kStores places.
 template <class T>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ FlexCopiedRows p, unsigned across) {
-  constexpr int kTimes = 2;
   using Stored = Vector<T, kStored<T>>;
-  Stored read[kTimes];
-  T* to[kTimes];
+  Stored read[kStores];
+  T* to[kStores];
 #pragma unroll
-  for (int n = 0; n < kTimes; ++n) {
+  for (int n = 0; n < kStores; ++n) {
     // 32 bits: divisions of 64 take longer than the copy.
-    const unsigned id = (blockIdx.x * kTimes + n) * kThreads + threadIdx.x, row = id / across;
+    const unsigned id = (blockIdx.x * kStores + n) * kThreads + threadIdx.x, row = id / across;
     const auto inners = static_cast<unsigned>(p.inner), outers = static_cast<unsigned>(p.outer[1]);
     const int64_t k = id % across * kStored<T>;
     const int64_t inner = row % inners, o1 = row / inners % outers, o0 = row / inners / outers;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     for (int j = 0; j < kStored<T>; ++j) read[n].element[j] = k + j < p.last ? from[j] : T{};
   }
 #pragma unroll
-  for (int n = 0; n < kTimes; ++n) {
+  for (int n = 0; n < kStores; ++n) {
     if (to[n] != nullptr) *reinterpret_cast<Stored*>(to[n]) = read[n];
   }
 }
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
 template <class T>
 void copy_rows(const FlexCopiedRows& p, void* stream) {
   if (p.from_last == 1) {
-    constexpr int64_t kOfCta = 2 * kThreads;
+    constexpr int64_t kOfCta = kStores * kThreads;
     const int64_t across = (p.last + kStored<T> - 1) / kStored<T>;
     const int64_t stores = p.outer[0] * p.outer[1] * p.inner * across;
     launch("flex_copy_rows", rows_kernel<T>, Grid{(stores + kOfCta - 1) / kOfCta, kThreads}, stream, p, across);

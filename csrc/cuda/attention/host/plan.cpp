@@ -173,12 +173,10 @@ std::optional<device::FlexBatchGroups> groups_of(const score_mod::BatchGroups& r
                                                  std::span<const score_mod::Value> scalars, int64_t batches) {
   const int64_t divisor = read.scalar ? scalars[static_cast<size_t>(read.divisor)].i : read.divisor;
   if (divisor < 1) return std::nullopt;
-  const int64_t size = std::min(divisor, batches), rest = tiles_in(batches, size);
+  const auto most = static_cast<int>(std::min(divisor, batches)), rest = static_cast<int>(tiles_in(batches, most));
   const bool neighbours = read.op == score_mod::Op::kFloorDiv;
-  if ((neighbours ? size : rest) < kLeastBatches) return std::nullopt;
-  const auto narrow = [](int64_t n) { return static_cast<int>(n); };
-  if (neighbours) return device::FlexBatchGroups{narrow(rest), narrow(size), 1};
-  return device::FlexBatchGroups{narrow(size), 1, narrow(size)};
+  if ((neighbours ? most : rest) < kLeastBatches) return std::nullopt;
+  return neighbours ? device::FlexBatchGroups{rest, most, 1} : device::FlexBatchGroups{most, 1, most};
 }
 
 }  // namespace
@@ -218,7 +216,8 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
       found.common.wants_grad[static_cast<size_t>(contributions[k].buffer)] = false;
   }
   int count = 0;
-  bool once = true, one_group = true;  // of the batches that add to a place
+  // Whether a place gets one contribution of a batch, and contributions of one group.
+  bool once = true, one_group = true;
   for (size_t k = 0; k < steps.size(); ++k) {
     if (!found.common.wants_grad[static_cast<size_t>(contributions[k].buffer)]) continue;
     ++count;

@@ -73,15 +73,12 @@ bool stores_tiles(const FlexCase& c, const KernelFacts& facts, const score_mod::
                   const score_mod::ScatterStep& step, size_t buffer) {
   using score_mod::Input;
   const auto same = c.dtype == DType::kBFloat16 ? score_mod::DType::kBFloat16 : score_mod::DType::kFloat16;
-  constexpr std::array kPairs{Input::kB, Input::kH, Input::kQ, Input::kKv};
-  std::vector<Input> inputs;
-  for (const auto& input : step.inputs) {
-    if (input) inputs.push_back(*input);
-  }
+  const std::vector<std::optional<Input>> pairs{Input::kB, Input::kH, Input::kQ, Input::kKv};
+  auto inputs = step.inputs;
+  std::erase(inputs, std::nullopt);
   return facts.hopper() && facts.grad_query && c.dtype != DType::kFloat32 && c.score_mod.dtypes[buffer] == same &&
-         derivative.contributions().size() == 1 && score_mod::passes_gradient(derivative) &&
-         std::equal(inputs.begin(), inputs.end(), kPairs.begin(), kPairs.end()) && step.inputs.back() &&
-         buffer < c.sizes.size() && c.sizes[buffer].back() % 8 == 0;
+         derivative.contributions().size() == 1 && score_mod::passes_gradient(derivative) && inputs == pairs &&
+         step.inputs.back() && buffer < c.sizes.size() && c.sizes[buffer].back() % 8 == 0;
 }
 
 }  // namespace

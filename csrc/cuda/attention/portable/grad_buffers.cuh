@@ -1,11 +1,11 @@
-// The gradients of captured buffers by themselves, for every GPU from sm_80 on, where b plays no part in the places
-// that they reach: a CTA has kRows queries by kCols keys of one query head and walks batches, whose contributions it
-// adds up in registers. So a place gets one sum of a CTA, where the backward by keys would add once a batch; and what
-// the score_mod reads of a pair it reads once. It computes scores and their gradients again, two products of the
+// The gradients of captured buffers by themselves, for every GPU from sm_80 on, where all batches, or all of a group,
+// reach the same places: a CTA has kRows queries by kCols keys of one query head and walks batches, whose contributions
+// it adds up in registers. So a place gets one sum of a CTA, where the backward by keys would add once a batch; and
+// what the score_mod reads of a pair it reads once. It computes scores and their gradients again, two products of the
 // backward's five.
 //
-// The CTAs of a head's tile have every n-th batch each, of the grid's n times as many CTAs as there are tiles; with
-// kGrouped those of a head's tile and of a group of batches, which share what pairs read and add to.
+// Each of the n CTAs of a head's tile has every n-th batch. With kGrouped batches lie in groups, each of which has CTAs
+// of its own for a tile (BatchWalk).
 // backward.cuh describes Config; there is no block mask and no dropout, and every contribution's index is known before
 // any score.
 //   kPartialSums               sums are stored, and summed by a later kernel; else they are added to memory
@@ -33,6 +33,7 @@ class FlexGradBuffers {
   static constexpr int kCount = Derivative::kContributions;
   static_assert(Config::kRows == 16 * Config::kWarps && kCount > 0 && !Config::kBlocks && !Config::kDropout);
   using Kept = KeptReads<ScoreMod, kBlocksN, kThreads, true, Config::kGrouped>;
+  using Batches = BatchWalk<Config::kGrouped>;
   static constexpr GradBuffersMemory kMemory{{.rows = Config::kRows,
                                               .cols = Config::kCols,
                                               .head = Config::kHead,
@@ -52,7 +53,7 @@ class FlexGradBuffers {
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
     const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows * col_tiles;
-    const BatchWalk<Config::kGrouped> batches(a_, a_.heads * tiles);
+    const Batches batches(a_, a_.heads * tiles);
     const int place = batches.place;
     h_ = place / tiles;
     row_ = place % tiles / col_tiles * Config::kRows;
@@ -79,7 +80,7 @@ class FlexGradBuffers {
   }
 
  private:
-  template <bool kMasked, class Batches>
+  template <bool kMasked>
   __device__ __forceinline__ void walk(const Batches& batches, unsigned alive) {
     if (batches.first >= batches.end) return;  // of a group with few batches
     int stage = 0;

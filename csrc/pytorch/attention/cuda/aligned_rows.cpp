@@ -62,10 +62,10 @@ bool copy_rows(const Tensor& from, const Tensor& to, void* stream) {
     if (from.size(d) != 1) others.push_back(d);
   }
   if (others.size() > 3) return false;
-  // The dimension that is dense comes last of them.
-  const auto is_dense = [&](int64_t d) { return from.stride(d) == 1; };
-  const auto dense = std::find_if(others.begin(), others.end(), is_dense);
   if (!dense_rows) {
+    // The dimension that is dense comes last of them.
+    const auto is_dense = [&](int64_t d) { return from.stride(d) == 1; };
+    const auto dense = std::find_if(others.begin(), others.end(), is_dense);
     if (dense == others.end()) return false;
     std::rotate(dense, dense + 1, others.end());
   }

@@ -47,12 +47,12 @@ FlexBufferSums::FlexBufferSums(const FlexScores& scores, const KernelFacts& fact
     if (facts.schemes[k] == 'T') in_tiles[buffer_of(k)] = true;
     if (facts.schemes[k] == 'S' || facts.schemes[k] == 'T') stored[buffer_of(k)] = true;
   }
+  // A gradient of pairs without its dimensions of size 1.
+  const auto by_pairs = [&](const Tensor& t) {
+    return t.view({query.size(0), query.size(1), query.size(2), key.size(2)});
+  };
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (stored[i]) {
-      // Less the dimensions of size 1.
-      const auto by_pairs = [&](const Tensor& t) {
-        return t.view({query.size(0), query.size(1), query.size(2), key.size(2)});
-      };
       const bool there = grads[i].is_contiguous() && (!in_tiles[i] || has_aligned_rows(by_pairs(grads[i])));
       sums_.push_back(there ? grads[i] : at::empty(grads[i].sizes(), grads[i].options()));
       if (in_tiles[i]) tiles_ = by_pairs(sums_.back());
