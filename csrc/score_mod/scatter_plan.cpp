@@ -1,6 +1,7 @@
 #include "score_mod/scatter_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 #include "score_mod/derivative.h"
@@ -64,22 +65,25 @@ bool diagonals_meet(const Contribution& c, std::span<const Dependence> dependenc
   });
 }
 
-// ScatterStep::inputs of a contribution.
-std::vector<std::optional<Input>> inputs_of(const Graph& graph, const Contribution& c) {
+// ScatterStep::inputs of a contribution. grouped: an index that depends on b is a group.
+std::vector<std::optional<Input>> inputs_of(const Graph& graph, const Contribution& c,
+                                            std::span<const Dependence> dependence, bool grouped) {
   std::vector<std::optional<Input>> inputs;
-  int count = 0;
+  std::array<int, kInputCount> count{};
   for (const NodeId index : c.indices) {
     const Node& node = graph[index];
-    if (node.op == Op::kInput) {
-      inputs.emplace_back(static_cast<Input>(node.payload));
-      ++count;
-    } else if (node.op == Op::kConstant && node.payload == 0) {
+    if (node.op == Op::kConstant && node.payload == 0) {
       inputs.emplace_back(std::nullopt);
-    } else {
-      return {};
+      continue;
     }
+    const bool group = grouped && (dependence[index].on() & set_of(kVarB)) != 0;
+    if (!group && node.op != Op::kInput) return {};
+    inputs.emplace_back(group ? Input::kB : static_cast<Input>(node.payload));
+    ++count[static_cast<size_t>(*inputs.back())];
   }
-  return count == kVariables ? inputs : std::vector<std::optional<Input>>{};
+  const auto times = [&](Input input) { return count[static_cast<size_t>(input)]; };
+  const bool each = times(Input::kH) == 1 && times(Input::kQ) == 1 && times(Input::kKv) == 1;
+  return each && times(Input::kB) <= 1 ? inputs : std::vector<std::optional<Input>>{};
 }
 
 }  // namespace
@@ -124,7 +128,7 @@ std::vector<ScatterStep> plan_scatter(const Graph& derivative, std::span<const i
     step.exclusive = only_read && (determines & kHead) == kHead;
     step.once_a_batch =
         only_read && step.scheme == ScatterClass::kInjective && (determines & set_of(kVarH)) == set_of(kVarH);
-    if (step.exclusive && step.scheme == ScatterClass::kInjective) step.inputs = inputs_of(derivative, c);
+    if (step.once_a_batch) step.inputs = inputs_of(derivative, c, dependence, step.groups.has_value());
     if (step.exclusive) {
       step.reason += "; exclusive: no other b or h and no other read writes there";
     } else if (!only_read) {

@@ -43,8 +43,9 @@ struct ScatterStep {
   std::optional<BatchGroups> groups = std::nullopt;
   /// Class D: several diagonals may have one element, such as a bucket. Neighbours then are added up first.
   bool repeats = false;
-  /// Which kInput each index is, none for an index of 0, if they are b, h, q_idx and kv_idx, each once, and zeros; else
-  /// empty. Where the sizes are the call's lengths, and 1 at zeros, every element gets one contribution.
+  /// Which kInput each index is, none for an index of 0, if they are h, q_idx and kv_idx, each once, b or its group at
+  /// most once, and zeros, and no other contribution writes there; else empty. Where the sizes are the call's lengths,
+  /// or the number of groups, and 1 at zeros, every element gets one contribution of the batches that share it.
   std::vector<std::optional<Input>> inputs = {};
   /// Classes F and G: the dimensions, a bit each, whose indices tell pairs of a (b, h) apart. Of a table with others
   /// too, such as t[i, h], a tile reaches a column alone, of the product of these sizes.

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -682,6 +683,38 @@ TEST(SumsOverBatches, AreOfAllBatchesWhereGroupsGetNoGradient) {
   ASSERT_TRUE(found);
   EXPECT_EQ(found->groups.groups, 1);
   EXPECT_FALSE(found->common.grouped);
+}
+
+TEST(SumsOverBatches, AreStoredWhereEachElementGetsOne) {
+  const auto schemes = [](const std::string& batch, std::vector<int64_t> sizes, int64_t batches, int64_t heads,
+                          bool deterministic = true, score_mod::DType dtype = score_mod::DType::kBFloat16) {
+    const bool shared = batch.empty();
+    FlexCase c = biased(FlexKernel::kBackward, 32, "buffer @0 f " + std::to_string(sizes.size()) + "\n",
+                        (shared ? "%0 = load @0 h q_idx kv_idx\n%1 = add score %0\nreturn %1\n"
+                                : "%0 = " + batch + "\n%1 = load @0 %0 h q_idx kv_idx\n%2 = add score %1\nreturn %2\n"),
+                        {dtype}, {std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies())});
+    c.sizes = {sizes};
+    const auto found =
+        sums_over_batches(c, {true, true, true}, {}, batches, heads, 512, 512, kProcessors, deterministic, "90a");
+    if (!found) return std::string("none");
+    return std::to_string(found->parts) + plan_kernel(found->common, "90a").facts().schemes +
+           (found->common.partial_sums ? " partial" : "");
+  };
+  // As many tiles as fill the GPU: one CTA each.
+  EXPECT_EQ(schemes("", {16, 512, 512}, 64, 16), "1S");
+  EXPECT_EQ(schemes("", {16, 512, 512}, 64, 16, true, score_mod::DType::kFloat32), "1S");
+  EXPECT_EQ(schemes("floor_div b 32", {2, 16, 512, 512}, 64, 16), "1S");
+  EXPECT_EQ(schemes("mod b 4", {4, 16, 512, 512}, 64, 16), "1S");
+  // The table is larger than what the call reaches, or smaller.
+  EXPECT_EQ(schemes("", {17, 512, 512}, 64, 16), "1E");
+  EXPECT_EQ(schemes("", {16, 512, 520}, 64, 16), "1E");
+  EXPECT_EQ(schemes("floor_div b 32", {3, 16, 512, 512}, 64, 16), "1E");
+  EXPECT_EQ(schemes("floor_div b 32", {1, 16, 512, 512}, 64, 16), "1E");
+  // Few tiles: several CTAs each, whose sums are added, or added up in one order.
+  EXPECT_EQ(schemes("", {2, 512, 512}, 512, 2, false), "4E");
+  EXPECT_EQ(schemes("", {2, 512, 512}, 512, 2, true), "4E partial");
+  // A CTA has four batches at least.
+  EXPECT_EQ(schemes("", {2, 512, 512}, 4, 2), "1S");
 }
 
 TEST(SumsOverBatches, AddToAPlaceFromAllGroups) {

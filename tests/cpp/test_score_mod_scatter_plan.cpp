@@ -1,6 +1,7 @@
 // The scatter class of every example, and what explain() says.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cctype>
 
 #include "score_mod/derivative.h"
@@ -92,6 +93,33 @@ TEST(ScatterPlan, Groups) {
   EXPECT_EQ(groups("add b 1"), "none");
   EXPECT_EQ(groups("load @1 b"), "none");
   EXPECT_EQ(groups("floor_div b 8", "b"), "none");
+}
+
+// Which lengths a buffer has that gets one contribution an element, of the batches that share it.
+TEST(ScatterPlan, Inputs) {
+  const auto inputs = [](const std::string& indices, const std::string& more = "") {
+    const Graph derivative = differentiate(
+        parse("score_mod 1\nbuffer @0 f " + std::to_string(std::count(indices.begin(), indices.end(), ' ') + 1) +
+              "\n%0 = floor_div b 8\n%1 = mod b 8\n%2 = load @0 " + indices + "\n%3 = add score %2\n" +
+              (more.empty() ? "return %3\n" : more)),
+        {true});
+    const ScatterStep step = plan_scatter(derivative).at(0);
+    std::string names;
+    for (const auto& input : step.inputs)
+      names += (names.empty() ? "" : " ") + (input ? std::string(input_name(*input)) : "0");
+    return names;
+  };
+  EXPECT_EQ(inputs("b h q_idx kv_idx"), "b h q_idx kv_idx");
+  EXPECT_EQ(inputs("kv_idx 0 q_idx h b 0"), "kv_idx 0 q_idx h b 0");
+  EXPECT_EQ(inputs("h q_idx kv_idx"), "h q_idx kv_idx");
+  EXPECT_EQ(inputs("0 h q_idx kv_idx"), "0 h q_idx kv_idx");
+  EXPECT_EQ(inputs("%0 h q_idx kv_idx"), "b h q_idx kv_idx");
+  EXPECT_EQ(inputs("h %1 q_idx kv_idx"), "h b q_idx kv_idx");
+  for (const auto* none : {"q_idx kv_idx", "b q_idx kv_idx", "1 h q_idx kv_idx", "b b h q_idx kv_idx",
+                           "%0 b h q_idx kv_idx", "%0 %1 h q_idx kv_idx", "%0 %0 h q_idx kv_idx", "h h q_idx kv_idx"})
+    EXPECT_EQ(inputs(none), "") << none;
+  // Two reads of one buffer.
+  EXPECT_EQ(inputs("h q_idx kv_idx", "%4 = load @0 h kv_idx q_idx\n%5 = add %3 %4\nreturn %5\n"), "");
 }
 
 // Whether neighbouring diagonals may have one element.

@@ -201,6 +201,11 @@ void bind(py::Module m) {
           for (auto& kernel : backward_kernels(others, needs_grad, deterministic, architecture))
             kernels.push_back(std::move(kernel));
           kernels.push_back(apart->common);
+          // Lengths decide whether a CTA's sums are stored.
+          FlexCase stored = apart->common;
+          stored.covered.assign(c.wants_grad.size(), !stored.partial_sums);
+          if (plan_kernel(stored, architecture).facts().schemes.find('S') != std::string::npos)
+            kernels.push_back(std::move(stored));
         }
         // They decide which tiles take less time, too, and layouts whether pairs are read by boxes.
         for (size_t i = 0, made = kernels.size(); i < made; ++i) {

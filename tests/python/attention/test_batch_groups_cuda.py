@@ -45,6 +45,11 @@ BIASES: dict[str, Shared] = {
         [(ceil(s[0], n), *s[1:]), (n, *s[1:])],
         lambda t, u: lambda x, b, h, q, kv: x + t[b // n, h, q, kv] * u[b % n, h, q, kv],
     ),
+    "all batches": lambda s, n: ([s[1:]], lambda t: lambda x, b, h, q, kv: x + t[h, q, kv]),
+    "a group too many": lambda s, n: (
+        [(ceil(s[0], n) + 1, *s[1:])],
+        lambda t: lambda x, b, h, q, kv: x + t[b // n, h, q, kv],
+    ),
     "a dimension of one": lambda s, n: (
         [(ceil(s[0], n), 1, *s[1:])],
         lambda t: lambda x, b, h, q, kv: x + t[b // n, 0, h, q, kv],
@@ -60,8 +65,10 @@ BIASES: dict[str, Shared] = {
         lambda t: lambda x, b, h, q, kv: x + t[b, 0, h, q, 0, kv],
     ),
 }
-# (B, H, M, N) and n: a last group of fewer batches than there are CTAs for each group, windows, many groups.
+# (B, H, M, N) and n: a last group of fewer batches than there are CTAs for each group, windows, many groups; of large
+# groups several CTAs share a tile, of the others one has it.
 SIZES = {
+    "large groups": ((65, 2, 70, 133), 32),
     "one batch more": ((17, 2, 130, 136), 8),
     "odd": ((10, 2, 70, 133), 4),
     "windows": ((24, 3, 49, 49), 4),
@@ -72,10 +79,17 @@ SIZES = {
 
 
 def check(
-    name: str, sizes: Sizes, n: int, size: int, dtype: torch.dtype, masked: bool = False, deterministic: bool = False
+    name: str,
+    sizes: Sizes,
+    n: int,
+    size: int,
+    dtype: torch.dtype,
+    masked: bool = False,
+    deterministic: bool = False,
+    of_tables: torch.dtype | None = None,
 ) -> None:
     shapes, function = BIASES[name](sizes, n)
-    tables = [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+    tables = [torch.randn(s).to(of_tables or dtype).requires_grad_() for s in shapes]
     given = [*inputs(*sizes, size), *tables]
     upstream = torch.randn_like(given[0])
     m, k = sizes[2:]
@@ -108,6 +122,13 @@ def test_gradients(name: str, sizes: str, deterministic: bool) -> None:
 @pytest.mark.parametrize("name", BIASES)
 def test_head_sizes_and_dtypes(name: str, size: int, dtype: torch.dtype) -> None:
     check(name, *SIZES["one batch more"], size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", ["one batch more", "odd", "windows"])
+@pytest.mark.parametrize("name", ["neighbours", "every n-th", "all batches", "groups, and all batches"])
+def test_tables_of_other_dtypes(name: str, sizes: str, dtype: torch.dtype) -> None:
+    check(name, *SIZES[sizes], 32, torch.bfloat16, of_tables=dtype)
 
 
 @pytest.mark.parametrize("name", BIASES)

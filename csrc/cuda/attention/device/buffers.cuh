@@ -20,6 +20,52 @@
 
 namespace fusegrad::device {
 
+template <int kBytes, bool kBFloat16>
+__device__ constexpr auto element_of() {
+  if constexpr (kBytes == 4) {
+    return float{};
+  } else if constexpr (kBFloat16) {
+    return BFloat16{};
+  } else {
+    return Float16{};
+  }
+}
+/// The type of the elements of contribution k's buffer, where its contributions are stored.
+template <class Derivative, int k>
+using ElementOf = decltype(element_of<Derivative::kBytes[k], Derivative::kBFloat16[k]>());
+
+/// Whether two places, negative for none, are neighbours that one instruction may write.
+template <class Element>
+__device__ __forceinline__ bool are_vector(const Element* to, const long long (&at)[2]) {
+  return at[0] >= 0 && at[1] == at[0] + 1 &&
+         reinterpret_cast<unsigned long long>(to + at[0]) % (2 * sizeof(Element)) == 0;
+}
+template <class Element>
+__device__ __forceinline__ void store_two(Element* to, const long long (&at)[2], const float (&x)[2]) {
+  if (are_vector(to, at)) {
+    if constexpr (sizeof(Element) == 4) {
+      *reinterpret_cast<float2*>(to + at[0]) = {x[0], x[1]};
+    } else {
+      *reinterpret_cast<unsigned*>(to + at[0]) = pack(Element{}, x[0], x[1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (at[i] >= 0) store(to + at[i], x[i]);
+    }
+  }
+}
+__device__ __forceinline__ void add_two(float* to, const long long (&at)[2], const float (&x)[2]) {
+  if (are_vector(to, at)) {
+    add_pair(to + at[0], x[0], x[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (at[i] >= 0) atomicAdd(to + at[i], x[i]);
+    }
+  }
+}
+
 template <int kValue>
 struct Index {
   static constexpr int value = kValue;
@@ -574,22 +620,11 @@ class FlexBufferSums {
     if (sum != 0.0f && at >= 0) put<k>(at, sum);
   }
 
-  // Stores a contribution, the element's only one, in the buffer's own dtype.
-  template <int k>
-  __device__ __forceinline__ void store_if(bool there, long long at, float v) const {
-    if constexpr (D::kBytes[k] == 4) {
-      if (there) static_cast<float*>(sums_[k].data)[at] = v;
-    } else if constexpr (D::kBFloat16[k]) {
-      if (there) device::store(static_cast<BFloat16*>(sums_[k].data) + at, v);
-    } else {
-      if (there) device::store(static_cast<Float16*>(sums_[k].data) + at, v);
-    }
-  }
   // Adds a contribution.
   template <int k>
   __device__ __forceinline__ void put_if(bool there, long long at, float v) const {
     if constexpr (scheme(k) == 'S') {
-      store_if<k>(there, at, v);
+      if (there) device::store(static_cast<ElementOf<D, k>*>(sums_[k].data) + at, v);
     } else if constexpr (Config::kFixedPoint) {
       int units, rest;
       split<k>(v, units, rest);
@@ -690,28 +725,39 @@ struct BatchWalk {
 };
 
 /// What a thread added up of the pairs of a CTA's kRows queries by kCols keys, of contribution k: stored for a later
-/// kernel (kPartialSums), or added to memory. query(e), key(n, e) and inside(n, e): a pair's place, and whether it is
-/// one. b: any batch with these places.
+/// kernel (kPartialSums), stored as the gradient ('S': no other CTA has a sum for its elements), or added to memory.
+/// query(e), key(n, e) and inside(n, e): a pair's place, and whether it is one. b: any batch with these places.
 template <class Config, int k, int kThreads, int kBlocksN, class Captured, class Query, class Key, class Inside>
 __device__ __forceinline__ void put_pair_sums(const FlexSums& to, const float (&sums)[kBlocksN][4],
                                               const Captured& captured, int b, int h, const Query& query,
                                               const Key& key, const Inside& inside) {
   using Derivative = typename Config::Derivative;
+  constexpr bool kStored = Config::Schemes::kScheme[k] == 'S';
+  static_assert(!(kStored && Config::kPartialSums));
   const long long first =
       static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols + static_cast<int>(threadIdx.x);
   // A copy, which no addition to memory may change: what depends on b and h alone is computed once.
   const typename Derivative::Captured own = captured_of<Derivative>(captured);
 #pragma unroll
-  for (int i = 0; i < kBlocksN * 4; ++i) {
-    const int n = i / 4, e = i % 4;
-    const float sum = sums[n][e];
-    const long long at =
-        Derivative::template offset<k>(own, 0.0f, b, h, query(e), key(n, e), inside(n, e) && sum != 0.0f);
-    if constexpr (Config::kPartialSums) {
-      static_cast<float*>(to.data)[first + i * kThreads] = at < 0 ? 0.0f : sum;
-      if (at >= 0) to.elements[first + i * kThreads] = at;
-    } else {
-      if (at >= 0) atomicAdd(static_cast<float*>(to.data) + at, sum);
+  for (int i = 0; i < kBlocksN * 4; i += 2) {
+    const int n = i / 4;
+    float sum[2];
+    long long at[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int e = i % 4 + j;
+      sum[j] = sums[n][e];
+      at[j] = Derivative::template offset<k>(own, 0.0f, b, h, query(e), key(n, e),
+                                             inside(n, e) && (kStored || sum[j] != 0.0f));
+      if constexpr (Config::kPartialSums) {
+        static_cast<float*>(to.data)[first + (i + j) * kThreads] = at[j] < 0 ? 0.0f : sum[j];
+        if (at[j] >= 0) to.elements[first + (i + j) * kThreads] = at[j];
+      }
+    }
+    if constexpr (kStored) {
+      store_two(static_cast<ElementOf<Derivative, k>*>(to.data), at, sum);
+    } else if constexpr (!Config::kPartialSums) {
+      add_two(static_cast<float*>(to.data), at, sum);
     }
   }
 }

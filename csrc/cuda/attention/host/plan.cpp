@@ -179,6 +179,14 @@ std::optional<device::FlexBatchGroups> groups_of(const score_mod::BatchGroups& r
   return neighbours ? device::FlexBatchGroups{rest, most, 1} : device::FlexBatchGroups{most, 1, most};
 }
 
+// The time of kGradBuffers in batches of a CTA: waves of CTAs, each of which starts, walks its batches and puts its
+// sums. Where sums are not stored as the gradient, one kernel makes zeros before and another rounds after.
+// docs/lab/learned_biases.md has the measurements.
+int64_t time_of_sums(int64_t waves, int64_t batches, bool stored, bool partial) {
+  constexpr int64_t kStored = 4, kAdded = 7, kPartial = 40, kTwoKernels = 8;
+  return waves * (batches + (stored ? kStored : partial ? kPartial : kAdded)) + (stored ? 0 : kTwoKernels);
+}
+
 }  // namespace
 
 void BatchSums::leave_out(FlexCase& c) const {
@@ -225,29 +233,31 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
     one_group = one_group && (found.groups.groups == 1 || !steps[k].over_batches);
   }
   if (count == 0 || count > kMostContributions) return std::nullopt;
-  // As many CTAs a tile as fill the GPU, each of some batches.
   const FlexTileSize tile = grad_buffers_tile(found.common, architecture);
   const int64_t members = tiles_in(batches, found.groups.groups);
   const int64_t tiles = found.groups.groups * heads * tiles_in(queries, tile.rows) * tiles_in(keys, tile.cols);
-  constexpr int64_t kMostParts = 64, kEnoughTiles = 1024;
   const int64_t places = grad_buffers_ctas(tile) * processors;
-  if (tiles < kEnoughTiles) {
-    double best = 0;
-    for (int64_t parts = 1; parts <= std::min(kMostParts, members / kLeastBatches); ++parts) {
-      const int64_t ctas = tiles * parts, waves = tiles_in(ctas, places);
-      const double filled = static_cast<double>(ctas) / static_cast<double>(waves * places);
-      if (filled <= best) continue;
-      best = filled;
-      found.parts = parts;
-      if (filled >= 0.9) break;
-    }
+  const auto covered = covered_buffers(found.common, {found.groups.groups, heads, queries, keys});
+  const auto& wanted = found.common.wants_grad;
+  const bool all_covered = std::equal(wanted.begin(), wanted.end(), covered.begin(), covered.end(),
+                                      [](bool wants, bool covers) { return !wants || covers; });
+  constexpr int64_t kMostParts = 64, kMostSums = int64_t{1} << 24;
+  std::optional<int64_t> best;
+  for (int64_t parts = 1; parts <= std::min(kMostParts, members / kLeastBatches); ++parts) {
+    const int64_t ctas = tiles * parts, sums = ctas * tile.rows * tile.cols;
+    // Where a place gets one sum of a CTA, the few of several CTAs are added to memory, unless in one order.
+    const bool alone = once && one_group && parts == 1, partial = !alone && (!once || deterministic);
+    if (partial && sums > kMostSums) break;
+    const int64_t time = time_of_sums(tiles_in(ctas, places), tiles_in(members, parts), alone && all_covered, partial);
+    if (best && time >= *best) continue;
+    best = time;
+    found.parts = parts;
+    found.ctas = ctas;
+    found.sums = sums;
+    found.common.partial_sums = partial;
+    found.common.covered = alone ? covered : std::vector<bool>{};
   }
-  found.ctas = tiles * found.parts;
-  // Where a place gets one sum of a CTA, the few of several CTAs are added to memory, unless in one order.
-  if (once && ((found.parts == 1 && one_group) || !deterministic)) found.common.partial_sums = false;
-  constexpr int64_t kMostSums = int64_t{1} << 24;
-  found.sums = found.ctas * tile.rows * tile.cols;
-  if (found.common.partial_sums && found.sums > kMostSums) return std::nullopt;
+  if (!best) return std::nullopt;
   return found;
 }
 

@@ -41,7 +41,9 @@ struct FlexCase {
   // backward
   std::vector<bool> wants_grad;   ///< of each buffer of the score_mod
   std::vector<int64_t> elements;  ///< of each of them
-  std::vector<bool> covered;      ///< of each: whether it has an element for each of the call's pairs, and no other
+  /// Of each: whether it has an element for each of the call's pairs, and no other; kGradBuffers: for each of those
+  /// that the batches, or those of a group, share, whose one CTA has them all.
+  std::vector<bool> covered;
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
   bool ordered = false;       ///< Hopper: dQ is summed in one order
@@ -104,7 +106,7 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
                                            int64_t queries, int64_t keys, int64_t processors, bool deterministic,
                                            const std::string& architecture);
 
-/// FlexCase::covered for so many b, h, q_idx and kv_idx.
+/// FlexCase::covered for so many b, or groups of them, h, q_idx and kv_idx.
 std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4>& lengths);
 
 /// In how many launches, one batch after the other or all at once, the backward's sums of the buffers' gradients come

@@ -58,10 +58,11 @@ bool sums_of_ctas(const FlexCase& c, const std::vector<score_mod::ScatterStep>& 
 // The scheme of contributions that are added element by element (device::FlexBufferSums).
 char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
 
-// Whether contribution k is stored, as every element of its buffer gets one.
+// Whether contribution k, or the sum that a CTA has of it, is stored, as every element of its buffer gets one.
 bool is_stored(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer) {
   if (forced_scheme != 0 || c.blocks || step.inputs.empty() || buffer >= c.covered.size() || !c.covered[buffer])
     return false;
+  if (c.kernel == FlexKernel::kGradBuffers ? step.groups.has_value() != c.grouped : !step.exclusive) return false;
   const score_mod::DType dtype = c.score_mod.dtypes[buffer];
   return dtype == score_mod::DType::kFloat32 || dtype == score_mod::DType::kBFloat16 ||
          dtype == score_mod::DType::kFloat16;
@@ -76,9 +77,10 @@ bool stores_tiles(const FlexCase& c, const KernelFacts& facts, const score_mod::
   const std::vector<std::optional<Input>> pairs{Input::kB, Input::kH, Input::kQ, Input::kKv};
   auto inputs = step.inputs;
   std::erase(inputs, std::nullopt);
-  return facts.hopper() && facts.grad_query && c.dtype != DType::kFloat32 && c.score_mod.dtypes[buffer] == same &&
-         derivative.contributions().size() == 1 && score_mod::passes_gradient(derivative) && inputs == pairs &&
-         step.inputs.back() && buffer < c.sizes.size() && c.sizes[buffer].back() % 8 == 0;
+  return c.kernel == FlexKernel::kBackward && facts.hopper() && facts.grad_query && c.dtype != DType::kFloat32 &&
+         c.score_mod.dtypes[buffer] == same && derivative.contributions().size() == 1 &&
+         score_mod::passes_gradient(derivative) && inputs == pairs && step.inputs.back() && buffer < c.sizes.size() &&
+         c.sizes[buffer].back() % 8 == 0;
 }
 
 }  // namespace
@@ -94,7 +96,7 @@ SchemesFit choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
     if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
     if (steps[k].is_vector) scheme = vector_scheme(scheme);
     if (const auto buffer = static_cast<size_t>(contributions[k].buffer);
-        c.kernel == FlexKernel::kBackward && is_stored(c, steps[k], buffer))
+        (c.kernel == FlexKernel::kBackward || c.kernel == FlexKernel::kGradBuffers) && is_stored(c, steps[k], buffer))
       scheme = stores_tiles(c, facts, *derivative, steps[k], buffer) ? 'T' : 'S';
     constexpr int64_t kLeastTable = 32;  // a place for each lane
     int table = scheme == 'F' ? static_cast<int>(std::max(elements, kLeastTable)) : 0;
@@ -128,9 +130,8 @@ std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4
   const auto derivative = score_mod::cached_derivative(c.score_mod.text, c.wants_grad);
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
   for (size_t k = 0; k < steps.size(); ++k) {
-    const auto& inputs = steps[k].inputs;
     const auto buffer = static_cast<size_t>(derivative->contributions()[k].buffer);
-    if (inputs.empty() || buffer >= covered.size()) continue;
+    if (steps[k].inputs.empty() || buffer >= covered.size()) continue;
     const auto length_of = [&](std::optional<score_mod::Input> input) {
       return !input                          ? 1
              : input == score_mod::Input::kB ? lengths[0]
@@ -138,10 +139,9 @@ std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4
              : input == score_mod::Input::kQ ? lengths[2]
                                              : lengths[3];
     };
-    covered[buffer] = true;
-    for (size_t d = 0; d < inputs.size(); ++d) {
-      if (c.sizes[buffer][d] != length_of(inputs[d])) covered[buffer] = false;
-    }
+    covered[buffer] =
+        std::equal(steps[k].inputs.begin(), steps[k].inputs.end(), c.sizes[buffer].begin(), c.sizes[buffer].end(),
+                   [&](auto input, int64_t size) { return length_of(input) == size; });
   }
   return covered;
 }
