@@ -68,7 +68,7 @@ BIASES: dict[str, Shared] = {
 # (B, H, M, N) and n: a last group of fewer batches than there are CTAs for each group, windows, many groups; of large
 # groups several CTAs share a tile, of the others one has it.
 SIZES = {
-    "large groups": ((65, 2, 70, 133), 32),
+    "several CTAs a tile": ((65, 2, 70, 133), 32),
     "one batch more": ((17, 2, 130, 136), 8),
     "odd": ((10, 2, 70, 133), 4),
     "windows": ((24, 3, 49, 49), 4),
