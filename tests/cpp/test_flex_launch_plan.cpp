@@ -674,6 +674,24 @@ TEST(SumsOverBatches, AreOfWhatBatchesOfAGroupShare) {
   EXPECT_FALSE(sums("floor_div b 128", 512, {}, /*deterministic=*/false)->common.partial_sums);
 }
 
+// As compile_flex asks, which knows what the other kernels are to do, and as a call asks.
+TEST(SumsOverBatches, AreOneCaseWhateverElseIsAsked) {
+  const auto sums = [](const FlexCase& c) {
+    const auto found = sums_over_batches(c, {true, true, true}, {}, 512, 4, 512, 512, kProcessors, true, "90a");
+    return found ? found->common : FlexCase{};
+  };
+  const FlexCase plain = pairs_of_heads(FlexKernel::kBackward, 32);
+  const FlexCase expected = sums(plain);
+  EXPECT_EQ(expected.kernel, FlexKernel::kGradBuffers);
+  for (bool FlexCase::* member :
+       {&FlexCase::grad_query, &FlexCase::grad_key, &FlexCase::grad_value, &FlexCase::whole, &FlexCase::ordered,
+        &FlexCase::tall, &FlexCase::key_splits, &FlexCase::fixed_point, &FlexCase::partial_sums}) {
+    FlexCase other = plain;
+    other.*member = !(other.*member);
+    EXPECT_EQ(sums(other), expected);
+  }
+}
+
 TEST(SumsOverBatches, AreOfAllBatchesWhereGroupsGetNoGradient) {
   const FlexCase c = biased(FlexKernel::kBackward, 32, "buffer @0 f 3\nbuffer @1 f 3\n",
                             "%0 = mod b 64\n%1 = load @0 %0 q_idx kv_idx\n%2 = load @1 h q_idx kv_idx\n"

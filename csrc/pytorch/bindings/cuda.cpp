@@ -180,7 +180,7 @@ void bind(py::Module m) {
         }
         // And how many batches there are, whether their sums are made first, and for groups of them; how many heads,
         // whether in parts.
-        constexpr int64_t kMany = 512, kFew = 4;
+        constexpr int64_t kMany = 512, kFew = 4, kProcessors = 128;
         std::vector<FlexCase> sums;
         const size_t scalars =
             c.score_mod.text.empty() ? 0 : score_mod::cached_graph(c.score_mod.text)->scalars().size();
@@ -191,7 +191,7 @@ void bind(py::Module m) {
                                                       {kMany * kMany, kMany, kMany / kFew}}) {
           const std::vector<score_mod::Value> numbers(scalars, {score_mod::Type::kInt, 0, divisor});
           const auto apart =
-              sums_over_batches(c, needs_grad, numbers, batches, heads, 1, 1, 1, deterministic, architecture);
+              sums_over_batches(c, needs_grad, numbers, batches, heads, 1, 1, kProcessors, deterministic, architecture);
           if (!apart) continue;
           if (std::find(sums.begin(), sums.end(), apart->common) != sums.end()) continue;
           sums.push_back(apart->common);

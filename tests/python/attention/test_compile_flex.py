@@ -109,6 +109,22 @@ def test_all_kernels_of_a_training_step(folder, head_size: int, deterministic: b
 
 
 @needs_flex_compiler
+@pytest.mark.parametrize("deterministic, kernels", [(False, 2), (True, 3)])
+@pytest.mark.parametrize("groups", [None, 2], ids=["all batches", "groups"])
+def test_sums_over_batches(folder, groups: int | None, deterministic: bool, kernels: int) -> None:
+    """They are added to memory or stored, by how many CTAs share a tile, or added up in one order."""
+    bias = torch.zeros(*(() if groups is None else (groups,)), 4, 100, 104, dtype=torch.bfloat16, requires_grad=True)
+    n = 8
+
+    def score_mod(score, b, h, q, kv):
+        return score + (bias[h, q, kv] if groups is None else bias[b // n, h, q, kv])
+
+    compile_flex(score_mod, head_size=32, deterministic=deterministic, architecture="90a")
+    found = [path for path in folder.glob("*.cubin") if b".text.flex_grad_buffers_hopper" in path.read_bytes()]
+    assert len(found) == kernels
+
+
+@needs_flex_compiler
 def test_a_block_mask_gives_its_mask_and_block_size() -> None:
     mask = create_block_mask(causal, None, None, 100, 100, device="cpu", BLOCK_SIZE=48)
     options = {"head_size": 16, "requires_grad": False, "architecture": "80"}

@@ -216,7 +216,10 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   BatchSums found{c, groups.value_or(device::FlexBatchGroups{1, static_cast<int>(batches), 1})};
   found.common.grouped = groups.has_value();
   found.common.kernel = FlexKernel::kGradBuffers;
-  found.common.fixed_point = found.common.key_splits = false;
+  // One program, whatever the other kernels are to do.
+  found.common.grad_query = found.common.grad_key = found.common.grad_value = found.common.whole = false;
+  found.common.fixed_point = found.common.key_splits = found.common.ordered = false;
+  found.common.tall = true;
   found.common.partial_sums = true;
   for (size_t k = 0; k < steps.size(); ++k) {
     const bool of_groups = groups && steps[k].groups == read_groups;
