@@ -674,6 +674,32 @@ TEST(SumsOverBatches, AreOfWhatBatchesOfAGroupShare) {
   EXPECT_FALSE(sums("floor_div b 128", 512, {}, /*deterministic=*/false)->common.partial_sums);
 }
 
+TEST(SumsOverBatches, NeedATileThatFits) {
+  const auto sums = [](int reads, int size, const std::string& architecture) {
+    std::string header, body, score = "score";
+    for (int i = 0; i < reads; ++i) {
+      const std::string n = std::to_string(i);
+      header += "buffer @" + n + " f 3\n";
+      body += "%" + std::to_string(2 * i) + " = load @" + n + " h q_idx kv_idx\n";
+      body += "%" + std::to_string(2 * i + 1) + " = add " + score + " %" + std::to_string(2 * i) + "\n";
+      score = "%" + std::to_string(2 * i + 1);
+    }
+    FlexCase c = biased(FlexKernel::kBackward, size, header, body + "return " + score + "\n",
+                        std::vector(reads, score_mod::DType::kBFloat16), std::vector<int64_t>(reads, 4 * 512 * 512));
+    c.wants_grad.assign(static_cast<size_t>(reads), false);
+    c.wants_grad[0] = true;
+    const auto found = sums_over_batches(c, {true, true, true}, {}, 512, 4, 512, 512, kProcessors, false, architecture);
+    if (found) plan_kernel(found->common, architecture);
+    return found.has_value();
+  };
+  EXPECT_TRUE(sums(1, 64, "86"));
+  EXPECT_TRUE(sums(2, 32, "86"));
+  EXPECT_FALSE(sums(2, 64, "86"));
+  EXPECT_TRUE(sums(2, 64, "80"));
+  EXPECT_FALSE(sums(8, 64, "80"));
+  EXPECT_FALSE(sums(12, 64, "90a"));
+}
+
 // As compile_flex asks, which knows what the other kernels are to do, and as a call asks.
 TEST(SumsOverBatches, AreOneCaseWhateverElseIsAsked) {
   const auto sums = [](const FlexCase& c) {

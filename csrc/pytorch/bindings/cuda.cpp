@@ -32,6 +32,12 @@ FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes
   return mod;
 }
 
+// How a deterministic backward sums, as for all lengths and architectures.
+void order_sums(FlexCase& c) {
+  c.partial_sums = ordered_launches(c, 2, 1, 1, 2, "80") != 0;
+  c.fixed_point = !c.partial_sums;
+}
+
 FlexCase make_case(const std::string& kernel, const std::string& dtype, int head_size, int value_size,
                    const std::pair<std::string, std::vector<std::string>>& score_mod,
                    const std::pair<std::string, std::vector<std::string>>& mask_mod,
@@ -92,9 +98,7 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
     c.max_gradient = max_scores;
     c.partial_sums = of_buffers;
     if (deterministic && c.wants_buffers() && !of_buffers) {
-      // As for all lengths and architectures.
-      c.partial_sums = ordered_launches(c, 2, 1, 1, 2, "80") != 0;
-      c.fixed_point = !c.partial_sums;
+      order_sums(c);
       if (c.partial_sums && c.kernel == FlexKernel::kGradQuery) c.wants_grad.assign(wants_grad.size(), false);
     }
   }
@@ -160,24 +164,35 @@ void bind(py::Module m) {
       "backward_kernels",
       [](const FlexCase& c, bool deterministic, const std::string& architecture) {
         const std::vector<bool> needs_grad(3, c.grad_key);
-        auto kernels = backward_kernels(c, needs_grad, deterministic, architecture);
+        std::vector<FlexCase> kernels;
+        const auto add_kernels = [&](const FlexCase& asked) {
+          for (auto& kernel : backward_kernels(asked, needs_grad, deterministic, architecture))
+            kernels.push_back(std::move(kernel));
+        };
         // Lengths decide whether gradients of pairs are stored, and whether sums will be in one order without fixed
         // point.
-        FlexCase covered = c;
-        covered.covered.assign(c.wants_grad.size(), true);
-        const bool stores = plan_kernel(covered, architecture).facts().schemes.find_first_of("ST") != std::string::npos;
-        for (const FlexCase& one : {c, covered}) {
-          if (!one.covered.empty() && !stores) continue;
-          const bool floats = c.fixed_point && ordered_launches(one, 1, 1, 1, 1, architecture) != 0;
-          if (one.covered.empty() && !floats) continue;
-          FlexCase other = one;
-          if (floats) {
-            other.fixed_point = false;
-            other.partial_sums = true;
+        const auto add = [&](const FlexCase& asked) {
+          FlexCase covered = asked;
+          covered.covered.assign(asked.wants_grad.size(), true);
+          const bool stores =
+              plan_kernel(covered, architecture).facts().schemes.find_first_of("ST") != std::string::npos;
+          for (const FlexCase& one : {asked, covered}) {
+            const bool is_covered = !one.covered.empty();
+            if (is_covered && !stores) continue;
+            const auto in_order = [&](int64_t batches, int64_t processors) {
+              return ordered_launches(one, batches, 1, 1, processors, architecture) != 0;
+            };
+            // One batch, and two that do not fill the GPU.
+            if (!is_covered || !asked.fixed_point || !in_order(2, 2)) add_kernels(one);
+            if (asked.fixed_point && in_order(1, 1)) {
+              FlexCase floats = one;
+              floats.fixed_point = false;
+              floats.partial_sums = true;
+              add_kernels(floats);
+            }
           }
-          for (auto& kernel : backward_kernels(other, needs_grad, deterministic, architecture))
-            kernels.push_back(std::move(kernel));
-        }
+        };
+        add(c);
         // And how many batches there are, whether their sums are made first, and for groups of them; how many heads,
         // whether in parts.
         constexpr int64_t kMany = 512, kFew = 4, kProcessors = 128;
@@ -197,9 +212,9 @@ void bind(py::Module m) {
           sums.push_back(apart->common);
           FlexCase others = c;
           apart->leave_out(others);
-          if (!others.wants_buffers()) others.fixed_point = others.partial_sums = false;
-          for (auto& kernel : backward_kernels(others, needs_grad, deterministic, architecture))
-            kernels.push_back(std::move(kernel));
+          others.fixed_point = others.partial_sums = false;
+          if (deterministic && others.wants_buffers()) order_sums(others);
+          add(others);
           kernels.push_back(apart->common);
           // Lengths decide whether a CTA's sums are stored.
           FlexCase stored = apart->common;

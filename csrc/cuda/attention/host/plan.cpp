@@ -237,6 +237,8 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
   }
   if (count == 0 || count > kMostContributions) return std::nullopt;
   const FlexTileSize tile = grad_buffers_tile(found.common, architecture);
+  // A tile keeps what the score_mod reads of each pair.
+  if (shared_bytes(found.common, tile) > flex_shared_limit(std::stoi(architecture))) return std::nullopt;
   const int64_t members = tiles_in(batches, found.groups.groups);
   const int64_t tiles = found.groups.groups * heads * tiles_in(queries, tile.rows) * tiles_in(keys, tile.cols);
   const int64_t places = grad_buffers_ctas(tile) * processors;
