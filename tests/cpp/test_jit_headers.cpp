@@ -257,6 +257,19 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "PairColumns<Config>::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 1, threadIdx.x);\n"
      "out[threadIdx.x] = PairColumns<Config>::there(0) ? 1.0f : 0.0f;",
      24, true},
+    {"cuda/attention/device/pair_sums.cuh",
+     "const BatchWalk<true> batches(*(const FlexBackwardArguments*)in, 4);\n"
+     "float sums[4][4];\n"
+     "for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = in[32 * i + threadIdx.x];\n"
+     "put_pair_sums<Config, 0, 32>(\n"
+     "    *(const FlexSums*)out, sums, *(const ScoreMod::Captured*)in, batches.first, 1, [](int e) { return e; },\n"
+     "    [](int n, int e) { return 8 * n + e; }, [](int n, int e) { return threadIdx.x < 7; });\n"
+     "const long long at[2] = {threadIdx.x, batches.end};\n"
+     "const float two[2] = {in[0], in[1]};\n"
+     "store_two((ElementOf<ScaleGradient, 0>*)out, at, two);\n"
+     "store_two((BFloat16*)out, at, two);\n"
+     "add_two(out, at, two);",
+     48, true},
     {"cuda/attention/device/scores.cuh",
      "hold_order();\n"
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
