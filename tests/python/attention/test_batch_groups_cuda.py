@@ -65,8 +65,7 @@ BIASES: dict[str, Shared] = {
         lambda t: lambda x, b, h, q, kv: x + t[b, 0, h, q, 0, kv],
     ),
 }
-# (B, H, M, N) and n: a last group of fewer batches than there are CTAs for each group, windows, many groups; of large
-# groups several CTAs share a tile, of the others one has it.
+# (B, H, M, N) and n: groups so large that several CTAs share a tile, a last group of fewer batches, windows, many groups.
 SIZES = {
     "several CTAs a tile": ((65, 2, 70, 133), 32),
     "one batch more": ((17, 2, 130, 136), 8),

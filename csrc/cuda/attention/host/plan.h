@@ -41,8 +41,8 @@ struct FlexCase {
   // backward
   std::vector<bool> wants_grad;   ///< of each buffer of the score_mod
   std::vector<int64_t> elements;  ///< of each of them
-  /// Of each: whether it has an element for each of the call's pairs, and no other; kGradBuffers: for each of those
-  /// that the batches, or those of a group, share, whose one CTA has them all.
+  /// Whether each of them has an element for each of the call's pairs, and no other; kGradBuffers: for each pair of a
+  /// group of batches, or of all, which one CTA has.
   std::vector<bool> covered;
   bool grad_query = false, grad_key = false, grad_value = false, max_gradient = false;
   bool fixed_point = false;   ///< the buffers' gradients are summed in 64-bit fixed point
