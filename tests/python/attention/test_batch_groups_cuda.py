@@ -65,7 +65,8 @@ BIASES: dict[str, Shared] = {
         lambda t: lambda x, b, h, q, kv: x + t[b, 0, h, q, 0, kv],
     ),
 }
-# (B, H, M, N) and n: groups so large that several CTAs share a tile, a last group of fewer batches, windows, many groups.
+# (B, H, M, N) and n: groups so large that several CTAs share a tile, a last group of fewer batches, windows, many
+# groups.
 SIZES = {
     "several CTAs a tile": ((65, 2, 70, 133), 32),
     "one batch more": ((17, 2, 130, 136), 8),
