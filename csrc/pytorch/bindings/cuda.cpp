@@ -182,7 +182,7 @@ void bind(py::Module m) {
             const auto in_order = [&](int64_t batches, int64_t processors) {
               return ordered_launches(one, batches, 1, 1, processors, architecture) != 0;
             };
-            // One batch, and two that do not fill the GPU.
+            // Sums of one batch may be in one order where those of two batches that do not fill the GPU are not.
             if (!is_covered || !asked.fixed_point || !in_order(2, 2)) add_kernels(one);
             if (asked.fixed_point && in_order(1, 1)) {
               FlexCase floats = one;

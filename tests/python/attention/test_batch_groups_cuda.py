@@ -137,7 +137,7 @@ def test_with_a_block_mask(name: str) -> None:
 
 
 def test_groups_of_any_number_of_batches() -> None:
-    """The number is an argument of the kernels: those of one sum over a group's batches or add each, of any number."""
+    """The number is an argument of the kernels, of which some add each batch and others sum over a group's first."""
     given = inputs(12, 2, 130, 136, 32)
     few, many = (3, 1, 2), (4, 5, 12, 100)
     for numbers in (few, many):
