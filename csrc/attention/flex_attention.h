@@ -65,10 +65,11 @@ struct FlexArguments {
 /// out [B, H, M, E]; lse, max_scores and max_ties (how many scores of a row equal the largest) [B, H, M] acc,
 /// contiguous. out_low is what rounding took from out, as a tensor like it: the backward's sum of grad_out * out is
 /// subtracted from numbers that may equal it but for a few places, so that rounding out to 16 bits would be its largest
-/// error by far.
+/// error by far. lse_low [B, H, M] is what rounding took from lse: lse + lse_low is right to rounding of exp(s - lse)
+/// for scores of any size.
 struct FlexResults {
   TensorView out, out_low;                                          ///< out_low may be none
-  void *lse = nullptr, *max_scores = nullptr, *max_ties = nullptr;  ///< the latter two may be null
+  void *lse = nullptr, *max_scores = nullptr, *max_ties = nullptr, *lse_low = nullptr;  ///< all but lse may be null
 };
 
 /// The gradient of a captured buffer, contiguous.
@@ -84,7 +85,7 @@ struct FlexTangentCall {
   TensorView query, key, value;                ///< as the inputs; none: zero
   std::vector<bool> has_tangent;               ///< of each buffer of the score_mod
   std::span<const score_mod::Buffer> buffers;  ///< those of the score_mod, then the tangents of those that have one
-  FlexResults results;                         ///< out and lse, and out_low where wanted
+  FlexResults results;                         ///< out and lse, and out_low and lse_low where wanted
   TensorView out;                              ///< as results.out
   void* lse = nullptr;                         ///< [B, H, M] acc, contiguous
 };

@@ -101,9 +101,9 @@ TORCH_LIBRARY(fusegrad, m) {
   // FlexAuxBit.
   define<FlexAttentionCall>(m, "flex_attention", "(Tensor out, Tensor lse, Tensor max_scores)");
   // `max_ties` [B, H, M]: how many scores of a row equal the largest. `out_low`: what rounding took from out, in out's
-  // dtype; empty unless `aux` asks for it.
+  // dtype, of 16 bits alone. `lse_low` [B, H, M] acc: what it took from lse. Both are empty unless `aux` asks for them.
   define<FlexForward>(m, "flex_attention_forward",
-                      "(Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low)");
+                      "(Tensor out, Tensor lse, Tensor max_scores, Tensor max_ties, Tensor out_low, Tensor lse_low)");
   define<FlexBackward>(m, "flex_attention_backward",
                        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   define(m, schema_of<FlexBackwardInto>("flex_attention_backward_", "()", /*mutating=*/true));
@@ -115,10 +115,10 @@ TORCH_LIBRARY(fusegrad, m) {
                        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   // Forward mode of flex_attention_forward: its results, and the tangents of out and lse.
   define<FlexTangents>(m, "flex_attention_jvp",
-                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low)");
+                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");
   // Of several tangents at once, their first dimension and the results'. The Python package implements it.
   define<FlexTangents>(m, "flex_attention_jvp_of_each",
-                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low)");
+                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");
   // What pairs give to second derivatives, of the query's dtype: the tangents of the weights, [head_count, row_count, 1
   // or 2, columns], and where grad_out has a tangent, behind them the weights; the tangents of the gradients by query *
   // key, [head_count, row_count, 2, columns], and behind them these. With a block mask, which keys take part, uint8

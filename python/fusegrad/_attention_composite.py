@@ -20,10 +20,10 @@ from ._chunks import Plan, whole_blocks
 from ._score_mod_torch import Values, check_linear, evaluate, program
 
 __all__ = [
-    "MAX_SCORES", "OUT_LOW", "Call", "Mod", "Tensors", "attention_plan",
+    "LOW", "MAX_SCORES", "Call", "Mod", "Tensors", "attention_plan",
 ]  # fmt: skip
 
-MAX_SCORES, OUT_LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
+MAX_SCORES, LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
 _CHUNK = {"cpu": 2**20, "cuda": 2**24}

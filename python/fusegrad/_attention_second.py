@@ -64,7 +64,7 @@ def second_derivatives(
     tangents: dict[int, Tensor],
     results: Sequence[int],
 ) -> tuple[Tensor, ...]:
-    """The results of what `takes` takes. `outputs`: out, lse, and what rounding took from out."""
+    """The results of what `takes` takes. `outputs`: out, lse, and what rounding took from each."""
     count = len(tensors) - sum(asked)
     moved = [tangents.get(i) for i in range(len(tensors))]
 
@@ -101,24 +101,24 @@ def _second(
     of_grad_out, of_grad_lse = of_upstream
     if all(m is None for m in moved) and not captured.moving:
         moved = [torch.zeros_like(query), None, None]
-    out, lse, low = outputs
+    out, lse, out_low, lse_low = outputs
     # The sum of out with grad_out is subtracted from numbers that are close to it: rounding would be the largest error.
-    exact = out + low.float() if low.numel() > 0 else out
-    _, _, of_out, of_lse, _ = ops.flex_attention_jvp(
+    exact = out + out_low.float() if out_low.numel() > 0 else out
+    _, _, of_out, of_lse, *_ = ops.flex_attention_jvp(
         query, key, value, *moved, list(captured.moving), list(captured.moving.values()), *scoring, 0
     )
     batch, heads, length, _ = query.shape
     if grad_out is None:
         grad_out = query.new_zeros(()).expand(batch, heads, length, value.size(3))
-    rows = torch.zeros(batch, heads, length, 4, dtype=torch.float32, device=query.device)
-    rows[..., 0], rows[..., 2] = lse, of_lse
-    rows[..., 1] = (grad_out * exact).sum(3)
-    rows[..., 3] = (grad_out * of_out.float()).sum(3)
+    delta = (grad_out * exact).sum(3)
+    of_delta = (grad_out * of_out.float()).sum(3)
     if of_grad_out is not None:
-        rows[..., 3] += (of_grad_out * exact).sum(3)
-    for place, of in ((1, grad_lse), (3, of_grad_lse)):
-        if of is not None:
-            rows[..., place] -= of
+        of_delta += (of_grad_out * exact).sum(3)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    if of_grad_lse is not None:
+        of_delta = of_delta - of_grad_lse
+    rows = torch.stack([lse, lse_low, delta, of_lse, of_delta], 3)
     of_query, of_key, of_value = (torch.zeros_like(x) if m is None else m for x, m in zip(t[:3], moved, strict=True))
     shared = key.size(0) < batch  # one key for all batches
     key, value, of_key, of_value = (x.expand(batch, *x.shape[1:]) for x in (key, value, of_key, of_value))

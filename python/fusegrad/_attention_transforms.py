@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from ._attention_composite import (
-    OUT_LOW,
+    LOW,
     Call,
     Mod,
     Tensors,
@@ -34,7 +34,7 @@ from ._transforms import as_autocast_wants, outside_transforms, primal_of
 __all__ = ["attend"]
 
 _NUMBERS = 2**63 - 1
-_FORWARD = 5  # what the forward returns: out, lse, max_scores, max_ties, out_low
+_FORWARD = 6  # what the forward returns: out, lse, max_scores, max_ties, out_low, lse_low
 _UPSTREAM = 3  # of out, lse and max_scores
 _BETWEEN = _UPSTREAM + _FORWARD  # what the backward takes between query, key and value and what shapes the scores
 
@@ -78,13 +78,8 @@ def _call_in(given: Call | _Computed) -> Call:
     return given.call if isinstance(given, _Computed) else given
 
 
-def _aux_of(query: Tensor) -> int:
-    """What the backward wants besides."""
-    return OUT_LOW if query.dtype in (torch.bfloat16, torch.float16) else 0
-
-
 class _FlexAttention(torch.autograd.Function):
-    """(query, key, value, ...) -> out, lse and three that are not differentiable."""
+    """(query, key, value, ...) -> out, lse and four that are not differentiable."""
 
     @staticmethod
     def forward(given: Call | _Computed, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -92,9 +87,7 @@ class _FlexAttention(torch.autograd.Function):
             return outputs
         call = _call_in(given)
         t, _ = call.split(tensors)
-        return tuple(
-            torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), _aux_of(t.query))
-        )
+        return tuple(torch.ops.fusegrad.flex_attention_forward(t.query, t.key, t.value, *call.scoring(t), LOW))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -118,7 +111,7 @@ class _FlexAttention(torch.autograd.Function):
         tensors = [primal_of(t) for t in ctx.saved_tensors]
         moving = tuple(d is not None and t.is_floating_point() for t, d in zip(tensors, tangents[1:], strict=True))
         given = [d for d, m in zip(tangents[1:], moving, strict=True) if m]
-        return (*_FlexTangents.apply(ctx.given, moving, *tensors, *given), None, None, None)
+        return (*_FlexTangents.apply(ctx.given, moving, *tensors, *given), *(None,) * (_FORWARD - 2))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *tensors: Tensor) -> tuple[Any, Any]:
@@ -190,8 +183,8 @@ class _FlexGradients(torch.autograd.Function):
         ctx.call, ctx.wanted, ctx.having, *row = inputs
         ctx.set_materialize_grads(False)
         end = len(row) - _FORWARD
-        out, lse, _, _, low = row[end:]
-        kept = (*row[:end], out, lse, low)  # the composition computes these again
+        out, lse, _, _, *low = row[end:]
+        kept = (*row[:end], out, lse, *low)  # the composition computes these again
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
@@ -204,7 +197,8 @@ class _FlexGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse, low = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        tensors, outputs = saved[: -_FlexSecond.OUTPUTS], saved[-_FlexSecond.OUTPUTS :]
         acc = _acc_of(tensors[0])
         wanted = _places(ctx.needs_input_grad[3 : 3 + len(tensors)])
         having = [j for j, g in enumerate(upstream) if g is not None]
@@ -214,7 +208,7 @@ class _FlexGradients(torch.autograd.Function):
             found: list[Tensor | None] = [None] * len(tensors)
             given = [g for g in upstream if g is not None]
             how = _Second(ctx.call, ctx.having, tuple(moving), tuple(wanted), gradient_plan(plan, wanted, having))
-            for i, g in zip(wanted, _FlexSecond.apply(how, *tensors, *given, out, lse, low), strict=True):
+            for i, g in zip(wanted, _FlexSecond.apply(how, *tensors, *given, *outputs), strict=True):
                 found[i] = g
         else:
             composed = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
@@ -223,7 +217,8 @@ class _FlexGradients(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse, low = (primal_of(t) for t in ctx.saved_tensors)
+        saved = [primal_of(t) for t in ctx.saved_tensors]
+        tensors, outputs = saved[: -_FlexSecond.OUTPUTS], saved[-_FlexSecond.OUTPUTS :]
         acc = _acc_of(tensors[0])
         plan = _FlexGradients.plan(ctx, tensors)
         given = tangents[3 : 3 + len(tensors)]
@@ -231,7 +226,7 @@ class _FlexGradients(torch.autograd.Function):
         results = _places(ctx.wanted)
         if takes(ctx.call, tensors, ctx.having, moving, results):
             how = _Second(ctx.call, ctx.having, tuple(moving), tuple(results), tangent_plan(plan, moving))
-            return _FlexSecond.apply(how, *tensors, *(given[i] for i in moving), out, lse, low)
+            return _FlexSecond.apply(how, *tensors, *(given[i] for i in moving), *outputs)
         found = pushed(plan, _widened(tensors, acc), _widened(given, acc))
         return tuple(_as_inputs(found, [tensors[i] for i in results]))
 
@@ -285,11 +280,11 @@ class _Second:
 class _FlexSecond(torch.autograd.Function):
     """(query, key, value, ..., upstream gradients, tangents, what the forward returned) -> second derivatives."""
 
-    _OUTPUTS = 3  # out, lse, and what rounding took from out
+    OUTPUTS = 4  # out, lse, and what rounding took from each
 
     @staticmethod
     def forward(how: _Second, *row: Tensor) -> tuple[Tensor, ...]:
-        end = len(row) - _FlexSecond._OUTPUTS
+        end = len(row) - _FlexSecond.OUTPUTS
         count = end - len(how.moving)
         tangents = dict(zip(how.moving, row[count:end], strict=True))
         with torch.autocast("cuda", enabled=False):
@@ -299,7 +294,7 @@ class _FlexSecond(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.how, *row = inputs
         ctx.set_materialize_grads(False)
-        kept = row[: -_FlexSecond._OUTPUTS]
+        kept = row[: -_FlexSecond.OUTPUTS]
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
 
@@ -309,7 +304,7 @@ class _FlexSecond(torch.autograd.Function):
         acc = _acc_of(row[0])
         wanted = _places(ctx.needs_input_grad[1 : 1 + len(row)])
         found = pulled(ctx.how.plan, _widened(row, acc), wanted, _widened(upstream, acc))
-        return (None, *_as_inputs(found, row), *(None,) * _FlexSecond._OUTPUTS)
+        return (None, *_as_inputs(found, row), *(None,) * _FlexSecond.OUTPUTS)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -320,7 +315,7 @@ class _FlexSecond(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], how: _Second, *row: Tensor) -> tuple[Any, Any]:
-        kept, dims = row[: -_FlexSecond._OUTPUTS], in_dims[1 : -_FlexSecond._OUTPUTS]
+        kept, dims = row[: -_FlexSecond.OUTPUTS], in_dims[1 : -_FlexSecond.OUTPUTS]
         found = vmapped(info.batch_size, dims, how.plan, _widened(kept, _acc_of(row[0])))
         return tuple(_as_inputs(found, [kept[i] for i in how.results])), (0,) * len(how.results)
 
@@ -338,7 +333,7 @@ class _FlexTangents(torch.autograd.Function):
         rest = iter(row[count:])
         of_query, of_key, of_value, *of_buffers = (next(rest) if m else None for m in moving[: 3 + len(t.buffers)])
         having = [i for i, d in enumerate(of_buffers) if d is not None]
-        _, _, out, lse, _ = torch.ops.fusegrad.flex_attention_jvp(
+        _, _, out, lse, *_ = torch.ops.fusegrad.flex_attention_jvp(
             t.query, t.key, t.value, of_query, of_key, of_value, having, [of_buffers[i] for i in having],
             *call.scoring(t), 0,
         )  # fmt: skip
@@ -525,10 +520,10 @@ def _tangents_of_each(*arguments: Any) -> Any:
     size = tangents[0].size(0)
     found, _ = _FlexTangents.of_each(size, in_dims, call, moving, *tensors, *tangents, autograd=False)
     # The values, as they were.
-    out, lse, _, _, low = _FlexAttention.forward(call, *tensors)
-    values = (t.expand(size, *t.shape) for t in (out, lse, low if aux else low.new_empty(0)))
-    of_all, of_lse, of_low = values
-    return of_all, of_lse, *found, of_low
+    out, lse, _, _, *low = _FlexAttention.forward(call, *tensors)
+    kept = low if aux else [t.new_empty(0) for t in low]
+    of_out, of_lse, *of_low = (t.expand(size, *t.shape) for t in (out, lse, *kept))
+    return of_out, of_lse, *found, *of_low
 
 
 _library = torch.library.Library("fusegrad", "IMPL")
@@ -593,8 +588,8 @@ def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]
 
 def _computed(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> _Computed:
     with torch.no_grad():
-        out, lse, of_out, of_lse, low = _with_tangents(call, primals, tangents, _aux_of(primals[0]))
-        return _Computed(call, (out, lse, lse.new_empty(0), lse.new_empty(0), low), (of_out, of_lse))
+        out, lse, of_out, of_lse, *low = _with_tangents(call, primals, tangents, LOW)
+        return _Computed(call, (out, lse, lse.new_empty(0), lse.new_empty(0), *low), (of_out, of_lse))
 
 
 def _recorded(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -616,7 +611,7 @@ def _unwrapped(t: Tensor) -> Tensor:
 def _with_tangents(
     call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], aux: int = 0
 ) -> tuple[Tensor, ...]:
-    """out, lse, their tangents and out_low, of tensors that carry none."""
+    """out, lse, their tangents, out_low and lse_low, of tensors that carry none."""
     t, _ = call.split(primals)
     of_buffers = tangents[3 : 3 + len(t.buffers)]
     having = [i for i, d in enumerate(of_buffers) if d is not None and t.buffers[i].is_floating_point()]

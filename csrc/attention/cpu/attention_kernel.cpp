@@ -329,7 +329,7 @@ void softmax(const ScoreTile<T>& tile, const OnlineSoftmax<T>& state) {
 }
 
 template <class T>
-bool probabilities(const ScoreTile<T>& tile, const T* lse) {
+bool probabilities(const ScoreTile<T>& tile, const T* lse, const T* low) {
   using Vec = at::vec::Vectorized<T>;
   bool infinite = false;
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -342,7 +342,8 @@ bool probabilities(const ScoreTile<T>& tile, const T* lse) {
     }
     // Scores that are not masked are counted before the mask makes others -inf.
     Vec infinities(T(0));
-    const Vec offset(lse[r]), one(T(1)), lowest(-kInfinity<T>);
+    // Two differences: the first is exact where it matters.
+    const Vec offset(lse[r]), rest(low[r]), one(T(1)), lowest(-kInfinity<T>);
     if (mask != nullptr) {
       bool found = false;
       for (int64_t c = 0; c < tile.cols; ++c) found |= (mask[c] != 0) & (s[c] == -kInfinity<T>);
@@ -352,7 +353,7 @@ bool probabilities(const ScoreTile<T>& tile, const T* lse) {
     // What pads is 0 afterwards, and none of those that are counted.
     each_vector(s, pad_row(s, tile.cols, std::numeric_limits<T>::lowest()), [&](const Vec& x) {
       infinities = infinities + ((x == lowest) & one);
-      return exp_nonpositive(x - offset);
+      return exp_nonpositive(x - offset - rest);
     });
     if (mask == nullptr) infinite |= reduce_add(infinities) != 0;
   }

@@ -75,9 +75,9 @@ struct AttentionKernels {
   /// Scores become exp(score - max), 0 where masked; the rows' sums, and what was summed of values before, follow a new
   /// maximum.
   void (*softmax)(const ScoreTile<T>& tile, const OnlineSoftmax<T>& state);
-  /// Scores become exp(score - lse), exactly 0 where masked or -inf. Returns whether a score that was not masked was
-  /// -inf.
-  bool (*probabilities)(const ScoreTile<T>& tile, const T* lse);
+  /// Scores become exp(score - lse - low), exactly 0 where masked or -inf. Returns whether a score that was not masked
+  /// was -inf.
+  bool (*probabilities)(const ScoreTile<T>& tile, const T* lse, const T* low);
   /// alive[r, c] = p[r, c] != 0
   void (*alive)(uint8_t* alive, int64_t alive_stride, const T* p, int64_t stride, int64_t rows, int64_t cols);
   /// grad = p * (grad - delta[r]), 0 where p is 0. Rows `stride` apart in both.

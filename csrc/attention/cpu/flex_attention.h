@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <limits>
 #include <optional>
 
 #include "attention/cpu/attention_kernels.h"
@@ -23,6 +25,16 @@ inline constexpr int64_t kTileCols = 256;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int64_t tiles_in(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+/// lse of a row whose largest score is `max` and whose exponentials relative to that sum to `sum`; `low`, if not null:
+/// what rounding took from it.
+template <class T>
+void put_lse(T max, T sum, T* lse, T* low) {
+  const bool none = max == -std::numeric_limits<T>::infinity();
+  const T log_sum = none ? T(0) : std::log(sum);
+  *lse = max + log_sum;
+  if (low != nullptr) *low = none ? T(0) : (max - *lse) + log_sum;
+}
 
 /// Tensors [B, H, rows, cols] by heads.
 struct HeadView {

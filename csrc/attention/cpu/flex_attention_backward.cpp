@@ -35,6 +35,7 @@ class Backward {
       : p_(host, call.of),
         call_(call),
         lse_(static_cast<const T*>(call.saved.lse)),
+        lse_low_(static_cast<const T*>(call.saved.lse_low)),
         max_(static_cast<const T*>(call.saved.max_scores)),
         sums_(host, call, p_.lengths(), p_.key_batches, p_.key_heads, tiles_in(p_.keys, kKeyBlock)) {
     if (call.grad_out.data != nullptr) grad_out_.emplace(call.grad_out);
@@ -80,7 +81,7 @@ class Backward {
   const FlexProblem<T> p_;
   const FlexBackwardCall& call_;
   bool wants_scores_;
-  const T *lse_, *max_;
+  const T *lse_, *lse_low_, *max_;
   std::optional<HeadView> grad_out_, grad_query_, grad_key_, grad_value_;
   std::optional<score_mod::TileProgram<T>> derivative_;
   BufferSums<T> sums_;
@@ -292,7 +293,7 @@ class Backward<T>::Lane {
       std::fill_n(max_gradient_.data(), rows * kStride, T(0));
       kernels.add_max_gradient(max_gradient_.data(), scores, c_.max_ + row, c_.grad_max_.data() + row);
     }
-    const bool infinite = kernels.probabilities(scores, c_.lse_ + row);
+    const bool infinite = kernels.probabilities(scores, c_.lse_ + row, c_.lse_low_ + row);
 
     if (p_.dropout) {
       kernels.dropout(dropout_.data(), kStride, p_.dropout_of(b, h), queries.begin, where.kv, rows, cols);

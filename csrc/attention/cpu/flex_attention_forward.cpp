@@ -90,6 +90,7 @@ class Worker {
         lse_(static_cast<T*>(results.lse)),
         max_(static_cast<T*>(results.max_scores)),
         ties_(static_cast<T*>(results.max_ties)),
+        lse_low_(static_cast<T*>(results.lse_low)),
         out_low_(results.out_low.data != nullptr ? std::optional<HeadView>(results.out_low) : std::nullopt),
         query_(rows * p_.head_size),
         key_(kTileCols * p_.head_size + p_.kernels.panel * p_.head_size),
@@ -169,7 +170,7 @@ class Worker {
     for (int64_t r = 0; r < queries.size(); ++r) {
       const T sum = row_sum_.data()[row + r], max = row_max_.data()[row + r];
       const bool none = max == -std::numeric_limits<T>::infinity();
-      lse_[first + r] = none ? max : max + std::log(sum);
+      put_lse(max, sum, lse_ + first + r, lse_low_ != nullptr ? lse_low_ + first + r : nullptr);
       if (max_ != nullptr) {
         max_[first + r] = max;
         ties_[first + r] = row_ties_.data()[row + r];
@@ -187,7 +188,7 @@ class Worker {
 
   const FlexProblem<T>& p_;
   const HeadView out_;
-  T *lse_, *max_, *ties_;
+  T *lse_, *max_, *ties_, *lse_low_;
   const std::optional<HeadView> out_low_;
   Scratch<T> query_, key_, value_, score_, sum_of_values_, row_max_, row_sum_, row_ties_, dropout_;
   TileMasker<T> masker_;

@@ -20,6 +20,7 @@ class Worker {
         out_tangent_(call.out),
         out_low_(call.results.out_low.data != nullptr ? std::optional<HeadView>(call.results.out_low) : std::nullopt),
         lse_(static_cast<T*>(call.results.lse)),
+        lse_low_(static_cast<T*>(call.results.lse_low)),
         lse_tangent_(static_cast<T*>(call.lse)),
         query_(kTileRows * p_.head_size),
         key_(packed_keys()),
@@ -147,7 +148,7 @@ class Worker {
       T* out = sums_.data() + r * stride();
       T* tangent = out + first_tangent();
       const T of_lse = out[of_scores()] * factor;
-      lse_[first + r] = none ? max : max + std::log(sum);
+      put_lse(max, sum, lse_ + first + r, lse_low_ != nullptr ? lse_low_ + first + r : nullptr);
       lse_tangent_[first + r] = of_lse;
       for (int64_t c = 0; c < p_.value_size; ++c) {
         out[c] *= factor;
@@ -170,7 +171,7 @@ class Worker {
   const FlexProblem<T>& p_;
   const HeadView out_, out_tangent_;
   const std::optional<HeadView> out_low_;
-  T *lse_, *lse_tangent_;
+  T *lse_, *lse_low_, *lse_tangent_;
   std::optional<HeadView> query_view_, key_view_, value_view_;  // of the tangents
   Scratch<T> query_, key_, value_, query_tangent_, key_tangent_, value_tangent_, score_, tangent_, sums_, row_max_,
       row_sum_, zeros_, dropout_;

@@ -63,7 +63,8 @@ class Arguments {
 };
 
 FlexResults results_of(const FlexOutputs& o) {
-  return {view_of(o.out), view_of(o.out_low), data_of(o.lse), data_of(o.max_scores), data_of(o.max_ties)};
+  return {view_of(o.out),        view_of(o.out_low),  data_of(o.lse),
+          data_of(o.max_scores), data_of(o.max_ties), data_of(o.lse_low)};
 }
 
 }  // namespace
@@ -75,7 +76,7 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     const Arguments arguments(query, key, value, scores);
     attention_forward(torch_host(), arguments.call(), results_of(outputs));
   }
-  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
+  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low, outputs.lse_low};
 }
 
 void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -91,13 +92,14 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   const Arguments arguments(query, key, value, scores);
   const auto rows = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  const Tensor lse = rows(saved.lse), max_scores = rows(saved.max_scores), max_ties = rows(saved.max_ties);
+  const Tensor lse = rows(saved.lse), lse_low = rows(saved.lse_low), max_scores = rows(saved.max_scores), max_ties = rows(saved.max_ties);
   const Tensor grad_lse = rows(upstream.lse), grad_max_scores = rows(upstream.max_scores);
   std::vector<Tensor> buffers;
   for (const Tensor& t : grads.buffers) buffers.push_back(t.contiguous());
   FlexBackwardCall call;
   call.of = arguments.call();
-  call.saved = {view_of(saved.out), view_of(saved.out_low), data_of(lse), data_of(max_scores), data_of(max_ties)};
+  call.saved = {view_of(saved.out),  view_of(saved.out_low), data_of(lse),
+                data_of(max_scores), data_of(max_ties),      data_of(lse_low)};
   call.grad_out = view_of(upstream.out);
   call.grad_lse = data_of(grad_lse);
   call.grad_max_scores = data_of(grad_max_scores);
@@ -137,7 +139,7 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
     call.lse = data_of(results.lse);
     attention_tangents(torch_host(), call);
   }
-  return {outputs.out, outputs.lse, results.out, results.lse, outputs.out_low};
+  return {outputs.out, outputs.lse, results.out, results.lse, outputs.out_low, outputs.lse_low};
 }
 
 void flex_attention_dropout_mask(const Tensor& seed, double p, int64_t first_query, const Tensor& mask) {

@@ -12,7 +12,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const at::Tensor& que
                              const at::Tensor& value, const FlexOutputs& saved, const FlexScores& scores,
                              bool deterministic, const std::vector<bool>& needs_grad, const FlexGradients& grads,
                              bool inplace);
-/// out, lse, their tangents, and out_low where `aux` has kFlexOutLow.
+/// out, lse, their tangents, and out_low and lse_low where `aux` has kFlexLow.
 FlexTangentTuple flex_attention_jvp(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                     const FlexInputTangents& tangents, const FlexScores& scores, int64_t aux);
 /// Writes which pairs are kept into `mask`, bool [B, H, M, N], contiguous.

@@ -45,6 +45,7 @@ auto with_backward_call(const FlexUpstream& upstream, const Tensor& query, const
                     .max_scores = saved.max_scores,
                     .max_ties = saved.max_ties,
                     .out_low = saved.out_low,
+                    .lse_low = saved.lse_low,
                     .scoring = scoring.view,
                     .deterministic = deterministic,
                     .needs_grad = c10::List<bool>()};

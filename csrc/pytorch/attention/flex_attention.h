@@ -31,7 +31,7 @@ struct FlexScores {
 enum FlexAuxBit : int64_t {
   kFlexMaxScores = 1,
   // Of the op below the front end:
-  kFlexOutLow = 2,    ///< what a backward wants of a 16-bit output
+  kFlexLow = 2,       ///< out_low and lse_low, which a backward wants
   kFlexBackward = 4,  ///< a backward may follow, whose kernels may be compiled beside the forward's
   kFlexOrdered = 8,   ///< its gradients are to be the same bits in every run
 };
@@ -39,9 +39,11 @@ enum FlexAuxBit : int64_t {
 /// out [B, H, M, E], strides in the order of the query's; lse, max_scores and max_ties (how many scores of a row equal
 /// the largest) [B, H, M] acc, the latter two empty unless asked for. out_low is what rounding took from out, as a
 /// tensor like it: the backward's sum of grad_out * out is subtracted from numbers that may equal it but for a few
-/// places, so that rounding out to 16 bits would be its largest error by far. Empty unless asked for.
+/// places, so that rounding out to 16 bits would be its largest error by far. lse_low is what rounding took from lse:
+/// the backward's exp(s - lse) of a row whose scores lie near -1e9 needs lse to a few places after the point. Both are
+/// empty unless asked for, out_low also where out has more than 16 bits.
 struct FlexOutputs {
-  at::Tensor out, lse, max_scores, max_ties, out_low;
+  at::Tensor out, lse, max_scores, max_ties, out_low, lse_low;
 };
 
 /// Empty where not wanted; query, key and value empty too where they were written in place.
@@ -50,7 +52,7 @@ struct FlexGradients {
   std::vector<at::Tensor> buffers;
 };
 
-using FlexOutputTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using FlexOutputTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using FlexGradientTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, std::vector<at::Tensor>>;
 
 /// What the upstream gradients are; undefined where there is none.
@@ -64,11 +66,11 @@ struct FlexInputTangents {
   std::vector<int64_t> with_tangent;  ///< the buffers of the score_mod that have one, ascending
   std::vector<at::Tensor> buffers;    ///< theirs
 };
-/// out, lse, their tangents, and out_low.
-using FlexTangentTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+/// out, lse, their tangents, out_low and lse_low.
+using FlexTangentTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 /// What second derivatives ask of pairs (device::FlexPairTangentsArguments). All operands have tangents, but grad_out's
-/// may be undefined. rows: [B, H, M, 4] float32, of device::FlexPairRow. score_tangent may be undefined.
+/// may be undefined. rows: [B, H, M, 5] float32, of device::FlexPairRow. score_tangent may be undefined.
 struct FlexPairTangentsCall {
   at::Tensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent, grad_out_tangent, rows;
   at::Tensor score_tangent;

@@ -28,11 +28,16 @@ FlexOutputs empty_flex_outputs(const Tensor& query, const Tensor& value, int64_t
   const auto row_values = [&] {
     return at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)}, acc);
   };
-  const bool max_scores = (aux & kFlexMaxScores) != 0;
-  return {empty_attention_output(query, value), row_values(), max_scores ? row_values() : at::empty({0}, acc),
-          max_scores ? row_values() : at::empty({0}, acc),
-          (aux & kFlexOutLow) != 0 ? empty_attention_output(query, value)
-                                   : at::empty({0}, query.options().requires_grad(false))};
+  const auto wanted = [&](bool is) { return is ? row_values() : at::empty({0}, acc); };
+  const bool max_scores = (aux & kFlexMaxScores) != 0, low = (aux & kFlexLow) != 0;
+  const bool rounds = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
+  return {empty_attention_output(query, value),
+          row_values(),
+          wanted(max_scores),
+          wanted(max_scores),
+          low && rounds ? empty_attention_output(query, value)
+                        : at::empty({0}, query.options().requires_grad(false)),
+          wanted(low)};
 }
 
 FlexGradients empty_flex_gradients(const Tensor& query, const Tensor& key, const Tensor& value, at::TensorList buffers,

@@ -31,7 +31,9 @@ FlexScores make_scores(const FlexScoring& scoring) {
   return scores;
 }
 
-FlexOutputTuple to_tuple(const FlexOutputs& o) { return {o.out, o.lse, o.max_scores, o.max_ties, o.out_low}; }
+FlexOutputTuple to_tuple(const FlexOutputs& o) {
+  return {o.out, o.lse, o.max_scores, o.max_ties, o.out_low, o.lse_low};
+}
 FlexGradientTuple to_tuple(const FlexGradients& g) { return {g.query, g.key, g.value, g.buffers}; }
 
 std::vector<bool> flags_of(const c10::List<bool>& list) { return {list.begin(), list.end()}; }
@@ -45,9 +47,12 @@ FlexOutputTuple forward(const FlexForward& call) {
 template <auto Backward>
 void run_backward(const FlexBackward& c, const std::vector<bool>& needs_grad, const FlexGradients& gradients,
                   bool inplace) {
+  FUSEGRAD_CHECK_VALUE(c.lse_low.sym_numel() == c.lse.sym_numel(), "flex_attention_backward",
+                       "lse_low must be as lse, of ", c.lse.sym_sizes(), ", but got ", c.lse_low.sym_sizes(),
+                       ": ask the forward for it by aux");
   Backward({c.grad_out.value_or(Tensor()), c.grad_lse.value_or(Tensor()), c.grad_max_scores.value_or(Tensor())},
-           c.query, c.key, c.value, {c.out, c.lse, c.max_scores, c.max_ties, c.out_low}, make_scores(c.scoring),
-           c.deterministic, needs_grad, gradients, inplace);
+           c.query, c.key, c.value, {c.out, c.lse, c.max_scores, c.max_ties, c.out_low, c.lse_low},
+           make_scores(c.scoring), c.deterministic, needs_grad, gradients, inplace);
 }
 
 template <auto Backward>
@@ -111,13 +116,13 @@ FlexInputTangents checked_tangents(const FlexTangents& c) {
 // Jvp: a device's function.
 template <auto Jvp>
 FlexTangentTuple jvp(const FlexTangents& c) {
-  return Jvp(c.query, c.key, c.value, checked_tangents(c), make_scores(c.scoring), c.aux & kFlexOutLow);
+  return Jvp(c.query, c.key, c.value, checked_tangents(c), make_scores(c.scoring), c.aux & kFlexLow);
 }
 FlexTangentTuple jvp_meta(const FlexTangents& c) {
   checked_tangents(c);
-  const FlexOutputs out = empty_flex_outputs(c.query, c.value, c.aux & kFlexOutLow),
+  const FlexOutputs out = empty_flex_outputs(c.query, c.value, c.aux & kFlexLow),
                     tangents = empty_flex_outputs(c.query, c.value, 0);
-  return {out.out, out.lse, tangents.out, tangents.lse, out.out_low};
+  return {out.out, out.lse, tangents.out, tangents.lse, out.out_low, out.lse_low};
 }
 
 using FlexPairTangentsTuple = std::tuple<Tensor, Tensor, Tensor>;
@@ -140,8 +145,8 @@ FlexPairTangentsResults empty_pair_tangents(const FlexPairTangents& c) {
   const auto heads = c.query.sym_size(0) * c.query.sym_size(1), queries = c.query.sym_size(2);
   const auto group = c.query.sym_size(1) / c.key.sym_size(1), keys = c.key.sym_size(2);
   FUSEGRAD_CHECK_VALUE(c.rows.scalar_type() == at::kFloat && c.rows.is_contiguous() &&
-                           c.rows.device() == c.query.device() && c.rows.sym_numel() == heads * queries * 4,
-                       kOp, "rows must be contiguous float32 [B, H, M, 4], but got ", c.rows.scalar_type(),
+                           c.rows.device() == c.query.device() && c.rows.sym_numel() == heads * queries * 5,
+                       kOp, "rows must be contiguous float32 [B, H, M, 5], but got ", c.rows.scalar_type(),
                        " of shape ", c.rows.sym_sizes());
   FUSEGRAD_CHECK_VALUE(c.first_head >= 0 && c.head_count > 0 && c.first_head + c.head_count <= heads &&
                            c.first_head % group == 0 && c.head_count % group == 0,

@@ -80,7 +80,7 @@ class Reader {
 // Saves the inputs, the output and a few numbers a row; the scores are computed again in the backward.
 struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
   // Of what is saved, these come first.
-  enum { kQuery, kKey, kValue, kOut, kLse, kMaxScores, kMaxTies, kOutLow, kDropoutSeed, kLists };
+  enum { kQuery, kKey, kValue, kOut, kLse, kMaxScores, kMaxTies, kOutLow, kLseLow, kDropoutSeed, kLists };
 
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
                                at::TensorList /*score_mod buffers: edges*/, const FlexScores& scores, int64_t aux,
@@ -90,7 +90,8 @@ struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
     ctx->set_materialize_grads(false);
     Saved saved;
     saved.tensors = {
-        query, key, value, out.out, out.lse, out.max_scores, out.max_ties, out.out_low, scores.dropout_seed};
+        query,        key,         value,       out.out,            out.lse, out.max_scores,
+        out.max_ties, out.out_low, out.lse_low, scores.dropout_seed};
     saved.put(scores);
     for (const bool flag : {deterministic, inplace, saved_tensor_hooks_active()}) saved.values.push_back(flag);
     ctx->saved_data["arguments"] = std::move(saved.values);
@@ -117,7 +118,8 @@ struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
 
     const bool graph = at::GradMode::is_enabled();  // create_graph=True
     for (size_t i = 0; i < 3; ++i) inplace = inplace && !graph && needs_grad[i] && may_reuse_saved(saved[i], hooks);
-    const FlexOutputs outputs{saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow]};
+    const FlexOutputs outputs{saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow],
+                              saved[kLseLow]};
     FlexGradients gradients;
     if (graph) {
       gradients = dispatch::flex_attention_backward_graph(upstream, saved[kQuery], saved[kKey], saved[kValue], outputs,
@@ -203,8 +205,9 @@ FlexTangentTuple tangents_of_each(const FlexTangents& call) {
   for (auto& t : buffers) tangents.push_back(&t);
   const Unbatched batch(tangents);
   whole.buffer_tangents = buffers;
-  const auto [out, lse, of_out, of_lse, out_low] = op(whole);
-  return {batch.again(out), batch.again(lse), batch.again(of_out), batch.again(of_lse), batch.again(out_low)};
+  const auto [out, lse, of_out, of_lse, out_low, lse_low] = op(whole);
+  return {batch.again(out),    batch.again(lse),     batch.again(of_out),
+          batch.again(of_lse), batch.again(out_low), batch.again(lse_low)};
 }
 
 }  // namespace
@@ -223,12 +226,10 @@ FlexOutputs flex_attention(const Tensor& query, const Tensor& key, const Tensor&
   const bool recorded =
       at::GradMode::is_enabled() && (query.requires_grad() || key.requires_grad() || value.requires_grad() ||
                                      std::any_of(buffers.begin(), buffers.end(), requires_grad));
-  const auto dtype = query.scalar_type();
-  if (recorded) aux |= deterministic ? kFlexBackward | kFlexOrdered : kFlexBackward;
-  if (recorded && (dtype == at::kBFloat16 || dtype == at::kHalf)) aux |= kFlexOutLow;
+  if (recorded) aux |= kFlexLow | kFlexBackward | (deterministic ? kFlexOrdered : 0);
   const auto out = FlexAttention::apply(query, key, value, at::TensorList(scores.score_mod.buffers), scores, aux,
                                         deterministic, inplace);
-  return {out[0], out[1], out.size() > 2 ? out[2] : Tensor(), {}, {}};
+  return {out[0], out[1], out.size() > 2 ? out[2] : Tensor(), {}, {}, {}};
 }
 
 }  // namespace fusegrad::autograd

@@ -761,7 +761,7 @@ struct FlexForward {
 struct FlexBackward {
   at::Tensor query, key, value;
   OptionalTensor grad_out, grad_lse, grad_max_scores;
-  at::Tensor out, lse, max_scores, max_ties, out_low;  ///< what the forward returned
+  at::Tensor out, lse, max_scores, max_ties, out_low, lse_low;  ///< what the forward returned
   FlexScoring scoring;
   bool deterministic = false;
   c10::List<bool> needs_grad;
@@ -772,13 +772,13 @@ struct FlexBackward {
                 required("grad_out", &A::grad_out), required("grad_lse", &A::grad_lse),
                 required("grad_max_scores", &A::grad_max_scores), required("out", &A::out), required("lse", &A::lse),
                 required("max_scores", &A::max_scores), required("max_ties", &A::max_ties),
-                required("out_low", &A::out_low), all_of(&A::scoring), required("deterministic", &A::deterministic),
-                required("needs_grad", &A::needs_grad));
+                required("out_low", &A::out_low), required("lse_low", &A::lse_low), all_of(&A::scoring),
+                required("deterministic", &A::deterministic), required("needs_grad", &A::needs_grad));
   }
 };
 
 /// Forward mode: the forward's inputs with their tangents, none of which is zero. `with_tangent`: the indices of the
-/// score_mod's buffers that have one, ascending; `buffer_tangents`: these. `aux`: kFlexOutLow or 0.
+/// score_mod's buffers that have one, ascending; `buffer_tangents`: these. `aux`: kFlexLow or 0.
 struct FlexTangents {
   at::Tensor query, key, value;
   OptionalTensor query_tangent, key_tangent, value_tangent;
@@ -798,8 +798,8 @@ struct FlexTangents {
 
 /// Second derivatives on CUDA: what each pair gives to the tangents of the gradients of query, key and value, of
 /// `head_count` heads of queries from `first_head` on, counted over all batches, whole groups of them, and `row_count`
-/// queries from `first_row` on, a multiple of 128. `rows`: [B, H, M, 4] float32, of each row lse, the sum of grad_out *
-/// out less grad_lse, and the tangents of both. `score_tangent`: [head_count, row_count, columns] float32, what else
+/// queries from `first_row` on, a multiple of 128. `rows`: [B, H, M, 5] float32, of each row lse, what rounding
+/// took from it, the sum of grad_out * out less grad_lse, and the tangents of lse and of that sum. `score_tangent`: [head_count, row_count, columns] float32, what else
 /// the tangents of the scores have, of captured tensors. There is no dropout.
 struct FlexPairTangents {
   at::Tensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent;

@@ -32,18 +32,23 @@ class Tensors:
 @dataclass
 class Results:
     """Of some queries: out [B, H, m, E]; lse, max_scores and max_ties [B, H, m], the latter two empty unless asked for;
-    low, what rounding took from a 16-bit out, here or by pieces in `lows`. As flex_attention_forward returns them, or
-    `out` in float32 and wider."""
+    low, what rounding took from a 16-bit out, here or by pieces in `lows`; lse_low, what it took from lse. As
+    flex_attention_forward returns them, or `out` in float32 and wider."""
 
     out: Tensor
     lse: Tensor
     max_scores: Tensor
     max_ties: Tensor
     low: Tensor
+    lse_low: Tensor
     lows: dict[Piece, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
-        return [self.out, self.lse, self.max_scores, self.max_ties, self.low]
+        return [self.out, self.lse, self.max_scores, self.max_ties, self.low, self.lse_low]
+
+    def whole(self) -> list[Tensor]:
+        """All but low, which stays in pieces."""
+        return [self.out, self.lse, self.max_scores, self.max_ties, self.lse_low]
 
     def rows(self, piece: Piece) -> Results:
         """Of some of the queries, without a copy."""
@@ -60,14 +65,14 @@ def together(t: Tensors, parts: Sequence[tuple[Piece, Results]], max_scores: boo
         return parts[0][1]
     results = _empty(t, max_scores)
     for piece, part in parts:
-        for to, what in zip(results.rows(piece).tensors()[:-1], part.tensors()[:-1], strict=True):
+        for to, what in zip(results.rows(piece).whole(), part.whole(), strict=True):
             to.copy_(what)
     results.lows = {piece: part.low for piece, part in parts if part.low.numel()}
     reached = joined([(piece.row, piece.row + piece.size) for piece, _ in parts])
     for start, stop, made in within(0, rows, reached):
         if not made:
             none = results.rows(Piece(start, stop, start))
-            for to, value in zip(none.tensors()[:-1], (0, -torch.inf, -torch.inf, 0), strict=True):
+            for to, value in zip(none.whole(), (0, -torch.inf, -torch.inf, 0, 0), strict=True):
                 to.fill_(value)
     return results
 
@@ -81,7 +86,7 @@ def _empty(t: Tensors, max_scores: bool) -> Results:
     lse = torch.empty(query.shape[:3], dtype=acc_of(query.dtype), device=query.device)
     none = lse.new_empty(0)
     largest, ties = (torch.empty_like(lse) if max_scores else none for _ in range(2))
-    return Results(out, lse, largest, ties, query.new_empty(0))
+    return Results(out, lse, largest, ties, query.new_empty(0), torch.empty_like(lse))
 
 
 def merged(sums: Results | None, part: Results) -> Results:
@@ -90,17 +95,27 @@ def merged(sums: Results | None, part: Results) -> Results:
     if part.low.numel():
         wide += part.low
     if sums is None:
-        return Results(wide, part.lse, part.max_scores, part.max_ties, part.low.new_empty(0))
-    lse = torch.logaddexp(sums.lse, part.lse)
+        return Results(wide, part.lse, part.max_scores, part.max_ties, part.low.new_empty(0), part.lse_low)
+    lse, lse_low = _logaddexp(sums, part)
     top = torch.where(lse == -torch.inf, 0, lse)
-    sums.out.mul_((sums.lse - top).exp_().unsqueeze(-1)).addcmul_(wide, (part.lse - top).exp_().unsqueeze(-1))
+    before, more = (((r.lse - top) + (r.lse_low - lse_low)).exp_().unsqueeze(-1) for r in (sums, part))
+    sums.out.mul_(before).addcmul_(wide, more)
     if sums.max_scores.numel():
         largest = torch.maximum(sums.max_scores, part.max_scores)
         ties = torch.where(sums.max_scores == largest, sums.max_ties, 0)
         sums.max_ties = ties + torch.where(part.max_scores == largest, part.max_ties, 0)
         sums.max_scores = largest
-    sums.lse = lse
+    sums.lse, sums.lse_low = lse, lse_low
     return sums
+
+
+def _logaddexp(a: Results, b: Results) -> tuple[Tensor, Tensor]:
+    """lse of both in two numbers, right to rounding of exp(s - lse) for scores of any size."""
+    above = torch.where(a.lse == b.lse, 0, b.lse - a.lse) + (b.lse_low - a.lse_low)  # -inf less -inf would be NaN
+    largest, low = (torch.where(above > 0, y, x) for x, y in ((a.lse, b.lse), (a.lse_low, b.lse_low)))
+    low = low + above.abs().neg_().exp_().log1p_()
+    lse = largest + low
+    return lse, torch.where(lse == -torch.inf, 0, (largest - lse) + low)
 
 
 class Sum:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._attention_composite import MAX_SCORES, OUT_LOW
+from .._attention_composite import LOW, MAX_SCORES
 from .gradients import acc_of
 from .sequence import ContextParallel, gathered
 from .sequence_columns import Columns, Fetch, KeySums
@@ -114,9 +114,7 @@ class Call:
         )
 
     def _forward(self, t: Tensors, q: Piece, k: Piece, key: Tensor, value: Tensor, blocks: list[Tensor]) -> Results:
-        aux = MAX_SCORES if self.max_scores else 0
-        if t.query.dtype in (torch.bfloat16, torch.float16):
-            aux |= OUT_LOW
+        aux = LOW | (MAX_SCORES if self.max_scores else 0)
         query = t.query.narrow(2, q.row, q.size)
         return Results(*_ops.flex_attention_forward(query, key, value, *self._scoring(t, q, k, blocks), aux))
 
@@ -178,7 +176,8 @@ class Call:
             return None
         r = results.rows(q)
         # The CPU's kernels take rows' numbers as they lie in memory.
-        r.lse, r.max_scores, r.max_ties = r.lse.contiguous(), r.max_scores.contiguous(), r.max_ties.contiguous()
+        r.lse, r.lse_low = r.lse.contiguous(), r.lse_low.contiguous()
+        r.max_scores, r.max_ties = r.max_scores.contiguous(), r.max_ties.contiguous()
         grads = [None if g is None else g.narrow(2, q.row, q.size) for g in upstream]
         query = t.query.narrow(2, q.row, q.size)
         made: tuple[Any, ...] = _ops.flex_attention_backward(

@@ -43,10 +43,10 @@ struct alignas(16) FlexPartialRow {
   float ties;  // how many scores equal `max`, where that is wanted
   float nothing;
 };
-/// What a row's results are made of and where they go. max_scores and max_ties may be null, and out_low's data.
+/// What a row's results are made of and where they go. All but lse may be null, and out_low's data.
 struct FlexRowResults {
   FlexTensor out, out_low;
-  float *lse, *max_scores, *max_ties;  // [B, H, M]
+  float *lse, *max_scores, *max_ties, *lse_low;  // [B, H, M]
   int value_size;
   float unit;           // what scores are multiplied by
   float dropout_scale;  // 1 without dropout
@@ -61,7 +61,7 @@ struct FlexPartials {
 };
 struct FlexForwardArguments {
   FlexTensor query, key, value, out, out_low;
-  float *lse, *max_scores, *max_ties;  // [B, H, M]; the latter two may be null
+  float *lse, *max_scores, *max_ties, *lse_low;  // [B, H, M]; all but lse may be null
   FlexTiles tiles;
   int batches, key_batches, heads, group, queries, keys, head_size, value_size;
   float scale;
@@ -86,7 +86,9 @@ struct FlexForwardHopperArguments {
 /// What the backward needs of a row of scores.
 struct FlexRow {
   // With dropout probabilities come out times its scale: lse is less the scale's logarithm, delta divided by the scale.
-  float lse;    // of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0
+  // Of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0; -0 where all
+  // scores are far from 0 (far_rows.cuh).
+  float lse;
   float delta;  // sum of grad_out * out, less grad_lse
 };
 
@@ -112,6 +114,7 @@ struct FlexBatchGroups {
 struct FlexBackwardArguments {
   FlexTensor query, key, value, grad_out, grad_query, grad_key, grad_value;
   const FlexRow* rows;                 // [B, H, row_stride]
+  const float *lse, *lse_low;          // [B, H, M]; read of far rows alone
   const float *max_scores, *grad_max;  // [B, H, M]; null without a gradient of max_scores
   // The sum of which dQ is made where CTAs add it up, less the scale; zeros before, unless the first CTA stores it. It
   // lies in blocks of 8 queries and 8 columns, [B, H, sum_rows / 8, sum_cols / 8, 8, 8]; in the Hopper kernels' blocks

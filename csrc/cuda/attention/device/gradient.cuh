@@ -1,6 +1,7 @@
 // The gradient of a pair's score, for all kernels of the backward, and contributions by vectors of captured buffers.
 #pragma once
 
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/scores.cuh"
 
 namespace fusegrad::device {
@@ -35,6 +36,7 @@ struct NoDerivative {
 struct FlexQuery {
   FlexRow row;
   float max, grad_max;  // where there is a gradient of max_scores
+  FlexOrigin origin;    // in tiles with a far row
 };
 
 template <class Config>
@@ -43,16 +45,21 @@ struct FlexPairGradient {
   using Derivative = typename Config::Derivative;
 
   /// The probability of a pair, 0 where it does not take part (kRaw: anything); `changed` is the score that the
-  /// score_mod makes of it.
-  template <bool kRaw = false, class Reads = score_mod::ReadThere>
+  /// score_mod makes of it. kFar: the tile may have far rows.
+  template <bool kRaw = false, bool kFar = false, class Reads = score_mod::ReadThere>
   static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
-                                                      float score, float lse, int b, int h, int q, int kv,
+                                                      float score, const FlexQuery& row, int b, int h, int q, int kv,
                                                       bool takes_part, float& changed, const Reads& reads = Reads()) {
+    const float lse = row.row.lse;
     changed = score * scale;
     if constexpr (kHas<ScoreMod>)
       changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part, reads);
     float p;
-    if constexpr (kSame<typename Config::Element, float>) {
+    if constexpr (kFar) {
+      const float above =
+          (kHas<ScoreMod> ? changed - row.origin.high : fmaf(score, scale, -row.origin.high)) - row.origin.low;
+      p = kSame<typename Config::Element, float> ? expf(above - lse) : power_of_two(above * kLog2E - lse);
+    } else if constexpr (kSame<typename Config::Element, float>) {
       p = expf(changed - lse);
     } else if constexpr (kHas<ScoreMod>) {
       p = power_of_two(changed * kLog2E - lse);
@@ -65,14 +72,14 @@ struct FlexPairGradient {
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions, and where there
   /// are vectors, behind them the gradient by what the score_mod gives; returns the gradient by scale * query * key.
   /// All of them are 0 where the pair does not take part.
-  template <class Reads = score_mod::ReadThere>
+  template <bool kFar = false, class Reads = score_mod::ReadThere>
   static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value, const Reads& reads = Reads()) {
     float changed;
     // p of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable kernels spill
     // more where it is replaced last.
-    p = probability<kAllRead>(captured, scale, score, row.row.lse, b, h, q, kv, takes_part, changed, reads);
+    p = probability<kAllRead, kFar>(captured, scale, score, row, b, h, q, kv, takes_part, changed, reads);
     float d = p * (grad - row.row.delta);
     if constexpr (kAllRead) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;

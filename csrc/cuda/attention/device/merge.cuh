@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/device/arguments.cuh"
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {
@@ -79,7 +80,9 @@ struct FlexRowMerge {
     const float factor = none ? 0.0f : to.dropout_scale / row.sum;
     if (col == 0) {
       const float max = row.max * to.unit;
-      to.lse[at] = none ? -FUSEGRAD_INFINITY : max + logf(row.sum);
+      const FlexLse lse = lse_of(row.max, to.unit, logf(row.sum));
+      to.lse[at] = none ? -FUSEGRAD_INFINITY : lse.lse;
+      if (to.lse_low != nullptr) to.lse_low[at] = none ? 0.0f : lse.low;
       if (to.max_scores != nullptr) {
         to.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
         to.max_ties[at] = row.ties;

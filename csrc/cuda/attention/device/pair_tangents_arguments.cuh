@@ -6,9 +6,10 @@
 
 namespace fusegrad::device {
 
-/// What is known of a row of scores, and its tangents. As FlexRow has delta; lse is in natural units.
-struct alignas(16) FlexPairRow {
-  float lse, delta, lse_tangent, delta_tangent;
+/// What is known of a row of scores, and its tangents. As FlexRow has delta; lse is in natural units, and in two numbers
+/// (far_rows.cuh).
+struct FlexPairRow {
+  float lse, lse_low, delta, lse_tangent, delta_tangent;
 };
 
 /// Of the heads of queries from `first_head` on, counted over all batches, and the queries from `first_row` on, a

@@ -150,7 +150,11 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     issue_scores(s, i, 0);
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
-    if constexpr (kOverlapped) wait_scores(s);
+    bool far = false;
+    if constexpr (kOverlapped) {
+      far = Tiles::has_far(i);
+      wait_scores(s);
+    }
     if constexpr (kLines) {
       Lines lines;
       load(lines, i);
@@ -174,7 +178,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       if constexpr (kOverlapped) {
-        overlapped_pairs(now, i, s, d, p, ds);
+        overlapped_pairs(now, i, far, s, d, p, ds);
       } else {
         pairs(now, i, s, d, p, ds);
         if (now.last()) release(value_empty());
@@ -216,7 +220,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
       draw(i + 1);
       // The wait is here: at the loop's head the compiler would wait for each product.
-      if constexpr (kOverlapped) wait_scores(s);
+      if constexpr (kOverlapped) {
+        far = Tiles::has_far(i + 1);
+        wait_scores(s);
+      }
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
@@ -293,7 +300,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   }
   // Computes what pairs() computes, and waits for dP itself. A loop of its own replaces what a mask leaves out: beside
   // the exponentials it would spill.
-  __device__ __forceinline__ void overlapped_pairs(const Place& place, int i, float (&s)[kBlocksN][4],
+  __device__ __forceinline__ void overlapped_pairs(const Place& place, int i, bool far, float (&s)[kBlocksN][4],
                                                    float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                                    unsigned (&ds)[kBlocksN * 2]) const {
     const auto of_alive = [&] {
@@ -303,6 +310,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
     }();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
+    if (far) subtract_lse(s, place, rows);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       FlexRow of_row[2];
@@ -310,8 +318,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float changed;
-        s[n][e] = FlexPairGradient<Config>::template probability<true>(this->score_, a_.scale, s[n][e],
-                                                                       of_row[e % 2].lse, 0, 0, 0, 0, true, changed);
+        s[n][e] = FlexPairGradient<Config>::template probability<true>(
+            this->score_, a_.scale, s[n][e], {of_row[e % 2], 0.0f, 0.0f, {}}, 0, 0, 0, 0, true, changed);
       }
     }
     if constexpr (kByElement) {
@@ -362,6 +370,22 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if (masked(place)) keep_those(d, [&](int i) { return of_alive[i]; });
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
+    }
+  }
+  /// Makes scores of far rows what of them is above lse.
+  __device__ __forceinline__ void subtract_lse(float (&s)[kBlocksN][4], const Place& place, unsigned rows) const {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      FlexRow of_row[2];
+      load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!is_far(of_row[r])) continue;
+        const auto origin =
+            origin_of<Config>(a_, of_row[r], place.b, place.h, place.row() + n * 8 + lane() % 4 * 2 + r);
+#pragma unroll
+        for (int e = r; e < 4; e += 2) s[n][e] = above_lse(s[n][e], a_.scale, origin);
+      }
     }
   }
   /// For each of two 16-bit numbers all bits if its sign is set, else none.

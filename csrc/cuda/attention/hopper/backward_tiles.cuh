@@ -570,15 +570,17 @@ class FlexBackwardHopperTiles {
     const bool masked = this->masked(place);
     sums_.begin_tile();
     if constexpr (kBoxes) Barrier::wait(boxes_full(box_stage_of(i)), box_parity_of(i));
-    if (!kUnmasked || masked) {
-      each_pair<true>(place, i, alive(place, masked), s, d, p, ds);
+    if (has_far(i)) {
+      each_pair<true, true>(place, i, alive(place, masked), s, d, p, ds);
+    } else if (!kUnmasked || masked) {
+      each_pair<true, false>(place, i, alive(place, masked), s, d, p, ds);
     } else {
-      each_pair<false>(place, i, 0, s, d, p, ds);
+      each_pair<false, false>(place, i, 0, s, d, p, ds);
     }
     if constexpr (kBoxes) release(boxes_empty(box_stage_of(i)));
     sums_.end_tile(i & 1);
   }
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void each_pair(const Place& place, int i, Bits<kBlocksN * 4> alive,
                                             float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                             unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {
@@ -597,7 +599,8 @@ class FlexBackwardHopperTiles {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
-        FlexQuery of{of_row[e % 2], 0.0f, 0.0f};
+        FlexQuery of{of_row[e % 2], 0.0f, 0.0f, {}};
+        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b, h, at_q);
         if constexpr (Config::kMaxGradient) {
           const bool there = at_q < a_.queries;
           const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
@@ -609,7 +612,7 @@ class FlexBackwardHopperTiles {
         const float grad = Config::kGradScores ? d[n][e] : 0.0f;
         const bool takes = !kMasked || takes_part[n * 4 + e];
         d[n][e] =
-            FlexPairGradient<Config>::apply(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e], value,
+            FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e], value,
                                             reads_of_pair(reads.at(n * 8 + e % 2, e / 2 * 8), of_block, e));
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
@@ -619,6 +622,20 @@ class FlexBackwardHopperTiles {
       drop_operand(n, p);
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
     }
+  }
+  /// Whether tile i, whose rows are there, has a far row.
+  __device__ __forceinline__ bool has_far(int i) const {
+    static_assert(Config::kRows % 16 == 0);
+    bool far = false;
+#pragma unroll
+    for (int first = 0; first < Config::kRows; first += 2 * kLanes) {
+      if (const int row = first + lane() * 2; row < Config::kRows) {
+        FlexRow of_row[2];
+        load_rows(of_row, rows(stage_of(i)) + row * static_cast<int>(sizeof(FlexRow)));
+        far = far || is_far(of_row[0]) || is_far(of_row[1]);
+      }
+    }
+    return __any_sync(~0u, far);
   }
   static __device__ __forceinline__ void load_rows(FlexRow (&rows)[2], unsigned address) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -166,14 +166,15 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void probabilities(const Place& place, int i, float (&s)[kBlocksN][4],
                                                 unsigned (&p)[kBlocksN * 2]) const {
     const bool masked = this->masked(place);
-    // A score_mod is instantiated once, so that it compiles quickly.
-    if (kHas<typename Config::ScoreMod> || masked) {
-      each_probability<true>(place, i, alive(place, masked), s, p);
+    if (Tiles::has_far(i)) {
+      each_probability<true, true>(place, i, alive(place, masked), s, p);
+    } else if (kHas<typename Config::ScoreMod> || masked) {
+      each_probability<true, false>(place, i, alive(place, masked), s, p);
     } else {
-      each_probability<false>(place, i, 0, s, p);
+      each_probability<false, false>(place, i, 0, s, p);
     }
   }
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void each_probability(const Place& place, int i, Bits<kBlocksN * 4> alive,
                                                    float (&s)[kBlocksN][4], unsigned (&p)[kBlocksN * 2]) const {
     const int q = place.row() + lane() % 4 * 2, kv = first_key();
@@ -188,9 +189,11 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       for (int e = 0; e < 4; ++e) {
         float changed;
         const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-        s[n][e] = FlexPairGradient<Config>::probability(score_, a_.scale, s[n][e], of_row[e % 2].lse, place.b, place.h,
-                                                        q + n * 8 + e % 2, kv + e / 2 * 8, takes, changed,
-                                                        reads.at(n * 8 + e % 2, e / 2 * 8));
+        FlexQuery of{of_row[e % 2], 0.0f, 0.0f, {}};
+        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, place.b, place.h, q + n * 8 + e % 2);
+        s[n][e] = FlexPairGradient<Config>::template probability<false, kFar>(
+            score_, a_.scale, s[n][e], of, place.b, place.h, q + n * 8 + e % 2, kv + e / 2 * 8, takes, changed,
+            reads.at(n * 8 + e % 2, e / 2 * 8));
       }
       put_operand<T>(p + 2 * n, s[n]);
       drop_operand(n, p);

@@ -327,7 +327,7 @@ class FlexGradQueryHopper {
       const int q = first_query() + r * 8;
       const bool there = q < a_.queries;
       const long long head = b_ * a_.heads + h_, at = head * a_.queries + q;
-      rows_[r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
+      rows_[r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, {}};
       if constexpr (Config::kMaxGradient) {
         rows_[r].max = there ? a_.max_scores[at] : 0.0f;
         rows_[r].grad_max = there ? a_.grad_max[at] : 0.0f;
@@ -426,11 +426,23 @@ class FlexGradQueryHopper {
   // wait, or ptxas would move the wait up.
   __device__ __forceinline__ void overlapped_pairs(int tile, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                                    unsigned (&ds)[kBlocksN * 2]) const {
+    if (has_far()) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!is_far(rows_[r].row)) continue;
+        const auto origin = origin_of<Config>(a_, rows_[r].row, b_, h_, first_query() + r * 8);
+#pragma unroll
+        for (int k = 0; k < kBlocksN * 2; ++k) {
+          float& x = s[k / 2][k % 2 + 2 * r];
+          x = above_lse(x, a_.scale, origin);
+        }
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kBlocksN * 4; ++k) {
       float changed;
       s[k / 4][k % 4] = FlexPairGradient<Config>::template probability<true>(
-          score_, a_.scale, s[k / 4][k % 4], rows_[k % 4 / 2].row.lse, 0, 0, 0, 0, true, changed);
+          score_, a_.scale, s[k / 4][k % 4], rows_[k % 4 / 2], 0, 0, 0, 0, true, changed);
     }
     pin<kBlocksN * 4>(s[0]);
     auto alive = ~Bits<kBlocksN * 4>(0);
@@ -450,6 +462,10 @@ class FlexGradQueryHopper {
     }
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) put_operand<T>(ds + 2 * n, d[n]);
+  }
+  /// Whether the warp has a far row.
+  __device__ __forceinline__ bool has_far() const {
+    return __any_sync(~0u, is_far(rows_[0].row) || is_far(rows_[1].row));
   }
   static __device__ __forceinline__ int col_of(int tile) { return Entry::column(tile) * Config::kCols; }
   __device__ __forceinline__ bool masked(int tile) const {
@@ -480,14 +496,15 @@ class FlexGradQueryHopper {
                                         unsigned (&ds)[kBlocksN * 2]) {
     const int q = first_query(), kv = col_of(tile) + lane() % 4 * 2;
     const bool masked = this->masked(tile);
-    if (!kUnmaskedToo<Config> || masked) {
+    const bool far = has_far();
+    if (far || !kUnmaskedToo<Config> || masked) {
       const auto alive = !masked ? ~Bits<kBlocksN * 4>(0) : mask_of(tile);
-      each_pair<true>(alive, tile, q, kv, s, d, ds);
+      far ? each_pair<true, true>(alive, tile, q, kv, s, d, ds) : each_pair<true, false>(alive, tile, q, kv, s, d, ds);
     } else {
-      each_pair<false>(0, tile, q, kv, s, d, ds);
+      each_pair<false, false>(0, tile, q, kv, s, d, ds);
     }
   }
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void each_pair(Bits<kBlocksN * 4> alive, int tile, int q, int kv, float (&s)[kBlocksN][4],
                                             float (&d)[kBlocksN][4], unsigned (&ds)[kBlocksN * 2]) {
     const Tested<Bits<kBlocksN * 4>> takes_part(alive);
@@ -502,8 +519,11 @@ class FlexGradQueryHopper {
         const bool takes = !kMasked || takes_part[n * 4 + e];
         const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
         const float score = s[n][e] * a_.scale;
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[e / 2], b_, h_, at_q, at_kv,
-                                                  takes, s[n][e], value, reads.at(e / 2 * 8, n * 8 + e % 2));
+        FlexQuery of = rows_[e / 2];
+        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b_, h_, at_q);
+        d[n][e] = FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, s[n][e], d[n][e], of, b_, h_, at_q,
+                                                                 at_kv, takes, s[n][e], value,
+                                                                 reads.at(e / 2 * 8, n * 8 + e % 2));
         largest_.add(e, value, score, at_q, at_kv);
       }
       largest_.end_pairs(score_, b_, h_);

@@ -2,6 +2,7 @@
 // factor that rescales what was summed before.
 #pragma once
 
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/device/hopper.cuh"
 
@@ -47,18 +48,21 @@ class FlexHopperSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
     }
-    // Negated, so that NaN and a row that had no score yet follow too.
+    // Negated, so that NaN and a row that had no score yet follow too. A far row's scores are subtracted there.
     bool follows = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       origin[r] = max_[r] * factor;
       rescale[r] = 1.0f;
-      follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
+      follows = follows || !((max[r] - max_[r]) * factor <= kSlack) || !(fabsf(origin[r]) <= kFarExponent);
     }
     // Lanes exchange their row's maximum only if a score of the warp exceeds it by so much.
     if (Config::kMaxScores || __any_sync(~0u, follows)) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
+      for (int r = 0; r < 2; ++r) {
+        origin[r] = follow(s, max[r], r, factor, rescale);
+        subtract_far(s, r, max_[r], origin[r]);
+      }
     }
     wait();
 #pragma unroll
@@ -74,9 +78,10 @@ class FlexHopperSoftmax {
       sum_[r] = sum_[r] * rescale[r] + sum[r];
     }
   }
-  /// Whether one of the thread's rows has no score yet.
+  /// Whether add_by_first cannot take one of the thread's rows: it has no score yet, or is far from 0.
   __device__ __forceinline__ bool without_maximum() const {
-    return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY;
+    const float most = kFarExponent / kLog2E;
+    return !(fabsf(max_[0] * unit()) <= most && fabsf(max_[1] * unit()) <= most);
   }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
   /// their sums are not added. drop(n): takes from block n of the operand what dropout drops. counts(r): whether row r

@@ -2,6 +2,7 @@
 
 #include <type_traits>
 
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/device/vector.cuh"
 #include "cuda/dtype.h"
 
@@ -80,8 +81,10 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const float lse = p.lse[row];
   const bool none = lse == -__int_as_float(0x7f800000);
   if (p.grad_lse != nullptr) sum -= p.grad_lse[row];
-  out[head * p.row_stride + q] = {none ? -lse : (lse - logf(p.dropout_scale)) * kUnit,
-                                  none ? 0.0f : sum / p.dropout_scale};
+  const bool far = fabsf(lse) > device::kFarLse<T> && !isinf(lse);
+  // Other rows have no -0.
+  const float of_row = far ? -0.0f : (lse - logf(p.dropout_scale)) * kUnit + 0.0f;
+  out[head * p.row_stride + q] = {none ? -lse : of_row, none ? 0.0f : sum / p.dropout_scale};
 }
 
 // Four lanes a row: a warp has four blocks of 8 rows and 8 columns at a time, a lane one row of one of them.

@@ -353,16 +353,26 @@ class FlexBackward {
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
-    // A score_mod is instantiated once, so that it compiles quickly.
-    if (kHas<ScoreMod> || masked) {
-      pairs<true>(place, masked, rows, boxes, s, d, p, ds);
+    if (has_far(rows)) {
+      pairs<true, true>(place, masked, rows, boxes, s, d, p, ds);
+    } else if (kHas<ScoreMod> || masked) {
+      pairs<true, false>(place, masked, rows, boxes, s, d, p, ds);
     } else {
-      pairs<false>(place, masked, rows, boxes, s, d, p, ds);
+      pairs<false, false>(place, masked, rows, boxes, s, d, p, ds);
     }
     sums_.end_tile();
   }
 
-  template <bool kMasked>
+  /// Whether a row of the warp's part is far; `rows` from the thread's first one on.
+  __device__ __forceinline__ bool has_far(const FlexRow* rows) const {
+    bool far = false;
+#pragma unroll
+    for (int first = 0; first < kPart; first += kLanes) {
+      if (const int row = first + lane(); row < kPart) far = far || is_far(rows[row - lane() % 4 * 2]);
+    }
+    return __any_sync(~0u, far);
+  }
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void pairs(const ListPlace& place, bool masked, const FlexRow* rows, unsigned boxes,
                                         Scores& s, Scores& d, unsigned (&p)[kBlocksM][kOperands],
                                         unsigned (&ds)[kBlocksM][kOperands]) {
@@ -385,7 +395,8 @@ class FlexBackward {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
-          FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f};
+          FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f, {}};
+          if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b, h, at_q);
           if constexpr (Config::kMaxGradient) {
             const bool there = at_q < a_.queries;
             const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
@@ -397,8 +408,8 @@ class FlexBackward {
           const float score = x;
           const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
           reads.of(e);
-          dx = FlexPairGradient<Config>::apply(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes, x, value,
-                                               reads);
+          dx = FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score, dx, of, b, h, at_q, at_kv, takes,
+                                                              x, value, reads);
           sums_.add(value, m, n, e, score * a_.scale, b, h, at_q, at_kv, takes, reads);
         }
         sums_.end_block(m, n, b, h);

@@ -247,8 +247,9 @@ class FlexForward {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r], origin = most * factor;
-        float sum = 0.0f;
+        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
+        float sum = 0.0f, origin = most * factor;
+        if constexpr (!kSame<T, float>) subtract_far(s[m], r, most, origin);
 #pragma unroll
         for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
@@ -316,7 +317,9 @@ class FlexForward {
         if (lane() % 4 != 0 || row >= a_.queries) continue;
         const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + row;
         const float max = max_[m][r] * unit();
-        a_.lse[at] = bad ? __int_as_float(0x7fffffff) : none ? -FUSEGRAD_INFINITY : max + logf(sum);
+        const FlexLse lse = lse_of(max_[m][r], unit(), logf(sum));
+        a_.lse[at] = bad ? __int_as_float(0x7fffffff) : none ? -FUSEGRAD_INFINITY : lse.lse;
+        if (a_.lse_low != nullptr) a_.lse_low[at] = none ? 0.0f : lse.low;
         if constexpr (Config::kMaxScores) {
           a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
           a_.max_ties[at] = ties;

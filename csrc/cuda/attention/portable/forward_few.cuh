@@ -291,8 +291,9 @@ class FlexForwardFew {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r], origin = most * factor;
-      float sum = 0.0f;
+      const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
+      float sum = 0.0f, origin = most * factor;
+      if constexpr (!kSame<T, float>) subtract_far(s, r, most, origin);
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
@@ -351,8 +352,9 @@ class FlexForwardFew {
     }
     __syncthreads();
     const FlexPartials& partials = a_.partials;
-    const FlexRowResults to{a_.out,      a_.out_low,    a_.lse, Config::kMaxScores ? a_.max_scores : nullptr,
-                            a_.max_ties, a_.value_size, unit(), Config::kDropout ? a_.dropout.scale : 1.0f};
+    const FlexRowResults to{a_.out,      a_.out_low, a_.lse,        Config::kMaxScores ? a_.max_scores : nullptr,
+                            a_.max_ties, a_.lse_low, a_.value_size, unit(),
+                            Config::kDropout ? a_.dropout.scale : 1.0f};
     const int vectors = max(partials.cols / 4, 1);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows_ * vectors; i += kThreads) {

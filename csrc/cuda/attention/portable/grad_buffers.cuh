@@ -140,6 +140,12 @@ class FlexGradBuffers {
                                                     0, lane());
     multiply_rows<T, Config::kSplit, Config::kValue>(d, grad_out, GradOutTile::kStride, first_row(), values,
                                                      ValueTile::kStride, 0, lane());
+    const bool far = __any_sync(~0u, is_far(rows[0]) || is_far(rows[1]));
+    far ? add_pairs<true, true>(s[0], d[0], rows, b, alive) : add_pairs<kMasked, false>(s[0], d[0], rows, b, alive);
+  }
+  template <bool kMasked, bool kFar>
+  __device__ __forceinline__ void add_pairs(const float (&score)[kBlocksN][4], const float (&grad)[kBlocksN][4],
+                                            const FlexRow (&rows)[2], int b, unsigned alive) {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       auto reads = Kept::reads(kept_, n);
@@ -147,9 +153,11 @@ class FlexGradBuffers {
       for (int e = 0; e < 4; ++e) {
         float value[kCount + 1], p;
         reads.e = e;
-        FlexPairGradient<Config>::apply(score_, a_.scale, s[0][n][e], d[0][n][e], {rows[e / 2], 0.0f, 0.0f}, b, h_,
-                                        this->query(e), key(n, e), !kMasked || (alive >> (n * 4 + e) & 1) != 0, p,
-                                        value, reads);
+        FlexQuery of{rows[e / 2], 0.0f, 0.0f, {}};
+        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b, h_, query(e));
+        FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[n][e], grad[n][e], of, b, h_, query(e),
+                                                       key(n, e), !kMasked || (alive >> (n * 4 + e) & 1) != 0, p,
+                                                       value, reads);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) sum_[k][n][e] += value[k];
       }

@@ -94,7 +94,7 @@ class FlexGradQuery {
       const int q = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
       const bool there = q < a_.queries;
       const long long head = b_ * a_.heads + h_, at = head * a_.queries + q;
-      rows_[m][r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f};
+      rows_[m][r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, {}};
       if constexpr (Config::kMaxGradient) {
         rows_[m][r].max = there ? a_.max_scores[at] : 0.0f;
         rows_[m][r].grad_max = there ? a_.grad_max[at] : 0.0f;
@@ -121,13 +121,18 @@ class FlexGradQuery {
                                                      key + KeyTile::kBytes, ValueTile::kStride, 0, lane());
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
 #pragma unroll
-    for (int m = 0; m < kBlocksM; ++m) pairs(m, kind, masked, col + lane() % 4 * 2, s[m], d[m]);
+    for (int m = 0; m < kBlocksM; ++m) {
+      const bool far = __any_sync(~0u, is_far(rows_[m][0].row) || is_far(rows_[m][1].row));
+      const int kv = col + lane() % 4 * 2;
+      far ? pairs<true>(m, kind, masked, kv, s[m], d[m]) : pairs<false>(m, kind, masked, kv, s[m], d[m]);
+    }
     if constexpr (Config::kGradQuery) {
       multiply_accumulators<T, Config::kSplit>(sum_, d, key, KeyTile::kStride, lane());
     }
   }
 
-  // Turns s into P, and d into dS.
+  // Turns s into P, and d into dS. kFar: one of the rows is.
+  template <bool kFar>
   __device__ __forceinline__ void pairs(int m, int kind, bool masked, int kv, float (&s)[kBlocksN][4],
                                         float (&d)[kBlocksN][4]) {
     const int q = row_ + first_row() + m * 16 + lane() / 4;
@@ -147,8 +152,10 @@ class FlexGradQuery {
         const bool takes = (alive >> (n * 4 + e) & 1) != 0;
         const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
         const float score = s[n][e] * a_.scale;
-        d[n][e] = FlexPairGradient<Config>::apply(score_, a_.scale, s[n][e], d[n][e], rows_[m][e / 2], b_, h_, at_q,
-                                                  at_kv, takes, s[n][e], value);
+        FlexQuery of = rows_[m][e / 2];
+        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b_, h_, at_q);
+        d[n][e] = FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, s[n][e], d[n][e], of, b_, h_, at_q,
+                                                                 at_kv, takes, s[n][e], value);
         largest_.add(e, value, score, at_q, at_kv);
       }
       largest_.end_pairs(score_, b_, h_);

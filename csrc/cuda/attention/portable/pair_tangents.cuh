@@ -98,7 +98,7 @@ class FlexPairTangents {
       for (int r = 0; r < 2; ++r) {
         const int q = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
         const long long head = static_cast<long long>(b_) * a_.heads + h_;
-        rows_[m][r] = q < a_.queries ? a_.rows[head * a_.queries + q] : FlexPairRow{0.0f, 0.0f, 0.0f, 0.0f};
+        rows_[m][r] = q < a_.queries ? a_.rows[head * a_.queries + q] : FlexPairRow{};
       }
     }
   }
@@ -186,7 +186,8 @@ class FlexPairTangents {
         of_changed += a_.score_tangent[row * a_.columns + kv];
       }
     }
-    const float p = kSame<T, float> ? expf(changed - row.lse) : power_of_two((changed - row.lse) * kLog2E);
+    const float above = (changed - row.lse) - row.lse_low;
+    const float p = kSame<T, float> ? expf(above) : power_of_two(above * kLog2E);
     const float of_p = p * (of_changed - row.lse_tangent);
     float g = p * (d - row.delta);
     float of_g = of_p * (d - row.delta) + p * (of_d - row.delta_tangent);

@@ -210,8 +210,9 @@ class FlexTangents {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r], origin = most * kLog2E;
-        float sum = 0.0f, of_lse = 0.0f;
+        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
+        float sum = 0.0f, of_lse = 0.0f, origin = most * kLog2E;
+        if constexpr (!kSame<T, float>) subtract_far(s[m], r, most, origin);
 #pragma unroll
         for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
@@ -269,7 +270,9 @@ class FlexTangents {
         }
         if (lane() % 4 != 0 || row >= a_.queries) continue;
         const long long place = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + row;
-        a_.lse[place] = bad ? nan : none ? -FUSEGRAD_INFINITY : max_[m][r] + logf(sum);
+        const FlexLse lse = lse_of(max_[m][r], 1.0f, logf(sum));
+        a_.lse[place] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse.lse;
+        if (a_.lse_low != nullptr) a_.lse_low[place] = none ? 0.0f : lse.low;
         a_.lse_tangent[place] = of_lse;
       }
     }

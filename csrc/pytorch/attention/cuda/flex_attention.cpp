@@ -31,7 +31,7 @@ FlexCase forward_case(FlexCall& call, const FlexScores& scores, bool max_scores,
   FlexCase c = call.common();
   c.kernel = FlexKernel::kForward;
   c.max_scores = max_scores;
-  c.out_low = out_low && c.dtype != DType::kFloat32;  // float32 loses nothing
+  c.out_low = out_low;
   c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
   c.few_rows = few_rows;
   c.key_splits = few_rows == 0 && call.key_splits();
@@ -113,18 +113,19 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     outputs.out.zero_();
     outputs.out_low.zero_();
     outputs.lse.fill_(-INFINITY);
+    outputs.lse_low.zero_();
     outputs.max_scores.fill_(-INFINITY);
     outputs.max_ties.zero_();
   } else if (outputs.lse.numel() != 0) {
     FlexCall call(query, key, value, scores);
     const FlexCase c = forward_case(call, scores, outputs.max_scores.numel() != 0, outputs.out_low.numel() != 0);
-    if (!c.out_low) outputs.out_low.zero_();
     const LaunchPlan plan = call.plan(c);
     device::FlexForwardArguments a{};
     call.fill(a);
     a.out = view(outputs.out);
     a.out_low = view(outputs.out_low);
     a.lse = outputs.lse.mutable_data_ptr<float>();
+    if (outputs.lse_low.numel() != 0) a.lse_low = outputs.lse_low.mutable_data_ptr<float>();
     if (c.max_scores) {
       a.max_scores = outputs.max_scores.mutable_data_ptr<float>();
       a.max_ties = outputs.max_ties.mutable_data_ptr<float>();
@@ -159,12 +160,12 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     }
     if (partials.defined()) {
       flex_merge(a.partials,
-                 {a.out, a.out_low, a.lse, a.max_scores, a.max_ties, c.value_size, c.unscaled ? a.scale : 1.0f,
+                 {a.out, a.out_low, a.lse, a.max_scores, a.max_ties, a.lse_low, c.value_size, c.unscaled ? a.scale : 1.0f,
                   c.dropout ? a.dropout.scale : 1.0f},
                  a.batches, a.heads, a.queries, c.dtype, call.stream());
     }
   }
-  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low};
+  return {outputs.out, outputs.lse, outputs.max_scores, outputs.max_ties, outputs.out_low, outputs.lse_low};
 }
 
 void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -212,7 +213,7 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   if (needs_grad[0] && stored) query_out = inplace ? at::empty(query.sizes(), query.options()) : grad_query;
   const Tensor query_rows = last.whole ? rows_for(grad_query) : Tensor();
-  const Tensor lse = saved.lse.contiguous();
+  const Tensor lse = saved.lse.contiguous(), lse_low = saved.lse_low.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
   flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
@@ -235,6 +236,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.grad_value = view(value_rows);
   a.rows = row_data;
   a.row_stride = static_cast<int>(row_stride);
+  a.lse = data_of(lse);
+  a.lse_low = data_of(lse_low);
   a.max_scores = data_of(max_scores);
   a.grad_max = data_of(grad_max);
   a.query_sum = query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr;

@@ -43,10 +43,11 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
                                     const FlexInputTangents& tangents, const FlexScores& scores, int64_t aux) {
   const c10::DeviceGuard guard(query.device());
   const FlexOutputs outputs = empty_flex_outputs(query, value, aux), results = empty_flex_outputs(query, value, 0);
-  const FlexTangentTuple found{outputs.out, outputs.lse, results.out, results.lse, outputs.out_low};
+  const FlexTangentTuple found{outputs.out, outputs.lse, results.out, results.lse, outputs.out_low,
+                               outputs.lse_low};
   if (outputs.lse.numel() == 0) return found;
   if (key.numel() == 0) {
-    for (const Tensor& t : {outputs.out, outputs.out_low, results.out, results.lse}) t.zero_();
+    for (const Tensor& t : {outputs.out, outputs.out_low, outputs.lse_low, results.out, results.lse}) t.zero_();
     outputs.lse.fill_(-INFINITY);
     return found;
   }
@@ -59,8 +60,7 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
     FlexCase c = call.common();
     c.kernel = FlexKernel::kTangents;
     c.unscaled = scores.score_mod.text.empty() && scores.scale > 0;
-    c.out_low = outputs.out_low.numel() != 0 && c.dtype != DType::kFloat32;  // float32 loses nothing
-    if (!c.out_low) outputs.out_low.zero_();
+    c.out_low = outputs.out_low.numel() != 0;
     c.tangents_of = {of_query.defined(), of_key.defined(), of_value.defined(), mod.has_tangent, mod.small_buffers};
     const LaunchPlan plan = call.plan(c);
     device::FlexTangentsArguments a{};
@@ -72,6 +72,7 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
     a.key_tangent = view(of_key);
     a.value_tangent = view(of_value);
     a.lse = outputs.lse.mutable_data_ptr<float>();
+    if (outputs.lse_low.numel() != 0) a.lse_low = outputs.lse_low.mutable_data_ptr<float>();
     a.lse_tangent = results.lse.mutable_data_ptr<float>();
     if (c.dropout) a.dropout = dropout_of(scores.dropout_seed, scores.dropout_p);
     const FlexCall::Lists lists = call.lists(plan);
