@@ -8,7 +8,7 @@
 //              marks the row by an lse of -0, which no other row has; warps that find one subtract both numbers
 #pragma once
 
-#include "cuda/attention/device/arguments.cuh"
+#include "cuda/attention/device/scores.cuh"
 
 namespace fusegrad::device {
 
@@ -44,26 +44,34 @@ __device__ __forceinline__ void subtract_far(float (&s)[kBlocks][4], int r, floa
   origin = 0.0f;
 }
 
-/// What the scores of a far row are relative to: `high` is subtracted first. 0 of other rows.
-struct FlexOrigin {
-  float high, low;
-};
-
 __device__ __forceinline__ bool is_far(const FlexRow& row) { return __float_as_uint(row.lse) == 0x80000000u; }
 
-template <class Config>
-__device__ __forceinline__ FlexOrigin origin_of(const FlexBackwardArguments& a, const FlexRow& row, int b, int h,
-                                                int q) {
-  if (!is_far(row) || q >= a.queries) return {0.0f, 0.0f};
-  const long long at = static_cast<long long>(b * a.heads + h) * a.queries + q;
-  // Probabilities come out times dropout's scale, as of other rows.
-  return {a.lse[at], a.lse_low[at] - (Config::kDropout ? logf(a.dropout.scale) : 0.0f)};
+/// A number, or 0. Predicated: behind a branch the compiler would wait for products in flight.
+__device__ __forceinline__ float load_if(bool there, const float* at) {
+  float x = 0.0f;
+  asm volatile("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.f32 %0, [%1];\n}"
+               : "+f"(x)
+               : "l"(at), "r"(static_cast<int>(there)));
+  return x;
 }
 
-/// Of a far row's scaled score in units of 1 / scale, what is above lse, in the same unit: exp(score * scale) is the
-/// probability then. Other rows' scores stay.
-__device__ __forceinline__ float above_lse(float score, float scale, const FlexOrigin& origin) {
-  return (fmaf(score, scale, -origin.high) - origin.low) / scale;
+/// What is to be subtracted from the scores of query q first, 0 of rows that are not far. Of a far row `row` gets the
+/// rest of its lse.
+template <class Config>
+__device__ __forceinline__ float take_origin(const FlexBackwardArguments& a, FlexRow& row, int b, int h, int q) {
+  const bool far = is_far(row) && q < a.queries;
+  const long long at = static_cast<long long>(b * a.heads + h) * a.queries + q;
+  const float lse = load_if(far, a.lse + at), rest = load_if(far, a.lse_low + at);
+  // Probabilities come out times dropout's scale, as of other rows.
+  const float low = rest - (Config::kDropout ? logf(a.dropout.scale) : 0.0f);
+  if (far) row.lse = kSame<typename Config::Element, float> ? low : low * kLog2E;
+  return lse;
+}
+
+/// Where there is no score_mod: makes a score of a far row of 16-bit elements what of it is above lse, so that lse is 0
+/// for it. `row` and `origin` as take_origin leaves them.
+__device__ __forceinline__ void subtract_lse(float& score, float scale, const FlexRow& row, float origin) {
+  score = (fmaf(score, scale, -origin) * kLog2E - row.lse) / (scale * kLog2E);
 }
 
 }  // namespace fusegrad::device

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/attention/device/far_rows.cuh"
-#include "cuda/attention/device/scores.cuh"
 
 namespace fusegrad::device {
 
@@ -36,7 +35,7 @@ struct NoDerivative {
 struct FlexQuery {
   FlexRow row;
   float max, grad_max;  // where there is a gradient of max_scores
-  FlexOrigin origin;    // in tiles with a far row
+  float origin;         // in tiles with a far row (take_origin)
 };
 
 template <class Config>
@@ -45,7 +44,7 @@ struct FlexPairGradient {
   using Derivative = typename Config::Derivative;
 
   /// The probability of a pair, 0 where it does not take part (kRaw: anything); `changed` is the score that the
-  /// score_mod makes of it. kFar: the tile may have far rows.
+  /// score_mod makes of it. kFar: there may be far rows.
   template <bool kRaw = false, bool kFar = false, class Reads = score_mod::ReadThere>
   static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
                                                       float score, const FlexQuery& row, int b, int h, int q, int kv,
@@ -56,8 +55,7 @@ struct FlexPairGradient {
       changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part, reads);
     float p;
     if constexpr (kFar) {
-      const float above =
-          (kHas<ScoreMod> ? changed - row.origin.high : fmaf(score, scale, -row.origin.high)) - row.origin.low;
+      const float above = kHas<ScoreMod> ? changed - row.origin : fmaf(score, scale, -row.origin);
       p = kSame<typename Config::Element, float> ? expf(above - lse) : power_of_two(above * kLog2E - lse);
     } else if constexpr (kSame<typename Config::Element, float>) {
       p = expf(changed - lse);

@@ -310,7 +310,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
     }();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
-    if (far) subtract_lse(s, place, rows);
+    if (far) subtract_far_lse(s, place, rows);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       FlexRow of_row[2];
@@ -319,7 +319,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       for (int e = 0; e < 4; ++e) {
         float changed;
         s[n][e] = FlexPairGradient<Config>::template probability<true>(
-            this->score_, a_.scale, s[n][e], {of_row[e % 2], 0.0f, 0.0f, {}}, 0, 0, 0, 0, true, changed);
+            this->score_, a_.scale, s[n][e], {of_row[e % 2], 0.0f, 0.0f, 0.0f}, 0, 0, 0, 0, true, changed);
       }
     }
     if constexpr (kByElement) {
@@ -373,7 +373,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     }
   }
   /// Makes scores of far rows what of them is above lse.
-  __device__ __forceinline__ void subtract_lse(float (&s)[kBlocksN][4], const Place& place, unsigned rows) const {
+  __device__ __forceinline__ void subtract_far_lse(float (&s)[kBlocksN][4], const Place& place, unsigned rows) const {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       FlexRow of_row[2];
@@ -381,10 +381,10 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (!is_far(of_row[r])) continue;
-        const auto origin =
-            origin_of<Config>(a_, of_row[r], place.b, place.h, place.row() + n * 8 + lane() % 4 * 2 + r);
+        const int q = place.row() + n * 8 + lane() % 4 * 2 + r;
+        const float origin = take_origin<Config>(a_, of_row[r], place.b, place.h, q);
 #pragma unroll
-        for (int e = r; e < 4; e += 2) s[n][e] = above_lse(s[n][e], a_.scale, origin);
+        for (int e = r; e < 4; e += 2) subtract_lse(s[n][e], a_.scale, of_row[r], origin);
       }
     }
   }

@@ -591,16 +591,18 @@ class FlexBackwardHopperTiles {
     const unsigned boxes = kBoxes ? this->boxes(box_stage_of(i)) : 0;
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
-      if (kInOrder && n % kBlocksHeld == 0) hold_order();
+      if (kFar || (kInOrder && n % kBlocksHeld == 0)) hold_order();
       if constexpr (Config::kDropout) kept_.drop(n, d[n]);
       FlexRow of_row[2];
       load_rows(of_row, rows + n * 8 * static_cast<int>(sizeof(FlexRow)));
+      float origin[2] = {};
+#pragma unroll
+      for (int r = 0; kFar && r < 2; ++r) origin[r] = take_origin<Config>(a_, of_row[r], b, h, q + n * 8 + r);
       const auto of_block = reads_of_boxes<Boxes, true>(boxes, n * 8, (kOwnKeys ? warp() : warp() % 4) * 16, lane());
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
-        FlexQuery of{of_row[e % 2], 0.0f, 0.0f, {}};
-        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b, h, at_q);
+        FlexQuery of{of_row[e % 2], 0.0f, 0.0f, origin[e % 2]};
         if constexpr (Config::kMaxGradient) {
           const bool there = at_q < a_.queries;
           const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
@@ -616,7 +618,7 @@ class FlexBackwardHopperTiles {
                                             reads_of_pair(reads.at(n * 8 + e % 2, e / 2 * 8), of_block, e));
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
-      if (kInOrder && (n + 1) % kBlocksHeld == 0) hold_order();
+      if (kFar || (kInOrder && (n + 1) % kBlocksHeld == 0)) hold_order();
       sums_.end_block(0, n, b, h);
       put_operand<T>(p + 2 * n, s[n]);
       drop_operand(n, p);

@@ -189,8 +189,8 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
       for (int e = 0; e < 4; ++e) {
         float changed;
         const bool takes = !kMasked || (alive >> (n * 4 + e) & 1) != 0;
-        FlexQuery of{of_row[e % 2], 0.0f, 0.0f, {}};
-        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, place.b, place.h, q + n * 8 + e % 2);
+        FlexQuery of{of_row[e % 2], 0.0f, 0.0f, 0.0f};
+        if constexpr (kFar) of.origin = take_origin<Config>(a_, of.row, place.b, place.h, q + n * 8 + e % 2);
         s[n][e] = FlexPairGradient<Config>::template probability<false, kFar>(
             score_, a_.scale, s[n][e], of, place.b, place.h, q + n * 8 + e % 2, kv + e / 2 * 8, takes, changed,
             reads.at(n * 8 + e % 2, e / 2 * 8));

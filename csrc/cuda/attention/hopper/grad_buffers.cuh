@@ -128,23 +128,23 @@ class FlexGradBuffersHopper {
     wait_products(score[0], grad[0]);
     for (int b = batches.first; b < batches.end; b += batches.step) {
       const int s = i.stage();
-      FlexRow rows[2];
+      FlexQuery rows[2];
       multiply(score[1], grad[1], s, 1);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(rows[r].lse), "=f"(rows[r].delta)
+                     : "=f"(rows[r].row.lse), "=f"(rows[r].row.delta)
                      : "r"(piece(kMemory.statistics, s) + (first_row() + r * 8) * kRowStatisticsBytes));
+        rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
-      const bool far = __any_sync(~0u, is_far(rows[0]) || is_far(rows[1]));
-      far ? add_pairs<true, 0, true>(score[0], grad[0], rows, b) : add_pairs<kMasked, 0>(score[0], grad[0], rows, b);
+      add_pairs<kMasked, 0>(score[0], grad[0], rows, b);
       wait_products(score[1], grad[1]);
       __syncwarp();
       if (lane() == 0) Barrier::arrive(empty(s));
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
       multiply(score[0], grad[0], i.stage(), 0);
-      far ? add_pairs<true, 1, true>(score[1], grad[1], rows, b) : add_pairs<kMasked, 1>(score[1], grad[1], rows, b);
+      add_pairs<kMasked, 1>(score[1], grad[1], rows, b);
       wait_products(score[0], grad[0]);
     }
   }
@@ -167,9 +167,9 @@ class FlexGradBuffersHopper {
     pin<kHalf * 4>(score[0]);
     pin<kHalf * 4>(grad[0]);
   }
-  template <bool kMasked, int kWhich, bool kFar = false>
+  template <bool kMasked, int kWhich>
   __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
-                                            const FlexRow (&rows)[2], int b) {
+                                            const FlexQuery (&rows)[2], int b) {
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) {
       const int n = kWhich * kHalf + i;
@@ -178,9 +178,8 @@ class FlexGradBuffersHopper {
       for (int e = 0; e < 4; ++e) {
         float value[2], p;
         reads.e = e;
-        FlexQuery of{rows[e / 2], 0.0f, 0.0f, {}};
-        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b, h_, query(e));
-        FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[i][e], grad[i][e], of, b, h_, query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
+        FlexPairGradient<Config>::template apply<true>(score_, a_.scale, score[i][e], grad[i][e], rows[e / 2], b, h_,
+                                                       query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
         sum_[n][e] += value[0];
       }
     }

@@ -327,7 +327,7 @@ class FlexGradQueryHopper {
       const int q = first_query() + r * 8;
       const bool there = q < a_.queries;
       const long long head = b_ * a_.heads + h_, at = head * a_.queries + q;
-      rows_[r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, {}};
+      rows_[r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, 0.0f};
       if constexpr (Config::kMaxGradient) {
         rows_[r].max = there ? a_.max_scores[at] : 0.0f;
         rows_[r].grad_max = there ? a_.grad_max[at] : 0.0f;
@@ -430,11 +430,11 @@ class FlexGradQueryHopper {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (!is_far(rows_[r].row)) continue;
-        const auto origin = origin_of<Config>(a_, rows_[r].row, b_, h_, first_query() + r * 8);
+        FlexRow row = rows_[r].row;
+        const float origin = take_origin<Config>(a_, row, b_, h_, first_query() + r * 8);
 #pragma unroll
         for (int k = 0; k < kBlocksN * 2; ++k) {
-          float& x = s[k / 2][k % 2 + 2 * r];
-          x = above_lse(x, a_.scale, origin);
+          subtract_lse(s[k / 2][k % 2 + 2 * r], a_.scale, row, origin);
         }
       }
     }
@@ -520,7 +520,7 @@ class FlexGradQueryHopper {
         const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
         const float score = s[n][e] * a_.scale;
         FlexQuery of = rows_[e / 2];
-        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b_, h_, at_q);
+        if constexpr (kFar) of.origin = take_origin<Config>(a_, of.row, b_, h_, at_q);
         d[n][e] = FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, s[n][e], d[n][e], of, b_, h_, at_q,
                                                                  at_kv, takes, s[n][e], value,
                                                                  reads.at(e / 2 * 8, n * 8 + e % 2));

@@ -7,6 +7,7 @@
 // where other instructions read or change an accumulator in between.
 #pragma once
 
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/tangents_arguments.cuh"
 #include "cuda/attention/hopper/forward_tiles.cuh"
 #include "cuda/attention/hopper/softmax.cuh"

@@ -395,8 +395,8 @@ class FlexBackward {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
-          FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f, {}};
-          if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b, h, at_q);
+          FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f, 0.0f};
+          if constexpr (kFar) of.origin = take_origin<Config>(a_, of.row, b, h, at_q);
           if constexpr (Config::kMaxGradient) {
             const bool there = at_q < a_.queries;
             const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;

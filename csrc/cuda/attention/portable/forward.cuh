@@ -11,6 +11,7 @@
 //   kColumns                   of each pair_read the elements of the column of its table in shared memory, or 0
 #pragma once
 
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/pair_boxes.cuh"
 #include "cuda/attention/device/pair_columns.cuh"

@@ -10,6 +10,7 @@
 //                              3.1 TB/s, cp.async at 2.9
 #pragma once
 
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"

@@ -84,7 +84,7 @@ class FlexGradBuffers {
   __device__ __forceinline__ void walk(const Batches& batches, unsigned alive) {
     if (batches.first >= batches.end) return;  // of a group with few batches
     int stage = 0;
-    FlexRow rows[2], next_rows[2] = {};
+    FlexQuery rows[2], next_rows[2] = {};
     load(batches.first, 0, next_rows);
     for (int b = batches.first; b < batches.end; b += batches.step) {
       rows[0] = next_rows[0];
@@ -115,7 +115,7 @@ class FlexGradBuffers {
     return alive;
   }
 
-  __device__ __forceinline__ void load(int b, int stage, FlexRow (&rows)[2]) const {
+  __device__ __forceinline__ void load(int b, int stage, FlexQuery (&rows)[2]) const {
     unsigned to = stage_ + stage * kMemory.stages.piece;
     const int key_batch = a_.key_batches == 1 ? 0 : b, key_head = h_ / a_.group;
     load_tile<QueryTile, kThreads>(to, a_.query, b, h_, row_, a_.queries, a_.head_size);
@@ -127,12 +127,13 @@ class FlexGradBuffers {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int q = query(2 * r);
-      rows[r] = q < a_.queries ? from[q] : FlexRow{0.0f, 0.0f};
+      rows[r] = {q < a_.queries ? from[q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, 0.0f};
+      rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, q);
     }
   }
 
   template <bool kMasked>
-  __device__ __forceinline__ void step(int b, int stage, const FlexRow (&rows)[2], unsigned alive) {
+  __device__ __forceinline__ void step(int b, int stage, const FlexQuery (&rows)[2], unsigned alive) {
     const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
     const unsigned keys = grad_out + GradOutTile::kBytes, values = keys + KeyTile::kBytes;
     float s[1][kBlocksN][4] = {}, d[1][kBlocksN][4] = {};
@@ -140,12 +141,6 @@ class FlexGradBuffers {
                                                     0, lane());
     multiply_rows<T, Config::kSplit, Config::kValue>(d, grad_out, GradOutTile::kStride, first_row(), values,
                                                      ValueTile::kStride, 0, lane());
-    const bool far = __any_sync(~0u, is_far(rows[0]) || is_far(rows[1]));
-    far ? add_pairs<true, true>(s[0], d[0], rows, b, alive) : add_pairs<kMasked, false>(s[0], d[0], rows, b, alive);
-  }
-  template <bool kMasked, bool kFar>
-  __device__ __forceinline__ void add_pairs(const float (&score)[kBlocksN][4], const float (&grad)[kBlocksN][4],
-                                            const FlexRow (&rows)[2], int b, unsigned alive) {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       auto reads = Kept::reads(kept_, n);
@@ -153,11 +148,9 @@ class FlexGradBuffers {
       for (int e = 0; e < 4; ++e) {
         float value[kCount + 1], p;
         reads.e = e;
-        FlexQuery of{rows[e / 2], 0.0f, 0.0f, {}};
-        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b, h_, query(e));
-        FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[n][e], grad[n][e], of, b, h_, query(e),
-                                                       key(n, e), !kMasked || (alive >> (n * 4 + e) & 1) != 0, p,
-                                                       value, reads);
+        FlexPairGradient<Config>::template apply<true>(score_, a_.scale, s[0][n][e], d[0][n][e], rows[e / 2], b, h_,
+                                                       this->query(e), key(n, e),
+                                                       !kMasked || (alive >> (n * 4 + e) & 1) != 0, p, value, reads);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) sum_[k][n][e] += value[k];
       }

@@ -94,7 +94,7 @@ class FlexGradQuery {
       const int q = row_ + first_row() + m * 16 + r * 8 + lane() / 4;
       const bool there = q < a_.queries;
       const long long head = b_ * a_.heads + h_, at = head * a_.queries + q;
-      rows_[m][r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, {}};
+      rows_[m][r] = {there ? a_.rows[head * a_.row_stride + q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, 0.0f};
       if constexpr (Config::kMaxGradient) {
         rows_[m][r].max = there ? a_.max_scores[at] : 0.0f;
         rows_[m][r].grad_max = there ? a_.grad_max[at] : 0.0f;
@@ -153,7 +153,7 @@ class FlexGradQuery {
         const int at_q = q + e / 2 * 8, at_kv = kv + n * 8 + e % 2;
         const float score = s[n][e] * a_.scale;
         FlexQuery of = rows_[m][e / 2];
-        if constexpr (kFar) of.origin = origin_of<Config>(a_, of.row, b_, h_, at_q);
+        if constexpr (kFar) of.origin = take_origin<Config>(a_, of.row, b_, h_, at_q);
         d[n][e] = FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, s[n][e], d[n][e], of, b_, h_, at_q,
                                                                  at_kv, takes, s[n][e], value);
         largest_.add(e, value, score, at_q, at_kv);

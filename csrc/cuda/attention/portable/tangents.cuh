@@ -11,6 +11,7 @@
 //   kQueryTangent, kKeyTangent, kValueTangent  which operands have a tangent
 #pragma once
 
+#include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/attention/device/tangents_arguments.cuh"
