@@ -77,5 +77,7 @@ def dense(
     if weight is not None:
         p = p * weight.to(p.dtype)
     none = ~alive.squeeze(-1)
-    lse = torch.where(none, -math.inf, filled.logsumexp(-1))
+    # PyTorch's gradient of logsumexp is exp(score - lse), which far from 0 is off in any dtype.
+    largest = filled.detach().amax(-1)
+    lse = torch.where(none, -math.inf, largest + (filled - largest.unsqueeze(-1)).logsumexp(-1))
     return Dense(p.to(value.dtype) @ value, lse, torch.where(none, -math.inf, filled.amax(-1)))
