@@ -59,10 +59,8 @@ class FlexHopperSoftmax {
     // Lanes exchange their row's maximum only if a score of the warp exceeds it by so much.
     if (Config::kMaxScores || __any_sync(~0u, follows)) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        origin[r] = follow(s, max[r], r, factor, rescale);
-        subtract_far(s, r, max_[r], origin[r]);
-      }
+      for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
+      subtract_far(s, max_, origin);
     }
     wait();
 #pragma unroll

@@ -246,19 +246,24 @@ class FlexForward {
           for (int e = 0; e < 4; ++e) out_[m][n][e] *= rescale[e / 2];
         }
       }
+      float most[2], origin[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
-        float sum = 0.0f, origin = most * factor;
-        if constexpr (!kSame<T, float>) subtract_far(s[m], r, most, origin);
+        most[r] = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
+        origin[r] = most[r] * factor;
+      }
+      if constexpr (!kSame<T, float>) subtract_far(s[m], most, origin);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
             if constexpr (kSame<T, float>) {
-              s[m][n][e] = expf((s[m][n][e] - most) * unit());
+              s[m][n][e] = expf((s[m][n][e] - most[r]) * unit());
             } else {
-              s[m][n][e] = power_of_two(s[m][n][e] * factor - origin);
+              s[m][n][e] = power_of_two(s[m][n][e] * factor - origin[r]);
             }
             sum += s[m][n][e];
           }

@@ -209,16 +209,21 @@ class FlexTangents {
           }
         }
       }
+      float most[2], origin[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float most = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
-        float sum = 0.0f, of_lse = 0.0f, origin = most * kLog2E;
-        if constexpr (!kSame<T, float>) subtract_far(s[m], r, most, origin);
+        most[r] = max_[m][r] == -FUSEGRAD_INFINITY ? 0.0f : max_[m][r];
+        origin[r] = most[r] * kLog2E;
+      }
+      if constexpr (!kSame<T, float>) subtract_far(s[m], most, origin);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = 0.0f, of_lse = 0.0f;
 #pragma unroll
         for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            const float p = kSame<T, float> ? expf(s[m][n][e] - most) : power_of_two(s[m][n][e] * kLog2E - origin);
+            const float p = kSame<T, float> ? expf(s[m][n][e] - most[r]) : power_of_two(s[m][n][e] * kLog2E - origin[r]);
             s[m][n][e] = p;
             // A score that the score_mod made -inf may have any tangent.
             d[m][n][e] = p != 0.0f ? p * d[m][n][e] : 0.0f;
