@@ -5,7 +5,9 @@
 // where the exponential is not 0. That is one instruction for each pair more, so kernels do it for these rows alone:
 //   forward    a warp sees its rows' maxima, and subtracts them from the scores
 //   backward   lse comes in two numbers, what rounding took from it in the second (lse_of). The kernel of row values
-//              marks the row by an lse of -0, which no other row has; warps that find one subtract both numbers
+//              marks the row by an lse of -0, which no other row has, and says for the whole call whether there is one:
+//              kernels test that, not rows, and subtract both numbers
+// Rows that are not far get the same bits in both ways.
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"
@@ -31,6 +33,13 @@ __device__ __forceinline__ FlexLse lse_of(float max, float unit, float log_sum) 
   return {lse, fmaf(max, unit, -product) + __fadd_rn(log_sum, -__fadd_rn(lse, -product))};
 }
 
+/// lse of a far row, instead of max * unit + log(sum). `low` may be null.
+__device__ __forceinline__ void store_far_lse(float* to, float* low, long long at, float max, float unit, float sum) {
+  const FlexLse lse = lse_of(max, unit, logf(sum));
+  to[at] = lse.lse;
+  if (low != nullptr) low[at] = lse.low;
+}
+
 /// Called by a warp where the exponentials of a thread's two rows of scores are to be computed relative to `most`, of
 /// which `origin` is the exponent: of a far row the scores are relative to it afterwards. The vote makes the branch
 /// uniform: one that may diverge costs short sequences a tenth of their time.
@@ -50,6 +59,12 @@ __device__ __forceinline__ void subtract_far(float (&s)[kBlocks][4], const float
   }
 }
 
+/// Whether the call has a far row. Read at a kernel's start; volatile, so that it is not read where it is used.
+__device__ __forceinline__ bool any_far(const FlexBackwardArguments& a) {
+  unsigned found;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(found) : "l"(a.far));
+  return found == a.call;
+}
 __device__ __forceinline__ bool is_far(const FlexRow& row) { return __float_as_uint(row.lse) == 0x80000000u; }
 
 /// A number, or 0. Predicated: behind a branch the compiler would wait for products in flight.

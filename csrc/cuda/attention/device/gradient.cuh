@@ -56,7 +56,12 @@ struct FlexPairGradient {
     float p;
     if constexpr (kFar) {
       const float above = kHas<ScoreMod> ? changed - row.origin : fmaf(score, scale, -row.origin);
-      p = kSame<typename Config::Element, float> ? expf(above - lse) : power_of_two(above * kLog2E - lse);
+      if constexpr (kSame<typename Config::Element, float>) {
+        p = expf(above - lse);
+      } else {
+        const bool near = !kHas<ScoreMod> && row.origin == 0.0f;
+        p = power_of_two(near ? score * (scale * kLog2E) - lse : above * kLog2E - lse);
+      }
     } else if constexpr (kSame<typename Config::Element, float>) {
       p = expf(changed - lse);
     } else if constexpr (kHas<ScoreMod>) {

@@ -150,11 +150,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     issue_scores(s, i, 0);
     wait_grad_out(i);
     issue_grad_probabilities(d, i);
-    bool far = false;
-    if constexpr (kOverlapped) {
-      far = Tiles::has_far(i);
-      wait_scores(s);
-    }
+    if constexpr (kOverlapped) wait_scores(s);
     if constexpr (kLines) {
       Lines lines;
       load(lines, i);
@@ -178,7 +174,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       unsigned p[kBlocksN * 2], ds[kBlocksN * 2];
       if constexpr (kOverlapped) {
-        overlapped_pairs(now, i, far, s, d, p, ds);
+        overlapped_pairs(now, i, s, d, p, ds);
       } else {
         pairs(now, i, s, d, p, ds);
         if (now.last()) release(value_empty());
@@ -220,10 +216,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       if constexpr (kLines || Sums::kOnce) named_sync(kAlone + group_, kWarpgroup);
       draw(i + 1);
       // The wait is here: at the loop's head the compiler would wait for each product.
-      if constexpr (kOverlapped) {
-        far = Tiles::has_far(i + 1);
-        wait_scores(s);
-      }
+      if constexpr (kOverlapped) wait_scores(s);
     }
     wgmma_wait<0>();
     pin<kBlocksN * 4>(s[0]);
@@ -300,7 +293,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   }
   // Computes what pairs() computes, and waits for dP itself. A loop of its own replaces what a mask leaves out: beside
   // the exponentials it would spill.
-  __device__ __forceinline__ void overlapped_pairs(const Place& place, int i, bool far, float (&s)[kBlocksN][4],
+  __device__ __forceinline__ void overlapped_pairs(const Place& place, int i, float (&s)[kBlocksN][4],
                                                    float (&d)[kBlocksN][4], unsigned (&p)[kBlocksN * 2],
                                                    unsigned (&ds)[kBlocksN * 2]) const {
     const auto of_alive = [&] {
@@ -310,7 +303,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         return Tested<Bits<kBlocksN * 4>>(alive(place, masked(place)));
     }();
     const unsigned rows = this->rows(stage_of(i)) + lane() % 4 * 2 * static_cast<int>(sizeof(FlexRow));
-    if (far) subtract_far_lse(s, place, rows);
+    if (place.far()) subtract_far_lse(s, place, rows);
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
       FlexRow of_row[2];

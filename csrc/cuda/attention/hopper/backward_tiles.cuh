@@ -105,6 +105,7 @@ class FlexBackwardHopperTiles {
  protected:
   /// Comes before all else. `releasing`: the warps that release a tile's stages.
   __device__ __forceinline__ void begin(int releasing) {
+    far_ = any_far(a_) ? Place::kFar : 0;
     if (threadIdx.x == 0) {
       Barrier::init(value_empty(), kConsumerWarps);
       for (int s = 0; s < Config::kKeyStages; ++s) Barrier::init(key_empty(s), kConsumerWarps);
@@ -165,17 +166,18 @@ class FlexBackwardHopperTiles {
     return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
   }
   /// A tile of queries of one of the query heads that share the keys; `tile` is as FlexTiles lists it, or less than 0.
-  /// `keys`: the first key, and whether it is their first and their last tile, the stage that the keys are in, and the
-  /// flags of WholeHead.
+  /// `keys`: the first key, and whether it is their first and their last tile, the stage that the keys are in,
+  /// whether the call has far rows, and the flags of WholeHead.
   struct Place {
     int b, h, tile, keys;
     using Whole = WholeHead<Config>;
-    static constexpr int kLast = 1, kStage = 2, kFirst = 4;
+    static constexpr int kLast = 1, kStage = 2, kFirst = 4, kFar = 1 << 30;
     __device__ __forceinline__ int row() const { return Entry::column(tile) * (Config::kRows / Config::kParts); }
     __device__ __forceinline__ int kinds() const { return Entry::kinds(tile); }
-    __device__ __forceinline__ int col() const { return keys & -Config::kCols; }
+    __device__ __forceinline__ int col() const { return keys & (kFar - Config::kCols); }
     __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
     __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
+    __device__ __forceinline__ bool far() const { return (keys & kFar) != 0; }
     __device__ __forceinline__ bool begins() const { return (keys & Whole::kBegins) != 0; }
     __device__ __forceinline__ bool rounds() const { return (keys & Whole::kRounds) != 0; }
     __device__ __forceinline__ bool after_rounds() const { return (keys & Whole::kAfterRounds) != 0; }
@@ -341,7 +343,7 @@ class FlexBackwardHopperTiles {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
     store(place(i), p.b, p.h, p.tile,
-          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst | flags_of(p));
+          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst | far_ | flags_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
@@ -570,7 +572,7 @@ class FlexBackwardHopperTiles {
     const bool masked = this->masked(place);
     sums_.begin_tile();
     if constexpr (kBoxes) Barrier::wait(boxes_full(box_stage_of(i)), box_parity_of(i));
-    if (has_far(i)) {
+    if (place.far()) {
       each_pair<true, true>(place, i, alive(place, masked), s, d, p, ds);
     } else if (!kUnmasked || masked) {
       each_pair<true, false>(place, i, alive(place, masked), s, d, p, ds);
@@ -625,20 +627,6 @@ class FlexBackwardHopperTiles {
       if constexpr (Config::kGradScores) put_operand<T>(ds + 2 * n, d[n]);
     }
   }
-  /// Whether tile i, whose rows are there, has a far row.
-  __device__ __forceinline__ bool has_far(int i) const {
-    static_assert(Config::kRows % 16 == 0);
-    bool far = false;
-#pragma unroll
-    for (int first = 0; first < Config::kRows; first += 2 * kLanes) {
-      if (const int row = first + lane() * 2; row < Config::kRows) {
-        FlexRow of_row[2];
-        load_rows(of_row, rows(stage_of(i)) + row * static_cast<int>(sizeof(FlexRow)));
-        far = far || is_far(of_row[0]) || is_far(of_row[1]);
-      }
-    }
-    return __any_sync(~0u, far);
-  }
   static __device__ __forceinline__ void load_rows(FlexRow (&rows)[2], unsigned address) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(rows[0].lse), "=f"(rows[0].delta), "=f"(rows[1].lse), "=f"(rows[1].delta)
@@ -656,6 +644,7 @@ class FlexBackwardHopperTiles {
   int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;             // in order: of the CTA's first keys
+  int far_;                  // of the producer: a flag of places
   WholeHead<Config> whole_;  // of the producer
 };
 

@@ -166,7 +166,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   __device__ __forceinline__ void probabilities(const Place& place, int i, float (&s)[kBlocksN][4],
                                                 unsigned (&p)[kBlocksN * 2]) const {
     const bool masked = this->masked(place);
-    if (Tiles::has_far(i)) {
+    if (place.far()) {
       each_probability<true, true>(place, i, alive(place, masked), s, p);
     } else if (kHas<typename Config::ScoreMod> || masked) {
       each_probability<true, false>(place, i, alive(place, masked), s, p);

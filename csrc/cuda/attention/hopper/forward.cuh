@@ -562,13 +562,14 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       const int q = first + 8 * r;
       const bool none = softmax_.max(r) == -FUSEGRAD_INFINITY;
       const float ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
-      const float max = softmax_.max(r) * softmax_.unit();
-      const FlexLse lse = lse_of(softmax_.max(r), softmax_.unit(), __logf(sum[r]));
+      const float max = softmax_.max(r) * softmax_.unit(), lse = max + __logf(sum[r]);
       factor[r] = bad ? nan : none ? 0.0f : __fdividef(Config::kDropout ? a_.dropout.scale : 1.0f, sum[r]);
       const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
       if (lane() % 4 == 0 && q < a_.queries) {
-        a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse.lse;
-        if (a_.lse_low != nullptr) a_.lse_low[at] = none ? 0.0f : lse.low;
+        a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse;
+        if (a_.lse_low != nullptr) a_.lse_low[at] = 0.0f;
+        if (softmax_.far(r) && !none && !bad)
+          store_far_lse(a_.lse, a_.lse_low, at, softmax_.max(r), softmax_.unit(), sum[r]);
         if constexpr (Config::kMaxScores) {
           a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
           a_.max_ties[at] = ties;

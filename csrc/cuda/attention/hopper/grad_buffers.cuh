@@ -61,6 +61,7 @@ class FlexGradBuffersHopper {
       }
       Barrier::fence_inits();
     }
+    const bool far = any_far(a_);
     __syncthreads();
     if (__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == Config::kGroups) {
       give_registers<24>();
@@ -71,10 +72,12 @@ class FlexGradBuffersHopper {
       Kept::load(
           shared_ + kMemory.kept.offset, score_, batches.first, h_,
           [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
-      if (masked) {
-        consume<true>(batches);
+      if (far) {
+        consume<true, true>(batches);
+      } else if (masked) {
+        consume<true, false>(batches);
       } else {
-        consume<false>(batches);
+        consume<false, false>(batches);
       }
       put_pair_sums<Config, 0, kThreads>(
           sums_[0], sum_, score_, batches.first, h_, [&](int e) { return query(e); },
@@ -118,7 +121,7 @@ class FlexGradBuffersHopper {
     Barrier::arrive(full(i.stage()));
   }
 
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void consume(const Batches& batches) {
     float score[2][kHalf][4], grad[2][kHalf][4];
     zero(sum_);
@@ -135,16 +138,17 @@ class FlexGradBuffersHopper {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                      : "=f"(rows[r].row.lse), "=f"(rows[r].row.delta)
                      : "r"(piece(kMemory.statistics, s) + (first_row() + r * 8) * kRowStatisticsBytes));
-        rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
+        rows[r].origin = 0.0f;
+        if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
-      add_pairs<kMasked, 0>(score[0], grad[0], rows, b);
+      add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b);
       wait_products(score[1], grad[1]);
       __syncwarp();
       if (lane() == 0) Barrier::arrive(empty(s));
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
       multiply(score[0], grad[0], i.stage(), 0);
-      add_pairs<kMasked, 1>(score[1], grad[1], rows, b);
+      add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b);
       wait_products(score[0], grad[0]);
     }
   }
@@ -167,7 +171,7 @@ class FlexGradBuffersHopper {
     pin<kHalf * 4>(score[0]);
     pin<kHalf * 4>(grad[0]);
   }
-  template <bool kMasked, int kWhich>
+  template <bool kMasked, bool kFar, int kWhich>
   __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
                                             const FlexQuery (&rows)[2], int b) {
 #pragma unroll
@@ -178,7 +182,7 @@ class FlexGradBuffersHopper {
       for (int e = 0; e < 4; ++e) {
         float value[2], p;
         reads.e = e;
-        FlexPairGradient<Config>::template apply<true>(score_, a_.scale, score[i][e], grad[i][e], rows[e / 2], b, h_,
+        FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[i][e], grad[i][e], rows[e / 2], b, h_,
                                                        query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
         sum_[n][e] += value[0];
       }

@@ -78,9 +78,10 @@ class FlexHopperSoftmax {
   }
   /// Whether add_by_first cannot take one of the thread's rows: it has no score yet, or is far from 0.
   __device__ __forceinline__ bool without_maximum() const {
-    const float most = kFarExponent / kLog2E;
-    return !(fabsf(max_[0] * unit()) <= most && fabsf(max_[1] * unit()) <= most);
+    return far(0) || far(1);
   }
+  /// Whether row r is far, or has no score yet.
+  __device__ __forceinline__ bool far(int r) const { return !(fabsf(max_[r] * (unit() * kLog2E)) <= kFarExponent); }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
   /// their sums are not added. drop(n): takes from block n of the operand what dropout drops. counts(r): whether row r
   /// is one: what boxes have beyond the queries may be anything.

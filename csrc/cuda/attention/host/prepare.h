@@ -11,7 +11,7 @@ namespace fusegrad::cuda {
 constexpr int sum_chunks(int sum_cols) { return (sum_cols + 63) / 64; }
 
 /// rows[b, h, m] from grad_out, out and what rounding took from it (data may be null), lse and its gradient (may be
-/// null). Rows whose scores are all far from 0 are marked (device/far_rows.cuh). With dropout rows are such that P comes out times its scale, and its gradient where it is kept without.
+/// null). With dropout rows are such that P comes out times its scale, and its gradient where it is kept without.
 /// `query_sum`, [batches, heads, sum_rows, sum_cols] in any order, and `sum_states` (FlexBackwardHopperArguments)
 /// become zeros; each may be null.
 struct FlexRows {
@@ -23,6 +23,7 @@ struct FlexRows {
   float* query_sum;
   int sum_rows, sum_cols;  // not below queries; a multiple of 4
   int* sum_states;
+  unsigned *far, call;  // *far becomes `call` where a row's scores are all far from 0 (device/far_rows.cuh)
 };
 void flex_rows(const FlexRows& rows, device::FlexRow* out, DType dtype, void* stream);
 

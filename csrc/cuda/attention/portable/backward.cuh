@@ -94,7 +94,8 @@ class FlexBackward {
         stage_(key_ + kMemory.stages.offset),
         gradient_(key_ + kMemory.grad_scores.offset),
         probability_(key_ + kMemory.probabilities.offset),
-        sums_(a, sums, score, shared + kMemory.captured.offset) {}
+        sums_(a, sums, score, shared + kMemory.captured.offset),
+        far_(any_far(a)) {}
 
   __device__ __forceinline__ void run() {
     if constexpr (Config::kKeeps) return run_batches();
@@ -353,7 +354,7 @@ class FlexBackward {
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
-    if (has_far(rows)) {
+    if (far_) {
       pairs<true, true>(place, masked, rows, boxes, s, d, p, ds);
     } else if (kHas<ScoreMod> || masked) {
       pairs<true, false>(place, masked, rows, boxes, s, d, p, ds);
@@ -363,15 +364,6 @@ class FlexBackward {
     sums_.end_tile();
   }
 
-  /// Whether a row of the warp's part is far; `rows` from the thread's first one on.
-  __device__ __forceinline__ bool has_far(const FlexRow* rows) const {
-    bool far = false;
-#pragma unroll
-    for (int first = 0; first < kPart; first += kLanes) {
-      if (const int row = first + lane(); row < kPart) far = far || is_far(rows[row - lane() % 4 * 2]);
-    }
-    return __any_sync(~0u, far);
-  }
   template <bool kMasked, bool kFar>
   __device__ __forceinline__ void pairs(const ListPlace& place, bool masked, const FlexRow* rows, unsigned boxes,
                                         Scores& s, Scores& d, unsigned (&p)[kBlocksM][kOperands],
@@ -583,6 +575,7 @@ class FlexBackward {
   bool later_ = false;
   FlexDropoutHead<Config> dropout_;
   Sums sums_;
+  const bool far_;  // whether there may be far rows
   int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;
   float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];
 };

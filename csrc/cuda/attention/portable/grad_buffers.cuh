@@ -66,10 +66,12 @@ class FlexGradBuffers {
         [&](int n, int e) { return (alive >> (n * 4 + e) & 1) != 0; });
 #pragma unroll
     for (int k = 0; k < kCount; ++k) zero(sum_[k]);
-    if (masked) {
-      walk<true>(batches, alive);
+    if (any_far(a_)) {
+      walk<true, true>(batches, alive);
+    } else if (masked) {
+      walk<true, false>(batches, alive);
     } else {
-      walk<false>(batches, alive);
+      walk<false, false>(batches, alive);
     }
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -80,19 +82,19 @@ class FlexGradBuffers {
   }
 
  private:
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void walk(const Batches& batches, unsigned alive) {
     if (batches.first >= batches.end) return;  // of a group with few batches
     int stage = 0;
     FlexQuery rows[2], next_rows[2] = {};
-    load(batches.first, 0, next_rows);
+    load<kFar>(batches.first, 0, next_rows);
     for (int b = batches.first; b < batches.end; b += batches.step) {
       rows[0] = next_rows[0];
       rows[1] = next_rows[1];
       wait_copies<0>();
       __syncthreads();
-      if (b + batches.step < batches.end) load(b + batches.step, 1 - stage, next_rows);
-      step<kMasked>(b, stage, rows, alive);
+      if (b + batches.step < batches.end) load<kFar>(b + batches.step, 1 - stage, next_rows);
+      step<kMasked, kFar>(b, stage, rows, alive);
       stage = 1 - stage;
     }
   }
@@ -115,6 +117,7 @@ class FlexGradBuffers {
     return alive;
   }
 
+  template <bool kFar>
   __device__ __forceinline__ void load(int b, int stage, FlexQuery (&rows)[2]) const {
     unsigned to = stage_ + stage * kMemory.stages.piece;
     const int key_batch = a_.key_batches == 1 ? 0 : b, key_head = h_ / a_.group;
@@ -128,11 +131,11 @@ class FlexGradBuffers {
     for (int r = 0; r < 2; ++r) {
       const int q = query(2 * r);
       rows[r] = {q < a_.queries ? from[q] : FlexRow{0.0f, 0.0f}, 0.0f, 0.0f, 0.0f};
-      rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, q);
+      if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, q);
     }
   }
 
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void step(int b, int stage, const FlexQuery (&rows)[2], unsigned alive) {
     const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
     const unsigned keys = grad_out + GradOutTile::kBytes, values = keys + KeyTile::kBytes;
@@ -148,7 +151,7 @@ class FlexGradBuffers {
       for (int e = 0; e < 4; ++e) {
         float value[kCount + 1], p;
         reads.e = e;
-        FlexPairGradient<Config>::template apply<true>(score_, a_.scale, s[0][n][e], d[0][n][e], rows[e / 2], b, h_,
+        FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, s[0][n][e], d[0][n][e], rows[e / 2], b, h_,
                                                        this->query(e), key(n, e),
                                                        !kMasked || (alive >> (n * 4 + e) & 1) != 0, p, value, reads);
 #pragma unroll

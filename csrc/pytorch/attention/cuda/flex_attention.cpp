@@ -3,6 +3,7 @@
 #include <ATen/DeviceGuard.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <utility>
 
@@ -196,7 +197,10 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const auto floats = query.options().dtype(at::kFloat);
   const int64_t row_stride = (query.size(2) + 1) / 2 * 2;
   const int64_t heads = query.size(0) * query.size(1);
-  const Tensor row_values = at::empty({heads * row_stride, 2}, floats);
+  // Behind the rows: whether one is far from 0. Numbers of calls tell it from what was there before.
+  const Tensor row_values = at::empty({heads * row_stride + 1, 2}, floats);
+  static std::atomic<unsigned> calls = 0;
+  const unsigned number = ++calls;
   const Tensor key_rows = last.stores_boxes && needs_grad[1] ? rows_for(grad_key) : grad_key,
                value_rows = last.stores_boxes && needs_grad[2] ? rows_for(grad_value) : grad_value;
   const int64_t sum_rows = tiles_in(query.size(2), last.tile.rows) * last.tile.rows,
@@ -216,13 +220,14 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   const Tensor lse = saved.lse.contiguous(), lse_low = saved.lse_low.contiguous();
   const Tensor grad_lse = upstream.lse.defined() ? upstream.lse.contiguous() : Tensor();
   auto* row_data = reinterpret_cast<device::FlexRow*>(row_values.mutable_data_ptr<float>());
+  auto* far = reinterpret_cast<unsigned*>(row_data + heads * row_stride);
   flex_rows({upstream.out.defined() ? view(grad_out) : FlexTensor{}, view(saved.out), view(saved.out_low), data_of(lse),
              data_of(grad_lse), c.dropout ? static_cast<float>(FlexDropoutRule(scores.dropout_p).scale) : 1.0f,
              static_cast<int>(query.size(0)), static_cast<int>(query.size(1)), static_cast<int>(query.size(2)),
              c.value_size, static_cast<int>(row_stride),
              query_sum.defined() && !last.whole && !last.stores_first ? query_sum.mutable_data_ptr<float>() : nullptr,
              static_cast<int>(sum_rows), static_cast<int>(sum_cols),
-             sum_states.defined() ? sum_states.mutable_data_ptr<int>() : nullptr},
+             sum_states.defined() ? sum_states.mutable_data_ptr<int>() : nullptr, far, number},
             row_data, c.dtype, call.stream());
   const Tensor grad_max = c.max_gradient ? (upstream.max_scores / saved.max_ties).contiguous() : Tensor();
   const Tensor max_scores = saved.max_scores.contiguous();
@@ -238,6 +243,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   a.row_stride = static_cast<int>(row_stride);
   a.lse = data_of(lse);
   a.lse_low = data_of(lse_low);
+  a.far = far;
+  a.call = number;
   a.max_scores = data_of(max_scores);
   a.grad_max = data_of(grad_max);
   a.query_sum = query_sum.defined() ? query_sum.mutable_data_ptr<float>() : nullptr;
