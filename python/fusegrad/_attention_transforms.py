@@ -29,7 +29,7 @@ from ._attention_composite import (
 from ._attention_fold import fold, fold_rows, moved, unfold
 from ._attention_second import second_derivatives, takes
 from ._chunks import Plan, gradient_plan, pulled, pushed, tangent_plan, vmapped
-from ._transforms import as_autocast_wants, outside_transforms, primal_of
+from ._transforms import as_autocast_wants, outside_transforms, primal_of, unwrapped
 
 __all__ = ["attend"]
 
@@ -565,10 +565,10 @@ def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]
     # Of jacobian(vectorize=True) the tangents alone are batched, and the values are not to be.
     if all(dual.tangent is None for dual in duals) or any(_functorch.is_legacy_batchedtensor(t) for t in parts):
         return None
-    trained = torch.is_grad_enabled() and any(_unwrapped(t).requires_grad for t in parts)
+    trained = torch.is_grad_enabled() and any(unwrapped(t).requires_grad for t in parts)
     if outer or (trained and inner is None):
         # Each Function has to see the tensors as they are: gradients within a level of forward_ad have tangents, too.
-        primals, tangents = ([None if t is None else _unwrapped(t) for t in of] for of in zip(*duals, strict=True))
+        primals, tangents = ([None if t is None else unwrapped(t) for t in of] for of in zip(*duals, strict=True))
         with outside_transforms():
             return _computed(call, primals, tangents)
     compute = _recorded if trained else _with_tangents
@@ -576,9 +576,9 @@ def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]
         results = compute(call, [dual.primal for dual in duals], [dual.tangent for dual in duals])
     else:
         # As for an autograd Function, but without its way through pytrees, which takes longer than a small kernel.
-        level, unwrapped = inner.level(), _functorch._unwrap_for_grad
-        primals = [unwrapped(dual.primal, level) for dual in duals]
-        tangents = [None if dual.tangent is None else unwrapped(dual.tangent, level) for dual in duals]
+        level, below = inner.level(), _functorch._unwrap_for_grad
+        primals = [below(dual.primal, level) for dual in duals]
+        tangents = [None if dual.tangent is None else below(dual.tangent, level) for dual in duals]
         with inner.lower():
             found = compute(call, primals, tangents)
         results = tuple(_functorch._wrap_for_grad(t, level) for t in found[:4])
@@ -599,13 +599,6 @@ def _recorded(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor |
     moving = tuple(d is not None and t.is_floating_point() for t, d in zip(primals, tangents, strict=True))
     moved = [d for d, m in zip(tangents, moving, strict=True) if m]
     return out, lse, *_FlexTangents.apply(given, moving, *primals, *moved)
-
-
-def _unwrapped(t: Tensor) -> Tensor:
-    """Below all levels of torch.func."""
-    while _functorch.is_functorch_wrapped_tensor(t):
-        t = _functorch.get_unwrapped(t)
-    return t
 
 
 def _with_tangents(

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from . import _attention_transforms as transforms
 from ._arguments import checked
 from ._tracing.cache import tracing_state
-from ._transforms import is_transformed, outside_transforms
+from ._transforms import is_transformed
 from .distributed.sequence import ContextParallel
 from .distributed.shards import is_dtensor
 from .nested import Packed
@@ -55,8 +55,7 @@ def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: tor
         # A ScoreMod goes straight through, also where torch.compile traces this.
         if not isinstance(mod, ScoreMod) or mod.kind != kind:
             trace = trace_score_mod if kind == "score_mod" else trace_mask_mod
-            with outside_transforms():
-                mod = trace(mod, device=device)
+            mod = trace(mod, device=device)
         text, buffers, scalars = mod.text, list(mod.buffers), list(mod.scalars)
     # One line: TorchInductor writes the arguments of GPU programs into comments that end with the line.
     return text.replace("\n", ";"), buffers, *split_scalars(scalars)

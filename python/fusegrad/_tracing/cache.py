@@ -24,7 +24,7 @@ from .code import Untrusted
 from .errors import TraceError, out_of_memory
 from .graph import INT64, Number
 from .lifted import Expression, Lifted, NumberWanted, evaluate
-from .run import Run, name_of, run, run_as_called
+from .run import Run, equal, name_of, run, run_as_called
 from .steps import Steps
 from .tensor import grad_mode
 from .thread_state import restoring
@@ -191,13 +191,7 @@ def _kind(tensor: Tensor) -> tuple:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether one tensor may stand for the other, values included."""
-    if a is b:
-        return True
-    if _kind(a) != _kind(b) or a.is_meta or type(a) not in (Tensor, Parameter):
-        return False
-    with torch.no_grad():
-        return bool(((a == b) | ((a != a) & (b != b))).all())
+    return a.requires_grad == b.requires_grad and equal(a, b)
 
 
 def _paths(step: _Step) -> set[int]:

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from fusegrad._C import score_mod as language
 
+from .._transforms import outside_transforms, unwrapped
 from .errors import Refused, TraceError, located, out_of_memory
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
@@ -21,7 +22,7 @@ from .tensor import TracedTensor, apart, grad_mode
 from .thread_state import restoring
 from .trace import Trace, category
 
-__all__ = ["INPUTS", "Run", "name_of", "run", "run_as_called"]
+__all__ = ["INPUTS", "Run", "equal", "name_of", "run", "run_as_called"]
 
 log = logging.getLogger("fusegrad")
 
@@ -59,19 +60,20 @@ def run(
     """Traces `call`, which is `function` or a copy of it; TraceError names `function`. For `stand_in` see Trace. `grad`
     is the mode in which it runs; where that is off nothing has a derivative."""
     call = call or function
-    trace = Trace(device, stand_in, grad and kind == "score_mod")
     name = f"{kind} {name_of(function)}"
-    with apart():
-        inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
     try:
-        with grad_mode(grad), trace.active():
-            result = call(*inputs)
-        with apart():
-            term = _result(trace, kind, result)
-        trace.functions.pull_back()
-        with apart():
-            trace.check_unchanged()
-            return _texts(trace, kind, term)
+        with outside_transforms() as transforms:
+            trace = Trace(device, stand_in, grad and kind == "score_mod", transforms)
+            with apart():
+                inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
+            with grad_mode(grad), trace.active():
+                result = call(*inputs)
+            with apart():
+                term = _result(trace, kind, result)
+            trace.functions.pull_back()
+            with apart():
+                trace.check_unchanged()
+                return _texts(trace, kind, term)
     except Exception as error:
         if out_of_memory(error):
             raise
@@ -95,15 +97,17 @@ def run_as_called(function: Callable, kind: str, device: torch.device) -> Run:
 def _same_values(a: Run, b: Run) -> bool:
     (text, kept, _), (other, others, _) = (language.compact(language.forward(x.text)) for x in (a, b))
     pairs = zip((a.buffers[i] for i in kept), (b.buffers[i] for i in others), strict=True)
-    return text == other and all(_same_values_of(*pair) for pair in pairs)
+    return text == other and all(equal(*pair) for pair in pairs)
 
 
-def _same_values_of(a: Tensor, b: Tensor) -> bool:
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether one tensor may stand for the other, values included."""
     if a is b:
         return True
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) or a.is_meta or type(a) not in (Tensor, Parameter):
         return False
     with grad_mode(False):
+        a, b = unwrapped(a), unwrapped(b)
         return bool(((a == b) | ((a != a) & (b != b))).all())
 
 

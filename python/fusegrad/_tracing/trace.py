@@ -14,6 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._transforms import back_in, differentiated, unwrapped
 from .errors import Refused, within
 from .functions import Functions
 from .graph import BOOL, FLOAT, INT, Graph, Number
@@ -21,7 +22,7 @@ from .indexing import is_full_slice, normalized, read_terms
 from .lifted import Lifted
 from .steps import Steps
 from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode, terms_of
-from .trees import contains, mapped, words
+from .trees import contains, mapped, tensors_of, words
 from .vectors import axis_of, packed_shape
 
 __all__ = ["Trace", "category"]
@@ -88,13 +89,16 @@ class Trace:
         device: torch.device,
         stand_in: Callable[[Lifted], Tensor] | None = None,
         differentiable: bool = True,
+        transforms: Any = None,
     ) -> None:
         """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars. Without
-        `differentiable` nothing requires grad: the result has no derivative."""
+        `differentiable` nothing requires grad: the result has no derivative. `transforms`: those of torch.func that
+        were put aside, and that what is computed from captured tensors alone is within."""
         self.graph = Graph()
         self.device = device
         self.stand_in = stand_in
         self.differentiable = differentiable
+        self.transforms = transforms
         self.functions = Functions(self)
         self.buffers: list[Tensor] = []
         self.scalars: list[Lifted] = []
@@ -124,7 +128,7 @@ class Trace:
         if not (self.differentiable and x.dtype.is_floating_point):
             return False
         if x.read is not None:
-            return self.buffers[x.read.buffer].requires_grad
+            return differentiated(self.buffers[x.read.buffer])
         return any(map(self.graph.active, x.packed.reshape(-1).tolist()))
 
     def input(self, name: str) -> TracedTensor:
@@ -156,6 +160,12 @@ class Trace:
         buffer = self._places.get(id(tensor))
         if buffer is None:
             self._check(tensor)
+            if _in_forward() and differentiated(tensor) and not tensor.requires_grad:
+                # PyTorch does not say whether it is an argument of the Function, nor for which a gradient is wanted.
+                raise Refused(
+                    "a captured tensor that the forward of an autograd.Function indexes, in forward mode or torch.func",
+                    "index it before: pass bias[kv_idx], not bias",
+                )
             buffer = self._places[id(tensor)] = len(self.buffers)
             self.buffers.append(tensor)
             self._versions.append(_version(tensor))
@@ -175,7 +185,7 @@ class Trace:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._on_device:
-            with grad_mode(True):
+            with grad_mode(True), back_in(self.transforms):
                 self._on_device[id(tensor)] = self.steps.run(Tensor.to, "to", (tensor, self.device), {})
         return self._on_device[id(tensor)]
 
@@ -188,7 +198,7 @@ class Trace:
                 )
 
     def constants(self, tensor: Tensor) -> TracedTensor:
-        terms = [self.graph.constant(x) for x in tensor.reshape(-1).tolist()]
+        terms = [self.graph.constant(x) for x in unwrapped(tensor).reshape(-1).tolist()]
         return self.wrap(terms_of(terms, tensor.shape), tensor.dtype)
 
     def _check(self, tensor: Tensor) -> None:
@@ -223,7 +233,7 @@ class Trace:
                 raise IndexError(f"index {value} is out of bounds for a dimension of size {size}")
             if g.type(index) == FLOAT:
                 raise Refused("a float as an index", "convert it: .long()")
-        return g.load(buffer, category(tensor.dtype), [g.cast(x, INT) for x in indices], tensor.requires_grad)
+        return g.load(buffer, category(tensor.dtype), [g.cast(x, INT) for x in indices], differentiated(tensor))
 
     def read_all(self, read: Read) -> Tensor:
         """The terms of all elements that are left."""
@@ -377,7 +387,12 @@ class Trace:
                     made = self._made_of_numbers(func, args, kwargs)
                 if made is not None:
                     return self.functions.offered(made)
-            with _Outside(self.steps):
+            if self.transforms is not None and _in_forward() and any(map(differentiated, tensors_of((args, kwargs)))):
+                raise Refused(
+                    "an autograd.Function of captured tensors alone under torch.func",
+                    "apply it outside of the function, and capture what it returns",
+                )
+            with back_in(self.transforms), _Outside(self.steps):
                 return self.steps.run(func, _name(func), args, kwargs)
 
     def _call_traced(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -600,7 +615,13 @@ def _needs_value(name: str) -> Refused:
     return Refused(f"{name} of a value that differs from score to score", "keep it a tensor")
 
 
+def _in_forward() -> bool:
+    """Whether the forward of an autograd.Function is at work, as which PyTorch switches forward mode off."""
+    return not torch._C._is_fwd_grad_enabled()
+
+
 def _version(tensor: Tensor) -> int:
+    tensor = unwrapped(tensor)
     return 0 if tensor.is_inference() else tensor._version
 
 
