@@ -389,26 +389,24 @@ class _Evaluation:
         needed: set[int] = set()
         reads: dict[str, Tensor] = {}
 
-        def visit(word: str) -> None:
+        pending = list(wanted)
+        while pending:
+            word = pending.pop()
             i = int(word[1:]) if word[0] == "%" else -1
             if i in within and word not in sources:
                 if i not in needed:
                     needed.add(i)
-                    for w in text.statements[i].operands:
-                        if w[0] not in "^@":
-                            visit(w)
+                    pending += [w for w in text.statements[i].operands if w[0] not in "^@"]
             elif word[0] != "^" and word not in sources:
                 reads[word] = self.operand(word)
-
-        for word in wanted:
-            visit(word)
         names, order = list(reads), sorted(needed)
+        given = self.values  # not self, which holds the values that the Function makes: a cycle through their graph
 
         def make(results: Sequence[Tensor], upstream: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
             known = dict(zip(names, tensors, strict=True))
             known.update({word: results[j] for word, j in sources.items()})
             known.update({s.operands[0]: g for (_, s), g in zip(customs, upstream, strict=True)})
-            inner = _Evaluation(text, self.values, known)
+            inner = _Evaluation(text, given, known)
             inner.run(order)
             return [inner.operand(word).expand(full) for word in wanted]
 

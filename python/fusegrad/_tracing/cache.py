@@ -104,7 +104,7 @@ class Entry:
 
     def __init__(self, captures: Captures, result: Run, lifted: set[int]) -> None:
         self.text = result.text
-        steps = result.trace.steps
+        steps = result.steps
         _, modes, hooks = _ambient()
         if hooks or any(isinstance(mode, TorchFunctionMode) for mode in modes):
             raise Untrusted("modules have global hooks, or a TorchFunctionMode is active")
@@ -361,18 +361,18 @@ def _trace_anew(
     function: Callable, kind: str, device: torch.device | None, code: Any, key: tuple, recorder: Any
 ) -> Traced:
     _counts["misses"] += 1
-    captures, untrusted = None, None
+    captures, untrusted = None, ""
     try:
         captures = Captures(function)  # first: what the function changes as it runs is another call's surroundings
     except Untrusted as reason:
-        untrusted = reason
+        untrusted = str(reason)  # the exception itself would hold this frame, and this it: a cycle with all callers
     device = device or _device_of(captures)
     plain = run_as_called(function, kind, device)
     try:
-        if kind == "score_mod" and not plain.trace.differentiable:
+        if kind == "score_mod" and not plain.differentiable:
             raise Untrusted("it is another function, or has no derivative, where gradients are not recorded")
         if captures is None:
-            raise untrusted or Untrusted
+            raise Untrusted(untrusted)
         result, lifted = _with_lifted_numbers(function, kind, device, captures, plain)
         entry = Entry(captures, result, lifted)
         traced: Traced | None = result.text, tuple(result.buffers), tuple(s.value for s in result.scalars)

@@ -179,7 +179,7 @@ class Captures:
         scope = {"c": self._constants, "lookup": _lookup, "missing": _MISSING, "differentiated": differentiated}
         # The source consists of what is written in this file: names and values of the user's are in `c`.
         exec(source, scope)
-        return scope["guard"]  # type: ignore[return-value]
+        return scope.pop("guard")  # type: ignore[return-value]  # whose globals must not hold it: a cycle
 
     def _tensor_variables(self) -> list[str]:
         return [self._seen[id(t)][1] for t in self.tensors]

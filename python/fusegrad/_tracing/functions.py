@@ -53,6 +53,9 @@ class Functions:
         self._applied: dict[int, _Applied] = {}
         self._pulling = False
 
+    def close(self) -> None:
+        self.made, self._applied = [], {}
+
     def offered(self, tree: Any) -> Any:
         """The results for the traced function: those that require grad say so, from here on."""
         for x in tensors_of(tree):
@@ -63,7 +66,11 @@ class Functions:
     def adopt(self, tree: Any) -> None:
         """Notes by which Functions the traced tensors were made."""
         for x in tensors_of(tree):
-            if isinstance(x, TracedTensor) and not x.adopted and x.grad_fn is not None and not self._pulling:
+            if not isinstance(x, TracedTensor):
+                continue
+            if x.trace is not self.trace:
+                raise Refused("a value of another score_mod or mask_mod", "compute within one function")
+            if not x.adopted and x.grad_fn is not None and not self._pulling:
                 self._adopt(x)
 
     def adopt_all(self) -> None:

@@ -18,6 +18,7 @@ from .._transforms import outside_transforms, unwrapped
 from .errors import Refused, TraceError, located, out_of_memory
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
+from .steps import Steps
 from .tensor import TracedTensor, apart, grad_mode
 from .thread_state import restoring
 from .trace import Trace, category
@@ -40,7 +41,9 @@ class Run:
     """The same with the scalars as the numbers that they are now."""
     buffers: list[Tensor]
     scalars: list[Lifted]
-    trace: Trace
+    steps: Steps
+    differentiable: bool
+    """Whether what it computes has its derivative."""
 
 
 def name_of(function: Any) -> str:
@@ -64,20 +67,27 @@ def run(
     try:
         with outside_transforms() as transforms:
             trace = Trace(device, stand_in, grad and kind == "score_mod", transforms)
-            with apart():
-                inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
-            with grad_mode(grad), trace.active():
-                result = call(*inputs)
-            with apart():
-                term = _result(trace, kind, result)
-            trace.functions.pull_back()
-            with apart():
-                trace.check_unchanged()
-                return _texts(trace, kind, term)
+            try:
+                return _traced(trace, call, kind, grad)
+            finally:
+                trace.close()
     except Exception as error:
         if out_of_memory(error):
             raise
         raise located(error, name) from error
+
+
+def _traced(trace: Trace, call: Callable, kind: str, grad: bool) -> Run:
+    with apart():
+        inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
+    with grad_mode(grad), trace.active():
+        result = call(*inputs)
+    with apart():
+        term = _result(trace, kind, result)
+    trace.functions.pull_back()
+    with apart():
+        trace.check_unchanged()
+        return _texts(trace, kind, term)
 
 
 def run_as_called(function: Callable, kind: str, device: torch.device) -> Run:
@@ -116,11 +126,11 @@ def _result(trace: Trace, kind: str, result: Any) -> int:
         isinstance(result, Tensor) and not isinstance(result, TracedTensor)
     ):
         result = trace.stacked(result)
-    trace.functions.adopt(result)
     if not isinstance(result, TracedTensor):
         raise Refused(f"it returned {type(result).__name__}", "return one tensor, such as score + bias[h]")
     if result.trace is not trace:
         raise Refused("it returned a value of another score_mod or mask_mod", "return what it computes itself")
+    trace.functions.adopt(result)
     if result.dim() != 0:
         raise Refused(
             f"it returned a tensor of shape {list(result.shape)}",
@@ -153,4 +163,4 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
         raise Refused(
             f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"
         )
-    return Run(text, fixed_text, used, [trace.scalars[i] for i in scalars], trace)
+    return Run(text, fixed_text, used, [trace.scalars[i] for i in scalars], trace.steps, trace.differentiable)

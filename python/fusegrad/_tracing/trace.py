@@ -108,6 +108,13 @@ class Trace:
         self._on_device: dict[int, Tensor] = {}
         self._places: dict[int, int] = {}
 
+    def close(self) -> None:
+        """Called when the function has run. The collector does not see what PyTorch holds of traced values: the bases
+        of views, what nodes saved. From here on values hold nothing captured, and each other no more."""
+        self.functions.close()
+        del self.functions, self.steps, self.buffers, self.scalars, self.stand_in, self.transforms
+        self._places, self._on_device, self._symbols = {}, {}, {}
+
     # --- values ---
 
     def wrap(self, terms: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None) -> TracedTensor:
@@ -326,21 +333,7 @@ class Trace:
 
         g = self.graph
         images = {axis_of(g, tensor.shape, d): inside(g, place[d], tensor.shape[d]) for d in tensor.axes}
-
-        def chosen(terms: Tensor, place: list[int]) -> int:
-            if not place:
-                return g.substitute(int(terms), images)
-            value = g.value(place[0])
-            size = terms.shape[0]
-            if value is not None or size == 1:
-                return chosen(terms[int(value or 0) if size > 1 else 0], place[1:])
-            index = inside(g, place[0], size)
-            result = chosen(terms[size - 1], place[1:])
-            for i in reversed(range(size - 1)):
-                result = g.apply("where", g.apply("eq", index, g.constant(i)), chosen(terms[i], place[1:]), result)
-            return result
-
-        return chosen(tensor.packed, place)
+        return _chosen(g, tensor.packed, place, images)
 
     def stacked(self, values: Any) -> TracedTensor:
         """torch.tensor(values), where some are traced."""
@@ -593,6 +586,23 @@ def _has_python_kernel(func: OpOverload, device: torch.device) -> bool:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
             return any(f"{namespace}/{n}/{key}" in torch.library._impls for n in names)
     return False
+
+
+def _chosen(g: Graph, terms: Tensor, place: Sequence[int], images: dict[int, int]) -> int:
+    from .ops import inside
+
+    if not place:
+        return g.substitute(int(terms), images)
+    value = g.value(place[0])
+    size = terms.shape[0]
+    if value is not None or size == 1:
+        return _chosen(g, terms[int(value or 0) if size > 1 else 0], place[1:], images)
+    index = inside(g, place[0], size)
+    result = _chosen(g, terms[size - 1], place[1:], images)
+    for i in reversed(range(size - 1)):
+        here = g.apply("eq", index, g.constant(i))
+        result = g.apply("where", here, _chosen(g, terms[i], place[1:], images), result)
+    return result
 
 
 def _columns(terms: Sequence[Tensor], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -144,11 +144,15 @@ def test_functions_of_two_numbers(name: str) -> None:
         compare(function(name), *pairs.T)
 
 
+def takes_two(name: str) -> bool:
+    """Of the functions of truth."""
+    return name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
+
+
 @pytest.mark.parametrize("name", section("truth"))
 def test_truth(name: str) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
-    two = name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
-    compare(lambda s, other: torch.where(function(name)(s, *([other] if two else [])), 2.0, 3.0), *pairs.T)
+    compare(lambda s, other: torch.where(function(name)(s, *([other] if takes_two(name) else [])), 2.0, 3.0), *pairs.T)
 
 
 @pytest.mark.parametrize("name", section("of integers"))
