@@ -246,6 +246,7 @@ bool is_linear_step(const Graph& graph, NodeId id) {
   switch (node.op) {
     case Op::kUpstream:
     case Op::kNeg:
+    case Op::kDetach:
     case Op::kSum:
       return true;
     case Op::kAdd:

@@ -384,6 +384,8 @@ class _Evaluation:
         sources = {s.operands[1]: j for j, (_, s) in enumerate(customs) if s.operands[1] not in xs}
         within = set(text.upstream)
         for i, s in enumerate(text.statements):
+            if s.op in ("custom", "backward"):
+                continue  # of another Function: it is read
             if any(w in sources or (w[0] == "%" and int(w[1:]) in within) for w in s.operands):
                 within.add(i)
         needed: set[int] = set()
