@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import Refused
+from .errors import Refused, RefusedWrite, unknown
 from .graph import BOOL, INT, Graph
 from .ops import ELEMENTWISE, FOLDS, wrapped
 from .tensor import TracedTensor, terms_of
@@ -81,10 +81,7 @@ def _functional(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs:
 def _unknown(func: Any) -> Refused:
     name = func._schema.name.removeprefix("aten::")
     name = f"{name}.{func._overloadname}" if func._overloadname not in ("default", "Tensor") else name
-    return Refused(
-        f"the operation {name}, which score_mods do not have",
-        "write it with the functions that docs/score_mod.md lists",
-    )
+    return unknown(name)
 
 
 def _decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -280,9 +277,9 @@ def _in_place(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: d
     target = args[0] if args else None
     base = name[:-1]
     if not (isinstance(target, TracedTensor) and name.endswith("_") and hasattr(torch.ops.aten, base)):
-        raise Refused("a write into a captured tensor", "compute a new value, such as a + b for a += b")
+        raise RefusedWrite("a write into a captured tensor", "compute a new value, such as a + b for a += b")
     if target.viewed:
-        raise Refused("a write into a value that has views", "compute a new value, such as a + b for a += b")
+        raise RefusedWrite("a write into a value that has views", "compute a new value, such as a + b for a += b")
     if name == "copy_":
         value = torch.ops.aten._to_copy(args[1], dtype=target.dtype)
         value = torch.ops.aten.expand(value, list(target.shape))
@@ -292,7 +289,7 @@ def _in_place(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: d
         overload = getattr(getattr(torch.ops.aten, base), func._overloadname)
         value = overload(*args, **kwargs)
     if value.shape != target.shape or category(value.dtype) > category(target.dtype):
-        raise Refused(
+        raise RefusedWrite(
             f"an in-place operation whose result is {value!r}, not {target!r}", "compute a new value: a = a + b"
         )
     target.assign(_result(trace, value.packed, target.dtype, shape=target.shape))

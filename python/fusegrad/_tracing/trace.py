@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._transforms import back_in, differentiated, unwrapped
-from .errors import Refused, within
+from .errors import Refused, RefusedWrite, unknown, within
 from .functions import Functions
 from .graph import BOOL, FLOAT, INT, Graph, Number
 from .indexing import is_full_slice, normalized, read_terms
@@ -53,6 +54,10 @@ _IN_PLACE = words(
     "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__"
 )
+
+
+def _writes(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def category(dtype: torch.dtype) -> int:
@@ -265,8 +270,10 @@ class Trace:
     def index(self, tensor: TracedTensor, index: Any) -> TracedTensor:
         """tensor[index]."""
         items = normalized(index, tensor.dim())
-        terms = [self._index_item(item) for item in items]
-        return self.index_by_terms(tensor, terms)
+        found = self.index_by_terms(tensor, [self._index_item(item) for item in items])
+        if not any(isinstance(item, (Tensor, list, range)) for item in items):
+            tensor.viewed = found.viewed = True
+        return found
 
     def _index_item(self, item: Any) -> Any:
         if item is None or isinstance(item, slice):
@@ -368,13 +375,20 @@ class Trace:
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():  # as in grad_mode
                 return func(*args)
+        if func is F.embedding and (kwargs.get("max_norm") is not None or any(x is not None for x in args[3:4])):
+            raise Refused("max_norm of F.embedding, which writes into the table", "scale the rows outside")
         with torch._C._DisableAutocast():
             if contains((args, kwargs), TracedTensor):
                 if contains((args, kwargs), _SYMBOLS):
                     args, kwargs = mapped((args, kwargs), self._symbol)
                 with apart():
                     self.functions.adopt((args, kwargs))
-                    return self.functions.offered(self._call_traced(func, args, kwargs))
+                    try:
+                        return self.functions.offered(self._call_traced(func, args, kwargs))
+                    except RefusedWrite as error:
+                        if _writes(_name(func)) or kwargs.get("out") is not None:
+                            raise Refused(error.what, error.instead) from None
+                        raise unknown(_name(func).removeprefix("aten::")) from None
             if contains((args, kwargs), Lifted):
                 with apart():
                     made = self._made_of_numbers(func, args, kwargs)
@@ -401,8 +415,7 @@ class Trace:
             )
         if name == "requires_grad.__get__" and self._depends_on_score(args[0]):
             raise Refused("whether the score requires grad, which is not known", "leave it to autograd")
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if kwargs.get("out") is not None or (in_place and not isinstance(args[0], TracedTensor)):
+        if kwargs.get("out") is not None or (_writes(name) and not isinstance(args[0], TracedTensor)):
             raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
         special = getattr(self, f"_call_{name.strip('_')}", None)
         if special is not None:

@@ -238,6 +238,42 @@ def test_what_is_refused_is_refused_by_name(name: str) -> None:
         trace_score_mod(lambda s, b, h, q, kv: function(name)(s))
 
 
+HIDDEN_WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda x: F.pad(x, (1, 1))[1],
+    "vander": lambda x: torch.vander(x)[0, 0],
+    "local_response_norm": lambda x: F.local_response_norm(x[None, :, None], 2)[0, 0, 0],
+    "quantile": lambda x: x.quantile(0.3),
+    "nanquantile": lambda x: x.nanquantile(0.3),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_WRITES)
+def test_what_writes_within_is_refused_by_name(name: str) -> None:
+    with pytest.raises(TraceError, match=rf"the operation {name}, which score_mods do not have"):
+        trace_score_mod(lambda s, b, h, q, kv: HIDDEN_WRITES[name](torch.stack([s, q, kv])))
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_max_norm_of_an_embedding_is_refused_by_name(traced: bool) -> None:
+    layer = torch.nn.Embedding(4, 2, max_norm=1.0)
+    with pytest.raises(TraceError, match=r"max_norm of F\.embedding, which writes into the table; scale the rows"):
+        trace_score_mod(lambda s, b, h, q, kv: s + layer(q if traced else torch.tensor(1))[0])
+
+
+def test_the_functions_own_writes_are_called_writes() -> None:
+    x, n = torch.randn(3), 1
+    for write in (
+        lambda s: x.add_(s),
+        lambda s: torch.add(x, s, out=x),
+        lambda s: torch.stack([s, s])[0].add_(1),
+        lambda s: torch.stack([s, s])[n].add_(1),
+        lambda s: torch.stack([s, s])[:1].add_(1),
+        lambda s: (lambda t: (t[0], t.add_(1))[0])(torch.stack([s, s])),
+    ):
+        with pytest.raises(TraceError, match="a write into"):
+            trace_score_mod(lambda s, b, h, q, kv, write=write: write(s).sum())
+
+
 def test_an_internal_failure_is_in_the_languages_words() -> None:
     with pytest.raises(TraceError, match="the operation prims::sum, which score_mods do not have"):
         trace_score_mod(lambda s, b, h, q, kv: torch.ops.prims.sum(torch.stack([s, s]), [0]))
