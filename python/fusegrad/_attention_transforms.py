@@ -29,6 +29,7 @@ from ._attention_composite import (
 from ._attention_fold import fold, fold_rows, moved, unfold
 from ._attention_second import second_derivatives, takes
 from ._chunks import Plan, gradient_plan, pulled, pushed, tangent_plan, vmapped
+from ._eager import eager_only
 from ._transforms import as_autocast_wants, outside_transforms, primal_of, unwrapped
 
 __all__ = ["attend"]
@@ -526,12 +527,23 @@ def _tangents_of_each(*arguments: Any) -> Any:
     return of_out, of_lse, *found, *of_low
 
 
+def _masks_under_vmap(info: Any, dims: Any, like: Tensor, text: str, buffers: Sequence[Tensor], *rest: Any) -> Any:
+    """Block masks of captured tensors that a torch.vmap batches: one after the other."""
+    each = []
+    for i in range(info.batch_size):
+        own = [b if dim is None else b.select(dim, i) for b, dim in zip(buffers, dims[2], strict=True)]
+        each.append(torch.ops.fusegrad.create_block_mask(like, text, own, *rest))
+    lists = [torch.stack(of_all) for of_all in zip(*each, strict=True)]
+    return lists, [0] * len(lists)
+
+
 _library = torch.library.Library("fusegrad", "IMPL")
 _library.impl("flex_attention_backward_graph", _gradient_graph, "CompositeImplicitAutograd")
 _library.impl("flex_attention_backward_graph", _graph_under_vmap, "FuncTorchBatched")
 _library.impl("flex_attention_jvp_of_each", _tangents_of_each, "CompositeImplicitAutograd")
 _library.impl("flex_attention_backward_of_each", _gradients_of_each, "CompositeImplicitAutograd")
 torch.library.register_vmap("fusegrad::flex_attention_backward", _backward_under_vmap)
+torch.library.register_vmap("fusegrad::create_block_mask", _masks_under_vmap)
 
 
 # --- the front end ----------------------------------------------------------------------------------------------
@@ -613,6 +625,7 @@ def _with_tangents(
     )
 
 
+@eager_only  # the compiler meets it between two graphs, and cannot follow how it leaves transforms
 def attend(
     query: Tensor,
     key: Tensor,

@@ -288,10 +288,14 @@ def flex_attention(
             "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "
             "query, key and value as DTensors, or context_parallel, or capture to_local()"
         )
-    captured = (*score[1], *mask_mod[1], *kv_blocks)
-    if transformed or (not torch.compiler.is_compiling() and is_transformed(captured)):
+    attend = transforms.attend
+    if torch.compiler.is_compiling():
+        from ._tracing.compiled import attend_within, within_transforms
+
+        attend, transformed = attend_within, within_transforms()
+    if transformed or (not torch.compiler.is_compiling() and is_transformed((*score[1], *mask_mod[1], *kv_blocks))):
         maxima = return_aux is not None and return_aux.max_scores
-        out, lse = transforms.attend(
+        out, lse = attend(
             query, key, value, score, mask_mod, kv_blocks, block_size, scale, enable_gqa, deterministic, maxima,
             dropout_p,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from .._eager import eager_only
 from .captures import Captures, Guard
 from .code import Untrusted
 from .errors import TraceError, out_of_memory
@@ -356,6 +357,7 @@ def _trace(function: Callable, kind: str, device: torch.device | None, recorder:
         raise torch.OutOfMemoryError(f"flex_attention: {kind} {name_of(function)}: {error}") from error
 
 
+@eager_only  # the compiler meets it between two graphs, and cannot follow how it leaves transforms
 @restoring
 def _trace_anew(
     function: Callable, kind: str, device: torch.device | None, code: Any, key: tuple, recorder: Any

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import higher_order_ops as dynamo
@@ -27,7 +28,7 @@ from .lifted import Expression, Lifted, NumberWanted
 from .run import INPUTS, Run, run, run_as_called
 from .trees import mapped
 
-__all__ = ["trace_within"]
+__all__ = ["attend_within", "trace_within", "within_transforms"]
 
 
 class _TraceWithin(HigherOrderOperator):
@@ -44,6 +45,20 @@ class _TraceWithin(HigherOrderOperator):
 
 
 trace_within = _TraceWithin()
+
+
+@torch._dynamo.allow_in_graph
+def attend_within(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """transforms.attend as one node of the compiler's graph, for which AOTAutograd runs it."""
+    from .._attention_transforms import attend
+
+    return attend(*arguments)
+
+
+@torch._dynamo.assume_constant_result
+def within_transforms() -> bool:
+    """Whether torch.func is at work where the compiler traces: it enters its levels as it goes."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _Numbers = (torch.SymInt, torch.SymFloat)

@@ -50,6 +50,18 @@ def test_as_pytorch(name: str, block: int | tuple[int, int]) -> None:
     same(ours, pytorch.create_block_mask(mod, B, H, M, N, device=device(), BLOCK_SIZE=block))
 
 
+@pytest.mark.parametrize("dims", [7, 8])
+def test_a_captured_tensor_of_many_dimensions(dims: int) -> None:
+    """Bounds of whole blocks have one dimension more than the language's 8."""
+    table = torch.randn([20, *[2] * (dims - 1)], device=device())
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (table[(q, *[kv % 2] * (dims - 1))] > 0) & (table[(19, *[0] * (dims - 1))] < 9)
+
+    ours = create_block_mask(mod, 1, 1, 20, 20, device=device(), block_size=4)
+    same(ours, pytorch.create_block_mask(mod, 1, 1, 20, 20, device=device(), BLOCK_SIZE=4))
+
+
 @pytest.mark.parametrize("M, N", [(0, 8), (8, 0), (1, 1), (300, 20), (5, 700)])
 def test_any_lengths(M: int, N: int) -> None:
     ours = create_block_mask(causal, None, None, M, N, device=device(), block_size=16)

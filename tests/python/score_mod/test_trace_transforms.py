@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from function_transforms import assert_same_under_transforms
-from fusegrad import TraceError, flex_attention, trace_score_mod
+from fusegrad import TraceError, create_block_mask, flex_attention, trace_score_mod
 from nestings import NESTINGS
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
 
 B, H, M, N, D = 1, 2, 3, 4, 2
 Mod = Callable[[Tensor, Tensor], Callable]
@@ -195,3 +195,65 @@ def test_nestings_of_transforms(nesting: str) -> None:
     # PyTorch's forward mode over an indexed read knows no batch.
     expected = NESTINGS["vectorized" if nesting == "vectorized, forward" else nesting](scalar(plain), c, d)
     torch.testing.assert_close(NESTINGS[nesting](scalar(flex_attention), c, d), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_block_masks_of_each_element_of_a_batch() -> None:
+    times = torch.randint(5, (3, 9))
+    q, k, v = (torch.randn(3, 1, 2, 9, D, dtype=torch.float64) for _ in range(3))
+
+    def attend(times: Tensor, *qkv: Tensor) -> Tensor:
+        mask = create_block_mask(lambda b, h, i, j: times[i] >= times[j], None, None, 9, 9, block_size=4)
+        return flex_attention(*qkv, block_mask=mask)
+
+    expected = torch.stack([attend(*of_each) for of_each in zip(times, q, k, v, strict=True)])
+    torch.testing.assert_close(vmap(attend)(times, q, k, v), expected)
+    assert vmap(lambda x: create_block_mask(lambda b, h, i, j: x[i] > 0, 1, 1, 9, 9).kv_indices)(times).shape[0] == 3
+
+
+# --- within torch.compile -----------------------------------------------------------------------------------------
+
+
+def not_for_the_compiler(c: Tensor, w: Tensor) -> Callable:
+    return lambda s, b, h, i, j: s * c.exp()[h] + w[j, h] * QKV[0][0, 0, 0, 0].item()
+
+
+TRANSFORMS: dict[str, Callable[[Callable], Callable]] = {
+    "grad": lambda f: grad(lambda c, w: f(c, w).square().sum(), (0, 1)),
+    "jvp": lambda f: lambda c, w: jvp(f, (c, w), (w[0], w)),
+    "vmap of grad": lambda f: lambda c, w: vmap(grad(lambda c: f(c, w).square().sum()))(torch.stack([c, -c])),
+    "hessian": lambda f: hessian(lambda c, w: f(c, w).square().sum()),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_compiled_transform(transform: str) -> None:
+    torch._dynamo.reset()
+    f = TRANSFORMS[transform](attention_of(flex_attention, MODS["beside a read"]))
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    truth = TRANSFORMS[transform](attention_of(plain, MODS["beside a read"]))
+    for _ in range(2):
+        c, w = captured()
+        torch.testing.assert_close(compiled(c, w), truth(c, w), rtol=1e-9, atol=1e-11)
+
+
+def test_a_backward_of_a_compiled_transform() -> None:
+    torch._dynamo.reset()
+    c, w = captured()
+    c.requires_grad_()
+
+    def second(f: Callable, compiler: Callable) -> Tensor:
+        first = compiler(lambda c: grad(lambda c: f(c, w).square().sum())(c))
+        return torch.autograd.grad(first(c).square().sum(), c)[0]
+
+    compiler = torch.compile(fullgraph=True, backend="aot_eager")
+    found = second(attention_of(flex_attention, MODS["exp"]), compiler)
+    torch.testing.assert_close(found, second(attention_of(plain, MODS["exp"]), lambda f: f), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_between_two_graphs_the_tracer_is_not_compiled(transform: str) -> None:
+    torch._dynamo.reset()
+    f = TRANSFORMS[transform](attention_of(flex_attention, not_for_the_compiler))
+    c, w = captured()
+    truth = TRANSFORMS[transform](attention_of(plain, not_for_the_compiler))(c, w)
+    torch.testing.assert_close(torch.compile(f, backend="aot_eager")(c, w), truth, rtol=1e-9, atol=1e-11)
