@@ -21,7 +21,7 @@ from .tensor import TracedTensor, apart, grad_mode
 from .thread_state import restoring
 from .trace import Trace, category
 
-__all__ = ["INPUTS", "Run", "name_of", "run", "run_as_called"]
+__all__ = ["INPUTS", "Run", "name_of", "run", "run_as_called", "symbolic_float_of"]
 
 log = logging.getLogger("fusegrad")
 
@@ -59,7 +59,7 @@ def run(
     """Traces `call`, which is `function` or a copy of it; TraceError names `function`. For `stand_in` see Trace. `grad`
     is the mode in which it runs; where that is off nothing has a derivative."""
     call = call or function
-    trace = Trace(device, stand_in, grad and kind == "score_mod")
+    trace = Trace(device, stand_in, grad and kind == "score_mod", symbolic_float_of(kind))
     name = f"{kind} {name_of(function)}"
     with apart():
         inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
@@ -76,6 +76,12 @@ def run(
         if out_of_memory(error):
             raise
         raise located(error, name) from error
+
+
+def symbolic_float_of(kind: str) -> torch.dtype:
+    """Of a tensor that stands for a captured float: numbers are no reason to compute a mask in float64, as captured
+    tensors of it are."""
+    return torch.float32 if kind == "mask_mod" else torch.float64
 
 
 def run_as_called(function: Callable, kind: str, device: torch.device) -> Run:
