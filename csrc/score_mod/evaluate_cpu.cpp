@@ -572,6 +572,26 @@ bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rect
   return s.wrong.buffer < 0;
 }
 
+MaskProgram::MaskProgram(const Graph& graph, const Lengths& lengths, std::span<const Buffer> buffers,
+                         std::span<const Value> scalars, bool in_float64)
+    : program_([&]() -> decltype(program_) {
+        if (in_float64) return TileProgram<double>(graph, lengths, buffers, scalars);
+        return TileProgram<float>(graph, lengths, buffers, scalars);
+      }()) {}
+
+MaskEvaluator::MaskEvaluator(const MaskProgram& program, int64_t max_rows, int64_t max_cols)
+    : evaluator_(std::visit([&]<class T>(const TileProgram<T>& of)
+                                -> decltype(evaluator_) { return TileEvaluator<T>(of, max_rows, max_cols); },
+                            program.program_)) {}
+
+bool MaskEvaluator::mask_mod(const Tile& tile, Rectangle<uint8_t> out) {
+  return std::visit([&](auto& evaluator) { return evaluator.mask_mod(tile, out); }, evaluator_);
+}
+
+const OutOfRange& MaskEvaluator::out_of_range() const {
+  return std::visit([](const auto& evaluator) -> const OutOfRange& { return evaluator.out_of_range(); }, evaluator_);
+}
+
 double share_of_pairs(const Graph& mask_mod, std::span<const Value> scalars, int64_t queries, int64_t keys) {
   constexpr int64_t kQueries = 8, kKeys = 4;
   const TileProgram<float> program(mask_mod, {1, 1, queries, keys}, {}, scalars);

@@ -44,9 +44,17 @@ def _acc_of(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def _widened(tensors: Sequence[Tensor | None], acc: torch.dtype) -> list[Any]:
-    """Floats in acc, in which the composition computes and adds up."""
-    return [t.to(acc) if t is not None and t.is_floating_point() else t for t in tensors]
+def _widened(call: Call, tensors: Sequence[Tensor | None], acc: torch.dtype) -> list[Any]:
+    """Floats in acc, in which the composition computes and adds up; a mask_mod computes in the dtype of what it
+    captures, whatever the scores have."""
+    mask = call.mask_places
+    return [
+        t.to(acc) if t is not None and t.is_floating_point() and i not in mask else t for i, t in enumerate(tensors)
+    ]
+
+
+def _in(acc: torch.dtype, derivatives: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [t.to(acc) if t is not None and t.is_floating_point() else t for t in derivatives]
 
 
 def _as_inputs(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -212,7 +220,7 @@ class _FlexGradients(torch.autograd.Function):
             for i, g in zip(wanted, _FlexSecond.apply(how, *tensors, *given, *outputs), strict=True):
                 found[i] = g
         else:
-            composed = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
+            composed = pulled(plan, _widened(ctx.call, tensors, acc), wanted, _in(acc, upstream))
             found = _as_inputs(composed, tensors)
         return (None, None, None, *found, *(None,) * _FORWARD)
 
@@ -228,7 +236,7 @@ class _FlexGradients(torch.autograd.Function):
         if takes(ctx.call, tensors, ctx.having, moving, results):
             how = _Second(ctx.call, ctx.having, tuple(moving), tuple(results), tangent_plan(plan, moving))
             return _FlexSecond.apply(how, *tensors, *(given[i] for i in moving), *outputs)
-        found = pushed(plan, _widened(tensors, acc), _widened(given, acc))
+        found = pushed(plan, _widened(ctx.call, tensors, acc), _in(acc, given))
         return tuple(_as_inputs(found, [tensors[i] for i in results]))
 
     @staticmethod
@@ -304,20 +312,20 @@ class _FlexSecond(torch.autograd.Function):
         row = ctx.saved_tensors
         acc = _acc_of(row[0])
         wanted = _places(ctx.needs_input_grad[1 : 1 + len(row)])
-        found = pulled(ctx.how.plan, _widened(row, acc), wanted, _widened(upstream, acc))
+        found = pulled(ctx.how.plan, _widened(ctx.how.call, row, acc), wanted, _in(acc, upstream))
         return (None, *_as_inputs(found, row), *(None,) * _FlexSecond.OUTPUTS)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         row = [primal_of(t) for t in ctx.saved_tensors]
         acc = _acc_of(row[0])
-        found = pushed(ctx.how.plan, _widened(row, acc), _widened(tangents[1 : 1 + len(row)], acc))
+        found = pushed(ctx.how.plan, _widened(ctx.how.call, row, acc), _in(acc, tangents[1 : 1 + len(row)]))
         return tuple(_as_inputs(found, [row[i] for i in ctx.how.results]))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], how: _Second, *row: Tensor) -> tuple[Any, Any]:
         kept, dims = row[: -_FlexSecond.OUTPUTS], in_dims[1 : -_FlexSecond.OUTPUTS]
-        found = vmapped(info.batch_size, dims, how.plan, _widened(kept, _acc_of(row[0])))
+        found = vmapped(info.batch_size, dims, how.plan, _widened(how.call, kept, _acc_of(row[0])))
         return tuple(_as_inputs(found, [kept[i] for i in how.results])), (0,) * len(how.results)
 
 
@@ -358,14 +366,14 @@ class _FlexTangents(torch.autograd.Function):
         row = ctx.saved_tensors
         acc = _acc_of(row[0])
         wanted = _places(ctx.needs_input_grad[2:])
-        found = pulled(_FlexTangents.plan(ctx, row), _widened(row, acc), wanted, _widened(upstream, acc))
+        found = pulled(_FlexTangents.plan(ctx, row), _widened(ctx.call, row, acc), wanted, _in(acc, upstream))
         return (None, None, *_as_inputs(found, row))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         row = [primal_of(t) for t in ctx.saved_tensors]
         acc = _acc_of(row[0])
-        out, lse = pushed(_FlexTangents.plan(ctx, row), _widened(row, acc), _widened(tangents[2:], acc))
+        out, lse = pushed(_FlexTangents.plan(ctx, row), _widened(ctx.call, row, acc), _in(acc, tangents[2:]))
         return out.to(row[0].dtype), lse
 
     @staticmethod
@@ -537,6 +545,17 @@ def _masks_under_vmap(info: Any, dims: Any, like: Tensor, text: str, buffers: Se
     return lists, [0] * len(lists)
 
 
+def _dropout_under_vmap(
+    info: Any, dims: Any, seed: Tensor, p: float, sizes: Sequence[int], first: int = 0
+) -> tuple[Tensor, int]:
+    """Of the composition, the pairs that the kernels keep of one call over the elements: see fold."""
+    batch, *rest = sizes
+    kept = torch.ops.fusegrad.flex_attention_dropout_mask(
+        seed.select(dims[0], 0), p, [info.batch_size * batch, *rest], first
+    )
+    return kept.unflatten(0, (info.batch_size, batch)), 0
+
+
 _library = torch.library.Library("fusegrad", "IMPL")
 _library.impl("flex_attention_backward_graph", _gradient_graph, "CompositeImplicitAutograd")
 _library.impl("flex_attention_backward_graph", _graph_under_vmap, "FuncTorchBatched")
@@ -544,6 +563,7 @@ _library.impl("flex_attention_jvp_of_each", _tangents_of_each, "CompositeImplici
 _library.impl("flex_attention_backward_of_each", _gradients_of_each, "CompositeImplicitAutograd")
 torch.library.register_vmap("fusegrad::flex_attention_backward", _backward_under_vmap)
 torch.library.register_vmap("fusegrad::create_block_mask", _masks_under_vmap)
+torch.library.register_vmap("fusegrad::flex_attention_dropout_mask", _dropout_under_vmap)
 
 
 # --- the front end ----------------------------------------------------------------------------------------------

@@ -87,8 +87,9 @@ def _mask_arguments(block_mask: BlockMask | None, query: Tensor, key: Tensor) ->
         if lengths != (M, N):
             raise ValueError(
                 f"flex_attention: block_mask must be made for {M} queries and {N} keys, but got "
-                f"one for {lengths[0]} and {lengths[1]}: make another, cut it by block_mask._adjust(q_len, kv_len), or "
-                "set block_mask.seq_lengths where its lists and its mask_mod are right for these lengths"
+                f"one for {lengths[0]} and {lengths[1]}: make it anew (fusegrad.create_block_mask compiles nothing for "
+                f"other lengths), or set block_mask.seq_lengths = ({M}, {N}) where its lists and its mask_mod are "
+                f"right for them, also after block_mask._adjust({M}, {N}), which alone leaves lengths of whole blocks"
             )
 
     def lists(*tensors: Tensor | None) -> list[Tensor]:

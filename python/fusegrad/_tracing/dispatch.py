@@ -304,7 +304,10 @@ def _to_copy(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     if dtype.is_complex:
         raise Refused(f"a cast to {dtype}", "scores are real")
     narrower = dtype in _NARROW and args[0].dtype != torch.bool
-    return _result(trace, args[0].packed, dtype, narrower, args[0].shape)
+    packed = args[0].packed
+    if dtype == torch.float64:
+        packed = _each(packed, trace.in_float64)
+    return _result(trace, packed, dtype, narrower, args[0].shape)
 
 
 def _fill(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:

@@ -223,6 +223,11 @@ class Graph:
         node = self._nodes[term]
         return node[2] if node[0] == "constant" else None
 
+    def read_of(self, term: int) -> tuple[int, tuple[int, ...]] | None:
+        """The buffer and the indices, if the term is a read."""
+        node = self._nodes[term]
+        return (node[1], node[2:]) if node[0] == "load" else None
+
     def _reachable(self, result: int, known: Container[int] = ()) -> list[int]:
         """Operands first; nothing below what is `known`."""
         order: list[int] = []

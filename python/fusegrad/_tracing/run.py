@@ -23,7 +23,7 @@ from .tensor import TracedTensor, apart, grad_mode
 from .thread_state import restoring
 from .trace import Trace, category
 
-__all__ = ["INPUTS", "Run", "equal", "name_of", "run", "run_as_called"]
+__all__ = ["INPUTS", "Run", "equal", "name_of", "run", "run_as_called", "symbolic_float_of"]
 
 log = logging.getLogger("fusegrad")
 
@@ -42,6 +42,8 @@ class Run:
     buffers: list[Tensor]
     scalars: list[Lifted]
     steps: Steps
+    copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]]
+    """Of captured tensors in another dtype or place, beside these."""
     differentiable: bool
     """Whether what it computes has its derivative."""
 
@@ -66,7 +68,7 @@ def run(
     name = f"{kind} {name_of(function)}"
     try:
         with outside_transforms() as transforms:
-            trace = Trace(device, stand_in, grad and kind == "score_mod", transforms)
+            trace = Trace(device, stand_in, grad and kind == "score_mod", transforms, symbolic_float_of(kind))
             try:
                 return _traced(trace, call, kind, grad)
             finally:
@@ -88,6 +90,12 @@ def _traced(trace: Trace, call: Callable, kind: str, grad: bool) -> Run:
     with apart():
         trace.check_unchanged()
         return _texts(trace, kind, term)
+
+
+def symbolic_float_of(kind: str) -> torch.dtype:
+    """Of a tensor that stands for a captured float: numbers are no reason to compute a mask in float64, as captured
+    tensors of it are."""
+    return torch.float32 if kind == "mask_mod" else torch.float64
 
 
 def run_as_called(function: Callable, kind: str, device: torch.device) -> Run:
@@ -163,4 +171,6 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
         raise Refused(
             f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"
         )
-    return Run(text, fixed_text, used, [trace.scalars[i] for i in scalars], trace.steps, trace.differentiable)
+    return Run(
+        text, fixed_text, used, [trace.scalars[i] for i in scalars], trace.steps, trace.copies, trace.differentiable
+    )

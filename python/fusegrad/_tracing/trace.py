@@ -95,6 +95,7 @@ class Trace:
         stand_in: Callable[[Lifted], Tensor] | None = None,
         differentiable: bool = True,
         transforms: Any = None,
+        symbolic_float: torch.dtype = torch.float64,
     ) -> None:
         """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars. Without
         `differentiable` nothing requires grad: the result has no derivative. `transforms`: those of torch.func that
@@ -104,13 +105,15 @@ class Trace:
         self.stand_in = stand_in
         self.differentiable = differentiable
         self.transforms = transforms
+        self.symbolic_float = symbolic_float
         self.functions = Functions(self)
         self.buffers: list[Tensor] = []
         self.scalars: list[Lifted] = []
         self._symbols: dict[Any, Tensor] = {}
         self.steps = Steps()
         self._versions: list[int] = []
-        self._on_device: dict[int, Tensor] = {}
+        self.copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]] = {}
+        """Of captured tensors in another dtype or place, beside these."""
         self._places: dict[int, int] = {}
 
     def close(self) -> None:
@@ -118,7 +121,7 @@ class Trace:
         of views, what nodes saved. From here on values hold nothing captured, and each other no more."""
         self.functions.close()
         del self.functions, self.steps, self.buffers, self.scalars, self.stand_in, self.transforms
-        self._places, self._on_device, self._symbols = {}, {}, {}
+        self._places, self.copies, self._symbols = {}, {}, {}
 
     # --- values ---
 
@@ -168,7 +171,7 @@ class Trace:
         if self.steps.is_constant(tensor) and tensor.numel() <= _MAX_CONSTANTS and all(n <= 8 for n in tensor.shape):
             return self.constants(tensor)
         if tensor.dim() == 0 and tensor.device.type == "cpu" != self.device.type:
-            tensor = self._moved(tensor)  # PyTorch lets single numbers on the CPU meet tensors of a GPU
+            tensor = self._changed(tensor, self.device)  # PyTorch lets single numbers on the CPU meet tensors of a GPU
         buffer = self._places.get(id(tensor))
         if buffer is None:
             self._check(tensor)
@@ -189,17 +192,29 @@ class Trace:
             return x
         made = self._symbols.get(x.node)
         if made is None:
-            dtype = torch.int64 if isinstance(x, torch.SymInt) else torch.float64
+            dtype = torch.int64 if isinstance(x, torch.SymInt) else self.symbolic_float
             with torch._C.DisableTorchFunction():
                 made = torch.scalar_tensor(x, dtype=dtype, device=self.device)
             self._symbols[x.node] = made
         return made
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._on_device:
+    def in_float64(self, term: int) -> int:
+        """Of an integer that is read from a captured tensor, the read of that tensor in float64: a mod's floats are
+        float32 unless it captures such a tensor, and have no room for large integers."""
+        read = self.graph.read_of(term)
+        if read is None or self.graph.type(term) != INT:
+            return term
+        buffer, indices = read
+        wide = self.captured(self._changed(self.buffers[buffer], torch.float64))
+        assert wide.read is not None
+        return self.load(wide.read.buffer, indices)
+
+    def _changed(self, tensor: Tensor, to: torch.dtype | torch.device) -> Tensor:
+        key = id(tensor), to
+        if key not in self.copies:
             with grad_mode(True), back_in(self.transforms):
-                self._on_device[id(tensor)] = self.steps.run(Tensor.to, "to", (tensor, self.device), {})
-        return self._on_device[id(tensor)]
+                self.copies[key] = tensor, self.steps.run(Tensor.to, "to", (tensor, to), {})
+        return self.copies[key][1]
 
     def check_unchanged(self) -> None:
         """A read stands for the tensor as it is in the end."""

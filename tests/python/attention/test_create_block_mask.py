@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 
 import fusegrad
@@ -142,14 +143,33 @@ def test_the_mask_works() -> None:
         ((0, -1, 8, 8), {}, ValueError, "B and H at least 1"),
         ((1, 1, -8, 8), {}, ValueError, "lengths must be at least 0"),
         ((1, 1, 8, 8), {"block_size": 0}, ValueError, "block_size must be two positive numbers"),
-        ((1, 1, 8, 8), {"block_size": (8, 8, 8)}, TypeError, "block_size must be a whole number or a pair"),
-        ((1, 1, 8, 8.0), {}, TypeError, "N must be a whole number"),
+        ((1, 1, 8, 8), {"block_size": (8, 8, 8)}, TypeError, "block_size must be a whole number, a pair"),
+        ((1, 1, 8, 8.0), {}, TypeError, "KV_LEN must be a whole number"),
         ((1, 1, 8, 8), {"device": "meta:x"}, ValueError, "device must be"),
+        ((1, 1, 8, 8), {"BLOCK_SIZE": 8, "block_size": 16}, ValueError, "BLOCK_SIZE must not come together with"),
     ],
 )
 def test_what_is_refused(arguments: tuple, options: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^create_block_mask: .*{message}"):
         create_block_mask(causal, *arguments, **options)
+
+
+def test_pytorchs_arguments() -> None:
+    """In their order and by their names, whose list is read from PyTorch."""
+    theirs = list(inspect.signature(pytorch.create_block_mask).parameters)
+    assert list(inspect.signature(create_block_mask).parameters)[: len(theirs)] == theirs
+    on = device()
+    named = {"B": 2, "H": None, "Q_LEN": 70, "KV_LEN": 90, "device": on, "BLOCK_SIZE": (16, 32), "_compile": False}
+    expected = pytorch.create_block_mask(causal, **named)
+    same(create_block_mask(mask_mod=causal, **named), expected)
+    same(create_block_mask(causal, *named.values()), expected)
+    same(create_block_mask(causal, 2, None, 70, 90, torch.device(on), _compile=True, block_size=(16, 32)), expected)
+    if on == "cuda":
+        same(create_block_mask(causal, 2, None, 70, 90, 0, (16, 32)), expected)
+    limit = torch.tensor(3)
+    for place in (on, torch.device(on)):
+        assert fusegrad.trace_mask_mod(lambda b, h, q, kv: kv < limit, device=place).kind == "mask_mod"
+        assert fusegrad.trace_score_mod(lambda s, b, h, q, kv: s * limit, device=place).kind == "score_mod"
 
 
 def test_a_score_mod_is_refused() -> None:
