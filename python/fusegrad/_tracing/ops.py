@@ -152,6 +152,14 @@ def _log10(g: Graph, self: int) -> int:
     return g.apply("div", g.apply("log", self), g.constant(math.log(10)))
 
 
+@_register("logit")
+def _logit(g: Graph, self: int, eps: int | None = None) -> int:
+    # Of the quotient's logarithm the gradient at 0 would be NaN.
+    if eps is not None:
+        self = g.apply("clamp", self, eps, g.apply("sub", g.constant(1.0), eps))
+    return g.apply("sub", g.apply("log", self), g.apply("log1p", g.apply("neg", self)))
+
+
 def _log_of_sum(exponential: str, logarithm: Callable[[Graph, int], int]) -> Callable[..., int]:
     """log(exp(a) + exp(b)): the larger, and what the difference adds. Equal infinities are the result themselves: their
     difference is NaN."""

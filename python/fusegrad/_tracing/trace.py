@@ -412,7 +412,8 @@ class Trace:
     def _call_op(self, func: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """torch.ops.namespace.name, or an overload of it."""
         name = _qualified(func)
-        if kwargs.get("out") is not None or (name.endswith("_") and not isinstance(args[0], TracedTensor)):
+        in_place = name.endswith("_") and not name.endswith("__")
+        if kwargs.get("out") is not None or (in_place and not (args and isinstance(args[0], TracedTensor))):
             raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
         args, kwargs = mapped((args, kwargs), self._operand)
         if name.split("::")[0] in _NAMESPACES or not _has_backward(name, self.device):
@@ -543,6 +544,15 @@ class Trace:
         return self._run(torch.matmul, (a, b), {})
 
     _call_rmatmul = _call_matmul
+
+    def _call_embedding(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
+        if max_norm is not None and not isinstance(max_norm, bool):  # torch.embedding has a bool in its place
+            raise Refused(f"max_norm={max_norm} of embedding, which writes into the weight", "leave it out")
+        args, kwargs = mapped((args, kwargs), self._operand)
+        return self._run(func, args, kwargs)
+
+    _call_embedding_bag = _call_embedding
 
     def _call_linear(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         (x, weight, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
