@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import Refused
 from .graph import BOOL, INT, Graph
-from .ops import ELEMENTWISE, FOLDS, wrapped
+from .ops import ELEMENTWISE, FOLDS, checked, inside, wrapped
 from .tensor import TracedTensor, terms_of
 from .trace import Trace, category
 from .trees import mapped, tensors_of, words
@@ -39,7 +39,7 @@ _MOVES = words(
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "full_like": None, "new_full": None}
 _RANKED, _BEFORE, _FOLDED = 64, 65, 66
 """Places of axes that no dimension has."""
-_NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, False)}
+_NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, False), torch.int32: (32, True)}
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -328,8 +328,12 @@ def _to_copy(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     dtype = kwargs.get("dtype") or args[0].dtype
     if dtype.is_complex:
         raise Refused(f"a cast to {dtype}", "scores are real")
-    narrower = dtype in _NARROW and args[0].dtype != torch.bool
-    return _result(trace, args[0].packed, dtype, narrower, args[0].shape)
+    g, source = trace.graph, args[0].dtype
+    fits = not source.is_floating_point and (source == torch.bool or source.itemsize < dtype.itemsize)
+    if dtype not in _NARROW or fits or (dtype == torch.int32 and source.is_floating_point):
+        return _result(trace, args[0].packed, dtype, shape=args[0].shape)
+    narrowed = _each(args[0].packed, lambda t: wrapped(g, g.cast(t, INT), *_NARROW[dtype], from_wider=source != dtype))
+    return _result(trace, narrowed, dtype, shape=args[0].shape)
 
 
 def _fill(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
@@ -359,14 +363,21 @@ def _integers(trace: Trace, x: Tensor) -> TracedTensor:
     return _traced(trace, x)
 
 
+def _counted(trace: Trace, x: Tensor, size: int) -> TracedTensor:
+    """An index that does not count from the end where it is negative."""
+    index = _integers(trace, x)
+    places = _each(index.packed, lambda t: checked(trace.graph, trace.graph.cast(t, INT), size))
+    return trace.wrap(places, torch.int64, index.shape)
+
+
 def _traced(trace: Trace, x: Tensor) -> TracedTensor:
     return x if isinstance(x, TracedTensor) else trace.constants(x)
 
 
 def _index_select(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
-    tensor, dim, index = _traced(trace, args[0]), args[1], _integers(trace, args[2])
+    tensor, dim = _traced(trace, args[0]), args[1]
     items: list[Any] = [slice(None)] * tensor.dim()
-    items[dim] = torch.ops.aten.reshape(index, [-1])
+    items[dim] = torch.ops.aten.reshape(_counted(trace, args[2], tensor.shape[dim]), [-1])
     return trace.index_by_terms(tensor, items)
 
 
@@ -375,7 +386,9 @@ def _take(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     g = trace.graph
     items: list[Any] = []
     index = _integers(trace, index)
-    rest = _each(index.packed, lambda t: g.apply("mod", t, g.constant(max(tensor.numel(), 1))))
+    if tensor.dim() == 1:
+        return trace.index_by_terms(tensor, [index])
+    rest = _each(index.packed, lambda t: inside(g, t, tensor.numel()))
     for size in reversed(tensor.shape):
         place = _each(rest, lambda t, n=size: g.apply("mod", t, g.constant(n)))  # type: ignore[misc]
         items.insert(0, trace.wrap(place, torch.int64, index.shape))
@@ -384,10 +397,11 @@ def _take(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _gather(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
-    tensor, dim, index = _traced(trace, args[0]), args[1], _integers(trace, args[2])
+    tensor, dim = _traced(trace, args[0]), args[1]
     if tensor.dim() == 0:
         return tensor
     dim %= tensor.dim()
+    index = _counted(trace, args[2], tensor.shape[dim])
     items: list[Any] = []
     for d in range(tensor.dim()):
         if d == dim:
@@ -405,7 +419,8 @@ def _gather(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 def _embedding(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
     aten = torch.ops.aten
     bound = _bound(func, args, kwargs)
-    weight, indices = _traced(trace, bound["weight"]), _integers(trace, bound["indices"])
+    weight = _traced(trace, bound["weight"])
+    indices = _counted(trace, bound["indices"], weight.shape[0])
     rows = trace.index_by_terms(weight, [indices, slice(None)])
     if bound["padding_idx"] < 0 or not trace.is_active(rows):
         return rows

@@ -22,7 +22,7 @@ from .lifted import Lifted
 from .steps import Steps
 from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode, terms_of
 from .trees import contains, mapped, words
-from .vectors import axis_of, packed_shape
+from .vectors import SMALL, axis_of, packed_shape
 
 __all__ = ["Trace", "category"]
 
@@ -311,11 +311,12 @@ class Trace:
 
     def _pick(self, tensor: TracedTensor, place: list[int]) -> int:
         """The element at a place that may depend on indices: of an axis the term there, of single elements a choice
-        between all of them."""
+        between all of them. Out of range, where that is no error: NaN, 0 or false, as of a captured tensor."""
         from .ops import inside
 
         g = self.graph
-        images = {axis_of(g, tensor.shape, d): inside(g, place[d], tensor.shape[d]) for d in tensor.axes}
+        place = [inside(g, index, size) for index, size in zip(place, tensor.shape, strict=True)]
+        images = {axis_of(g, tensor.shape, d): place[d] for d in tensor.axes}
 
         def chosen(terms: Tensor, place: list[int]) -> int:
             if not place:
@@ -324,13 +325,18 @@ class Trace:
             size = terms.shape[0]
             if value is not None or size == 1:
                 return chosen(terms[int(value or 0) if size > 1 else 0], place[1:])
-            index = inside(g, place[0], size)
             result = chosen(terms[size - 1], place[1:])
             for i in reversed(range(size - 1)):
-                result = g.apply("where", g.apply("eq", index, g.constant(i)), chosen(terms[i], place[1:]), result)
+                result = g.apply("where", g.apply("eq", place[0], g.constant(i)), chosen(terms[i], place[1:]), result)
             return result
 
-        return chosen(tensor.packed, place)
+        result = chosen(tensor.packed, place)
+        for index in place:
+            if g.node(index)[0] == "within":
+                nothing = g.constant(math.nan if g.type(result) == FLOAT else False)
+                outside = g.apply("eq", index, g.node(index)[2])
+                result = g.apply("where", outside, g.cast(nothing, g.type(result)), result)
+        return result
 
     def stacked(self, values: Any) -> TracedTensor:
         """torch.tensor(values), where some are traced."""
@@ -544,6 +550,24 @@ class Trace:
         return self._run(torch.matmul, (a, b), {})
 
     _call_rmatmul = _call_matmul
+
+    def _call_one_hot(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """PyTorch looks at the values: for the number of classes, and for those that are none."""
+        from .ops import checked
+
+        g = self.graph
+        (x, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
+        classes = rest[0] if rest else kwargs.get("num_classes", -1)
+        if not isinstance(classes, int) or classes <= 0:
+            raise Refused("one_hot without a number of classes", "give num_classes")
+        if x.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"one_hot wants integers of 64 or 32 bits, not {x.dtype}")
+        terms = [checked(g, t, classes) for t in x.packed.reshape(-1).tolist()]
+        index = self.wrap(terms_of(terms, x.packed.shape), torch.int64, x.shape)
+        numbers = [axis_of(g, [classes], 0)] if classes > SMALL else [g.constant(i) for i in range(classes)]
+        places = self.wrap(terms_of(numbers, [-1]), torch.int64, [classes])
+        hot = self._run(torch.eq, (self._run(torch.unsqueeze, (index, -1), {}), places), {})
+        return self._run(Tensor.to, (hot, torch.int64), {})
 
     def _call_embedding(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
