@@ -45,6 +45,8 @@ struct GradientSink {
 
 /// The first index found out of its dimension.
 struct OutOfRange {
+  static constexpr int kValue = 1 << 30;  ///< no buffer: an element of a value
+
   int buffer = -1;
   int dimension = 0;
   int64_t index = 0;

@@ -200,7 +200,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "detach": torch.detach, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "not": _not, "shl": _shifted(torch.bitwise_left_shift), "shr": _shifted(torch.bitwise_right_shift),
-    "to_int": _to_int, "to_bool": lambda a: a != 0,
+    "within": lambda a, n: torch.where((a >= 0) & (a < n), a, n), "to_int": _to_int, "to_bool": lambda a: a != 0,
 }  # fmt: skip
 
 

@@ -218,6 +218,10 @@ class Graph:
     def cast(self, term: int, type_: int) -> int:
         return term if self._types[term] == type_ else self.apply(_CASTS[type_], term)
 
+    def node(self, term: int) -> tuple:
+        """Its operation and what that is of, mostly terms."""
+        return self._nodes[term]
+
     def value(self, term: int) -> Number | None:
         """The number, if the term is a constant."""
         node = self._nodes[term]

@@ -24,7 +24,7 @@ from .lifted import Lifted
 from .steps import Steps
 from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode, terms_of
 from .trees import contains, mapped, tensors_of, words
-from .vectors import axis_of, packed_shape
+from .vectors import SMALL, axis_of, packed_shape
 
 __all__ = ["Trace", "category"]
 
@@ -350,12 +350,19 @@ class Trace:
 
     def _pick(self, tensor: TracedTensor, place: list[int]) -> int:
         """The element at a place that may depend on indices: of an axis the term there, of single elements a choice
-        between all of them."""
+        between all of them. Out of range, where that is no error: NaN, 0 or false, as of a captured tensor."""
         from .ops import inside
 
         g = self.graph
-        images = {axis_of(g, tensor.shape, d): inside(g, place[d], tensor.shape[d]) for d in tensor.axes}
-        return _chosen(g, tensor.packed, place, images)
+        place = [inside(g, index, size) for index, size in zip(place, tensor.shape, strict=True)]
+        images = {axis_of(g, tensor.shape, d): place[d] for d in tensor.axes}
+        result = _chosen(g, tensor.packed, place, images)
+        for index in place:
+            if g.node(index)[0] == "within":
+                nothing = g.constant(math.nan if g.type(result) == FLOAT else False)
+                outside = g.apply("eq", index, g.node(index)[2])
+                result = g.apply("where", outside, g.cast(nothing, g.type(result)), result)
+        return result
 
     def stacked(self, values: Any) -> TracedTensor:
         """torch.tensor(values), where some are traced."""
@@ -448,7 +455,8 @@ class Trace:
     def _call_op(self, func: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """torch.ops.namespace.name, or an overload of it."""
         name = _qualified(func)
-        if kwargs.get("out") is not None or (name.endswith("_") and not isinstance(args[0], TracedTensor)):
+        in_place = name.endswith("_") and not name.endswith("__")
+        if kwargs.get("out") is not None or (in_place and not (args and isinstance(args[0], TracedTensor))):
             raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
         args, kwargs = mapped((args, kwargs), self._operand)
         if name.split("::")[0] in _NAMESPACES or not _has_backward(name, self.device):
@@ -580,6 +588,33 @@ class Trace:
 
     _call_rmatmul = _call_matmul
 
+    def _call_one_hot(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """PyTorch looks at the values: for the number of classes, and for those that are none."""
+        from .ops import checked
+
+        g = self.graph
+        (x, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
+        classes = rest[0] if rest else kwargs.get("num_classes", -1)
+        if not isinstance(classes, int) or classes <= 0:
+            raise Refused("one_hot without a number of classes", "give num_classes")
+        if x.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"one_hot wants integers of 64 or 32 bits, not {x.dtype}")
+        terms = [checked(g, t, classes) for t in x.packed.reshape(-1).tolist()]
+        index = self.wrap(terms_of(terms, x.packed.shape), torch.int64, x.shape)
+        numbers = [axis_of(g, [classes], 0)] if classes > SMALL else [g.constant(i) for i in range(classes)]
+        places = self.wrap(terms_of(numbers, [-1]), torch.int64, [classes])
+        hot = self._run(torch.eq, (self._run(torch.unsqueeze, (index, -1), {}), places), {})
+        return self._run(Tensor.to, (hot, torch.int64), {})
+
+    def _call_embedding(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
+        if max_norm is not None and not isinstance(max_norm, bool):  # torch.embedding has a bool in its place
+            raise Refused(f"max_norm={max_norm} of embedding, which writes into the weight", "leave it out")
+        args, kwargs = mapped((args, kwargs), self._operand)
+        return self._run(func, args, kwargs)
+
+    _call_embedding_bag = _call_embedding
+
     def _call_linear(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         (x, weight, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
         bias = rest[0] if rest else kwargs.get("bias")
@@ -617,18 +652,15 @@ def _has_python_kernel(func: OpOverload, device: torch.device) -> bool:
 
 
 def _chosen(g: Graph, terms: Tensor, place: Sequence[int], images: dict[int, int]) -> int:
-    from .ops import inside
-
     if not place:
         return g.substitute(int(terms), images)
     value = g.value(place[0])
     size = terms.shape[0]
     if value is not None or size == 1:
         return _chosen(g, terms[int(value or 0) if size > 1 else 0], place[1:], images)
-    index = inside(g, place[0], size)
     result = _chosen(g, terms[size - 1], place[1:], images)
     for i in reversed(range(size - 1)):
-        here = g.apply("eq", index, g.constant(i))
+        here = g.apply("eq", place[0], g.constant(i))
         result = g.apply("where", here, _chosen(g, terms[i], place[1:], images), result)
     return result
 
