@@ -47,13 +47,16 @@ def documents(device: str) -> dict[str, Document]:
 
 
 def summary(gpu: dict[str, Document]) -> str:
-    """Six rows: each op beside its fastest and its leanest peer."""
+    """Each op beside its fastest peer and PyTorch."""
 
-    def loss(label: str, op: str, ours: str, **sizes: int) -> list[str]:
+    def loss(label: str, op: str, ours: str, inplace: bool | None = None, **sizes: int) -> list[str]:
+        """`inplace`: beside peers alone that write over the logits, or that do not."""
         found = results(gpu[op], **sizes)
         # Of the same loss: other weights of the teachers, and inputs that are log-probabilities, are less work.
         other = ("eager", "log_probs", "beta=")
         peers = {n: r for n, r in found.items() if not r["ours"] and not any(part in n for part in other)}
+        if inplace is not None:  # the name does not say it of all: a copy of the logits does
+            peers = {n: r for n, r in peers.items() if (r["peak_mib"] < 100) == inplace}
         fastest = min(peers, key=lambda name: peers[name]["ms"])
         cells = [f"{number(one['ms'])} ms, {mib(one)} MiB" for one in (found[ours], peers[fastest], found["eager"])]
         return [label, cells[0], f"{cells[1]} ({fastest.split()[0]})", cells[2], f"{found[ours]['floor_ratio']:.2f}"]
@@ -66,7 +69,8 @@ def summary(gpu: dict[str, Document]) -> str:
         return [f"attention {work}", f"{number(ours['ms'])} ms", *cells, f"{ours['floor_ratio']:.2f}"]
 
     rows = [
-        loss("cross entropy, in place", "cross_entropy", "fusegrad inplace", N=8192, V=128256),
+        loss("cross entropy", "cross_entropy", "fusegrad", False, N=8192, V=128256),
+        loss("cross entropy, in place", "cross_entropy", "fusegrad inplace", True, N=8192, V=128256),
         loss("linear cross entropy", "linear_cross_entropy", "fusegrad", N=8192, H=4096, V=128256),
         loss("JSD", "jsd", "fusegrad", N=8192, V=128256),
         loss("linear JSD, lean", "linear_jsd", "fusegrad lean", N=8192, V=128256),
@@ -332,6 +336,15 @@ def goals(gpu: dict[str, Document]) -> str:
     return table(["run", "goals met", "missed"], rows)
 
 
+def on_the_host(gpu: dict[str, Document]) -> str:
+    """What a call takes the host, forward and backward, beside eager PyTorch."""
+    times = []
+    for op in ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd"):
+        ours, theirs = (gpu[op]["launch"]["comparisons"][0][f"{whose}_us"] for whose in ("ours", "theirs"))
+        times.append(f"`{op}` {number(ours)} µs ({number(theirs)})")
+    return ", ".join(times)
+
+
 def runs(gpu: dict[str, Document], host: dict[str, Document]) -> str:
     on_gpu = ((f"{op}, {d['device'].split()[1]}", d) for op, d in gpu.items() if "op" in d)
     named = sorted([*on_gpu, *((f"{op}, CPU", d) for op, d in host.items() if "op" in d)], key=lambda one: one[0])
@@ -344,6 +357,12 @@ PAGE: Callable[..., str] = """# Performance
 One NVIDIA H200 where nothing else is said, bfloat16, {versions}. MiB are the peak above the
 inputs, gradients included. A GPU's rate varies with its power and with what ran before: compare numbers of one run; a
 difference of 2% is noise. [How the numbers are taken](../benchmarks/results/README.md); `make bench` repeats them.
+
+Times are the GPU's, without what the host takes to launch the work, which shows where kernels are shorter than that. A
+forward and a backward take the host, beside eager PyTorch in brackets:
+{on_the_host};
+a forward of `flex_attention` takes it {host}.
+
 What was tried on the way is in the [lab log](lab/README.md), how the kernels work in [design](design/README.md).
 
 ## Summary
@@ -409,8 +428,7 @@ The backward of the same size; the letters are the classes of [flex_attention.md
 
 {captured}
 
-The first forward and backward with a new score_mod took {first}, from the disk {disk}; a known call
-takes the host {host}.
+The first forward and backward with a new score_mod took {first}, from the disk {disk}.
 
 ## Training steps
 
@@ -440,6 +458,7 @@ def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
     return PAGE(
         versions=", ".join(f"{name} {found[key]}" for key, name in names.items()),
         summary=summary(gpu),
+        on_the_host=on_the_host(gpu),
         losses=losses(gpu),
         linear_cross_entropy=linear_cross_entropy(gpu["linear_cross_entropy"]),
         attention=attention(gpu["flex_attention"]),

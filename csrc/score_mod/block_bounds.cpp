@@ -174,6 +174,7 @@ class Bounds {
       const NodeId value = graph_.load(buffer({BoundsBuffer::Content::kValues, source, {}, {}}, type, rank), place);
       return type == Type::kFloat ? ranges_.floats(value, value) : Range{value, value, known};
     }
+    if (rank == kMaxRank) return {-1, -1, known};  // tables have a dimension more
     return extrema(table_of(source, index, at), type, known, at);
   }
 

@@ -38,7 +38,7 @@ struct BoundsBuffer {
 
 /// What a table of such numbers holds.
 inline DType table_dtype(DType dtype) {
-  if (dtype == DType::kBool || dtype == DType::kInt64) return dtype;
+  if (dtype == DType::kBool || dtype == DType::kInt64 || dtype == DType::kFloat64) return dtype;
   return type_of(dtype) == Type::kFloat ? DType::kFloat32 : DType::kInt32;
 }
 

@@ -1,8 +1,35 @@
 #include "score_mod/captured.h"
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 namespace fusegrad::score_mod {
+
+namespace {
+
+// Whether a little less or more may be something else altogether.
+bool jumps(Op op) {
+  switch (op) {
+    case Op::kFloor:
+    case Op::kCeil:
+    case Op::kTrunc:
+    case Op::kRound:
+    case Op::kSign:
+    case Op::kFloorDiv:
+    case Op::kMod:
+    case Op::kSin:
+    case Op::kCos:
+    case Op::kTan:
+    case Op::kToInt:
+    case Op::kToBool:
+      return true;
+    default:
+      return is_primitive(op) && primitive(op).rule == Rule::kCompare;
+  }
+}
+
+}  // namespace
 
 Type type_of(DType dtype) {
   if (dtype == DType::kBool) return Type::kBool;
@@ -24,6 +51,45 @@ Interval interval_of(DType dtype) {
     default:
       return {};
   }
+}
+
+bool computes_in_float64(std::span<const Buffer> buffers) {
+  return std::ranges::any_of(buffers, [](const Buffer& b) { return b.dtype == DType::kFloat64; });
+}
+
+int needs_float64(const Graph& graph, std::span<const DType> dtypes) {
+  struct Value {
+    int exact = -1;  // the float64 buffer that it was computed from, if no score was
+    bool score = false;
+  };
+  std::vector<Value> values(graph.nodes().size());
+  for (const NodeId id : reachable(graph)) {
+    const Node& node = graph[id];
+    Value& value = values[static_cast<size_t>(id)];
+    if (node.op == Op::kInput) {
+      value.score = node.type == Type::kFloat;
+      continue;
+    }
+    if (node.op == Op::kLoad) {
+      const auto buffer = static_cast<size_t>(node.payload);
+      if (dtypes[buffer] == DType::kFloat64) value.exact = static_cast<int>(buffer);
+      continue;
+    }
+    int exact = -1, others = 0;  // of the operands, and how many besides the first
+    for (const NodeId operand : node.operands) {
+      const Value& x = values[static_cast<size_t>(operand)];
+      value.score = value.score || x.score;
+      if (x.exact < 0) continue;
+      others += exact < 0 ? 0 : 1;
+      if (exact < 0) exact = x.exact;
+    }
+    if (exact < 0 || value.score) continue;
+    if (jumps(node.op) || node.op == Op::kSum || ((node.op == Op::kAdd || node.op == Op::kSub) && others > 0)) {
+      return exact;
+    }
+    value.exact = exact;
+  }
+  return -1;
 }
 
 void check_captured(const Graph& graph, std::span<const Buffer> buffers, std::span<const Value> scalars) {

@@ -25,6 +25,14 @@ struct Buffer {
 /// The bounds of what such numbers can be.
 Interval interval_of(DType dtype);
 
+/// Whether a mask_mod that captures these computes in float64: where one of them is. Only then are comparisons of what
+/// it holds exact.
+bool computes_in_float64(std::span<const Buffer> buffers);
+
+/// The first float64 buffer that a computation in float32 may not round: where it would be compared, made an integer, a
+/// part of a sum or an angle. What only scales or shifts a score may be rounded as the score is. -1: none.
+int needs_float64(const Graph& graph, std::span<const DType> dtypes);
+
 /// Raises GraphError unless buffers and scalars are as many and of the types and ranks that the graph declares, and no
 /// stride is negative.
 void check_captured(const Graph& graph, std::span<const Buffer> buffers, std::span<const Value> scalars);

@@ -144,7 +144,8 @@ class Backward {
   void accumulate(NodeId id, Adjoint adjoint, AxisSet open) {
     if (!active_[id]) return;
     const AxisSet summed = open & ~forward_.open_axes(id);
-    if (summed != 0) adjoint = {std::nullopt, applied(adjoint)};
+    if (adjoint.condition && (graph_.open_axes(adjoint.condition->id) & summed) != 0)
+      adjoint = {std::nullopt, applied(adjoint)};
     for (int axis = 0; axis < static_cast<int>(forward_.axes().size()); ++axis) {
       if ((summed & set_of_axis(axis)) == 0) continue;
       adjoint.value.id = graph_.reduce(Op::kSum, graph_.axis(axis), adjoint.value.id);
@@ -246,6 +247,7 @@ bool is_linear_step(const Graph& graph, NodeId id) {
   switch (node.op) {
     case Op::kUpstream:
     case Op::kNeg:
+    case Op::kDetach:
     case Op::kSum:
       return true;
     case Op::kAdd:

@@ -248,6 +248,7 @@ struct TileEvaluator<T>::State {
           x[i] = instruction.x[i] == kNoRegister ? nullptr : values(instruction.x[i], rate);
         }
         instruction.compute(out, x, lanes);
+        if (instruction.within != 0) check_within(instruction, of_row ? Rate::kRow : instruction.rate, rate, lanes);
       } else if (instruction.offset != nullptr) {
         instruction.offset(out, values(instruction.x[0], rate), lanes, instruction.size, instruction.stride);
       } else if (code.reads[instruction.read].by_rows()) {
@@ -347,6 +348,33 @@ struct TileEvaluator<T>::State {
         wrong = {read.buffer, static_cast<int>(k), index, size};
         return;
       }
+    }
+  }
+
+  // Lanes of `within` that are the size itself, of a register at `of`, in a list at `rate`.
+  void check_within(const Instruction& instruction, Rate of, Rate rate, int64_t lanes) {
+    const auto values_of = [&](RegisterId id) { return values(id, rate); };
+    const Lane lane = code.registers[instruction.out].lane;
+    const auto at = [&](RegisterId id, int64_t i) {
+      const Register& r = code.registers[id];
+      const bool array = r.rate == of || (of == Rate::kPair && varies_in_a_row(r.rate));
+      return load_integer(values_of(id), r.lane, array ? i : 0);
+    };
+    const void* out = values_of(instruction.out);
+    int64_t wrong_lanes = 0;
+    if (const Register& size = code.registers[instruction.x[1]]; size.rate == Rate::kOnce) {
+      const int64_t n = load_integer(values_of(instruction.x[1]), size.lane, 0);
+      for (int64_t i = 0; i < lanes; ++i) wrong_lanes += load_integer(out, lane, i) == n ? 1 : 0;
+    } else {
+      wrong_lanes = lanes;
+    }
+    for (int64_t i = 0; wrong_lanes != 0 && i < lanes; ++i) {
+      const int64_t size = at(instruction.x[1], i), index = at(instruction.x[0], i);
+      if (index >= 0 && index < size) continue;
+      ++wrong_places;
+      if (wrong.buffer >= 0 || !takes_part(of, of == Rate::kRow && rate == Rate::kPair ? row : i)) continue;
+      wrong = {OutOfRange::kValue, 0, index, size};
+      return;
     }
   }
 
@@ -570,6 +598,26 @@ bool TileEvaluator<T>::backward(const Tile& tile, Rectangle<const T> score, Rect
     if (s.wanted(k)) s.finish_contribution(k, s.sink_of(k));
   }
   return s.wrong.buffer < 0;
+}
+
+MaskProgram::MaskProgram(const Graph& graph, const Lengths& lengths, std::span<const Buffer> buffers,
+                         std::span<const Value> scalars, bool in_float64)
+    : program_([&]() -> decltype(program_) {
+        if (in_float64) return TileProgram<double>(graph, lengths, buffers, scalars);
+        return TileProgram<float>(graph, lengths, buffers, scalars);
+      }()) {}
+
+MaskEvaluator::MaskEvaluator(const MaskProgram& program, int64_t max_rows, int64_t max_cols)
+    : evaluator_(std::visit([&]<class T>(const TileProgram<T>& of)
+                                -> decltype(evaluator_) { return TileEvaluator<T>(of, max_rows, max_cols); },
+                            program.program_)) {}
+
+bool MaskEvaluator::mask_mod(const Tile& tile, Rectangle<uint8_t> out) {
+  return std::visit([&](auto& evaluator) { return evaluator.mask_mod(tile, out); }, evaluator_);
+}
+
+const OutOfRange& MaskEvaluator::out_of_range() const {
+  return std::visit([](const auto& evaluator) -> const OutOfRange& { return evaluator.out_of_range(); }, evaluator_);
 }
 
 double share_of_pairs(const Graph& mask_mod, std::span<const Value> scalars, int64_t queries, int64_t keys) {

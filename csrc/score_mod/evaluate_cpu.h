@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <variant>
 
 #include "score_mod/captured.h"
 #include "score_mod/index_analysis.h"
@@ -44,6 +45,8 @@ struct GradientSink {
 
 /// The first index found out of its dimension.
 struct OutOfRange {
+  static constexpr int kValue = 1 << 30;  ///< no buffer: an element of a value
+
   int buffer = -1;
   int dimension = 0;
   int64_t index = 0;
@@ -111,6 +114,33 @@ class TileEvaluator {
  private:
   struct State;
   std::unique_ptr<State> state_;
+};
+
+/// A mask_mod's program. Floats are float32 whatever the scores are, as in PyTorch, so that lists of blocks, kernels
+/// and derivatives decide the same; float64 where computes_in_float64 says so.
+class MaskProgram {
+ public:
+  /// As TileProgram's.
+  MaskProgram(const Graph& graph, const Lengths& lengths, std::span<const Buffer> buffers,
+              std::span<const Value> scalars, bool in_float64);
+  MaskProgram(const Graph& graph, const Lengths& lengths, std::span<const Buffer> buffers,
+              std::span<const Value> scalars)
+      : MaskProgram(graph, lengths, buffers, scalars, computes_in_float64(buffers)) {}
+
+ private:
+  friend class MaskEvaluator;
+  std::variant<TileProgram<float>, TileProgram<double>> program_;
+};
+
+/// One thread's registers for it, as a TileEvaluator's.
+class MaskEvaluator {
+ public:
+  MaskEvaluator(const MaskProgram& program, int64_t max_rows, int64_t max_cols);
+  bool mask_mod(const Tile& tile, Rectangle<uint8_t> out);
+  const OutOfRange& out_of_range() const;
+
+ private:
+  std::variant<TileEvaluator<float>, TileEvaluator<double>> evaluator_;
 };
 
 /// About the share of a head's pairs that a mask_mod without buffers allows: that of eight queries for each of four

@@ -326,6 +326,13 @@ struct Shr {
     return a >> (out ? T(8 * sizeof(T) - 1) : b);
   }
 };
+// What is out of range is the size itself, which the evaluator finds.
+struct Within {
+  template <class T>
+  static T apply(T a, T size) {
+    return a >= 0 && a < size ? a : size;
+  }
+};
 
 struct Where {
   template <class T>

@@ -93,6 +93,8 @@ Interval interval_of(Op op, const Interval* x) {
         return bounded(0, static_cast<__int128>(a.high) << b.high);
       }
       return kAnything;
+    case Op::kWithin:
+      return b.low < 0 ? hull(a, b) : Interval{0, b.high};
     case Op::kWhere:
       return hull(x[1], x[2]);
     default:

@@ -56,7 +56,9 @@ Expression var_over(int64_t extent, const Element& element, double correction) {
 }
 
 Expression std_over(int64_t extent, const Element& element, double correction) {
-  return sqrt(var_over(extent, element, correction));
+  // Of equal values the gradient is 0, in a derivative of the derivative too.
+  const Expression variance = var_over(extent, element, correction), zero = variance == 0.0;
+  return where(zero, 0.0, sqrt(where(zero, 1.0, variance)));
 }
 
 Expression logsumexp_over(int64_t extent, const Element& element) {

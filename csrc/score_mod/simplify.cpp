@@ -118,7 +118,9 @@ class Rewriter {
     if (std::all_of(x.begin(), x.end(), [&](NodeId i) { return g_.is_constant(i); })) {
       Value values[kMaxArity];
       for (size_t i = 0; i < x.size(); ++i) values[i] = g_.value(x[i]);
-      return g_.constant(primitive(node.op).fold(values));
+      const Value folded = primitive(node.op).fold(values);
+      if (node.op == Op::kWithin && folded.i == values[1].i) return std::nullopt;  // an error where it runs
+      return g_.constant(folded);
     }
     if (x.size() == 1) return unary(node.op, x[0]);
     if (node.op == Op::kWhere) return where(x[0], x[1], x[2]);

@@ -253,6 +253,7 @@ class Compiler {
       if (!array) broadcast |= 1u << i;
     }
     if (broadcast == (1u << x.size()) - 1) broadcast = 0;  // one lane of all
+    instruction.within = op == Op::kWithin ? 1 : 0;
     instruction.compute = kernels_.find(op, operands, broadcast);
     if (instruction.compute == nullptr) throw GraphError("no kernel for '" + std::string(primitive(op).name) + "'");
     return emit(instruction, rate, result, varies);
@@ -609,6 +610,9 @@ template class TileProgram<float>;
 template class TileProgram<double>;
 
 std::string OutOfRange::message() const {
+  if (buffer == kValue) {
+    return "index " + std::to_string(index) + " is out of range for a dimension of size " + std::to_string(size);
+  }
   return "index " + std::to_string(index) + " is out of range for dimension " + std::to_string(dimension) +
          " of captured buffer " + std::to_string(buffer) + ", which has size " + std::to_string(size);
 }

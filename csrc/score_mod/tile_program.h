@@ -35,6 +35,7 @@ struct Instruction {
   int64_t extent = 0;     ///< a loop: `out` is its variable, and the instructions up to number `end` its body
   int copies = 0;         ///< 1: `out` is x[0]
   int fills = 0;          ///< 1: `out` is `value`
+  int within = 0;         ///< 1: with `compute`, x[0] is checked to be in range of x[1]
   int contribution = -1;  ///< of a derivative: with the axes' values of now
 
   Rate rate = Rate::kOnce;

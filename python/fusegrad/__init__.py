@@ -14,6 +14,7 @@ if with_torch:
 
     # isort: split
     from . import (
+        _flops,
         _loss_chunks,  # noqa: F401  it implements ops
         utils,
     )
@@ -27,6 +28,8 @@ if with_torch:
     from .functional import Aux, AuxOutput, LogProb, cross_entropy, linear_cross_entropy, linear_log_prob
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
+
+    _flops.register()
 elif not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

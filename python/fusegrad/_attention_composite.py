@@ -54,6 +54,12 @@ class Call:
     counts: tuple[int, int, int]
     deterministic: bool | None = None
 
+    @property
+    def mask_places(self) -> range:
+        """The mask_mod's buffers among a call's tensors."""
+        first = 3 + self.counts[0]  # behind query, key, value and the score_mod's
+        return range(first, first + self.counts[1])
+
     def split(self, tensors: Sequence[Tensor]) -> tuple[Tensors, tuple[Tensor, ...]]:
         """A call's tensors in a row, and what follows them."""
         query, key, value, *rest = tensors
@@ -106,7 +112,10 @@ def _visible(call: Call, t: Tensors, indices: dict[str, Tensor], sizes: tuple[in
         states = states.scatter(3, torch.where(inside, listed, blocks).long(), True)
         part = states[:, :, rows.reshape(-1)][..., columns.reshape(-1)]
         if i == 0 and call.mask.text:
-            allowed = call.mask.evaluated(Values(indices, t.mask_buffers, [], [], torch.float64, sizes, part))
+            # As the kernels do: see MaskProgram in csrc/score_mod/evaluate_cpu.h.
+            wide = any(b.dtype == torch.float64 for b in t.mask_buffers)
+            dtype = torch.float64 if wide else torch.float32
+            allowed = call.mask.evaluated(Values(indices, t.mask_buffers, [], [], dtype, sizes, part))
             part = part & allowed
         sees = part if sees is None else sees | part
     return sees

@@ -29,7 +29,8 @@ from ._attention_composite import (
 from ._attention_fold import fold, fold_rows, moved, unfold
 from ._attention_second import second_derivatives, takes
 from ._chunks import Plan, gradient_plan, pulled, pushed, tangent_plan, vmapped
-from ._transforms import as_autocast_wants, outside_transforms, primal_of
+from ._eager import eager_only
+from ._transforms import as_autocast_wants, outside_transforms, primal_of, unwrapped
 
 __all__ = ["attend"]
 
@@ -43,9 +44,17 @@ def _acc_of(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def _widened(tensors: Sequence[Tensor | None], acc: torch.dtype) -> list[Any]:
-    """Floats in acc, in which the composition computes and adds up."""
-    return [t.to(acc) if t is not None and t.is_floating_point() else t for t in tensors]
+def _widened(call: Call, tensors: Sequence[Tensor | None], acc: torch.dtype) -> list[Any]:
+    """Floats in acc, in which the composition computes and adds up; a mask_mod computes in the dtype of what it
+    captures, whatever the scores have."""
+    mask = call.mask_places
+    return [
+        t.to(acc) if t is not None and t.is_floating_point() and i not in mask else t for i, t in enumerate(tensors)
+    ]
+
+
+def _in(acc: torch.dtype, derivatives: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [t.to(acc) if t is not None and t.is_floating_point() else t for t in derivatives]
 
 
 def _as_inputs(found: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -211,7 +220,7 @@ class _FlexGradients(torch.autograd.Function):
             for i, g in zip(wanted, _FlexSecond.apply(how, *tensors, *given, *outputs), strict=True):
                 found[i] = g
         else:
-            composed = pulled(plan, _widened(tensors, acc), wanted, _widened(upstream, acc))
+            composed = pulled(plan, _widened(ctx.call, tensors, acc), wanted, _in(acc, upstream))
             found = _as_inputs(composed, tensors)
         return (None, None, None, *found, *(None,) * _FORWARD)
 
@@ -227,7 +236,7 @@ class _FlexGradients(torch.autograd.Function):
         if takes(ctx.call, tensors, ctx.having, moving, results):
             how = _Second(ctx.call, ctx.having, tuple(moving), tuple(results), tangent_plan(plan, moving))
             return _FlexSecond.apply(how, *tensors, *(given[i] for i in moving), *outputs)
-        found = pushed(plan, _widened(tensors, acc), _widened(given, acc))
+        found = pushed(plan, _widened(ctx.call, tensors, acc), _in(acc, given))
         return tuple(_as_inputs(found, [tensors[i] for i in results]))
 
     @staticmethod
@@ -303,20 +312,20 @@ class _FlexSecond(torch.autograd.Function):
         row = ctx.saved_tensors
         acc = _acc_of(row[0])
         wanted = _places(ctx.needs_input_grad[1 : 1 + len(row)])
-        found = pulled(ctx.how.plan, _widened(row, acc), wanted, _widened(upstream, acc))
+        found = pulled(ctx.how.plan, _widened(ctx.how.call, row, acc), wanted, _in(acc, upstream))
         return (None, *_as_inputs(found, row), *(None,) * _FlexSecond.OUTPUTS)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         row = [primal_of(t) for t in ctx.saved_tensors]
         acc = _acc_of(row[0])
-        found = pushed(ctx.how.plan, _widened(row, acc), _widened(tangents[1 : 1 + len(row)], acc))
+        found = pushed(ctx.how.plan, _widened(ctx.how.call, row, acc), _in(acc, tangents[1 : 1 + len(row)]))
         return tuple(_as_inputs(found, [row[i] for i in ctx.how.results]))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], how: _Second, *row: Tensor) -> tuple[Any, Any]:
         kept, dims = row[: -_FlexSecond.OUTPUTS], in_dims[1 : -_FlexSecond.OUTPUTS]
-        found = vmapped(info.batch_size, dims, how.plan, _widened(kept, _acc_of(row[0])))
+        found = vmapped(info.batch_size, dims, how.plan, _widened(how.call, kept, _acc_of(row[0])))
         return tuple(_as_inputs(found, [kept[i] for i in how.results])), (0,) * len(how.results)
 
 
@@ -357,14 +366,14 @@ class _FlexTangents(torch.autograd.Function):
         row = ctx.saved_tensors
         acc = _acc_of(row[0])
         wanted = _places(ctx.needs_input_grad[2:])
-        found = pulled(_FlexTangents.plan(ctx, row), _widened(row, acc), wanted, _widened(upstream, acc))
+        found = pulled(_FlexTangents.plan(ctx, row), _widened(ctx.call, row, acc), wanted, _in(acc, upstream))
         return (None, None, *_as_inputs(found, row))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         row = [primal_of(t) for t in ctx.saved_tensors]
         acc = _acc_of(row[0])
-        out, lse = pushed(_FlexTangents.plan(ctx, row), _widened(row, acc), _widened(tangents[2:], acc))
+        out, lse = pushed(_FlexTangents.plan(ctx, row), _widened(ctx.call, row, acc), _in(acc, tangents[2:]))
         return out.to(row[0].dtype), lse
 
     @staticmethod
@@ -526,12 +535,35 @@ def _tangents_of_each(*arguments: Any) -> Any:
     return of_out, of_lse, *found, *of_low
 
 
+def _masks_under_vmap(info: Any, dims: Any, like: Tensor, text: str, buffers: Sequence[Tensor], *rest: Any) -> Any:
+    """Block masks of captured tensors that a torch.vmap batches: one after the other."""
+    each = []
+    for i in range(info.batch_size):
+        own = [b if dim is None else b.select(dim, i) for b, dim in zip(buffers, dims[2], strict=True)]
+        each.append(torch.ops.fusegrad.create_block_mask(like, text, own, *rest))
+    lists = [torch.stack(of_all) for of_all in zip(*each, strict=True)]
+    return lists, [0] * len(lists)
+
+
+def _dropout_under_vmap(
+    info: Any, dims: Any, seed: Tensor, p: float, sizes: Sequence[int], first: int = 0
+) -> tuple[Tensor, int]:
+    """Of the composition, the pairs that the kernels keep of one call over the elements: see fold."""
+    batch, *rest = sizes
+    kept = torch.ops.fusegrad.flex_attention_dropout_mask(
+        seed.select(dims[0], 0), p, [info.batch_size * batch, *rest], first
+    )
+    return kept.unflatten(0, (info.batch_size, batch)), 0
+
+
 _library = torch.library.Library("fusegrad", "IMPL")
 _library.impl("flex_attention_backward_graph", _gradient_graph, "CompositeImplicitAutograd")
 _library.impl("flex_attention_backward_graph", _graph_under_vmap, "FuncTorchBatched")
 _library.impl("flex_attention_jvp_of_each", _tangents_of_each, "CompositeImplicitAutograd")
 _library.impl("flex_attention_backward_of_each", _gradients_of_each, "CompositeImplicitAutograd")
 torch.library.register_vmap("fusegrad::flex_attention_backward", _backward_under_vmap)
+torch.library.register_vmap("fusegrad::create_block_mask", _masks_under_vmap)
+torch.library.register_vmap("fusegrad::flex_attention_dropout_mask", _dropout_under_vmap)
 
 
 # --- the front end ----------------------------------------------------------------------------------------------
@@ -565,10 +597,10 @@ def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]
     # Of jacobian(vectorize=True) the tangents alone are batched, and the values are not to be.
     if all(dual.tangent is None for dual in duals) or any(_functorch.is_legacy_batchedtensor(t) for t in parts):
         return None
-    trained = torch.is_grad_enabled() and any(_unwrapped(t).requires_grad for t in parts)
+    trained = torch.is_grad_enabled() and any(unwrapped(t).requires_grad for t in parts)
     if outer or (trained and inner is None):
         # Each Function has to see the tensors as they are: gradients within a level of forward_ad have tangents, too.
-        primals, tangents = ([None if t is None else _unwrapped(t) for t in of] for of in zip(*duals, strict=True))
+        primals, tangents = ([None if t is None else unwrapped(t) for t in of] for of in zip(*duals, strict=True))
         with outside_transforms():
             return _computed(call, primals, tangents)
     compute = _recorded if trained else _with_tangents
@@ -576,9 +608,9 @@ def _in_one_pass(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]
         results = compute(call, [dual.primal for dual in duals], [dual.tangent for dual in duals])
     else:
         # As for an autograd Function, but without its way through pytrees, which takes longer than a small kernel.
-        level, unwrapped = inner.level(), _functorch._unwrap_for_grad
-        primals = [unwrapped(dual.primal, level) for dual in duals]
-        tangents = [None if dual.tangent is None else unwrapped(dual.tangent, level) for dual in duals]
+        level, below = inner.level(), _functorch._unwrap_for_grad
+        primals = [below(dual.primal, level) for dual in duals]
+        tangents = [None if dual.tangent is None else below(dual.tangent, level) for dual in duals]
         with inner.lower():
             found = compute(call, primals, tangents)
         results = tuple(_functorch._wrap_for_grad(t, level) for t in found[:4])
@@ -601,13 +633,6 @@ def _recorded(call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor |
     return out, lse, *_FlexTangents.apply(given, moving, *primals, *moved)
 
 
-def _unwrapped(t: Tensor) -> Tensor:
-    """Below all levels of torch.func."""
-    while _functorch.is_functorch_wrapped_tensor(t):
-        t = _functorch.get_unwrapped(t)
-    return t
-
-
 def _with_tangents(
     call: Call, primals: Sequence[Tensor], tangents: Sequence[Tensor | None], aux: int = 0
 ) -> tuple[Tensor, ...]:
@@ -620,6 +645,7 @@ def _with_tangents(
     )
 
 
+@eager_only  # the compiler meets it between two graphs, and cannot follow how it leaves transforms
 def attend(
     query: Tensor,
     key: Tensor,

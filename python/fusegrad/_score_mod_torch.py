@@ -200,7 +200,7 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "detach": torch.detach, "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "not": _not, "shl": _shifted(torch.bitwise_left_shift), "shr": _shifted(torch.bitwise_right_shift),
-    "to_int": _to_int, "to_bool": lambda a: a != 0,
+    "within": lambda a, n: torch.where((a >= 0) & (a < n), a, n), "to_int": _to_int, "to_bool": lambda a: a != 0,
 }  # fmt: skip
 
 
@@ -384,31 +384,31 @@ class _Evaluation:
         sources = {s.operands[1]: j for j, (_, s) in enumerate(customs) if s.operands[1] not in xs}
         within = set(text.upstream)
         for i, s in enumerate(text.statements):
+            if s.op in ("custom", "backward"):
+                continue  # of another Function: it is read
             if any(w in sources or (w[0] == "%" and int(w[1:]) in within) for w in s.operands):
                 within.add(i)
         needed: set[int] = set()
         reads: dict[str, Tensor] = {}
 
-        def visit(word: str) -> None:
+        pending = list(wanted)
+        while pending:
+            word = pending.pop()
             i = int(word[1:]) if word[0] == "%" else -1
             if i in within and word not in sources:
                 if i not in needed:
                     needed.add(i)
-                    for w in text.statements[i].operands:
-                        if w[0] not in "^@":
-                            visit(w)
+                    pending += [w for w in text.statements[i].operands if w[0] not in "^@"]
             elif word[0] != "^" and word not in sources:
                 reads[word] = self.operand(word)
-
-        for word in wanted:
-            visit(word)
         names, order = list(reads), sorted(needed)
+        given = self.values  # not self, which holds the values that the Function makes: a cycle through their graph
 
         def make(results: Sequence[Tensor], upstream: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
             known = dict(zip(names, tensors, strict=True))
             known.update({word: results[j] for word, j in sources.items()})
             known.update({s.operands[0]: g for (_, s), g in zip(customs, upstream, strict=True)})
-            inner = _Evaluation(text, self.values, known)
+            inner = _Evaluation(text, given, known)
             inner.run(order)
             return [inner.operand(word).expand(full) for word in wanted]
 

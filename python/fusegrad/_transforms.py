@@ -11,7 +11,15 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-__all__ = ["as_autocast_wants", "is_transformed", "outside_transforms", "primal_of"]
+__all__ = [
+    "as_autocast_wants",
+    "back_in",
+    "differentiated",
+    "is_transformed",
+    "outside_transforms",
+    "primal_of",
+    "unwrapped",
+]
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
@@ -25,14 +33,46 @@ def is_transformed(tensors: Iterable[Tensor]) -> bool:
     return False
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Below all levels of ``torch.func``."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def differentiated(tensor: Tensor) -> bool:
+    """Whether a derivative by the tensor may be taken, at any level: requires_grad alone says what the innermost
+    ``torch.func.grad`` does, nothing of a vmap within one, or of forward mode."""
+    if tensor.requires_grad:
+        return True
+    if not tensor.is_floating_point():
+        return False
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad or _functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.requires_grad or (
+        forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    )
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """A context in which no ``torch.func`` transform is active: for work on tensors that are none of the transform's,
-    such as tracing a function with symbolic ones."""
+    such as running a function with symbolic ones. What it yields is for back_in."""
     if _functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+def back_in(transforms: Any) -> contextlib.AbstractContextManager[None]:
+    """A context with the transforms that outside_transforms put aside."""
+    if transforms is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_restore_interpreter_stack
+
+    return temporarily_restore_interpreter_stack(transforms)
 
 
 def primal_of(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from . import _attention_transforms as transforms
 from ._arguments import checked
 from ._tracing.cache import tracing_state
-from ._transforms import is_transformed, outside_transforms
+from ._transforms import is_transformed
 from .distributed.sequence import ContextParallel
 from .distributed.shards import is_dtensor
 from .nested import Packed
@@ -55,8 +55,7 @@ def _arguments(mod: Callable[..., Any] | ScoreMod | None, kind: str, device: tor
         # A ScoreMod goes straight through, also where torch.compile traces this.
         if not isinstance(mod, ScoreMod) or mod.kind != kind:
             trace = trace_score_mod if kind == "score_mod" else trace_mask_mod
-            with outside_transforms():
-                mod = trace(mod, device=device)
+            mod = trace(mod, device=device)
         text, buffers, scalars = mod.text, list(mod.buffers), list(mod.scalars)
     # One line: TorchInductor writes the arguments of GPU programs into comments that end with the line.
     return text.replace("\n", ";"), buffers, *split_scalars(scalars)
@@ -88,8 +87,9 @@ def _mask_arguments(block_mask: BlockMask | None, query: Tensor, key: Tensor) ->
         if lengths != (M, N):
             raise ValueError(
                 f"flex_attention: block_mask must be made for {M} queries and {N} keys, but got "
-                f"one for {lengths[0]} and {lengths[1]}: make another, cut it by block_mask._adjust(q_len, kv_len), or "
-                "set block_mask.seq_lengths where its lists and its mask_mod are right for these lengths"
+                f"one for {lengths[0]} and {lengths[1]}: make it anew (fusegrad.create_block_mask compiles nothing for "
+                f"other lengths), or set block_mask.seq_lengths = ({M}, {N}) where its lists and its mask_mod are "
+                f"right for them, also after block_mask._adjust({M}, {N}), which alone leaves lengths of whole blocks"
             )
 
     def lists(*tensors: Tensor | None) -> list[Tensor]:
@@ -289,10 +289,14 @@ def flex_attention(
             "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "
             "query, key and value as DTensors, or context_parallel, or capture to_local()"
         )
-    captured = (*score[1], *mask_mod[1], *kv_blocks)
-    if transformed or (not torch.compiler.is_compiling() and is_transformed(captured)):
+    attend = transforms.attend
+    if torch.compiler.is_compiling():
+        from ._tracing.compiled import attend_within, within_transforms
+
+        attend, transformed = attend_within, within_transforms()
+    if transformed or (not torch.compiler.is_compiling() and is_transformed((*score[1], *mask_mod[1], *kv_blocks))):
         maxima = return_aux is not None and return_aux.max_scores
-        out, lse = transforms.attend(
+        out, lse = attend(
             query, key, value, score, mask_mod, kv_blocks, block_size, scale, enable_gqa, deterministic, maxima,
             dropout_p,
         )  # fmt: skip

@@ -55,28 +55,33 @@ def create_block_mask(
     mask_mod: Callable[..., Any] | ScoreMod,
     B: int | None,
     H: int | None,
-    M: int,
-    N: int,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] | None = None,
+    _compile: bool = False,
     *,
-    device: torch.device | str | None = None,
-    block_size: int | tuple[int, int] = _DEFAULT_BLOCK,
+    block_size: int | tuple[int, int] | None = None,
 ) -> BlockMask:
-    """Makes PyTorch's ``BlockMask`` of a mask_mod, equal to what PyTorch's ``create_block_mask`` makes.
+    """Makes PyTorch's ``BlockMask`` of a mask_mod, equal to what PyTorch's ``create_block_mask`` makes, whose arguments
+    it takes.
 
     Bounds of the mask_mod over whole blocks decide most of them: those of its indices, and minima and maxima of what it
-    captures. Pairs are asked only where bounds do not decide, so that no memory of the order of M * N is needed, only
-    the lists of the BlockMask themselves. Other values of captured tensors, and other lengths, compile nothing anew.
-    See docs/block_masks.md.
+    captures. Pairs are asked only where bounds do not decide, so that no memory of the order of Q_LEN * KV_LEN is
+    needed, only the lists of the BlockMask themselves. Other values of captured tensors, and other lengths, compile
+    nothing anew. See docs/block_masks.md.
 
     Args:
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool``, or what :func:`fusegrad.trace_mask_mod` made of it.
         B: Batch size; None stands for any.
         H: Heads; None stands for any.
-        M: Queries.
-        N: Keys.
+        Q_LEN: Queries.
+        KV_LEN: Keys.
         device: Where the lists are made; the captured tensors must be there. Default: that of the first captured
             tensor which is not on the CPU, else PyTorch's default device.
-        block_size: Queries and keys of a block, or one number for both.
+        BLOCK_SIZE: Queries and keys of a block, or one number for both; 128 by default.
+        _compile: Taken for PyTorch's sake: bounds need neither compiling nor the memory that it saves there.
+        block_size: Another name of BLOCK_SIZE, the one that fusegrad's other functions have.
 
     Returns:
         The ``BlockMask``, with lists by queries and by keys. A block that ends beyond the last query or key is never
@@ -90,8 +95,15 @@ def create_block_mask(
     if device is None:
         found = [b.device for b in trace_mask_mod(mask_mod).buffers if b.device.type != "cpu"]
         device = found[0] if found else torch.empty(0).device
-    sizes = [1 if B is None else B, 1 if H is None else H, M, N]
-    return BlockMask(**fields_of(mask_mod, sizes, torch.device(device), _pair("create_block_mask", block_size)))
+    if BLOCK_SIZE is not None and block_size is not None:
+        raise ValueError(
+            "create_block_mask: BLOCK_SIZE must not come together with block_size, another name of it, but got "
+            f"{BLOCK_SIZE} and {block_size}"
+        )
+    given = block_size if BLOCK_SIZE is None else BLOCK_SIZE
+    blocks = _pair("create_block_mask", _DEFAULT_BLOCK if given is None else given)
+    sizes = [1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN]
+    return BlockMask(**fields_of(mask_mod, sizes, torch.device(device), blocks))
 
 
 @checked

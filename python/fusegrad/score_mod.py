@@ -105,7 +105,7 @@ def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int 
 
 
 @checked
-def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | str | None = None) -> ScoreMod:
     """Traces a score_mod: ``function(score, b, h, q_idx, kv_idx)`` of 0-d tensors, as for PyTorch's flex_attention.
 
     The function runs, a few times, on tensors without values; the same code with captured tensors of the same shapes is
@@ -123,11 +123,11 @@ def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.de
         TraceError: where the function does what a score_mod cannot; the message has its line.
         TypeError: for something that cannot be called, or a ScoreMod of a mask_mod.
     """
-    return _traced(function, "score_mod", device)
+    return _traced(function, "score_mod", _device(device))
 
 
 @checked
-def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | None = None) -> ScoreMod:
+def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | str | None = None) -> ScoreMod:
     """Traces a mask_mod: ``function(b, h, q_idx, kv_idx)`` of 0-d tensors. All else is as in :func:`trace_score_mod`.
 
     Args:
@@ -140,7 +140,11 @@ def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.dev
     Raises:
         TraceError, TypeError: as :func:`trace_score_mod`.
     """
-    return _traced(function, "mask_mod", device)
+    return _traced(function, "mask_mod", _device(device))
+
+
+def _device(device: torch.device | str | None) -> torch.device | None:
+    return torch.device(device) if isinstance(device, str) else device
 
 
 def _traced(function: Callable[..., Any] | ScoreMod, kind: str, device: torch.device | None) -> ScoreMod:

@@ -82,17 +82,15 @@ int64_t BlockMap::listed_pairs(int64_t b, int64_t h, Range queries, Range keys) 
   return pairs;
 }
 
-template <class T>
-TileMasker<T>::TileMasker(const BlockMap& blocks, const score_mod::TileProgram<T>* program, int64_t max_rows,
-                          int64_t max_cols, int64_t panel)
+TileMasker::TileMasker(const BlockMap& blocks, const score_mod::MaskProgram* program, int64_t max_rows,
+                       int64_t max_cols, int64_t panel)
     : blocks_(blocks), panel_(panel), stride_(max_cols) {
-  if (program != nullptr) evaluator_ = std::make_unique<score_mod::TileEvaluator<T>>(*program, max_rows, max_cols);
+  if (program != nullptr) evaluator_ = std::make_unique<score_mod::MaskEvaluator>(*program, max_rows, max_cols);
   bytes_.resize(static_cast<size_t>(max_rows * max_cols));
   any_.resize(static_cast<size_t>(max_cols));
 }
 
-template <class T>
-TileMask TileMasker<T>::mask(int64_t b, int64_t h, Range queries, Range keys) {
+TileMask TileMasker::mask(int64_t b, int64_t h, Range queries, Range keys) {
   const int64_t block_rows = blocks_.block_rows(), block_cols = blocks_.block_cols();
   const Range rows{queries.begin / block_rows, (queries.end - 1) / block_rows + 1};
   Range cols{keys.begin / block_cols, (keys.end - 1) / block_cols + 1};
@@ -161,8 +159,5 @@ TileMask TileMasker<T>::mask(int64_t b, int64_t h, Range queries, Range keys) {
   result.stride = stride_;
   return result;
 }
-
-template class TileMasker<float>;
-template class TileMasker<double>;
 
 }  // namespace fusegrad::cpu

@@ -52,11 +52,10 @@ struct TileMask {
 };
 
 /// One thread's evaluator of masks.
-template <class T>
 class TileMasker {
  public:
   /// `program`: the mask_mod's, or null.
-  TileMasker(const BlockMap& blocks, const score_mod::TileProgram<T>* program, int64_t max_rows, int64_t max_cols,
+  TileMasker(const BlockMap& blocks, const score_mod::MaskProgram* program, int64_t max_rows, int64_t max_cols,
              int64_t panel);
 
   /// The result lives until the next call. Raises IndexError where the mask_mod reads out of range.
@@ -65,7 +64,7 @@ class TileMasker {
  private:
   const BlockMap& blocks_;
   int64_t panel_, stride_;
-  std::unique_ptr<score_mod::TileEvaluator<T>> evaluator_;
+  std::unique_ptr<score_mod::MaskEvaluator> evaluator_;
   std::vector<uint8_t> bytes_, any_;
 };
 

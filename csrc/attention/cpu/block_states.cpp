@@ -9,9 +9,9 @@
 namespace fusegrad::cpu {
 namespace {
 
+using score_mod::MaskEvaluator;
+using score_mod::MaskProgram;
 using score_mod::Tile;
-using score_mod::TileEvaluator;
-using score_mod::TileProgram;
 
 constexpr int64_t kTileRows = 64, kTileCols = 256;
 
@@ -19,7 +19,7 @@ constexpr int64_t kTileRows = 64, kTileCols = 256;
 class Decider {
  public:
   struct Programs {
-    TileProgram<float> mask_mod, listed, full, safe;
+    MaskProgram mask_mod, listed, full, safe;
   };
   Decider(const Programs& programs, const BlockMaskProgram& call)
       : call_(call),
@@ -50,8 +50,7 @@ class Decider {
   const std::string& error() const { return error_; }
 
  private:
-  template <class Evaluator>
-  bool fail(const Evaluator& evaluator) {
+  bool fail(const MaskEvaluator& evaluator) {
     error_ = evaluator.out_of_range().message();
     return false;
   }
@@ -87,7 +86,7 @@ class Decider {
   }
 
   const BlockMaskProgram& call_;
-  TileEvaluator<float> mask_mod_, listed_, full_, safe_;
+  MaskEvaluator mask_mod_, listed_, full_, safe_;
   std::vector<uint8_t> pairs_;
   bool some_ = false, all_ = false;
   std::string error_;
@@ -98,7 +97,9 @@ class Decider {
 std::string block_states(const Host& host, const BlockMaskProgram& call, BlockState* states) {
   const int64_t rows = call.rows(), cols = call.cols();
   const auto of_bounds = [&](const score_mod::Graph& graph) {
-    return TileProgram<float>(graph, {call.batches, call.heads, rows, cols}, call.bounds_buffers, call.bounds_scalars);
+    // Rounding is monotone in one precision: bounds are computed in that of the values.
+    return MaskProgram(graph, {call.batches, call.heads, rows, cols}, call.bounds_buffers, call.bounds_scalars,
+                       score_mod::computes_in_float64(call.buffers));
   };
   const Decider::Programs programs{
       {call.mask_mod, {call.batches, call.heads, call.lengths[0], call.lengths[1]}, call.buffers, call.scalars},

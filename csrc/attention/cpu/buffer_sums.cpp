@@ -15,6 +15,8 @@ using score_mod::VariableSet;
 constexpr int64_t kSmall = int64_t{1} << 16;
 // Sums for every lane of a large buffer take at most this much, or four times the buffer.
 constexpr int64_t kSumBytes = int64_t{256} << 20;
+// Float32 would be rounded too often where so many values are added to each element.
+constexpr double kCrowded = 256;
 constexpr int64_t kBlock = 512;  // elements that are rounded at a time
 
 // For each buffer the variables that any two pairs which meet in an element must agree in.
@@ -35,6 +37,27 @@ std::vector<VariableSet> agreeing(const score_mod::Graph& derivative, const scor
   // A buffer without a contribution cannot be met in at all.
   for (size_t i = 0; i < result.size(); ++i) {
     if (reads[i] == 0) result[i] = static_cast<VariableSet>(~VariableSet{0});
+  }
+  return result;
+}
+
+// How many values are added to an element of each buffer, on average; none of those that each pair has a place for.
+std::vector<double> additions(const score_mod::Graph& derivative, const score_mod::Lengths& lengths,
+                              const std::vector<BufferGradient>& gradients) {
+  const auto dependence = score_mod::dependences(derivative);
+  const double pairs = static_cast<double>(lengths.b * lengths.h) * static_cast<double>(lengths.q * lengths.kv);
+  std::vector<double> result(gradients.size(), 0);
+  for (const auto& c : derivative.contributions()) {
+    VariableSet on = 0;
+    bool diagonal = true;
+    for (const auto index : c.indices) {
+      on |= dependence[index].on();
+      diagonal = diagonal && dependence[index].diagonal();
+    }
+    if ((on & score_mod::kPairSet) == score_mod::kPairSet && !diagonal) continue;
+    const auto buffer = static_cast<size_t>(c.buffer);
+    const auto count = static_cast<double>(std::max<int64_t>(gradients[buffer].count, 1));
+    result[buffer] += pairs * static_cast<double>(derivative.values(derivative.open_axes(c))) / count;
   }
   return result;
 }
@@ -88,12 +111,15 @@ BufferSums<T>::BufferSums(const Host& host, const FlexBackwardCall& call, const 
     : host_(host), sums_(call.needs_buffers.size()) {
   const auto& wanted = call.needs_buffers;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool w) { return w; })) return;
-  const auto agreed = agreeing(*score_mod::cached_derivative(call.of.score_mod.text, wanted), lengths);
+  const auto derivative = score_mod::cached_derivative(call.of.score_mod.text, wanted);
+  const auto agreed = agreeing(*derivative, lengths);
+  const auto added = additions(*derivative, lengths, call.buffers);
   const auto large = [&](size_t i) { return sums_[i].wanted && !sums_[i].small; };
   for (size_t i = 0; i < sums_.size(); ++i) {
     sums_[i].wanted = wanted[i];
     sums_[i].gradient = call.buffers[i];
     sums_[i].small = call.buffers[i].count <= kSmall;
+    sums_[i].in_double = sums_[i].small || (std::is_same_v<T, float> && added[i] >= kCrowded);
   }
   const auto all_allow = [&](LaneCut cut) {
     for (size_t i = 0; i < sums_.size(); ++i) {
@@ -103,7 +129,8 @@ BufferSums<T>::BufferSums(const Host& host, const FlexBackwardCall& call, const 
   };
   // How many lanes may have sums of their own of a buffer.
   const auto lanes_of = [&](size_t i) {
-    return std::max<int64_t>(kSumBytes / (call.buffers[i].count * int64_t{sizeof(T)}), 4);
+    const int64_t bytes = sums_[i].in_double ? int64_t{sizeof(double)} : int64_t{sizeof(T)};
+    return std::max<int64_t>(kSumBytes / (call.buffers[i].count * bytes), 4);
   };
   // The finest cut that all large buffers allow, of those that give every thread some work.
   const int64_t threads = cpu::threads(host);
@@ -133,7 +160,7 @@ void BufferSums<T>::prepare(size_t lanes) {
     if (!s.wanted) continue;
     s.lanes = s.shared ? 1 : static_cast<int64_t>(lanes);
     const int64_t count = s.lanes * s.gradient.count;
-    if (s.small) {
+    if (s.in_double) {
       s.wide = Scratch<double>(count);
       fill_zero(host_, s.wide.data(), count);
       continue;
@@ -152,7 +179,7 @@ std::vector<score_mod::GradientSink<T>> BufferSums<T>::lane_sinks(size_t lane) c
     score_mod::GradientSink<T> sink;
     if (s.wanted) {
       const int64_t at = s.shared ? 0 : static_cast<int64_t>(lane) * s.gradient.count;
-      if (s.small) {
+      if (s.in_double) {
         sink.wide_sum = s.wide.data() + at;
       } else {
         sink.sum = s.sums + at;
@@ -184,7 +211,7 @@ template <class T>
 void BufferSums<T>::finish() {
   for (auto& s : sums_) {
     if (!s.wanted || s.sums == s.gradient.data) continue;
-    if (s.small) {
+    if (s.in_double) {
       add_lanes(s, s.wide.data());
     } else {
       add_lanes(s, s.sums);

@@ -2,7 +2,8 @@
 //
 // A small buffer has a sum in float64 for every lane, added up in the order of the lanes. A large one has a single sum
 // if no two lanes can meet in an element, which what the indices depend on may show, and which the cut of the work into
-// lanes can be chosen for; else a sum for every lane, and as few lanes as keep the memory in bounds.
+// lanes can be chosen for; else a sum for every lane, and as few lanes as keep the memory in bounds. It is in float64
+// too if many pairs meet in each element.
 #pragma once
 
 #include <limits>
@@ -44,7 +45,8 @@ class BufferSums {
   struct Sum {
     BufferGradient gradient;
     bool wanted = false, small = false, shared = false;
-    // [lanes or 1, elements]: small ones double. Or T in the gradient itself.
+    bool in_double = false;
+    // [lanes or 1, elements], of double or T. Or T in the gradient itself.
     int64_t lanes = 1;
     Scratch<double> wide;
     Scratch<T> own;

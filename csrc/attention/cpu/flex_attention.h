@@ -78,7 +78,7 @@ struct FlexProblem {
         key(a.key),
         value(a.value),
         blocks(a.block_mask, !a.mask_mod.text.empty(), queries, keys) {
-    const auto compile = [&](const CapturedMod& mod, std::optional<score_mod::TileProgram<T>>& program) {
+    const auto compile = [&](const CapturedMod& mod, auto& program) {
       if (!mod.text.empty()) {
         program.emplace(*score_mod::cached_graph(mod.text), lengths(), mod.buffers, mod.scalars);
       }
@@ -101,7 +101,7 @@ struct FlexProblem {
   int64_t padded_value() const { return round_up(value_size, kernels.panel); }
   /// Of a query head.
   HeadDropout dropout_of(int64_t b, int64_t h) const;
-  const score_mod::TileProgram<T>* mask() const { return mask_program ? &*mask_program : nullptr; }
+  const score_mod::MaskProgram* mask() const { return mask_program ? &*mask_program : nullptr; }
 
   const Host& host;
   const AttentionKernels<T>& kernels = attention_kernels<T>();
@@ -110,7 +110,8 @@ struct FlexProblem {
   bool all_pairs;  ///< there is no block mask
   HeadView query, key, value;
   BlockMap blocks;
-  std::optional<score_mod::TileProgram<T>> score_program, mask_program;
+  std::optional<score_mod::TileProgram<T>> score_program;
+  std::optional<score_mod::MaskProgram> mask_program;
   std::optional<FlexDropoutRule> dropout;
   uint64_t dropout_seed = 0;
 };

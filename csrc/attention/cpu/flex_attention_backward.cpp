@@ -357,7 +357,7 @@ class Backward<T>::Lane {
   Scratch<T> query_, query_panels_, grad_out_, grad_out_panels_, key_transposed_, key_panels_, value_transposed_,
       grad_key_, grad_value_, score_, probability_, gradient_, max_gradient_, dropout_, kept_;
   Scratch<uint8_t> alive_;
-  TileMasker<T> masker_;
+  TileMasker masker_;
   std::optional<score_mod::TileEvaluator<T>> score_mod_, derivative_;
   std::map<int64_t, Scratch<T>> query_sums_;
 };

@@ -191,7 +191,7 @@ class Worker {
   T *lse_, *max_, *ties_, *lse_low_;
   const std::optional<HeadView> out_low_;
   Scratch<T> query_, key_, value_, score_, sum_of_values_, row_max_, row_sum_, row_ties_, dropout_;
-  TileMasker<T> masker_;
+  TileMasker masker_;
   std::optional<score_mod::TileEvaluator<T>> evaluator_;
 };
 

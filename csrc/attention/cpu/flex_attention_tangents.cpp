@@ -175,7 +175,7 @@ class Worker {
   std::optional<HeadView> query_view_, key_view_, value_view_;  // of the tangents
   Scratch<T> query_, key_, value_, query_tangent_, key_tangent_, value_tangent_, score_, tangent_, sums_, row_max_,
       row_sum_, zeros_, dropout_;
-  TileMasker<T> masker_;
+  TileMasker masker_;
   std::optional<score_mod::TileEvaluator<T>> evaluator_, tangent_evaluator_;
 };
 

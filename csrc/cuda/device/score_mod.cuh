@@ -147,6 +147,10 @@ template <class T>
 __device__ __forceinline__ T shift_right(T a, T b) {
   return a >> (b < 0 || b >= T(8 * sizeof(T)) ? T(8 * sizeof(T) - 1) : b);
 }
+template <class T>
+__device__ __forceinline__ T within(T a, T size) {
+  return a >= 0 && a < size ? a : size;
+}
 
 /// Of -2^22 <= a < 2^22: by an addition to the bits of 1.5 * 2^23, where a float's unit is 1, since conversions are
 /// slow.

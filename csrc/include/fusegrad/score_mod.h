@@ -2,7 +2,7 @@
 //
 //   auto bias = fusegrad::Captured(bias_tensor), offset = fusegrad::Captured(offset_tensor);
 //   auto mod = fusegrad::trace_score_mod([&](auto score, auto b, auto h, auto q_idx, auto kv_idx) {
-//     return where(q_idx >= kv_idx, score + bias[offset[q_idx]], -INFINITY);
+//     return where(q_idx >= kv_idx, score + bias[offset[kv_idx]], -INFINITY);
 //   });
 //
 // The function runs once; what it computes on its arguments is recorded. docs/score_mod.md describes the language.

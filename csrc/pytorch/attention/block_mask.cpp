@@ -59,6 +59,7 @@ std::shared_ptr<const score_mod::Graph> checked_graph(const Tensor& like, std::s
     FUSEGRAD_CHECK_VALUE(buffer.device() == like.device(), kOp, "mask_mod must capture tensors on the mask's device ",
                          like.device(), ", but got one on ", buffer.device());
   }
+  score_mod::check_precision(kOp, "mask_mod", *graph, buffers, !like.is_cuda());
   return graph;
 }
 

@@ -44,6 +44,8 @@ at::ScalarType dtype_of_table(const Tensor& captured) {
       return at::kLong;
     case score_mod::DType::kInt32:
       return at::kInt;
+    case score_mod::DType::kFloat64:
+      return at::kDouble;
     default:
       return at::kFloat;
   }

@@ -109,6 +109,8 @@ ScoreMod check_mod(const char* name, score_mod::Kind kind, std::string_view text
     FUSEGRAD_CHECK_VALUE(buffer.dim() == declared[i].rank, kOp, what, " must have ", declared[i].rank,
                          " dimensions, as the text says, but got ", buffer.dim());
   }
+  score_mod::check_precision(kOp, name, *graph, buffers,
+                             kind == score_mod::Kind::kMaskMod ? !query.is_cuda() : query.scalar_type() == at::kDouble);
   try {
     return {std::string(text), buffers.vec(), score_mod::scalars_of(*graph, floats, ints)};
   } catch (const score_mod::GraphError& error) {

@@ -132,8 +132,8 @@ at::Tensor evaluate_mask(const std::string& graph, at::IntArrayRef sizes, at::Te
   TORCH_CHECK_VALUE(parsed.kind() == Kind::kMaskMod, "evaluate_mask_mod: the graph must be a mask_mod");
   const CapturedTensors captured(buffers, scalars_of(parsed, floats, ints));
   at::Tensor out = at::empty(sizes, at::kBool);
-  const TileProgram<double> program(parsed, lengths_of(s), captured.buffers(), captured.scalars());
-  TileEvaluator<double> evaluator(program, kRows, kCols);
+  const MaskProgram program(parsed, lengths_of(s), captured.buffers(), captured.scalars());
+  MaskEvaluator evaluator(program, kRows, kCols);
   for_each_tile(s, [&](const Tile& tile, int64_t at) {
     const bool ok = evaluator.mask_mod(tile, {reinterpret_cast<uint8_t*>(out.mutable_data_ptr<bool>()) + at, s.n});
     TORCH_CHECK_INDEX(ok, "evaluate_mask_mod: ", evaluator.out_of_range().message());

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "pytorch/ops/check.h"
 #include "score_mod/cache.h"
 
 namespace fusegrad::score_mod {
@@ -31,6 +32,20 @@ std::vector<at::Scalar> scalars_of(const Graph& graph, at::ArrayRef<double> floa
     }
   }
   return scalars;
+}
+
+void check_precision(const char* op, const char* name, const Graph& graph, at::TensorList buffers, bool in_float64) {
+  const auto is_double = [](const at::Tensor& t) { return t.scalar_type() == at::kDouble; };
+  if (in_float64 || std::none_of(buffers.begin(), buffers.end(), is_double)) return;
+  std::vector<DType> dtypes;
+  for (const at::Tensor& t : buffers) dtypes.push_back(dtype_of(t));
+  const int found = needs_float64(graph, dtypes);
+  FUSEGRAD_CHECK_TYPE(found < 0, op, name,
+                      "'s captured tensors must not be float64 where they are compared, added up, "
+                      "rounded to integers or taken as angles, since this ",
+                      name, " computes in float32, but got buffer @", found, " of shape ",
+                      buffers[static_cast<size_t>(found)].sym_sizes(),
+                      ": capture integers (times in milliseconds), or the difference from a common origin as float32");
 }
 
 ScoreMod mod_of(std::string_view text, at::TensorList buffers, at::ArrayRef<double> floats, at::IntArrayRef ints) {

@@ -66,6 +66,10 @@ inline Numbers numbers_of(const ScoreMod& mod) {
 /// bool is neither 0 nor 1.
 std::vector<at::Scalar> scalars_of(const Graph& graph, at::ArrayRef<double> floats, at::IntArrayRef ints);
 
+/// Raises TypeError where a captured float64 tensor would be rounded to float32 and may not be. `in_float64`: whether
+/// the mod is computed in float64 where it captures such a tensor.
+void check_precision(const char* op, const char* name, const Graph& graph, at::TensorList buffers, bool in_float64);
+
 /// A mod as ops take it; an empty text is none.
 ScoreMod mod_of(std::string_view text, at::TensorList buffers, at::ArrayRef<double> floats, at::IntArrayRef ints);
 

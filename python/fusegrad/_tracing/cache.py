@@ -19,12 +19,13 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from .._eager import eager_only
 from .captures import Captures, Guard
 from .code import Untrusted
 from .errors import TraceError, out_of_memory
 from .graph import INT64, Number
 from .lifted import Expression, Lifted, NumberWanted, evaluate
-from .run import Run, name_of, run, run_as_called
+from .run import Run, equal, name_of, run, run_as_called
 from .steps import Steps
 from .tensor import grad_mode
 from .thread_state import restoring
@@ -104,7 +105,7 @@ class Entry:
 
     def __init__(self, captures: Captures, result: Run, lifted: set[int]) -> None:
         self.text = result.text
-        steps = result.trace.steps
+        steps = result.steps
         _, modes, hooks = _ambient()
         if hooks or any(isinstance(mode, TorchFunctionMode) for mode in modes):
             raise Untrusted("modules have global hooks, or a TorchFunctionMode is active")
@@ -191,13 +192,7 @@ def _kind(tensor: Tensor) -> tuple:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether one tensor may stand for the other, values included."""
-    if a is b:
-        return True
-    if _kind(a) != _kind(b) or a.is_meta or type(a) not in (Tensor, Parameter):
-        return False
-    with torch.no_grad():
-        return bool(((a == b) | ((a != a) & (b != b))).all())
+    return a.requires_grad == b.requires_grad and equal(a, b)
 
 
 def _paths(step: _Step) -> set[int]:
@@ -362,23 +357,24 @@ def _trace(function: Callable, kind: str, device: torch.device | None, recorder:
         raise torch.OutOfMemoryError(f"flex_attention: {kind} {name_of(function)}: {error}") from error
 
 
+@eager_only  # the compiler meets it between two graphs, and cannot follow how it leaves transforms
 @restoring
 def _trace_anew(
     function: Callable, kind: str, device: torch.device | None, code: Any, key: tuple, recorder: Any
 ) -> Traced:
     _counts["misses"] += 1
-    captures, untrusted = None, None
+    captures, untrusted = None, ""
     try:
         captures = Captures(function)  # first: what the function changes as it runs is another call's surroundings
     except Untrusted as reason:
-        untrusted = reason
+        untrusted = str(reason)  # the exception itself would hold this frame, and this it: a cycle with all callers
     device = device or _device_of(captures)
     plain = run_as_called(function, kind, device)
     try:
-        if kind == "score_mod" and not plain.trace.differentiable:
+        if kind == "score_mod" and not plain.differentiable:
             raise Untrusted("it is another function, or has no derivative, where gradients are not recorded")
         if captures is None:
-            raise untrusted or Untrusted
+            raise Untrusted(untrusted)
         result, lifted = _with_lifted_numbers(function, kind, device, captures, plain)
         entry = Entry(captures, result, lifted)
         traced: Traced | None = result.text, tuple(result.buffers), tuple(s.value for s in result.scalars)

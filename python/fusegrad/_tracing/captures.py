@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._transforms import differentiated
 from .code import Untrusted, facts_of
 from .copying import Copy
 from .graph import Number
@@ -175,10 +176,10 @@ class Captures:
         tensors = ", ".join(self._tensor_variables())
         lines.append(f"return [{tensors}], [{', '.join(self._number_variables)}]")
         source = "def guard(root):\n    " + "\n    ".join(lines) + "\n"
-        scope = {"c": self._constants, "lookup": _lookup, "missing": _MISSING}
+        scope = {"c": self._constants, "lookup": _lookup, "missing": _MISSING, "differentiated": differentiated}
         # The source consists of what is written in this file: names and values of the user's are in `c`.
         exec(source, scope)
-        return scope["guard"]  # type: ignore[return-value]
+        return scope.pop("guard")  # type: ignore[return-value]  # whose globals must not hold it: a cycle
 
     def _tensor_variables(self) -> list[str]:
         return [self._seen[id(t)][1] for t in self.tensors]
@@ -274,6 +275,8 @@ class Captures:
         self._need(f"type({name}) is {c(type(value))} and {name}.dtype is {c(value.dtype)}")
         self._need(f"{name}.shape == {c(value.shape)} and {name}.stride() == {c(value.stride())}")
         self._need(f"{name}.requires_grad is {value.requires_grad} and {name}.device == {c(value.device)}")
+        if value.is_floating_point():
+            self._need(f"differentiated({name}) is {differentiated(value)}")
         self._places[id(value)] = len(self.tensors)
         self.tensors.append(value)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import higher_order_ops as dynamo
@@ -24,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from .errors import Refused, TraceError
 from .lifted import Expression, Lifted, NumberWanted
-from .run import INPUTS, Run, run, run_as_called
+from .run import INPUTS, Run, run, run_as_called, symbolic_float_of
 from .trees import mapped
 
-__all__ = ["trace_within"]
+__all__ = ["attend_within", "trace_within", "within_transforms"]
 
 
 class _TraceWithin(HigherOrderOperator):
@@ -46,6 +47,20 @@ class _TraceWithin(HigherOrderOperator):
 trace_within = _TraceWithin()
 
 
+@torch._dynamo.allow_in_graph
+def attend_within(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """transforms.attend as one node of the compiler's graph, for which AOTAutograd runs it."""
+    from .._attention_transforms import attend
+
+    return attend(*arguments)
+
+
+@torch._dynamo.assume_constant_result
+def within_transforms() -> bool:
+    """Whether torch.func is at work where the compiler traces: it enters its levels as it goes."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 _Numbers = (torch.SymInt, torch.SymFloat)
 
 
@@ -53,9 +68,11 @@ class _Recorder(fx.Interpreter):
     """Runs Dynamo's graph of a function, notes which node made which tensor, and has its symbolic numbers lifted, but
     for those in `fixed`."""
 
-    def __init__(self, graph: fx.GraphModule, device: torch.device, fixed: dict[fx.Node, int | float]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, kind: str, device: torch.device, fixed: dict[fx.Node, int | float]
+    ) -> None:
         super().__init__(graph)
-        self.device, self.fixed = device, fixed
+        self.kind, self.device, self.fixed = kind, device, fixed
         self.made: dict[int, tuple[Tensor, fx.Node]] = {}
         self.numbers: list[fx.Node] = []
         self.wanted: set[int] = set()
@@ -79,7 +96,7 @@ class _Recorder(fx.Interpreter):
         """A 0-d tensor for a number: the op's scalars would be guards, and another value another compilation."""
         made = self.stand_ins.get(number.expression)
         if made is None:
-            dtype = torch.int64 if isinstance(number.value, int) else torch.float64
+            dtype = torch.int64 if isinstance(number.value, int) else symbolic_float_of(self.kind)
             made = self.stand_ins[number.expression] = torch.empty((), dtype=dtype, device=self.device)
         return made
 
@@ -100,7 +117,7 @@ class _TraceWithinVariable(dynamo.TorchHigherOrderOperatorVariable):
                 explanation=str(error),
                 hints=["Hand in fusegrad.trace_score_mod(function), made outside of the compiled function."],
             )
-        hoist = _Hoist(tx, outer, recorder)
+        hoist = _Hoist(tx, outer, recorder, result.copies)
         return VariableTracker.build(tx, (result.text, [hoist.buffer(b) for b in result.buffers], []))
 
 
@@ -163,7 +180,7 @@ def _trace(graph: fx.GraphModule, kind: str, device: torch.device) -> tuple[Run,
     captured = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"][len(INPUTS[kind]) :]
     fixed: dict[fx.Node, int | float] = {}
     while True:
-        recorder = _Recorder(graph, device, fixed)
+        recorder = _Recorder(graph, kind, device, fixed)
         try:
             call = _bound(recorder, captured)
             return run(call, kind, device, stand_in=recorder.stand_in), recorder
@@ -176,13 +193,17 @@ def _trace(graph: fx.GraphModule, kind: str, device: torch.device) -> tuple[Run,
 class _Hoist:
     """Does in the program what a function computes from captured values alone."""
 
-    def __init__(self, tx: Any, outer: dict[fx.Node, fx.Proxy], recorder: _Recorder) -> None:
+    def __init__(self, tx: Any, outer: dict[fx.Node, fx.Proxy], recorder: _Recorder, copies: dict) -> None:
         self.tx, self.outer, self.recorder = tx, outer, recorder
         self.numbers = {id(t): expression for expression, t in recorder.stand_ins.items()}
+        self.copies = {id(copy): (source, to) for (_, to), (source, copy) in copies.items()}
         self.made: dict[fx.Node, VariableTracker] = {}
 
     def buffer(self, tensor: Tensor) -> VariableTracker:
         expression = self.numbers.get(id(tensor))
+        if expression is None and id(tensor) in self.copies:
+            source, to = self.copies[id(tensor)]
+            return self._emit("call_method", "to", (self.buffer(source).as_proxy(), to), {})
         if expression is None:
             return self.variable(self.recorder.made[id(tensor)][1])
         options = {"dtype": tensor.dtype, "device": self.recorder.device}

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import Refused
+from .errors import Refused, RefusedWrite, unknown
 from .graph import BOOL, INT, Graph
-from .ops import ELEMENTWISE, FOLDS, wrapped
+from .ops import ELEMENTWISE, FOLDS, checked, inside, wrapped
 from .tensor import TracedTensor, terms_of
 from .trace import Trace, category
 from .trees import mapped, tensors_of, words
@@ -37,7 +37,9 @@ _MOVES = words(
     """
 )
 _FILLS = {"zeros_like": 0, "ones_like": 1, "new_zeros": 0, "new_ones": 1, "full_like": None, "new_full": None}
-_NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, False)}
+_RANKED, _BEFORE, _FOLDED = 64, 65, 66
+"""Places of axes that no dimension has."""
+_NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, False), torch.int32: (32, True)}
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -62,15 +64,15 @@ def _mark_viewed(x: Any) -> None:
 
 def _functional(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(name)
-    if handler is not None:
-        if "self" not in {a.name for a in func._schema.arguments} and func._schema.name.startswith("prims::"):
-            raise _unknown(func)
+    if handler is not None and not func._schema.name.startswith("prims::"):
+        _check_all_read(func, _READ[name], args, kwargs)
         return handler(trace, func, args, kwargs)
     if name in ELEMENTWISE:
         return _elementwise(trace, func, ELEMENTWISE[name], args, kwargs)
     if name in _MOVES:
         return _move(trace, func, args, kwargs)
     if name in FOLDS and not func._schema.name.startswith("prims::"):
+        _check_all_read(func, _READ_BY_FOLDS, args, kwargs)
         return _fold(trace, func, name, args, kwargs)
     decomposed = _decomposed(func, args, kwargs)
     if decomposed is not NotImplemented:
@@ -78,13 +80,27 @@ def _functional(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs:
     raise _unknown(func)
 
 
+_WITHOUT_EFFECT = words("device pin_memory non_blocking memory_format stable sorted")
+"""Arguments that say nothing of the elements: where they lie, and an order that they have anyway."""
+
+
+def _check_all_read(func: Any, read: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """An argument that is not read must be as if it were left out."""
+    for argument in func._schema.arguments:
+        if argument.name in read or argument.name in _WITHOUT_EFFECT:
+            continue
+        value = _bound(func, args, kwargs)[argument.name]
+        if value is None or (argument.name == "layout" and value == torch.strided):
+            continue
+        if not argument.has_default_value() or value != argument.default_value:
+            name = func._schema.name.removeprefix("aten::")
+            raise Refused(f"{argument.name}={value} of {name}, which score_mods do not have", "leave it out")
+
+
 def _unknown(func: Any) -> Refused:
     name = func._schema.name.removeprefix("aten::")
     name = f"{name}.{func._overloadname}" if func._overloadname not in ("default", "Tensor") else name
-    return Refused(
-        f"the operation {name}, which score_mods do not have",
-        "write it with the functions that docs/score_mod.md lists",
-    )
+    return unknown(name)
 
 
 def _decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -198,6 +214,9 @@ def _elementwise(trace: Trace, func: Any, emit: Callable[..., int], args: Sequen
 
 
 def _move(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if func in (torch.ops.aten.view.dtype, torch.ops.aten.repeat_interleave.Tensor):
+        raise _unknown(func)  # it does more than move elements
+    mapped((args[1:], kwargs), _no_tensor)
     out = _on_ones(func, args, kwargs)
     given = [x for x in args[:1] if isinstance(x, TracedTensor)]
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
@@ -221,7 +240,7 @@ def _move_axes(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, A
             parts = [torch.ops.aten.unsqueeze(x, dim) for x in parts]
         return _joined(trace, [x for x in parts if x.shape != (0,)], dim, out)
     tensor, *rest = args
-    places = [func(place, *mapped(rest, _no_tensor), **kwargs) for place in coordinates(tensor.shape)]
+    places = [func(place, *rest, **kwargs) for place in coordinates(tensor.shape)]
     if isinstance(out, Tensor):
         return _moved(trace, tensor, places, out)
     return [_moved(trace, tensor, [of_dim[i] for of_dim in places], meta) for i, meta in enumerate(out)]
@@ -280,9 +299,9 @@ def _in_place(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: d
     target = args[0] if args else None
     base = name[:-1]
     if not (isinstance(target, TracedTensor) and name.endswith("_") and hasattr(torch.ops.aten, base)):
-        raise Refused("a write into a captured tensor", "compute a new value, such as a + b for a += b")
+        raise RefusedWrite("a write into a captured tensor", "compute a new value, such as a + b for a += b")
     if target.viewed:
-        raise Refused("a write into a value that has views", "compute a new value, such as a + b for a += b")
+        raise RefusedWrite("a write into a value that has views", "compute a new value, such as a + b for a += b")
     if name == "copy_":
         value = torch.ops.aten._to_copy(args[1], dtype=target.dtype)
         value = torch.ops.aten.expand(value, list(target.shape))
@@ -292,7 +311,7 @@ def _in_place(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: d
         overload = getattr(getattr(torch.ops.aten, base), func._overloadname)
         value = overload(*args, **kwargs)
     if value.shape != target.shape or category(value.dtype) > category(target.dtype):
-        raise Refused(
+        raise RefusedWrite(
             f"an in-place operation whose result is {value!r}, not {target!r}", "compute a new value: a = a + b"
         )
     target.assign(_result(trace, value.packed, target.dtype, shape=target.shape))
@@ -306,8 +325,13 @@ def _to_copy(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     dtype = kwargs.get("dtype") or args[0].dtype
     if dtype.is_complex:
         raise Refused(f"a cast to {dtype}", "scores are real")
-    narrower = dtype in _NARROW and args[0].dtype != torch.bool
-    return _result(trace, args[0].packed, dtype, narrower, args[0].shape)
+    g, source = trace.graph, args[0].dtype
+    fits = not source.is_floating_point and (source == torch.bool or source.itemsize < dtype.itemsize)
+    if dtype not in _NARROW or fits or (dtype == torch.int32 and source.is_floating_point):
+        packed = args[0].packed if dtype != torch.float64 else _each(args[0].packed, trace.in_float64)
+        return _result(trace, packed, dtype, shape=args[0].shape)
+    narrowed = _each(args[0].packed, lambda t: wrapped(g, g.cast(t, INT), *_NARROW[dtype], from_wider=source != dtype))
+    return _result(trace, narrowed, dtype, shape=args[0].shape)
 
 
 def _fill(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
@@ -337,14 +361,21 @@ def _integers(trace: Trace, x: Tensor) -> TracedTensor:
     return _traced(trace, x)
 
 
+def _counted(trace: Trace, x: Tensor, size: int) -> TracedTensor:
+    """An index that does not count from the end where it is negative."""
+    index = _integers(trace, x)
+    places = _each(index.packed, lambda t: checked(trace.graph, trace.graph.cast(t, INT), size))
+    return trace.wrap(places, torch.int64, index.shape)
+
+
 def _traced(trace: Trace, x: Tensor) -> TracedTensor:
     return x if isinstance(x, TracedTensor) else trace.constants(x)
 
 
 def _index_select(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
-    tensor, dim, index = _traced(trace, args[0]), args[1], _integers(trace, args[2])
+    tensor, dim = _traced(trace, args[0]), args[1]
     items: list[Any] = [slice(None)] * tensor.dim()
-    items[dim] = torch.ops.aten.reshape(index, [-1])
+    items[dim] = torch.ops.aten.reshape(_counted(trace, args[2], tensor.shape[dim]), [-1])
     return trace.index_by_terms(tensor, items)
 
 
@@ -353,7 +384,9 @@ def _take(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     g = trace.graph
     items: list[Any] = []
     index = _integers(trace, index)
-    rest = _each(index.packed, lambda t: g.apply("mod", t, g.constant(max(tensor.numel(), 1))))
+    if tensor.dim() == 1:
+        return trace.index_by_terms(tensor, [index])
+    rest = _each(index.packed, lambda t: inside(g, t, tensor.numel()))
     for size in reversed(tensor.shape):
         place = _each(rest, lambda t, n=size: g.apply("mod", t, g.constant(n)))  # type: ignore[misc]
         items.insert(0, trace.wrap(place, torch.int64, index.shape))
@@ -362,10 +395,11 @@ def _take(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _gather(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
-    tensor, dim, index = _traced(trace, args[0]), args[1], _integers(trace, args[2])
+    tensor, dim = _traced(trace, args[0]), args[1]
     if tensor.dim() == 0:
         return tensor
     dim %= tensor.dim()
+    index = _counted(trace, args[2], tensor.shape[dim])
     items: list[Any] = []
     for d in range(tensor.dim()):
         if d == dim:
@@ -381,7 +415,15 @@ def _gather(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _embedding(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
-    return trace.index_by_terms(_traced(trace, args[0]), [_integers(trace, args[1]), slice(None)])
+    aten = torch.ops.aten
+    bound = _bound(func, args, kwargs)
+    weight = _traced(trace, bound["weight"])
+    indices = _counted(trace, bound["indices"], weight.shape[0])
+    rows = trace.index_by_terms(weight, [indices, slice(None)])
+    if bound["padding_idx"] < 0 or not trace.is_active(rows):
+        return rows
+    padding = aten.unsqueeze(aten.eq(indices, bound["padding_idx"]), -1)
+    return aten.where(padding, aten.detach(rows), rows)
 
 
 def _local_scalar(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -419,9 +461,15 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
         elif name in ("sum", "prod"):
             row = [g.cast(t, max(INT, g.type(t))) for t in row]
         total = row[0] if row else g.constant(empty[name])
+        if name in ("amax", "amin") and len(row) + len(axes) > 2 and any(map(g.active, row)):
+            # In several steps, equals would not share the gradient evenly.
+            axis, total = _along_one_axis(g, row, axes, [shape[d] for d in axes_of(packed, shape) if d in dims])
+            row, axes_of_row = row[:1], [axis]
+        else:
+            axes_of_row = axes
         for term in row[1:]:
             total = FOLDS[name](g, total, term)
-        for axis in axes:
+        for axis in axes_of_row:
             total = g.reduce(_ALONG[name], axis, total)
         if name == "mean" and row:
             total = g.apply("div", total, g.constant(float(count)))
@@ -431,6 +479,25 @@ def _fold(trace: Trace, func: Any, name: str, args: Sequence[Any], kwargs: dict[
     else:
         terms = _at_new_places(g, terms, [shape[d] for d in kept], left, [len(shape) - 1 - d for d in kept])
     return _result(trace, terms_of(terms, left), out.dtype, True, out.shape)
+
+
+def _element(g: Graph, row: Sequence[int], place: int, step: int = 1) -> int:
+    """The term of a row at a place, each for so many places."""
+    chosen = row[0]
+    for i, term in enumerate(row[1:], 1):
+        chosen = g.apply("where", g.apply("ge", place, g.constant(i * step)), term, chosen)
+    return chosen
+
+
+def _along_one_axis(g: Graph, row: Sequence[int], axes: Sequence[int], extents: Sequence[int]) -> tuple[int, int]:
+    """An axis for all elements of a row of terms with axes of these extents, and the element there."""
+    size = math.prod(extents)
+    axis = g.axis(len(row) * size, _FOLDED)
+    images, rest = {}, axis
+    for own, extent in zip(reversed(axes), reversed(extents), strict=True):
+        images[own] = g.apply("mod", rest, g.constant(extent))
+        rest = g.apply("floor_div", rest, g.constant(extent))
+    return axis, _element(g, [g.substitute(term, images) for term in row], axis, size)
 
 
 _ALONG = {
@@ -584,14 +651,67 @@ def _variance(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, An
     count = math.prod(tensor.shape[d] for d in dims)
     value = aten.div(squares, max(float(count - correction), 0.0))
     if name.startswith("std"):
-        value = aten.sqrt(value)
+        value = _root(value, 2)
     return (value, mean if keepdim else aten.mean(tensor, dims)) if name.endswith("_mean") else value
+
+
+def _root(x: TracedTensor, p: float) -> TracedTensor:
+    """The root of what is not negative; at 0 its gradient is 0. Of both branches there, so that a derivative which
+    computes what it then leaves out makes no NaN of it either."""
+    aten = torch.ops.aten
+    zero = aten.eq(x, 0)
+    rest = aten.where(zero, aten.ones_like(x), x)
+    root = aten.sqrt(rest) if p == 2 else aten.pow(rest, 1 / p)
+    return aten.where(zero, aten.full_like(x, 0.0 if p > 0 else math.inf), root)
+
+
+def _norm(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
+    """norm and vector_norm; at 0 the gradient is 0."""
+    aten = torch.ops.aten
+    bound = _bound(func, args, kwargs)
+    out = _on_ones(func, args, kwargs)
+    p = bound["ord"] if "ord" in bound else bound["p"]
+    p = 2.0 if p is None else float(p)
+    tensor, dims, keepdim = _traced(trace, bound["self"]), bound.get("dim"), bool(bound.get("keepdim", False))
+    dims = list(range(tensor.dim())) if dims is None or dims == [] else [dims] if isinstance(dims, int) else list(dims)
+    if bound.get("dtype") is not None:
+        tensor = aten._to_copy(tensor, dtype=bound["dtype"])
+    if p == 2:
+        result = _root(aten.sum(aten.square(tensor), dims, keepdim), p)
+    elif p == 0:
+        result = aten.sum(aten._to_copy(aten.ne(tensor, 0), dtype=out.dtype), dims, keepdim)
+    elif p == 1:
+        result = aten.sum(aten.abs(tensor), dims, keepdim)
+    elif math.isinf(p):
+        result = (aten.amax if p > 0 else aten.amin)(aten.abs(tensor), dims, keepdim)
+    else:
+        size = aten.abs(tensor)
+        if p < 2:  # the power has no derivative at 0, or no second one
+            zero = aten.eq(size, 0)
+            power = aten.pow(aten.where(zero, aten.ones_like(size), size), p)
+            power = aten.where(zero, aten.full_like(size, 0.0 if p > 0 else math.inf), power)
+        else:
+            power = aten.pow(size, p)
+        result = _root(aten.sum(power, dims, keepdim), p)
+    return _result(trace, result.packed, out.dtype, shape=result.shape)
+
+
+def _distance(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
+    aten = torch.ops.aten
+    bound = _bound(func, args, kwargs)
+    return aten.linalg_vector_norm(aten.sub(bound["self"], bound["other"]), bound["p"])
+
+
+def _distances(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
+    """cdist: of each row from each row. However they are computed, they are norms."""
+    aten = torch.ops.aten
+    bound = _bound(func, args, kwargs)
+    differences = aten.sub(aten.unsqueeze(bound["x1"], -2), aten.unsqueeze(bound["x2"], -3))
+    return aten.linalg_vector_norm(differences, bound.get("p", 2.0), [-1])
 
 
 _MAX_SORTED = 16
 """Vectors of so many elements are sorted one by one, in n² / 2 comparisons; longer ones by rank."""
-_RANKED, _BEFORE = 64, 65
-"""Places of axes that no dimension has."""
 
 
 def _sorted(trace: Trace, tensor: TracedTensor, dim: int, descending: bool, name: str) -> tuple[Tensor, Tensor]:
@@ -637,10 +757,7 @@ def _by_rank(trace: Trace, tensor: TracedTensor, dim: int, descending: bool, nam
         def element(place: int, row: list[int] = row) -> int:
             if len(row) == 1:
                 return g.substitute(row[0], {axis_of(g, tensor.shape, dim): place})
-            chosen = row[0]
-            for i, term in enumerate(row[1:], 1):
-                chosen = g.apply("where", g.apply("ge", place, g.constant(i)), term, chosen)
-            return chosen
+            return _element(g, row, place)
 
         x, y = element(at), element(other)
         nan, other_nan = g.apply("ne", x, x), g.apply("ne", y, y)
@@ -676,9 +793,8 @@ def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     tensor = _traced(trace, bound["self"])
     out = _on_ones(func, args, kwargs)
     if name == "median" and "dim" not in bound:
-        tensor, dim = torch.ops.aten.reshape(tensor, [-1]), 0
-    else:
-        dim = bound.get("dim", -1)
+        return _median(tensor)
+    dim = bound.get("dim", -1)
     descending = bool(bound.get("descending", False)) or (name == "topk" and bound["largest"])
     size = tensor.shape[dim] if tensor.dim() else 1
     if size > _MAX_SORTED:
@@ -688,7 +804,7 @@ def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
             ranked = tuple(torch.ops.aten.squeeze(x, dim) for x in ranked)
         return ranked[1] if name == "argsort" else ranked[0] if isinstance(out, Tensor) else ranked
     values, places = _sorted(trace, tensor, dim, descending, name)
-    if name in ("median", "kthvalue", "nanmedian"):
+    if name in ("median", "kthvalue"):
         size = values.shape[-1]
         k = (size - 1) // 2 if name == "median" else bound["k"] - 1
         g = trace.graph
@@ -700,8 +816,6 @@ def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
                 value, place = g.apply("where", nan, row[-1], value), g.apply("where", nan, at[-1], place)
             picked.append((value, place))
         values, places = (terms_of([x[i] for x in picked], values.shape[:-1]).unsqueeze(-1) for i in (0, 1))
-        if isinstance(out, Tensor):
-            return _result(trace, values.reshape(out.shape), out.dtype)
         values, places = (x.movedim(-1, dim) if bound["keepdim"] else x.squeeze(-1) for x in (values, places))
     else:
         if name == "topk":
@@ -712,6 +826,17 @@ def _ordered(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     return _result(trace, values.reshape(out[0].shape), out[0].dtype), _result(
         trace, places.reshape(out[1].shape), torch.int64
     )
+
+
+def _median(tensor: TracedTensor) -> TracedTensor:
+    """Of all elements: those that are equal to it share the gradient evenly."""
+    aten = torch.ops.aten
+    flat = aten.reshape(tensor, [-1])
+    value = aten.detach(aten.median(flat, 0)[0])
+    if not tensor.dtype.is_floating_point:
+        return value
+    equal = aten.amax(aten.where(aten.eq(flat, value), flat, aten.full_like(flat, -math.inf)))
+    return aten.where(aten.ne(value, value), value, equal)
 
 
 def _bucketize(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
@@ -739,21 +864,40 @@ def _count_nonzero(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[st
     return torch.ops.aten.sum(torch.ops.aten.ne(bound["self"], 0), dims)
 
 
-_HANDLERS: dict[str, Handler] = {
-    "_to_copy": _to_copy,
-    "_local_scalar_dense": _local_scalar,
-    "index": _index,
-    "index_select": _index_select,
-    "take": _take,
-    "gather": _gather,
-    "embedding": _embedding,
-    **dict.fromkeys(("cumsum", "cumprod"), _cumsum),
-    **dict.fromkeys(("sort", "argsort", "topk", "median", "kthvalue"), _ordered),
-    **dict.fromkeys(("bucketize", "searchsorted"), _bucketize),
-    "count_nonzero": _count_nonzero,
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), _variance),
-    **dict.fromkeys(("max", "min", "argmax", "argmin"), _extreme),
-    **dict.fromkeys(_FILLS, _fill),
-    **dict.fromkeys(("empty_like", "new_empty", "new_empty_strided"), _empty),
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot"), _matrix_product),
-}
+_TABLE: tuple[tuple[str, Handler, str], ...] = (
+    ("_to_copy", _to_copy, "self dtype"),
+    ("_local_scalar_dense", _local_scalar, "self"),
+    ("index", _index, "self indices"),
+    ("index_select", _index_select, "self dim index"),
+    ("take", _take, "self index"),
+    ("gather", _gather, "self dim index"),
+    ("embedding", _embedding, "weight indices padding_idx"),
+    ("cumsum cumprod", _cumsum, "self dim dtype"),
+    ("sort argsort", _ordered, "self dim descending"),
+    ("topk", _ordered, "self k dim largest"),
+    ("kthvalue", _ordered, "self k dim keepdim"),
+    ("median", _ordered, "self dim keepdim"),
+    ("bucketize", _bucketize, "self boundaries out_int32 right"),
+    ("searchsorted", _bucketize, "sorted_sequence self out_int32 right side"),
+    ("count_nonzero", _count_nonzero, "self dim"),
+    ("var std var_mean std_mean", _variance, "self dim correction unbiased keepdim"),
+    ("norm linalg_vector_norm", _norm, "self p ord dim keepdim dtype"),
+    ("dist", _distance, "self other p"),
+    ("_cdist_forward _euclidean_dist", _distances, "x1 x2 p compute_mode"),
+    ("max min argmax argmin", _extreme, "self dim keepdim"),
+    ("zeros_like ones_like", _fill, "self dtype"),
+    ("new_zeros new_ones", _fill, "self size dtype"),
+    ("full_like", _fill, "self fill_value dtype"),
+    ("new_full", _fill, "self size fill_value dtype"),
+    ("empty_like", _empty, "self dtype"),
+    ("new_empty", _empty, "self size dtype"),
+    ("new_empty_strided", _empty, "self size stride dtype"),
+    ("mm bmm", _matrix_product, "self mat2 out_dtype"),
+    ("mv", _matrix_product, "self vec"),
+    ("dot", _matrix_product, "self tensor"),
+    ("vdot", _matrix_product, "self other"),
+)
+"""Operations, what they become, and the arguments that are read: others raise where they are given."""
+_HANDLERS: dict[str, Handler] = {name: handler for names, handler, _ in _TABLE for name in names.split()}
+_READ = {name: words(read) for names, _, read in _TABLE for name in names.split()}
+_READ_BY_FOLDS = words("self dim keepdim dtype")

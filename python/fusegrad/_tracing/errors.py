@@ -11,7 +11,7 @@ from types import CodeType, TracebackType
 
 import torch
 
-__all__ = ["Refused", "TraceError", "located", "out_of_memory", "within"]
+__all__ = ["Refused", "RefusedWrite", "TraceError", "located", "out_of_memory", "unknown", "within"]
 
 
 class TraceError(ValueError):
@@ -24,6 +24,18 @@ class Refused(Exception):
 
     def __init__(self, what: str, instead: str) -> None:
         super().__init__(f"{what}; {instead}")
+        self.what, self.instead = what, instead
+
+
+class RefusedWrite(Refused):
+    """A write, maybe not the function's own but one within PyTorch's operation that it called."""
+
+
+def unknown(name: str) -> Refused:
+    return Refused(
+        f"the operation {name}, which score_mods do not have",
+        "write it with the functions that docs/score_mod.md lists",
+    )
 
 
 @contextlib.contextmanager

@@ -39,8 +39,11 @@ class _Applied:
     """Terms, of the shape of each output."""
     inputs: list[tuple[int, Tensor]]
     """The place and the terms of each argument that wants a gradient."""
+    within: _Applied | None
+    """The application whose backward applied it."""
     values: dict[int, Tensor] = field(default_factory=dict)
     """The terms of outputs that are used."""
+    pulled: bool = False
 
 
 class Functions:
@@ -51,7 +54,10 @@ class Functions:
         self.made: list[TracedTensor] = []
         """All of the trace: an argument, or a result that nothing has used yet, is found by its node."""
         self._applied: dict[int, _Applied] = {}
-        self._pulling = False
+        self._pulled: _Applied | None = None
+
+    def close(self) -> None:
+        self.made, self._applied = [], {}
 
     def offered(self, tree: Any) -> Any:
         """The results for the traced function: those that require grad say so, from here on."""
@@ -63,7 +69,11 @@ class Functions:
     def adopt(self, tree: Any) -> None:
         """Notes by which Functions the traced tensors were made."""
         for x in tensors_of(tree):
-            if isinstance(x, TracedTensor) and not x.adopted and x.grad_fn is not None and not self._pulling:
+            if not isinstance(x, TracedTensor):
+                continue
+            if x.trace is not self.trace:
+                raise Refused("a value of another score_mod or mask_mod", "compute within one function")
+            if not x.adopted and x.grad_fn is not None:
                 self._adopt(x)
 
     def adopt_all(self) -> None:
@@ -71,12 +81,21 @@ class Functions:
         self.adopt(list(self.made))
 
     def _adopt(self, x: TracedTensor) -> None:
-        applied = self._of(x.grad_fn)
         g = self.trace.graph
-        upstreams, place = applied.upstreams[x.output_nr], x.output_nr
+        node, place = x.grad_fn, x.output_nr
+        if self._pulled is not None and id(node) not in self._applied:
+            inputs = self._inputs_of(node)
+            images = {t: t for _, of_input in inputs for t in of_input.reshape(-1).tolist()}
+            value = x.terms.reshape(-1).tolist()
+            if self._pulled.within is not None or any(map(g.on_upstream, value)) or not _is_function(node):
+                # The language has no derivative of one's own by an upstream gradient: it is that of what was computed.
+                x._terms = terms_of([g.stripped(t, images) for t in value], x.shape)
+                x.read, x.adopted = None, True
+                return
+        applied = self._of(node)
         if place not in applied.values:
-            terms = zip(upstreams.reshape(-1).tolist(), x.terms.reshape(-1).tolist(), strict=True)
-            applied.values[place] = terms_of([g.custom(u, t, applied.backward) for u, t in terms], x.shape)
+            columns = zip(applied.upstreams[place].reshape(-1).tolist(), x.terms.reshape(-1).tolist(), strict=True)
+            applied.values[place] = terms_of([g.custom(u, t, applied.backward) for u, t in columns], x.shape)
         x._terms, x.read, x.adopted = applied.values[place], None, True
 
     def _of(self, node: Any) -> _Applied:
@@ -85,7 +104,7 @@ class Functions:
         return self._applied[id(node)]
 
     def _new(self, node: Any) -> _Applied:
-        if not isinstance(node, BackwardCFunction):
+        if not _is_function(node):
             raise Refused(
                 f"an operation whose derivative is {node.name()}", "register a backward, or write an autograd.Function"
             )
@@ -97,10 +116,26 @@ class Functions:
             g = self.trace.graph
             shapes = [tuple(meta.shape) for meta in node._input_metadata]
             upstreams = [terms_of([g.upstream() for _ in range(torch.Size(s).numel())], s) for s in shapes]
-            edges = [edge for edge in node.next_functions if edge[0] is not None]
-            places = [i for i, needed in enumerate(node.needs_input_grad) if needed]
-            inputs = [(i, self._terms_at(*edge)) for i, edge in zip(places, edges, strict=True)]
-        return _Applied(node, name, g.backward(), upstreams, inputs)
+            inputs = self._inputs_of(node)
+        return _Applied(node, name, g.backward(), upstreams, inputs, self._pulled)
+
+    def _inputs_of(self, node: Any) -> list[tuple[int, Tensor]]:
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        needed = getattr(node, "needs_input_grad", [True] * len(edges))  # which a node of C++ does not have
+        places = [i for i, need in enumerate(needed) if need]
+        return [(i, self._without_own(self._terms_at(*edge))) for i, edge in zip(places, edges, strict=True)]
+
+    def _without_own(self, terms: Tensor) -> Tensor:
+        """Within a backward its own results are values alone: they must not depend on it."""
+        own: dict[int, int] = {}
+        applied = self._pulled
+        while applied is not None:
+            for of_output in applied.values.values():
+                own.update((t, self.trace.graph.value_of(t)) for t in of_output.reshape(-1).tolist())
+            applied = applied.within
+        if not own:
+            return terms
+        return terms_of([self.trace.graph.replaced(t, own) for t in terms.reshape(-1).tolist()], terms.shape)
 
     def _terms_at(self, node: Any, place: int) -> Tensor:
         """The argument to which the edge of a node leads."""
@@ -119,17 +154,23 @@ class Functions:
         return variable.terms
 
     def pull_back(self) -> None:
-        """Runs the backwards of all Functions that were applied."""
-        self._pulling = True
-        for applied in self._applied.values():
-            if applied.values:
+        """Runs the backwards of all Functions that were applied, those included that backwards apply."""
+        while pending := [a for a in self._applied.values() if a.values and not a.pulled]:
+            for applied in pending:
+                self._pulled, applied.pulled = applied, True
                 with within(f"the backward of {applied.name}"):
                     self._pull_back(applied)
+        self._pulled = None
 
     def _pull_back(self, applied: _Applied) -> None:
         metadata = applied.node._input_metadata
         grads = [self.trace.wrap(u, m.dtype) for u, m in zip(applied.upstreams, metadata, strict=True)]
-        with grad_mode(False), self.trace.active():
+        # As under create_graph=True: what a backward itself detaches is detached.
+        once = _is_once_differentiable(applied.node._forward_cls.backward)
+        if not once:
+            with apart():
+                self.offered(grads)
+        with grad_mode(True), self.trace.active():
             out = applied.node.apply(*grads)
         given = out if isinstance(out, (tuple, list)) else (out,)
         wanted = len(applied.node.needs_input_grad)
@@ -141,7 +182,10 @@ class Functions:
         with apart():
             for i, terms in applied.inputs:
                 if given[i] is not None:
-                    gradient = self._gradient(given[i], terms.shape)
+                    gradient = self._without_own(self._gradient(given[i], terms.shape))
+                    if once:  # which PyTorch does not differentiate at all; it runs without gradients
+                        found = [self.trace.graph.stripped(t, {}) for t in gradient.reshape(-1).tolist()]
+                        gradient = terms_of(found, gradient.shape)
                     for pair in zip(terms.reshape(-1).tolist(), gradient.reshape(-1).tolist(), strict=True):
                         self.trace.graph.add_pair(applied.backward, *pair)
 
@@ -150,10 +194,21 @@ class Functions:
             raise Refused(f"it returned a gradient of type {type(x).__name__}", "return tensors, or None")
         if not isinstance(x, TracedTensor):
             x = self.trace.captured(x)
+        self.adopt(x)
         if x.shape != tuple(shape):
             with grad_mode(False):
                 x = x.sum_to_size(shape)  # as PyTorch's autograd does
         return x.terms
+
+
+def _is_function(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction)
+
+
+def _is_once_differentiable(backward: Any) -> bool:
+    """Whether a backward is decorated by once_differentiable."""
+    code = getattr(backward, "__code__", None)
+    return code is not None and code.co_qualname == "once_differentiable.<locals>.wrapper"
 
 
 def _name_of(function: type) -> str:

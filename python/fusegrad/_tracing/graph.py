@@ -63,6 +63,7 @@ class Graph:
         self._types: list[int] = []
         self._active: list[bool] = []
         self._on_score: list[bool] = []
+        self._on_upstream: list[bool] = []
         self._known: dict[tuple, int] = {}
         self._pairs: list[list[int]] = []  # of each backward
         self._stripped: dict[int, int] = {}
@@ -82,6 +83,9 @@ class Graph:
             self._on_score.append(node[0] == "input" and node[1] == "score")
             if active:
                 self._on_score[-1] = self._on_score[-1] or any(self._on_score[x] for x in self._operands(term))
+            apart = node[0] in ("custom", "backward")
+            on_upstream = node[0] == "upstream" or any(self._on_upstream[x] for x in self._operands(term))
+            self._on_upstream.append(on_upstream and not apart)
             open_: frozenset[int] = frozenset([term]) if node[0] == "axis" else _NONE
             for x in self._operands(term):
                 open_ = open_ | self._open[x] if self._open[x] else open_
@@ -98,6 +102,10 @@ class Graph:
     def on_score(self, term: int) -> bool:
         """Whether a gradient flows through the term to the score."""
         return self._on_score[term]
+
+    def on_upstream(self, term: int) -> bool:
+        """Whether it is computed from the gradient that a backward gets."""
+        return self._on_upstream[term]
 
     def input(self, name: str) -> int:
         return self._insert(("input", name), FLOAT if name == "score" else INT, name == "score")
@@ -129,7 +137,7 @@ class Graph:
     def upstream(self) -> int:
         """A new one: the gradient by the result of the custom that gets it."""
         self.upstreams += 1
-        return self._insert(("upstream", self.upstreams - 1), FLOAT)
+        return self._insert(("upstream", self.upstreams - 1), FLOAT, True)
 
     def backward(self) -> int:
         """A new one, without pairs."""
@@ -139,29 +147,39 @@ class Graph:
     def add_pair(self, backward: int, x: int, gradient: int) -> None:
         if self._open[x] or self._open[gradient]:
             raise Refused(*_OWN_OVER_AXES)
-        self._pairs[self._nodes[backward][1]] += [x, self.stripped(self.cast(gradient, FLOAT))]
+        self._pairs[self._nodes[backward][1]] += [x, self.cast(gradient, FLOAT)]
 
     def custom(self, upstream: int, value: int, backward: int) -> int:
-        value = self.stripped(self.cast(value, FLOAT))
+        value = self.stripped(self.cast(value, FLOAT), self._stripped)
         return self._insert(("custom", self._nodes[upstream][1], value, backward), FLOAT, True)
 
-    def stripped(self, term: int) -> int:
-        """The value alone: of derivatives, and of detachments, there is nothing left."""
-        for x in [] if term in self._stripped else self._reachable(term, self._stripped):
+    def value_of(self, custom: int) -> int:
+        return self._nodes[custom][2]
+
+    def stripped(self, term: int, images: dict[int, int]) -> int:
+        """The value alone, without derivatives of its own and detachments, but for the terms that have an image; the
+        others get theirs."""
+        return self._rebuilt(term, images, True)
+
+    def replaced(self, term: int, images: dict[int, int]) -> int:
+        """The term with others in place of some."""
+        return self._rebuilt(term, dict(images), False)
+
+    def _rebuilt(self, term: int, images: dict[int, int], strip: bool) -> int:
+        for x in [] if term in images else self._reachable(term, images):
             node = self._nodes[x]
-            if node[0] in ("custom", "detach"):
-                self._stripped[x] = self._stripped[node[2 if node[0] == "custom" else 1]]
+            if strip and node[0] in ("custom", "detach"):
+                images[x] = images[node[2 if node[0] == "custom" else 1]]
             elif node[0] == "load":
-                indices = [self._stripped[i] for i in node[2:]]
-                self._stripped[x] = self.load(node[1], self._types[x], indices, self._active[x])
+                indices = [images[i] for i in node[2:]]
+                images[x] = self.load(node[1], self._types[x], indices, self._active[x])
             elif node[0] in _REDUCTIONS:
-                reduced = (node[0], node[1], self._stripped[node[2]])
-                self._stripped[x] = self._insert(reduced, self._types[x], self._active[x])
-            elif node[0] == "backward" or not self._operands(x):
-                self._stripped[x] = x
+                images[x] = self._insert((node[0], node[1], images[node[2]]), self._types[x], self._active[x])
+            elif node[0] in ("custom", "backward") or not self._operands(x):
+                images[x] = x
             else:
-                self._stripped[x] = self.apply(node[0], *(self._stripped[i] for i in node[1:]))
-        return self._stripped[term]
+                images[x] = self.apply(node[0], *(images[i] for i in node[1:]))
+        return images[term]
 
     def axis(self, extent: int, place: int) -> int:
         """A variable from 0 to `extent`, without that; the same for the same place."""
@@ -200,10 +218,19 @@ class Graph:
     def cast(self, term: int, type_: int) -> int:
         return term if self._types[term] == type_ else self.apply(_CASTS[type_], term)
 
+    def node(self, term: int) -> tuple:
+        """Its operation and what that is of, mostly terms."""
+        return self._nodes[term]
+
     def value(self, term: int) -> Number | None:
         """The number, if the term is a constant."""
         node = self._nodes[term]
         return node[2] if node[0] == "constant" else None
+
+    def read_of(self, term: int) -> tuple[int, tuple[int, ...]] | None:
+        """The buffer and the indices, if the term is a read."""
+        node = self._nodes[term]
+        return (node[1], node[2:]) if node[0] == "load" else None
 
     def _reachable(self, result: int, known: Container[int] = ()) -> list[int]:
         """Operands first; nothing below what is `known`."""

@@ -45,14 +45,7 @@ class Lifted:
         self.value, self.expression, self.wanted = value, expression, wanted
 
     def paths(self) -> set[int]:
-        def walk(expression: Expression) -> set[int]:
-            if expression[0] == "path":
-                return {expression[1]}
-            if expression[0] == "number":
-                return set()
-            return set().union(*(walk(x) for x in expression[1:]))
-
-        return walk(self.expression)
+        return _paths(self.expression)
 
     def give_up(self) -> NumberWanted:
         self.wanted |= self.paths()
@@ -66,6 +59,14 @@ class Lifted:
             if isinstance(x, Lifted):
                 raise x.give_up()
         return NotImplemented
+
+
+def _paths(expression: Expression) -> set[int]:
+    if expression[0] == "path":
+        return {expression[1]}
+    if expression[0] == "number":
+        return set()
+    return set().union(*map(_paths, expression[1:]))
 
 
 def _expression(x: Number | Lifted) -> Expression:

@@ -14,14 +14,16 @@ from torch.nn import Parameter
 
 from fusegrad._C import score_mod as language
 
+from .._transforms import outside_transforms, unwrapped
 from .errors import Refused, TraceError, located, out_of_memory
 from .graph import BOOL, FLOAT, Number
 from .lifted import Lifted
+from .steps import Steps
 from .tensor import TracedTensor, apart, grad_mode
 from .thread_state import restoring
 from .trace import Trace, category
 
-__all__ = ["INPUTS", "Run", "name_of", "run", "run_as_called"]
+__all__ = ["INPUTS", "Run", "equal", "name_of", "run", "run_as_called", "symbolic_float_of"]
 
 log = logging.getLogger("fusegrad")
 
@@ -39,7 +41,11 @@ class Run:
     """The same with the scalars as the numbers that they are now."""
     buffers: list[Tensor]
     scalars: list[Lifted]
-    trace: Trace
+    steps: Steps
+    copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]]
+    """Of captured tensors in another dtype or place, beside these."""
+    differentiable: bool
+    """Whether what it computes has its derivative."""
 
 
 def name_of(function: Any) -> str:
@@ -59,23 +65,37 @@ def run(
     """Traces `call`, which is `function` or a copy of it; TraceError names `function`. For `stand_in` see Trace. `grad`
     is the mode in which it runs; where that is off nothing has a derivative."""
     call = call or function
-    trace = Trace(device, stand_in, grad and kind == "score_mod")
     name = f"{kind} {name_of(function)}"
-    with apart():
-        inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
     try:
-        with grad_mode(grad), trace.active():
-            result = call(*inputs)
-        with apart():
-            term = _result(trace, kind, result)
-        trace.functions.pull_back()
-        with apart():
-            trace.check_unchanged()
-            return _texts(trace, kind, term)
+        with outside_transforms() as transforms:
+            trace = Trace(device, stand_in, grad and kind == "score_mod", transforms, symbolic_float_of(kind))
+            try:
+                return _traced(trace, call, kind, grad)
+            finally:
+                trace.close()
     except Exception as error:
         if out_of_memory(error):
             raise
         raise located(error, name) from error
+
+
+def _traced(trace: Trace, call: Callable, kind: str, grad: bool) -> Run:
+    with apart():
+        inputs = trace.functions.offered([trace.input(x) for x in INPUTS[kind]])
+    with grad_mode(grad), trace.active():
+        result = call(*inputs)
+    with apart():
+        term = _result(trace, kind, result)
+    trace.functions.pull_back()
+    with apart():
+        trace.check_unchanged()
+        return _texts(trace, kind, term)
+
+
+def symbolic_float_of(kind: str) -> torch.dtype:
+    """Of a tensor that stands for a captured float: numbers are no reason to compute a mask in float64, as captured
+    tensors of it are."""
+    return torch.float32 if kind == "mask_mod" else torch.float64
 
 
 def run_as_called(function: Callable, kind: str, device: torch.device) -> Run:
@@ -95,15 +115,17 @@ def run_as_called(function: Callable, kind: str, device: torch.device) -> Run:
 def _same_values(a: Run, b: Run) -> bool:
     (text, kept, _), (other, others, _) = (language.compact(language.forward(x.text)) for x in (a, b))
     pairs = zip((a.buffers[i] for i in kept), (b.buffers[i] for i in others), strict=True)
-    return text == other and all(_same_values_of(*pair) for pair in pairs)
+    return text == other and all(equal(*pair) for pair in pairs)
 
 
-def _same_values_of(a: Tensor, b: Tensor) -> bool:
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether one tensor may stand for the other, values included."""
     if a is b:
         return True
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) or a.is_meta or type(a) not in (Tensor, Parameter):
         return False
     with grad_mode(False):
+        a, b = unwrapped(a), unwrapped(b)
         return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
@@ -112,11 +134,11 @@ def _result(trace: Trace, kind: str, result: Any) -> int:
         isinstance(result, Tensor) and not isinstance(result, TracedTensor)
     ):
         result = trace.stacked(result)
-    trace.functions.adopt(result)
     if not isinstance(result, TracedTensor):
         raise Refused(f"it returned {type(result).__name__}", "return one tensor, such as score + bias[h]")
     if result.trace is not trace:
         raise Refused("it returned a value of another score_mod or mask_mod", "return what it computes itself")
+    trace.functions.adopt(result)
     if result.dim() != 0:
         raise Refused(
             f"it returned a tensor of shape {list(result.shape)}",
@@ -149,4 +171,6 @@ def _texts(trace: Trace, kind: str, term: int) -> Run:
         raise Refused(
             f"captured tensors on several devices, {' and '.join(sorted(devices))}", "move them to one: .to(device)"
         )
-    return Run(text, fixed_text, used, [trace.scalars[i] for i in scalars], trace)
+    return Run(
+        text, fixed_text, used, [trace.scalars[i] for i in scalars], trace.steps, trace.copies, trace.differentiable
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._transforms import unwrapped
 from .errors import Refused
 from .lifted import Lifted
 from .trees import contains, mapped, tensors_of, words
@@ -30,7 +31,7 @@ _SIZES = words("shape.__get__ size numel nelement __len__ stride nbytes.__get__"
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return unwrapped(tensor).untyped_storage()._cdata
 
 
 @dataclass

@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import Refused, within
+from .._transforms import back_in, differentiated, unwrapped
+from .errors import Refused, RefusedWrite, unknown, within
 from .functions import Functions
 from .graph import BOOL, FLOAT, INT, Graph, Number
 from .indexing import is_full_slice, normalized, read_terms
 from .lifted import Lifted
 from .steps import Steps
 from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode, terms_of
-from .trees import contains, mapped, words
-from .vectors import axis_of, packed_shape
+from .trees import contains, mapped, tensors_of, words
+from .vectors import SMALL, axis_of, packed_shape
 
 __all__ = ["Trace", "category"]
 
@@ -52,6 +54,10 @@ _IN_PLACE = words(
     "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__"
 )
+
+
+def _writes(name: str) -> bool:
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def category(dtype: torch.dtype) -> int:
@@ -88,21 +94,34 @@ class Trace:
         device: torch.device,
         stand_in: Callable[[Lifted], Tensor] | None = None,
         differentiable: bool = True,
+        transforms: Any = None,
+        symbolic_float: torch.dtype = torch.float64,
     ) -> None:
         """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars. Without
-        `differentiable` nothing requires grad: the result has no derivative."""
+        `differentiable` nothing requires grad: the result has no derivative. `transforms`: those of torch.func that
+        were put aside, and that what is computed from captured tensors alone is within."""
         self.graph = Graph()
         self.device = device
         self.stand_in = stand_in
         self.differentiable = differentiable
+        self.transforms = transforms
+        self.symbolic_float = symbolic_float
         self.functions = Functions(self)
         self.buffers: list[Tensor] = []
         self.scalars: list[Lifted] = []
         self._symbols: dict[Any, Tensor] = {}
         self.steps = Steps()
         self._versions: list[int] = []
-        self._on_device: dict[int, Tensor] = {}
+        self.copies: dict[tuple[int, torch.dtype | torch.device], tuple[Tensor, Tensor]] = {}
+        """Of captured tensors in another dtype or place, beside these."""
         self._places: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Called when the function has run. The collector does not see what PyTorch holds of traced values: the bases
+        of views, what nodes saved. From here on values hold nothing captured, and each other no more."""
+        self.functions.close()
+        del self.functions, self.steps, self.buffers, self.scalars, self.stand_in, self.transforms
+        self._places, self.copies, self._symbols = {}, {}, {}
 
     # --- values ---
 
@@ -124,7 +143,7 @@ class Trace:
         if not (self.differentiable and x.dtype.is_floating_point):
             return False
         if x.read is not None:
-            return self.buffers[x.read.buffer].requires_grad
+            return differentiated(self.buffers[x.read.buffer])
         return any(map(self.graph.active, x.packed.reshape(-1).tolist()))
 
     def input(self, name: str) -> TracedTensor:
@@ -152,10 +171,16 @@ class Trace:
         if self.steps.is_constant(tensor) and tensor.numel() <= _MAX_CONSTANTS and all(n <= 8 for n in tensor.shape):
             return self.constants(tensor)
         if tensor.dim() == 0 and tensor.device.type == "cpu" != self.device.type:
-            tensor = self._moved(tensor)  # PyTorch lets single numbers on the CPU meet tensors of a GPU
+            tensor = self._changed(tensor, self.device)  # PyTorch lets single numbers on the CPU meet tensors of a GPU
         buffer = self._places.get(id(tensor))
         if buffer is None:
             self._check(tensor)
+            if _in_forward() and differentiated(tensor) and not tensor.requires_grad:
+                # PyTorch does not say whether it is an argument of the Function, nor for which a gradient is wanted.
+                raise Refused(
+                    "a captured tensor that the forward of an autograd.Function indexes, in forward mode or torch.func",
+                    "index it before: pass bias[kv_idx], not bias",
+                )
             buffer = self._places[id(tensor)] = len(self.buffers)
             self.buffers.append(tensor)
             self._versions.append(_version(tensor))
@@ -167,17 +192,29 @@ class Trace:
             return x
         made = self._symbols.get(x.node)
         if made is None:
-            dtype = torch.int64 if isinstance(x, torch.SymInt) else torch.float64
+            dtype = torch.int64 if isinstance(x, torch.SymInt) else self.symbolic_float
             with torch._C.DisableTorchFunction():
                 made = torch.scalar_tensor(x, dtype=dtype, device=self.device)
             self._symbols[x.node] = made
         return made
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._on_device:
-            with grad_mode(True):
-                self._on_device[id(tensor)] = self.steps.run(Tensor.to, "to", (tensor, self.device), {})
-        return self._on_device[id(tensor)]
+    def in_float64(self, term: int) -> int:
+        """Of an integer that is read from a captured tensor, the read of that tensor in float64: a mod's floats are
+        float32 unless it captures such a tensor, and have no room for large integers."""
+        read = self.graph.read_of(term)
+        if read is None or self.graph.type(term) != INT:
+            return term
+        buffer, indices = read
+        wide = self.captured(self._changed(self.buffers[buffer], torch.float64))
+        assert wide.read is not None
+        return self.load(wide.read.buffer, indices)
+
+    def _changed(self, tensor: Tensor, to: torch.dtype | torch.device) -> Tensor:
+        key = id(tensor), to
+        if key not in self.copies:
+            with grad_mode(True), back_in(self.transforms):
+                self.copies[key] = tensor, self.steps.run(Tensor.to, "to", (tensor, to), {})
+        return self.copies[key][1]
 
     def check_unchanged(self) -> None:
         """A read stands for the tensor as it is in the end."""
@@ -188,7 +225,7 @@ class Trace:
                 )
 
     def constants(self, tensor: Tensor) -> TracedTensor:
-        terms = [self.graph.constant(x) for x in tensor.reshape(-1).tolist()]
+        terms = [self.graph.constant(x) for x in unwrapped(tensor).reshape(-1).tolist()]
         return self.wrap(terms_of(terms, tensor.shape), tensor.dtype)
 
     def _check(self, tensor: Tensor) -> None:
@@ -223,7 +260,7 @@ class Trace:
                 raise IndexError(f"index {value} is out of bounds for a dimension of size {size}")
             if g.type(index) == FLOAT:
                 raise Refused("a float as an index", "convert it: .long()")
-        return g.load(buffer, category(tensor.dtype), [g.cast(x, INT) for x in indices], tensor.requires_grad)
+        return g.load(buffer, category(tensor.dtype), [g.cast(x, INT) for x in indices], differentiated(tensor))
 
     def read_all(self, read: Read) -> Tensor:
         """The terms of all elements that are left."""
@@ -248,8 +285,10 @@ class Trace:
     def index(self, tensor: TracedTensor, index: Any) -> TracedTensor:
         """tensor[index]."""
         items = normalized(index, tensor.dim())
-        terms = [self._index_item(item) for item in items]
-        return self.index_by_terms(tensor, terms)
+        found = self.index_by_terms(tensor, [self._index_item(item) for item in items])
+        if not any(isinstance(item, (Tensor, list, range)) for item in items):
+            tensor.viewed = found.viewed = True
+        return found
 
     def _index_item(self, item: Any) -> Any:
         if item is None or isinstance(item, slice):
@@ -311,26 +350,19 @@ class Trace:
 
     def _pick(self, tensor: TracedTensor, place: list[int]) -> int:
         """The element at a place that may depend on indices: of an axis the term there, of single elements a choice
-        between all of them."""
+        between all of them. Out of range, where that is no error: NaN, 0 or false, as of a captured tensor."""
         from .ops import inside
 
         g = self.graph
-        images = {axis_of(g, tensor.shape, d): inside(g, place[d], tensor.shape[d]) for d in tensor.axes}
-
-        def chosen(terms: Tensor, place: list[int]) -> int:
-            if not place:
-                return g.substitute(int(terms), images)
-            value = g.value(place[0])
-            size = terms.shape[0]
-            if value is not None or size == 1:
-                return chosen(terms[int(value or 0) if size > 1 else 0], place[1:])
-            index = inside(g, place[0], size)
-            result = chosen(terms[size - 1], place[1:])
-            for i in reversed(range(size - 1)):
-                result = g.apply("where", g.apply("eq", index, g.constant(i)), chosen(terms[i], place[1:]), result)
-            return result
-
-        return chosen(tensor.packed, place)
+        place = [inside(g, index, size) for index, size in zip(place, tensor.shape, strict=True)]
+        images = {axis_of(g, tensor.shape, d): place[d] for d in tensor.axes}
+        result = _chosen(g, tensor.packed, place, images)
+        for index in place:
+            if g.node(index)[0] == "within":
+                nothing = g.constant(math.nan if g.type(result) == FLOAT else False)
+                outside = g.apply("eq", index, g.node(index)[2])
+                result = g.apply("where", outside, g.cast(nothing, g.type(result)), result)
+        return result
 
     def stacked(self, values: Any) -> TracedTensor:
         """torch.tensor(values), where some are traced."""
@@ -365,19 +397,31 @@ class Trace:
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():  # as in grad_mode
                 return func(*args)
+        if func is F.embedding and (kwargs.get("max_norm") is not None or any(x is not None for x in args[3:4])):
+            raise Refused("max_norm of F.embedding, which writes into the table", "scale the rows outside")
         with torch._C._DisableAutocast():
             if contains((args, kwargs), TracedTensor):
                 if contains((args, kwargs), _SYMBOLS):
                     args, kwargs = mapped((args, kwargs), self._symbol)
                 with apart():
                     self.functions.adopt((args, kwargs))
-                    return self.functions.offered(self._call_traced(func, args, kwargs))
+                    try:
+                        return self.functions.offered(self._call_traced(func, args, kwargs))
+                    except RefusedWrite as error:
+                        if _writes(_name(func)) or kwargs.get("out") is not None:
+                            raise Refused(error.what, error.instead) from None
+                        raise unknown(_name(func).removeprefix("aten::")) from None
             if contains((args, kwargs), Lifted):
                 with apart():
                     made = self._made_of_numbers(func, args, kwargs)
                 if made is not None:
                     return self.functions.offered(made)
-            with _Outside(self.steps):
+            if self.transforms is not None and _in_forward() and any(map(differentiated, tensors_of((args, kwargs)))):
+                raise Refused(
+                    "an autograd.Function of captured tensors alone under torch.func",
+                    "apply it outside of the function, and capture what it returns",
+                )
+            with back_in(self.transforms), _Outside(self.steps):
                 return self.steps.run(func, _name(func), args, kwargs)
 
     def _call_traced(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -393,8 +437,7 @@ class Trace:
             )
         if name == "requires_grad.__get__" and self._depends_on_score(args[0]):
             raise Refused("whether the score requires grad, which is not known", "leave it to autograd")
-        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if kwargs.get("out") is not None or (in_place and not isinstance(args[0], TracedTensor)):
+        if kwargs.get("out") is not None or (_writes(name) and not isinstance(args[0], TracedTensor)):
             raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
         special = getattr(self, f"_call_{name.strip('_')}", None)
         if special is not None:
@@ -412,7 +455,8 @@ class Trace:
     def _call_op(self, func: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """torch.ops.namespace.name, or an overload of it."""
         name = _qualified(func)
-        if kwargs.get("out") is not None or (name.endswith("_") and not isinstance(args[0], TracedTensor)):
+        in_place = name.endswith("_") and not name.endswith("__")
+        if kwargs.get("out") is not None or (in_place and not (args and isinstance(args[0], TracedTensor))):
             raise Refused("a write into a captured tensor", "compute a new value, such as a = a + b for a += b")
         args, kwargs = mapped((args, kwargs), self._operand)
         if name.split("::")[0] in _NAMESPACES or not _has_backward(name, self.device):
@@ -544,6 +588,33 @@ class Trace:
 
     _call_rmatmul = _call_matmul
 
+    def _call_one_hot(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """PyTorch looks at the values: for the number of classes, and for those that are none."""
+        from .ops import checked
+
+        g = self.graph
+        (x, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
+        classes = rest[0] if rest else kwargs.get("num_classes", -1)
+        if not isinstance(classes, int) or classes <= 0:
+            raise Refused("one_hot without a number of classes", "give num_classes")
+        if x.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"one_hot wants integers of 64 or 32 bits, not {x.dtype}")
+        terms = [checked(g, t, classes) for t in x.packed.reshape(-1).tolist()]
+        index = self.wrap(terms_of(terms, x.packed.shape), torch.int64, x.shape)
+        numbers = [axis_of(g, [classes], 0)] if classes > SMALL else [g.constant(i) for i in range(classes)]
+        places = self.wrap(terms_of(numbers, [-1]), torch.int64, [classes])
+        hot = self._run(torch.eq, (self._run(torch.unsqueeze, (index, -1), {}), places), {})
+        return self._run(Tensor.to, (hot, torch.int64), {})
+
+    def _call_embedding(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
+        if max_norm is not None and not isinstance(max_norm, bool):  # torch.embedding has a bool in its place
+            raise Refused(f"max_norm={max_norm} of embedding, which writes into the weight", "leave it out")
+        args, kwargs = mapped((args, kwargs), self._operand)
+        return self._run(func, args, kwargs)
+
+    _call_embedding_bag = _call_embedding
+
     def _call_linear(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         (x, weight, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
         bias = rest[0] if rest else kwargs.get("bias")
@@ -580,6 +651,20 @@ def _has_python_kernel(func: OpOverload, device: torch.device) -> bool:
     return False
 
 
+def _chosen(g: Graph, terms: Tensor, place: Sequence[int], images: dict[int, int]) -> int:
+    if not place:
+        return g.substitute(int(terms), images)
+    value = g.value(place[0])
+    size = terms.shape[0]
+    if value is not None or size == 1:
+        return _chosen(g, terms[int(value or 0) if size > 1 else 0], place[1:], images)
+    result = _chosen(g, terms[size - 1], place[1:], images)
+    for i in reversed(range(size - 1)):
+        here = g.apply("eq", place[0], g.constant(i))
+        result = g.apply("where", here, _chosen(g, terms[i], place[1:], images), result)
+    return result
+
+
 def _columns(terms: Sequence[Tensor], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
     if not terms:
         return iter([()] * math.prod(shape))
@@ -600,7 +685,13 @@ def _needs_value(name: str) -> Refused:
     return Refused(f"{name} of a value that differs from score to score", "keep it a tensor")
 
 
+def _in_forward() -> bool:
+    """Whether the forward of an autograd.Function is at work, as which PyTorch switches forward mode off."""
+    return not torch._C._is_fwd_grad_enabled()
+
+
 def _version(tensor: Tensor) -> int:
+    tensor = unwrapped(tensor)
     return 0 if tensor.is_inference() else tensor._version
 
 

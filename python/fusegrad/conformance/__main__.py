@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=0, help="seconds for a case")
-    parser.add_argument("--limit", type=float, help="seconds for all; what has no verdict then is left out")
+    parser.add_argument("--limit", type=float, help="seconds for all; what has no verdict then is missing")
+    parser.add_argument("--complete", type=Path, help="ask only what is missing in this file of --json, and add to it")
     parser.add_argument("--together", type=int, default=0, help="cases in a process, while right; 1, on a GPU 12")
     parser.add_argument("--json", type=Path, help="write all results there")
     parser.add_argument("--markdown", nargs="?", const="-", help="print a table, or write it into this file or page")
@@ -80,19 +81,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results += [r for path in given.read for r in read_json(path)]
         names = list(dict.fromkeys(r.implementation for r in results))
     else:
-        run_all(names, chosen, device, given.jobs, timeout, limit, together, report)
+        if given.complete is not None:
+            given.json = given.json or given.complete
+            asked = {case.key for case in chosen}
+            before = read_json(given.complete) if given.complete.exists() else []
+            results += [r for r in before if r.implementation in names and r.key in asked]
+        known = {(r.implementation, r.key) for r in results}
+        run_all(names, chosen, device, given.jobs, timeout, limit, together, report, known)
         left = len(chosen) * len(names) - len(results)
-        missing = f"; {left} results are missing: the limit was reached" if left else ""
+        missing = f"; {left} results are missing: the limit was reached; --complete asks for them" if left else ""
         seconds = time.monotonic() - started
         print(f"\n{device}, torch {torch.__version__}, {len(chosen)} cases, {seconds:.0f} s{missing}")
     places = {key: i for i, key in enumerate(CASES)}
     results.sort(key=lambda r: (names.index(r.implementation), places[r.key]))
-    for name, found in counts(results).items():
+    for name, found in counts(results, chosen).items():
         print(f"{name:16} " + ", ".join(f"{found[what]} {what}" for what in SUMMARY if found[what]))
     if given.json:
         write_json(results, device, given.json)
     if given.markdown:
-        table = markdown(results, names)
+        table = markdown(results, names, chosen, device)
         if given.markdown == "-":
             print(f"\n{table}")
         else:

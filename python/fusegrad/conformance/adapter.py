@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["LOSSES", "OPS", "Adapter", "NotOffered", "call", "find"]
+__all__ = ["LOSSES", "OPS", "Adapter", "NotOffered", "call", "described", "find"]
 
 LOSSES = ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd")
 OPS = (*LOSSES, "flex_attention")
@@ -41,6 +42,8 @@ class Adapter:
 
     name = ""  # what it was asked for by
     devices: tuple[str, ...] = ("cpu", "cuda")
+    settings = ""  # in words: which of its modes this is, and the options that it has been given
+    packages: tuple[str, ...] = ()  # whose versions belong to a result
 
     def load(self) -> None:
         """Imports what the implementation needs. An ImportError: not installed."""
@@ -48,6 +51,22 @@ class Adapter:
     def dtype(self, op: str, device: str) -> torch.dtype:
         """In which dtype cases that do not care are run: the widest that the op takes there."""
         return torch.float64 if device == "cpu" else torch.float32
+
+
+def described(adapter: Any, device: str) -> str:
+    """The settings of an adapter, the dtypes in which cases run that do not care, and versions."""
+    asked = getattr(adapter, "dtype", None)
+    ops = [op for op in OPS if getattr(adapter, op, None) is not None]
+    dtypes = {str(asked(op, device)).removeprefix("torch.") for op in ops} if asked else set()
+    versions = [f"{p} {_version(p)}" for p in getattr(adapter, "packages", ())]
+    return "; ".join([getattr(adapter, "settings", ""), *(" and ".join(sorted(d)) for d in [dtypes] if d), *versions])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
 
 
 def call(adapter: Any, op: str, *tensors: Any, **options: Any) -> Any:

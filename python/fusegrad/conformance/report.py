@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
-from .case import CASES, Result
+from .adapter import described, find
+from .case import CASES, Case, Result
 from .verdict import Verdict
 
 LETTERS = {
@@ -41,12 +43,15 @@ def line(result: Result) -> str:
     return f"{result.implementation:16} {result.key:52} {what}{detail}"
 
 
-def counts(results: list[Result]) -> dict[str, Counter[str]]:
-    """How often each verdict came, for each implementation; an allowed error has a name of its own."""
+def counts(results: list[Result], asked: Sequence[Case]) -> dict[str, Counter[str]]:
+    """How often each verdict came, for each implementation; an allowed error has a name of its own, and what was asked
+    without a verdict is missing."""
     found: dict[str, Counter[str]] = {}
     for r in results:
         what = "raises, as it may" if r.verdict is Verdict.RAISES and r.allowed else r.verdict.value
         found.setdefault(r.implementation, Counter())[what] += 1
+    for counter in found.values():
+        counter["missing"] = len(asked) - counter.total()
     return found
 
 
@@ -57,7 +62,9 @@ def write_json(results: list[Result], device: str, path: Path) -> None:
         if row["error"] is not None and not math.isfinite(row["error"]):
             row["error"] = str(row["error"])
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    document = {"torch": torch.__version__, "device": where, "results": rows}
+    names = dict.fromkeys(r.implementation for r in results)
+    settings = {name: described(find(name), device) for name in names if ":" not in name}
+    document = {"torch": torch.__version__, "device": where, "implementations": settings, "results": rows}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -67,7 +74,8 @@ def read_json(path: Path) -> list[Result]:
     found = []
     for row in json.loads(path.read_text())["results"]:
         kept = {k: v for k, v in row.items() if k in names}
-        kept |= {"verdict": Verdict(row["verdict"]), "error": None if row["error"] is None else float(row["error"])}
+        error = row.get("error")
+        kept |= {"verdict": Verdict(row["verdict"]), "error": None if error is None else float(error)}
         if row["key"] in CASES:
             found.append(Result(**kept))
     return found
@@ -83,13 +91,16 @@ def write_markdown(table: str, device: str, path: Path) -> None:
     path.write_text(table + "\n")
 
 
-SUMMARY = ("right", "raises, as it may", "raises", "silently wrong", "crashes", "not offered")
+SUMMARY = ("right", "raises, as it may", "raises", "silently wrong", "crashes", "not offered", "missing")
 
 
-def markdown(results: list[Result], names: list[str]) -> str:
-    """A table of counts, then one of all cases: a row a case, a column an implementation."""
-    found = counts(results)
-    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+def markdown(results: list[Result], names: list[str], asked: Sequence[Case], device: str) -> str:
+    """A table of what the implementations are, one of counts, then one of all cases: a row a case, a column an
+    implementation."""
+    found = counts(results, asked)
+    lines = ["| | as it is asked |", "|---|---|"]
+    lines += [f"| {n} | {described(find(n), device)} |" for n in names if ":" not in n]
+    lines += ["", "| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for what in SUMMARY:
         lines.append(f"| {what} | " + " | ".join(str(found.get(n, Counter())[what]) for n in names) + " |")
     by_place: dict[tuple[str, str], list[Result]] = {}
@@ -102,13 +113,15 @@ def markdown(results: list[Result], names: list[str]) -> str:
             continue
         seen.add(case.name)
         cells = [_cell(by_place.get((case.name, n), [])) for n in names]
-        if any(cell != "–" for cell in cells):
+        if any(cell not in ("–", "") for cell in cells):
             lines.append(f"| {case.rule} | {case.title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def _cell(results: list[Result]) -> str:
-    """One word where all ops agree, else each with its letter."""
+    """One word where all ops agree, else each with its letter. Nothing: no result is there."""
+    if not results:
+        return ""
     words: dict[str, list[str]] = {}
     for r in results:
         if r.verdict is Verdict.NOT_OFFERED:

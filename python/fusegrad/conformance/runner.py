@@ -15,7 +15,7 @@ import select
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,15 @@ def run_all(
     limit: float,
     together: int,
     report: Callable[[Result], None],
+    known: Collection[tuple[str, str]] = (),
 ) -> None:
     """Each case with each implementation, `jobs` processes at a time; `together` cases in a process. What has no
-    verdict after `limit` seconds is left out."""
+    verdict after `limit` seconds is left out, and so is what is `known`."""
     with tempfile.TemporaryDirectory(prefix="fusegrad-conformance-") as folder:
         reading, writing = os.pipe()
         servers = {name: start(name, device, writing, Path(folder)) for name in names}
         try:
-            planned = _planned(names, cases, device, report)
+            planned = _planned(names, cases, device, report, known)
             _Run(servers, reading, Path(folder), timeout, limit, report).run(planned, jobs, together)
         finally:
             for server in servers.values():
@@ -67,14 +68,19 @@ def run_all(
 
 
 def _planned(
-    names: list[str], cases: list[Case], device: str, report: Callable[[Result], None]
+    names: list[str],
+    cases: list[Case],
+    device: str,
+    report: Callable[[Result], None],
+    known: Collection[tuple[str, str]],
 ) -> dict[str, list[Case]]:
-    """The cases of each implementation that need a process; of the others the result is known."""
+    """The cases of each implementation that need a process; of the others the result is reported."""
     planned = {}
     for name in names:
+        asked = [c for c in cases if (name, c.key) not in known]
         # Another's module is imported in its own processes alone.
-        reasons = {c.key: "" if ":" in name else out_of_question(find(name), c, device) for c in cases}
-        planned[name] = [c for c in cases if not reasons[c.key]]
+        reasons = {c.key: "" if ":" in name else out_of_question(find(name), c, device) for c in asked}
+        planned[name] = [c for c in asked if not reasons[c.key]]
         for key, reason in reasons.items():
             if reason:
                 report(Result(name, key, Verdict.NOT_OFFERED, reason))

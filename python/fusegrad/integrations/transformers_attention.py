@@ -21,6 +21,7 @@ from transformers.masking_utils import (
 
 import fusegrad
 from fusegrad.block_mask import fields_of
+from fusegrad.distributed.sequence_mods import MovedMod, Starts
 
 from .transformers_context import context_of, whole_mask
 
@@ -35,6 +36,37 @@ class _Mask(BlockMask):
     def contiguous(self) -> BlockMask:
         """The mask as it is; generation with a static cache asks every mask for this."""
         return self
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """A range of each dimension of [B, 1, M, N], as of a mask that is a tensor: Gemma 4 takes the last queries.
+        (PyTorch's block masks are indexed by blocks, and lose their mask_mod.)"""
+        index = index if isinstance(index, tuple) else (index,)
+        sizes = self.shape
+        if len(index) > len(sizes) or not all(isinstance(i, slice) and i.step in (None, 1) for i in index):
+            raise IndexError(
+                "fusegrad attention: a block mask's index must be up to four slices of step 1, one of each dimension "
+                f"of [B, 1, M, N], but got {index}"
+            )
+        whole = (slice(None),) * (len(sizes) - len(index))
+        ranges = [range(*i.indices(n)) for i, n in zip((*index, *whole), sizes, strict=True)]
+        lengths = [len(r) for r in ranges]
+        if lengths == list(sizes):
+            return self
+        starts = dict(zip(("b", "h", "q_idx", "kv_idx"), (r.start for r in ranges), strict=True))
+        device = self.kv_num_blocks.device
+        return _Mask(**fields_of(_moved(self.mask_mod, starts), lengths, device, list(self.BLOCK_SIZE)))
+
+
+def _moved(mask: Any, starts: dict[str, int]) -> Any:
+    """The mask_mod of indices that begin there."""
+    if isinstance(mask, fusegrad.ScoreMod):
+        return MovedMod(mask, tuple(starts)).traced(Starts(starts))
+    b0, h0, q0, kv0 = starts.values()
+
+    def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask(b + b0, h + h0, q_idx + q0, kv_idx + kv0)
+
+    return moved
 
 
 def block_mask(

@@ -3,11 +3,11 @@
 ``import fusegrad.jax`` needs JAX, not torch; see docs/jax.md.
 """
 
-from ._library import build_has_cuda  # first: it loads the library
+from ._library import TARGETS, build_has_cuda  # first: it loads the library
 
 # isort: split
 from ._cross_entropy import cross_entropy
 from ._jsd import jsd
 from ._linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["build_has_cuda", "cross_entropy", "jsd", "linear_cross_entropy"]
+__all__ = ["TARGETS", "build_has_cuda", "cross_entropy", "jsd", "linear_cross_entropy"]

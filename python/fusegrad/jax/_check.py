@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._manual import whole
+
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -17,9 +19,15 @@ def value(op: str, holds: bool, what: str, got: object) -> None:
 
 def array(op: str, name: str, given: Any) -> jax.Array:
     try:
-        return jnp.asarray(given)
+        x = jnp.asarray(given)
     except TypeError as error:
         raise TypeError(f"{op}: {name} must be an array, but got {type(given).__name__}") from error
+    if not all(isinstance(n, int) for n in x.shape):
+        raise NotImplementedError(
+            f"{op}: {name} must have a shape of numbers, but got {list(x.shape)}, which are symbolic: export a program "
+            "for each shape"
+        )
+    return whole(x)
 
 
 def floating(op: str, name: str, given: Any) -> jax.Array:
@@ -66,6 +74,6 @@ def normalizer(op: str, given: Any, averaged: bool, acc: Any) -> jax.Array | Non
     if given is None:
         return None
     value(op, averaged, "normalizer must come with a reduction that divides", "another")
-    x = jnp.asarray(given, acc)
+    x = array(op, "normalizer", given).astype(acc)
     shape(op, "normalizer", x, ())
     return x.reshape(1)

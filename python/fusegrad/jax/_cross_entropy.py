@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from . import _check, _rows
-from ._derivative import constants, once, zero_if_symbolic
-from ._manual import alike
+from ._derivative import as_array, constants, once
+from ._manual import alike, split_as
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -78,7 +78,7 @@ def cross_entropy(
         softcap,
     )
     out = _cross_entropy(loss, *alike((x.reshape(-1, x.shape[-1]), rows)))
-    return out.reshape(x.shape[:-1]) if reduction == "none" else out
+    return split_as(out.reshape(x.shape[:-1]), input) if reduction == "none" else out
 
 
 def loss_and_rows(
@@ -168,7 +168,7 @@ def _backward(loss: _rows.Loss, residual: Any, upstream: Any) -> tuple[Any, None
     grad, scales = residual
     if grad is None:
         return None, None
-    return _rows.scaled(grad, zero_if_symbolic(upstream), scales), None
+    return _rows.scaled(grad, as_array(upstream), scales), None
 
 
 _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)

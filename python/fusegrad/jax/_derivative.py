@@ -25,10 +25,11 @@ def _is_marked(leaf: Any) -> bool:
     return hasattr(leaf, "perturbed")
 
 
-def zero_if_symbolic(cotangent: Any) -> jax.Array:
+def as_array(cotangent: Any) -> jax.Array:
+    """An upstream gradient, which may be a symbolic zero, or a number where a vjp is called with one."""
     if isinstance(cotangent, SymbolicZero):
         return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
-    return cotangent
+    return jnp.asarray(cotangent)
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _check, _rows
-from ._derivative import constants, once, zero_if_symbolic
-from ._manual import alike, result
+from ._derivative import as_array, constants, once
+from ._manual import alike, result, split_as
 
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
@@ -105,7 +105,7 @@ def jsd(
     }
     options = Divergence(reduction, ignore_index, beta, temperature, soft, hard, bool(log_probs))
     out = _jsd(options, *alike((q.reshape(-1, vocab), p.reshape(-1, vocab), rows)))
-    return out.reshape(row_shape) if reduction == "none" else out
+    return split_as(out.reshape(row_shape), student) if reduction == "none" else out
 
 
 @once
@@ -168,7 +168,7 @@ def _forward(o: Divergence, student: Any, teacher: Any, rows: Any) -> tuple[jax.
 
 def _backward(o: Divergence, residual: Any, upstream: Any) -> tuple[Any, Any, None]:
     gradients, scales = residual
-    upstream = zero_if_symbolic(upstream)
+    upstream = as_array(upstream)
     student, teacher = (None if g is None else _rows.scaled(g, upstream, scales) for g in gradients)
     return student, teacher, None
 

@@ -33,6 +33,9 @@ if tuple(map(int, jaxlib.__version__.split(".")[:3])) < tuple(map(int, _built.sp
 _library.fusegrad_jax_plan.restype = ctypes.c_int64
 _library.fusegrad_jax_plan.argtypes = [*[ctypes.c_int64] * 4, *[ctypes.c_bool] * 3, ctypes.c_int64]
 
+#: The custom calls, as jax.export wants them named: its check of what programs may contain knows them not.
+TARGETS = tuple(f"fusegrad_{name}" for name in NAMES)
+
 #: Whether the library has the CUDA kernels.
 build_has_cuda: bool = hasattr(_library, "fusegrad_jax_cuda_forward")
 

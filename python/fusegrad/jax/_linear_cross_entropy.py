@@ -13,9 +13,9 @@ from jax import lax
 
 from . import _check, _rows
 from ._cross_entropy import loss_and_rows, scales_of
-from ._derivative import constants, once, zero_if_symbolic
+from ._derivative import as_array, constants, once
 from ._library import rows_at_a_time
-from ._manual import alike, zeros
+from ._manual import alike, split_as, zeros
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def linear_cross_entropy(
     )
     options = Options(loss, accumulate_dtype, workspace_mib)
     out = _linear_cross_entropy(options, *alike((x.reshape(-1, hidden), w, b, rows)))
-    return out.reshape(x.shape[:-1]) if reduction == "none" else out
+    return split_as(out.reshape(x.shape[:-1]), input) if reduction == "none" else out
 
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
@@ -331,7 +331,7 @@ def _forward(options: Options, x: Any, w: Any, b: Any, rows: Any) -> tuple[jax.A
 
 
 def _backward(options: Options, residual: Any, upstream: Any) -> tuple[Any, Any, Any, None]:
-    upstream = zero_if_symbolic(upstream)
+    upstream = as_array(upstream)
     if options.loss.reduction != "none":
         gradients, scales = residual
         dx, dw, db = (None if g is None else _rows.scaled(g, upstream, scales) for g in gradients)

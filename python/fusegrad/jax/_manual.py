@@ -1,5 +1,6 @@
-"""Manual axes: inside shard_map an array's type says over which mesh axes its values differ, and a custom call demands
-that of all its arguments alike."""
+"""What an array's type says of a mesh's axes. Manual ones, inside shard_map: over which of them its values differ, and
+a custom call demands that of all its arguments alike. Explicit ones: over which its dimensions are split, and a custom
+call takes none that is."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 Tree = TypeVar("Tree")
 
@@ -16,6 +18,26 @@ def varying(x: jax.Array) -> frozenset[Any]:
     aval = jax.typeof(x)
     kind = getattr(aval, "mat", None)  # since JAX 0.11
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def _split(x: jax.Array) -> Any:
+    """The sharding of an array whose dimensions are split over explicit axes, else None."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return sharding if sharding is not None and any(axes is not None for axes in sharding.spec) else None
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """The array on every device; its gradient is split as the array was."""
+    sharding = _split(x)
+    return x if sharding is None else reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def split_as(rows: jax.Array, given: Any) -> jax.Array:
+    """Values of rows [...], split as the array [..., V] that they were made of."""
+    sharding = _split(jnp.asarray(given))
+    if sharding is None:
+        return rows
+    return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: rows.ndim])))
 
 
 def _cast(x: jax.Array, axes: frozenset[Any]) -> jax.Array:

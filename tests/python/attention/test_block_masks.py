@@ -82,7 +82,7 @@ def test_a_mask_of_more_rows_is_cut_where_its_lengths_are_set() -> None:
 def test_an_adjusted_mask(m: int, n: int) -> None:
     mask = mask_of(causal, None, None)._adjust(m, n)
     if mask.seq_lengths != (m, n):  # PyTorch rounds them up to blocks
-        with pytest.raises(ValueError, match=r"set block_mask\.seq_lengths where its lists"):
+        with pytest.raises(ValueError, match=rf"set block_mask\.seq_lengths = \({m}, {n}\) where its lists"):
             flex_attention(*inputs_of(B, m, n), block_mask=mask)
         mask.seq_lengths = (m, n)
     check(mask, dense(causal, 1, 1, m, n), inputs_of(B, m, n))

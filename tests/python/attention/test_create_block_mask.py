@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 
 import fusegrad
@@ -48,6 +49,18 @@ def test_as_pytorch(name: str, block: int | tuple[int, int]) -> None:
     mod = BLOCK_MASKS[name](B, H, M, N)
     ours = create_block_mask(mod, B, H, M, N, device=device(), block_size=block)
     same(ours, pytorch.create_block_mask(mod, B, H, M, N, device=device(), BLOCK_SIZE=block))
+
+
+@pytest.mark.parametrize("dims", [7, 8])
+def test_a_captured_tensor_of_many_dimensions(dims: int) -> None:
+    """Bounds of whole blocks have one dimension more than the language's 8."""
+    table = torch.randn([20, *[2] * (dims - 1)], device=device())
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (table[(q, *[kv % 2] * (dims - 1))] > 0) & (table[(19, *[0] * (dims - 1))] < 9)
+
+    ours = create_block_mask(mod, 1, 1, 20, 20, device=device(), block_size=4)
+    same(ours, pytorch.create_block_mask(mod, 1, 1, 20, 20, device=device(), BLOCK_SIZE=4))
 
 
 @pytest.mark.parametrize("M, N", [(0, 8), (8, 0), (1, 1), (300, 20), (5, 700)])
@@ -130,14 +143,33 @@ def test_the_mask_works() -> None:
         ((0, -1, 8, 8), {}, ValueError, "B and H at least 1"),
         ((1, 1, -8, 8), {}, ValueError, "lengths must be at least 0"),
         ((1, 1, 8, 8), {"block_size": 0}, ValueError, "block_size must be two positive numbers"),
-        ((1, 1, 8, 8), {"block_size": (8, 8, 8)}, TypeError, "block_size must be a whole number or a pair"),
-        ((1, 1, 8, 8.0), {}, TypeError, "N must be a whole number"),
+        ((1, 1, 8, 8), {"block_size": (8, 8, 8)}, TypeError, "block_size must be a whole number, a pair"),
+        ((1, 1, 8, 8.0), {}, TypeError, "KV_LEN must be a whole number"),
         ((1, 1, 8, 8), {"device": "meta:x"}, ValueError, "device must be"),
+        ((1, 1, 8, 8), {"BLOCK_SIZE": 8, "block_size": 16}, ValueError, "BLOCK_SIZE must not come together with"),
     ],
 )
 def test_what_is_refused(arguments: tuple, options: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^create_block_mask: .*{message}"):
         create_block_mask(causal, *arguments, **options)
+
+
+def test_pytorchs_arguments() -> None:
+    """In their order and by their names, whose list is read from PyTorch."""
+    theirs = list(inspect.signature(pytorch.create_block_mask).parameters)
+    assert list(inspect.signature(create_block_mask).parameters)[: len(theirs)] == theirs
+    on = device()
+    named = {"B": 2, "H": None, "Q_LEN": 70, "KV_LEN": 90, "device": on, "BLOCK_SIZE": (16, 32), "_compile": False}
+    expected = pytorch.create_block_mask(causal, **named)
+    same(create_block_mask(mask_mod=causal, **named), expected)
+    same(create_block_mask(causal, *named.values()), expected)
+    same(create_block_mask(causal, 2, None, 70, 90, torch.device(on), _compile=True, block_size=(16, 32)), expected)
+    if on == "cuda":
+        same(create_block_mask(causal, 2, None, 70, 90, 0, (16, 32)), expected)
+    limit = torch.tensor(3)
+    for place in (on, torch.device(on)):
+        assert fusegrad.trace_mask_mod(lambda b, h, q, kv: kv < limit, device=place).kind == "mask_mod"
+        assert fusegrad.trace_score_mod(lambda s, b, h, q, kv: s * limit, device=place).kind == "score_mod"
 
 
 def test_a_score_mod_is_refused() -> None:

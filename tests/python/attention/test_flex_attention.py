@@ -582,3 +582,44 @@ def test_values_that_are_not_finite_show() -> None:
     assert grads[0][0, 0, :3].isfinite().all()
     large = flex_attention(q.detach().nan_to_num(1.0) * 1e4, k * 1e4, v)
     assert large.isfinite().all()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("captured", ["dot products", "keys", "differences", "vectors of differences"])
+def test_large_buffers_in_which_many_pairs_meet(captured: str) -> None:
+    """More than 65536 elements, a thousand pairs and more for each: float32 sums one after the other would be off."""
+    H, G, S, D, R = 16, 4, 512, 16, 64
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "dot products": ((H, S, R), (G, S, R)),
+        "keys": ((1, 1), (H, 8 * S)),
+        "differences": ((1, 1), (H, 9 * S)),
+        "vectors of differences": ((H, S, R), (2 * S + 8, R)),
+    }[captured]
+    inputs = [torch.randn(x, generator=generator) for x in ((1, H, S, D), (1, G, S, D), (1, G, S, D), *shapes)]
+    upstream = torch.randn(1, H, S, D, generator=generator)
+    distance = torch.arange(S)[:, None] - torch.arange(S) + S
+
+    def eager(dtype: torch.dtype) -> list[Tensor]:
+        q, k, v, x, y = leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        k, v = (t.repeat_interleave(H // G, 1) for t in (k, v))
+        added = {
+            "dot products": lambda: 0.125 * x @ y.repeat_interleave(H // G, 0).mT,
+            "keys": lambda: y[:, None, :S],
+            "differences": lambda: y[:, distance],
+            "vectors of differences": lambda: 0.125 * (x @ y.mT).gather(-1, distance.expand(H, -1, -1)),
+        }[captured]()
+        out = (q @ k.mT / D**0.5 + added).softmax(-1) @ v
+        return list(torch.autograd.grad(out, leaves, upstream.to(dtype), materialize_grads=True, allow_unused=True))
+
+    q, k, v, x, y = leaves = [t.clone().requires_grad_() for t in inputs]
+    mod = {
+        "dot products": lambda s, b, h, i, j: s + 0.125 * torch.dot(x[h, i], y[h // (H // G), j]),
+        "keys": lambda s, b, h, i, j: s + y[h, j],
+        "differences": lambda s, b, h, i, j: s + y[h, i - j + S],
+        "vectors of differences": lambda s, b, h, i, j: s + 0.125 * torch.dot(x[h, i], y[i - j + S]),
+    }[captured]
+    out = flex_attention(q, k, v, mod, enable_gqa=True)
+    ours = torch.autograd.grad(out, leaves, upstream, materialize_grads=True, allow_unused=True)
+    for name, one, in_float, truth in zip("qkvxy", ours, eager(torch.float32), eager(torch.float64), strict=True):
+        assert_as_good_as_eager(one, in_float, truth, f"{captured}, gradient of {name}")

@@ -169,6 +169,59 @@ def test_dropout(each_device: str) -> None:
         torch.autograd.grad(out, q, torch.stack([upstream] * V), is_grads_batched=True)
 
 
+def _second_derivatives() -> dict[str, Callable]:
+    """Of a number of one tensor and a direction."""
+    grad, jvp = torch.func.grad, torch.func.jvp
+
+    def along(f: Callable, x: Tensor, d: Tensor) -> Tensor:
+        return jvp(f, (x,), (d,))[1]
+
+    return {
+        "grad of grad": lambda f, x, d: grad(lambda y: (grad(f)(y) * d).sum())(x),
+        "jvp of grad": lambda f, x, d: along(grad(f), x, d),
+        "grad of jvp": lambda f, x, d: grad(lambda y: along(f, y, d))(x),
+        "jvp of jvp": lambda f, x, d: along(lambda y: along(f, y, d), x, d),
+        "grad of jvp of grad": lambda f, x, d: grad(lambda y: (along(grad(f), y, d) * d).sum())(x),
+    }
+
+
+@pytest.mark.parametrize("name", _second_derivatives())
+@pytest.mark.parametrize("nested", [False, True], ids=["", "in another vmap"])
+@pytest.mark.parametrize("of", ["query", "key"])
+def test_second_derivatives_drop_the_pairs_of_the_first(each_device: str, name: str, nested: bool, of: str) -> None:
+    q, k, v = given(2, 2, 2, 2, 20, 30)[:3]
+    x = q if of == "query" else k
+    batch = (2, V) if nested else (V,)
+    many, direction = torch.randn(*batch, *x.shape).to(x), torch.randn_like(x)
+    upstream = torch.randn_like(q)
+    derivative = _second_derivatives()[name]
+
+    def loss(x: Tensor) -> Tensor:
+        out = flex_attention(x, k, v, dropout_p=0.5) if of == "query" else flex_attention(q, x, v, dropout_p=0.5)
+        return (out * upstream).square().sum()
+
+    mapped = torch.vmap(lambda x: derivative(loss, x, direction), randomness="different")
+    if nested:
+        mapped = torch.vmap(mapped, randomness="different")
+    torch.manual_seed(5)
+    found = mapped(many)
+    torch.manual_seed(5)
+    seed = torch.randint(2**63 - 1, batch).flatten()[0]
+    calls = seed.new_empty(batch).numel()
+    kept = torch.ops.fusegrad.flex_attention_dropout_mask(seed, 0.5, [calls * 2, 2, 20, 30]).double() * 2
+    for i, (one, weight) in enumerate(zip(many.flatten(0, -5), kept.unflatten(0, (calls, 2)), strict=True)):
+
+        def exact(x: Tensor, weight: Tensor = weight) -> Tensor:
+            query, key = (x, k.double()) if of == "query" else (q.double(), x)
+            weights = (query @ key.mT * 0.5).softmax(-1) * weight
+            return (weights @ v.double() * upstream.double()).square().sum()
+
+        truth = derivative(exact, one.double(), direction.double())
+        found_here = found.flatten(0, -5)[i] if found.dim() > len(batch) else found.flatten()[i]
+        limit = 1e-9 if precision() == torch.float64 else 1e-4
+        assert (found_here.double() - truth).norm() <= limit * truth.norm(), i
+
+
 def test_batches_of_upstream_gradients(each_device: str) -> None:
     tensors = [t.requires_grad_() for t in given(bkv=1)]
     for inplace in (False, True):

@@ -90,6 +90,29 @@ def test_the_table(planted: Any) -> None:
     assert "**wrong** C" in row and "**crashes**" in row and "✓" in row, row
 
 
+def test_a_run_in_parts(tmp_path: Path) -> None:
+    """What has no result is missing, in an empty cell, and is asked alone by the next run, which has all of them."""
+    pattern = ("--impl", "eager,fusegrad", "--case", r"^cross_entropy\.(kept_graph|softmax_upstream)$")
+    _, _, results = conformance(tmp_path, *pattern)
+    assert len(results) == 4
+    page = tmp_path / "out.json"
+    document = json.loads(page.read_text())
+    assert document["implementations"]["fusegrad"] == "functional, all defaults; float64"
+    document["results"] = [r for r in document["results"] if (r["implementation"], r["key"]) != LEFT_OUT]
+    page.write_text(json.dumps(document))
+    command = [sys.executable, "-m", "fusegrad.conformance", *pattern, "--device", "cpu"]
+    read = subprocess.run([*command, "--read", page, "--markdown"], capture_output=True, text=True, timeout=60).stdout
+    assert "| missing | 0 | 1 |" in read and "| fusegrad | functional, all defaults; float64 |" in read
+    assert "three backwards of a kept graph, upstream 0.37: the same bits | ✓ |  |" in read
+    done = subprocess.run([*command, "--complete", page], capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if "cross_entropy." in line]
+    assert len(lines) == 1 and lines[0].split()[:2] == list(LEFT_OUT)
+    assert {(r["implementation"], r["key"]) for r in json.loads(page.read_text())["results"]} == set(results)
+
+
+LEFT_OUT = ("fusegrad", "cross_entropy.kept_graph")
+
+
 def test_what_cannot_be_chosen(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fusegrad.conformance", "--impl", "nobody"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -1,9 +1,9 @@
 """Every Python block of README.md and docs/**/*.md runs as it stands, every C++ block compiles.
 
-The blocks of a page run in their order, in one namespace, on the CPU. What a page takes for given (a model, a batch) is
-in BEFORE; what one process without a GPU cannot be asked for is in INSTEAD. A statement that imports a package which is
-not installed is left out, and so is what uses the names that it would have bound. Where the next line is a comment
-`# SomeError: text`, the statement must raise that.
+The blocks of a page run in their order, in one namespace, on the CPU; those of the pages in ALONE each in its own.
+What a page takes for given (a model, a batch) is in BEFORE; what one process without a GPU cannot be asked for is in
+INSTEAD. A statement that imports a package which is not installed is left out, and so is what uses the names that it
+would have bound. Where the next line is a comment `# SomeError: text`, the statement must raise that.
 """
 
 import ast
@@ -51,15 +51,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 query, key, value = torch.randn(3, 1, 4, 1024, 16).unbind(0)
 tokens = torch.arange(1024)[None]
 """,
-    "docs/block_masks.md": "import torch\nquery, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
     "docs/post_training.md": TRAINING
     + """
 temperature, row_temperature = 0.7, torch.ones(8)
 old_log_prob, advantage = torch.zeros(8), torch.randn(8)
 """,
-    "docs/flex_attention.md": "import torch, fusegrad\nquery, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
-    ("docs/flex_attention.md", 1): "mask_mod = mask.mask_mod",
-    "docs/score_mod.md": "import torch, fusegrad\nbias, offset = torch.zeros(4), torch.tensor([0, 2, 3, 1])",
     "docs/graph_transformer.md": """
 import torch
 row_start, distances, bonds = torch.zeros(3, 64, dtype=torch.int64)
@@ -78,12 +74,6 @@ model, (z, velocity), (r, t) = Model(8, 8), torch.randn(2, 4, 8, 8), torch.rand(
 bias, (query, key, value) = torch.zeros(2, 8, 8), torch.randn(3, 1, 2, 8, 4)
 """,
     "docs/compatibility.md": "import torch",
-    "docs/jax.md": "import jax",
-    ("docs/jax.md", 1): """
-from jax.sharding import PartitionSpec as P
-mesh = jax.make_mesh((1,), ("data",))
-hidden, head, target = jnp.ones((8, 32)), jnp.ones((16, 32)), jnp.arange(8)
-""",
     "docs/thunder.md": TRAINING + "model = nn.Linear(2, 2)",
     "docs/transformers.md": TRAINING
     + """
@@ -117,6 +107,8 @@ model.lm_head = nn.Linear(32, 16)
 """,
     ("docs/transformers.md", 5): "query, key, value = torch.randn(3, 1, 2, 1024, 16).unbind(0)",
 }
+# Pages each of whose blocks runs by itself, as it is pasted.
+ALONE = {"docs/block_masks.md", "docs/flex_attention.md", "docs/jax.md", "docs/score_mod.md"}
 INSTEAD = {
     "all": [('device="cuda"', 'device="cpu"'), ('"nccl"', '"gloo"')],
     # What changes a class of trainers would change it for the tests that follow in this process.
@@ -207,6 +199,8 @@ def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     exec(BEFORE.get(page, ""), namespace)
     try:
         for number, source in enumerate(sources):
+            if page in ALONE:
+                namespace.clear()
             exec(BEFORE.get((page, number), ""), namespace)
             for old, new in INSTEAD["all"] + INSTEAD.get(page, []):
                 source = source.replace(old, new)
@@ -254,7 +248,7 @@ def test_every_block_is_looked_at() -> None:
     for page in PAGES:
         for language in re.findall(r"^```(\S+)$", page.read_text(), re.M):
             assert language in ("python", "cpp", "cmake", "sh", "{toctree}", "{eval-rst}"), (page, language)
-    for key in [*BEFORE, *INSTEAD]:
+    for key in [*BEFORE, *INSTEAD, *ALONE]:
         page, number = key if isinstance(key, tuple) else (key, 0)
         assert page == "all" or len(blocks(of(page), "python")) > number, key
 

@@ -17,6 +17,7 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax = pytest.importorskip("jax")
+export = pytest.importorskip("jax.export")
 
 import fusegrad  # noqa: E402
 import fusegrad.jax as fj  # noqa: E402
@@ -471,6 +472,60 @@ def test_shard_map(op: str, devices: int) -> None:
     for program in (jax.jit(outside), jax.jit(inside)):
         for found, right in zip(jax.tree.leaves(program(target, *inputs)), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
+
+
+@each
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "jit"])
+def test_explicit_meshes(op: str, reduction: str, compiled: bool) -> None:
+    """Arrays whose types say how they are split, over one or two axes of the mesh: values and gradients are those of
+    whole arrays, split as the arguments are."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds, devices=jax.devices("cpu")[:4])
+    given = [np.arange(8, dtype=np.int32), *(np.asarray(x) for x in call(op)[1])]
+    factors = np.arange(8, dtype=np.float32) if reduction == "none" else 1.0
+
+    def losses(target: Any, *inputs: Any) -> jax.Array:
+        labels = {"labels": target} if op == "jsd" else {"target": target}
+        return getattr(fj, op)(*inputs, **labels, reduction=reduction)
+
+    places = tuple(range(1, len(given)))
+    derivatives = jax.value_and_grad(lambda *args: (losses(*args) * factors).sum(), places)
+    expected = derivatives(*given)
+    for split in [("data",), ("data", "model"), (None, "model"), (("data", "model"),), ()]:
+        specs = [PartitionSpec(*split[: x.ndim]) for x in given]
+        with jax.set_mesh(mesh):
+            args = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(given, specs, strict=True)]
+            found = (jax.jit(derivatives) if compiled else derivatives)(*args)
+            rows = losses(*args)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, expected)
+        for gradient, i in zip(found[1], places, strict=True):
+            assert jax.typeof(gradient).sharding.spec == jax.typeof(args[i]).sharding.spec
+        if reduction == "none":
+            assert jax.typeof(rows).sharding.spec[0] == jax.typeof(args[1]).sharding.spec[0]
+
+
+@each
+def test_a_vjp_takes_a_number(op: str) -> None:
+    function, args = call(op)
+    _, pull = jax.vjp(lambda x: function(x, *args[1:]), args[0])
+    np.testing.assert_array_equal(pull(0.37)[0], pull(jnp.float32(0.37))[0])
+
+
+@each
+def test_export(op: str) -> None:
+    """With the names of the custom calls; shapes are numbers."""
+    loss, (x, *others) = call(op)
+    function, args = jax.value_and_grad(lambda x: loss(x, *others)), [x]
+    with pytest.raises(ValueError, match="custom calls whose targets have no compatibility guarantees"):
+        export.export(jax.jit(function))(*args)
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in fj.TARGETS]
+    exported = export.export(jax.jit(function), disabled_checks=checks)(*args)
+    jax.tree.map(np.testing.assert_array_equal, exported.call(*args), function(*args))
+    shape = export.symbolic_shape(f"n, {args[0].shape[1]}")
+    symbolic = jax.ShapeDtypeStruct(shape, args[0].dtype)
+    with pytest.raises(NotImplementedError, match=rf"^{op}: .* must have a shape of numbers, but got \[n, "):
+        export.export(jax.jit(function), disabled_checks=checks)(symbolic)
 
 
 @each

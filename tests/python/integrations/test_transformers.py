@@ -574,6 +574,57 @@ def test_masks_of_packed_batches() -> None:
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value).transpose(1, 2))
 
 
+def test_slices_of_masks() -> None:
+    """Ranges of tokens, as of a mask that is a tensor."""
+    packed = torch.arange(300).div(90, rounding_mode="floor").expand(3, -1) + torch.arange(3)[:, None]
+    padding = torch.rand(3, 300) < 0.8
+
+    def function(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (packed[b, q_idx] == packed[0, kv_idx]) & (kv_idx <= q_idx)
+
+    mask = transformers_attention.block_mask(3, 300, 300, mask_function=function, attention_mask=padding)
+    whole = torch.vmap(lambda b: function(b, 0, torch.arange(300)[:, None], torch.arange(300)))(torch.arange(3))
+    whole = (whole & padding[:, None])[:, None]
+    assert mask[:, :, slice(0, None), :] is mask and mask[:] is mask
+    every = slice(None)
+    for index in (
+        (every, every, slice(-1, None), every),
+        (every, every, slice(-140, None)),
+        (slice(1, 3), every, slice(20, 290), slice(None, 200)),
+        (slice(2, None),),
+        (every, every, slice(5, None), slice(130, None)),
+    ):
+        part, allowed = mask[index], whole[index]
+        assert part.shape == allowed.shape
+        again = part[every, every, slice(1, None)] if allowed.shape[2] > 1 else part
+        tensors = torch.randn(3, allowed.shape[0], 2, 300, 8)
+        for m, a in ((part, allowed), (again, allowed[:, :, allowed.shape[2] - again.shape[2] :])):
+            q, k, v = (t[:, :, :n] for t, n in zip(tensors, (a.shape[2], a.shape[3], a.shape[3]), strict=True))
+            expected = F.scaled_dot_product_attention(q, k, v, attn_mask=a).nan_to_num()
+            torch.testing.assert_close(fusegrad.flex_attention(q, k, v, block_mask=m), expected)
+    for index in (0, (every, None), (every, every, slice(None, None, 2)), (every,) * 5):
+        with pytest.raises(IndexError, match=r"^fusegrad attention: a block mask's index must be up to four slices"):
+            mask[index]
+
+
+@pytest.mark.skipif(not hasattr(tf, "Gemma4TextConfig"), reason="transformers has no Gemma 4")
+@pytest.mark.parametrize("keep", [0, 1, 5])
+def test_layers_that_share_keys_keep_the_last_queries(keep: int) -> None:
+    small = {k: v for k, v in SMALL.items() if k != "num_hidden_layers"}
+    config = tf.Gemma4TextConfig(
+        **small, num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=8,
+        num_kv_shared_layers=2, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=V,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = tf.Gemma4ForCausalLM(config).eval()
+    inputs = {"input_ids": batch()["input_ids"], "attention_mask": padding("left"), "logits_to_keep": keep}
+    logits = []
+    for attention in ("eager", "fusegrad"):
+        model.set_attn_implementation(attention)
+        logits.append(model(**inputs).logits[:, -5:])
+    torch.testing.assert_close(*logits, rtol=2e-5, atol=2e-6)
+
+
 def test_sinks_softcaps_and_position_biases() -> None:
     """Against the formulas in float64, with the gradients of sinks and biases; a sink in a row without a key too."""
     leaves = [torch.randn(2, h, 10, 8, dtype=torch.float64) for h in (4, 2, 2)]

@@ -122,6 +122,7 @@ REFERENCE: dict[str, Callable] = {
     "not": torch.bitwise_not,
     "shl": shifted(torch.bitwise_left_shift, left=True),
     "shr": shifted(torch.bitwise_right_shift, left=False),
+    "within": lambda a, n: torch.where((a >= 0) & (a < n), a, n),
     "where": torch.where,
     "to_float": lambda x: x.double(),
     "to_int": lambda x: torch.where(x.isnan(), 0, x).long(),
@@ -159,6 +160,8 @@ def near(distance: Tensor) -> bool:
 
 def uncertain(name: str, x: list[Tensor]) -> bool:
     """Whether rounding may decide what the primitive does."""
+    if name == "within":  # an error out of range
+        return bool(((x[0] < 0) | (x[0] >= x[1])).any())
     if not x[-1].is_floating_point():
         return False
     if name in JUMPS_AT_INTEGERS:

@@ -55,7 +55,8 @@ def section(title: str) -> list[str]:
 
 def function(name: str) -> Callable:
     owner, attribute = name.rsplit(".", 1)
-    return getattr({"torch": torch, "F": F, "torch.special": torch.special, "Tensor": Tensor}[owner], attribute)
+    owners = {"torch": torch, "F": F, "torch.special": torch.special, "torch.linalg": torch.linalg, "Tensor": Tensor}
+    return getattr(owners[owner], attribute)
 
 
 def on_columns(mod: Callable[..., Tensor], *columns: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -144,11 +145,15 @@ def test_functions_of_two_numbers(name: str) -> None:
         compare(function(name), *pairs.T)
 
 
+def takes_two(name: str) -> bool:
+    """Of the functions of truth."""
+    return name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
+
+
 @pytest.mark.parametrize("name", section("truth"))
 def test_truth(name: str) -> None:
     pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)))
-    two = name.split(".")[-1] in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
-    compare(lambda s, other: torch.where(function(name)(s, *([other] if two else [])), 2.0, 3.0), *pairs.T)
+    compare(lambda s, other: torch.where(function(name)(s, *([other] if takes_two(name) else [])), 2.0, 3.0), *pairs.T)
 
 
 @pytest.mark.parametrize("name", section("of integers"))
@@ -195,6 +200,9 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.topk": lambda x: x.topk(2).values[1],
     "torch.median": lambda x: x.median(0).values,
     "torch.kthvalue": lambda x: x.kthvalue(1, 0).values,
+    "torch.norm": lambda x: torch.norm(x) + x.norm(3),
+    "torch.dist": lambda x: torch.dist(x[:-1], x[1:]),
+    "torch.cdist": lambda x: torch.cdist(x[None, :-1], x[None, 1:]).sum(),
 }
 
 
@@ -211,6 +219,61 @@ def test_functions_of_several_numbers(name: str) -> None:
     compare(elements, *x)
 
 
+# Functions of several numbers where they have no derivative, beside those of the table. Not cdist's largest difference:
+# PyTorch gives each of equal ones the whole gradient.
+KINKS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{f"norm {p}": lambda x, p=p: x.norm(p) for p in (2, 1, 3, 4, 0.5, 1.5, 0, -1, math.inf, -math.inf)},
+    **{f"dist {p}": lambda x, p=p: torch.dist(x[:-1], x[1:], p) for p in (2, 1, 3, 0.5, math.inf)},
+    **{f"cdist {p}": lambda x, p=p: torch.cdist(x[None, :-1], x[None, 1:], p).sum() for p in (2, 1, 3)},
+    "square of the norm": lambda x: x.norm() ** 2,
+    "norm by a number": lambda x: (x / (x.norm() + 1))[0],
+    "linalg.norm": lambda x: torch.linalg.norm(x),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, 2, 0, True)[0],
+    "matrix norm": lambda x: torch.linalg.matrix_norm(torch.stack([x, x * 2])),
+    "norms of rows": lambda x: torch.stack([x, x - x[0], x * 0]).norm(dim=1).sum(),
+    "normalize": lambda x: F.normalize(x, dim=0)[0],
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x + 1, dim=0),
+    "pairwise_distance": lambda x: F.pairwise_distance(x, x, eps=0.0),
+    "std_mean of all": lambda x: sum(torch.std_mean(x)),
+    "std without correction": lambda x: x.std(correction=0),
+    "norm of a function": lambda x: torch.tanh(x - x.roll(1)).norm(),
+    "max of a matrix": lambda x: torch.stack([x, x.flip(0)]).max(),
+    "amin of a matrix": lambda x: torch.stack([x, x.flip(0)]).amin((0, 1)),
+    "largest size": lambda x: torch.outer(x, x).norm(math.inf),
+    "median of all": lambda x: x.median(),
+    "cumprod": lambda x: x.cumprod(0).sum(),
+    "prod of a matrix": lambda x: torch.outer(x, x).prod(),
+    "logsumexp of both": lambda x: torch.logsumexp(torch.stack([x, x]), (0, 1)),
+    "softmax": lambda x: x.softmax(0) @ x,
+    "sinc": lambda x: torch.sinc(x).sum(),
+    "logit": lambda x: torch.logit(x.abs() / 2).sum(),
+}
+# Which of equal elements they take PyTorch does not say.
+UNORDERED = ("torch.kthvalue", "torch.median", "torch.topk", "torch.sort", "torch.argsort")
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+@pytest.mark.parametrize("name", [*(n for n in section("of several numbers") if n not in UNORDERED), *KINKS])
+def test_subgradients(name: str, length: int) -> None:
+    """At ties, zeros and infinities. Elements of up to 2 are single, more have an axis."""
+    mod = KINKS.get(name) or VECTORS.get(name) or (lambda x: function(name)(x, 0))
+    if length < 3 and name in ("torch.cumprod", "torch.argsort", "torch.cat", "F.layer_norm", "F.linear"):
+        pytest.skip("a function of three numbers")
+    if name == "F.layer_norm":
+        mod = lambda x: F.layer_norm(x, (length,))[1]  # noqa: E731
+    values = [0.0, 1.0, -1.0] if length == 4 else [0.0, -0.0, 1.0, -1.0, 2.0]
+    if "prod" not in name and name != "torch.einsum":  # which have infinite gradients, and PyTorch's NaN
+        values += [math.inf] if length < 4 else []
+    columns = torch.tensor(list(itertools.product(values, repeat=length)))
+
+    def elements(*x: Tensor) -> Tensor:
+        if x[0].dim() == 0:
+            return mod(torch.stack(x))
+        return torch.stack([mod(torch.stack(column)) for column in zip(*x, strict=True)])
+
+    compare(elements, *columns.T)
+
+
 def test_the_table_has_all_that_the_tracer_knows() -> None:
     """By the names of ATen's operations, in place ones and synonyms aside."""
     known = {*ELEMENTWISE, *FOLDS, *_HANDLERS} - {*_FILLS}
@@ -219,7 +282,8 @@ def test_the_table_has_all_that_the_tracer_knows() -> None:
         "log_sigmoid_forward": "logsigmoid", "rsub": "sub", "__and__": "bitwise_and", "__or__": "bitwise_or",
         "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
         "special_xlog1py": "xlog1py", "mm": "matmul", "bmm": "matmul", "mv": "matmul", "vdot": "dot",
-        "masked_fill": "where", "index": "gather",
+        "masked_fill": "where", "index": "gather", "linalg_vector_norm": "vector_norm", "_cdist_forward": "cdist",
+        "_euclidean_dist": "cdist",
     }  # fmt: skip
     inner = {"_to_copy", "_local_scalar_dense", "empty_like", "new_empty", "new_empty_strided"}
     assert {synonyms.get(n, n) for n in known - inner} - listed == set()
@@ -232,6 +296,42 @@ def test_what_is_refused_is_refused_by_name(name: str) -> None:
         TraceError, match=r"the operation .*, which score_mods do not have; write it with the functions"
     ):
         trace_score_mod(lambda s, b, h, q, kv: function(name)(s))
+
+
+HIDDEN_WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda x: F.pad(x, (1, 1))[1],
+    "vander": lambda x: torch.vander(x)[0, 0],
+    "local_response_norm": lambda x: F.local_response_norm(x[None, :, None], 2)[0, 0, 0],
+    "quantile": lambda x: x.quantile(0.3),
+    "nanquantile": lambda x: x.nanquantile(0.3),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_WRITES)
+def test_what_writes_within_is_refused_by_name(name: str) -> None:
+    with pytest.raises(TraceError, match=rf"the operation {name}, which score_mods do not have"):
+        trace_score_mod(lambda s, b, h, q, kv: HIDDEN_WRITES[name](torch.stack([s, q, kv])))
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_max_norm_of_an_embedding_is_refused_by_name(traced: bool) -> None:
+    layer = torch.nn.Embedding(4, 2, max_norm=1.0)
+    with pytest.raises(TraceError, match=r"max_norm of F\.embedding, which writes into the table; scale the rows"):
+        trace_score_mod(lambda s, b, h, q, kv: s + layer(q if traced else torch.tensor(1))[0])
+
+
+def test_the_functions_own_writes_are_called_writes() -> None:
+    x, n = torch.randn(3), 1
+    for write in (
+        lambda s: x.add_(s),
+        lambda s: torch.add(x, s, out=x),
+        lambda s: torch.stack([s, s])[0].add_(1),
+        lambda s: torch.stack([s, s])[n].add_(1),
+        lambda s: torch.stack([s, s])[:1].add_(1),
+        lambda s: (lambda t: (t[0], t.add_(1))[0])(torch.stack([s, s])),
+    ):
+        with pytest.raises(TraceError, match="a write into"):
+            trace_score_mod(lambda s, b, h, q, kv, write=write: write(s).sum())
 
 
 def test_an_internal_failure_is_in_the_languages_words() -> None:

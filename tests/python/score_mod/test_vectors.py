@@ -314,3 +314,51 @@ def test_the_source_does_not_grow_with_the_vectors() -> None:
         a, k = floats(M, length), floats(N, length)
         sources.append(source(length))
     assert sources[0] == sources[1]
+
+
+POSITIONS = floats(2, 6, 3, seed=7)  # of which rows 1 and 4 are one
+with torch.no_grad():
+    POSITIONS[:, 4] = POSITIONS[:, 1]
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "norm": lambda x, y: (x - y).norm(),
+    "cubic": lambda x, y: torch.linalg.vector_norm(x - y, 3),
+    "dist": lambda x, y: torch.dist(x, y),
+    "square of the norm": lambda x, y: (x - y).norm() ** 2,
+    "std": lambda x, y: (x - y).std() + torch.std_mean(x - y, 0, correction=0)[0],
+    "masked softmax": lambda x, y: torch.where(
+        (x == y).all(), 0, (torch.where((x == y).all(), -torch.inf, x)).softmax(0)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_derivatives_where_a_distance_is_zero(name: str) -> None:
+    """Gradients, tangents and second derivatives: those without the pairs whose distance is 0, whose gradient is 0."""
+    distance = DISTANCES[name]
+    x = POSITIONS.detach().clone().requires_grad_()
+    apart = (POSITIONS[:, :, None] != POSITIONS[:, None]).any(-1)
+
+    def attention(q: Tensor, x: Tensor) -> Tensor:
+        return fusegrad.flex_attention(q, q, q, lambda s, b, h, i, j: s - distance(x[b, i], x[b, j]))
+
+    def dense_attention(q: Tensor, x: Tensor) -> Tensor:
+        rows = [
+            distance(x[b, i], x[b, j]) if apart[b, i, j] else x.new_zeros(())
+            for b, i, j in torch.cartesian_prod(torch.arange(2), torch.arange(6), torch.arange(6)).tolist()
+        ]
+        score = q @ q.mT / q.size(-1) ** 0.5 - torch.stack(rows).reshape(2, 1, 6, 6)
+        return score.softmax(-1) @ q
+
+    q, direction, upstream = (floats(2, 1, 6, 8, seed=i) for i in range(3))
+    tangents = direction.detach(), floats(*x.shape, seed=8).detach()
+    results = []
+    for call in (attention, dense_attention):
+        out = call(q, x)
+        grads = torch.autograd.grad(out, (q, x), upstream, create_graph=True)
+        second = torch.autograd.grad([(g * t).sum() for g, t in zip(grads, tangents, strict=True)], (q, x, upstream))
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(p.detach(), t) for p, t in zip((q, x), tangents, strict=True)]
+            tangent = torch.autograd.forward_ad.unpack_dual(call(*duals)).tangent
+        results.append([out, *grads, *second, tangent])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)

@@ -224,7 +224,7 @@ def _(B: int, H: int, M: int, N: int) -> MaskMod:
 
 @mask("points near one another")
 def _(B: int, H: int, M: int, N: int) -> MaskMod:
-    x = torch.rand(max(M, N), 2, dtype=torch.float64).sort(0).values
+    x = torch.rand(max(M, N), 2).sort(0).values
     return lambda b, h, q, kv: (x[q, 0] - x[kv, 0]) ** 2 + (x[q, 1] - x[kv, 1]) ** 2 < 0.05
 
 

@@ -12,6 +12,7 @@ ADAPTERS = {
     "quack": "peers:Quack",
     "quack-inplace": "peers:QuackInplace",
     "cce": "peers:CCE",
+    "cce-unfiltered": "peers:CCEUnfiltered",
     "fa4": "peers:FlashAttention4",
     "fusegrad": "ours:Fusegrad",
     "fusegrad-inplace": "ours:FusegradInplace",

@@ -16,6 +16,7 @@ _AVERAGE = {"mean": "batchmean"}  # what the divergences call the mean over kept
 
 
 class Fusegrad(Adapter):
+    settings = "functional, all defaults"
     inplace = False
 
     def cross_entropy(self, input: Tensor, target: Tensor, **options: Any) -> Any:
@@ -63,6 +64,7 @@ class Fusegrad(Adapter):
 
 
 class FusegradInplace(Fusegrad):
+    settings = "inplace=True, else all defaults"
     inplace = True
 
 

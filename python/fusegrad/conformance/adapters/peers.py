@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ class Liger(Adapter):
     """Liger-Kernel. Its divergences take log-probabilities and divide by the kept rows."""
 
     devices = ("cuda",)
+    settings = "all defaults: weights' gradients add up in the inputs' dtype"
+    packages = ("liger-kernel",)
     accumulate: torch.dtype | None = None
 
     def load(self) -> None:
@@ -112,6 +115,7 @@ class Liger(Adapter):
 class LigerFloat32(Liger):
     """The linear losses with their float32 accumulation, which has to be asked for."""
 
+    settings = "accum_dtype=torch.float32"
     accumulate = torch.float32
     cross_entropy = None  # type: ignore[assignment]
     jsd = None  # type: ignore[assignment]
@@ -128,6 +132,8 @@ def _liger_aux(aux: str | None, function: Any, *arguments: Any, **options: Any) 
 
 class Quack(Adapter):
     devices = ("cuda",)
+    settings = "chunk_size=128 and tuned=False of the linear loss, inplace_backward=False of the other"
+    packages = ("quack-kernels",)
     inplace = False
 
     def load(self) -> None:
@@ -162,14 +168,19 @@ class Quack(Adapter):
 class QuackInplace(Quack):
     """Its in-place backward, which is an option of the logits' loss."""
 
+    settings = "inplace_backward=True"
     inplace = True
     linear_cross_entropy = None  # type: ignore[assignment]
 
 
 class CCE(Adapter):
-    """Cut Cross Entropy, with its default filter of small gradients."""
+    """Cut Cross Entropy, with its default filter of small gradients: blocks of logits whose gradients are all below it
+    count as 0."""
 
     devices = ("cuda",)
+    settings = 'filter_eps="auto", its default'
+    packages = ("cut-cross-entropy",)
+    filter_eps: str | None = "auto"
 
     def load(self) -> None:
         self.module: Any = importlib.import_module("cut_cross_entropy")
@@ -183,18 +194,32 @@ class CCE(Adapter):
         weight: Tensor,
         target: Tensor,
         *,
+        bias: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         softcap: float | None = None,
     ) -> Tensor:
+        function = self.module.linear_cross_entropy
         options = {"ignore_index": ignore_index, "reduction": reduction, "softcap": softcap}
-        return self.module.linear_cross_entropy(input, weight, target, **options)
+        if bias is not None and "bias" not in inspect.signature(function).parameters:
+            raise NotOffered("linear_cross_entropy without bias")
+        options |= {} if bias is None else {"bias": bias}
+        return function(input, weight, target, filter_eps=self.filter_eps, **options)
+
+
+class CCEUnfiltered(CCE):
+    """The same with every gradient."""
+
+    settings = "filter_eps=None"
+    filter_eps = None
 
 
 class FlashAttention4(Adapter):
     """Its own functions of scores are CuTe programs with hand-written derivatives: none here."""
 
     devices = ("cuda",)
+    settings = "flash_attn.cute.flash_attn_func, all defaults"
+    packages = ("flash-attn-4",)
 
     def load(self) -> None:
         self.module: Any = importlib.import_module("flash_attn.cute")

@@ -30,6 +30,8 @@ def block_mask(mask_mod: Callable[..., Tensor] | None, query: Tensor, key: Tenso
 class Eager(Adapter):
     """The formulas in the inputs' dtype, an op of PyTorch for each step."""
 
+    settings = "plain formulas of PyTorch's ops"
+
     def cross_entropy(self, input: Tensor, target: Tensor, **options: Any) -> Any:
         return formulas.cross_entropy(input, target, **options)
 
@@ -60,6 +62,8 @@ class Eager(Adapter):
 class Compiled(Adapter):
     """Eager's losses as torch.compile makes them."""
 
+    settings = "eager's losses by torch.compile(dynamic=False), all of its defaults"
+
     def cross_entropy(self, input: Tensor, target: Tensor, **options: Any) -> Any:
         return _compiled(formulas.cross_entropy)(input, target, **options)
 
@@ -79,6 +83,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class Torch(Adapter):
     """What torch.nn.functional has by these names."""
+
+    settings = "torch.nn.functional's, all defaults"
 
     def cross_entropy(
         self,
@@ -128,6 +134,8 @@ class Torch(Adapter):
 class Flex(Adapter):
     """PyTorch's flex_attention, compiled."""
 
+    settings = "torch.compile(flex_attention, dynamic=False), no kernel_options"
+
     def function(self) -> Callable[..., Any]:
         return torch.compile(flex_attention, dynamic=False)
 
@@ -158,12 +166,16 @@ class Flex(Adapter):
 class FlexEager(Flex):
     """The same without a compiler: PyTorch's own reference, with all scores in memory."""
 
+    settings = "flex_attention without a compiler"
+
     def function(self) -> Callable[..., Any]:
         return flex_attention
 
 
 class SDPA(Adapter):
     """scaled_dot_product_attention: masks, no functions of scores."""
+
+    settings = "scaled_dot_product_attention, whichever backend it takes"
 
     def flex_attention(
         self,

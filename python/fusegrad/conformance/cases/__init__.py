@@ -6,6 +6,7 @@ from . import (  # noqa: F401
     bad_input,
     captured,
     cuda,
+    far_rows,
     functions,
     inplace,
     numbers,

@@ -157,6 +157,20 @@ def ignored_none(problem: Problem) -> None:
     problem.compare(lambda loss, t: loss(t, reduction="none").sum())
 
 
+@case(16, "an upstream gradient of NaN at an ignored row reaches nothing")
+def ignored_nan_upstream(problem: Problem) -> None:
+    """Such as of a mean over the rows of each sample, of which one has none."""
+    problem.ignore_rows()
+    gradients = []
+    for call, t in ((problem.ours, problem.leaves()), (problem.truth, problem.exact())):
+        rows = call(problem.activations(t), reduction="none")
+        upstream = torch.full_like(rows, 0.37)
+        upstream[3] = torch.nan
+        gradients.append(torch.autograd.grad(rows, [t[n] for n in problem.leaf_names], upstream))
+    for name, found, expected in zip(problem.leaf_names, *gradients, strict=True):
+        check(f"gradient of {name}", found, expected, problem.dtype)
+
+
 @case(16, "NaN in an ignored row reaches nothing")
 def ignored_nan(problem: Problem) -> None:
     """Padding may hold anything; of a head it reaches the weight's gradient by a product with 0."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..case import case
@@ -253,3 +254,40 @@ def index_out_of_range(problem: Problem) -> None:
     raised, value = attempt(lambda: problem.ours(problem.activations(t)).detach().cpu())
     if not raised and not value.isnan():
         raise Wrong("the read beyond the end gave a number")
+
+
+@case(9, "the distance of captured points, which is 0 of a point to itself", FLEX)
+def zero_distance(problem: Problem) -> None:
+    n = length(problem)
+    compare(
+        problem,
+        lambda t: lambda s, b, h, q, kv: s - (t["point"][q] - t["point"][kv]).norm(dim=-1),
+        point=problem.normal(n, 2),
+    )
+
+
+@case(9, "an embedding with a padding_idx, whose row has no gradient", FLEX)
+def padding_row(problem: Problem) -> None:
+    compare(
+        problem,
+        lambda t: lambda s, b, h, q, kv: s * F.embedding((q + kv) % 5, t["table"], padding_idx=2)[..., 0],
+        table=problem.normal(5, 1),
+    )
+
+
+@case(9, "a mask of times in float64: exact, or refused", FLEX, may_raise=True)
+def float64_times(problem: Problem) -> None:
+    times = 1.7e9 + 7.3 * torch.arange(length(problem), dtype=torch.float64)
+
+    def mask_mod(t: Tensors) -> Callable[..., Tensor]:
+        there = times.to(t["query"].device)
+        return lambda b, h, q, kv: there[q] >= there[kv]
+
+    problem.mask_mod = mask_mod
+    problem.compare(plain)
+
+
+@case(9, "a mask of tenths: float32 decides, as in PyTorch", FLEX)
+def tenths(problem: Problem) -> None:
+    problem.mask_mod = lambda t: lambda b, h, q, kv: (q - kv).abs() * 0.1 <= 0.3
+    problem.compare(plain)
