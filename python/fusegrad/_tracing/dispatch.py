@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import Refused, RefusedWrite, unknown
 from .graph import BOOL, INT, Graph
-from .ops import ELEMENTWISE, FOLDS, checked, inside, wrapped
+from .ops import ELEMENTWISE, FOLDS, bounds, checked, inside, wrapped
 from .tensor import TracedTensor, terms_of
 from .trace import Trace, category
 from .trees import mapped, tensors_of, words
@@ -362,10 +362,14 @@ def _integers(trace: Trace, x: Tensor) -> TracedTensor:
 
 
 def _counted(trace: Trace, x: Tensor, size: int) -> TracedTensor:
-    """An index that does not count from the end where it is negative."""
-    index = _integers(trace, x)
-    places = _each(index.packed, lambda t: checked(trace.graph, trace.graph.cast(t, INT), size))
-    return trace.wrap(places, torch.int64, index.shape)
+    """An index that does not count from the end where it is negative. That it is too large is found where it is used."""
+    g, index = trace.graph, _integers(trace, x)
+
+    def place(term: int) -> int:
+        term = g.cast(term, INT)
+        return term if bounds(g, term)[0] >= 0 else checked(g, term, size)
+
+    return trace.wrap(_each(index.packed, place), torch.int64, index.shape)
 
 
 def _traced(trace: Trace, x: Tensor) -> TracedTensor:
@@ -384,14 +388,16 @@ def _take(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     g = trace.graph
     items: list[Any] = []
     index = _integers(trace, index)
+    if tensor.dim() == 0:
+        tensor = torch.ops.aten.unsqueeze(tensor, 0)
     if tensor.dim() == 1:
         return trace.index_by_terms(tensor, [index])
-    rest = _each(index.packed, lambda t: inside(g, t, tensor.numel()))
-    for size in reversed(tensor.shape):
+    rest = _each(index.packed, lambda t: t if bounds(g, t)[0] >= 0 else inside(g, t, tensor.numel()))
+    for size in reversed(tensor.shape[1:]):
         place = _each(rest, lambda t, n=size: g.apply("mod", t, g.constant(n)))  # type: ignore[misc]
         items.insert(0, trace.wrap(place, torch.int64, index.shape))
         rest = _each(rest, lambda t, n=size: g.apply("floor_div", t, g.constant(n)))  # type: ignore[misc]
-    return trace.index_by_terms(tensor, items)
+    return trace.index_by_terms(tensor, [trace.wrap(rest, torch.int64, index.shape), *items])
 
 
 def _gather(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
@@ -710,6 +716,31 @@ def _distances(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, A
     return aten.linalg_vector_norm(differences, bound.get("p", 2.0), [-1])
 
 
+def _softmax(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
+    """softmax and log_softmax, which do not depend on the maximum that exp is kept from overflowing by."""
+    aten = torch.ops.aten
+    bound = _bound(func, args, kwargs)
+    tensor, dim = _traced(trace, bound["self"]), bound["dim"]
+    out = _on_ones(func, args, kwargs)
+    shifted = aten.sub(tensor, aten.amax(trace.detached(tensor), [dim], True))
+    powers = aten.exp(shifted)
+    total = aten.sum(powers, [dim], True)
+    logs = func._schema.name == "aten::_log_softmax"
+    result = aten.sub(shifted, aten.log(total)) if logs else aten.div(powers, total)
+    return _result(trace, result.packed, out.dtype, shape=result.shape)
+
+
+def _logsumexp(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor:
+    aten = torch.ops.aten
+    bound = _bound(func, args, kwargs)
+    tensor, dims, keepdim = _traced(trace, bound["self"]), bound["dim"], bound["keepdim"]
+    tensor = tensor if tensor.dtype.is_floating_point else aten._to_copy(tensor, dtype=torch.get_default_dtype())
+    most = aten.amax(trace.detached(tensor), dims, True)
+    most = aten.where(aten.eq(aten.abs(most), math.inf), aten.full_like(most, 0.0), most)
+    result = aten.log(aten.sum(aten.exp(aten.sub(tensor, most)), dims, keepdim))
+    return aten.add(result, most if keepdim else aten.squeeze(most, dims))
+
+
 _MAX_SORTED = 16
 """Vectors of so many elements are sorted one by one, in n² / 2 comparisons; longer ones by rank."""
 
@@ -882,6 +913,8 @@ _TABLE: tuple[tuple[str, Handler, str], ...] = (
     ("count_nonzero", _count_nonzero, "self dim"),
     ("var std var_mean std_mean", _variance, "self dim correction unbiased keepdim"),
     ("norm linalg_vector_norm", _norm, "self p ord dim keepdim dtype"),
+    ("_softmax _log_softmax", _softmax, "self dim half_to_float"),
+    ("logsumexp", _logsumexp, "self dim keepdim"),
     ("dist", _distance, "self other p"),
     ("_cdist_forward _euclidean_dist", _distances, "x1 x2 p compute_mode"),
     ("max min argmax argmin", _extreme, "self dim keepdim"),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from .graph import BOOL, FLOAT, INT, Graph
 from .trees import words
 
-__all__ = ["ELEMENTWISE", "FOLDS", "checked", "inside", "wrapped"]
+__all__ = ["ELEMENTWISE", "FOLDS", "bounds", "checked", "inside", "wrapped"]
 
 ELEMENTWISE: dict[str, Callable[..., int]] = {}
 

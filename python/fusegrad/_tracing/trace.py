@@ -492,14 +492,14 @@ class Trace:
             out = func(*args, **kwargs)
             if detached:
                 # The function itself switched gradients off.
-                out = mapped(out, lambda x: self._detached(x) if isinstance(x, TracedTensor) else x)
+                out = mapped(out, lambda x: self.detached(x) if isinstance(x, TracedTensor) else x)
         return out
 
-    def _detached(self, x: TracedTensor) -> TracedTensor:
+    def detached(self, x: TracedTensor) -> TracedTensor:
         """A new value; PyTorch's detach would give a view."""
         if not self.is_active(x):
             return x
-        return self.wrap(x.terms.clone().apply_(lambda t: self.graph.apply("detach", t)), x.dtype)
+        return self.wrap(x.packed.clone().apply_(lambda t: self.graph.apply("detach", t)), x.dtype, x.shape)
 
     def _made_of_numbers(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> TracedTensor | None:
         if _name(func) in ("tensor", "as_tensor", "scalar_tensor") and args:

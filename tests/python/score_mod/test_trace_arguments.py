@@ -68,7 +68,7 @@ VALUES: dict[str, list[Any]] = {
     "max": [0.4], "eps": [0.2], "value": [3.5], "fill_value": [2.5], "p": [1, 3, 0.5, math.inf, 0], "ord": [1, 3],
     "padding_idx": [0, 1], "scale_grad_by_freq": [True], "sparse": [True], "sparse_grad": [True], "k": [1, 2],
     "memory_format": [torch.contiguous_format], "pin_memory": [False], "non_blocking": [True],
-    "layout": [torch.strided, torch.sparse_coo], "device": [torch.device("cpu")], "implicit": [True],
+    "layout": [torch.strided, torch.sparse_coo], "device": [torch.device("cpu")], "implicit": [True], "half_to_float": [True],
     "dtype": [torch.float32, torch.int64, torch.int8], "out_dtype": [torch.float64],
     "sorter": [torch.tensor([1, 0, 2])],
     "compute_mode": [0, 1, 2], "start": [1, -2], "end": [1, -1], "step": [2], "offset": [1, -1], "dim1": [-1],

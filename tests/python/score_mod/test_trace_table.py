@@ -283,7 +283,7 @@ def test_the_table_has_all_that_the_tracer_knows() -> None:
         "__xor__": "bitwise_xor", "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
         "special_xlog1py": "xlog1py", "mm": "matmul", "bmm": "matmul", "mv": "matmul", "vdot": "dot",
         "masked_fill": "where", "index": "gather", "linalg_vector_norm": "vector_norm", "_cdist_forward": "cdist",
-        "_euclidean_dist": "cdist",
+        "_euclidean_dist": "cdist", "_softmax": "softmax", "_log_softmax": "log_softmax",
     }  # fmt: skip
     inner = {"_to_copy", "_local_scalar_dense", "empty_like", "new_empty", "new_empty_strided"}
     assert {synonyms.get(n, n) for n in known - inner} - listed == set()
