@@ -362,7 +362,7 @@ def _integers(trace: Trace, x: Tensor) -> TracedTensor:
 
 
 def _counted(trace: Trace, x: Tensor, size: int) -> TracedTensor:
-    """An index that does not count from the end where it is negative. That it is too large is found where it is used."""
+    """An index that does not count from the end where it is negative. Too large ones are found where they are used."""
     g, index = trace.graph, _integers(trace, x)
 
     def place(term: int) -> int:
