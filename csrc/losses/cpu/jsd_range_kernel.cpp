@@ -154,8 +154,9 @@ class JsdRows {
   }
 
   // 0 < beta < 1. With d = p - q and m = q + beta * d, q / m = 1 - beta * d / m and p / m = 1 + (1 - beta) * d / m: no
-  // difference of two logarithms, which would cancel where the distributions are close. Leaves q, p, log(q / m) and
-  // log(p / m) in the buffers.
+  // difference of two logarithms, which would cancel where the distributions are close. m is taken from the end of beta
+  // that it is nearer to, where nothing of it cancels: p - (1 - beta) * d of the other. Leaves q, p, log(q / m) and log(p
+  // / m) in the buffers.
   double mixture(const Shift& shift) {
     double sums[2];
     sum_row<2, Acc>(padded, sums, [&](int64_t c, Vec* s) {
@@ -171,13 +172,14 @@ class JsdRows {
     const Vec inverse_p(p.log_probs ? Acc(1) : static_cast<Acc>(1 / sums[1]));
     const Vec beta(static_cast<Acc>(p.beta)), rest(static_cast<Acc>(1 - p.beta)), one(1);
     const Vec smallest(std::numeric_limits<Acc>::min());
+    const bool near_student = p.beta <= 0.5;
     const bool keep_student = p.grad_student != nullptr, keep_teacher = p.grad_teacher != nullptr;
     double divergence[3];
     sum_row<3, Acc>(padded, divergence, [&](int64_t c, Vec* s) {
       const auto q = Vec::loadu(buffers.q + c) * inverse_q, t = Vec::loadu(buffers.p + c) * inverse_p;
       const auto d = t - q, below = beta * d, above = rest * d;
       // Where both are 0 the quotients must not be 0 / 0.
-      const auto inverse = one / at::vec::maximum(q + below, smallest);
+      const auto inverse = one / at::vec::maximum(near_student ? q + below : t - above, smallest);
       const auto log_q = log_ratio(q * inverse, below.neg() * inverse), log_p = log_ratio(t * inverse, above * inverse);
       const auto of_q = q * log_q, of_p = t * log_p;
       s[0] = s[0] + at::vec::fmadd(rest, of_q, beta * of_p);
@@ -334,7 +336,7 @@ class JsdRows {
       const double t = k < count ? std::exp(log_p) : rest;
       double of_q = 0;  // q times its logarithm in the gradient
       if (between) {
-        const double d = t - q, m = q + b * d;
+        const double d = t - q, m = b <= 0.5 ? q + b * d : t - (1 - b) * d;
         of_q = q > 0 ? q * log_ratio_of(q / m, -b * d / m) : 0;
         soft += (1 - b) * of_q + (t > 0 ? b * t * log_ratio_of(t / m, (1 - b) * d / m) : 0);
       } else if (b == 0) {

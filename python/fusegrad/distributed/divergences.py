@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .divergence_rows import Divergence, TopK, roundoff
-from .gradients import Head, acc_of, check, chunks, product_type, refuse_double_backward
+from .gradients import Head, acc_of, check, chunks, of_kept_rows, product_type, refuse_double_backward
 from .losses import (
     LinearOptions,
     autocast_input,
@@ -46,6 +46,7 @@ class Jsd(torch.autograd.Function):
                 if gradient is not None:
                     gradient[part] = chunk
         ctx.op, ctx.factor, ctx.hooks = "jsd", loss.factor, _ops.saved_tensor_hooks_active()
+        ctx.kept = loss.kept
         # Those that get a gradient are saved for their place in the graph; after the write, for the version counter.
         ctx.save_for_backward(
             student if needs_grad[0] else None,
@@ -57,7 +58,8 @@ class Jsd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, *scale_kept(ctx, grad_loss)
+        each = None if grad_loss is None else of_kept_rows(grad_loss, ctx.kept)
+        return None, None, None, *scale_kept(ctx, each)
 
 
 def jsd(
