@@ -172,7 +172,6 @@ RowOutputs outputs_of(const Rows& rows, const Targets& t, const Tensor& loss) {
 template <class Backward>
 RowOptions options_of(const Backward& call) {
   auto options = call.options;
-  options.aux &= ~kScaleGradient;
   if (call.grad_lse) options.aux |= kAuxLse;
   return options;
 }
@@ -277,9 +276,8 @@ RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call) {
   return reduced(rows_of(call.logits, t), t, call.normalizer);
 }
 
-RowOutputs linear_cross_entropy(const char* op, LinearCrossEntropyForward call) {
+RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call) {
   check_targets(op, call.target, call.linear_weight.sym_size(0), call.options.ignore_index);
-  call.options.aux &= ~kScaleGradient;
   return reduced(linear_rows(call), {call.target, call.weight, call.token_weight, call.options}, call.normalizer);
 }
 

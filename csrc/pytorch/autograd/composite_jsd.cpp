@@ -202,11 +202,6 @@ std::vector<Tensor> gradients_of(Tensor loss, const Tensor& scales, const Tensor
                                  const std::vector<Tensor>& inputs) {
   if (scales.numel() != 0) loss = loss * scale_of(scales, 0);
   if (grad_loss.dim() == 0) loss = loss.sum();
-  if (!loss.requires_grad()) {  // neither part has a weight
-    std::vector<Tensor> result;
-    for (const auto& input : inputs) result.push_back(input.defined() ? at::zeros_like(input) : Tensor());
-    return result;
-  }
   return differentiate({loss}, {grad_loss}, inputs);
 }
 

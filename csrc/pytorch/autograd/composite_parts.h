@@ -128,6 +128,8 @@ struct Input {
 };
 inline Input input_of(OptionalTensor& tensor, bool wanted) { return {tensor ? &*tensor : nullptr, wanted}; }
 
+constexpr c10::DispatchKeySet kBatchedKeys({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
+
 /// What differentiate() takes: each wanted tensor is replaced by an alias of it, which comes back. By the tensors
 /// themselves the engine would go on through their own graphs, where one of them depends on another (tied weights).
 /// One that is in no graph would have a gradient of 0, whatever depends on it.
@@ -142,7 +144,8 @@ inline std::vector<at::Tensor> aliases(c10::ArrayRef<Input> inputs) {
   return result;
 }
 
-/// The gradients of those `inputs` that are defined, 0 where nothing depends on them; `graph`: as a graph.
+/// The gradients of those `inputs` that are defined, 0 where nothing depends on them; `graph`: as a graph. An output that
+/// does not require grad depends on none of them, unless it is a batch, whose graph is that of what is in it.
 inline std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& outputs,
                                              const std::vector<at::Tensor>& upstream,
                                              const std::vector<at::Tensor>& inputs, bool graph = true) {
@@ -151,8 +154,22 @@ inline std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& outp
     if (input.defined()) wanted.push_back(input);
   }
   if (wanted.empty()) return result;
-  const auto gradients = torch::autograd::grad(outputs, wanted, upstream, /*retain_graph=*/true, graph,
-                                               /*allow_unused=*/true);
+  std::vector<at::Tensor> recorded, of_recorded;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i].requires_grad()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!outputs[i].key_set().has_any(kBatchedKeys),
+                                  "a derivative of this order must not be batched by torch.vmap or vectorized, but is; "
+                                  "use torch.func's transforms throughout");
+      continue;
+    }
+    recorded.push_back(outputs[i]);
+    of_recorded.push_back(upstream[i]);
+  }
+  auto gradients = std::vector<at::Tensor>(wanted.size());
+  if (!recorded.empty()) {
+    gradients =
+        torch::autograd::grad(recorded, wanted, of_recorded, /*retain_graph=*/true, graph, /*allow_unused=*/true);
+  }
   for (size_t i = 0, next = 0; i < inputs.size(); ++i) {
     if (!inputs[i].defined()) continue;
     const auto& gradient = gradients[next++];
@@ -186,12 +203,11 @@ std::vector<at::Tensor> pulled(const Formula& formula, c10::ArrayRef<at::Tensor>
   std::vector<at::Tensor> outputs, of_outputs;
   const auto results = formula();
   for (size_t i = 0; i < results.size(); ++i) {
-    // One that does not require grad depends on nothing that is wanted.
-    if (!upstream[i].defined() || !results[i].requires_grad()) continue;
+    // A level's variables are what all batches are within: what is none of it depends on none.
+    if (!upstream[i].defined() || (level && !results[i].requires_grad())) continue;
     outputs.push_back(results[i]);
     of_outputs.push_back(upstream[i]);
   }
-  if (outputs.empty()) return std::vector<at::Tensor>(inputs.size());
   auto found = differentiate(outputs, of_outputs, variables, again);
   for (auto& g : found) {
     if (level && g.defined()) g = level->outside(g);

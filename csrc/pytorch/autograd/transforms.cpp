@@ -35,6 +35,12 @@ AboveTransforms::~AboveTransforms() {
   change_innermost([&](at::functorch::Interpreter& innermost) { innermost.saveLocalDispatchKeySet(*saved_); });
 }
 
+int64_t running_level() {
+  const auto layer = at::functorch::maybeCurrentDynamicLayer();
+  TORCH_INTERNAL_ASSERT(layer.has_value());
+  return layer->layerId();
+}
+
 bool within_functorch(at::ArrayRef<at::Tensor> tensors) {
   constexpr c10::DispatchKeySet kWrapped({c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
   return at::functorch::maybeCurrentDynamicLayer().has_value() ||

@@ -23,6 +23,9 @@ class AboveTransforms {
   std::optional<c10::impl::ForceDispatchKeyGuard> guard_;
 };
 
+/// The number of the innermost transform, which has taken the call.
+int64_t running_level();
+
 /// A transform is active, or one of the tensors comes from one.
 bool within_functorch(at::ArrayRef<at::Tensor> tensors);
 

@@ -102,8 +102,8 @@ def jsd(
         dtype = torch.promote_types(dtype, teacher.dtype)
         y = teacher.to(dtype).reshape(row_shape.numel(), shards.size)
     else:
-        y = teacher.to(acc_of(dtype)).reshape(row_shape.numel(), -1)
-        indices = indices.reshape(row_shape.numel(), -1).long()
+        y = teacher.to(acc_of(dtype)).reshape(row_shape.numel(), teacher.shape[-1])
+        indices = indices.reshape(y.shape).long()
     cast = student.to(dtype)
     others = [teacher, indices, tail, labels, token_weight, normalizer]
     overwrite = cast is student and may_overwrite(inplace, student, others)
@@ -286,8 +286,8 @@ def linear_jsd(
     if indices is None:
         rows = autocast_input(teacher_input).reshape(count, teacher_input.shape[-1])
     else:
-        rows = teacher_input.to(acc_of(cast.dtype)).reshape(count, -1)
-        indices = indices.reshape(count, -1).long()
+        rows = teacher_input.to(acc_of(cast.dtype)).reshape(count, teacher_input.shape[-1])
+        indices = indices.reshape(rows.shape).long()
     teacher = Teacher(rows, teacher_weight, teacher_bias, options["teacher_logit_scale"])
     needs_grad = wanted_gradients(x, student_weight, student_bias)
     deferred = cast.dtype == torch.float16 and any(needs_grad) and options["reduction"] in ("mean", "batchmean")

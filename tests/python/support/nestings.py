@@ -81,7 +81,9 @@ NESTINGS: dict[str, Callable[[Callable, Tensor, Tensor], Any]] = {
     "third: vmap(jacrev(hessian))": lambda f, x, d: vmap(jacrev(hessian(f)))(torch.stack([x, d])),
     "vmap of one": lambda f, x, d: (vmap(jacfwd(f))(x[None]), vmap(hessian(f))(x[None])),
     "tangent of a func.grad": gradient_of_a_dual,
-    "vectorized over func.grad": lambda f, x, d: functional.hessian(lambda x: (grad(f)(x) * d).sum(), x, vectorize=True),
+    "vectorized over func.grad": lambda f, x, d: functional.hessian(
+        lambda x: (grad(f)(x) * d).sum(), x, vectorize=True
+    ),
     "fourth": lambda f, x, d: along(grad(along(along(f, d), d)), d)(x),
     "create_graph": backward_twice,
     "backward through a tangent": gradient_of_tangent,
