@@ -69,7 +69,7 @@ def check_index(op: str, name: str, index: Tensor, kept: Tensor, vocab: int, ign
 
 
 def of_kept_rows(upstream: Tensor, kept: Tensor) -> Tensor:
-    """An upstream gradient, 0 for rows that are ignored: what was saved for them is 0, whose product with NaN is not."""
+    """An upstream gradient, 0 for ignored rows: what was saved for them is 0, whose product with NaN is not."""
     return upstream if upstream.dim() == 0 else torch.where(kept, upstream, 0)
 
 

@@ -69,8 +69,8 @@ class Outputs(TorchDispatchMode):
 
 
 def check(f: Callable[..., Any], *inputs: Tensor, what: str, orders: int = 2) -> set[str]:
-    """Derivatives of both modes up to the second ones, of the sum of what `f` gives, seen by the mode; the first without
-    it too, where a backward may write over what the forward kept."""
+    """Derivatives of both modes up to the second ones, of the sum of what `f` gives, seen by the mode; the first
+    without it too, where a backward may write over what the forward kept."""
 
     def scalar(*given: Tensor) -> Tensor:
         values = pytree.tree_leaves(f(*given))
