@@ -155,8 +155,8 @@ class JsdRows {
 
   // 0 < beta < 1. With d = p - q and m = q + beta * d, q / m = 1 - beta * d / m and p / m = 1 + (1 - beta) * d / m: no
   // difference of two logarithms, which would cancel where the distributions are close. m is taken from the end of beta
-  // that it is nearer to, where nothing of it cancels: p - (1 - beta) * d of the other. Leaves q, p, log(q / m) and log(p
-  // / m) in the buffers.
+  // that it is nearer to, where nothing of it cancels: p - (1 - beta) * d of the other. Leaves q, p, log(q / m) and
+  // log(p / m) in the buffers.
   double mixture(const Shift& shift) {
     double sums[2];
     sum_row<2, Acc>(padded, sums, [&](int64_t c, Vec* s) {

@@ -117,8 +117,8 @@ class JsdTangentRows {
     if (mixed) {
       const Vec beta(static_cast<Acc>(p.beta)), rest(static_cast<Acc>(1 - p.beta));
       const auto d = x - q, below = beta * d, above = rest * d;
-      // From the end of beta that it is nearer to, where nothing cancels. Where both are 0 the quotients must not be 0 /
-      // 0.
+      // From the end of beta that it is nearer to, where nothing cancels. Where both are 0 the quotients must not be 0
+      // / 0.
       const auto m = p.beta <= 0.5 ? q + below : x - above;
       const auto inverse = one / at::vec::maximum(m, Vec(std::numeric_limits<Acc>::min()));
       return {q, x, rest * log_ratio(q * inverse, below.neg() * inverse),

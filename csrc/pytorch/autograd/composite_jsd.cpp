@@ -32,8 +32,9 @@ struct DivergenceRows {
 //
 // All is a function of v = log of the smaller probability over the larger, and the larger: no exponential overflows,
 // and no derivative of whatever order has a small probability in a divisor. With e = expm1(v) and b the weight of the
-// smaller one in the mixture m, log(m / larger) = log1p(b * e), or that of (1 - b) + b * exp(v) where this is small. A KL of normalized rows has the sum of differences of
-// the two added, which is 0: each of its terms is of second order in v then, as the mixture's are anyway.
+// smaller one in the mixture m, log(m / larger) = log1p(b * e), or that of (1 - b) + b * exp(v) where this is small. A
+// KL of normalized rows has the sum of differences of the two added, which is 0: each of its terms is of second order
+// in v then, as the mixture's are anyway.
 Tensor divergence(const Tensor& log_q, const Tensor& log_p, double beta, bool normalized) {
   const auto up = log_p.gt(log_q), u = log_p - log_q;
   const auto larger = at::where(up, log_p, log_q).exp();
@@ -261,9 +262,8 @@ Tensor jsd_soft(const JsdSoft& call) {
     student = labels->without_ignored(student);
     teacher = labels->without_ignored(teacher);
   }
-  const auto soft =
-      not_negative(s.log_probs ? divergence(student, teacher, s.beta, /*normalized=*/false)
-                               : divergence(log_softmax(student), log_softmax(teacher), s.beta, true));
+  const auto soft = not_negative(s.log_probs ? divergence(student, teacher, s.beta, /*normalized=*/false)
+                                             : divergence(log_softmax(student), log_softmax(teacher), s.beta, true));
   return labels ? labels->of_rows(soft) : soft;
 }
 

@@ -144,8 +144,8 @@ inline std::vector<at::Tensor> aliases(c10::ArrayRef<Input> inputs) {
   return result;
 }
 
-/// The gradients of those `inputs` that are defined, 0 where nothing depends on them; `graph`: as a graph. An output that
-/// does not require grad depends on none of them, unless it is a batch, whose graph is that of what is in it.
+/// The gradients of those `inputs` that are defined, 0 where nothing depends on them; `graph`: as a graph. An output
+/// that does not require grad depends on none of them, unless it is a batch, whose graph is that of what is in it.
 inline std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& outputs,
                                              const std::vector<at::Tensor>& upstream,
                                              const std::vector<at::Tensor>& inputs, bool graph = true) {
@@ -178,10 +178,11 @@ inline std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& outp
   return result;
 }
 
-/// The gradients of `inputs`, each where wanted, of what `formula()` gives of them, a list as `upstream` is, whose tensors
-/// may be undefined: a graph where gradients are enabled. Also within torch.func.
+/// The gradients of `inputs`, each where wanted, of what `formula()` gives of them, a list as `upstream` is, whose
+/// tensors may be undefined: a graph where gradients are enabled. Also within torch.func.
 template <class Formula>
-std::vector<at::Tensor> pulled(const Formula& formula, c10::ArrayRef<at::Tensor> upstream, c10::ArrayRef<Input> inputs) {
+std::vector<at::Tensor> pulled(const Formula& formula, c10::ArrayRef<at::Tensor> upstream,
+                               c10::ArrayRef<Input> inputs) {
   const bool again = at::GradMode::is_enabled();
   std::vector<at::Tensor> given(upstream.begin(), upstream.end());
   for (const auto& input : inputs) {

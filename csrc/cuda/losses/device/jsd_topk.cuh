@@ -249,8 +249,8 @@ struct JsdTopK {
     Bucket b{0.f, 0.f, exp2f(log2_q), exp2f(log2_p)};
     if (constants.mixed) {
       const float d = fminf(fmaxf(log2_p - log2_q, kLowestD), -kLowestD);
-      // The smaller's share, and how much less than the larger it is: near 1 nothing must round. Near 0 it must not come
-      // from 1.
+      // The smaller's share, and how much less than the larger it is: near 1 nothing must round. Near 0 it must not
+      // come from 1.
       const float rest = constants.student_share, share = d > 0.f ? rest : constants.beta;
       const float less = share * expm1f(-fabsf(d) * static_cast<float>(kInverseLog2E));
       const float far = fmaf(share, exp2f(-fabsf(d)), d > 0.f ? constants.beta : rest);
