@@ -99,7 +99,7 @@ class JsdRows {
       const Acc teacher_max = load_row(teacher, p.cols, teacher_transform, buffers.p);
       const Shift shift{p.log_probs ? Acc(0) : max, p.log_probs ? Acc(0) : teacher_max,
                         static_cast<Acc>(1 / p.student_temperature), static_cast<Acc>(1 / p.teacher_temperature)};
-      soft = between ? mixture(shift) : one_sided(shift);
+      soft = !between ? one_sided(shift) : p.beta <= 0.5 ? mixture<true>(shift) : mixture<false>(shift);
     }
     if (soft < 0 && !p.partial) soft = 0;  // what rounding left of 0; NaN stays
     double hard = 0;
@@ -157,6 +157,7 @@ class JsdRows {
   // difference of two logarithms, which would cancel where the distributions are close. m is taken from the end of beta
   // that it is nearer to, where nothing of it cancels: p - (1 - beta) * d of the other. Leaves q, p, log(q / m) and
   // log(p / m) in the buffers.
+  template <bool near_student>
   double mixture(const Shift& shift) {
     double sums[2];
     sum_row<2, Acc>(padded, sums, [&](int64_t c, Vec* s) {
@@ -172,7 +173,6 @@ class JsdRows {
     const Vec inverse_p(p.log_probs ? Acc(1) : static_cast<Acc>(1 / sums[1]));
     const Vec beta(static_cast<Acc>(p.beta)), rest(static_cast<Acc>(1 - p.beta)), one(1);
     const Vec smallest(std::numeric_limits<Acc>::min());
-    const bool near_student = p.beta <= 0.5;
     const bool keep_student = p.grad_student != nullptr, keep_teacher = p.grad_teacher != nullptr;
     double divergence[3];
     sum_row<3, Acc>(padded, divergence, [&](int64_t c, Vec* s) {

@@ -164,8 +164,8 @@ def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: tor
         elif truth.dim() == 1:
             torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=5e-7)
         else:
-            # Differences of probabilities that are twenty times as large, or of logarithms in the few columns that count
-            # in a peaked row.
+            # Differences of probabilities that are twenty times as large, or of logarithms in the few columns that
+            # count in a peaked row.
             assert_as_good_as_eager(found, plain, truth, str(i), least=6e-5 if case.close or case.peaked else 3e-6)
 
 
