@@ -99,7 +99,7 @@ class JsdRows {
       const Acc teacher_max = load_row(teacher, p.cols, teacher_transform, buffers.p);
       const Shift shift{p.log_probs ? Acc(0) : max, p.log_probs ? Acc(0) : teacher_max,
                         static_cast<Acc>(1 / p.student_temperature), static_cast<Acc>(1 / p.teacher_temperature)};
-      soft = between ? mixture(shift) : one_sided(shift);
+      soft = !between ? one_sided(shift) : p.beta <= 0.5 ? mixture<true>(shift) : mixture<false>(shift);
     }
     if (soft < 0 && !p.partial) soft = 0;  // what rounding left of 0; NaN stays
     double hard = 0;
@@ -154,8 +154,10 @@ class JsdRows {
   }
 
   // 0 < beta < 1. With d = p - q and m = q + beta * d, q / m = 1 - beta * d / m and p / m = 1 + (1 - beta) * d / m: no
-  // difference of two logarithms, which would cancel where the distributions are close. Leaves q, p, log(q / m) and
+  // difference of two logarithms, which would cancel where the distributions are close. m is taken from the end of beta
+  // that it is nearer to, where nothing of it cancels: p - (1 - beta) * d of the other. Leaves q, p, log(q / m) and
   // log(p / m) in the buffers.
+  template <bool near_student>
   double mixture(const Shift& shift) {
     double sums[2];
     sum_row<2, Acc>(padded, sums, [&](int64_t c, Vec* s) {
@@ -177,7 +179,7 @@ class JsdRows {
       const auto q = Vec::loadu(buffers.q + c) * inverse_q, t = Vec::loadu(buffers.p + c) * inverse_p;
       const auto d = t - q, below = beta * d, above = rest * d;
       // Where both are 0 the quotients must not be 0 / 0.
-      const auto inverse = one / at::vec::maximum(q + below, smallest);
+      const auto inverse = one / at::vec::maximum(near_student ? q + below : t - above, smallest);
       const auto log_q = log_ratio(q * inverse, below.neg() * inverse), log_p = log_ratio(t * inverse, above * inverse);
       const auto of_q = q * log_q, of_p = t * log_p;
       s[0] = s[0] + at::vec::fmadd(rest, of_q, beta * of_p);
@@ -334,7 +336,7 @@ class JsdRows {
       const double t = k < count ? std::exp(log_p) : rest;
       double of_q = 0;  // q times its logarithm in the gradient
       if (between) {
-        const double d = t - q, m = q + b * d;
+        const double d = t - q, m = b <= 0.5 ? q + b * d : t - (1 - b) * d;
         of_q = q > 0 ? q * log_ratio_of(q / m, -b * d / m) : 0;
         soft += (1 - b) * of_q + (t > 0 ? b * t * log_ratio_of(t / m, (1 - b) * d / m) : 0);
       } else if (b == 0) {

@@ -116,11 +116,13 @@ class JsdTangentRows {
     const auto q = Vec::loadu(student.probability + c), x = Vec::loadu(teacher.probability + c);
     if (mixed) {
       const Vec beta(static_cast<Acc>(p.beta)), rest(static_cast<Acc>(1 - p.beta));
-      const auto d = x - q, below = beta * d;
-      // Where both are 0 the quotients must not be 0 / 0.
-      const auto inverse = one / at::vec::maximum(q + below, Vec(std::numeric_limits<Acc>::min()));
+      const auto d = x - q, below = beta * d, above = rest * d;
+      // From the end of beta that it is nearer to, where nothing cancels. Where both are 0 the quotients must not be 0
+      // / 0.
+      const auto m = p.beta <= 0.5 ? q + below : x - above;
+      const auto inverse = one / at::vec::maximum(m, Vec(std::numeric_limits<Acc>::min()));
       return {q, x, rest * log_ratio(q * inverse, below.neg() * inverse),
-              beta * log_ratio(x * inverse, rest * d * inverse), rest * beta * q * (x * inverse)};
+              beta * log_ratio(x * inverse, above * inverse), rest * beta * q * (x * inverse)};
     }
     const Vec more(1 - normalized), offset(static_cast<Acc>(student.log_sum - teacher.log_sum));
     const auto log = (Vec::loadu(teacher.z + c) - Vec::loadu(student.z + c)) + offset;  // log(p / q)

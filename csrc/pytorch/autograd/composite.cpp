@@ -96,12 +96,12 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
   const auto acc = acc_type(logits.scalar_type());
   Rows rows;
   const auto widened = [&](const Tensor& x) { return with_softcap(x.to(acc), o.softcap); };
-  if ((o.aux & kAuxLse) != 0) rows.lse = widened(logits).logsumexp(1);
+  if ((o.aux & kAuxLse) != 0) rows.lse = logsumexp(widened(logits));
   const double smoothing = o.label_smoothing;
   Tensor z, lse;
   if (t.target.is_floating_point()) {
     z = widened(logits);
-    lse = z.logsumexp(1);
+    lse = logsumexp(z);
     const auto target = t.target.to(acc);
     auto each = lse.unsqueeze(1) - z;
     // A class that has no probability costs nothing, whatever its logit.
@@ -117,8 +117,8 @@ Rows rows_of(const Tensor& logits, const Targets& t) {
     z = widened(labels.without_ignored(logits));  // a softcap leaves 0 as it is
     // Where nothing else asks for lse, in the pass that has a kernel of its own.
     const bool alone = smoothing == 0 && o.z_loss == 0.0 && (o.aux & (kAuxZLoss | kAuxEntropy)) == 0;
-    if (!alone) lse = z.logsumexp(1);
-    const auto log_prob = alone ? labels.column(z.log_softmax(1)) : labels.column(z) - lse;
+    if (!alone) lse = logsumexp(z);
+    const auto log_prob = alone ? labels.column(log_softmax(z)) : labels.column(z) - lse;
     rows.loss = log_prob * (smoothing - 1);
     auto count = at::ones_like(log_prob.detach());
     if (t.weight) {
@@ -172,7 +172,6 @@ RowOutputs outputs_of(const Rows& rows, const Targets& t, const Tensor& loss) {
 template <class Backward>
 RowOptions options_of(const Backward& call) {
   auto options = call.options;
-  options.aux &= ~kScaleGradient;
   if (call.grad_lse) options.aux |= kAuxLse;
   return options;
 }
@@ -277,9 +276,8 @@ RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call) {
   return reduced(rows_of(call.logits, t), t, call.normalizer);
 }
 
-RowOutputs linear_cross_entropy(const char* op, LinearCrossEntropyForward call) {
+RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call) {
   check_targets(op, call.target, call.linear_weight.sym_size(0), call.options.ignore_index);
-  call.options.aux &= ~kScaleGradient;
   return reduced(linear_rows(call), {call.target, call.weight, call.token_weight, call.options}, call.normalizer);
 }
 

@@ -14,7 +14,7 @@ namespace fusegrad::composite {
 RowOutputs cross_entropy(const char* op, const CrossEntropyForward& call);
 
 /// As autograd::linear_cross_entropy.
-RowOutputs linear_cross_entropy(const char* op, LinearCrossEntropyForward call);
+RowOutputs linear_cross_entropy(const char* op, const LinearCrossEntropyForward& call);
 
 /// As autograd::jsd and autograd::linear_jsd, the rows of soft_loss and hard_loss too. A row whose label or a column of
 /// whose top-k teacher is outside [0, V) is NaN where these cannot be read; the sums of log-probabilities are checked

@@ -32,22 +32,27 @@ struct DivergenceRows {
 //
 // All is a function of v = log of the smaller probability over the larger, and the larger: no exponential overflows,
 // and no derivative of whatever order has a small probability in a divisor. With e = expm1(v) and b the weight of the
-// smaller one in the mixture m, log(m / larger) = log1p(b * e). A KL of normalized rows has the sum of differences of
-// the two added, which is 0: each of its terms is of second order in v then, as the mixture's are anyway.
+// smaller one in the mixture m, log(m / larger) = log1p(b * e), or that of (1 - b) + b * exp(v) where this is small. A
+// KL of normalized rows has the sum of differences of the two added, which is 0: each of its terms is of second order
+// in v then, as the mixture's are anyway.
 Tensor divergence(const Tensor& log_q, const Tensor& log_p, double beta, bool normalized) {
   const auto up = log_p.gt(log_q), u = log_p - log_q;
   const auto larger = at::where(up, log_p, log_q).exp();
   // Where both are 0 there is nothing, and u is NaN; where one is, v is -inf.
   const auto v = at::where(up, -u, u).masked_fill(larger.eq(0), 0);
   const auto finite = v.masked_fill(v.eq(-kInfinity), 0);
-  const auto e = v.expm1(), ratio = e + 1;
+  const auto e = v.expm1();
   if (beta > 0 && beta < 1) {
-    const auto b = up.to(v.scalar_type()) * (1 - 2 * beta) + beta;
-    const auto log_m = (b * e).log1p();
-    return (larger * (b * ratio * (finite - log_m) - (1 - b) * log_m)).sum(1);
+    // Both from beta itself: near 1 float32 has no digits left for a difference.
+    const auto full = [&](double value) { return at::full({}, value, v.options()); };
+    const auto b = at::where(up, full(1 - beta), full(beta)), rest = at::where(up, full(beta), full(1 - beta));
+    const auto ratio = v.exp(), less = b * e, small = less.lt(-0.5);
+    const auto log_m = at::where(small, (rest + b * ratio).masked_fill(small.logical_not(), 1).log(),
+                                 less.masked_fill(small, 0).log1p());
+    return (larger * (b * ratio * (finite - log_m) - rest * log_m)).sum(1);
   }
   const auto over_larger = beta == 0 ? up : up.logical_not();  // which KL(x | y) takes its average of
-  auto each = at::where(over_larger, -v, ratio * finite);
+  auto each = at::where(over_larger, -v, (e + 1) * finite);
   if (normalized) each = each + at::where(over_larger, e, -e);
   return (larger * each).sum(1);
 }
@@ -57,7 +62,7 @@ Tensor not_negative(const Tensor& soft) { return soft - soft.detach().clamp_max(
 
 // [N]: the logsumexp of rows, 0 of those that are ignored, which are not read.
 Tensor logsumexp_of(const Tensor& rows, const std::optional<Labels>& labels) {
-  if (!has_row_kernels(rows)) return (labels ? labels->without_ignored(rows) : rows).logsumexp(1);
+  if (!has_row_kernels(rows)) return logsumexp(labels ? labels->without_ignored(rows) : rows);
   const auto none = at::zeros({rows.sym_size(0).guard_int(__FILE__, __LINE__)}, rows.options().dtype(at::kLong));
   const RowSettings settings{
       .target = labels ? none.masked_fill(labels->valid.logical_not(), -1) : none, .weight = {}, .ignore_index = -1};
@@ -84,7 +89,7 @@ Tensor top_k_divergence(const Tensor& z, const Divergence& call, const std::opti
   const auto out = at::where(last.ge(0), -kInfinity, chosen).to(z.scalar_type()).masked_fill(none, 0);
   const auto tail = logsumexp_of(z.scatter(1, columns, out), labels).unsqueeze(1).masked_fill(none, -kInfinity);
   chosen = chosen.masked_fill(invalid, -kInfinity);
-  const auto log_q = at::cat({chosen.to(at::kDouble), tail.to(at::kDouble)}, 1).log_softmax(1);
+  const auto log_q = log_softmax(at::cat({chosen.to(at::kDouble), tail.to(at::kDouble)}, 1));
 
   auto log_p = call.teacher.to(at::kDouble);
   if (labels) log_p = labels->without_ignored(log_p);
@@ -139,7 +144,7 @@ Tensor hard_of(const Divergence& call, const std::optional<Labels>& labels) {
   const auto& x = call.student;
   if (!has_row_kernels(x)) {
     const auto z = labels->without_ignored(logits_in_acc(x, s.student_logit_scale, s.student_softcap));
-    return labels->of_rows(z.logsumexp(1) - labels->column(z));
+    return labels->of_rows(logsumexp(z) - labels->column(z));
   }
   const auto by = LabelsOfKernels(x, call.rows.labels, labels, s.ignore_index);
   const auto scaled = s.student_logit_scale == 1.0 ? x : x.to(acc_type(x.scalar_type())) * s.student_logit_scale;
@@ -198,11 +203,6 @@ std::vector<Tensor> gradients_of(Tensor loss, const Tensor& scales, const Tensor
                                  const std::vector<Tensor>& inputs) {
   if (scales.numel() != 0) loss = loss * scale_of(scales, 0);
   if (grad_loss.dim() == 0) loss = loss.sum();
-  if (!loss.requires_grad()) {  // neither part has a weight
-    std::vector<Tensor> result;
-    for (const auto& input : inputs) result.push_back(input.defined() ? at::zeros_like(input) : Tensor());
-    return result;
-  }
   return differentiate({loss}, {grad_loss}, inputs);
 }
 
@@ -262,9 +262,8 @@ Tensor jsd_soft(const JsdSoft& call) {
     student = labels->without_ignored(student);
     teacher = labels->without_ignored(teacher);
   }
-  const auto soft =
-      not_negative(s.log_probs ? divergence(student, teacher, s.beta, /*normalized=*/false)
-                               : divergence(student.log_softmax(1), teacher.log_softmax(1), s.beta, true));
+  const auto soft = not_negative(s.log_probs ? divergence(student, teacher, s.beta, /*normalized=*/false)
+                                             : divergence(log_softmax(student), log_softmax(teacher), s.beta, true));
   return labels ? labels->of_rows(soft) : soft;
 }
 

@@ -26,6 +26,31 @@ inline at::Tensor with_softcap(const at::Tensor& logits, double softcap) {
   return softcap == 0.0 ? logits : (logits / softcap).tanh() * softcap;
 }
 
+/// Of rows. A backward through the tangents of PyTorch's own fails: forward mode writes over what it needs.
+struct Exponentials {
+  at::Tensor away, sum;  ///< from the row's largest value, and the sum of the exponentials of that
+  at::Tensor largest;
+
+  explicit Exponentials(const at::Tensor& x) {
+    largest = x._fw_primal(/*level=*/0).detach().amax(1, /*keepdim=*/true);
+    largest = largest.masked_fill(largest.abs().eq(kInfinity), 0);
+    away = x - largest;
+    sum = away.exp().sum(1, /*keepdim=*/true);
+  }
+};
+inline bool moves(const at::Tensor& x) { return x._fw_grad(/*level=*/0).defined(); }
+inline at::Tensor log_softmax(const at::Tensor& x) {
+  if (!moves(x)) return x.log_softmax(1);
+  const Exponentials e(x);
+  return e.away - e.sum.log();
+}
+inline at::Tensor logsumexp(const at::Tensor& x, bool keepdim = false) {
+  if (!moves(x)) return x.logsumexp(1, keepdim);
+  const Exponentials e(x);
+  const auto lse = e.largest + e.sum.log();
+  return keepdim ? lse : lse.squeeze(1);
+}
+
 /// Products in the input's dtype, to which the head is rounded.
 inline at::Tensor linear_logits(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias) {
   const auto dtype = input.scalar_type();
@@ -103,35 +128,92 @@ struct Input {
 };
 inline Input input_of(OptionalTensor& tensor, bool wanted) { return {tensor ? &*tensor : nullptr, wanted}; }
 
+constexpr c10::DispatchKeySet kBatchedKeys({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
+
 /// What differentiate() takes: each wanted tensor is replaced by an alias of it, which comes back. By the tensors
 /// themselves the engine would go on through their own graphs, where one of them depends on another (tied weights).
+/// One that is in no graph would have a gradient of 0, whatever depends on it.
 inline std::vector<at::Tensor> aliases(c10::ArrayRef<Input> inputs) {
   std::vector<at::Tensor> result;
   for (const auto& input : inputs) {
     const bool wanted = input.wanted && input.tensor != nullptr;
     if (wanted) *input.tensor = at::alias(*input.tensor);
+    TORCH_INTERNAL_ASSERT(!wanted || input.tensor->requires_grad(), "a gradient is wanted of what is in no graph");
     result.push_back(wanted ? *input.tensor : at::Tensor());
   }
   return result;
 }
 
-/// The gradients of those `inputs` that are defined, as a graph: 0 where nothing depends on them.
+/// The gradients of those `inputs` that are defined, 0 where nothing depends on them; `graph`: as a graph. An output
+/// that does not require grad depends on none of them, unless it is a batch, whose graph is that of what is in it.
 inline std::vector<at::Tensor> differentiate(const std::vector<at::Tensor>& outputs,
                                              const std::vector<at::Tensor>& upstream,
-                                             const std::vector<at::Tensor>& inputs) {
+                                             const std::vector<at::Tensor>& inputs, bool graph = true) {
   std::vector<at::Tensor> wanted, result(inputs.size());
   for (const auto& input : inputs) {
     if (input.defined()) wanted.push_back(input);
   }
   if (wanted.empty()) return result;
-  const auto gradients = torch::autograd::grad(outputs, wanted, upstream, /*retain_graph=*/true, /*create_graph=*/true,
-                                               /*allow_unused=*/true);
+  std::vector<at::Tensor> recorded, of_recorded;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i].requires_grad()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!outputs[i].key_set().has_any(kBatchedKeys),
+                                  "a derivative of this order must not be batched by torch.vmap or vectorized, but is; "
+                                  "use torch.func's transforms throughout");
+      continue;
+    }
+    recorded.push_back(outputs[i]);
+    of_recorded.push_back(upstream[i]);
+  }
+  auto gradients = std::vector<at::Tensor>(wanted.size());
+  if (!recorded.empty()) {
+    gradients =
+        torch::autograd::grad(recorded, wanted, of_recorded, /*retain_graph=*/true, graph, /*allow_unused=*/true);
+  }
   for (size_t i = 0, next = 0; i < inputs.size(); ++i) {
     if (!inputs[i].defined()) continue;
     const auto& gradient = gradients[next++];
     result[i] = gradient.defined() ? gradient : at::zeros_like(inputs[i]);
   }
   return result;
+}
+
+/// The gradients of `inputs`, each where wanted, of what `formula()` gives of them, a list as `upstream` is, whose
+/// tensors may be undefined: a graph where gradients are enabled. Also within torch.func.
+template <class Formula>
+std::vector<at::Tensor> pulled(const Formula& formula, c10::ArrayRef<at::Tensor> upstream,
+                               c10::ArrayRef<Input> inputs) {
+  const bool again = at::GradMode::is_enabled();
+  std::vector<at::Tensor> given(upstream.begin(), upstream.end());
+  for (const auto& input : inputs) {
+    if (input.tensor != nullptr) given.push_back(*input.tensor);
+  }
+  std::optional<ReverseLevel> level;
+  if (within_functorch(given)) level.emplace(again);
+  const at::AutoGradMode enabled(true);
+  std::vector<at::Tensor> variables;
+  if (level) {
+    for (const auto& input : inputs) {
+      const bool wanted = input.wanted && input.tensor != nullptr;
+      if (wanted) *input.tensor = level->variable(*input.tensor);
+      variables.push_back(wanted ? *input.tensor : at::Tensor());
+    }
+  } else {
+    variables = aliases(inputs);
+  }
+  std::vector<at::Tensor> outputs, of_outputs;
+  const auto results = formula();
+  for (size_t i = 0; i < results.size(); ++i) {
+    // A level's variables are what all batches are within: what is none of it depends on none.
+    if (!upstream[i].defined() || (level && !results[i].requires_grad())) continue;
+    outputs.push_back(results[i]);
+    of_outputs.push_back(upstream[i]);
+  }
+  auto found = differentiate(outputs, of_outputs, variables, again);
+  for (auto& g : found) {
+    if (level && g.defined()) g = level->outside(g);
+  }
+  return found;
 }
 
 }  // namespace fusegrad::composite

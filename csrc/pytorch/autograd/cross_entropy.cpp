@@ -74,7 +74,12 @@ struct CrossEntropyInplace : NamedFunction<CrossEntropyInplace, "cross_entropy">
     const auto out = dispatch::cross_entropy_forward(call, /*inplace=*/true);
     ctx->set_materialize_grads(false);
     // Saved after the write, so that its version counter is the one that the write left.
-    ctx->save_for_backward({logits, out.scales});
+    variable_list saved{logits, out.scales};
+    if (call.options.reduction == at::Reduction::None && !call.target.is_floating_point()) {
+      saved.push_back(call.target);
+      ctx->saved_data["ignore_index"] = call.options.ignore_index;
+    }
+    ctx->save_for_backward(std::move(saved));
     return visible(out, call.options);
   }
 
@@ -83,7 +88,9 @@ struct CrossEntropyInplace : NamedFunction<CrossEntropyInplace, "cross_entropy">
     const auto saved = ctx->get_saved_variables();
     variable_list result(2);
     if (!grads[0].defined() || !ctx->needs_input_grad(0)) return result;
-    const auto gradient = scale_saved(saved[0], grads[0], deferred_factor(saved[1], saved[0].scalar_type()),
+    const auto upstream =
+        saved.size() > 2 ? of_kept_rows(grads[0], saved[2], ctx->saved_data["ignore_index"].toInt()) : grads[0];
+    const auto gradient = scale_saved(saved[0], upstream, deferred_factor(saved[1], saved[0].scalar_type()),
                                       /*hooks_were_active=*/false);
     result[0] = refuse_double_backward(kOp, gradient, {saved[0]});
     return result;

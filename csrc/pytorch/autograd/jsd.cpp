@@ -34,6 +34,10 @@ struct Jsd : NamedFunction<Jsd, "jsd"> {
       // the error. Saved after the write, so that the version counter is the one that the write left.
       if (wanted[0]) saved.push_back(student);
       if (wanted[1]) saved.push_back(teacher);
+      if (call.settings.reduction == at::Reduction::None && call.rows.labels) {
+        saved.push_back(*call.rows.labels);
+        ctx->saved_data["ignore_index"] = call.settings.ignore_index;
+      }
       ctx->save_for_backward(std::move(saved));
     } else {
       save_arguments(ctx,
@@ -61,12 +65,19 @@ struct Jsd : NamedFunction<Jsd, "jsd"> {
       std::copy(graph.begin(), graph.end(), result.begin());
       return result;
     }
+    auto upstream = grads[0];
+    if (const auto at = ctx->saved_data.find("ignore_index"); at != ctx->saved_data.end()) {
+      upstream = of_kept_rows(upstream, saved.back(), at->second.toInt());
+    } else if (upstream.dim() != 0 && ctx->saved_data.count("arguments") != 0) {
+      const auto call = load_arguments<JsdBackward>(ctx, saved, kSaved);
+      if (call.rows.labels) upstream = of_kept_rows(upstream, *call.rows.labels, call.settings.ignore_index);
+    }
     const bool hooks = hooks_of_either(ctx);
     const auto factor = saved[2].defined() ? deferred_factor(saved[2], at::kHalf) : std::nullopt;
     const at::TensorList inputs = at::TensorList(saved).slice(kSaved);
     for (size_t i = 0; i < 2; ++i) {
       if (!wanted[i]) continue;
-      result[i] = refuse_double_backward(kOp, scale_saved(saved[i], grads[0], factor, hooks), inputs);
+      result[i] = refuse_double_backward(kOp, scale_saved(saved[i], upstream, factor, hooks), inputs);
     }
     return result;
   }

@@ -45,7 +45,7 @@ struct Side {
       log = x * scale;
       moved = moved * scale;
     }
-    if (!log_probs) log = log.log_softmax(1);
+    if (!log_probs) log = composite::log_softmax(log);
     probability = log.exp();
     none = probability.detach().eq(0);
     log = log.masked_fill(none, 0);
@@ -233,26 +233,13 @@ struct RowOp<JsdSoftSecond> : OfJsd {
   }
   static variable_list gradients(Call c, const variable_list&, const variable_list& v,
                                  const std::vector<bool>& wanted) {
-    const bool again = at::GradMode::is_enabled();
-    const at::AutoGradMode enabled(true);
-    const auto inputs = composite::aliases({{&c.student, wanted[0]},
-                                            {&c.teacher, wanted[1]},
-                                            {&c.upstream, wanted[2]},
-                                            composite::input_of(c.student_tangent, wanted[3]),
-                                            composite::input_of(c.teacher_tangent, wanted[4]),
-                                            composite::input_of(c.upstream_tangent, wanted[5])});
-    const auto results = second_formula(c);
-    std::vector<Tensor> outputs, upstream;
-    for (size_t i = 0; i < results.size(); ++i) {
-      if (!v[i].defined() || !results[i].requires_grad()) continue;
-      outputs.push_back(results[i]);
-      upstream.push_back(v[i]);
-    }
-    auto found = outputs.empty() ? variable_list(6) : composite::differentiate(outputs, upstream, inputs);
-    for (auto& g : found) {
-      if (!again && g.defined()) g = g.detach();
-    }
-    return found;
+    return composite::pulled([&] { return second_formula(c); }, v,
+                             {{&c.student, wanted[0]},
+                              {&c.teacher, wanted[1]},
+                              {&c.upstream, wanted[2]},
+                              composite::input_of(c.student_tangent, wanted[3]),
+                              composite::input_of(c.teacher_tangent, wanted[4]),
+                              composite::input_of(c.upstream_tangent, wanted[5])});
   }
 };
 

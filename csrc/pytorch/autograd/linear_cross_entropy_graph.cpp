@@ -84,9 +84,13 @@ variable_list second_by_kernels(const LinearCrossEntropyBackward& call, const st
   }
   if (call.grad_lse) result[4] = values[kRowLse];
   if (call.grad_stats) {
-    result[5] = at::zeros_like(*call.grad_stats);
-    if (places.stats.entropy >= 0) result[5][places.stats.entropy].copy_(values[kRowEntropy]);
-    if (places.stats.token_log_prob >= 0) result[5][places.stats.token_log_prob].copy_(values[kRowLogProb]);
+    variable_list stats(static_cast<size_t>(places.stats.count), at::zeros_like(values[kRowEntropy]));
+    const auto put = [&](int64_t at, int64_t row) {
+      if (at >= 0) stats[static_cast<size_t>(at)] = values[row];
+    };
+    put(places.stats.entropy, kRowEntropy);
+    put(places.stats.token_log_prob, kRowLogProb);
+    result[5] = at::stack(stats);  // not copies into one tensor, which a batch of values does not fit into
   }
   return result;
 }

@@ -98,11 +98,7 @@ struct LinearGradient : NamedFunction<LinearGradient<Call>, LinearGraph<Call>::k
       outputs.push_back(graph[i]);
       upstream.push_back(v[i]);
     }
-    auto found = composite::differentiate(outputs, upstream, inputs);
-    for (auto& g : found) {
-      if (!again && g.defined()) g = g.detach();
-    }
-    return found;
+    return composite::differentiate(outputs, upstream, inputs, again);
   }
 };
 

@@ -212,15 +212,17 @@ auto of_batch(Call call, const Unwrap& unwrap, const Wrap& wrap) {
   return from_list<std::decay_t<decltype(result)>>(results);
 }
 
-/// Of torch.vmap: the innermost of several first, whichever is running.
+/// Of the torch.vmap that is running: batches of those outside are within the levels between, which come first.
 template <class Call>
 auto under_vmap(const Call& call) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::DispatchKey::FuncTorchBatched);
-  int64_t level = -1;
-  for (const auto* t : tensors_of(call)) {
-    if (const auto* batched = at::functorch::maybeGetBatchedImpl(*t)) level = std::max(level, batched->level());
-  }
-  if (level < 0) return RowOp<Call>::run(call);
+  const int64_t level = running_level();
+  const auto tensors = tensors_of(call);
+  const bool any = std::any_of(tensors.begin(), tensors.end(), [level](const Tensor* t) {
+    const auto* batched = at::functorch::maybeGetBatchedImpl(*t);
+    return batched != nullptr && batched->level() == level;
+  });
+  if (!any) return RowOp<Call>::run(call);
   const auto unwrap = [level](const Tensor& t) -> std::tuple<Tensor, std::optional<int64_t>> {
     const auto* batched = at::functorch::maybeGetBatchedImpl(t);
     if (batched == nullptr || batched->level() != level) return {t, std::nullopt};

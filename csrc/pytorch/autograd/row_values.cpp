@@ -54,7 +54,7 @@ Tensor second_formula(const CrossEntropyRowsSecond& call) {
     curve = slope * t * (-2 / s.softcap) * tangent;
     tangent = slope * tangent;
   }
-  const auto lse = z.logsumexp(1, /*keepdim=*/true);
+  const auto lse = composite::logsumexp(z, /*keepdim=*/true);
   const auto p = (z - lse).exp();
   // Where p is 0 all that it is a factor of is left out, whatever its value.
   const auto none = p.detach().eq(0);
@@ -204,17 +204,11 @@ struct RowOp<CrossEntropyRowsSecond> : OfCrossEntropy {
   }
   static variable_list gradients(Call c, const variable_list&, const variable_list& v,
                                  const std::vector<bool>& wanted) {
-    const bool again = at::GradMode::is_enabled();
-    const at::AutoGradMode enabled(true);
-    const auto inputs = composite::aliases({{&c.logits, wanted[0]},
-                                            {&c.upstream, wanted[1]},
-                                            {&c.tangent, wanted[2]},
-                                            composite::input_of(c.upstream_tangent, wanted[3])});
-    auto found = composite::differentiate({second_formula(c)}, {v[0]}, inputs);
-    for (auto& g : found) {
-      if (!again && g.defined()) g = g.detach();
-    }
-    return found;
+    return composite::pulled([&] { return variable_list{second_formula(c)}; }, v,
+                             {{&c.logits, wanted[0]},
+                              {&c.upstream, wanted[1]},
+                              {&c.tangent, wanted[2]},
+                              composite::input_of(c.upstream_tangent, wanted[3])});
   }
 };
 

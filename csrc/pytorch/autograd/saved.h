@@ -175,6 +175,11 @@ inline at::Tensor scale_saved(const at::Tensor& saved, const at::Tensor& upstrea
   return saved.detach();
 }
 
+/// An upstream gradient for each row, 0 for ignored ones: what was saved for them is 0, whose product with NaN is not.
+inline at::Tensor of_kept_rows(const at::Tensor& upstream, const at::Tensor& labels, int64_t ignore_index) {
+  return upstream.masked_fill(labels.eq(ignore_index), 0);
+}
+
 /// Places of the linear losses' differentiable arguments in their Functions, and of what their backwards return. An
 /// absent bias has no edge, and the last place.
 enum { kInput, kWeight, kBias, kInputs };

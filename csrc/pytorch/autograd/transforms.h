@@ -1,6 +1,7 @@
 // Where a composite op calls Python under function transforms (torch.func, torch.vmap).
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <optional>
@@ -20,6 +21,29 @@ class AboveTransforms {
  private:
   std::optional<c10::impl::LocalDispatchKeySet> saved_;  // those of the transform that has taken the call
   std::optional<c10::impl::ForceDispatchKeyGuard> guard_;
+};
+
+/// The number of the innermost transform, which has taken the call.
+int64_t running_level();
+
+/// A transform is active, or one of the tensors comes from one.
+bool within_functorch(at::ArrayRef<at::Tensor> tensors);
+
+/// A level of reverse mode, as torch.func.vjp makes one: what is differentiated here is a variable of this level alone,
+/// whether or not it requires grad in those outside. A backward of torch.func's gets tensors of levels that have ended
+/// and of batches, whose own graphs ops called now do not see. `graph_outside`: what is computed is recorded there.
+class ReverseLevel {
+ public:
+  explicit ReverseLevel(bool graph_outside);
+  ~ReverseLevel();
+  ReverseLevel(const ReverseLevel&) = delete;
+  ReverseLevel& operator=(const ReverseLevel&) = delete;
+
+  at::Tensor variable(at::Tensor tensor) const;
+  at::Tensor outside(const at::Tensor& tensor) const;
+
+ private:
+  int64_t level_;
 };
 
 }  // namespace fusegrad

@@ -32,7 +32,7 @@ LossTuple jsd_op(const JsdCall& call) {
   Tensor teacher_rows;
   if (call.teacher_indices.has_value()) {
     teacher_rows = make_top_k(kOp, "teacher", teacher, *call.teacher_indices, student, row_shape, acc_type(dtype));
-    settings.roundoff = std::max(roundoff_of(teacher.scalar_type()), roundoff_of(acc_type(dtype)));
+    settings.roundoff = roundoff_of_top_k(teacher, call.tail_log_prob, acc_type(dtype));
   } else {
     check_floating(kOp, "teacher", teacher);
     check_same_device(kOp, "teacher", teacher, student);

@@ -136,6 +136,11 @@ double roundoff_of(at::ScalarType dtype) {
   }
 }
 
+double roundoff_of_top_k(const Tensor& log_probs, const std::optional<Tensor>& tail, at::ScalarType acc) {
+  const double stored = std::max(roundoff_of(log_probs.scalar_type()), roundoff_of(acc));
+  return tail ? std::max(stored, roundoff_of(tail->scalar_type())) : stored;
+}
+
 namespace {
 
 void check_indices(const char* op, const Tensor& index, int64_t vocab) {

@@ -40,6 +40,8 @@ at::Tensor as_rows(const at::Tensor& tensor);
 
 /// Half the spacing of a dtype's numbers at 1.
 double roundoff_of(at::ScalarType dtype);
+/// That of a top-k teacher's log-probabilities and its tail's: of those in which they came, `acc` at the least.
+double roundoff_of_top_k(const at::Tensor& log_probs, const std::optional<at::Tensor>& tail, at::ScalarType acc);
 
 /// What the front ends cannot see, on the CPU, and on the GPU where set_check_targets(true) asks for it: a top-k
 /// teacher's indices are in [0, V), or -1, and distinct in a row (on the CPU alone); log-probabilities are those of

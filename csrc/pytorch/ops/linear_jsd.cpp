@@ -90,7 +90,7 @@ JsdSettings make_linear_settings(const LinearJsdCall& call) {
   refuse(o.teacher_softcap().has_value(), "teacher_softcap");
   refuse(o.teacher_logit_scale() != 1.0, "teacher_logit_scale");
   settings.roundoff =
-      std::max(roundoff_of(call.teacher_input.scalar_type()), roundoff_of(acc_type(call.student_input.scalar_type())));
+      roundoff_of_top_k(call.teacher_input, call.tail_log_prob, acc_type(call.student_input.scalar_type()));
   return settings;
 }
 

@@ -33,7 +33,11 @@ LossTuple support_loss(const char* op, const Tensor& logits, const Tensor& suppo
                        const RowArguments& rows, const RowOptions& options) {
   static const Op<SupportPositions, Tensor> positions("fusegrad::support_positions");
   auto z = logits;
-  if (options.softcap != 0.0) z = (z / options.softcap).tanh() * options.softcap;
+  if (options.softcap != 0.0) {
+    // The softcap's slope at NaN, times an ignored row's gradient of 0, would be NaN.
+    if ((options.aux & kAuxLse) == 0) z = z.masked_fill(rows.target.eq(options.ignore_index).unsqueeze(1), 0);
+    z = (z / options.softcap).tanh() * options.softcap;
+  }
   z = z.masked_fill(support.lt(0), -std::numeric_limits<double>::infinity());
   auto inner = options;
   inner.softcap = 0.0;

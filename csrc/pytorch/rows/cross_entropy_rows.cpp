@@ -32,7 +32,7 @@ RowTargets targets_of(const RowSettings& s, const Tensor& logits) {
 template <class Call>
 Call readable(Call call) {
   auto& s = call.settings;
-  s.target = s.target.contiguous();
+  s.target = readable_target(s.target, call.logits.scalar_type()).contiguous();
   if (s.weight) s.weight = s.weight->contiguous();
   call.logits = dense_rows(call.logits);
   check_target_range("cross_entropy", s.target, call.logits.size(1), s.ignore_index);

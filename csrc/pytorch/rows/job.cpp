@@ -14,16 +14,10 @@ namespace fusegrad {
 
 using at::Tensor;
 
-namespace {
-
-// The kernels read probabilities in the logits' dtype or in acc. Those of the inputs' dtype are neither where the
-// logits are wider: low-precision products on the CPU.
 Tensor readable_target(const Tensor& target, at::ScalarType logits_dtype) {
   const auto dtype = target.scalar_type();
   return !target.is_floating_point() || dtype == logits_dtype ? target : target.to(acc_type(logits_dtype));
 }
-
-}  // namespace
 
 RowDevice row_device(const at::Device& device) {
   if (device.is_cpu()) return {&kCpuRowKernels, const_cast<cpu::Host*>(&torch_host())};

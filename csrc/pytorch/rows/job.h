@@ -37,6 +37,10 @@ inline at::Tensor part(const at::Tensor& tensor, int64_t dim, int64_t first, int
   return count == tensor.size(dim) ? tensor : tensor.narrow(dim, first, count);
 }
 
+/// A target as the kernels read it: probabilities in the logits' dtype or in acc. Those of the inputs' dtype are
+/// neither where the logits are wider: low-precision products on the CPU.
+at::Tensor readable_target(const at::Tensor& target, at::ScalarType logits_dtype);
+
 /// An upstream gradient for each row from `first` on, or one for all, as the kernels take it; left alone where there is
 /// none.
 void put_upstream(const at::Tensor& gradient, const void*& pointer, int64_t& stride, int64_t first = 0);

@@ -145,7 +145,10 @@ LinearTuple linear_cross_entropy_forward(const LinearCrossEntropyForward& call) 
   if (vocab != 0 || keep) {
     const auto padded = padded_logits(std::min(plan.rows, rows), vocab, input.options().dtype(dtype));
     const auto buffer = part(padded, 1, 0, vocab);
-    if (keep) kept = padded;
+    if (keep) {
+      kept = padded;
+      part(padded, 1, vocab, padded.size(1) - vocab).zero_();  // an output has no unwritten elements
+    }
     for (int64_t first = 0; vocab != 0 && first < rows; first += plan.rows) {
       const int64_t count = std::min(plan.rows, rows - first);
       const auto z = part(buffer, 0, 0, count);

@@ -326,7 +326,7 @@ class TopK:
     def __init__(self, indices: Tensor, tail: Tensor | None, stored: torch.dtype, acc: torch.dtype) -> None:
         self.indices = indices
         self.tail = None if tail is None else tail.reshape(-1)
-        self.roundoff = max(roundoff(stored), roundoff(acc))
+        self.roundoff = max(roundoff(t) for t in (stored, acc, *([] if tail is None else [tail.dtype])))
 
     def tensors(self) -> list[Tensor | None]:
         return [self.indices, self.tail]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .divergence_rows import Divergence, TopK, roundoff
-from .gradients import Head, acc_of, check, chunks, product_type, refuse_double_backward
+from .gradients import Head, acc_of, check, chunks, of_kept_rows, product_type, refuse_double_backward
 from .losses import (
     LinearOptions,
     autocast_input,
@@ -46,6 +46,7 @@ class Jsd(torch.autograd.Function):
                 if gradient is not None:
                     gradient[part] = chunk
         ctx.op, ctx.factor, ctx.hooks = "jsd", loss.factor, _ops.saved_tensor_hooks_active()
+        ctx.kept = loss.kept
         # Those that get a gradient are saved for their place in the graph; after the write, for the version counter.
         ctx.save_for_backward(
             student if needs_grad[0] else None,
@@ -57,7 +58,8 @@ class Jsd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Any, ...]:
-        return None, None, None, *scale_kept(ctx, grad_loss)
+        each = None if grad_loss is None else of_kept_rows(grad_loss, ctx.kept)
+        return None, None, None, *scale_kept(ctx, each)
 
 
 def jsd(
@@ -100,8 +102,8 @@ def jsd(
         dtype = torch.promote_types(dtype, teacher.dtype)
         y = teacher.to(dtype).reshape(row_shape.numel(), shards.size)
     else:
-        y = teacher.to(acc_of(dtype)).reshape(row_shape.numel(), -1)
-        indices = indices.reshape(row_shape.numel(), -1).long()
+        y = teacher.to(acc_of(dtype)).reshape(row_shape.numel(), teacher.shape[-1])
+        indices = indices.reshape(y.shape).long()
     cast = student.to(dtype)
     others = [teacher, indices, tail, labels, token_weight, normalizer]
     overwrite = cast is student and may_overwrite(inplace, student, others)
@@ -284,8 +286,8 @@ def linear_jsd(
     if indices is None:
         rows = autocast_input(teacher_input).reshape(count, teacher_input.shape[-1])
     else:
-        rows = teacher_input.to(acc_of(cast.dtype)).reshape(count, -1)
-        indices = indices.reshape(count, -1).long()
+        rows = teacher_input.to(acc_of(cast.dtype)).reshape(count, teacher_input.shape[-1])
+        indices = indices.reshape(rows.shape).long()
     teacher = Teacher(rows, teacher_weight, teacher_bias, options["teacher_logit_scale"])
     needs_grad = wanted_gradients(x, student_weight, student_bias)
     deferred = cast.dtype == torch.float16 and any(needs_grad) and options["reduction"] in ("mean", "batchmean")

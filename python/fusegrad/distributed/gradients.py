@@ -68,6 +68,11 @@ def check_index(op: str, name: str, index: Tensor, kept: Tensor, vocab: int, ign
         )
 
 
+def of_kept_rows(upstream: Tensor, kept: Tensor) -> Tensor:
+    """An upstream gradient, 0 for ignored rows: what was saved for them is 0, whose product with NaN is not."""
+    return upstream if upstream.dim() == 0 else torch.where(kept, upstream, 0)
+
+
 def scale_saved(saved: Tensor, upstream: Tensor, factor: Tensor | None, hooks_were_active: bool) -> Tensor:
     """A gradient saved for an upstream gradient of 1, times the upstream gradient: in the buffer itself where this is
     its last use, else in a fresh tensor, since AccumulateGrad steals what it is given."""

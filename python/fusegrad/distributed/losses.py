@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import ChunkGradients, Head, acc_of, check, chunks, product_type, refuse_double_backward, scale_saved
+from .gradients import (
+    ChunkGradients,
+    Head,
+    acc_of,
+    check,
+    chunks,
+    of_kept_rows,
+    product_type,
+    refuse_double_backward,
+    scale_saved,
+)
 from .rows import DIFFERENTIABLE, Rows, Upstream
 from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
 from .support import linear_logits, logits_of, loss_of
@@ -44,7 +54,8 @@ class CrossEntropy(torch.autograd.Function):
             return None, None, None
         if ctx.inplace:
             assert upstream.loss is not None
-            gradient = scale_saved(logits, upstream.loss, rows.factor, hooks_were_active=False)
+            each = of_kept_rows(upstream.loss, rows.kept)
+            gradient = scale_saved(logits, each, rows.factor, hooks_were_active=False)
         else:
             with torch.no_grad():
                 gradient = rows.gradient(logits, slice(0, rows.rows), upstream, inplace=False)

@@ -24,7 +24,7 @@ from .sequence_ranges import (
     sizes_of,
     zigzag,
 )
-from .shards import process_group
+from .shards import KeptGroup, process_group
 
 __all__ = ["ContextParallel", "gathered"]
 
@@ -61,6 +61,8 @@ class ContextParallel:
         RuntimeError: torch.distributed is not initialised.
         ValueError: in all processes of the group, where arguments are wrong or differ, or the ranges do not fit.
     """
+
+    group = KeptGroup()
 
     def __init__(
         self,

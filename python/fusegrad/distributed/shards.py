@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,24 @@ from torch import Tensor
 from .._eager import eager_only
 
 __all__ = ["VocabParallel", "is_dtensor", "process_group"]
+
+
+class KeptGroup:
+    """The attribute that is an object's process group, which torch.distributed alone keeps.
+
+    A reference of the object's would keep a gloo group's threads alive after ``destroy_process_group``, and one of them
+    that lets go of a tensor while Python shuts down aborts the process.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        reference = instance._group
+        group = None if reference is None else reference()
+        if group is None and reference is not None:
+            raise RuntimeError(f"{owner.__name__}: its process group must be there, but has been destroyed")
+        return group
+
+    def __set__(self, instance: Any, group: Any) -> None:
+        instance._group = None if group is None else weakref.ref(group)
 
 
 class VocabParallel:
@@ -43,6 +62,7 @@ class VocabParallel:
     stop: int
     vocab: int
     largest: int
+    group = KeptGroup()
 
     def __init__(self, group: Any, start: int, stop: int) -> None:
         if not dist.is_available() or not dist.is_initialized():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .gradients import Head, acc_of, chunks, refuse_double_backward
-from .rows import PREDICTED
+from .rows import LSE, PREDICTED
 from .shards import VocabParallel
 
 if TYPE_CHECKING:
@@ -131,12 +131,14 @@ def loss_of(
     wrong = shards.different(op, "target", told[:, 0], exact=True)
     wrong = wrong | shards.different(op, "support", told[:, 1], exact=True)
     z = torch.where(wrong.unsqueeze(1), torch.nan, logits)
+    aux, ignore_index = options["aux"], -100 if options["ignore_index"] is None else options["ignore_index"]
     if options["softcap"] is not None:
+        # The softcap's slope at NaN, times an ignored row's gradient of 0, would be NaN.
+        if not aux & LSE:
+            z = z.masked_fill((target == ignore_index).unsqueeze(1), 0)
         z = (z / options["softcap"]).tanh() * options["softcap"]
     z = z.masked_fill(support < 0, -torch.inf)
-    ignore_index = -100 if options["ignore_index"] is None else options["ignore_index"]
     position = _ops.support_positions(target, support, shards.vocab, ignore_index)
-    aux = options["aux"]
     token_weight = given["token_weight"]
     loss, values = _ops.cross_entropy(
         z,

@@ -1,13 +1,24 @@
 """Rules 6 to 10 and 14: any number of backwards, upstream gradients, second differentiation, determinism."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 from all_losses import NAMES, make
+from fusegrad.distributed import VocabParallel
 from support import DEVICES
 
 each = pytest.mark.parametrize("name", NAMES)
 everywhere = pytest.mark.parametrize("device", DEVICES)
 modes = pytest.mark.parametrize("inplace", [False, True], ids=["functional", "inplace"])
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @each
@@ -58,6 +69,28 @@ def test_expanded_and_partial_upstream(name, device, inplace) -> None:
         (ours,) = torch.autograd.grad(reduce(loss.ours(x * 1, reduction="none", inplace=inplace)), x)
         (eager,) = torch.autograd.grad(reduce(loss.eager(x, reduction="none")), x)
         torch.testing.assert_close(ours, eager)
+
+
+@each
+@everywhere
+@modes
+@pytest.mark.parametrize("of_rows", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_upstream_of_ignored_rows(name, device, inplace, of_rows, sharded, one_process) -> None:
+    """Whatever arrives there, they have no gradient."""
+    loss = make(name, device, rows=16)
+    x = torch.randn(16, 8, device=device, requires_grad=True)
+    ignored = loss.target == loss.target[3]
+    upstream = torch.rand(16, device=device)
+    part = {"vocab_parallel": VocabParallel(None, 0, 8)} if sharded else {}
+
+    def gradients(of_ignored: float) -> tuple[torch.Tensor, ...]:
+        options = {"reduction": "none", "ignore_index": int(loss.target[3]), "inplace": inplace, **part}
+        leaves = [x, *([loss.weight] if loss.weight is not None else [])]
+        return torch.autograd.grad(loss.ours(x * 1, **options), leaves, upstream.masked_fill(ignored, of_ignored))
+
+    for found, right in zip(gradients(of_rows), gradients(0.0), strict=True):
+        assert right.any() and torch.equal(found, right)
 
 
 @each

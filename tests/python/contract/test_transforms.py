@@ -180,7 +180,7 @@ def test_opcheck_of_the_ops_below(device) -> None:
             None,
         ),
     )
-    opcheck_of_kept_logits(h, torch.randn(8, 5, device=device), t)
+    opcheck_of_kept_logits(h, w, t)
     numbers = [0.5, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     y, v = torch.randn(4, 3, device=device), torch.randn(7, 3, device=device)
     rows = (None, None, t % 6, None, None, *numbers, False, False, -100, 1, 3)

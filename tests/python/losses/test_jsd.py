@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import fusegrad
 import pytest
 import torch
@@ -17,6 +20,7 @@ from support import (
     assert_as_good_as_eager,
     gradients,
 )
+from torch import Tensor
 
 SIZES = [(9, 37), (3, 4099)]
 
@@ -139,6 +143,42 @@ def test_probabilities_far_apart_are_as_good_as_eagers(device: str, beta: float,
     )
     for name, *of in zip(("student", "teacher"), ours, eager, truth, strict=True):
         assert_as_good_as_eager(*of, f"gradient of the {name}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("end", [0, 1], ids=["near the student", "near the teacher"])
+@pytest.mark.parametrize("distance", [1e-6, 1e-7, 1e-8, 1e-12])
+@pytest.mark.parametrize("of", ["logits", "log_probs", "top-k"])
+def test_mixtures_near_an_end(device: str, end: int, distance: float, of: str) -> None:
+    """Of peaked rows m is little but the far side's share, which float32 does not have as a difference from 1."""
+    beta = 1 - distance if end else distance
+    for rows, vocab in ((64, 7), (64, 500), (64, 9001)):
+        inputs = list(12 * torch.randn(2, rows, vocab, device=device))
+        if of == "log_probs":
+            inputs = [x.log_softmax(-1) for x in inputs]
+        count = 2
+        if of == "top-k":
+            count = 1
+            log_probs, index = inputs.pop().double().log_softmax(-1).topk(3, -1)
+            tail = torch.log1p(-log_probs.exp().sum(-1).clamp(max=1 - 1e-12)).float()
+            log_probs = log_probs.float()
+
+        def call(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
+            options = {"beta": beta, "log_probs": of == "log_probs"}
+            if of == "top-k":
+                given = (*given, (log_probs.to(given[0].dtype), index))
+                options = {"beta": beta, "tail_log_prob": tail.to(given[0].dtype)}
+            return function(*given, **options)
+
+        def plain(*given: Tensor, **options: Any) -> Tensor:
+            return reference.jsd(*given, **options)[0]
+
+        (_, ours), (_, eager), (_, truth) = (
+            gradients(lambda *x, f=function: call(f, *x), [x.to(dtype) for x in inputs])
+            for function, dtype in ((fusegrad.jsd, torch.float32), (plain, torch.float32), (plain, torch.float64))
+        )
+        for i in range(count):
+            assert_as_good_as_eager(ours[i], eager[i], truth[i], f"gradient {i}, {rows} x {vocab}")
 
 
 @pytest.mark.parametrize("device", DEVICES)

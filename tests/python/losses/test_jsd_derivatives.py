@@ -28,11 +28,12 @@ class Settings:
     scales: tuple[float, float] = (1.0, 1.0)
     log_probs: bool = False
     close: bool = False  # both sides nearly alike
+    peaked: bool = False  # each has nearly all of its mass in few columns
     infinite: bool = False
 
     def make(self, rows: int, vocab: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
         """Both sides, and what the ops take behind the tensors."""
-        student, teacher = 2 * torch.randn(2, rows, vocab, device=device)
+        student, teacher = (12 if self.peaked else 2) * torch.randn(2, rows, vocab, device=device)
         if self.close:
             teacher = student + 0.05 * teacher
         if self.infinite:  # in both, and where the average is not taken of it in one
@@ -64,6 +65,10 @@ CASES = {
     "infinite": Settings(0.4, infinite=True),
     "forward, infinite": Settings(0.0, infinite=True),
     "reverse, infinite": Settings(1.0, infinite=True),
+    "near the teacher": Settings(1 - 1e-7, peaked=True),
+    "nearest the teacher": Settings(1 - 1e-12, peaked=True),
+    "near the student": Settings(1e-7, peaked=True),
+    "log-probabilities, near the teacher": Settings(1 - 1e-7, log_probs=True, peaked=True),
     "log-probabilities": Settings(0.7, log_probs=True),
     "log-probabilities, forward": Settings(0.0, log_probs=True),
     "log-probabilities, reverse": Settings(1.0, log_probs=True),
@@ -109,6 +114,8 @@ def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: tor
     if sides != "both" and sizes[1] != 1000:
         pytest.skip("one size is enough")
     torch.manual_seed(1)
+    if case.peaked:
+        sizes = 64, sizes[1]  # eager's error of a few numbers may be small by luck
     ops = torch.ops.fusegrad
     student, teacher, settings = case.make(*sizes, device, dtype)
     if sizes[1] == 1000:
@@ -157,8 +164,9 @@ def test_kernels(case: Settings, sizes: tuple[int, int], device: str, dtype: tor
         elif truth.dim() == 1:
             torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=5e-7)
         else:
-            # Differences of probabilities that are twenty times as large.
-            assert_as_good_as_eager(found, plain, truth, str(i), least=6e-5 if case.close else 3e-6)
+            # Differences of probabilities that are twenty times as large, or of logarithms in the few columns that
+            # count in a peaked row.
+            assert_as_good_as_eager(found, plain, truth, str(i), least=6e-5 if case.close or case.peaked else 3e-6)
 
 
 @everywhere

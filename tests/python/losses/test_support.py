@@ -39,6 +39,29 @@ def test_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any])
     )
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("linear", [False, True], ids=["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_ignored_rows_may_hold_anything(device: str, linear: bool, softcap: float | None) -> None:
+    target, support = sample(device)
+    x = torch.randn(ROWS, HIDDEN if linear else VOCAB, device=device)
+    w = torch.randn(VOCAB, HIDDEN, device=device)
+
+    def gradient(of_ignored: float) -> Tensor:
+        given = x.masked_fill((target == -100).unsqueeze(1), of_ignored).requires_grad_()
+        options = {"support": support, "softcap": softcap, "reduction": "none"}
+        if linear:
+            rows = fusegrad.linear_cross_entropy(given, w, target, **options)
+        else:
+            rows = fusegrad.cross_entropy(given, target, **options)
+        return torch.autograd.grad(rows.sum(), given)[0]
+
+    right = gradient(0.0)
+    assert right.any()
+    for value in (torch.nan, torch.inf):
+        assert torch.equal(gradient(value), right)
+
+
 @pytest.mark.parametrize("options", [{}, {"workspace_mib": 0}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
 def test_linear_cross_entropy(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:

@@ -231,3 +231,43 @@ def test_no_row_costs_less_than_nothing(beta: float, sharded: bool, device: str)
             logs[spoiled][3, 5] = float("nan")
             if device != "cpu":  # the CPU refuses what is no distribution
                 assert fusegrad.jsd(*(x.to(dtype) for x in logs), log_probs=True, **options)[0][3].isnan()
+
+
+@each_device
+@SHARDED
+@pytest.mark.parametrize("linear", [False, True], ids=["jsd", "linear_jsd"])
+def test_a_tail_of_fewer_bits(linear: bool, sharded: bool, device: str) -> None:
+    """What rounding it made of the sum is no error, and it is read as the number that it is."""
+    rows, vocab = 50, 11
+    log_probs, indices = torch.randn(rows, vocab, device=device).log_softmax(-1).topk(3, -1)
+    tail = torch.log1p(-log_probs.exp().sum(-1)).bfloat16()
+    x, w = torch.randn(rows, vocab, device=device), torch.eye(vocab, device=device)
+
+    def loss(tail: Tensor) -> Tensor:
+        options = {"tail_log_prob": tail, **part(sharded, vocab)}
+        if linear:
+            return fusegrad.linear_jsd(x, w, (log_probs, indices), **options)
+        return fusegrad.jsd(x, (log_probs, indices), **options)
+
+    # Of float32's the sum is exact: 1 is what the rounded one is beside.
+    truth = reference.jsd(x.double(), (log_probs.double(), indices), tail_log_prob=tail.double())[0]
+    torch.testing.assert_close(loss(tail).double(), truth, rtol=1e-5, atol=1e-6)
+
+
+@each_device
+@SHARDED
+@pytest.mark.parametrize("reduction", ["none", "batchmean", "sum"])
+@pytest.mark.parametrize("linear", [False, True], ids=["jsd", "linear_jsd"])
+def test_no_rows(linear: bool, reduction: str, sharded: bool, device: str) -> None:
+    teacher = (torch.empty(0, 3, device=device), torch.empty(0, 3, dtype=torch.int64, device=device))
+    x = torch.empty(0, 7, device=device, requires_grad=True)
+    options = {"reduction": reduction, **part(sharded, 7)}
+    leaves = [x]
+    if linear:
+        leaves.append(torch.randn(7, 7, device=device, requires_grad=True))
+        loss = fusegrad.linear_jsd(*leaves, teacher, **options)
+    else:
+        loss = fusegrad.jsd(x, teacher, **options)
+    assert loss.shape == ((0,) if reduction == "none" else ()) and not loss.any()
+    for leaf, gradient in zip(leaves, torch.autograd.grad(loss.sum(), leaves), strict=True):
+        assert gradient.shape == leaf.shape and not gradient.any()

@@ -47,6 +47,12 @@ def tangent_of_gradient(f: Callable, x: Tensor, d: Tensor) -> Tensor:
         return forward_ad.unpack_dual(first).tangent.detach()
 
 
+def gradient_of_a_dual(f: Callable, x: Tensor, d: Tensor) -> Tensor:
+    """A Hessian-vector product: forward_ad over func.grad."""
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(grad(f)(forward_ad.make_dual(x, d))).tangent
+
+
 def along(f: Callable, d: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: jvp(f, (x,), (d,))[1]
 
@@ -68,6 +74,16 @@ NESTINGS: dict[str, Callable[[Callable, Tensor, Tensor], Any]] = {
     "third: jvp(jvp(grad))": lambda f, x, d: along(along(grad(f), d), d)(x),
     "third: grad(vjp(grad))": lambda f, x, d: grad(lambda x: (vjp(grad(f), x)[1](d)[0] * d).sum())(x),
     "third: grad(jvp(jvp))": lambda f, x, d: grad(along(along(f, d), d))(x),
+    "third: jacrev(hessian)": lambda f, x, d: jacrev(hessian(f))(x),
+    "third: jacrev(jacrev(jacrev))": lambda f, x, d: jacrev(jacrev(jacrev(f)))(x),
+    "third: vjp(vjp(grad))": lambda f, x, d: vjp(lambda x: vjp(grad(f), x)[1](d)[0], x)[1](d),
+    "third: jacfwd(jacrev(jacfwd))": lambda f, x, d: jacfwd(jacrev(jacfwd(f)))(x),
+    "third: vmap(jacrev(hessian))": lambda f, x, d: vmap(jacrev(hessian(f)))(torch.stack([x, d])),
+    "vmap of one": lambda f, x, d: (vmap(jacfwd(f))(x[None]), vmap(hessian(f))(x[None])),
+    "tangent of a func.grad": gradient_of_a_dual,
+    "vectorized over func.grad": lambda f, x, d: functional.hessian(
+        lambda x: (grad(f)(x) * d).sum(), x, vectorize=True
+    ),
     "fourth": lambda f, x, d: along(grad(along(along(f, d), d)), d)(x),
     "create_graph": backward_twice,
     "backward through a tangent": gradient_of_tangent,

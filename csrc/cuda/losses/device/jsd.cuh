@@ -31,7 +31,9 @@ struct JsdConstants {
   LogitConstants student, teacher;
   LogitConstants label;  // the student's logits without the temperature
   float beta;
-  float student_share, teacher_share;  // of the divergences in the loss: 1 - b and b, at the ends 1 of the one
+  // Of the divergences in the loss: 1 - b and b, at the ends 1 of the one. A difference 1 - beta in float32 would have
+  // no digits left near 1.
+  float student_share, teacher_share;
   float soft, hard;
   bool mixed;                  // 0 < b < 1
   float relative;              // of the teacher's exponents to the student's: 1 exactly where they are scaled alike
@@ -259,12 +261,12 @@ struct Jsd {
   static constexpr bool kExact = sizeof(T) == 4;
   /// log2(q / m).
   __device__ float student_ratio(float power_of_d) const {
-    const float m_over_q = fmaf(constants.beta, power_of_d, 1.f - constants.beta);
+    const float m_over_q = fmaf(constants.beta, power_of_d, constants.student_share);
     return kExact ? -log2f(m_over_q) : -log2_fast(m_over_q);
   }
   /// log2(m / q) or log2(m / p), whose divisor is the larger one, from the smaller one over it.
   __device__ float mixture_over_larger(float d, float smaller) const {
-    const float beta = constants.beta, rest = 1.f - beta;
+    const float beta = constants.beta, rest = constants.student_share;
     return log2f(d > 0.f ? fmaf(rest, smaller, beta) : fmaf(beta, smaller, rest));
   }
   /// The teacher's part exists only where it has a gradient.

@@ -62,7 +62,7 @@ class LogProbJsdWarp : public JsdWarpRows<T, kKind> {
         const float d = fmaxf((xp[i] - xq[i]) * (kReverse ? -kLog2E : kLog2E), kLowestD);
         if constexpr (kMixed) {
           const float near = fminf(d, kLargestD),
-                      ratio = -log2_fast(fmaf(constants_.beta, exp2_fast(near), 1.f - constants_.beta));
+                      ratio = -log2_fast(fmaf(constants_.beta, exp2_fast(near), constants_.student_share));
           const float by = exp2_fast(xq[i] * kLog2E) * ratio;
           of_q += by;
           of_p = fmaf(exp2_fast(xp[i] * kLog2E), near + ratio, of_p);

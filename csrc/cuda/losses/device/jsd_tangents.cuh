@@ -45,8 +45,8 @@ struct JsdTangents : Jsd<T, false> {
   __device__ JsdTangents(const Params& p, const JsdConstants& constants, int64_t row)
       : Base(p, constants, row),
         of(p),
-        forward(constants.beta == 0.f),
-        reverse(constants.beta == 1.f),
+        forward(!constants.mixed && constants.beta == 0.f),
+        reverse(!constants.mixed && constants.beta == 1.f),
         n(p.log_probs ? 0.f : 1.f),
         upstream(this->info.upstream(p, row)) {
     if (p.upstream_tangent != nullptr) upstream_tangent = static_cast<const float*>(p.upstream_tangent)[row];

@@ -249,12 +249,14 @@ struct JsdTopK {
     Bucket b{0.f, 0.f, exp2f(log2_q), exp2f(log2_p)};
     if (constants.mixed) {
       const float d = fminf(fmaxf(log2_p - log2_q, kLowestD), -kLowestD);
-      // The smaller's share, and how much less than the larger it is: near 1 nothing must round.
-      const float share = d > 0.f ? 1.f - constants.beta : constants.beta;
-      const float less = expm1f(-fabsf(d) * static_cast<float>(kInverseLog2E));
-      const InMixture by = in_mixture(d, log1pf(share * less) * kLog2E);
+      // The smaller's share, and how much less than the larger it is: near 1 nothing must round. Near 0 it must not
+      // come from 1.
+      const float rest = constants.student_share, share = d > 0.f ? rest : constants.beta;
+      const float less = share * expm1f(-fabsf(d) * static_cast<float>(kInverseLog2E));
+      const float far = fmaf(share, exp2f(-fabsf(d)), d > 0.f ? constants.beta : rest);
+      const InMixture by = in_mixture(d, less < -0.5f ? log2f(far) : log1pf(less) * kLog2E);
       b.of_q = b.q * by.student;
-      b.soft = (1.f - constants.beta) * b.of_q + constants.beta * b.p * by.teacher;
+      b.soft = rest * b.of_q + constants.beta * b.p * by.teacher;
     } else if (constants.beta == 0.f) {
       if (b.p > 0.f) b.soft = b.p * (log2_p - log2_q);
     } else {
@@ -265,7 +267,7 @@ struct JsdTopK {
   }
   /// The gradient by a bucket's logit.
   __device__ float bucket_gradient(const Parts& parts, const Bucket& b) const {
-    if (constants.beta == 0.f) return b.q * parts.p_sum - b.p;
+    if (!constants.mixed && constants.beta == 0.f) return b.q * parts.p_sum - b.p;
     return constants.student_share * (b.of_q - b.q * parts.mean) * static_cast<float>(kInverseLog2E);
   }
 

@@ -202,7 +202,7 @@ class JsdWarp : public JsdWarpRows<T, kKind> {
   __device__ JsdHalf divergences(int row) {
     float student = 0.f, teacher = 0.f;
     uint32_t far_vectors = 0;
-    const float beta = constants_.beta * exp2f(offset_), rest = 1.f - constants_.beta;
+    const float beta = constants_.beta * exp2f(offset_), rest = constants_.student_share;
     for_all([&](auto from, auto count) {
       constexpr int j = decltype(from)::value, kGroup = decltype(count)::value;
       float x[kGroup][kWidth];
@@ -426,7 +426,7 @@ class JsdWarp : public JsdWarpRows<T, kKind> {
     for (int i = 0; i < kWidth; ++i) {
       const float near_d = fmaxf(fmaf(difference(xq[i], xp[i]), kq, -shift_), -kFarthest);
       const float d = fminf(fmaxf(near_d + offset_, kLowestD), kLargestD);
-      const float m_over_q = log2_fast(fmaf(constants_.beta, exp2_fast(d), 1.f - constants_.beta));
+      const float m_over_q = log2_fast(fmaf(constants_.beta, exp2_fast(d), constants_.student_share));
       const float p = exp2_fast(fmaf(xp[i], kp, kHeadroom - mp));
       student = fmaf(power(xq[i]), m_over_q, student);
       teacher = fmaf(p, d - m_over_q, teacher);
