@@ -95,6 +95,11 @@ def create_block_mask(
     if device is None:
         found = [b.device for b in trace_mask_mod(mask_mod).buffers if b.device.type != "cpu"]
         device = found[0] if found else torch.empty(0).device
+    elif isinstance(device, int) and not 0 <= device < torch.cuda.device_count():
+        raise ValueError(
+            f"create_block_mask: device must be the number of one of the {torch.cuda.device_count()} GPUs that are "
+            f"there, a torch.device or a device's name, but got {device}"
+        )
     if BLOCK_SIZE is not None and block_size is not None:
         raise ValueError(
             "create_block_mask: BLOCK_SIZE must not come together with block_size, another name of it, but got "

@@ -37,10 +37,10 @@ class _TraceWithin(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("fusegrad_trace_within")
 
-    def __call__(self, function: Callable, kind: str, device: torch.device) -> tuple[str, list, list]:
+    def __call__(self, function: Callable, kind: str, device: torch.device | None) -> tuple[str, list, list]:
         """Traces without Dynamo, in torch.export, whose modes see what is computed from captured tensors alone.
         The trace is not kept: a guard on fake tensors would fix their sizes."""
-        result = run_as_called(function, kind, device)
+        result = run_as_called(function, kind, torch.empty(0).device if device is None else device)
         return result.text, list(result.buffers), [s.value for s in result.scalars]
 
 
@@ -139,7 +139,7 @@ class _IndexedByTensors(TorchFunctionMode):
 
 
 def _graph_of(
-    tx: Any, op: HigherOrderOperator, function: VariableTracker, kind: str, device: torch.device
+    tx: Any, op: HigherOrderOperator, function: VariableTracker, kind: str, device: torch.device | None
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Proxy]]:
     """Dynamo's graph of a function, and for what it captures, the graph's inputs beyond the function's own, their
     values outside."""
@@ -175,9 +175,12 @@ def _bound(recorder: _Recorder, captured: Sequence[Any]) -> Callable:
     return lambda *inputs: recorder.run(*inputs, *captured)
 
 
-def _trace(graph: fx.GraphModule, kind: str, device: torch.device) -> tuple[Run, _Recorder]:
+def _trace(graph: fx.GraphModule, kind: str, device: torch.device | None) -> tuple[Run, _Recorder]:
     """Traces Dynamo's graph. Where Python needs a captured number's value, it becomes part of the text: a guard."""
     captured = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"][len(INPUTS[kind]) :]
+    if device is None:  # as without a compiler
+        devices = [x.device for x in captured if isinstance(x, Tensor)]
+        device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
     fixed: dict[fx.Node, int | float] = {}
     while True:
         recorder = _Recorder(graph, kind, device, fixed)

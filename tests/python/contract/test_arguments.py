@@ -47,7 +47,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "linear_jsd": {"student_input": h, "student_weight": w, **heads},
         "flex_attention": {"query": q, "key": q.clone(), "value": q.clone()},
         "compile_flex": {"head_size": 64, "requires_grad": False, "architecture": "90a"},
-        "create_block_mask": {"mask_mod": causal, "B": 1, "H": 2, "M": 8, "N": 8},
+        "create_block_mask": {"mask_mod": causal, "B": 1, "H": 2, "Q_LEN": 8, "KV_LEN": 8},
         "varlen_mask": {"cu_seqlens_q": torch.tensor([0, 3, 8])},
         "trace_score_mod": {"function": lambda s, b, h, i, j: s},
         "trace_mask_mod": {"function": causal},
