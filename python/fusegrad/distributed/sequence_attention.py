@@ -200,6 +200,11 @@ class _Prepared:
         mask = None
         if block_mask is not None and block_mask.mask_mod is not noop_mask:
             mask = trace_mask_mod(block_mask.mask_mod, device=query.device)
+            if query.is_cuda and any(b.dtype == torch.float64 for b in mask.buffers):  # the checks see no device
+                raise TypeError(
+                    f"{OP}: mask_mod's captured tensors must not be float64 on CUDA, where it computes in float32, but "
+                    "got one: capture integers, or differences from a common origin as float32"
+                )
         check(query, key, value, score, mask, block_mask, options, lengths, own_mask)
         if score is not None and query.is_cuda:
             wants = tuple(b.requires_grad for b in score.buffers)
