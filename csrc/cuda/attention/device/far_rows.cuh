@@ -41,22 +41,24 @@ __device__ __forceinline__ void store_far_lse(float* to, float* low, long long a
 }
 
 /// Called by a warp where the exponentials of a thread's two rows of scores are to be computed relative to `most`, of
-/// which `origin` is the exponent: of a far row the scores are relative to it afterwards. The vote makes the branch
-/// uniform: one that may diverge costs short sequences a tenth of their time.
+/// which `origin` is the exponent: of a far row the scores are relative to it afterwards. Returns whether the warp has
+/// one. The vote makes the branch uniform: one that may diverge costs short sequences a tenth of their time.
 template <int kBlocks>
-__device__ __forceinline__ void subtract_far(float (&s)[kBlocks][4], const float (&most)[2], float (&origin)[2]) {
+__device__ __forceinline__ bool subtract_far(float (&s)[kBlocks][4], const float (&most)[2], float (&origin)[2]) {
   const auto far = [&](int r) { return fabsf(origin[r]) > kFarExponent; };
-  if (!__any_sync(~0u, far(0) || far(1))) return;
+  if (!__any_sync(~0u, far(0) || far(1))) return false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float by = far(r) ? most[r] : 0.0f;
+    const bool is = far(r);
+    const float by = is ? most[r] : 0.0f;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int e = 2 * r; e < 2 * r + 2; ++e) s[n][e] -= by;
     }
-    origin[r] = far(r) ? 0.0f : origin[r];
+    origin[r] = is ? 0.0f : origin[r];
   }
+  return true;
 }
 
 /// Whether the call has a far row. Read at a kernel's start; volatile, so that it is not read where it is used.

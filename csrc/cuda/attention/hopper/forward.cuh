@@ -567,9 +567,10 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
       if (lane() % 4 == 0 && q < a_.queries) {
         a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse;
-        if (a_.lse_low != nullptr) a_.lse_low[at] = 0.0f;
-        if (softmax_.far(r) && !none && !bad)
-          store_far_lse(a_.lse, a_.lse_low, at, softmax_.max(r), softmax_.unit(), sum[r]);
+        if constexpr (Config::kOutLow) a_.lse_low[at] = 0.0f;
+        if (softmax_.far() && softmax_.far(r) && !none && !bad) {
+          store_far_lse(a_.lse, Config::kOutLow ? a_.lse_low : nullptr, at, softmax_.max(r), softmax_.unit(), sum[r]);
+        }
         if constexpr (Config::kMaxScores) {
           a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
           a_.max_ties[at] = ties;

@@ -14,7 +14,8 @@
 
 namespace fusegrad::device {
 
-template <class Config>
+/// kFar: whether the call has far rows.
+template <class Config, bool kFar = false>
 class FlexGradBuffersHopper {
   using T = typename Config::Element;
   using ScoreMod = typename Config::ScoreMod;
@@ -61,7 +62,6 @@ class FlexGradBuffersHopper {
       }
       Barrier::fence_inits();
     }
-    const bool far = any_far(a_);
     __syncthreads();
     if (__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0) == Config::kGroups) {
       give_registers<24>();
@@ -72,12 +72,10 @@ class FlexGradBuffersHopper {
       Kept::load(
           shared_ + kMemory.kept.offset, score_, batches.first, h_,
           [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
-      if (far) {
-        consume<true, true>(batches);
-      } else if (masked) {
-        consume<true, false>(batches);
+      if (masked) {
+        consume<true>(batches);
       } else {
-        consume<false, false>(batches);
+        consume<false>(batches);
       }
       put_pair_sums<Config, 0, kThreads>(
           sums_[0], sum_, score_, batches.first, h_, [&](int e) { return query(e); },
@@ -121,7 +119,7 @@ class FlexGradBuffersHopper {
     Barrier::arrive(full(i.stage()));
   }
 
-  template <bool kMasked, bool kFar>
+  template <bool kMasked>
   __device__ __forceinline__ void consume(const Batches& batches) {
     float score[2][kHalf][4], grad[2][kHalf][4];
     zero(sum_);
@@ -141,14 +139,14 @@ class FlexGradBuffersHopper {
         rows[r].origin = 0.0f;
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
-      add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b);
+      add_pairs<kMasked, 0>(score[0], grad[0], rows, b);
       wait_products(score[1], grad[1]);
       __syncwarp();
       if (lane() == 0) Barrier::arrive(empty(s));
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
       multiply(score[0], grad[0], i.stage(), 0);
-      add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b);
+      add_pairs<kMasked, 1>(score[1], grad[1], rows, b);
       wait_products(score[0], grad[0]);
     }
   }
@@ -171,7 +169,7 @@ class FlexGradBuffersHopper {
     pin<kHalf * 4>(score[0]);
     pin<kHalf * 4>(grad[0]);
   }
-  template <bool kMasked, bool kFar, int kWhich>
+  template <bool kMasked, int kWhich>
   __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
                                             const FlexQuery (&rows)[2], int b) {
 #pragma unroll

@@ -30,6 +30,7 @@ class FlexHopperSoftmax {
       max_[r] = -FUSEGRAD_INFINITY;
       sum_[r] = ties_[r] = 0.0f;
     }
+    far_ = false;
   }
   /// Row r's maximum in units of the scores here; its sum and ties over the thread's pairs alone.
   __device__ __forceinline__ float max(int r) const { return max_[r]; }
@@ -48,19 +49,19 @@ class FlexHopperSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
     }
-    // Negated, so that NaN and a row that had no score yet follow too. A far row's scores are subtracted there.
-    bool follows = false;
+    // Negated, so that NaN and a row that had no score yet follow too. Of far rows the maximum is subtracted there.
+    bool follows = far_;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       origin[r] = max_[r] * factor;
       rescale[r] = 1.0f;
-      follows = follows || !((max[r] - max_[r]) * factor <= kSlack) || !(fabsf(origin[r]) <= kFarExponent);
+      follows = follows || !((max[r] - max_[r]) * factor <= kSlack);
     }
     // Lanes exchange their row's maximum only if a score of the warp exceeds it by so much.
     if (Config::kMaxScores || __any_sync(~0u, follows)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
-      subtract_far(s, max_, origin);
+      far_ = subtract_far(s, max_, origin);
     }
     wait();
 #pragma unroll
@@ -78,10 +79,11 @@ class FlexHopperSoftmax {
   }
   /// Whether add_by_first cannot take one of the thread's rows: it has no score yet, or is far from 0.
   __device__ __forceinline__ bool without_maximum() const {
-    return far(0) || far(1);
+    return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY || far_;
   }
-  /// Whether row r is far, or has no score yet.
-  __device__ __forceinline__ bool far(int r) const { return !(fabsf(max_[r] * (unit() * kLog2E)) <= kFarExponent); }
+  /// Whether the warp has far rows, and whether row r is one.
+  __device__ __forceinline__ bool far() const { return far_; }
+  __device__ __forceinline__ bool far(int r) const { return fabsf(max_[r] * (unit() * kLog2E)) > kFarExponent; }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
   /// their sums are not added. drop(n): takes from block n of the operand what dropout drops. counts(r): whether row r
   /// is one: what boxes have beyond the queries may be anything.
@@ -157,6 +159,7 @@ class FlexHopperSoftmax {
 
   const Arguments& a_;
   float max_[2], sum_[2], ties_[2];
+  bool far_;
 };
 
 }  // namespace fusegrad::device

@@ -27,7 +27,8 @@
 
 namespace fusegrad::device {
 
-template <class Config>
+/// kFar: with kKeeps, whether the call has far rows. In its short loop both ways cost the one without a sixth.
+template <class Config, bool kFar = false>
 class FlexBackward {
   using T = typename Config::Element;
   using Product = Mma<T, Config::kSplit>;
@@ -95,7 +96,7 @@ class FlexBackward {
         gradient_(key_ + kMemory.grad_scores.offset),
         probability_(key_ + kMemory.probabilities.offset),
         sums_(a, sums, score, shared + kMemory.captured.offset),
-        far_(any_far(a)) {}
+        far_(!Config::kKeeps && any_far(a)) {}
 
   __device__ __forceinline__ void run() {
     if constexpr (Config::kKeeps) return run_batches();
@@ -354,7 +355,7 @@ class FlexBackward {
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
-    if (far_) {
+    if (Config::kKeeps ? kFar : far_) {
       pairs<true, true>(place, masked, rows, boxes, s, d, p, ds);
     } else if (kHas<ScoreMod> || masked) {
       pairs<true, false>(place, masked, rows, boxes, s, d, p, ds);
@@ -575,7 +576,7 @@ class FlexBackward {
   bool later_ = false;
   FlexDropoutHead<Config> dropout_;
   Sums sums_;
-  const bool far_;  // whether there may be far rows
+  const bool far_;  // whether the call has far rows; with kKeeps kFar says it
   int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;
   float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];
 };
