@@ -92,7 +92,7 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         query, key, value, seed, *rest = ctx.saved_tensors
         lows = dict(zip(ctx.pieces, rest[len(rest) - len(ctx.pieces) :], strict=True))
-        results, rest = Results(*rest[:5]), rest[5:]
+        results, rest = Results(*rest[:6]), rest[6:]
         results.lows = lows
         buffers, mask_buffers = rest[: ctx.counts[0]], rest[ctx.counts[0] : sum(ctx.counts[:2])]
         nothing = (None,) * 4

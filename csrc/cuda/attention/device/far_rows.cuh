@@ -33,13 +33,6 @@ __device__ __forceinline__ FlexLse lse_of(float max, float unit, float log_sum) 
   return {lse, fmaf(max, unit, -product) + __fadd_rn(log_sum, -__fadd_rn(lse, -product))};
 }
 
-/// lse of a far row, instead of max * unit + log(sum). `low` may be null.
-__device__ __forceinline__ void store_far_lse(float* to, float* low, long long at, float max, float unit, float sum) {
-  const FlexLse lse = lse_of(max, unit, logf(sum));
-  to[at] = lse.lse;
-  if (low != nullptr) low[at] = lse.low;
-}
-
 /// Called by a warp where the exponentials of a thread's two rows of scores are to be computed relative to `most`, of
 /// which `origin` is the exponent: of a far row the scores are relative to it afterwards. Returns whether the warp has
 /// one. The vote makes the branch uniform: one that may diverge costs short sequences a tenth of their time.
@@ -61,12 +54,19 @@ __device__ __forceinline__ bool subtract_far(float (&s)[kBlocks][4], const float
   return true;
 }
 
-/// Whether the call has a far row. Read at a kernel's start; volatile, so that it is not read where it is used.
-__device__ __forceinline__ bool any_far(const FlexBackwardArguments& a) {
-  unsigned found;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(found) : "l"(a.far));
-  return found == a.call;
-}
+/// Whether the call has a far row. Read at a kernel's start, and asked behind its first loads: read where it is asked,
+/// it would take a microsecond of each CTA.
+class AnyFar {
+ public:
+  __device__ __forceinline__ explicit AnyFar(const FlexBackwardArguments& a) : call_(a.call) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(found_) : "l"(a.far));
+  }
+  __device__ __forceinline__ explicit operator bool() const { return found_ == call_; }
+
+ private:
+  unsigned found_;
+  const unsigned& call_;
+};
 __device__ __forceinline__ bool is_far(const FlexRow& row) { return __float_as_uint(row.lse) == 0x80000000u; }
 
 /// A number, or 0. Predicated: behind a branch the compiler would wait for products in flight.

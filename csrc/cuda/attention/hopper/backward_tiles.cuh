@@ -100,12 +100,12 @@ class FlexBackwardHopperTiles {
         mask_(mask),
         // It is aligned already. Computed, it stays in a register; compilers would rematerialize it from constants.
         shared_((shared_address(shared) + kSwizzleAlignment - 1) / kSwizzleAlignment * kSwizzleAlignment),
-        sums_(a, sums, score, shared + kMemory.captured.offset) {}
+        sums_(a, sums, score, shared + kMemory.captured.offset),
+        far_(a) {}
 
  protected:
   /// Comes before all else. `releasing`: the warps that release a tile's stages.
   __device__ __forceinline__ void begin(int releasing) {
-    far_ = any_far(a_) ? Place::kFar : 0;
     if (threadIdx.x == 0) {
       Barrier::init(value_empty(), kConsumerWarps);
       for (int s = 0; s < Config::kKeyStages; ++s) Barrier::init(key_empty(s), kConsumerWarps);
@@ -343,7 +343,8 @@ class FlexBackwardHopperTiles {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
     store(place(i), p.b, p.h, p.tile,
-          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst | far_ | flags_of(p));
+          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst | (far_ ? Place::kFar : 0) |
+              flags_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
@@ -644,7 +645,7 @@ class FlexBackwardHopperTiles {
   int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;             // in order: of the CTA's first keys
-  int far_;                  // of the producer: a flag of places
+  const AnyFar far_;         // of the producer
   WholeHead<Config> whole_;  // of the producer
 };
 

@@ -567,9 +567,13 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
       const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
       if (lane() % 4 == 0 && q < a_.queries) {
         a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse;
-        if constexpr (Config::kOutLow) a_.lse_low[at] = 0.0f;
-        if (softmax_.far() && softmax_.far(r) && !none && !bad) {
-          store_far_lse(a_.lse, Config::kOutLow ? a_.lse_low : nullptr, at, softmax_.max(r), softmax_.unit(), sum[r]);
+        if constexpr (Config::kOutLow) {
+          FlexLse exact{lse, 0.0f};
+          if (float log_sum = __logf(sum[r]); softmax_.far(r, log_sum) && !none && !bad) {
+            exact = lse_of(softmax_.max(r), softmax_.unit(), log_sum);
+            a_.lse[at] = exact.lse;
+          }
+          a_.lse_low[at] = exact.low;
         }
         if constexpr (Config::kMaxScores) {
           a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;

@@ -14,8 +14,7 @@
 
 namespace fusegrad::device {
 
-/// kFar: whether the call has far rows.
-template <class Config, bool kFar = false>
+template <class Config>
 class FlexGradBuffersHopper {
   using T = typename Config::Element;
   using ScoreMod = typename Config::ScoreMod;
@@ -45,7 +44,7 @@ class FlexGradBuffersHopper {
                                                    const FlexBackwardHopperArguments& more,
                                                    const typename ScoreMod::Captured& score,
                                                    const typename MaskMod::Captured&, unsigned shared)
-      : a_(a), sums_(sums), more_(more), score_(score), shared_(shared) {}
+      : a_(a), sums_(sums), more_(more), score_(score), shared_(shared), far_(a) {}
 
   __device__ __forceinline__ void run() {
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
@@ -121,10 +120,14 @@ class FlexGradBuffersHopper {
 
   template <bool kMasked>
   __device__ __forceinline__ void consume(const Batches& batches) {
-    float score[2][kHalf][4], grad[2][kHalf][4];
     zero(sum_);
-    Counted<Config::kStages> i;
     Barrier::wait(full(0), 0);
+    far_ ? add_batches<true, true>(batches) : add_batches<kMasked, false>(batches);
+  }
+  template <bool kMasked, bool kFar>
+  __device__ __forceinline__ void add_batches(const Batches& batches) {
+    float score[2][kHalf][4], grad[2][kHalf][4];
+    Counted<Config::kStages> i;
     multiply(score[0], grad[0], 0, 0);
     wait_products(score[0], grad[0]);
     for (int b = batches.first; b < batches.end; b += batches.step) {
@@ -139,14 +142,14 @@ class FlexGradBuffersHopper {
         rows[r].origin = 0.0f;
         if constexpr (kFar) rows[r].origin = take_origin<Config>(a_, rows[r].row, b, h_, query(2 * r));
       }
-      add_pairs<kMasked, 0>(score[0], grad[0], rows, b);
+      add_pairs<kMasked, kFar, 0>(score[0], grad[0], rows, b);
       wait_products(score[1], grad[1]);
       __syncwarp();
       if (lane() == 0) Barrier::arrive(empty(s));
       i.next();
       Barrier::wait(full(i.stage()), i.parity());
       multiply(score[0], grad[0], i.stage(), 0);
-      add_pairs<kMasked, 1>(score[1], grad[1], rows, b);
+      add_pairs<kMasked, kFar, 1>(score[1], grad[1], rows, b);
       wait_products(score[0], grad[0]);
     }
   }
@@ -169,7 +172,7 @@ class FlexGradBuffersHopper {
     pin<kHalf * 4>(score[0]);
     pin<kHalf * 4>(grad[0]);
   }
-  template <bool kMasked, int kWhich>
+  template <bool kMasked, bool kFar, int kWhich>
   __device__ __forceinline__ void add_pairs(const float (&score)[kHalf][4], const float (&grad)[kHalf][4],
                                             const FlexQuery (&rows)[2], int b) {
 #pragma unroll
@@ -194,6 +197,7 @@ class FlexGradBuffersHopper {
   const unsigned shared_;
   int h_, row_, col_;
   float sum_[kBlocksN][4];
+  const AnyFar far_;
 };
 
 }  // namespace fusegrad::device

@@ -16,6 +16,9 @@ class FlexHopperSoftmax {
   // The largest sum of a tile's exponentials relative to a row's first maximum: float32 and BFloat16 are far from
   // overflow.
   static constexpr float kMostSum = 0x1p64f;
+  // Whether maxima of far rows are subtracted. Of queries and keys alone scores get so large that exponents overflow
+  // only beyond 2^30, and what rounding of the exponent does to all of a row cancels but in lse.
+  static constexpr bool kFarScores = kHas<typename Config::ScoreMod> || Config::kKeySplits;
 
  public:
   __device__ __forceinline__ explicit FlexHopperSoftmax(const Arguments& a) : a_(a) {}
@@ -50,7 +53,7 @@ class FlexHopperSoftmax {
       for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
     }
     // Negated, so that NaN and a row that had no score yet follow too. Of far rows the maximum is subtracted there.
-    bool follows = far_;
+    bool follows = kFarScores && far_;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       origin[r] = max_[r] * factor;
@@ -61,7 +64,7 @@ class FlexHopperSoftmax {
     if (Config::kMaxScores || __any_sync(~0u, follows)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) origin[r] = follow(s, max[r], r, factor, rescale);
-      far_ = subtract_far(s, max_, origin);
+      if constexpr (kFarScores) far_ = subtract_far(s, max_, origin);
     }
     wait();
 #pragma unroll
@@ -79,11 +82,15 @@ class FlexHopperSoftmax {
   }
   /// Whether add_by_first cannot take one of the thread's rows: it has no score yet, or is far from 0.
   __device__ __forceinline__ bool without_maximum() const {
-    return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY || far_;
+    return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY || (kFarScores && far_);
   }
-  /// Whether the warp has far rows, and whether row r is one.
-  __device__ __forceinline__ bool far() const { return far_; }
-  __device__ __forceinline__ bool far(int r) const { return fabsf(max_[r] * (unit() * kLog2E)) > kFarExponent; }
+  /// Whether row r is far. `log_sum` of its exponentials becomes that relative to the maximum itself.
+  __device__ __forceinline__ bool far(int r, float& log_sum) const {
+    const float factor = unit() * kLog2E, origin = max_[r] * factor;
+    if ((kFarScores && !far_) || fabsf(origin) <= kFarExponent) return false;
+    if constexpr (!kFarScores) log_sum -= fmaf(max_[r], factor, -origin) / kLog2E;
+    return true;
+  }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
   /// their sums are not added. drop(n): takes from block n of the operand what dropout drops. counts(r): whether row r
   /// is one: what boxes have beyond the queries may be anything.

@@ -281,7 +281,9 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
       }
       if (lane() % 4 != 0 || q >= a_.queries) continue;
       const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
-      const FlexLse lse = lse_of(softmax_.max(r), softmax_.unit(), logf(sum));
+      float log_sum = logf(sum);
+      softmax_.far(r, log_sum);
+      const FlexLse lse = lse_of(softmax_.max(r), softmax_.unit(), log_sum);
       a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse.lse;
       if (a_.lse_low != nullptr) a_.lse_low[at] = none ? 0.0f : lse.low;
       a_.lse_tangent[at] = of_lse;

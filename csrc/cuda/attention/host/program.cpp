@@ -103,7 +103,7 @@ std::string entry(const KernelSpec& spec) {
   const KernelFacts& f = spec.facts();
   const bool hopper = f.hopper(), backward = f.kernel == FlexKernel::kBackward;
   const bool sums = backward || f.kernel == FlexKernel::kGradBuffers;
-  const std::string type = "fusegrad::device::" + std::string(spec.type()), kernel = type + "<Config>";
+  const std::string kernel = "fusegrad::device::" + std::string(spec.type()) + "<Config>";
   const bool tangents = f.kernel == FlexKernel::kTangents;
   const std::string arguments = f.kernel == FlexKernel::kForward        ? "Forward"
                                 : f.kernel == FlexKernel::kPairTangents ? "PairTangents"
@@ -127,10 +127,6 @@ std::string entry(const KernelSpec& spec) {
   const std::string run = "(arguments, " + std::string(sums ? "sums.of, " : "") + (more.empty() ? "" : "more, ") +
                           "score_mod, mask_mod, " + (tangents ? "tangent, " : "") +
                           (backward ? "shared" : "fusegrad::device::shared_address(shared)") + ").run();\n";
-  // Loops so short that both ways side by side cost the common one.
-  if ((backward && f.tile.keeps) || f.kernel == FlexKernel::kGradBuffers) {
-    text += "  if (fusegrad::device::any_far(arguments)) return " + type + "<Config, true>" + run;
-  }
   text += "  " + kernel + run + "}\n";
   return text;
 }

@@ -27,8 +27,7 @@
 
 namespace fusegrad::device {
 
-/// kFar: with kKeeps, whether the call has far rows. In its short loop both ways cost the one without a sixth.
-template <class Config, bool kFar = false>
+template <class Config>
 class FlexBackward {
   using T = typename Config::Element;
   using Product = Mma<T, Config::kSplit>;
@@ -96,7 +95,7 @@ class FlexBackward {
         gradient_(key_ + kMemory.grad_scores.offset),
         probability_(key_ + kMemory.probabilities.offset),
         sums_(a, sums, score, shared + kMemory.captured.offset),
-        far_(!Config::kKeeps && any_far(a)) {}
+        far_(a) {}
 
   __device__ __forceinline__ void run() {
     if constexpr (Config::kKeeps) return run_batches();
@@ -147,6 +146,10 @@ class FlexBackward {
     }
     sums_.end_histograms(key_head_);
   }
+  /// A tile of queries of one of the query heads that share the keys.
+  struct ListPlace {
+    int b, h, i, tile;  // i: in the head's list; tile: its entry
+  };
   // All tiles of queries for the CTA's keys.
   __device__ __forceinline__ void walk() {
     col_ = col_tile_ * Config::kCols;
@@ -162,9 +165,14 @@ class FlexBackward {
     if constexpr (!Config::kKeeps) sums_.begin();
 
     if constexpr (kDelayed) later_ = __shfl_sync(~0u, static_cast<int>(warp() >= Config::kWarps / 2), 0) != 0;
-    ListPlace place = first();
+    const ListPlace place = first();
     if (place.b < last_batch_) load_stage(place, 0);
     commit_copies();
+    // A loop for each: both ways in one loop cost the common one up to a fifth.
+    far_ ? walk_tiles<true>(place) : walk_tiles<false>(place);
+  }
+  template <bool kFar>
+  __device__ __forceinline__ void walk_tiles(ListPlace place) {
     int b = -1, h = -1, stage = 0;
     ListPlace last = place;
     while (place.b < last_batch_) {
@@ -187,7 +195,7 @@ class FlexBackward {
         h = place.h;
         dropout_.begin(a_.dropout, b * a_.heads + h);
       }
-      step(place, next, stage);
+      step<kFar>(place, next, stage);
       if constexpr (kDelayed) {
         if (!first && later_) finish(last, 1 - stage);
       } else {
@@ -219,10 +227,6 @@ class FlexBackward {
     if constexpr (Config::kGradValue) store<ValueTile>(a_.grad_value, a_.value_size, value_);
   }
 
-  /// A tile of queries of one of the query heads that share the keys.
-  struct ListPlace {
-    int b, h, i, tile;  // i: in the head's list; tile: its entry
-  };
   __device__ __forceinline__ ListPlace first() {
     first_head_ = key_head_ * a_.group;
     last_batch_ = a_.key_batches == 1 ? a_.batches : key_batch_ + 1;
@@ -288,11 +292,12 @@ class FlexBackward {
     }
   }
 
+  template <bool kFar>
   __device__ __forceinline__ void step(const ListPlace& place, const ListPlace& next, int stage) {
     const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
     const unsigned gradient = gradient_ + (kDelayed ? stage : 0) * kMemory.grad_scores.piece;
     unsigned p[kBlocksM][kOperands], ds[kBlocksM][kOperands];
-    scores(query, grad_out, boxes(stage), place, p, ds);
+    scores<kFar>(query, grad_out, boxes(stage), place, p, ds);
     // The prefetch is here, not before the scores: other warps compute while these wait.
     if constexpr (Config::kStages == 2 && kAhead) load_next(next, 1 - stage);
     if constexpr (Config::kShare > 1 && Config::kGradValue) keep(probability_, p);
@@ -341,6 +346,7 @@ class FlexBackward {
   }
 
   // Computes P and dS of the warp's keys and its part of the queries, as operands.
+  template <bool kFar>
   __device__ __forceinline__ void scores(unsigned query, unsigned grad_out, unsigned boxes, const ListPlace& place,
                                          unsigned (&p)[kBlocksM][kOperands], unsigned (&ds)[kBlocksM][kOperands]) {
     Scores s = {}, d = {};
@@ -355,7 +361,7 @@ class FlexBackward {
     const auto* rows = reinterpret_cast<const FlexRow*>(shared_ + (grad_out + GradOutTile::kBytes - key_) +
                                                         (part() * kPart + lane() % 4 * 2) * sizeof(FlexRow));
     sums_.begin_tile();
-    if (Config::kKeeps ? kFar : far_) {
+    if constexpr (kFar) {
       pairs<true, true>(place, masked, rows, boxes, s, d, p, ds);
     } else if (kHas<ScoreMod> || masked) {
       pairs<true, false>(place, masked, rows, boxes, s, d, p, ds);
@@ -576,7 +582,7 @@ class FlexBackward {
   bool later_ = false;
   FlexDropoutHead<Config> dropout_;
   Sums sums_;
-  const bool far_;  // whether the call has far rows; with kKeeps kFar says it
+  const AnyFar far_;
   int col_tile_, row_tiles_, col_, key_batch_, key_head_, first_head_, last_batch_;
   float grad_key_[kBlocksM][kMineD][2][4], grad_value_[kBlocksM][kMineE][2][4];
 };

@@ -18,8 +18,7 @@
 
 namespace fusegrad::device {
 
-/// kFar: whether the call has far rows.
-template <class Config, bool kFar = false>
+template <class Config>
 class FlexGradBuffers {
   using T = typename Config::Element;
   using ScoreMod = typename Config::ScoreMod;
@@ -52,6 +51,7 @@ class FlexGradBuffers {
       : a_(a), sums_(sums), score_(score), stage_(shared), kept_(shared + kMemory.kept.offset) {}
 
   __device__ __forceinline__ void run() {
+    const AnyFar far(a_);
     const int col_tiles = (a_.keys + Config::kCols - 1) / Config::kCols;
     const int tiles = (a_.queries + Config::kRows - 1) / Config::kRows * col_tiles;
     const Batches batches(a_, a_.heads * tiles);
@@ -67,10 +67,12 @@ class FlexGradBuffers {
         [&](int n, int e) { return (alive >> (n * 4 + e) & 1) != 0; });
 #pragma unroll
     for (int k = 0; k < kCount; ++k) zero(sum_[k]);
-    if (masked) {
-      walk<true>(batches, alive);
+    if (far) {
+      walk<true, true>(batches, alive);
+    } else if (masked) {
+      walk<true, false>(batches, alive);
     } else {
-      walk<false>(batches, alive);
+      walk<false, false>(batches, alive);
     }
     for_each_index<kCount>([&](auto index) {
       constexpr int k = decltype(index)::value;
@@ -81,19 +83,19 @@ class FlexGradBuffers {
   }
 
  private:
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void walk(const Batches& batches, unsigned alive) {
     if (batches.first >= batches.end) return;  // of a group with few batches
     int stage = 0;
     FlexQuery rows[2], next_rows[2] = {};
-    load(batches.first, 0, next_rows);
+    load<kFar>(batches.first, 0, next_rows);
     for (int b = batches.first; b < batches.end; b += batches.step) {
       rows[0] = next_rows[0];
       rows[1] = next_rows[1];
       wait_copies<0>();
       __syncthreads();
-      if (b + batches.step < batches.end) load(b + batches.step, 1 - stage, next_rows);
-      step<kMasked>(b, stage, rows, alive);
+      if (b + batches.step < batches.end) load<kFar>(b + batches.step, 1 - stage, next_rows);
+      step<kMasked, kFar>(b, stage, rows, alive);
       stage = 1 - stage;
     }
   }
@@ -116,6 +118,7 @@ class FlexGradBuffers {
     return alive;
   }
 
+  template <bool kFar>
   __device__ __forceinline__ void load(int b, int stage, FlexQuery (&rows)[2]) const {
     unsigned to = stage_ + stage * kMemory.stages.piece;
     const int key_batch = a_.key_batches == 1 ? 0 : b, key_head = h_ / a_.group;
@@ -133,7 +136,7 @@ class FlexGradBuffers {
     }
   }
 
-  template <bool kMasked>
+  template <bool kMasked, bool kFar>
   __device__ __forceinline__ void step(int b, int stage, const FlexQuery (&rows)[2], unsigned alive) {
     const unsigned query = stage_ + stage * kMemory.stages.piece, grad_out = query + QueryTile::kBytes;
     const unsigned keys = grad_out + GradOutTile::kBytes, values = keys + KeyTile::kBytes;
