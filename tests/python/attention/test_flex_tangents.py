@@ -268,7 +268,7 @@ def test_forward_mode_keeps_what_rounding_takes(dtype: torch.dtype) -> None:
     """For the backward: the output's low part is the forward's, to the bit where their sums are in one order."""
     q, k, v = inputs(2, 2, 20, 33, 8, 6, dtype=dtype)
     scoring = ("", [], [], [], "", [], [], [], [], [], 0.3, 0.0, None)
-    out, _, _, _, low = torch.ops.fusegrad.flex_attention_forward(q, k, v, *scoring, 2)
+    out, _, _, _, low, _ = torch.ops.fusegrad.flex_attention_forward(q, k, v, *scoring, 2)
     found = torch.ops.fusegrad.flex_attention_jvp(q, k, v, q.sin(), None, v.cos(), [], [], *scoring, 2)
     whole = dense(*(t.double() for t in (q, k, v)), scale=0.3)[0]
     assert torch.equal(found[0], out)

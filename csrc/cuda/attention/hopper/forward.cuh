@@ -557,24 +557,21 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
 #pragma unroll
       for (int r = 0; r < 2; ++r) sum[r] += __shfl_xor_sync(~0u, sum[r], step);
     }
+    float lse[2], low[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) lse[r] = softmax_.max(r) * softmax_.unit() + __logf(sum[r]);
+    if constexpr (Config::kOutLow) softmax_.correct_far(sum, lse, low);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int q = first + 8 * r;
       const bool none = softmax_.max(r) == -FUSEGRAD_INFINITY;
       const float ties = Config::kMaxScores ? row_sum(softmax_.ties(r)) : 0.0f;
-      const float max = softmax_.max(r) * softmax_.unit(), lse = max + __logf(sum[r]);
+      const float max = softmax_.max(r) * softmax_.unit();
       factor[r] = bad ? nan : none ? 0.0f : __fdividef(Config::kDropout ? a_.dropout.scale : 1.0f, sum[r]);
       const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + q;
       if (lane() % 4 == 0 && q < a_.queries) {
-        a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse;
-        if constexpr (Config::kOutLow) {
-          FlexLse exact{lse, 0.0f};
-          if (float log_sum = __logf(sum[r]); softmax_.far(r, log_sum) && !none && !bad) {
-            exact = lse_of(softmax_.max(r), softmax_.unit(), log_sum);
-            a_.lse[at] = exact.lse;
-          }
-          a_.lse_low[at] = exact.low;
-        }
+        a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse[r];
+        if constexpr (Config::kOutLow) a_.lse_low[at] = none ? 0.0f : low[r];
         if constexpr (Config::kMaxScores) {
           a_.max_scores[at] = none ? -FUSEGRAD_INFINITY : max;
           a_.max_ties[at] = ties;

@@ -71,10 +71,12 @@ class FlexGradBuffersHopper {
       Kept::load(
           shared_ + kMemory.kept.offset, score_, batches.first, h_,
           [&](int n, int e) { return PairPlace{query(e), key(n, e)}; }, [&](int n, int e) { return is_inside(n, e); });
-      if (masked) {
-        consume<true>(batches);
+      if (far_) {
+        consume<true, true>(batches);
+      } else if (masked) {
+        consume<true, false>(batches);
       } else {
-        consume<false>(batches);
+        consume<false, false>(batches);
       }
       put_pair_sums<Config, 0, kThreads>(
           sums_[0], sum_, score_, batches.first, h_, [&](int e) { return query(e); },
@@ -118,16 +120,12 @@ class FlexGradBuffersHopper {
     Barrier::arrive(full(i.stage()));
   }
 
-  template <bool kMasked>
-  __device__ __forceinline__ void consume(const Batches& batches) {
-    zero(sum_);
-    Barrier::wait(full(0), 0);
-    far_ ? add_batches<true, true>(batches) : add_batches<kMasked, false>(batches);
-  }
   template <bool kMasked, bool kFar>
-  __device__ __forceinline__ void add_batches(const Batches& batches) {
+  __device__ __forceinline__ void consume(const Batches& batches) {
     float score[2][kHalf][4], grad[2][kHalf][4];
+    zero(sum_);
     Counted<Config::kStages> i;
+    Barrier::wait(full(0), 0);
     multiply(score[0], grad[0], 0, 0);
     wait_products(score[0], grad[0]);
     for (int b = batches.first; b < batches.end; b += batches.step) {

@@ -84,12 +84,19 @@ class FlexHopperSoftmax {
   __device__ __forceinline__ bool without_maximum() const {
     return max_[0] == -FUSEGRAD_INFINITY || max_[1] == -FUSEGRAD_INFINITY || (kFarScores && far_);
   }
-  /// Whether row r is far. `log_sum` of its exponentials becomes that relative to the maximum itself.
-  __device__ __forceinline__ bool far(int r, float& log_sum) const {
-    const float factor = unit() * kLog2E, origin = max_[r] * factor;
-    if ((kFarScores && !far_) || fabsf(origin) <= kFarExponent) return false;
-    if constexpr (!kFarScores) log_sum -= fmaf(max_[r], factor, -origin) / kLog2E;
-    return true;
+  /// lse of the thread's rows in two numbers, where the warp has a far row. `sum`: of whole rows.
+  __device__ __forceinline__ void correct_far(const float (&sum)[2], float (&lse)[2], float (&low)[2]) const {
+    const float factor = unit() * kLog2E;
+    const auto far = [&](int r) { return fabsf(max_[r] * factor) > kFarExponent; };
+    if (!__any_sync(~0u, far(0) || far(1))) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // What rounding of the exponent did to the row's sum.
+      const float rest = kFarScores ? 0.0f : fmaf(max_[r], factor, -__fmul_rn(max_[r], factor)) / kLog2E;
+      const FlexLse exact = lse_of(max_[r], unit(), logf(sum[r]) - rest);
+      lse[r] = far(r) ? exact.lse : lse[r];
+      low[r] = far(r) ? exact.low : 0.0f;
+    }
   }
   /// As add, relative to the maxima that there are; also as an operand. Whether exponentials are not too large, else
   /// their sums are not added. drop(n): takes from block n of the operand what dropout drops. counts(r): whether row r

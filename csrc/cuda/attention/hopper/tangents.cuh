@@ -264,11 +264,16 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
   // A list that is wrong makes the row NaN.
   __device__ __forceinline__ void finish(Outputs& out, Outputs& of_out, bool bad) const {
     const float nan = __int_as_float(0x7fffffff), ones[2] = {1.0f, 1.0f};
+    const float sum[2] = {row_sum(softmax_.sum(0)), row_sum(softmax_.sum(1))};
+    float lse[2], low[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) lse[r] = softmax_.max(r) * softmax_.unit() + logf(sum[r]);
+    softmax_.correct_far(sum, lse, low);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int q = first_query() + 8 * r;
       const bool none = softmax_.max(r) == -FUSEGRAD_INFINITY;
-      const float sum = row_sum(softmax_.sum(r)), inverse = bad ? nan : none ? 0.0f : 1.0f / sum;
+      const float inverse = bad ? nan : none ? 0.0f : 1.0f / sum[r];
       const float of_lse = row_sum(of_lse_[r]) * inverse;
       const float factor = Config::kDropout ? inverse * a_.dropout.scale : inverse;
 #pragma unroll
@@ -281,11 +286,8 @@ class FlexTangentsHopper : FlexForwardHopperTiles<Config, FlexTangentsOperands<C
       }
       if (lane() % 4 != 0 || q >= a_.queries) continue;
       const long long at = static_cast<long long>(b_ * a_.heads + h_) * a_.queries + q;
-      float log_sum = logf(sum);
-      softmax_.far(r, log_sum);
-      const FlexLse lse = lse_of(softmax_.max(r), softmax_.unit(), log_sum);
-      a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse.lse;
-      if (a_.lse_low != nullptr) a_.lse_low[at] = none ? 0.0f : lse.low;
+      a_.lse[at] = bad ? nan : none ? -FUSEGRAD_INFINITY : lse[r];
+      if (a_.lse_low != nullptr) a_.lse_low[at] = none ? 0.0f : low[r];
       a_.lse_tangent[at] = of_lse;
     }
 #pragma unroll 1  // the same code for both

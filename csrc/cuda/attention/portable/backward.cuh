@@ -168,8 +168,13 @@ class FlexBackward {
     const ListPlace place = first();
     if (place.b < last_batch_) load_stage(place, 0);
     commit_copies();
-    // A loop for each: both ways in one loop cost the common one up to a fifth.
-    far_ ? walk_tiles<true>(place) : walk_tiles<false>(place);
+    // A loop for each: both ways in one loop cost the common one up to a fifth. Where the CTA stays for many batches it
+    // spills beside another loop.
+    if constexpr (Config::kKeeps) {
+      walk_tiles<true>(place);
+    } else {
+      far_ ? walk_tiles<true>(place) : walk_tiles<false>(place);
+    }
   }
   template <bool kFar>
   __device__ __forceinline__ void walk_tiles(ListPlace place) {
@@ -391,11 +396,16 @@ class FlexBackward {
           if constexpr (Config::kGradScores) kept.drop(n % 2, d[m][n / 2][n % 2]);
         }
         auto reads = this->reads(boxes, m, n);
+        FlexRow of_row[2] = {rows[n * 8], rows[n * 8 + 1]};
+        float origin[2] = {};
+        if (kFar && far_) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) origin[r] = take_origin<Config>(a_, of_row[r], b, h, q + n * 8 + r);
+        }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int at_q = q + n * 8 + e % 2, at_kv = kv + e / 2 * 8;
-          FlexQuery of{rows[n * 8 + e % 2], 0.0f, 0.0f, 0.0f};
-          if constexpr (kFar) of.origin = take_origin<Config>(a_, of.row, b, h, at_q);
+          FlexQuery of{of_row[e % 2], 0.0f, 0.0f, origin[e % 2]};
           if constexpr (Config::kMaxGradient) {
             const bool there = at_q < a_.queries;
             const long long at = static_cast<long long>(b * a_.heads + h) * a_.queries + at_q;
