@@ -68,7 +68,7 @@ struct FlexArguments {
 /// error by far. lse_low [B, H, M] is what rounding took from lse: lse + lse_low is right to rounding of exp(s - lse)
 /// for scores of any size.
 struct FlexResults {
-  TensorView out, out_low;                                          ///< out_low may be none
+  TensorView out, out_low;                                                              ///< out_low may be none
   void *lse = nullptr, *max_scores = nullptr, *max_ties = nullptr, *lse_low = nullptr;  ///< all but lse may be null
 };
 

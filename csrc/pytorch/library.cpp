@@ -114,11 +114,13 @@ TORCH_LIBRARY(fusegrad, m) {
   define<FlexBackward>(m, "flex_attention_backward_of_each",
                        "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grad_buffers)");
   // Forward mode of flex_attention_forward: its results, and the tangents of out and lse.
-  define<FlexTangents>(m, "flex_attention_jvp",
-                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");
+  define<FlexTangents>(
+      m, "flex_attention_jvp",
+      "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");
   // Of several tangents at once, their first dimension and the results'. The Python package implements it.
-  define<FlexTangents>(m, "flex_attention_jvp_of_each",
-                       "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");
+  define<FlexTangents>(
+      m, "flex_attention_jvp_of_each",
+      "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, Tensor out_low, Tensor lse_low)");
   // What pairs give to second derivatives, of the query's dtype: the tangents of the weights, [head_count, row_count, 1
   // or 2, columns], and where grad_out has a tangent, behind them the weights; the tangents of the gradients by query *
   // key, [head_count, row_count, 2, columns], and behind them these. With a block mask, which keys take part, uint8

@@ -82,7 +82,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      16},
     {"cuda/attention/device/pair_tangents_arguments.cuh",
      "using namespace fusegrad::device;\n"
-     "static_assert(sizeof(FlexPairRow) == 16);\n"
+     "static_assert(sizeof(FlexPairRow) == 20);\n"
      "out[threadIdx.x] = ((const FlexPairTangentsArguments*)in)->rows[threadIdx.x].delta_tangent;",
      16},
     {"cuda/attention/device/tangents_arguments.cuh",
@@ -237,6 +237,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                  shared_address(shared)).run();\n"
      "#endif",
      168, true, 384, 72},
+    {"cuda/attention/device/far_rows.cuh",
+     "FlexRow row{in[0], in[1]};\n"
+     "const FlexLse lse = lse_of(in[2], in[3], in[4]);\n"
+     "const float origin = take_origin<Config>(*(const FlexBackwardArguments*)in, row, 0, 1, threadIdx.x);\n"
+     "out[threadIdx.x] = origin + row.lse + lse.lse + lse.low;",
+     24, true},
     {"cuda/attention/device/gradient.cuh",
      "float p, value[2];\n"
      "const FlexQuery row{{in[0], in[1]}, in[2], in[3]};\n"

@@ -92,7 +92,8 @@ void flex_attention_backward(const FlexUpstream& upstream, const Tensor& query, 
   }
   const Arguments arguments(query, key, value, scores);
   const auto rows = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  const Tensor lse = rows(saved.lse), lse_low = rows(saved.lse_low), max_scores = rows(saved.max_scores), max_ties = rows(saved.max_ties);
+  const Tensor lse = rows(saved.lse), lse_low = rows(saved.lse_low), max_scores = rows(saved.max_scores),
+               max_ties = rows(saved.max_ties);
   const Tensor grad_lse = rows(upstream.lse), grad_max_scores = rows(upstream.max_scores);
   std::vector<Tensor> buffers;
   for (const Tensor& t : grads.buffers) buffers.push_back(t.contiguous());

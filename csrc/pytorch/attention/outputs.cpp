@@ -35,8 +35,7 @@ FlexOutputs empty_flex_outputs(const Tensor& query, const Tensor& value, int64_t
           row_values(),
           wanted(max_scores),
           wanted(max_scores),
-          low && rounds ? empty_attention_output(query, value)
-                        : at::empty({0}, query.options().requires_grad(false)),
+          low && rounds ? empty_attention_output(query, value) : at::empty({0}, query.options().requires_grad(false)),
           wanted(low)};
 }
 

@@ -89,9 +89,8 @@ struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
     const auto out = dispatch::flex_attention_forward(query, key, value, scores, aux);
     ctx->set_materialize_grads(false);
     Saved saved;
-    saved.tensors = {
-        query,        key,         value,       out.out,            out.lse, out.max_scores,
-        out.max_ties, out.out_low, out.lse_low, scores.dropout_seed};
+    saved.tensors = {query,          key,          value,       out.out,     out.lse,
+                     out.max_scores, out.max_ties, out.out_low, out.lse_low, scores.dropout_seed};
     saved.put(scores);
     for (const bool flag : {deterministic, inplace, saved_tensor_hooks_active()}) saved.values.push_back(flag);
     ctx->saved_data["arguments"] = std::move(saved.values);
@@ -118,8 +117,8 @@ struct FlexAttention : NamedFunction<FlexAttention, "flex_attention"> {
 
     const bool graph = at::GradMode::is_enabled();  // create_graph=True
     for (size_t i = 0; i < 3; ++i) inplace = inplace && !graph && needs_grad[i] && may_reuse_saved(saved[i], hooks);
-    const FlexOutputs outputs{saved[kOut], saved[kLse], saved[kMaxScores], saved[kMaxTies], saved[kOutLow],
-                              saved[kLseLow]};
+    const FlexOutputs outputs{saved[kOut],     saved[kLse],    saved[kMaxScores],
+                              saved[kMaxTies], saved[kOutLow], saved[kLseLow]};
     FlexGradients gradients;
     if (graph) {
       gradients = dispatch::flex_attention_backward_graph(upstream, saved[kQuery], saved[kKey], saved[kValue], outputs,

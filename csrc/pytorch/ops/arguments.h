@@ -799,8 +799,9 @@ struct FlexTangents {
 /// Second derivatives on CUDA: what each pair gives to the tangents of the gradients of query, key and value, of
 /// `head_count` heads of queries from `first_head` on, counted over all batches, whole groups of them, and `row_count`
 /// queries from `first_row` on, a multiple of 128. `rows`: [B, H, M, 5] float32, of each row lse, what rounding
-/// took from it, the sum of grad_out * out less grad_lse, and the tangents of lse and of that sum. `score_tangent`: [head_count, row_count, columns] float32, what else
-/// the tangents of the scores have, of captured tensors. There is no dropout.
+/// took from it, the sum of grad_out * out less grad_lse, and the tangents of lse and of that sum. `score_tangent`:
+/// [head_count, row_count, columns] float32, what else the tangents of the scores have, of captured tensors. There is
+/// no dropout.
 struct FlexPairTangents {
   at::Tensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent;
   OptionalTensor grad_out_tangent;

@@ -204,7 +204,9 @@ def test_second_derivatives_tangents_and_vmap(dtype: torch.dtype) -> None:
         moved = tuple(x.to(to) for x in directions)
 
         def gradients(*t: Tensor) -> tuple[Tensor, ...]:
-            return torch.func.grad(lambda *t: (attend(*t) * upstream[: t[0].size(0)].to(to)).sum(), argnums=(0, 1, 2))(*t)
+            return torch.func.grad(lambda *t: (attend(*t) * upstream[: t[0].size(0)].to(to)).sum(), argnums=(0, 1, 2))(
+                *t
+            )
 
         _, tangent = torch.func.jvp(attend, t, moved)
         _, second = torch.func.jvp(gradients, t, moved)
@@ -213,7 +215,7 @@ def test_second_derivatives_tangents_and_vmap(dtype: torch.dtype) -> None:
         made |= {f"second {i}": g for i, g in enumerate(second)}
         leaves = [x.requires_grad_() for x in t]
         first = torch.autograd.grad((attend(*leaves) * upstream.to(to)).sum(), leaves, create_graph=True)
-        again = torch.autograd.grad([g for g in first], leaves, moved)
+        again = torch.autograd.grad(first, leaves, moved)
         return made | {f"twice {i}": g for i, g in enumerate(again)}
 
     found, eager, truth = derivatives(ours, dtype), derivatives(plain, dtype), derivatives(plain, torch.float64)

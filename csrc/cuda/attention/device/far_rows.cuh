@@ -1,8 +1,9 @@
 // Rows whose scores are all far from 0: masked by adding -1e9, say.
 //
-// float32 has 24 bits. Near -1e9 neighbouring numbers are 64 apart, so that an lse in one number says nothing of the sum
-// of exponentials, and score * log2(e) - max * log2(e) is off by as much. Such rows subtract first: score - max is exact
-// where the exponential is not 0. That is one instruction for each pair more, so kernels do it for these rows alone:
+// float32 has 24 bits. Near -1e9 neighbouring numbers are 64 apart, so that an lse in one number says nothing of the
+// sum of exponentials, and score * log2(e) - max * log2(e) is off by as much. Such rows subtract first: score - max is
+// exact where the exponential is not 0. That is one instruction for each pair more, so kernels do it for these rows
+// alone:
 //   forward    a warp sees its rows' maxima, and subtracts them from the scores
 //   backward   lse comes in two numbers, what rounding took from it in the second (lse_of). The kernel of row values
 //              marks the row by an lse of -0, which no other row has, and says for the whole call whether there is one:

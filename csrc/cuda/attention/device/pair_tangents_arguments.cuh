@@ -6,8 +6,8 @@
 
 namespace fusegrad::device {
 
-/// What is known of a row of scores, and its tangents. As FlexRow has delta; lse is in natural units, and in two numbers
-/// (far_rows.cuh).
+/// What is known of a row of scores, and its tangents. As FlexRow has delta; lse is in natural units, and in two
+/// numbers (far_rows.cuh).
 struct FlexPairRow {
   float lse, lse_low, delta, lse_tangent, delta_tangent;
 };

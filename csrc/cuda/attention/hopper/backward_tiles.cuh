@@ -616,9 +616,9 @@ class FlexBackwardHopperTiles {
         const float score = s[n][e];
         const float grad = Config::kGradScores ? d[n][e] : 0.0f;
         const bool takes = !kMasked || takes_part[n * 4 + e];
-        d[n][e] =
-            FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e], value,
-                                            reads_of_pair(reads.at(n * 8 + e % 2, e / 2 * 8), of_block, e));
+        d[n][e] = FlexPairGradient<Config>::template apply<kFar>(
+            score_, a_.scale, score, grad, of, b, h, at_q, at_kv, takes, s[n][e], value,
+            reads_of_pair(reads.at(n * 8 + e % 2, e / 2 * 8), of_block, e));
         sums_.add(value, 0, n, e, score * a_.scale, b, h, at_q, at_kv, takes);
       }
       if (kFar || (kInOrder && (n + 1) % kBlocksHeld == 0)) hold_order();

@@ -182,7 +182,8 @@ class FlexGradBuffersHopper {
         float value[2], p;
         reads.e = e;
         FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, score[i][e], grad[i][e], rows[e / 2], b, h_,
-                                                       query(e), key(n, e), !kMasked || is_inside(n, e), p, value, reads);
+                                                       query(e), key(n, e), !kMasked || is_inside(n, e), p, value,
+                                                       reads);
         sum_[n][e] += value[0];
       }
     }

@@ -521,9 +521,9 @@ class FlexGradQueryHopper {
         const float score = s[n][e] * a_.scale;
         FlexQuery of = rows_[e / 2];
         if constexpr (kFar) of.origin = take_origin<Config>(a_, of.row, b_, h_, at_q);
-        d[n][e] = FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, s[n][e], d[n][e], of, b_, h_, at_q,
-                                                                 at_kv, takes, s[n][e], value,
-                                                                 reads.at(e / 2 * 8, n * 8 + e % 2));
+        d[n][e] =
+            FlexPairGradient<Config>::template apply<kFar>(score_, a_.scale, s[n][e], d[n][e], of, b_, h_, at_q, at_kv,
+                                                           takes, s[n][e], value, reads.at(e / 2 * 8, n * 8 + e % 2));
         largest_.add(e, value, score, at_q, at_kv);
       }
       largest_.end_pairs(score_, b_, h_);

@@ -358,9 +358,9 @@ class FlexForwardFew {
     }
     __syncthreads();
     const FlexPartials& partials = a_.partials;
-    const FlexRowResults to{a_.out,      a_.out_low, a_.lse,        Config::kMaxScores ? a_.max_scores : nullptr,
-                            a_.max_ties, a_.lse_low, a_.value_size, unit(),
-                            Config::kDropout ? a_.dropout.scale : 1.0f};
+    const FlexRowResults to{
+        a_.out,     a_.out_low,    a_.lse, Config::kMaxScores ? a_.max_scores : nullptr, a_.max_ties,
+        a_.lse_low, a_.value_size, unit(), Config::kDropout ? a_.dropout.scale : 1.0f};
     const int vectors = max(partials.cols / 4, 1);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows_ * vectors; i += kThreads) {

@@ -223,7 +223,8 @@ class FlexTangents {
         for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
           for (int e = 2 * r; e < 2 * r + 2; ++e) {
-            const float p = kSame<T, float> ? expf(s[m][n][e] - most[r]) : power_of_two(s[m][n][e] * kLog2E - origin[r]);
+            const float p =
+                kSame<T, float> ? expf(s[m][n][e] - most[r]) : power_of_two(s[m][n][e] * kLog2E - origin[r]);
             s[m][n][e] = p;
             // A score that the score_mod made -inf may have any tangent.
             d[m][n][e] = p != 0.0f ? p * d[m][n][e] : 0.0f;

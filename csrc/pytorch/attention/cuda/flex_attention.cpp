@@ -161,8 +161,8 @@ FlexOutputTuple flex_attention_forward(const Tensor& query, const Tensor& key, c
     }
     if (partials.defined()) {
       flex_merge(a.partials,
-                 {a.out, a.out_low, a.lse, a.max_scores, a.max_ties, a.lse_low, c.value_size, c.unscaled ? a.scale : 1.0f,
-                  c.dropout ? a.dropout.scale : 1.0f},
+                 {a.out, a.out_low, a.lse, a.max_scores, a.max_ties, a.lse_low, c.value_size,
+                  c.unscaled ? a.scale : 1.0f, c.dropout ? a.dropout.scale : 1.0f},
                  a.batches, a.heads, a.queries, c.dtype, call.stream());
     }
   }

@@ -43,8 +43,7 @@ FlexTangentTuple flex_attention_jvp(const Tensor& query, const Tensor& key, cons
                                     const FlexInputTangents& tangents, const FlexScores& scores, int64_t aux) {
   const c10::DeviceGuard guard(query.device());
   const FlexOutputs outputs = empty_flex_outputs(query, value, aux), results = empty_flex_outputs(query, value, 0);
-  const FlexTangentTuple found{outputs.out, outputs.lse, results.out, results.lse, outputs.out_low,
-                               outputs.lse_low};
+  const FlexTangentTuple found{outputs.out, outputs.lse, results.out, results.lse, outputs.out_low, outputs.lse_low};
   if (outputs.lse.numel() == 0) return found;
   if (key.numel() == 0) {
     for (const Tensor& t : {outputs.out, outputs.out_low, outputs.lse_low, results.out, results.lse}) t.zero_();
