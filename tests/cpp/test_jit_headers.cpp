@@ -211,7 +211,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "FlexGradBuffers<GradBuffersConfig>(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
      "                                   *(const ScoreMod::Captured*)in, *(const MaskMod::Captured*)in,\n"
      "                                   shared_address(shared)).run();",
-     128, true},
+     136, true},
     {"cuda/attention/hopper/grad_buffers.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"
