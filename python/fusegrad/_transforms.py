@@ -51,9 +51,16 @@ def differentiated(tensor: Tensor) -> bool:
         if tensor.requires_grad or _functorch.is_gradtrackingtensor(tensor):
             return True
         tensor = _functorch.get_unwrapped(tensor)
-    return tensor.requires_grad or (
-        forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-    )
+    return tensor.requires_grad or (forward_ad._current_level >= 0 and _has_tangent(tensor))
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    # Within __torch_dispatch__ the keys that unpack are excluded.
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.ADInplaceOrView, torch._C.DispatchKey.AutogradFunctionality):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
