@@ -357,7 +357,7 @@ def test_an_exception_in_a_mod() -> None:
     assert isinstance(raised.value.__cause__, LookupError)
     with pytest.raises(TraceError, match="RecursionError"):
         fusegrad.flex_attention(q, k, v, recursive)
-    with pytest.raises(TraceError, match="within: TraceError: .*a value of another score_mod"):
+    with pytest.raises(TraceError, match=r"within: TraceError: .*a value of another score_mod"):
         fusegrad.flex_attention(q, k, v, within)
     broken = False
     out = fusegrad.flex_attention(q, k, v, mod)

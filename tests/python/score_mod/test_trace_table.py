@@ -307,8 +307,13 @@ HIDDEN_WRITES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+NEWER = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+
+
 @pytest.mark.parametrize("name", HIDDEN_WRITES)
 def test_what_writes_within_is_refused_by_name(name: str) -> None:
+    if NEWER and name in ("pad", "local_response_norm"):
+        pytest.skip("this torch makes it of operations that do not write")
     with pytest.raises(TraceError, match=rf"the operation {name}, which score_mods do not have"):
         trace_score_mod(lambda s, b, h, q, kv: HIDDEN_WRITES[name](torch.stack([s, q, kv])))
 
