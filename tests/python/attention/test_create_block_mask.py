@@ -156,7 +156,7 @@ def test_what_is_refused(arguments: tuple, options: dict, error: type[Exception]
 
 def test_pytorchs_arguments() -> None:
     """In their order and by their names, whose list is read from PyTorch."""
-    later = ("separate_full_blocks", "compute_dq_write_order")  # of torch 2.15 alone
+    later = ("separate_full_blocks", "compute_dq_write_order", "dq_kv_order")  # of torch 2.15 alone
     theirs = [n for n in inspect.signature(pytorch.create_block_mask).parameters if n not in later]
     assert list(inspect.signature(create_block_mask).parameters)[: len(theirs)] == theirs
     on = device()
