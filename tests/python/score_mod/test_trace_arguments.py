@@ -16,6 +16,7 @@ from fusegrad._tracing import cache
 from fusegrad._tracing.dispatch import _HANDLERS, _MOVES
 from fusegrad._tracing.ops import ELEMENTWISE, FOLDS
 from fusegrad.score_mod import split_scalars
+from support import AFTER_2_11
 from torch import Tensor, nn
 
 A = torch.tensor([[0.3, -1.2, 2.0], [2.0, 0.4, -0.7]], dtype=torch.float64)
@@ -182,8 +183,7 @@ def calls(func: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("func", overloads(), ids=lambda f: f.name().removeprefix("aten::"))
 def test_each_argument(func: Any) -> None:
-    newer = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
-    if newer and func.name() in ("aten::clamp", "aten::clamp_max"):
+    if AFTER_2_11 and func.name() in ("aten::clamp", "aten::clamp_max"):
         pytest.skip("at a bound this torch has another subgradient")
     for given in calls(func):
         places = [k for k, v in given.items() if isinstance(v, Tensor)]

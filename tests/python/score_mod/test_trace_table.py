@@ -16,7 +16,7 @@ from fusegrad._tracing import cache
 from fusegrad._tracing.dispatch import _FILLS, _HANDLERS, _MOVES
 from fusegrad._tracing.ops import ELEMENTWISE, FOLDS
 from fusegrad.score_mod import split_scalars
-from support import ROOT
+from support import AFTER_2_11, ROOT
 from torch import Tensor
 
 DOCS = (ROOT / "docs" / "score_mod.md").read_text()
@@ -44,7 +44,6 @@ SPECIAL = [
     -90.0,
 ]
 SPECIAL += [math.inf, -math.inf, math.nan]
-NEW_SUBGRADIENTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def section(title: str) -> list[str]:
@@ -124,7 +123,7 @@ def float64():
 @pytest.mark.parametrize("name", section("of one number"))
 def test_functions_of_one_number(name: str) -> None:
     x = torch.tensor(SPECIAL)
-    if NEW_SUBGRADIENTS and ("clamp" in name or "clip" in name):
+    if AFTER_2_11 and ("clamp" in name or "clip" in name):
         x = x[(x != 1) & (x != -1) & (x != 2)]
     if name == "F.hardswish":
         x = x[x != -math.inf]  # of which PyTorch makes NaN
@@ -138,7 +137,7 @@ def test_functions_of_two_numbers(name: str) -> None:
     if name == "torch.floor_divide":  # which has no derivative in PyTorch
         compare(lambda s, other: function(name)(s.detach(), other.detach()), *pairs.T)
     else:
-        if NEW_SUBGRADIENTS and name in ("torch.fmin", "torch.fmax"):
+        if AFTER_2_11 and name in ("torch.fmin", "torch.fmax"):
             pairs = pairs[pairs[:, 0] != pairs[:, 1]]
         if "xlog" in name:  # an infinite logarithm times 0 is 0, and has no gradient
             pairs = pairs[pairs[:, 1] != math.inf]
@@ -307,12 +306,9 @@ HIDDEN_WRITES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-NEWER = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
-
-
 @pytest.mark.parametrize("name", HIDDEN_WRITES)
 def test_what_writes_within_is_refused_by_name(name: str) -> None:
-    if NEWER and name in ("pad", "local_response_norm"):
+    if AFTER_2_11 and name in ("pad", "local_response_norm"):
         pytest.skip("this torch makes it of operations that do not write")
     with pytest.raises(TraceError, match=rf"the operation {name}, which score_mods do not have"):
         trace_score_mod(lambda s, b, h, q, kv: HIDDEN_WRITES[name](torch.stack([s, q, kv])))

@@ -20,6 +20,7 @@ FLEX_FAMILIES = [
     for family in ("", "portable", "hopper")
     if torch.cuda.is_available() and (family == "") == (torch.cuda.get_device_capability() != (9, 0))
 ]
+AFTER_2_11 = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
 
 
 def dtypes(device: str) -> list[torch.dtype]:
