@@ -124,7 +124,7 @@ TORCH_LIBRARY(fusegrad, m) {
   // What pairs give to second derivatives, of the query's dtype: the tangents of the weights, [head_count, row_count, 1
   // or 2, columns], and where grad_out has a tangent, behind them the weights; the tangents of the gradients by query *
   // key, [head_count, row_count, 2, columns], and behind them these. With a block mask, which keys take part, uint8
-  // [head_count / group, columns]. columns: N rounded up to a multiple of 8. On CUDA alone.
+  // [head_count / group, columns], without one of no columns. columns: N rounded up to a multiple of 8. On CUDA alone.
   define<FlexPairTangents>(m, "flex_attention_pair_tangents", "(Tensor weights, Tensor gradients, Tensor seen)");
   // What autograd Functions in Python ask: checks a call's arguments; the lists as flex_attention_forward takes them.
   define<FlexAttentionCall>(m, "flex_attention_checked", "(Tensor[] kv_blocks, float scale)");

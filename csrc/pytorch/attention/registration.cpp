@@ -174,8 +174,9 @@ FlexPairTangentsResults empty_pair_tangents(const FlexPairTangents& c) {
   const auto made = [&](const c10::SymInt& parts) {
     return at::empty_symint({c.head_count, c.row_count, parts, columns}, c.query.options());
   };
+  const c10::SymInt seen_columns = c.scoring.mods.kv_blocks.empty() ? c10::SymInt(0) : columns;
   return {made(c.grad_out_tangent ? 2 : 1), made(2),
-          at::empty_symint({c.head_count / group, columns}, c.query.options().dtype(at::kByte))};
+          at::empty_symint({c.head_count / group, seen_columns}, c.query.options().dtype(at::kByte))};
 }
 
 FlexPairTangentsTuple pair_tangents_meta(const FlexPairTangents& c) {

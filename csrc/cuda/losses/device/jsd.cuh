@@ -7,6 +7,7 @@
 // are consistent with each other, and the rounding of the normalizers does not reach the divergence.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -36,6 +37,7 @@ struct JsdConstants {
   float student_share, teacher_share;
   float soft, hard;
   bool mixed;                  // 0 < b < 1
+  bool near_end;               // of that, so near an end that the loss is a small difference of logarithms
   float relative;              // of the teacher's exponents to the student's: 1 exactly where they are scaled alike
   bool label_apart;            // the hard part needs a normalizer of its own
   float log_error, sum_error;  // top-k: of a stored probability, relative, for each of -log2 p and for 1
@@ -44,6 +46,9 @@ struct JsdConstants {
     return {t.scale / temperature, t.cap / temperature};
   }
   __host__ __device__ static float exponent(const LogitConstants& t) { return t.cap != 0.f ? kLog2E : t.k; }
+  static bool is_near_end(double beta) {
+    return beta > 0.0 && beta < 1.0 && std::min(beta, 1.0 - beta) < 1.0 / 64;
+  }
   explicit JsdConstants(const RowJsd& p)
       : student(tempered(p.student_transform, p.student_temperature)),
         teacher(tempered(p.teacher_transform, p.teacher_temperature)),
@@ -54,6 +59,7 @@ struct JsdConstants {
         soft(static_cast<float>(p.soft_weight)),
         hard(static_cast<float>(p.hard_weight)),
         mixed(p.beta > 0.0 && p.beta < 1.0),
+        near_end(is_near_end(p.beta)),
         relative(exponent(teacher) / exponent(student)),
         label_apart((p.hard_weight != 0.0 || p.hard != nullptr) && p.student_temperature != 1.0),
         log_error(static_cast<float>(p.roundoff * kInverseLog2E)),
@@ -257,8 +263,9 @@ struct Jsd {
     const float difference = fmaf(teacher.x - n.teacher.at, constants.relative, -(student.x - n.student.at));
     return fmaxf(fmaf(difference, student.k, n.offset), kLowestD);
   }
-  /// 16-bit results show neither how d is rounded nor the difference between logarithms.
+  /// 16-bit results show neither how d is rounded nor the difference between logarithms, unless b is near an end.
   static constexpr bool kExact = sizeof(T) == 4;
+  __device__ bool exact() const { return kExact || (!kPlain && constants.near_end); }
   /// log2(q / m).
   __device__ float student_ratio(float power_of_d) const {
     const float m_over_q = fmaf(constants.beta, power_of_d, constants.student_share);
@@ -272,7 +279,7 @@ struct Jsd {
   /// The teacher's part exists only where it has a gradient.
   __device__ InMixture ratios(float d) const {
     d = fminf(d, kLargestD);
-    if constexpr (kExact && !kPlain) return in_mixture(d, mixture_over_larger(d, exp2_fast(-fabsf(d))));
+    if (!kPlain && exact()) return in_mixture(d, mixture_over_larger(d, exp2_fast(-fabsf(d))));
     const float student = student_ratio(exp2_fast(d));
     return {student, d + student};
   }
@@ -284,7 +291,7 @@ struct Jsd {
     unpack(packs[0], xq);
     unpack(packs[1], xp);
     const auto counts = [&](int i) { return kWhole || inside(first + i); };
-    if (kExact && constants.mixed) {
+    if (exact() && constants.mixed) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const auto zq = logit(constants.student, xq[i]), zp = logit(constants.teacher, xp[i]);

@@ -93,10 +93,11 @@ struct JsdTopK {
   __device__ int64_t index(int64_t k) const { return static_cast<const int64_t*>(p.teacher_index)[row * p.topk + k]; }
   __device__ float top_logit(int64_t k) const { return static_cast<const float*>(p.topk_logits)[row * p.topk + k]; }
   __device__ bool is_padding(int64_t k) const { return index(k) == -1; }
-  /// The student's logit times log2(e) over the temperature.
-  __device__ float top_y(int64_t k) const {
-    const auto z = logit(constants.student, top_logit(k));
-    return is_padding(k) ? minus_infinity() : z.x * z.k;
+  /// The student's logit with log2(e) over the temperature. Padding's stays -inf, which a softcap bounds.
+  __device__ Logit student_logit(int64_t k) const {
+    Logit z = logit(constants.student, top_logit(k));
+    if (is_padding(k)) z.x = minus_infinity();
+    return z;
   }
   __device__ float log2_p(const Parts& parts, int64_t k) const {
     // Both are loaded before the choice, so that the two loads wait together.
@@ -176,9 +177,9 @@ struct JsdTopK {
   __device__ Top read_top(int lane, int lanes) const {
     Top top;
     for (int64_t k = lane; k < p.topk; k += lanes) {
-      const float y = top_y(k);
-      top.student.rebase(fmaxf(top.student.m2, y));
-      top.student.sum += exp2f(y - top.student.reference());
+      const auto z = student_logit(k);
+      top.student.rebase(fmaxf(top.student.m2, z.x * z.k));
+      top.student.sum += exp2f(fmaf(z.x, z.k, -top.student.reference()));
       const float log2 = log2_p(Parts{}, k), probability = exp2f(log2);
       top.mass += probability;
       if (probability > 0.f) top.error += probability * (constants.sum_error - constants.log_error * log2);

@@ -143,14 +143,16 @@ void row_jsd(const RowJsd& p, DType dtype, void* stream) {
   with_type(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int kWidth = 16 / sizeof(T);
+    // What is fast for 16 bits has no digits for so small a loss.
+    const bool fast = sizeof(T) == 4 || !JsdConstants::is_near_end(p.beta);
     const bool aligned = same_alignments(p, sizeof(T));
     if (p.teacher_index != nullptr) {
       if (plain && aligned) return launch_topk<T, kWidth, true>(p, stream);
       aligned ? launch_topk<T, kWidth, false>(p, stream) : launch_topk<T, 1, false>(p, stream);
     } else if (p.log_probs) {
-      if (aligned && p.grad_teacher == nullptr && launched_by_cluster<T, true>(p, stream)) return;
+      if (fast && aligned && p.grad_teacher == nullptr && launched_by_cluster<T, true>(p, stream)) return;
       aligned ? launch_jsd<JsdOfLogProbs<T>, T, kWidth>(p, stream) : launch_jsd<JsdOfLogProbs<T>, T, 1>(p, stream);
-    } else if (plain && aligned) {
+    } else if (fast && plain && aligned) {
       if (!launched_by_cluster<T, false>(p, stream)) launch_jsd<Jsd<T, true>, T, kWidth>(p, stream);
     } else {
       aligned ? launch_jsd<Jsd<T, false>, T, kWidth>(p, stream) : launch_jsd<Jsd<T, false>, T, 1>(p, stream);
