@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -38,17 +39,18 @@ struct JsdConstants {
   float soft, hard;
   bool mixed;                  // 0 < b < 1
   bool near_end;               // of that, so near an end that the loss is a small difference of logarithms
+  float even;                  // log2(p / q) where both have as much of m
   float relative;              // of the teacher's exponents to the student's: 1 exactly where they are scaled alike
   bool label_apart;            // the hard part needs a normalizer of its own
   float log_error, sum_error;  // top-k: of a stored probability, relative, for each of -log2 p and for 1
+
+  static constexpr double kMostEven = 100.0;  // a power of it is finite
 
   static LogitTransform tempered(const LogitTransform& t, double temperature) {
     return {t.scale / temperature, t.cap / temperature};
   }
   __host__ __device__ static float exponent(const LogitConstants& t) { return t.cap != 0.f ? kLog2E : t.k; }
-  static bool is_near_end(double beta) {
-    return beta > 0.0 && beta < 1.0 && std::min(beta, 1.0 - beta) < 1.0 / 64;
-  }
+  static bool is_near_end(double beta) { return beta > 0.0 && beta < 1.0 && std::min(beta, 1.0 - beta) < 1.0 / 64; }
   explicit JsdConstants(const RowJsd& p)
       : student(tempered(p.student_transform, p.student_temperature)),
         teacher(tempered(p.teacher_transform, p.teacher_temperature)),
@@ -60,6 +62,7 @@ struct JsdConstants {
         hard(static_cast<float>(p.hard_weight)),
         mixed(p.beta > 0.0 && p.beta < 1.0),
         near_end(is_near_end(p.beta)),
+        even(mixed ? static_cast<float>(std::clamp(std::log2((1.0 - p.beta) / p.beta), -kMostEven, kMostEven)) : 0.f),
         relative(exponent(teacher) / exponent(student)),
         label_apart((p.hard_weight != 0.0 || p.hard != nullptr) && p.student_temperature != 1.0),
         log_error(static_cast<float>(p.roundoff * kInverseLog2E)),

@@ -250,14 +250,16 @@ struct JsdTopK {
     Bucket b{0.f, 0.f, exp2f(log2_q), exp2f(log2_p)};
     if (constants.mixed) {
       const float d = fminf(fmaxf(log2_p - log2_q, kLowestD), -kLowestD);
-      // The smaller's share, and how much less than the larger it is: near 1 nothing must round. Near 0 it must not
-      // come from 1.
-      const float rest = constants.student_share, share = d > 0.f ? rest : constants.beta;
-      const float less = share * expm1f(-fabsf(d) * static_cast<float>(kInverseLog2E));
-      const float far = fmaf(share, exp2f(-fabsf(d)), d > 0.f ? constants.beta : rest);
-      const InMixture by = in_mixture(d, less < -0.5f ? log2f(far) : log1pf(less) * kLog2E);
-      b.of_q = b.q * by.student;
-      b.soft = rest * b.of_q + constants.beta * b.p * by.teacher;
+      // m over the one of q and p that has more of it, so that neither logarithm is a difference of larger ones. Near 1
+      // nothing must round, and near 0 it must not come from 1.
+      const float rest = constants.student_share, beta = constants.beta;
+      const bool by_student = d <= constants.even;
+      const float power = by_student ? d : -d, share = by_student ? beta : rest;
+      const float more = share * expm1f(power * static_cast<float>(kInverseLog2E));
+      const float far = fmaf(share, exp2f(power), by_student ? rest : beta);
+      const float ratio = more < -0.5f ? -log2f(far) : -log1pf(more) * kLog2E;
+      b.of_q = b.q * (by_student ? ratio : ratio - d);
+      b.soft = rest * b.of_q + beta * b.p * (by_student ? d + ratio : ratio);
     } else if (constants.beta == 0.f) {
       if (b.p > 0.f) b.soft = b.p * (log2_p - log2_q);
     } else {
