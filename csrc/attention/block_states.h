@@ -1,5 +1,5 @@
 // Block masks: of each block of queries by keys whether no pair takes part, some, or all; and the lists of them that
-// PyTorch's BlockMask has. On the CPU; cuda/attention/host/block_states.h is the GPU's.
+// PyTorch's BlockMask has. On the CPU; cuda/attention/mask/block_states.h is the GPU's.
 #pragma once
 
 #include <array>

@@ -7,11 +7,14 @@
 #include <vector>
 
 #include "common/error.h"
+#include "cuda/attention/backward/backward.h"
 #include "cuda/attention/device/shared_memory.cuh"
-#include "cuda/attention/host/few_queries.h"
-#include "cuda/attention/host/launch_plan.h"
-#include "cuda/attention/host/plan.h"
-#include "cuda/attention/host/program.h"
+#include "cuda/attention/forward/few_queries.h"
+#include "cuda/attention/forward/forward.h"
+#include "cuda/attention/grad_buffers/grad_buffers.h"
+#include "cuda/attention/plan/launch_plan.h"
+#include "cuda/attention/plan/plan.h"
+#include "cuda/attention/plan/program.h"
 
 namespace fusegrad::cuda {
 namespace {

@@ -4,7 +4,7 @@
 #ifdef FUSEGRAD_WITH_CUDA
 #include <ATen/DeviceGuard.h>
 
-#include "cuda/attention/host/block_states.h"
+#include "cuda/attention/mask/block_states.h"
 #include "pytorch/gpu.h"
 #endif
 #include "attention/block_states.h"

@@ -3,10 +3,13 @@
 #include <optional>
 #include <stdexcept>
 
-#include "cuda/attention/host/block_states.h"
-#include "cuda/attention/host/few_queries.h"
-#include "cuda/attention/host/plan.h"
-#include "cuda/attention/host/program.h"
+#include "cuda/attention/backward/backward.h"
+#include "cuda/attention/forward/few_queries.h"
+#include "cuda/attention/grad_buffers/grad_buffers.h"
+#include "cuda/attention/mask/block_states.h"
+#include "cuda/attention/plan/launch_plan.h"
+#include "cuda/attention/plan/plan.h"
+#include "cuda/attention/plan/program.h"
 #include "pytorch/bindings/jit.h"
 #include "pytorch/bindings/score_mod.h"
 #include "score_mod/cache.h"
@@ -158,7 +161,7 @@ void bind(py::Module m) {
         py::arg("key_splits") = false, py::arg("lengths") = std::array<int64_t, 2>{0, 0},
         py::arg("many_batches") = false, py::arg("sizes") = std::vector<std::vector<int64_t>>(),
         py::arg("aligned_boxes") = true, py::arg("forward_rows") = 256, py::arg("ordered") = false,
-        py::arg("whole") = false, "All that a kernel is compiled for; see csrc/cuda/attention/host/plan.h.");
+        py::arg("whole") = false, "All that a kernel is compiled for; see csrc/cuda/attention/plan/plan.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
   m.def(
       "backward_kernels",

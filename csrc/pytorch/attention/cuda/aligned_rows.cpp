@@ -7,7 +7,7 @@
 #include <limits>
 #include <vector>
 
-#include "cuda/attention/host/copy_rows.h"
+#include "cuda/attention/captured/copy_rows.h"
 
 namespace fusegrad::cuda {
 

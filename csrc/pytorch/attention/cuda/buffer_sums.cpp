@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "cuda/attention/host/fixed_point.h"
+#include "cuda/attention/captured/fixed_point.h"
 #include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/ops/check.h"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cuda/attention/device/arguments.cuh"
-#include "cuda/attention/host/kernel_spec.h"
+#include "cuda/attention/plan/kernel_spec.h"
 #include "pytorch/attention/flex_attention.h"
 #include "score_mod/graph.h"
 

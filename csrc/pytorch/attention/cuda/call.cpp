@@ -8,8 +8,10 @@
 #include <set>
 
 #include "attention/flex_attention.h"
-#include "cuda/attention/host/few_queries.h"
-#include "cuda/attention/host/program.h"
+#include "cuda/attention/backward/backward.h"
+#include "cuda/attention/forward/few_queries.h"
+#include "cuda/attention/forward/forward.h"
+#include "cuda/attention/plan/program.h"
 #include "jit/compile.h"
 #include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/gpu.h"

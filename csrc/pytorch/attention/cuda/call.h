@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cuda/attention/device/tangents_arguments.cuh"
-#include "cuda/attention/host/launch_plan.h"
-#include "cuda/attention/host/tile_lists.h"
+#include "cuda/attention/plan/launch_plan.h"
+#include "cuda/attention/mask/tile_lists.h"
 #include "jit/kernel_cache.h"
 #include "pytorch/attention/flex_attention.h"
 

@@ -8,10 +8,11 @@
 #include <utility>
 
 #include "attention/flex_attention.h"
-#include "cuda/attention/host/dropout.h"
-#include "cuda/attention/host/merge.h"
-#include "cuda/attention/host/prepare.h"
-#include "cuda/attention/host/program.h"
+#include "cuda/attention/backward/prepare.h"
+#include "cuda/attention/forward/merge.h"
+#include "cuda/attention/grad_buffers/grad_buffers.h"
+#include "cuda/attention/mask/dropout.h"
+#include "cuda/attention/plan/program.h"
 #include "jit/compile.h"
 #include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/buffer_sums.h"

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "cuda/attention/device/pair_tangents_arguments.cuh"
-#include "cuda/attention/host/plan.h"
+#include "cuda/attention/plan/plan.h"
 #include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/cuda/flex_attention.h"

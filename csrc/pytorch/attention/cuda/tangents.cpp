@@ -2,7 +2,7 @@
 #include <ATen/DeviceGuard.h>
 
 #include "cuda/attention/device/tangents_arguments.cuh"
-#include "cuda/attention/host/plan.h"
+#include "cuda/attention/plan/plan.h"
 #include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/cuda/flex_attention.h"

@@ -1,0 +1,335 @@
+// The backward by keys: its kernels of both families, as the planner knows them.
+#include "cuda/attention/backward/backward.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "cuda/attention/captured/reads.h"
+#include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/plan/case_facts.h"
+#include "cuda/attention/plan/kernel.h"
+#include "cuda/attention/plan/program.h"
+#include "cuda/attention/plan/tiles.h"
+
+namespace fusegrad::cuda {
+namespace planner {
+
+bool fits_hopper_backward(const FlexCase& c) {
+  const int head = head_cols(c, kHopperCols);
+  return head <= 128 && value_cols(c, kHopperCols) <= head;
+}
+
+bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * consumer_warps(t);
+}
+// Each of two warpgroups has 64 keys, whose gradients stay in registers, and scores of as many queries as then fit;
+// else both share 64 keys.
+std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
+  if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
+  const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
+  // With tall tiles products read less of keys and values per query; there are registers for it where pairs need few.
+  const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
+  if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
+  // The next keys beside the present ones, where they fit.
+  std::vector<FlexTileSize> found;
+  const auto add = [&](int tile_rows, int key_stages, int query_stages, int read_stages = 0, bool own_places = false) {
+    FlexTileSize t{tile_rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages, key_stages};
+    t.boxes = read_stages > 0;
+    t.read_stages = read_stages;
+    t.own_places = own_places;
+    if (t.boxes) t.maps = box_maps(c, t);
+    if (key_stages == 1 || c.grad_query) found.push_back(t);
+  };
+  if (has_hopper_boxes(c)) {
+    // Tall tiles fit beside boxes where those of queries and keys are narrow.
+    if (c.grad_query && std::max(head_cols(c), value_cols(c)) <= 32) {
+      for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2, true);
+      for (const int query_stages : {3, 2}) add(128, 2, query_stages, 2);
+      for (const int read_stages : {2, 1}) add(128, 1, 2, read_stages);
+    }
+    for (const int query_stages : {3, 2}) add(64, 2, query_stages, 2);
+    for (const int query_stages : {3, 2}) add(64, 1, query_stages, 2);
+    add(64, 1, 2, 1);
+  }
+  if (std::max(head_cols(c), value_cols(c)) <= 32) add(128, 2, 3, 0, true);
+  for (const int query_stages : {3, 2}) add(rows, 2, query_stages);
+  if (c.score_mod.text.empty() && c.grad_query) return found;
+  for (const int query_stages : {3, 2}) add(rows, 1, query_stages);
+  return found;
+}
+
+}  // namespace planner
+
+using namespace planner;
+
+namespace {
+
+constexpr int64_t kElementBytes = 2;  // of the Hopper family
+// CTAs that stay with a head for many batches, of a multiprocessor: as many as registers must allow.
+constexpr int kStaying = 3;
+
+// Where keys are shared, dQ is left to a kernel of its own.
+bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
+bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
+         (c.score_mod.text.empty() || t.key_stages == 2);
+}
+
+bool stores_query(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kPortable && c.kernel == FlexKernel::kBackward && c.grad_query && !c.blocks &&
+         c.most_keys != 0 && c.most_keys <= t.cols;
+}
+
+int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+  const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
+  if (t.family == FlexFamily::kHopper) {
+    return device::HopperBackwardMemory({.rows = t.rows,
+                                         .cols = t.cols,
+                                         .head = head,
+                                         .value = value,
+                                         .stages = t.stages,
+                                         .query_stages = t.query_stages,
+                                         .key_stages = t.key_stages,
+                                         .narrow = narrow_heads(c, t) && !keys_shared(c, t),
+                                         .adds_grad_query = adds_grad_query(c, t),
+                                         .own_keys = !keys_shared(c, t),
+                                         .own_places = t.own_places,
+                                         .has_score_mod = !c.score_mod.text.empty(),
+                                         .has_dropout = c.dropout,
+                                         .box_bytes = box_bytes(c, t),
+                                         .read_stages = t.read_stages,
+                                         .captured_bytes = 0})
+        .bytes();
+  }
+  return device::BackwardMemory({.rows = t.rows,
+                                 .cols = t.cols,
+                                 .head = head,
+                                 .value = value,
+                                 .element_bytes = element,
+                                 .stages = t.stages,
+                                 .gradient_stages = t.gradient_stages,
+                                 .shares_keys = t.share > 1,
+                                 .box_bytes = box_bytes(c, t),
+                                 .kept_bytes = kept_bytes(c, t),
+                                 .column_bytes = column_bytes(c, t),
+                                 .captured_bytes = 0})
+      .bytes();
+}
+
+std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
+  if (c.dtype == DType::kFloat32) {
+    if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
+    if (head <= 128) return {{32, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+    return {{64, 32, 8, 4, 1}, {32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
+  }
+  if (head > 128) return {{64, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+  // The gradients of captured buffers need the shared memory, and their sums a barrier after each tile anyway.
+  const bool delayed = c.grad_query && !c.wants_buffers();
+  std::vector<FlexTileSize> found;
+  const auto add = [&](FlexTileSize t) {
+    if (t.stages == 2 && delayed) {
+      t.gradient_stages = 2;
+      found.push_back(t);
+      t.gradient_stages = 1;
+    }
+    found.push_back(t);
+  };
+  if (head <= 64) {
+    const bool few = c.most_queries == 64;
+    if (few && c.most_keys == 64) {
+      if (FlexTileSize t{64, 64, 4, 1, 1}; stays(c)) {
+        t.keeps = true;
+        add(t);
+      }
+      add({64, 64, 4, 1, 1});
+    }
+    if (!few) add({128, 128, 8, 2, 2});
+    add({64, 128, 8, 2, 1});
+  } else {
+    add({64, 128, 8, 2, 2});
+    add({64, 128, 8, 2, 1});
+    add({32, 64, 4, 1, 2});
+    add({32, 64, 4, 1, 1});
+  }
+  return found;
+}
+
+std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architecture) {
+  if (takes_hopper(c, architecture) && !boxes_pay(c)) return hopper_backward(c);
+  const int head = std::max(head_cols(c), value_cols(c));
+  std::vector<FlexTileSize> found = with_columns(c, with_boxes(c, portable_backward(c, head)));
+  // Leaves room for sums of diagonals where a CTA has 99 KiB.
+  if (head <= 64 && c.dtype != DType::kFloat32) found.push_back({64, 64, 4, 1, 1});
+  return found;
+}
+
+void add_facts(const FlexCase& c, KernelFacts& f) {
+  f.keys_shared = keys_shared(c, f.tile);
+  if (f.keys_shared) f.warps /= 2;
+  f.narrow = narrow_heads(c, f.tile) && !f.keys_shared;
+  f.grad_query = adds_grad_query(c, f.tile);
+  f.stores_boxes = stores_boxes(c, f.tile);
+  f.stores_query = stores_query(c, f.tile);
+  f.key_splits = false;
+  f.grad_key = c.grad_key;
+  f.grad_value = c.grad_value;
+  f.whole = c.whole && f.grad_query && f.grad_key && f.grad_value && f.stores_boxes && f.tile.key_stages == 2;
+  add_gradient_facts(c, f);
+}
+
+int resident(const KernelFacts& f, const std::string& /*architecture*/) {
+  // Without histograms they fit anyway, and would spill.
+  return f.tile.keeps && f.schemes.find('F') != std::string::npos ? kStaying : 0;
+}
+
+KernelNames names(const KernelFacts& f) {
+  if (f.keys_shared) {
+    return {"flex_backward_wide_hopper", "cuda/attention/hopper/backward_wide.cuh", "FlexBackwardWideHopper",
+            "FlexBackwardHopperArguments"};
+  }
+  if (f.hopper()) {
+    return {"flex_backward_hopper", "cuda/attention/hopper/backward.cuh", "FlexBackwardHopper",
+            "FlexBackwardHopperArguments"};
+  }
+  return {"flex_backward", "cuda/attention/portable/backward.cuh", "FlexBackward", nullptr};
+}
+
+// S and dP: both operands in shared memory, K-major. dV and dK: P or dS in registers by an operand in shared memory,
+// MN-major. dQ: both in shared memory, transposed, K by dS; of narrow heads dS by K.
+std::string products(const KernelFacts& f) {
+  return wgmma(f.dtype, f.tile.rows, false, false) + wgmma(f.dtype, f.value, true, true) +
+         (f.head == f.value ? "" : wgmma(f.dtype, f.head, true, true)) +
+         (f.narrow ? wgmma(f.dtype, f.head, false, true)
+                   : wgmma(f.dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, false, true));
+}
+
+LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+                  int64_t processors, int64_t launches) {
+  const KernelFacts& f = spec.facts();
+  if (f.tile.keeps) return launch_staying(std::move(spec), shape, kStaying * processors);
+  const int64_t heads = shape.key_batches * shape.key_heads, tiles = heads * tiles_in(shape.keys, f.tile.cols);
+  const bool persistent = f.hopper() && !f.keys_shared && launches == 1;
+  check_ctas(persistent ? tiles + processors : tiles / launches);  // persistent CTAs count on from their number
+  const int64_t work = f.whole ? heads : tiles;
+  const int64_t section = f.hopper() && f.blocks && !f.whole ? backward_section(shape) : 1;
+  std::optional<TileListPlan> lists;
+  if (mask) lists = plan_lists(f.tile, /*by_key=*/true, shape, *mask);
+  return {.spec = std::move(spec),
+          .ctas = persistent ? std::min(work, processors) : work / launches,
+          .launches = launches,
+          .section = static_cast<int>(section),
+          .lists = lists};
+}
+
+std::atomic<int> forced_whole{-1};
+
+}  // namespace
+
+// The CTAs of a group of query heads are at about the same one: it counts once, with its gradient in float32.
+int64_t backward_section(const FlexShape& n) {
+  const int64_t bytes = n.queries * (kElementBytes * (n.head_size + n.value_size) + 4 * n.head_size);
+  return heads_together(n.key_batches * n.key_heads, bytes);
+}
+
+void add_gradient_facts(const FlexCase& c, KernelFacts& f) {
+  f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
+  // Beside tall tiles the warps that add have too few registers for it.
+  f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
+  f.grad_scores = c.grad_query || c.grad_key;  // choose_schemes may add to it
+  f.max_gradient = c.max_gradient;
+  f.fixed_point = c.fixed_point;
+  f.partial_sums = c.partial_sums;
+  f.grouped = c.grouped;
+  f.has_derivative = has_derivative(c);
+  f.wants_grad = c.wants_grad;
+}
+
+void gradient_types(const KernelFacts& f, ConfigText& text) {
+  text.type("Derivative", f.has_derivative ? "::Derivative" : "fusegrad::device::NoDerivative");
+  text.numbers("kWantsGrad", f.wants_grad);
+  text.line("  struct Schemes {");
+  text.list("char", "kScheme", f.schemes, [](char scheme) { return std::string{'\'', scheme, '\''}; });
+  text.numbers("kTable", f.tables);
+  text.line("  };");
+}
+
+void gradient_flags(const KernelFacts& f, ConfigText& text) {
+  text.choice("kNarrow", f.narrow);
+  text.choice("kGradQuery", f.grad_query);
+  text.choice("kStoresBoxes", f.stores_boxes);
+  text.choice("kOwnPlaces", f.tile.own_places);
+  text.choice("kOrdered", f.ordered);
+  text.choice("kStoresFirst", f.stores_first);
+  text.choice("kWhole", f.whole);
+  text.choice("kStoresQuery", f.stores_query);
+  text.choice("kGradKey", f.grad_key);
+  text.choice("kGradValue", f.grad_value);
+  text.choice("kGradScores", f.grad_scores);
+  text.choice("kMaxGradient", f.max_gradient);
+  text.choice("kFixedPoint", f.fixed_point);
+  text.choice("kPartialSums", f.partial_sums);
+  text.choice("kGrouped", f.grouped);
+}
+
+std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
+  if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;
+  const bool small = head_cols(c, kHopperCols) == 64;
+  const FlexTileSize t{small ? 144 : 80, 128, 12, 1, 2, FlexFamily::kHopper, 2, 1, c.blocks ? 5 : 1};
+  if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
+  return t;
+}
+// A tile of 80 takes 7/6 of the time of one of 64, one of 144 11/10 of one of 128. Where the others have room for the
+// next keys beside the present ones, keys cost half a tile of 64 more, or 4/5 of one of 128; with a block mask it
+// depends on how many queries they have.
+bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+               const std::function<double()>& share_of_pairs, const std::string& architecture) {
+  const auto tile = backward_tall_tile(c);
+  if (!tile || !takes_hopper(c, architecture)) return false;
+  const int64_t queries = shape.queries;
+  if (tile->rows == 144)
+    return 11 * shape.group() * tiles_in(queries, 144) + 8 <= 10 * shape.group() * tiles_in(queries, 128);
+  if (!mask) return 7 * tiles_in(queries, 80) <= 6 * tiles_in(queries, 64);
+  constexpr int64_t kLeast = 1536;
+  if (queries < kLeast || !plan_lists(*tile, /*by_key=*/true, shape, *mask).direct) return false;
+  return c.mask_mod.text.empty() || share_of_pairs() * static_cast<double>(queries) >= kLeast;
+}
+
+// It needs as many heads as keep the CTAs busy. Each reads a head's queries for every tile of keys, and adds to their
+// sums: they are to be in the L2 cache meanwhile, of all CTAs together. Under a mask a tile of keys reads a part of the
+// head's queries. That makes up for more bytes where heads are short; causal heads of 1024 queries were slower.
+bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,
+                const std::function<double()>& share_of_pairs) {
+  if (forced_whole == 0 || shape.key_batches != shape.batches) return false;
+  // With a block mask the producer counts in 64 bits of how many tiles of keys each tile of queries has some.
+  constexpr int64_t kMostQueries = 16 * 64, kMostKeys = 15 * 128;
+  if (c.blocks && (shape.group() > 1 || shape.queries > kMostQueries || shape.keys > kMostKeys)) return false;
+  if (forced_whole == 1) return true;
+  const int64_t heads = shape.key_batches * shape.key_heads, turns = tiles_in(heads, processors);
+  if (10 * heads < 9 * turns * processors) return false;
+  constexpr int64_t kMostBytes = int64_t{40} << 20, kShort = 512;
+  const int64_t row = 4 * shape.head_size + kElementBytes * (shape.head_size + shape.value_size);
+  const int64_t bytes = processors * shape.group() * shape.queries * row;
+  if (bytes <= kMostBytes) return true;
+  return c.blocks && shape.queries <= kShort && share_of_pairs() * static_cast<double>(bytes) <= kMostBytes;
+}
+
+void force_flex_whole(int whole) { forced_whole = whole; }
+
+const Kernel& backward_kernel() {
+  static const Kernel kernel{.arguments = "FlexBackwardArguments",
+                             .sums = true,
+                             .shared_pointer = true,
+                             .names = names,
+                             .tiles = tiles,
+                             .shared_bytes = shared_bytes,
+                             .add_facts = add_facts,
+                             .resident = resident,
+                             .types = gradient_types,
+                             .flags = gradient_flags,
+                             .products = products,
+                             .launch = launch};
+  return kernel;
+}
+
+}  // namespace fusegrad::cuda

@@ -1,0 +1,25 @@
+// What the forward shares with forward mode, and what a call decides for it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "cuda/attention/plan/config_text.h"
+#include "cuda/attention/plan/launch_plan.h"
+
+namespace fusegrad::cuda {
+
+/// Kernel::flags of what has results.
+void result_flags(const KernelFacts& f, ConfigText& text);
+/// Kernel::products: S, both operands in shared memory, K-major; O, P in registers by values, MN-major.
+std::string result_products(const KernelFacts& f);
+
+/// Hopper: heads whose tiles are begun together (LaunchPlan::section).
+int64_t forward_section(const KernelFacts& f, const FlexShape& n, int64_t processors);
+
+/// FlexCase::forward_rows. `share_of_pairs`, `processors`: as pays_tall and plan_launch.
+int forward_rows(const FlexCase& c, const FlexShape& shape, int64_t processors,
+                 const std::function<double()>& share_of_pairs);
+
+}  // namespace fusegrad::cuda

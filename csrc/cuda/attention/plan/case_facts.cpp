@@ -1,0 +1,30 @@
+#include "cuda/attention/plan/case_facts.h"
+
+#include <algorithm>
+
+#include "cuda/attention/device/shared_memory.cuh"
+
+namespace fusegrad::cuda::planner {
+
+int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+int head_cols(const FlexCase& c, int multiple) { return device::round_up_to(c.head_size, multiple); }
+int value_cols(const FlexCase& c, int multiple) { return device::round_up_to(std::max(c.value_size, 1), multiple); }
+bool has_mods(const FlexCase& c) {
+  return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient || c.dropout;
+}
+
+bool mixed(const FlexCase& c, const FlexTileSize& t) {
+  return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
+}
+bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
+
+bool has_derivative(const FlexCase& c) {
+  return c.kernel != FlexKernel::kForward && c.kernel != FlexKernel::kTangents && !c.score_mod.text.empty();
+}
+// The other warpgroup of the Hopper kernels is the producer.
+int consumer_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
+bool narrow_heads(const FlexCase& c, const FlexTileSize& t) {
+  return t.family == FlexFamily::kHopper && t.rows == 128 && std::max(head_cols(c), value_cols(c)) <= 32;
+}
+
+}  // namespace fusegrad::cuda::planner

@@ -1,0 +1,26 @@
+// What follows from a FlexCase and a tile, whatever the kernel. For the planner and the rooms of kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/plan/plan.h"
+
+namespace fusegrad::cuda::planner {
+
+/// Products round head sizes up to kCols. In shared memory the Hopper kernels have whole chunks of kHopperCols columns.
+inline constexpr int kCols = 16, kHopperCols = 64;
+int element_bytes(DType dtype);
+int head_cols(const FlexCase& c, int multiple = kCols);
+int value_cols(const FlexCase& c, int multiple = kCols);
+
+bool has_mods(const FlexCase& c);
+bool mixed(const FlexCase& c, const FlexTileSize& t);
+/// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
+bool masks_alone(const FlexCase& c);
+bool has_derivative(const FlexCase& c);
+/// But for the producer of the Hopper kernels.
+int consumer_warps(const FlexTileSize& t);
+/// Hopper, kernels of gradients: whether a head is one chunk of 32 columns. A warpgroup has 64 queries of dQ.
+bool narrow_heads(const FlexCase& c, const FlexTileSize& t);
+
+}  // namespace fusegrad::cuda::planner

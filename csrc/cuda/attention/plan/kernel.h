@@ -1,0 +1,63 @@
+// A kernel of flex attention, as its room describes it to the planner. Each room, a folder beside this one, has one
+// constant of it in its host file; what plans, renders and launches kernels knows no more of one than this.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/attention/plan/config_text.h"
+#include "cuda/attention/plan/kernel_spec.h"
+#include "cuda/attention/plan/launch_plan.h"
+#include "cuda/attention/plan/plan.h"
+
+namespace fusegrad::cuda {
+
+/// The kernel in a family: its own name, the header and the class that it is an instance of, and what it takes after
+/// the arguments of all families (device::Flex...Arguments), or null.
+struct KernelNames {
+  const char *name, *header, *type, *more;
+};
+
+struct Kernel {
+  const char* arguments;          ///< device::Flex...Arguments
+  bool sums = false;              ///< takes device::FlexSums of each contribution
+  bool tangent = false;           ///< takes what the score_mod's tangent captures
+  bool shared_pointer = false;    ///< its class takes shared memory as a pointer, not as an address
+  bool predicates_reads = false;  ///< Hopper: reads of each pair by itself are predicated, else shared where equal
+  KernelNames (*names)(const KernelFacts& f);
+
+  /// Tiles, from the best to the least demanding: where a score_mod or a mask needs registers, they are smaller.
+  std::vector<FlexTileSize> (*tiles)(const FlexCase& c, const std::string& architecture);
+  /// The dynamic shared memory, but for what schemes take.
+  int (*shared_bytes)(const FlexCase& c, const FlexTileSize& t);
+  /// What it is compiled for beside what all kernels have; `f` has that, and the tile.
+  void (*add_facts)(const FlexCase& c, KernelFacts& f);
+  /// KernelFacts::resident, with the schemes chosen; null: 0.
+  int (*resident)(const KernelFacts& f, const std::string& architecture) = nullptr;
+
+  /// Config's types, before the sizes of the tile, and what follows all that kernels have in common.
+  void (*types)(const KernelFacts& f, ConfigText& text) = nullptr;
+  void (*flags)(const KernelFacts& f, ConfigText& text);
+  /// The Hopper kernel's products of matrices (device::Wgmma).
+  std::string (*products)(const KernelFacts& f) = nullptr;
+  /// Structs beside those of the mods and the derivative.
+  std::string (*structs)(const KernelFacts& f) = nullptr;
+
+  /// CTAs, splits and lists. `mask`, `processors`, `launches`: as plan_launch.
+  LaunchPlan (*launch)(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+                       int64_t processors, int64_t launches);
+};
+
+const Kernel& kernel_of(FlexKernel kernel);
+
+/// The constants of the rooms.
+const Kernel& forward_kernel();
+const Kernel& backward_kernel();
+const Kernel& grad_query_kernel();
+const Kernel& grad_buffers_kernel();
+const Kernel& tangents_kernel();
+const Kernel& pair_tangents_kernel();
+
+}  // namespace fusegrad::cuda

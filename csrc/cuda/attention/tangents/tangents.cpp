@@ -1,0 +1,127 @@
+// Forward mode, results and their tangents: the kernels of both families, as the planner knows them.
+#include <algorithm>
+#include <utility>
+
+#include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/forward/forward.h"
+#include "cuda/attention/plan/case_facts.h"
+#include "cuda/attention/plan/kernel.h"
+#include "cuda/attention/plan/program.h"
+#include "cuda/attention/plan/tiles.h"
+#include "score_mod/cache.h"
+
+namespace fusegrad::cuda {
+
+using namespace planner;
+
+namespace {
+
+int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+  const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
+  if (t.family == FlexFamily::kHopper) {
+    return device::HopperForwardMemory({.rows = t.rows,
+                                        .cols = t.cols,
+                                        .head = head,
+                                        .value = value,
+                                        .stages = t.stages,
+                                        .query_stages = t.query_stages,
+                                        .parts = t.parts,
+                                        .read_bytes = 0,
+                                        .read_stages = 0,
+                                        .query_tiles = c.tangents_of.query ? 2 : 1,
+                                        .key_tiles = c.tangents_of.key ? 2 : 1,
+                                        .value_tiles = c.tangents_of.value ? 2 : 1})
+        .bytes();
+  }
+  return device::TangentsMemory({.rows = t.rows,
+                                 .cols = t.cols,
+                                 .head = head,
+                                 .value = value,
+                                 .element_bytes = element,
+                                 .query_tangent = c.tangents_of.query,
+                                 .key_tangent = c.tangents_of.key,
+                                 .value_tangent = c.tangents_of.value})
+      .bytes();
+}
+
+// A warp has 16 queries, as registers hold two outputs and two tiles of scores of them. Values come in parts
+// (tangents_parts).
+std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architecture) {
+  const int most = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
+  if (takes_hopper(c, architecture) && most <= 128) {
+    const bool large = most <= 64 && !c.blocks && !c.dropout && c.score_mod.text.empty();
+    return {{128, large ? 96 : 64, 12, 1, 2, FlexFamily::kHopper}};
+  }
+  const bool wide = c.dtype == DType::kFloat32;
+  if (!wide && std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}};
+  if (wide) return {{64, 16, 4}, {32, 16, 2}, {16, 16, 1}};
+  return {{64, 32, 4}, {32, 32, 2}};
+}
+
+void add_facts(const FlexCase& c, KernelFacts& f) {
+  f.tangents_of = c.tangents_of;
+  f.unscaled = c.unscaled;
+  f.out_low = c.out_low;
+}
+
+KernelNames names(const KernelFacts& f) {
+  if (f.hopper()) {
+    return {"flex_tangents_hopper", "cuda/attention/hopper/tangents.cuh", "FlexTangentsHopper",
+            "FlexTangentsHopperArguments"};
+  }
+  return {"flex_tangents", "cuda/attention/portable/tangents.cuh", "FlexTangents", nullptr};
+}
+
+void types(const KernelFacts& f, ConfigText& text) {
+  text.type("Tangent", f.score_mod.text.empty() ? "fusegrad::device::NoMod" : "::Tangent");
+  text.numbers("kTangentsOf", f.tangents_of.buffers);
+  text.choice("kTangentSmallBuffers", f.tangents_of.small_buffers);
+  text.choice("kQueryTangent", f.tangents_of.query);
+  text.choice("kKeyTangent", f.tangents_of.key);
+  text.choice("kValueTangent", f.tangents_of.value);
+}
+
+std::string structs(const KernelFacts& f) {
+  if (f.score_mod.text.empty()) return {};
+  // Behind the score_mod's buffers come their tangents, of the same dtypes.
+  FlexMod tangent = f.score_mod;
+  tangent.small_buffers = f.tangents_of.small_buffers;
+  for (size_t i = 0; i < f.tangents_of.buffers.size(); ++i) {
+    if (f.tangents_of.buffers[i]) tangent.dtypes.push_back(f.score_mod.dtypes.at(i));
+  }
+  return rendered(f, tangent, *score_mod::cached_tangent(f.score_mod.text, f.tangents_of.buffers), "Tangent");
+}
+
+LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
+                  int64_t processors, int64_t /*launches*/) {
+  const bool sections = spec.facts().hopper() && spec.facts().blocks;
+  const int64_t section = sections ? forward_section(spec.facts(), shape, processors) : 1;
+  return launch_by_query(std::move(spec), shape, mask, processors, section);
+}
+
+}  // namespace
+
+std::vector<int> tangents_parts(int value_size) {
+  constexpr int kMost = 128;
+  std::vector<int> parts;
+  for (int first = 0; first == 0 || first < value_size; first += kMost)
+    parts.push_back(std::min(kMost, value_size - first));
+  return parts;
+}
+
+const Kernel& tangents_kernel() {
+  static const Kernel kernel{.arguments = "FlexTangentsArguments",
+                             .tangent = true,
+                             .names = names,
+                             .tiles = tiles,
+                             .shared_bytes = shared_bytes,
+                             .add_facts = add_facts,
+                             .types = types,
+                             .flags = result_flags,
+                             .products = result_products,
+                             .structs = structs,
+                             .launch = launch};
+  return kernel;
+}
+
+}  // namespace fusegrad::cuda
