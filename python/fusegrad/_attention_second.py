@@ -4,7 +4,7 @@ The gradients of query, key and value are those of L = <grad_out, out> + <grad_l
 key', value', grad_out', grad_lse') are what forward mode over reverse asks for; and because the second derivatives of L
 are symmetric, those along (w_query, w_key, w_value) are what a double backward gives query, key and value for the
 upstream gradients w of the gradients, while grad_out and grad_lse get the tangents of out and lse. One kernel computes
-what each pair of a query and a key gives (csrc/cuda/attention/portable/pair_tangents.cuh), a chunk of pairs at a time;
+what each pair of a query and a key gives (csrc/cuda/attention/pair_tangents/portable.cuh), a chunk of pairs at a time;
 products of matrices make the rest of it. docs/transforms.md has the formulas and what goes this way.
 """
 

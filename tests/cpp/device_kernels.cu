@@ -1,13 +1,13 @@
 // The kernels that are compiled at run time, ahead of time: for editors, clang-tidy and nvcc.
 #include "flex_config.cuh"
 
-#include "cuda/attention/hopper/backward.cuh"
-#include "cuda/attention/hopper/backward_wide.cuh"
-#include "cuda/attention/hopper/forward.cuh"
-#include "cuda/attention/hopper/grad_query.cuh"
-#include "cuda/attention/portable/backward.cuh"
-#include "cuda/attention/portable/forward.cuh"
-#include "cuda/attention/portable/grad_query.cuh"
+#include "cuda/attention/backward/hopper.cuh"
+#include "cuda/attention/backward/hopper_wide.cuh"
+#include "cuda/attention/forward/hopper.cuh"
+#include "cuda/attention/grad_query/hopper.cuh"
+#include "cuda/attention/backward/portable.cuh"
+#include "cuda/attention/forward/portable.cuh"
+#include "cuda/attention/grad_query/portable.cuh"
 
 namespace {
 

@@ -58,12 +58,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "const FlexTiles& tiles = *(const FlexTiles*)in;\n"
      "out[threadIdx.x] = tiles.list[threadIdx.x] % 4 == kTileMixed || tiles.blocks[threadIdx.x] == kBlockBad;",
      16},
-    {"cuda/attention/device/block_states_arguments.cuh",
+    {"cuda/attention/mask/block_states_arguments.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(sizeof(BlockStatesArguments) == 40 && kBlockStateThreads % 32 == 0);\n"
      "out[threadIdx.x] = ((const BlockStatesArguments*)in)->states[threadIdx.x] == kBlockPartial;",
      16},
-    {"cuda/attention/device/block_states.cuh",
+    {"cuda/attention/mask/block_states.cuh",
      "using namespace fusegrad::device;\n"
      "struct Causal {\n"
      "  struct Captured {};\n"
@@ -80,17 +80,17 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "static_assert(memory.bytes() == memory.value.offset + 32 * (64 * 2 + 16));\n"
      "out[threadIdx.x] = memory.bytes();",
      16},
-    {"cuda/attention/device/pair_tangents_arguments.cuh",
+    {"cuda/attention/pair_tangents/arguments.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(sizeof(FlexPairRow) == 20);\n"
      "out[threadIdx.x] = ((const FlexPairTangentsArguments*)in)->rows[threadIdx.x].delta_tangent;",
      16},
-    {"cuda/attention/device/tangents_arguments.cuh",
+    {"cuda/attention/tangents/arguments.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(sizeof(FlexTangentsHopperArguments) > 6 * sizeof(TensorMap));\n"
      "out[threadIdx.x] = ((const FlexTangentsArguments*)in)->lse[threadIdx.x];",
      16},
-    {"cuda/attention/device/tile_entry.cuh",
+    {"cuda/attention/mask/tile_entry.cuh",
      "using namespace fusegrad::device;\n"
      "const int word = tile_entry_word(2, 5, 0b1001);\n"
      "using Entry = TileEntry<2>;\n"
@@ -99,23 +99,23 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "right &= LastTileEntry::column(last) == 7 && LastTileEntry::kind(last) == 2;\n"
      "out[threadIdx.x] = right ? in[threadIdx.x] : 0;",
      16},
-    {"cuda/attention/portable/backward.cuh",
+    {"cuda/attention/backward/portable.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBackward<Config>(*(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, shared).run();",
      168, true},
-    {"cuda/attention/portable/pair_tangents.cuh",
+    {"cuda/attention/pair_tangents/portable.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexPairTangents<PairConfig>(*(const FlexPairTangentsArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                             *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      255, true},
-    {"cuda/attention/portable/tangents.cuh",
+    {"cuda/attention/tangents/portable.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexTangents<Config>(*(const FlexTangentsArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                     *(const MaskMod::Captured*)in, *(const ScoreMod::Captured*)in,\n"
      "                     shared_address(shared)).run();",
      168, true},
-    {"cuda/attention/hopper/tangents.cuh",
+    {"cuda/attention/tangents/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexTangentsHopper<HopperTangentsConfig>(*(const FlexTangentsArguments*)in,\n"
@@ -124,7 +124,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const ScoreMod::Captured*)in, shared_address(shared)).run();\n"
      "#endif",
      168, true, 384, 352},
-    {"cuda/attention/hopper/backward.cuh",
+    {"cuda/attention/backward/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"
      // As a kernel's parameters are: what must be read from global memory stays in registers.
@@ -135,7 +135,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384, 160},
-    {"cuda/attention/hopper/backward_tiles.cuh",
+    {"cuda/attention/backward/hopper_tiles.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static_assert(FlexBackwardHopperTiles<HopperBackwardConfig>::kSharedBytes <= 227 << 10);\n"
      "static_assert(FlexBackwardHopperTiles<HopperWideConfig>::kSharedBytes <\n"
@@ -143,7 +143,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "#endif\n"
      "out[threadIdx.x] = in[threadIdx.x];",
      16, true},
-    {"cuda/attention/hopper/backward_wide.cuh",
+    {"cuda/attention/backward/hopper_wide.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"
      "static __constant__ FlexBackwardArguments arguments;\n"
@@ -153,7 +153,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384, 160},
-    {"cuda/attention/device/buffers.cuh",
+    {"cuda/attention/captured/buffers.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
      "                            *(const ScoreMod::Captured*)in, shared);\n"
@@ -166,12 +166,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "sums.flush(0, 1, 2, 3);\n"
      "sums.end_head(0, 1, 3);",
      24, true},
-    {"cuda/attention/portable/forward.cuh",
+    {"cuda/attention/forward/portable.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexForward<Config>(*(const FlexForwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                    *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      96, true},
-    {"cuda/attention/portable/forward_few.cuh",
+    {"cuda/attention/forward/few.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static __constant__ FlexForwardFewArguments more;\n"
@@ -182,13 +182,13 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                          *(const MaskMod::Captured*)in, shared_address(shared)).run();\n"
      "#endif",
      160, true},
-    {"cuda/attention/device/merge.cuh",
+    {"cuda/attention/forward/merge.cuh",
      "FlexRowMerge merged;\n"
      "merged.merge(3, in[0], [&](int i) { return ((const FlexPartialRow*)in)[i + 1]; },\n"
      "             [&](int i) { return ((const float4*)in)[32 * i + threadIdx.x]; });\n"
      "merged.finish<BFloat16>(*(const FlexRowResults*)out, 0, 1, 2, 3, 4 * threadIdx.x);",
      48, true},
-    {"cuda/attention/hopper/forward.cuh",
+    {"cuda/attention/forward/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexForwardHopper<HopperConfig>(*(const FlexForwardArguments*)in, *(const FlexForwardHopperArguments*)in,\n"
@@ -196,23 +196,23 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                shared_address(shared)).run();\n"
      "#endif",
      168, true, 384},
-    {"cuda/attention/hopper/forward_reads.cuh",
+    {"cuda/attention/forward/hopper_reads.cuh",
      "static_assert(!FlexForwardReads<HopperConfig>::kUsed && FlexForwardReads<HopperConfig>::kWarps == 0);\n"
      "out[threadIdx.x] = in[threadIdx.x];",
      16, true},
-    {"cuda/attention/hopper/forward_tiles.cuh",
+    {"cuda/attention/forward/hopper_tiles.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "static_assert(FlexForwardHopperTiles<HopperConfig>::kSharedBytes <= 227 << 10);\n"
      "#endif\n"
      "out[threadIdx.x] = in[threadIdx.x];",
      16, true},
-    {"cuda/attention/portable/grad_buffers.cuh",
+    {"cuda/attention/grad_buffers/portable.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradBuffers<GradBuffersConfig>(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"
      "                                   *(const ScoreMod::Captured*)in, *(const MaskMod::Captured*)in,\n"
      "                                   shared_address(shared)).run();",
      136, true},
-    {"cuda/attention/hopper/grad_buffers.cuh",
+    {"cuda/attention/grad_buffers/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(1024) char shared[];\n"
      "static __constant__ FlexBackwardArguments arguments;\n"
@@ -222,12 +222,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                               *(const MaskMod::Captured*)in, shared_address(shared)).run();\n"
      "#endif",
      168, true, 384},
-    {"cuda/attention/portable/grad_query.cuh",
+    {"cuda/attention/grad_query/portable.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexGradQuery<Config>(*(const FlexBackwardArguments*)in, *(const ScoreMod::Captured*)in,\n"
      "                      *(const MaskMod::Captured*)in, shared_address(shared)).run();",
      152, true},
-    {"cuda/attention/hopper/grad_query.cuh",
+    {"cuda/attention/grad_query/hopper.cuh",
      "#ifdef __CUDA_ARCH_FEAT_SM90_ALL\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "static __constant__ FlexBackwardArguments arguments;\n"
@@ -250,7 +250,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                                   in[5], row, 0, 1, 2, 3, threadIdx.x < 7, p, value);\n"
      "out[threadIdx.x + 32] = p + value[0];",
      24, true},
-    {"cuda/attention/device/pair_boxes.cuh",
+    {"cuda/attention/captured/pair_boxes.cuh",
      "using Boxes = PairBoxes<ScoreMod, 32, 32, KeptReads<ScoreMod, 4, 128, false>, true>;\n"
      "extern __shared__ __align__(16) char shared[];\n"
      "Boxes::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 0, 1, 2, 3, 32, threadIdx.x);\n"
@@ -258,12 +258,12 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "reads.e = 3;\n"
      "out[threadIdx.x] = ScoreMod::apply(*(const ScoreMod::Captured*)in, in[1], 0, 1, 2, 3, true, reads);",
      24, true},
-    {"cuda/attention/device/pair_columns.cuh",
+    {"cuda/attention/captured/pair_columns.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "PairColumns<Config>::load<64>(shared_address(shared), *(const ScoreMod::Captured*)in, 1, threadIdx.x);\n"
      "out[threadIdx.x] = PairColumns<Config>::there(0) ? 1.0f : 0.0f;",
      24, true},
-    {"cuda/attention/device/pair_sums.cuh",
+    {"cuda/attention/captured/pair_sums.cuh",
      "const BatchWalk<true> batches(*(const FlexBackwardArguments*)in, 4);\n"
      "float sums[4][4];\n"
      "for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = in[32 * i + threadIdx.x];\n"
@@ -285,7 +285,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "}\n"
      "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod> && !kHas<NoMod>);",
      48, true},
-    {"cuda/attention/hopper/softmax.cuh",
+    {"cuda/attention/forward/softmax.cuh",
      "FlexHopperSoftmax<HopperConfig> softmax(*(const FlexForwardArguments*)in);\n"
      "float s[8][4], rescale[2];\n"
      "for (int i = 0; i < 32; ++i) s[i / 4][i % 4] = in[32 * i + threadIdx.x];\n"
@@ -293,7 +293,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "softmax.add(s, rescale, [] {});\n"
      "out[threadIdx.x] = softmax.max(0) + softmax.sum(1) + rescale[0] + s[3][1];",
      80, true},
-    {"cuda/attention/hopper/whole_head.cuh",
+    {"cuda/attention/backward/whole_head.cuh",
      "WholeHead<HopperBackwardConfig> head;\n"
      "struct Walk {\n"
      "  const float* words;\n"

@@ -6,7 +6,7 @@
 
 #define __device__              // NOLINT(bugprone-reserved-identifier)
 #define __forceinline__ inline  // NOLINT(bugprone-reserved-identifier)
-#include "cuda/attention/hopper/whole_head.cuh"
+#include "cuda/attention/backward/whole_head.cuh"
 
 namespace fusegrad::device {
 namespace {

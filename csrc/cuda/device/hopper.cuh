@@ -300,7 +300,7 @@ __device__ __forceinline__ void zero(float (&x)[kBlocks][4]) {
 }
 
 /// d += a * b of a warpgroup, 64 rows by kCols columns, 16 of the common dimension. Its specialisations are generated
-/// with the kernel (csrc/cuda/attention/host/program.cpp), since the instruction names each register:
+/// with the kernel (csrc/cuda/attention/plan/program.cpp), since the instruction names each register:
 ///   static void run(float* d, a, unsigned long long b, bool accumulate)
 /// with a: four words of operand A, or its descriptor. kTransposedB: b lies as [common dimension][column].
 /// kTransposedA: a lies as [common dimension][row].

@@ -172,10 +172,43 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
   f.stores_boxes = stores_boxes(c, f.tile);
   f.stores_query = stores_query(c, f.tile);
   f.key_splits = false;
-  f.grad_key = c.grad_key;
-  f.grad_value = c.grad_value;
-  f.whole = c.whole && f.grad_query && f.grad_key && f.grad_value && f.stores_boxes && f.tile.key_stages == 2;
+  f.whole = c.whole && f.grad_query && c.grad_key && c.grad_value && f.stores_boxes && f.tile.key_stages == 2;
+  f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
+  // Beside tall tiles the warps that add have too few registers for it.
+  f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
   add_gradient_facts(c, f);
+}
+
+void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  gradient_config(c, f, text);
+  text.number("kShare", f.tile.share);
+  text.number("kStages", f.tile.stages);
+  text.choice("kBoxes", f.tile.boxes);
+  text.choice("kKeeps", f.tile.keeps);
+  text.choice("kGradQuery", f.grad_query);
+  text.choice("kGradKey", c.grad_key);
+  text.choice("kGradValue", c.grad_value);
+  text.choice("kGradScores", c.grad_query || c.grad_key || !f.schemes.empty());
+  if (!f.hopper()) {
+    text.number("kGradientStages", f.tile.gradient_stages);
+    text.choice("kSplit", splits_products(c));
+    text.numbers("kColumns", columns_of(c, f.tile));
+    text.choice("kStoresQuery", f.stores_query);
+    return;
+  }
+  text.number("kGroups", f.groups);
+  text.number("kQueryStages", f.tile.query_stages);
+  text.number("kKeyStages", f.tile.key_stages);
+  text.number("kParts", f.tile.parts);
+  text.choice("kMaskAlone", masks_alone(c));
+  text.number("kReadStages", f.tile.read_stages);
+  text.number("kMaps", f.tile.maps);
+  text.choice("kNarrow", f.narrow);
+  text.choice("kStoresBoxes", f.stores_boxes);
+  text.choice("kOwnPlaces", f.tile.own_places);
+  text.choice("kOrdered", f.ordered);
+  text.choice("kStoresFirst", f.stores_first);
+  text.choice("kWhole", f.whole);
 }
 
 int resident(const KernelFacts& f, const std::string& /*architecture*/) {
@@ -185,23 +218,23 @@ int resident(const KernelFacts& f, const std::string& /*architecture*/) {
 
 KernelNames names(const KernelFacts& f) {
   if (f.keys_shared) {
-    return {"flex_backward_wide_hopper", "cuda/attention/hopper/backward_wide.cuh", "FlexBackwardWideHopper",
+    return {"flex_backward_wide_hopper", "cuda/attention/backward/hopper_wide.cuh", "FlexBackwardWideHopper",
             "FlexBackwardHopperArguments"};
   }
   if (f.hopper()) {
-    return {"flex_backward_hopper", "cuda/attention/hopper/backward.cuh", "FlexBackwardHopper",
+    return {"flex_backward_hopper", "cuda/attention/backward/hopper.cuh", "FlexBackwardHopper",
             "FlexBackwardHopperArguments"};
   }
-  return {"flex_backward", "cuda/attention/portable/backward.cuh", "FlexBackward", nullptr};
+  return {"flex_backward", "cuda/attention/backward/portable.cuh", "FlexBackward", nullptr};
 }
 
 // S and dP: both operands in shared memory, K-major. dV and dK: P or dS in registers by an operand in shared memory,
 // MN-major. dQ: both in shared memory, transposed, K by dS; of narrow heads dS by K.
-std::string products(const KernelFacts& f) {
-  return wgmma(f.dtype, f.tile.rows, false, false) + wgmma(f.dtype, f.value, true, true) +
-         (f.head == f.value ? "" : wgmma(f.dtype, f.head, true, true)) +
-         (f.narrow ? wgmma(f.dtype, f.head, false, true)
-                   : wgmma(f.dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, false, true));
+std::string products(DType dtype, const KernelFacts& f) {
+  return wgmma(dtype, f.tile.rows, false, false) + wgmma(dtype, f.value, true, true) +
+         (f.head == f.value ? "" : wgmma(dtype, f.head, true, true)) +
+         (f.narrow ? wgmma(dtype, f.head, false, true)
+                   : wgmma(dtype, f.head <= 64 ? f.tile.rows / 2 : f.tile.rows, false, false, true));
 }
 
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
@@ -233,43 +266,22 @@ int64_t backward_section(const FlexShape& n) {
 }
 
 void add_gradient_facts(const FlexCase& c, KernelFacts& f) {
-  f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
-  // Beside tall tiles the warps that add have too few registers for it.
-  f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
-  f.grad_scores = c.grad_query || c.grad_key;  // choose_schemes may add to it
-  f.max_gradient = c.max_gradient;
   f.fixed_point = c.fixed_point;
   f.partial_sums = c.partial_sums;
-  f.grouped = c.grouped;
-  f.has_derivative = has_derivative(c);
   f.wants_grad = c.wants_grad;
 }
 
-void gradient_types(const KernelFacts& f, ConfigText& text) {
-  text.type("Derivative", f.has_derivative ? "::Derivative" : "fusegrad::device::NoDerivative");
-  text.numbers("kWantsGrad", f.wants_grad);
+void gradient_config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  text.type("Derivative", has_derivative(c) ? "::Derivative" : "fusegrad::device::NoDerivative");
+  text.numbers("kWantsGrad", c.wants_grad);
   text.line("  struct Schemes {");
   text.list("char", "kScheme", f.schemes, [](char scheme) { return std::string{'\'', scheme, '\''}; });
   text.numbers("kTable", f.tables);
   text.line("  };");
-}
-
-void gradient_flags(const KernelFacts& f, ConfigText& text) {
-  text.choice("kNarrow", f.narrow);
-  text.choice("kGradQuery", f.grad_query);
-  text.choice("kStoresBoxes", f.stores_boxes);
-  text.choice("kOwnPlaces", f.tile.own_places);
-  text.choice("kOrdered", f.ordered);
-  text.choice("kStoresFirst", f.stores_first);
-  text.choice("kWhole", f.whole);
-  text.choice("kStoresQuery", f.stores_query);
-  text.choice("kGradKey", f.grad_key);
-  text.choice("kGradValue", f.grad_value);
-  text.choice("kGradScores", f.grad_scores);
-  text.choice("kMaxGradient", f.max_gradient);
-  text.choice("kFixedPoint", f.fixed_point);
-  text.choice("kPartialSums", f.partial_sums);
-  text.choice("kGrouped", f.grouped);
+  text.number("kWarps", f.warps);
+  text.choice("kMaxGradient", c.max_gradient);
+  text.choice("kFixedPoint", c.fixed_point);
+  text.choice("kPartialSums", c.partial_sums);
 }
 
 std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
@@ -301,8 +313,9 @@ bool pays_tall(const FlexCase& c, const FlexShape& shape, const std::optional<Bl
 bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,
                 const std::function<double()>& share_of_pairs) {
   if (forced_whole == 0 || shape.key_batches != shape.batches) return false;
-  // With a block mask the producer counts in 64 bits of how many tiles of keys each tile of queries has some.
-  constexpr int64_t kMostQueries = 16 * 64, kMostKeys = 15 * 128;
+  // What the producer can count with a block mask, of the smallest tiles.
+  constexpr int64_t kMostQueries = 64 / device::kWholeHeadBits * int64_t{64};
+  constexpr int64_t kMostKeys = ((1 << device::kWholeHeadBits) - 1) * int64_t{128};
   if (c.blocks && (shape.group() > 1 || shape.queries > kMostQueries || shape.keys > kMostKeys)) return false;
   if (forced_whole == 1) return true;
   const int64_t heads = shape.key_batches * shape.key_heads, turns = tiles_in(heads, processors);
@@ -325,8 +338,7 @@ const Kernel& backward_kernel() {
                              .shared_bytes = shared_bytes,
                              .add_facts = add_facts,
                              .resident = resident,
-                             .types = gradient_types,
-                             .flags = gradient_flags,
+                             .config = config,
                              .products = products,
                              .launch = launch};
   return kernel;

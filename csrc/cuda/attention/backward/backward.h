@@ -21,11 +21,9 @@ std::vector<FlexTileSize> hopper_backward(const FlexCase& c);
 
 }  // namespace planner
 
-/// What all kernels of gradients are compiled for; `f` says already what is summed.
+/// What all kernels of gradients have: of their facts and of Config (Kernel::add_facts, Kernel::config).
 void add_gradient_facts(const FlexCase& c, KernelFacts& f);
-/// Kernel::types and Kernel::flags of these.
-void gradient_types(const KernelFacts& f, ConfigText& text);
-void gradient_flags(const KernelFacts& f, ConfigText& text);
+void gradient_config(const FlexCase& c, const KernelFacts& f, ConfigText& text);
 
 /// Hopper: heads of keys whose tiles are begun together (LaunchPlan::section).
 int64_t backward_section(const FlexShape& n);

@@ -139,6 +139,10 @@ struct FlexBackwardArguments {
 /// (kStoresFirst).
 enum FlexSumState : int { kSumMissing, kSumBeingStored, kSumStored };
 
+/// Where a CTA has all keys of a head and there is a block mask, 64 bits have of each tile of queries how many tiles of
+/// keys it has, so many bits each (whole_head.cuh): what bounds the lengths.
+constexpr int kWholeHeadBits = 4;
+
 /// What the Hopper backward takes besides.
 struct FlexBackwardHopperArguments {
   TensorMap query, key, value, grad_out;  // [batch, head, row, column]; boxes of 64 columns of a tile's rows, swizzled,

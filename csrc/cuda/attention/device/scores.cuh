@@ -1,6 +1,6 @@
 // What happens to a tile of scores between the products: which pairs take part, and what the score_mod makes of them.
 //
-// The host generates a Config (cuda/attention/host/kernel_spec.cpp), which says what a kernel is compiled for:
+// The host generates a Config (cuda/attention/plan/kernel_spec.cpp), which says what a kernel is compiled for:
 //   Element                    BFloat16, Float16 or float
 //   kHead, kValue              D and E, rounded up to 16
 //   kRows, kCols               queries and keys of a tile
@@ -13,7 +13,7 @@
 #pragma once
 
 #include "cuda/attention/device/dropout.cuh"
-#include "cuda/attention/device/tile_entry.cuh"
+#include "cuda/attention/mask/tile_entry.cuh"
 #include "cuda/device/mma.cuh"
 
 namespace fusegrad::device {

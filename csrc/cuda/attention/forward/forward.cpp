@@ -194,12 +194,27 @@ std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architectu
   return with_columns(c, with_boxes(c, portable_forward(c)));
 }
 
-void add_facts(const FlexCase& c, KernelFacts& f) {
-  f.unscaled = c.unscaled;
-  f.first_maximum = first_maximum(c, f.tile);
-  f.seamless = f.hopper() && seamless(c, f.tile);
-  f.max_scores = c.max_scores;
-  f.out_low = c.out_low;
+void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  text.choice("kUnscaled", c.unscaled);
+  text.choice("kMaxScores", c.max_scores);
+  if (!f.few()) text.choice("kOutLow", c.out_low);
+  if (f.hopper()) {
+    hopper_result_config(c, f, text);
+    text.choice("kFirstMaximum", first_maximum(c, f.tile));
+    text.choice("kSeamless", seamless(c, f.tile));
+    return;
+  }
+  text.number("kWarps", f.warps);
+  text.choice("kSplit", splits_products(c));
+  if (f.few()) {
+    text.number("kStages", f.tile.stages);
+    text.choice("kKeyBoxes", f.tile.key_boxes);
+    return;
+  }
+  text.choice("kKeySplits", f.key_splits);
+  text.choice("kBoxes", f.tile.boxes);
+  text.choice("kKeeps", f.tile.keeps);
+  text.numbers("kColumns", columns_of(c, f.tile));
 }
 
 int resident(const KernelFacts& f, const std::string& architecture) {
@@ -208,14 +223,14 @@ int resident(const KernelFacts& f, const std::string& architecture) {
 
 KernelNames names(const KernelFacts& f) {
   if (f.few()) {
-    return {"flex_forward_few", "cuda/attention/portable/forward_few.cuh", "FlexForwardFew",
+    return {"flex_forward_few", "cuda/attention/forward/few.cuh", "FlexForwardFew",
             f.tile.key_boxes ? "FlexForwardFewArguments" : nullptr};
   }
   if (f.hopper()) {
-    return {"flex_forward_hopper", "cuda/attention/hopper/forward.cuh", "FlexForwardHopper",
+    return {"flex_forward_hopper", "cuda/attention/forward/hopper.cuh", "FlexForwardHopper",
             "FlexForwardHopperArguments"};
   }
-  return {"flex_forward", "cuda/attention/portable/forward.cuh", "FlexForward", nullptr};
+  return {"flex_forward", "cuda/attention/forward/portable.cuh", "FlexForward", nullptr};
 }
 
 LaunchPlan plan_few(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
@@ -280,17 +295,21 @@ int64_t forward_section(const KernelFacts& f, const FlexShape& n, int64_t proces
   return tiles_in(heads, tiles_in(heads, together));
 }
 
-std::string result_products(const KernelFacts& f) {
-  return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.value, true, true);
+void hopper_result_config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  text.number("kGroups", f.groups);
+  text.number("kStages", f.tile.stages);
+  text.number("kQueryStages", f.tile.query_stages);
+  text.number("kParts", f.tile.parts);
+  text.choice("kKeySplits", f.key_splits);
+  text.choice("kMaskAlone", masks_alone(c));
+  text.choice("kBoxes", f.tile.boxes);
+  text.number("kReadStages", f.tile.read_stages);
+  text.number("kMaps", f.tile.maps);
+  text.number("kLineBytes", f.tile.line_bytes);
 }
 
-void result_flags(const KernelFacts& f, ConfigText& text) {
-  text.number("kLineBytes", f.tile.line_bytes);
-  text.choice("kUnscaled", f.unscaled);
-  text.choice("kFirstMaximum", f.first_maximum);
-  text.choice("kSeamless", f.seamless);
-  text.choice("kMaxScores", f.max_scores);
-  text.choice("kOutLow", f.out_low);
+std::string result_products(DType dtype, const KernelFacts& f) {
+  return wgmma(dtype, f.tile.cols, false, false) + wgmma(dtype, f.value, true, true);
 }
 
 int forward_rows(const FlexCase& c, const FlexShape& shape, int64_t processors,
@@ -310,9 +329,8 @@ const Kernel& forward_kernel() {
                              .names = names,
                              .tiles = tiles,
                              .shared_bytes = shared_bytes,
-                             .add_facts = add_facts,
                              .resident = resident,
-                             .flags = result_flags,
+                             .config = config,
                              .products = result_products,
                              .launch = launch};
   return kernel;

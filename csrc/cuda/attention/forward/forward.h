@@ -10,10 +10,10 @@
 
 namespace fusegrad::cuda {
 
-/// Kernel::flags of what has results.
-void result_flags(const KernelFacts& f, ConfigText& text);
+/// Kernel::config of what the Hopper kernels with results have in common.
+void hopper_result_config(const FlexCase& c, const KernelFacts& f, ConfigText& text);
 /// Kernel::products: S, both operands in shared memory, K-major; O, P in registers by values, MN-major.
-std::string result_products(const KernelFacts& f);
+std::string result_products(DType dtype, const KernelFacts& f);
 
 /// Hopper: heads whose tiles are begun together (LaunchPlan::section).
 int64_t forward_section(const KernelFacts& f, const FlexShape& n, int64_t processors);

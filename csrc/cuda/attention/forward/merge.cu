@@ -2,7 +2,7 @@
 
 #include <type_traits>
 
-#include "cuda/attention/device/merge.cuh"
+#include "cuda/attention/forward/merge.cuh"
 #include "cuda/launch.h"
 
 namespace fusegrad::cuda {

@@ -69,10 +69,21 @@ std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architectu
 
 void add_facts(const FlexCase& c, KernelFacts& f) {
   f.narrow = narrow_heads(c, f.tile);
-  f.grad_query = c.grad_query;
-  f.grad_key = c.grad_key;
-  f.grad_value = c.grad_value;
   add_gradient_facts(c, f);
+}
+
+void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  gradient_config(c, f, text);
+  text.number("kShare", f.tile.share);
+  text.choice("kKeeps", f.tile.keeps);
+  text.choice("kGrouped", c.grouped);
+  if (f.hopper()) {
+    text.number("kGroups", f.groups);
+    text.number("kStages", f.tile.stages);
+    text.choice("kNarrow", f.narrow);
+  } else {
+    text.choice("kSplit", splits_products(c));
+  }
 }
 
 int resident(const KernelFacts& f, const std::string& /*architecture*/) {
@@ -81,14 +92,14 @@ int resident(const KernelFacts& f, const std::string& /*architecture*/) {
 
 KernelNames names(const KernelFacts& f) {
   if (f.hopper()) {
-    return {"flex_grad_buffers_hopper", "cuda/attention/hopper/grad_buffers.cuh", "FlexGradBuffersHopper",
+    return {"flex_grad_buffers_hopper", "cuda/attention/grad_buffers/hopper.cuh", "FlexGradBuffersHopper",
             "FlexBackwardHopperArguments"};
   }
-  return {"flex_grad_buffers", "cuda/attention/portable/grad_buffers.cuh", "FlexGradBuffers", nullptr};
+  return {"flex_grad_buffers", "cuda/attention/grad_buffers/portable.cuh", "FlexGradBuffers", nullptr};
 }
 
 // S and dP: both operands in shared memory, K-major, of one half of the keys after the other.
-std::string products(const KernelFacts& f) { return wgmma(f.dtype, f.tile.cols / 2, false, false); }
+std::string products(DType dtype, const KernelFacts& f) { return wgmma(dtype, f.tile.cols / 2, false, false); }
 
 // sums_over_batches has its CTAs.
 LaunchPlan launch(KernelSpec spec, const FlexShape& /*shape*/, const std::optional<BlockMaskShape>& /*mask*/,
@@ -208,8 +219,7 @@ const Kernel& grad_buffers_kernel() {
                              .shared_bytes = shared_bytes,
                              .add_facts = add_facts,
                              .resident = resident,
-                             .types = gradient_types,
-                             .flags = gradient_flags,
+                             .config = config,
                              .products = products,
                              .launch = launch};
   return kernel;

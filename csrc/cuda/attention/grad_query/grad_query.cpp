@@ -49,22 +49,33 @@ std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architectu
 
 void add_facts(const FlexCase& c, KernelFacts& f) {
   f.grad_query = c.grad_query;
-  f.grad_key = c.grad_key;
-  f.grad_value = c.grad_value;
   add_gradient_facts(c, f);
+}
+
+void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  gradient_config(c, f, text);
+  text.choice("kGradQuery", f.grad_query);
+  text.choice("kKeySplits", f.key_splits);
+  if (f.hopper()) {
+    text.number("kGroups", f.groups);
+    text.number("kStages", f.tile.stages);
+    text.number("kQueryStages", f.tile.query_stages);
+  } else {
+    text.choice("kSplit", splits_products(c));
+  }
 }
 
 KernelNames names(const KernelFacts& f) {
   if (f.hopper()) {
-    return {"flex_grad_query_hopper", "cuda/attention/hopper/grad_query.cuh", "FlexGradQueryHopper",
+    return {"flex_grad_query_hopper", "cuda/attention/grad_query/hopper.cuh", "FlexGradQueryHopper",
             "FlexBackwardHopperArguments"};
   }
-  return {"flex_grad_query", "cuda/attention/portable/grad_query.cuh", "FlexGradQuery", nullptr};
+  return {"flex_grad_query", "cuda/attention/grad_query/portable.cuh", "FlexGradQuery", nullptr};
 }
 
 // S and dP: both operands in shared memory, K-major. dQ: dS in registers by keys, MN-major.
-std::string products(const KernelFacts& f) {
-  return wgmma(f.dtype, f.tile.cols, false, false) + wgmma(f.dtype, f.head, true, true);
+std::string products(DType dtype, const KernelFacts& f) {
+  return wgmma(dtype, f.tile.cols, false, false) + wgmma(dtype, f.head, true, true);
 }
 
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
@@ -82,8 +93,7 @@ const Kernel& grad_query_kernel() {
                              .tiles = tiles,
                              .shared_bytes = shared_bytes,
                              .add_facts = add_facts,
-                             .types = gradient_types,
-                             .flags = gradient_flags,
+                             .config = config,
                              .products = products,
                              .launch = launch};
   return kernel;

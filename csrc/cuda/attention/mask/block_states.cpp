@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/attention/device/block_states_arguments.cuh"
+#include "cuda/attention/mask/block_states_arguments.cuh"
 #include "cuda/attention/plan/kernel_spec.h"
 #include "score_mod/render_cuda.h"
 #include "score_mod/text.h"
@@ -41,7 +41,7 @@ BlockStatesKernel::BlockStatesKernel(const BlockMaskProgram& program) {
   const Facts pairs = facts_of(program, program.buffers, program.scalars);
   const Facts blocks = facts_of(program, program.bounds_buffers, program.bounds_scalars);
   id = "flex_block_states\n" + pairs.text + "\n" + blocks.text + "\n" + text_ + program.bounds.text;
-  source_ = "#include \"cuda/attention/device/block_states.cuh\"\n\n";
+  source_ = "#include \"cuda/attention/mask/block_states.cuh\"\n\n";
   const auto render = [&](const score_mod::Graph& graph, const Facts& facts, const char* name) {
     score_mod::RenderOptions options = facts.options;
     options.name = name;

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "cuda/attention/device/tile_entry.cuh"
+#include "cuda/attention/mask/tile_entry.cuh"
 #include "cuda/launch.h"
 
 namespace fusegrad::cuda {

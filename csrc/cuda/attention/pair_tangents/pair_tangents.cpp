@@ -34,27 +34,20 @@ std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& /*architec
   return {{128, 64, 8}, {64, 32, 4}, {32, 32, 2}, {16, 16, 1}};
 }
 
-void add_facts(const FlexCase& c, KernelFacts& f) {
-  f.grad_out_tangent = c.grad_out_tangent;
-  f.grad_query = c.grad_query;
-  f.grad_key = c.grad_key;
-  f.grad_value = c.grad_value;
-  add_gradient_facts(c, f);
-}
-
 KernelNames names(const KernelFacts&) {
-  return {"flex_pair_tangents", "cuda/attention/portable/pair_tangents.cuh", "FlexPairTangents", nullptr};
+  return {"flex_pair_tangents", "cuda/attention/pair_tangents/portable.cuh", "FlexPairTangents", nullptr};
 }
 
-void types(const KernelFacts& f, ConfigText& text) {
-  text.type("Curvature", f.has_derivative ? "::Curvature" : "fusegrad::device::NoDerivative");
-  text.choice("kGradOutTangent", f.grad_out_tangent);
-  gradient_types(f, text);
+void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  gradient_config(c, f, text);
+  text.type("Curvature", has_derivative(c) ? "::Curvature" : "fusegrad::device::NoDerivative");
+  text.choice("kGradOutTangent", c.grad_out_tangent);
+  text.choice("kSplit", splits_products(c));
 }
 
-std::string structs(const KernelFacts& f) {
-  if (!f.has_derivative) return {};
-  return rendered(f, f.score_mod, *score_mod::cached_curvature(f.score_mod.text), "Curvature");
+std::string structs(const FlexCase& c) {
+  if (!has_derivative(c)) return {};
+  return rendered(c, c.score_mod, *score_mod::cached_curvature(c.score_mod.text), "Curvature");
 }
 
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
@@ -69,9 +62,8 @@ const Kernel& pair_tangents_kernel() {
                              .names = names,
                              .tiles = tiles,
                              .shared_bytes = shared_bytes,
-                             .add_facts = add_facts,
-                             .types = types,
-                             .flags = gradient_flags,
+                             .add_facts = add_gradient_facts,
+                             .config = config,
                              .structs = structs,
                              .launch = launch};
   return kernel;

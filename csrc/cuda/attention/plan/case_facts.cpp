@@ -21,6 +21,7 @@ bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_
 bool has_derivative(const FlexCase& c) {
   return c.kernel != FlexKernel::kForward && c.kernel != FlexKernel::kTangents && !c.score_mod.text.empty();
 }
+bool splits_products(const FlexCase& c) { return c.dtype == DType::kFloat32 && c.split; }
 // The other warpgroup of the Hopper kernels is the producer.
 int consumer_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
 bool narrow_heads(const FlexCase& c, const FlexTileSize& t) {

@@ -18,6 +18,8 @@ bool mixed(const FlexCase& c, const FlexTileSize& t);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);
 bool has_derivative(const FlexCase& c);
+/// float32: whether products are made of six in TF32.
+bool splits_products(const FlexCase& c);
 /// But for the producer of the Hopper kernels.
 int consumer_warps(const FlexTileSize& t);
 /// Hopper, kernels of gradients: whether a head is one chunk of 32 columns. A warpgroup has 64 queries of dQ.

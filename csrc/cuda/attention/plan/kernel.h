@@ -32,18 +32,17 @@ struct Kernel {
   std::vector<FlexTileSize> (*tiles)(const FlexCase& c, const std::string& architecture);
   /// The dynamic shared memory, but for what schemes take.
   int (*shared_bytes)(const FlexCase& c, const FlexTileSize& t);
-  /// What it is compiled for beside what all kernels have; `f` has that, and the tile.
-  void (*add_facts)(const FlexCase& c, KernelFacts& f);
+  /// KernelFacts beside those that all kernels have, which `f` has, and the tile; null: none.
+  void (*add_facts)(const FlexCase& c, KernelFacts& f) = nullptr;
   /// KernelFacts::resident, with the schemes chosen; null: 0.
   int (*resident)(const KernelFacts& f, const std::string& architecture) = nullptr;
 
-  /// Config's types, before the sizes of the tile, and what follows all that kernels have in common.
-  void (*types)(const KernelFacts& f, ConfigText& text) = nullptr;
-  void (*flags)(const KernelFacts& f, ConfigText& text);
+  /// The members of Config, behind those that all kernels have.
+  void (*config)(const FlexCase& c, const KernelFacts& f, ConfigText& text);
   /// The Hopper kernel's products of matrices (device::Wgmma).
-  std::string (*products)(const KernelFacts& f) = nullptr;
+  std::string (*products)(DType dtype, const KernelFacts& f) = nullptr;
   /// Structs beside those of the mods and the derivative.
-  std::string (*structs)(const KernelFacts& f) = nullptr;
+  std::string (*structs)(const FlexCase& c) = nullptr;
 
   /// CTAs, splits and lists. `mask`, `processors`, `launches`: as plan_launch.
   LaunchPlan (*launch)(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,

@@ -1,52 +1,20 @@
 // What one kernel of flex attention is compiled for, as a value.
 //
-// A KernelSpec is made by the planner (plan.h), never changed, and all that a program is made from (program.h). It has
-// one list of its facts: the Config that it renders. That text is the spec's key too, so a fact cannot be in the source
-// and missing in the key.
+// A KernelSpec is made by the planner (plan.h), never changed, and all that a program is made from (program.h). The
+// Config that it renders is its key too, so nothing can be in the source and missing in the key.
 #pragma once
 
-#include <compare>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "common/dtype.h"
-#include "score_mod/captured.h"
+#include "cuda/attention/plan/case.h"
 
 namespace fusegrad::cuda {
 
 /// Portable: mma.sync and cp.async, for sm_80 and later. Hopper: wgmma, TMA and warp specialization; sm_90a alone. Few:
 /// the forward of few queries, as portable, but for copies by TMA on sm_90a.
 enum class FlexFamily : uint8_t { kPortable, kHopper, kFew };
-/// kGradBuffers: the gradients of captured buffers alone, of which every batch has the same part. kTangents: forward
-/// mode, the results and their tangents. kPairTangents: second derivatives, what pairs give to the tangents of the
-/// gradients of query, key and value.
-enum class FlexKernel : uint8_t { kForward, kBackward, kGradQuery, kGradBuffers, kTangents, kPairTangents };
-
-/// A score_mod or mask_mod; without a text there is none.
-struct FlexMod {
-  std::string text;
-  std::vector<score_mod::DType> dtypes;  ///< of its buffers
-  bool small_buffers = true;             ///< every offset into a buffer is below 2^31 elements
-  bool small_scalars = true;             ///< every integer scalar is between -2^30 and 2^30
-
-  bool operator==(const FlexMod&) const = default;
-  auto operator<=>(const FlexMod&) const = default;
-};
-
-/// What has a tangent in forward mode.
-struct FlexTangentsOf {
-  bool query = false, key = false, value = false;
-  std::vector<bool> buffers;  ///< of the score_mod
-  bool small_buffers = true;  ///< FlexMod::small_buffers of the buffers and of their tangents
-
-  bool operator==(const FlexTangentsOf&) const = default;
-  auto operator<=>(const FlexTangentsOf&) const = default;
-};
-
-/// Lengths up to here are small: a rendered mod computes indices in 32 bits.
-inline constexpr int64_t kSmallLength = int64_t{1} << 21;
-
 /// The tile of a kernel and how many of them it keeps in shared memory.
 struct FlexTileSize {
   int rows = 0;   ///< queries
@@ -69,13 +37,12 @@ struct FlexTileSize {
   bool key_boxes = false;   ///< few: keys and values come by TMA
 
   bool operator==(const FlexTileSize&) const = default;
-  auto operator<=>(const FlexTileSize&) const = default;
 };
 
-/// The facts of a kernel. Config has each of them, by a name like its own; the device headers say what they mean.
+/// What follows from a case and a tile, and is told by more than the kernel's room; Config has it by a name like its
+/// own, which the device headers explain.
 struct KernelFacts {
   FlexKernel kernel = FlexKernel::kForward;
-  DType dtype = DType::kBFloat16;
   FlexTileSize tile;
   int head = 0, value = 0;   ///< D and E, rounded up to what the family computes
   int warps = 0;             ///< with keys (backward) or queries of their own
@@ -83,39 +50,30 @@ struct KernelFacts {
   bool keys_shared = false;  ///< Hopper backward: both consumer warpgroups have the same 64 keys
   bool narrow = false;       ///< Hopper backward: tiles of queries, keys and values have 32 columns, not 64
   bool key_splits = false;   ///< each row of tiles is split over several CTAs
-  bool blocks = false, mixed = false, split = false, mask_alone = false, dropout = false;
-  // forward
-  bool unscaled = false, first_maximum = false, seamless = false, max_scores = false, out_low = false;
-  // backward and grad_query
-  bool grad_query = false, stores_boxes = false, ordered = false, whole = false, grad_key = false, grad_value = false,
-       grad_scores = false, max_gradient = false, fixed_point = false, partial_sums = false, grouped = false,
-       stores_query = false, stores_first = false;
-  bool has_derivative = false;
+  bool blocks = false;
+  // kernels of gradients
+  bool grad_query = false;
+  bool stores_boxes = false, stores_query = false, stores_first = false, ordered = false, whole = false;
+  bool fixed_point = false, partial_sums = false;
   std::vector<bool> wants_grad;  ///< of each buffer of the score_mod
   std::string schemes;           ///< the class of each contribution, 'A' to 'G'
   std::vector<int> tables;       ///< elements of a buffer of class F, else 0
-  std::vector<int> columns;      ///< of each read of a pair the elements of its column in shared memory, else 0
-  FlexMod score_mod, mask_mod;
-  FlexTangentsOf tangents_of;     ///< tangents
-  bool grad_out_tangent = false;  ///< pair_tangents
-  bool small_lengths = true;      ///< B, H, M and N are at most kSmallLength
-  int resident = 0;               ///< CTAs of a multiprocessor that registers must allow; 0: any
+  int resident = 0;              ///< CTAs of a multiprocessor that registers must allow; 0: any
   int shared_bytes = 0;
 
   bool hopper() const { return tile.family == FlexFamily::kHopper; }
-  bool backward() const { return kernel != FlexKernel::kForward && kernel != FlexKernel::kTangents; }
   bool few() const { return tile.family == FlexFamily::kFew; }
   int threads() const { return hopper() ? 128 * (groups + 1) : 32 * warps; }
 
   bool operator==(const KernelFacts&) const = default;
-  auto operator<=>(const KernelFacts&) const = default;
 };
 
-/// The facts and what follows from them. Immutable; equal keys are the same program.
+/// A case with its facts, and what follows from them. Immutable; equal keys are the same program.
 class KernelSpec {
  public:
-  explicit KernelSpec(KernelFacts facts);
+  KernelSpec(FlexCase asked, KernelFacts facts);
 
+  const FlexCase& asked() const { return case_; }
   const KernelFacts& facts() const { return facts_; }
   const FlexTileSize& tile() const { return facts_.tile; }
   /// The kernel's name, and the header and the class that it is an instance of.
@@ -129,10 +87,10 @@ class KernelSpec {
   /// The name, Config, and the texts of the mods.
   std::string key() const;
 
-  bool operator==(const KernelSpec& other) const { return facts_ == other.facts_; }
-  auto operator<=>(const KernelSpec& other) const { return facts_ <=> other.facts_; }
+  bool operator==(const KernelSpec& other) const { return case_ == other.case_ && facts_ == other.facts_; }
 
  private:
+  FlexCase case_;
   KernelFacts facts_;
   const char *name_, *header_, *type_, *more_;
   std::string config_;

@@ -24,7 +24,6 @@ namespace {
 KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   KernelFacts f;
   f.kernel = c.kernel;
-  f.dtype = c.dtype;
   f.tile = tile;
   f.head = head_cols(c);
   f.value = value_cols(c);
@@ -32,17 +31,9 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
   f.groups = f.hopper() ? f.warps / 4 : 0;
   f.key_splits = c.key_splits;
   f.blocks = c.blocks;
-  f.mixed = mixed(c, tile);
-  f.split = c.dtype == DType::kFloat32 && c.split;
-  f.mask_alone = masks_alone(c);
-  f.dropout = c.dropout;
-  f.columns = columns_of(c, tile);
-  f.score_mod = c.score_mod;
-  f.mask_mod = c.mask_mod;
-  f.small_lengths = c.small_lengths;
   const Kernel& kernel = kernel_of(c.kernel);
   f.shared_bytes = kernel.shared_bytes(c, tile);
-  kernel.add_facts(c, f);
+  if (kernel.add_facts != nullptr) kernel.add_facts(c, f);
   return f;
 }
 
@@ -55,7 +46,7 @@ KernelSpec planned(const FlexCase& c, const std::string& architecture) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
     if (kernel.resident != nullptr) facts.resident = kernel.resident(facts, architecture);
-    if (facts.has_derivative) {
+    if (has_derivative(c)) {
       const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
       // Sums in shared memory are worth more than stages, boxes, or columns.
@@ -64,7 +55,6 @@ KernelSpec planned(const FlexCase& c, const std::string& architecture) {
                                                [&](const FlexTileSize& t) { return stages(t) < stages(tiles[i]); });
       const SchemesFit fit = choose_schemes(c, left, facts);
       if (fit != SchemesFit::kAll && (another || tiles[i].boxes || tiles[i].columns)) continue;
-      facts.grad_scores |= !facts.schemes.empty();
       if (kernel.resident != nullptr) facts.resident = kernel.resident(facts, architecture);
       // Where pairs share elements, sums are worth more than a larger tile.
       if (sums && fit == SchemesFit::kNotCrowded) {
@@ -72,9 +62,9 @@ KernelSpec planned(const FlexCase& c, const std::string& architecture) {
         continue;
       }
     }
-    return KernelSpec(std::move(facts));
+    return {c, std::move(facts)};
   }
-  if (crowded) return KernelSpec(std::move(*crowded));
+  if (crowded) return {c, std::move(*crowded)};
   fail<NotImplementedError>("flex_attention: head sizes must be such that tiles fit the GPU's ", limit,
                             " bytes of shared memory a CTA, but got D = ", c.head_size, " and E = ", c.value_size,
                             " of ", element_bytes(c.dtype), " bytes");

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/error.h"
+#include "cuda/attention/plan/case_facts.h"
 #include "cuda/attention/plan/kernel.h"
 #include "score_mod/cache.h"
 #include "score_mod/kernel_size.h"
@@ -39,43 +40,42 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed_b, boo
   return text + ", \"r\"(static_cast<int>(accumulate)));\n  }\n};\n}  // namespace fusegrad::device\n";
 }
 
-std::string rendered(const KernelFacts& f, const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
+std::string rendered(const FlexCase& c, const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
   score_mod::RenderOptions options;
   options.name = type;
   options.dtypes = mod.dtypes;
-  if (f.small_lengths) options.lengths = {kSmallLength, kSmallLength, kSmallLength, kSmallLength};
+  if (c.small_lengths) options.lengths = {kSmallLength, kSmallLength, kSmallLength, kSmallLength};
   options.small_scalars = mod.small_scalars;
   options.small_buffers = mod.small_buffers;
-  const auto score = f.score_mod.text.empty() ? nullptr : score_mod::cached_graph(f.score_mod.text);
+  const auto score = c.score_mod.text.empty() ? nullptr : score_mod::cached_graph(c.score_mod.text);
   if (graph.kind() == score_mod::Kind::kDerivative) options.score_mod = score.get();
   return score_mod::render_cuda(graph, options) + "\n";
 }
 
 namespace {
 
-void check_size(const KernelFacts& f) {
-  if (f.score_mod.text.empty()) return;
-  const bool tangents = kernel_of(f.kernel).tangent;  // made of the derivative, and about as large
+void check_size(const FlexCase& c) {
+  if (c.score_mod.text.empty()) return;
+  const bool tangents = kernel_of(c.kernel).tangent;  // made of the derivative, and about as large
   try {
-    score_mod::check_kernel_size(f.score_mod.text, tangents           ? &f.tangents_of.buffers
-                                                   : f.has_derivative ? &f.wants_grad
-                                                                      : nullptr);
+    score_mod::check_kernel_size(c.score_mod.text, tangents                     ? &c.tangents_of.buffers
+                                                   : planner::has_derivative(c) ? &c.wants_grad
+                                                                                : nullptr);
   } catch (const score_mod::GraphError& error) {
     throw ValueError(error.what());
   }
 }
 
 // The rendered structs of the mods.
-std::string mods(const KernelFacts& f) {
+std::string mods(const FlexCase& c) {
+  const FlexMod &score = c.score_mod, &mask = c.mask_mod;
   std::string text;
-  if (!f.score_mod.text.empty())
-    text += rendered(f, f.score_mod, *score_mod::cached_graph(f.score_mod.text), "ScoreMod");
-  if (!f.mask_mod.text.empty()) text += rendered(f, f.mask_mod, *score_mod::cached_graph(f.mask_mod.text), "MaskMod");
-  if (f.has_derivative) {
-    text += rendered(f, f.score_mod, *score_mod::cached_derivative(f.score_mod.text, f.wants_grad), "Derivative");
-  }
-  const Kernel& kernel = kernel_of(f.kernel);
-  if (kernel.structs != nullptr) text += kernel.structs(f);
+  if (!score.text.empty()) text += rendered(c, score, *score_mod::cached_graph(score.text), "ScoreMod");
+  if (!mask.text.empty()) text += rendered(c, mask, *score_mod::cached_graph(mask.text), "MaskMod");
+  if (planner::has_derivative(c))
+    text += rendered(c, score, *score_mod::cached_derivative(score.text, c.wants_grad), "Derivative");
+  const Kernel& kernel = kernel_of(c.kernel);
+  if (kernel.structs != nullptr) text += kernel.structs(c);
   return text;
 }
 
@@ -112,16 +112,18 @@ std::string entry(const KernelSpec& spec) {
 
 jit::KernelProgram flex_program(const KernelSpec& spec, const std::string& architecture) {
   const KernelFacts& f = spec.facts();
-  check_size(f);
-  std::string source = f.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
+  const FlexCase& c = spec.asked();
+  const Kernel& kernel = kernel_of(c.kernel);
+  check_size(c);
+  std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
   // Reads of each pair by itself are all different: sharing equal ones gains nothing.
-  const bool own = kernel_of(f.kernel).predicates_reads && reads_pairs(f.score_mod);
+  const bool own = kernel.predicates_reads && reads_pairs(c.score_mod);
   if (f.hopper()) source += own ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
-  source += "#include \"" + std::string(spec.header()) + "\"\n\n" + mods(f) + spec.config();
-  if (f.hopper()) source += kernel_of(f.kernel).products(f);
+  source += "#include \"" + std::string(spec.header()) + "\"\n\n" + mods(c) + spec.config();
+  if (f.hopper()) source += kernel.products(c.dtype, f);
   source += entry(spec);
-  std::string text(f.score_mod.text);
-  if (!f.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += f.mask_mod.text;
+  std::string text(c.score_mod.text);
+  if (!c.mask_mod.text.empty()) (text += text.empty() ? "" : "\n") += c.mask_mod.text;
   return {{spec.name(), source, architecture, {}, text}, spec.name(), f.shared_bytes, false};
 }
 

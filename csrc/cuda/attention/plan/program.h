@@ -15,7 +15,7 @@ jit::KernelProgram flex_program(const KernelSpec& spec, const std::string& archi
 // For the rooms of kernels.
 
 /// The struct `type` of a mod's graph, one made of it or its derivative.
-std::string rendered(const KernelFacts& f, const FlexMod& mod, const score_mod::Graph& graph, const char* type);
+std::string rendered(const FlexCase& c, const FlexMod& mod, const score_mod::Graph& graph, const char* type);
 /// device::Wgmma for `cols` columns. Operand a lies in shared memory, K-major unless transposed, or in registers.
 std::string wgmma(DType dtype, int cols, bool register_a, bool transposed_b, bool transposed_a = false);
 

@@ -58,38 +58,41 @@ std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architectu
   return {{64, 32, 4}, {32, 32, 2}};
 }
 
-void add_facts(const FlexCase& c, KernelFacts& f) {
-  f.tangents_of = c.tangents_of;
-  f.unscaled = c.unscaled;
-  f.out_low = c.out_low;
-}
-
 KernelNames names(const KernelFacts& f) {
   if (f.hopper()) {
-    return {"flex_tangents_hopper", "cuda/attention/hopper/tangents.cuh", "FlexTangentsHopper",
+    return {"flex_tangents_hopper", "cuda/attention/tangents/hopper.cuh", "FlexTangentsHopper",
             "FlexTangentsHopperArguments"};
   }
-  return {"flex_tangents", "cuda/attention/portable/tangents.cuh", "FlexTangents", nullptr};
+  return {"flex_tangents", "cuda/attention/tangents/portable.cuh", "FlexTangents", nullptr};
 }
 
-void types(const KernelFacts& f, ConfigText& text) {
-  text.type("Tangent", f.score_mod.text.empty() ? "fusegrad::device::NoMod" : "::Tangent");
-  text.numbers("kTangentsOf", f.tangents_of.buffers);
-  text.choice("kTangentSmallBuffers", f.tangents_of.small_buffers);
-  text.choice("kQueryTangent", f.tangents_of.query);
-  text.choice("kKeyTangent", f.tangents_of.key);
-  text.choice("kValueTangent", f.tangents_of.value);
-}
-
-std::string structs(const KernelFacts& f) {
-  if (f.score_mod.text.empty()) return {};
-  // Behind the score_mod's buffers come their tangents, of the same dtypes.
-  FlexMod tangent = f.score_mod;
-  tangent.small_buffers = f.tangents_of.small_buffers;
-  for (size_t i = 0; i < f.tangents_of.buffers.size(); ++i) {
-    if (f.tangents_of.buffers[i]) tangent.dtypes.push_back(f.score_mod.dtypes.at(i));
+void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  text.type("Tangent", c.score_mod.text.empty() ? "fusegrad::device::NoMod" : "::Tangent");
+  text.numbers("kTangentsOf", c.tangents_of.buffers);
+  text.choice("kTangentSmallBuffers", c.tangents_of.small_buffers);
+  text.choice("kQueryTangent", c.tangents_of.query);
+  text.choice("kKeyTangent", c.tangents_of.key);
+  text.choice("kValueTangent", c.tangents_of.value);
+  text.choice("kOutLow", c.out_low);
+  if (f.hopper()) {
+    text.choice("kUnscaled", c.unscaled);
+    text.choice("kMaxScores", false);
+    hopper_result_config(c, f, text);
+  } else {
+    text.number("kWarps", f.warps);
+    text.choice("kSplit", splits_products(c));
   }
-  return rendered(f, tangent, *score_mod::cached_tangent(f.score_mod.text, f.tangents_of.buffers), "Tangent");
+}
+
+std::string structs(const FlexCase& c) {
+  if (c.score_mod.text.empty()) return {};
+  // Behind the score_mod's buffers come their tangents, of the same dtypes.
+  FlexMod tangent = c.score_mod;
+  tangent.small_buffers = c.tangents_of.small_buffers;
+  for (size_t i = 0; i < c.tangents_of.buffers.size(); ++i) {
+    if (c.tangents_of.buffers[i]) tangent.dtypes.push_back(c.score_mod.dtypes.at(i));
+  }
+  return rendered(c, tangent, *score_mod::cached_tangent(c.score_mod.text, c.tangents_of.buffers), "Tangent");
 }
 
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
@@ -115,9 +118,7 @@ const Kernel& tangents_kernel() {
                              .names = names,
                              .tiles = tiles,
                              .shared_bytes = shared_bytes,
-                             .add_facts = add_facts,
-                             .types = types,
-                             .flags = result_flags,
+                             .config = config,
                              .products = result_products,
                              .structs = structs,
                              .launch = launch};

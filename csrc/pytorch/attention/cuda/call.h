@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/attention/device/tangents_arguments.cuh"
-#include "cuda/attention/plan/launch_plan.h"
 #include "cuda/attention/mask/tile_lists.h"
+#include "cuda/attention/plan/launch_plan.h"
+#include "cuda/attention/tangents/arguments.cuh"
 #include "jit/kernel_cache.h"
 #include "pytorch/attention/flex_attention.h"
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cuda/attention/device/pair_tangents_arguments.cuh"
+#include "cuda/attention/pair_tangents/arguments.cuh"
 #include "cuda/attention/plan/plan.h"
 #include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/call.h"

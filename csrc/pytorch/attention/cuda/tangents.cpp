@@ -1,8 +1,8 @@
 // Forward mode of flex attention on CUDA: one kernel for each part of the values' columns.
 #include <ATen/DeviceGuard.h>
 
-#include "cuda/attention/device/tangents_arguments.cuh"
 #include "cuda/attention/plan/plan.h"
+#include "cuda/attention/tangents/arguments.cuh"
 #include "pytorch/attention/cuda/aligned_rows.h"
 #include "pytorch/attention/cuda/call.h"
 #include "pytorch/attention/cuda/flex_attention.h"

@@ -19,10 +19,10 @@
 //   kStoresQuery               the CTA has all keys, and so all of its queries' gradient, which it stores
 #pragma once
 
-#include "cuda/attention/device/buffers.cuh"
+#include "cuda/attention/captured/buffers.cuh"
+#include "cuda/attention/captured/pair_boxes.cuh"
+#include "cuda/attention/captured/pair_columns.cuh"
 #include "cuda/attention/device/gradient.cuh"
-#include "cuda/attention/device/pair_boxes.cuh"
-#include "cuda/attention/device/pair_columns.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {

@@ -10,7 +10,7 @@
 //   kMaps                      of boxes so many by TMA
 #pragma once
 
-#include "cuda/attention/device/pair_boxes.cuh"
+#include "cuda/attention/captured/pair_boxes.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/device/hopper.cuh"
 

@@ -11,12 +11,12 @@
 //   kColumns                   of each pair_read the elements of the column of its table in shared memory, or 0
 #pragma once
 
+#include "cuda/attention/captured/pair_boxes.cuh"
+#include "cuda/attention/captured/pair_columns.cuh"
 #include "cuda/attention/device/far_rows.cuh"
-#include "cuda/attention/device/merge.cuh"
-#include "cuda/attention/device/pair_boxes.cuh"
-#include "cuda/attention/device/pair_columns.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/forward/merge.cuh"
 
 namespace fusegrad::device {
 

@@ -6,9 +6,9 @@
 // portable/grad_buffers.cuh describes kPartialSums and the order of CTAs, backward_tiles.cuh kNarrow and kGroups.
 #pragma once
 
+#include "cuda/attention/captured/pair_boxes.cuh"
+#include "cuda/attention/captured/pair_sums.cuh"
 #include "cuda/attention/device/gradient.cuh"
-#include "cuda/attention/device/pair_boxes.cuh"
-#include "cuda/attention/device/pair_sums.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 #include "cuda/device/hopper.cuh"
 

@@ -11,9 +11,9 @@
 //   kPartialSums               sums are stored, and summed by a later kernel; else they are added to memory
 #pragma once
 
+#include "cuda/attention/captured/pair_boxes.cuh"
+#include "cuda/attention/captured/pair_sums.cuh"
 #include "cuda/attention/device/gradient.cuh"
-#include "cuda/attention/device/pair_boxes.cuh"
-#include "cuda/attention/device/pair_sums.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
 
 namespace fusegrad::device {

@@ -3,7 +3,7 @@
 // sums, and the last one adds the sums to its own and rounds.
 #pragma once
 
-#include "cuda/attention/device/tile_entry.cuh"
+#include "cuda/attention/mask/tile_entry.cuh"
 
 namespace fusegrad::device {
 
@@ -73,7 +73,7 @@ class WholeHead {
   }
 
  private:
-  static constexpr int kBits = 4, kMost = 15;  // of a count; plan::pays_whole has the lengths that follow
+  static constexpr int kBits = kWholeHeadBits, kMost = (1 << kBits) - 1;  // of a count
   // From tile `lacking_` on the first that has no keys.
   __device__ __forceinline__ void find_lacking(int row_tiles) {
     while (lacking_ < row_tiles && (all_ >> kBits * lacking_ & kMost) != 0) ++lacking_;

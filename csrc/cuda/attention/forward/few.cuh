@@ -2,7 +2,7 @@
 // limit. The rows of a CTA's tile are all queries of several heads that share their keys; the CTA has a split of the
 // keys, and each warp some keys of each tile, which it copies and multiplies without waiting for other warps. In the
 // end the warps' outputs are merged, and where there are several splits written to be merged by another kernel
-// (cuda/attention/host/merge.h): both in a fixed order.
+// (cuda/attention/forward/merge.h): both in a fixed order.
 //
 // scores.cuh and portable/forward.cuh describe Config; of few queries kCols are the keys of all warps, and kStages the
 // stages of each warp. There are at most kRows queries. This file adds:
@@ -11,9 +11,9 @@
 #pragma once
 
 #include "cuda/attention/device/far_rows.cuh"
-#include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/forward/merge.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {

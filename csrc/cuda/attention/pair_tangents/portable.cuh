@@ -16,8 +16,8 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
-#include "cuda/attention/device/pair_tangents_arguments.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/pair_tangents/arguments.cuh"
 
 namespace fusegrad::device {
 

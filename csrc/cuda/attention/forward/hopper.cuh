@@ -17,9 +17,9 @@
 //                              tile's sums are too large
 #pragma once
 
-#include "cuda/attention/device/merge.cuh"
-#include "cuda/attention/hopper/forward_tiles.cuh"
-#include "cuda/attention/hopper/softmax.cuh"
+#include "cuda/attention/forward/hopper_tiles.cuh"
+#include "cuda/attention/forward/merge.cuh"
+#include "cuda/attention/forward/softmax.cuh"
 
 namespace fusegrad::device {
 

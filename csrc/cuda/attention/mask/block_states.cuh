@@ -1,7 +1,7 @@
 // The states of a block mask's blocks, by the bounds of its mask_mod, and by its pairs where those do not say.
 #pragma once
 
-#include "cuda/attention/device/block_states_arguments.cuh"
+#include "cuda/attention/mask/block_states_arguments.cuh"
 #include "cuda/device/score_mod.cuh"
 
 namespace fusegrad::device {

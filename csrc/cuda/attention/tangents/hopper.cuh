@@ -8,9 +8,9 @@
 #pragma once
 
 #include "cuda/attention/device/far_rows.cuh"
-#include "cuda/attention/device/tangents_arguments.cuh"
-#include "cuda/attention/hopper/forward_tiles.cuh"
-#include "cuda/attention/hopper/softmax.cuh"
+#include "cuda/attention/forward/hopper_tiles.cuh"
+#include "cuda/attention/forward/softmax.cuh"
+#include "cuda/attention/tangents/arguments.cuh"
 
 namespace fusegrad::device {
 

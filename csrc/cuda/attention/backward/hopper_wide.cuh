@@ -11,7 +11,7 @@
 // backward_tiles.cuh describes Config.
 #pragma once
 
-#include "cuda/attention/hopper/backward_tiles.cuh"
+#include "cuda/attention/backward/hopper_tiles.cuh"
 
 namespace fusegrad::device {
 

@@ -12,8 +12,8 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
-#include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/forward/merge.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {

@@ -3,7 +3,7 @@
 
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
-#include "cuda/attention/hopper/forward_reads.cuh"
+#include "cuda/attention/forward/hopper_reads.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {

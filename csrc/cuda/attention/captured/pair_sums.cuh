@@ -2,7 +2,7 @@
 // CTA walks, and how the sums of its pairs reach a captured buffer's gradient.
 #pragma once
 
-#include "cuda/attention/device/buffers.cuh"
+#include "cuda/attention/captured/buffers.cuh"
 
 namespace fusegrad::device {
 

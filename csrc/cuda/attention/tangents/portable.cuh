@@ -14,7 +14,7 @@
 #include "cuda/attention/device/far_rows.cuh"
 #include "cuda/attention/device/scores.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
-#include "cuda/attention/device/tangents_arguments.cuh"
+#include "cuda/attention/tangents/arguments.cuh"
 
 namespace fusegrad::device {
 

@@ -26,7 +26,7 @@
 //                              CTAs take tiles in this order
 #pragma once
 
-#include "cuda/attention/hopper/backward_tiles.cuh"
+#include "cuda/attention/backward/hopper_tiles.cuh"
 
 namespace fusegrad::device {
 

@@ -15,11 +15,11 @@
 //                              part has its own kind
 #pragma once
 
-#include "cuda/attention/device/buffers.cuh"
+#include "cuda/attention/backward/whole_head.cuh"
+#include "cuda/attention/captured/buffers.cuh"
+#include "cuda/attention/captured/pair_boxes.cuh"
 #include "cuda/attention/device/gradient.cuh"
-#include "cuda/attention/device/pair_boxes.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
-#include "cuda/attention/hopper/whole_head.cuh"
 #include "cuda/device/hopper.cuh"
 
 namespace fusegrad::device {

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "cuda/attention/device/gradient.cuh"
-#include "cuda/attention/device/merge.cuh"
 #include "cuda/attention/device/shared_memory.cuh"
+#include "cuda/attention/forward/merge.cuh"
 
 namespace fusegrad::device {
 
