@@ -3,6 +3,7 @@
 #   cmake -DOUTPUT=headers.cpp -DROOT=csrc -DHEADERS=cuda/device/a.cuh,... -P embed.cmake
 #
 # The headers may include one another and <cstdint>, nothing else: where kernels are compiled there are no others.
+# Comments and empty lines stay behind: what they say changes no program, and so no key of a cache.
 cmake_policy(VERSION 3.28)
 string(REPLACE "," ";" HEADERS "${HEADERS}")
 set(entries "")
@@ -20,6 +21,11 @@ foreach(header ${HEADERS})
                           "headers (FUSEGRAD_JIT_HEADERS in CMakeLists.txt)")
     endif()
   endforeach()
+  if(text MATCHES "(^|\n)[^\"\n]*(\"[^\"\n]*\"[^\"\n]*)*\"[^\"\n]*//[^\"\n]*\"|/[*]")
+    message(FATAL_ERROR "${header} has // in a string, or a comment that is not //")
+  endif()
+  string(REGEX REPLACE "[ \t]*//[^\n]*" "" text "${text}")
+  string(REGEX REPLACE "\n\n+" "\n" text "${text}")
   if(text MATCHES "\\)embedded\"")
     message(FATAL_ERROR "${header} holds the delimiter )embedded\"")
   endif()

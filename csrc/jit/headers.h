@@ -16,8 +16,8 @@ struct Header {
 
 std::span<const Header> headers();
 
-/// Over all names and texts.
-const Digest& headers_digest();
+/// Over the names and texts of the headers that a source includes, and of those that they include.
+Digest headers_digest(std::string_view source);
 
 /// The source with each included header put in place of its first #include: one file, for any CUDA compiler.
 std::string self_contained(std::string_view source);

@@ -73,7 +73,7 @@ Digest cache_key(const Program& program) {
   const std::vector<std::string> flags = all_flags(program);
   sum.field(std::to_string(flags.size()));
   for (const std::string& flag : flags) sum.field(flag);
-  const Digest& digest = headers_digest();
+  const Digest digest = headers_digest(program.source);
   sum.field({reinterpret_cast<const char*>(digest.data()), digest.size()});
   return sum.field(program.source).digest();
 }
