@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from fusegrad._arguments import checked
 
-from . import transformers_attention
+from . import transformers_attention, transformers_models  # noqa: F401
 from .lazy_logits import LazyLogits, LazyLogitsTensor, check_options, lazy_linear
 from .transformers_context import context_parallel
 
@@ -330,40 +330,6 @@ def _smooth_lazily(
     return loss if items is None else loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
 
-def _refuse_unable(model: Any, requested: Any) -> None:
-    """Models that compute attention themselves would take the name, and fail deep in a forward or ignore it."""
-    if isinstance(requested, dict):
-        requested = requested.get("", None)
-    if requested == "fusegrad" and not model._can_set_attn_implementation():
-        raise ValueError(
-            f'attn_implementation: "fusegrad" must be set on a model that uses transformers\' AttentionInterface, but '
-            f'got {type(model).__name__}, which computes its attention itself: use "eager"; its loss can be fused'
-        )
-
-
-_check_attention = PreTrainedModel._check_and_adjust_attn_implementation
-_set_attention = PreTrainedModel.set_attn_implementation
-
-
-@functools.wraps(_check_attention)
-def _check_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse_unable(self, attn_implementation)
-    return _check_attention(self, attn_implementation, *args, **kwargs)
-
-
-@functools.wraps(_set_attention)
-def _set_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse_unable(self, attn_implementation)
-    if attn_implementation == "fusegrad":
-        for part in self.modules():
-            if isinstance(part, PreTrainedModel):
-                _refuse_unable(part, attn_implementation)
-    return _set_attention(self, attn_implementation, *args, **kwargs)
-
-
-# Refuses a model before the implementation is set; transformers itself logs a warning at most.
-PreTrainedModel._check_and_adjust_attn_implementation = _check_attention_first
-PreTrainedModel.set_attn_implementation = _set_attention_first
 LabelSmoother.__call__ = _smooth_lazily
 transformers.AttentionInterface.register("fusegrad", transformers_attention.attention)
 transformers.AttentionMaskInterface.register("fusegrad", transformers_attention.block_mask)

@@ -11,90 +11,40 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
-from transformers.masking_utils import (
-    add_offsets_to_mask_function,
-    and_masks,
-    causal_mask_function,
-    padding_mask_function,
-    prepare_padding_mask,
-)
 
 import fusegrad
 from fusegrad.block_mask import fields_of
-from fusegrad.distributed.sequence_mods import MovedMod, Starts
 
-from .transformers_context import context_of, whole_mask
+from .transformers_context import context_of
+from .transformers_masks import BLOCK, block_mask, packed_mask
 
 __all__ = ["attention", "block_mask"]
 
-BLOCK = 128
-
-
-class _Mask(BlockMask):
-    ndim = 4  # GPT-2 asks, and makes four dimensions of fewer
-
-    def contiguous(self) -> BlockMask:
-        """The mask as it is; generation with a static cache asks every mask for this."""
-        return self
-
-    def __getitem__(self, index: Any) -> BlockMask:
-        """A range of each dimension of [B, 1, M, N], as of a mask that is a tensor: Gemma 4 takes the last queries.
-        (PyTorch's block masks are indexed by blocks, and lose their mask_mod.)"""
-        index = index if isinstance(index, tuple) else (index,)
-        sizes = self.shape
-        if len(index) > len(sizes) or not all(isinstance(i, slice) and i.step in (None, 1) for i in index):
-            raise IndexError(
-                "fusegrad attention: a block mask's index must be up to four slices of step 1, one of each dimension "
-                f"of [B, 1, M, N], but got {index}"
-            )
-        whole = (slice(None),) * (len(sizes) - len(index))
-        ranges = [range(*i.indices(n)) for i, n in zip((*index, *whole), sizes, strict=True)]
-        lengths = [len(r) for r in ranges]
-        if lengths == list(sizes):
-            return self
-        starts = dict(zip(("b", "h", "q_idx", "kv_idx"), (r.start for r in ranges), strict=True))
-        device = self.kv_num_blocks.device
-        return _Mask(**fields_of(_moved(self.mask_mod, starts), lengths, device, list(self.BLOCK_SIZE)))
-
-
-def _moved(mask: Any, starts: dict[str, int]) -> Any:
-    """The mask_mod of indices that begin there."""
-    if isinstance(mask, fusegrad.ScoreMod):
-        return MovedMod(mask, tuple(starts)).traced(Starts(starts))
-    b0, h0, q0, kv0 = starts.values()
-
-    def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask(b + b0, h + h0, q_idx + q0, kv_idx + kv0)
-
-    return moved
-
-
-def block_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Tensor | int = 0,
-    kv_offset: Tensor | int = 0,
-    mask_function: Callable[..., Tensor] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> BlockMask:
-    """The mask that transformers describes by a function of indices and a padding mask, as a block mask.
-
-    Args: as of transformers' ``AttentionMaskInterface``: lengths M and N, what to add to the indices, the function
-        (causal, sliding window, chunks, packed sequences, or several joined), ``attention_mask`` ``[B, >= N]``, bool.
-    """
-    mask: Any
-    mask, q_length = whole_mask(mask_function, q_length, kv_length)
-    if attention_mask is not None:
-        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        mask = and_masks(mask, padding_mask_function(padding))
-    mask = add_offsets_to_mask_function(mask, q_offset, kv_offset)
-    if not torch.compiler.is_compiling():
-        mask = fusegrad.trace_mask_mod(mask, device=torch.device(device))  # once, and not again by each layer
-    return _Mask(**fields_of(mask, [batch_size, 1, q_length, kv_length], torch.device(device), [BLOCK, BLOCK]))
+# What models hand to attention besides, which changes none of its results here: what the mask holds already, what the
+# model itself reads, and how kernels of other libraries go about it.
+_HELD_BY_THE_MASK = frozenset(("position_ids", "sliding_window"))
+_OF_THE_MODEL = frozenset(
+    [
+        "cache_position",
+        "grid_thw",
+        "input_ids",
+        "inputs_embeds",
+        "interpolate_pos_encoding",
+        "labels",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "return_dict",
+        "shift_labels",
+        "token_type_ids",
+        "use_cache",
+    ]
+)
+_OF_OTHER_KERNELS = frozenset(("deterministic", "kernel_options", "max_length_k", "max_length_q"))
+HARMLESS = _HELD_BY_THE_MASK | _OF_THE_MODEL | _OF_OTHER_KERNELS
 
 
 def _score_mod(softcap: float | None, bias: Tensor | None, position_bias: Tensor | None) -> Callable[..., Any] | None:
@@ -103,8 +53,8 @@ def _score_mod(softcap: float | None, bias: Tensor | None, position_bias: Tensor
         return None
 
     def added(score: Tensor, tensor: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        one_batch, one_head = tensor.shape[0] == 1, tensor.shape[1] == 1
-        return score + tensor[0 if one_batch else b, 0 if one_head else h, q_idx, kv_idx]
+        rows = [0 if n == 1 else i for n, i in zip(tensor.shape, (b, h, q_idx), strict=False)]
+        return score + tensor[(*rows, kv_idx)]
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if softcap is not None:
@@ -118,13 +68,30 @@ def _score_mod(softcap: float | None, bias: Tensor | None, position_bias: Tensor
     return score_mod
 
 
+def _checked(name: str, given: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask or bias that is read by indices, as long as there are keys. A kernel would read zeros beyond its end."""
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    fits = given.dim() == 4 and given.shape[3] >= keys
+    if not fits or any(n not in (1, m) for n, m in zip(given.shape, (batch, heads, queries), strict=False)):
+        raise ValueError(
+            f"fusegrad attention: {name} must be [{batch} or 1, {heads} or 1, {queries} or 1, >= {keys}], "
+            f"but got {list(given.shape)}"
+        )
+    return given[..., :keys]
+
+
 def _mask(
     attention_mask: Tensor | BlockMask | None, module: Any, is_causal: bool | None, query: Tensor, key: Tensor
 ) -> tuple[BlockMask | None, Tensor | None]:
     """A block mask, or what a 4D mask adds to the scores."""
-    batch, _, queries, _ = query.shape
-    keys = key.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
     if isinstance(attention_mask, BlockMask):
+        if context_of(module) is None and tuple(attention_mask.seq_lengths) != (queries, keys):
+            raise ValueError(
+                f"fusegrad attention: the mask must be for the {queries} queries and {keys} keys of "
+                f"{type(module).__name__}, but got one for {attention_mask.seq_lengths[0]} and "
+                f'{attention_mask.seq_lengths[1]}: use attn_implementation="eager"'
+            )
         return attention_mask, None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -136,22 +103,70 @@ def _mask(
                 f"but got {queries} and {keys}"
             )
         return block_mask(1, queries, keys, device=query.device), None
-    if attention_mask.dim() != 4 or attention_mask.shape[2] != queries or attention_mask.shape[3] < keys:
-        raise ValueError(
-            f"fusegrad attention: attention_mask must be a block mask or [B or 1, H or 1, {queries}, >= {keys}], "
-            f"but got {list(attention_mask.shape)}"
-        )
-    given = attention_mask[..., :keys]
+    given = _checked("attention_mask", attention_mask, query, key)
     if given.dtype != torch.bool:
         return None, given
     if given.shape[1] != 1:
         return None, torch.zeros_like(given, dtype=query.dtype).masked_fill_(~given, -float("inf"))
-    one_batch = given.shape[0] == 1
+    one_batch, one_query = given.shape[0] == 1, given.shape[2] == 1
 
     def allowed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return given[0 if one_batch else b, 0, q_idx, kv_idx]
+        return given[0 if one_batch else b, 0, 0 if one_query else q_idx, kv_idx]
 
-    return block_mask(1 if one_batch else batch, queries, keys, mask_function=allowed, device=query.device), None
+    return BlockMask(**fields_of(allowed, [given.shape[0], 1, queries, keys], query.device, [BLOCK, BLOCK])), None
+
+
+def _within_sequences(
+    mask: BlockMask | None,
+    bias: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    ends: tuple[Tensor | None, Tensor | None],
+    seq_idx: Tensor | None,
+) -> BlockMask | None:
+    """The mask within packed sequences, which their ends or each token's index tell; as it is where neither does."""
+    (batch, _, queries, _), keys = query.shape, key.shape[2]
+    told = seq_idx if ends[0] is None else ends[0]
+    if told is None:
+        return mask
+    if bias is not None:
+        raise NotImplementedError(
+            "fusegrad attention: packed sequences that cu_seq_lens_q or seq_idx tell must have a block mask or none, "
+            "but got a mask that is a tensor"
+        )
+    if ends[0] is None:
+        if list(told.shape) not in ([batch, queries], [1, queries]) or queries != keys:
+            raise ValueError(
+                f"fusegrad attention: seq_idx must be [{batch} or 1, {queries}] for as many queries as keys, "
+                f"but got {list(told.shape)} for {queries} and {keys}"
+            )
+        return packed_mask(mask, told, (told, told), [batch, 1, queries, keys])
+    both = [told, told if ends[1] is None else ends[1]]
+    if batch != 1 or (not torch.compiler.is_compiling() and [int(e[-1]) for e in both] != [queries, keys]):
+        raise ValueError(
+            f"fusegrad attention: cu_seq_lens_q and cu_seq_lens_k must end with the {queries} queries and {keys} keys "
+            f"of one row, but got {batch} rows and {both[0]} and {both[1]}"
+        )
+    of_queries, of_keys = (
+        torch.searchsorted(e, torch.arange(n, device=e.device, dtype=e.dtype), right=True)[None]
+        for e, n in zip(both, (queries, keys), strict=True)
+    )
+    return packed_mask(mask, told, (of_queries, of_keys), [1, 1, queries, keys])
+
+
+def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
+    """Sinks of each head, ``[H]``, or of each query too, ``[B or 1, H, M or 1, 1]``: beside ``[B, H, M]``."""
+    if sinks is None:
+        return None
+    batch, heads, queries, _ = query.shape
+    shaped = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+    sizes = ((1, batch), (heads,), (1, queries), (1,))
+    if shaped.dim() != 4 or any(n not in m for n, m in zip(shaped.shape, sizes, strict=True)):
+        raise ValueError(
+            f"fusegrad attention: sinks must be [{heads}] or [{batch} or 1, {heads}, {queries} or 1, 1], "
+            f"but got {list(sinks.shape)}"
+        )
+    return shaped[..., 0]
 
 
 def attention(
@@ -167,26 +182,40 @@ def attention(
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
     output_attentions: bool = False,
-    **kwargs: Any,
+    sinks: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' ``AttentionInterface`` wants it.
 
     Args:
         query, key, value: ``[B, H, M, D]``, ``[B, Hkv, N, D]`` twice.
-        attention_mask: of :func:`block_mask`; or ``[B or 1, H or 1, M, N]``, bool, or added to the scores.
+        attention_mask: of :func:`block_mask`; or ``[B or 1, H or 1, M or 1, N]``, bool, or added to the scores.
         scaling, softcap: of the scores.
         dropout: the probability with which a weight becomes 0, in training.
-        s_aux: sinks ``[H]``: scores of one more key, which has no value.
-        position_bias: ``[B or 1, H or 1, M, N]``, added to the scores; gets its gradient.
+        s_aux, sinks: ``[H]`` or ``[B or 1, H, M or 1, 1]``: scores of one more key, which has no value; get their
+            gradient.
+        position_bias: ``[B or 1, H or 1, M or 1, N]``, added to the scores; gets its gradient.
         is_causal: of attention without a mask; None: the module's own.
+        cu_seq_lens_q, cu_seq_lens_k: where packed sequences of one row begin and end; queries see their own alone.
+        seq_idx: the sequence of each token, ``[B or 1, M]``, in the same way.
 
     Returns:
         ``[B, M, H, D]``, and None for the weights, which are never there.
 
     Raises:
-        NotImplementedError: the weights are asked for.
-        ValueError: a mask that does not fit.
+        NotImplementedError: the weights are asked for; an argument that is none of these, and not known to change
+            nothing; what does not go together.
+        ValueError: a mask, a bias or sinks that do not fit.
     """
+    for name, other in others.items():
+        if other is not None and name not in HARMLESS:
+            raise NotImplementedError(
+                "fusegrad attention: the model's arguments must be those that it computes by, but "
+                f'{type(module).__name__} gave {name}: use attn_implementation="eager"'
+            )
     if output_attentions:
         raise NotImplementedError(
             'fusegrad attention: output_attentions must be False, but got True: use attn_implementation="eager"'
@@ -196,12 +225,24 @@ def attention(
         # Rotary embeddings leave query and key in float32 there, and value in 16 bits.
         query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
     context = context_of(module)
-    if context is not None and (position_bias is not None or not isinstance(attention_mask, BlockMask)):
-        raise NotImplementedError(
-            "fusegrad attention: over spread sequences attention must have a block mask and no position_bias, but got "
-            f"{type(attention_mask).__name__} and {type(position_bias).__name__}"
-        )
+    if context is not None:
+        if position_bias is not None or not isinstance(attention_mask, BlockMask):
+            raise NotImplementedError(
+                "fusegrad attention: over spread sequences attention must have a block mask and no position_bias, but "
+                f"got {type(attention_mask).__name__} and {type(position_bias).__name__}"
+            )
+        if cu_seq_lens_q is not None or seq_idx is not None:
+            raise NotImplementedError(
+                "fusegrad attention: over spread sequences position_ids must tell packed sequences, but got "
+                + ("seq_idx" if cu_seq_lens_q is None else "cu_seq_lens_q")
+            )
+    if s_aux is not None and sinks is not None:
+        raise ValueError("fusegrad attention: sinks must be given once, but got s_aux and sinks")
+    sink = _sinks(sinks if s_aux is None else s_aux, query)
+    if position_bias is not None:
+        position_bias = _checked("position_bias", position_bias, query, key)
     mask, bias = _mask(attention_mask, module, is_causal, query, key)
+    mask = _within_sequences(mask, bias, query, key, (cu_seq_lens_q, cu_seq_lens_k), seq_idx)
     result: Any = fusegrad.flex_attention(
         query,
         key,
@@ -210,15 +251,15 @@ def attention(
         mask,
         scaling,
         enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=None if s_aux is None else AuxRequest(lse=True),
+        return_aux=None if sink is None else AuxRequest(lse=True),
         dropout_p=dropout,
         context_parallel=context,
     )
-    if s_aux is None:
+    if sink is None:
         out = result
     else:
         # exp(lse) / (exp(lse) + exp(sink)) is what the keys have of the weight.
         out, aux = result
-        kept = torch.sigmoid(aux.lse - s_aux.to(aux.lse.dtype).view(1, -1, 1))
+        kept = torch.sigmoid(aux.lse - sink.to(aux.lse.dtype))
         out = (out * kept.unsqueeze(-1)).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None

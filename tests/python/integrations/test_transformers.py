@@ -682,7 +682,9 @@ def test_what_attention_refuses() -> None:
     inputs = batch()
     with pytest.raises(NotImplementedError, match="fusegrad attention: output_attentions must be False"):
         make(attention="fusegrad")(**inputs, output_attentions=True)
-    with pytest.raises(ValueError, match=r"attention_mask must be a block mask or \[B or 1"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask must be \[2 or 1, 4 or 1, 24 or 1, >= 24\], but got \[2, 1, 24, 7\]"
+    ):
         make(attention="fusegrad")(**inputs, attention_mask=torch.zeros(2, 1, 24, 7))
     query, key = torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 5, 8)
     with pytest.raises(ValueError, match="as many queries as keys, but got 3 and 5"):

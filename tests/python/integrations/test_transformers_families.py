@@ -14,60 +14,40 @@ import torch
 from torch import Tensor, nn
 
 tf = pytest.importorskip("transformers")
+import sweep_transformers as sweep  # noqa: E402
 from fusegrad.integrations.lazy_logits import lazy_linear  # noqa: E402
-from fusegrad.integrations.transformers import apply  # noqa: E402
+from tiny_models import V, small_model  # noqa: E402
 
 pytestmark = pytest.mark.cpu_only
 
-V = 97
-SMALL: dict[str, Any] = {
-    **{"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-GPT: dict[str, Any] = {
-    **{"n_embd": 32, "n_layer": 2, "n_head": 4},
-    **{"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
-}
-NO_DROPOUT: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-BERT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-BART: dict[str, Any] = {
-    **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4},
-    **{"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0},
-    **{"attention_dropout": 0.0, "decoder_start_token_id": 1},
-}
-SERVED: dict[str, dict[str, Any]] = {
-    "GPTNeoXConfig": NO_DROPOUT,
-    "OPTConfig": {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32, "attention_dropout": 0.0},
-    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Llama4TextConfig": {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
-    "Phi3Config": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "Olmo2Config": {},
-    "Glm4Config": {},
-    "Starcoder2Config": {},
-    "GPTBigCodeConfig": GPT,
-    "BertConfig": BERT,
-    "T5Config": {
-        **{"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
-        **{"decoder_start_token_id": 1},
-    },
-    "BartConfig": BART,
-    "MBartConfig": BART,
-    "MarianConfig": BART,
-}
+# The part of the sweep over all families that CI runs, one of each kind; python tests/python/support/
+# sweep_transformers.py runs all.
+SERVED = [
+    "LlamaForCausalLM",
+    "Llama4ForCausalLM",
+    "GptOssForCausalLM",
+    "MixtralForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "OPTForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "Phi3ForCausalLM",
+    "BertForMaskedLM",
+    "LayoutLMForMaskedLM",
+    "T5ForConditionalGeneration",
+    "BartForConditionalGeneration",
+    "SwitchTransformersForConditionalGeneration",
+    "ViTModel",
+]
 # Refused in releases of transformers in which they compute their attention themselves.
-CHANGING: dict[str, dict[str, Any]] = {
-    "BloomConfig": {"n_layer": 2, "n_head": 4, **NO_DROPOUT},
-    "FalconConfig": {"head_dim": None, **NO_DROPOUT},
-    "GPTJConfig": {"rotary_dim": 4, **GPT},
-    "GPTNeoConfig": {
-        **{"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-        **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
-    },
-    "CodeGenConfig": {"rotary_dim": 4, **GPT},
-    "MptConfig": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
-}
+CHANGING = [
+    "BloomForCausalLM",
+    "FalconForCausalLM",
+    "GPTJForCausalLM",
+    "GPTNeoForCausalLM",
+    "CodeGenForCausalLM",
+    "MptForCausalLM",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -75,38 +55,6 @@ def nothing_steps_aside() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="fusegrad:")
         yield
-
-
-def config_of(name: str) -> Any:
-    options = {**SMALL, **{**SERVED, **CHANGING}[name]}
-    return getattr(tf, name)(**{k: v for k, v in options.items() if v is not None})
-
-
-def make(name: str, attention: str | None = None) -> Any:
-    """A small model, always with the same weights and biases of its logits."""
-    kinds = {"BertConfig": tf.AutoModelForMaskedLM, "T5Config": tf.AutoModelForSeq2SeqLM}
-    kind = tf.AutoModelForSeq2SeqLM if SERVED.get(name) is BART else kinds.get(name, tf.AutoModelForCausalLM)
-    config = config_of(name)
-    config._attn_implementation = attention or "eager"
-    model = kind.from_config(config)
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.1, generator=generator)
-    for buffer_name, buffer in model.named_buffers():
-        if "final_logits_bias" in buffer_name:
-            buffer.normal_(generator=generator)
-    return model.train()
-
-
-def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and all gradients, of rows of which one is padded."""
-    ids = torch.randint(3, V, (2, 24), generator=torch.Generator().manual_seed(1))
-    labels, mask = ids.clone(), torch.ones_like(ids)
-    labels[0, :5] = -100
-    labels[1, 18:], mask[1, 18:] = -100, 0
-    loss = model(input_ids=ids, labels=labels, attention_mask=mask).loss
-    loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def close(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
@@ -118,10 +66,12 @@ def close(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_attention_and_loss(name: str) -> None:
-    expected = step(make(name))
-    close(step(make(name, "fusegrad")), expected)
-    close(step(apply(make(name))), expected)
+def test_losses_attention_and_caches(name: str) -> None:
+    results = sweep.compared(name)
+    assert results["attention"] == "ok", results
+    assert all(r == "ok" or r.startswith("no:") for r in results.values()), results
+    if not name.startswith("ViT"):
+        assert results["loss"] == "ok", results
 
 
 def test_windows() -> None:
@@ -148,30 +98,21 @@ def test_windows() -> None:
 @pytest.mark.parametrize("name", CHANGING)
 def test_models_that_may_compute_their_attention_themselves(name: str) -> None:
     """Served, or refused by name when the implementation is set; the loss is fused in either case."""
-    model = make(name)
-    if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[type(model).__module__]):
-        test_attention_and_loss(name)
+    kind = getattr(tf, name)
+    results = sweep.compared(name)
+    assert results["loss"] == "ok", results
+    if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(sys.modules[kind.__module__]):
+        assert results["attention"] == "ok", results
         return
-    message = rf"^attn_implementation: .* but got {name.removesuffix('Config')}\w*, which computes its attention itself"
-    with pytest.raises(ValueError, match=message):
-        make(name, "fusegrad")
+    with sweep.quiet():
+        model = small_model(kind)
+    message = rf"^attn_implementation: .* but got {kind.__name__}, which computes its attention itself"
     with pytest.raises(ValueError, match=message):
         model.set_attn_implementation("fusegrad")
     assert model.config._attn_implementation != "fusegrad"
-    close(step(apply(model)), step(make(name)))
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_gpt2_with_a_cache(cache: str) -> None:
-    ids = torch.randint(3, V, (2, 7), generator=torch.Generator().manual_seed(1))
-    tokens = []
-    for attention in ("eager", "fusegrad"):
-        config = tf.GPT2Config(**{**SMALL, **GPT})
-        config._attn_implementation = attention
-        torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(config).eval()
-        tokens.append(model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation=cache))
-    assert torch.equal(*tokens)
+    model.config._attn_implementation = "fusegrad"
+    with pytest.raises(ValueError, match=message), torch.device("meta"):
+        kind._from_config(model.config)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +125,9 @@ def test_dropout_under_the_models_own_name(name: str, option: str, monkeypatch: 
     monkeypatch.setattr(
         fusegrad, "flex_attention", lambda *a, dropout_p, **how: given.append(dropout_p) or attend(*a, **how)
     )
-    config = getattr(tf, f"{name}Config")(**{**SMALL, "n_layer": 1, option: 0.125})
+    with sweep.quiet():
+        config = small_model(getattr(tf, f"{name}Model")).config
+    setattr(config, option, 0.125)
     config._attn_implementation = "fusegrad"
     model = tf.AutoModel.from_config(config).train()
     model(torch.randint(3, V, (2, 7)))
