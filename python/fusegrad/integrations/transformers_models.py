@@ -111,11 +111,9 @@ def _set_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwar
         refuse_unable(part, configs.get(id(part.config), wanted.get("")))
     result = _set_attention(self, attn_implementation, *args, **kwargs)
     if attn_implementation == "fusegrad":
+        # T5's stacks have copies of the config, which transformers 5.17 misses.
         for part in parts:
-            if (
-                part.config._attn_implementation != "fusegrad"
-            ):  # T5's stacks have copies, which transformers 5.17 misses
-                part.config._attn_implementation = "fusegrad"
+            part.config._attn_implementation = "fusegrad"
     return result
 
 
