@@ -24,7 +24,7 @@ from ._words import name_of
 from .lazy_graph import Link, Placeholder, Rewire, Tie, is_timing, passes_gradients
 from .lazy_record import Record
 
-__all__ = ["LazyLogits", "LazyLogitsTensor", "check_options", "lazy_linear", "materialize"]
+__all__ = ["LazyLogits", "LazyLogitsTensor", "check_options", "default_workspace", "lazy_linear", "materialize"]
 
 
 class LazyLogits(Record):
@@ -65,6 +65,8 @@ class LazyLogits(Record):
         input, head, bias = self._operands()
         options = dict(self.options)
         smoothing = options.pop("label_smoothing", 0.0)
+        if reduction == "none" and options.get("workspace_mib") is None:
+            options["workspace_mib"] = default_workspace(target.numel(), input.device)
         # The head's products ran in this dtype, under autocast or not.
         with torch.autocast(input.device.type, enabled=False):
             loss = fusegrad.linear_cross_entropy(
@@ -187,6 +189,14 @@ def lazy_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **opt
 def _transformed() -> bool:
     """Whether a transform of torch.func or forward mode runs, which know no Functions such as ours."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def default_workspace(rows: int, device: torch.device) -> int:
+    """MiB for one loss a row, whose backward comes later: logits that fit are kept, others are computed again.
+
+    Without a budget all would be kept. On a GPU 32 KiB a row are blocks of 16384 columns in 16 bits.
+    """
+    return 16 if device.type == "cpu" else min(max(rows // 32, 16), 128)
 
 
 def check_options(options: dict[str, Any]) -> None:

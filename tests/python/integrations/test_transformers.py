@@ -268,10 +268,13 @@ def test_heads_that_cannot_be_lazy_step_aside_loudly() -> None:
         model = make()
         change(model)
         expected = step(model, **inputs)
-        with pytest.warns(UserWarning, match="fusegrad: linear_cross_entropy steps aside.*head"):
+        with pytest.raises(ValueError, match="^apply: z_loss must be 0 where it cannot count, but got 0.1: linear_cross"):
+            apply(model, z_loss=0.1)
+        assert "forward" not in vars(model) and not hasattr(model, "_fusegrad")
+        with pytest.warns(UserWarning, match="fusegrad: linear_cross_entropy steps aside for Llama.*the head") as said:
             apply(model)
-        with pytest.warns(UserWarning, match="fusegrad: linear_cross_entropy steps aside"):
-            torch.testing.assert_close(step(model, **inputs), expected)
+        assert said[0].filename == __file__
+        torch.testing.assert_close(step(model, **inputs), expected)  # said once
 
 
 def test_bad_targets_and_options() -> None:
