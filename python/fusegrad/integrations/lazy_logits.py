@@ -24,7 +24,7 @@ from ._words import name_of
 from .lazy_graph import Link, Placeholder, Rewire, Tie, is_timing, passes_gradients
 from .lazy_record import Record
 
-__all__ = ["LazyLogits", "LazyLogitsTensor", "check_options", "default_workspace", "lazy_linear", "materialize"]
+__all__ = ["LazyLogits", "LazyLogitsTensor", "check_options", "default_workspace", "lazy_linear", "lazy_of", "materialize"]
 
 
 class LazyLogits(Record):
@@ -82,14 +82,44 @@ class LazyLogits(Record):
                 logit_scale=self.scale if self.cap is None else self.scale * self.cap,
                 **options,
             )
-        if torch.is_grad_enabled() and loss.requires_grad:
-            line = [record for record, _ in self._line()]
-            for record in line:
-                record.in_loss = True
-            links = [record.link for record in line if record.link is not None]
-            if links:
-                loss = Tie.apply(loss, *links)
-        return loss
+        return self._taken_by(loss)
+
+    def divergence(self, teacher: LazyLogits, **options: Any) -> Tensor:
+        """:func:`fusegrad.linear_jsd` of two heads' logits, of which the teacher's get no gradient.
+
+        Args:
+            teacher: of the same vocabulary.
+            options: of the function, besides operands, scales and softcaps.
+        """
+        input, head, bias = self._operands()
+        fixed = [None if t is None else t.detach() for t in teacher._operands()]
+        with torch.autocast(input.device.type, enabled=False):
+            loss = fusegrad.linear_jsd(
+                input.to(self.product_dtype),
+                head,
+                cast(Tensor, fixed[0]).to(teacher.product_dtype),
+                fixed[1],
+                student_bias=bias,
+                teacher_bias=fixed[2],
+                student_softcap=self.cap,
+                teacher_softcap=teacher.cap,
+                student_logit_scale=self.scale if self.cap is None else self.scale * self.cap,
+                teacher_logit_scale=teacher.scale if teacher.cap is None else teacher.scale * teacher.cap,
+                accumulate_dtype=self.options.get("accumulate_dtype"),
+                workspace_mib=self.options.get("workspace_mib"),
+                **options,
+            )
+        return self._taken_by(loss)
+
+    def _taken_by(self, loss: Tensor) -> Tensor:
+        """A loss without these logits; nodes of the graph between them and the head run in its backward."""
+        if not (torch.is_grad_enabled() and loss.requires_grad):
+            return loss
+        line = [record for record, _ in self._line()]
+        for record in line:
+            record.in_loss = True
+        links = [record.link for record in line if record.link is not None]
+        return Tie.apply(loss, *links) if links else loss
 
 
 class LazyLogitsTensor(Tensor):
@@ -212,7 +242,7 @@ def materialize(logits: Any) -> Any:
     return logits.materialize() if isinstance(logits, (LazyLogits, LazyLogitsTensor)) else logits
 
 
-def _lazy_of(value: Any) -> LazyLogits | None:
+def lazy_of(value: Any) -> LazyLogits | None:
     if isinstance(value, LazyLogitsTensor):
         return _settled(value)
     return value if isinstance(value, LazyLogits) else None
@@ -228,10 +258,10 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    lazy = _lazy_of(input)
+    lazy = lazy_of(input)
     if lazy is None or lazy.ndim > 2 or size_average is not None or reduce is not None or lazy.decided():
         return NotImplemented
-    if _lazy_of(target) is not None or target.requires_grad or not (lazy.cap is None or lazy.cap > 0):
+    if lazy_of(target) is not None or target.requires_grad or not (lazy.cap is None or lazy.cap > 0):
         return NotImplemented
     loss = lazy.cross_entropy(
         target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
@@ -288,17 +318,17 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             return made
     elif name is not None and args:
         # torch.mul's and torch.add's lazy operand may be the second.
-        swapped = name in ("mul", "add") and len(args) == 2 and _lazy_of(args[0]) is None
+        swapped = name in ("mul", "add") and len(args) == 2 and lazy_of(args[0]) is None
         first, *rest = args[::-1] if swapped else args
-        lazy = _lazy_of(first)
-        if lazy is not None and not any(_lazy_of(value) for value in rest):
+        lazy = lazy_of(first)
+        if lazy is not None and not any(lazy_of(value) for value in rest):
             made = getattr(lazy, name)(*rest, **kwargs)
             if isinstance(made, LazyLogits) and isinstance(first, LazyLogitsTensor):
                 return first if made is lazy else _as_tensor(made)
             return made
 
     def computed(value: Any) -> Tensor:
-        lazy = _lazy_of(value)
+        lazy = lazy_of(value)
         assert lazy is not None
         if func is torch.autograd.grad:
             lazy.watch("torch.autograd.grad by them")

@@ -5,9 +5,11 @@ Letters: N rows (tokens), V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import math
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -128,15 +130,17 @@ class Record:
 
     @_recorded
     def mul(self, other: Any) -> Any:
-        if isinstance(other, bool) or not isinstance(other, (int, float)):
+        if isinstance(other, bool) or not isinstance(other, Real):
             return NotImplemented
+        other = builtins.float(other)
         changes = {"scale": self.scale * other} if self.cap is None else {"cap": self.cap * other}
         return self._changed(lambda z: z * other, **changes)
 
     @_recorded
     def div(self, other: Any, *, rounding_mode: str | None = None) -> Any:
-        if isinstance(other, bool) or not isinstance(other, (int, float)) or other == 0 or rounding_mode is not None:
+        if isinstance(other, bool) or not isinstance(other, Real) or other == 0 or rounding_mode is not None:
             return NotImplemented
+        other = builtins.float(other)
         changes = {"scale": self.scale / other} if self.cap is None else {"cap": self.cap / other}
         return self._changed(lambda z: z / other, **changes)
 

@@ -34,6 +34,7 @@ _Target = TypeVar("_Target")
 
 # The name of the record that apply leaves in a model or a class.
 _RECORD = "_fusegrad"
+_applied: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 class Record:
@@ -44,15 +45,18 @@ class Record:
         forward: what stood in its own __dict__.
         heads: those whose class was changed.
         reached: in the forward that runs, something else than the head has served its loss.
-        pending: the backbone has run in training, and nothing has served a loss since.
+        running: the model's forward by apply runs, which knows by itself whether it reached the head.
+        pending: the backbone has run in training outside of it, and nothing has served a loss since.
         said: the user has been told that all logits are computed.
+        of_trainer: a trainer's apply made it.
+        without_gradients: the logits are lazy in forwards without gradients and labels too, as a teacher's.
     """
 
     def __init__(self, options: dict[str, Any], forward: Callable[..., Any] | None) -> None:
         self.options = options
         self.forward = forward
         self.heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.reached = self.pending = self.said = False
+        self.running = self.reached = self.pending = self.said = self.of_trainer = self.without_gradients = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
         # The copy's own forward is bound to the copy.
@@ -64,6 +68,10 @@ class Record:
     def for_training(self, training: bool) -> dict[str, Any]:
         """The options: what is added to the loss is for training alone."""
         return self.options if training else {**self.options, "z_loss": 0.0, "label_smoothing": 0.0}
+
+    def served(self) -> None:
+        """Something else than the head has computed the loss of a forward."""
+        self.reached, self.pending = True, False
 
     def not_fused(self, model: Any, reason: str, may_raise: bool = True) -> None:
         """Says once that the logits of a model are computed, unless an option is lost by that.
@@ -91,6 +99,8 @@ class _BackboneHook:
         if model is None or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and model.training):
             return
         _serve_trl()
+        if record.running:
+            return
         if record.pending:
             forward = vars(model).get("forward")
             replaced = not hasattr(getattr(forward, "__func__", forward), _RECORD)
@@ -148,18 +158,18 @@ def _no_head(head: Any, reason: str) -> str:
 
 def _run(model: Any, forward: Callable[..., Any], record: Record, args: Any, kwargs: Any) -> Any:
     # A call without gradients and labels, as in generation, asks for logits alone.
-    if not torch.is_grad_enabled() and kwargs.get("labels") is None:
+    if not torch.is_grad_enabled() and kwargs.get("labels") is None and not record.without_gradients:
         return forward(*args, **kwargs)
     head = _prepare(model, record)
     if head is None:
         return forward(*args, **kwargs)
     head.call = call = HeadCall(record.for_training(model.training))
-    record.reached = False
+    record.running, record.reached = True, False
     try:
         made = forward(*args, **kwargs)
     finally:
         head.call = None
-        record.pending = False
+        record.running = record.pending = False
     if not (call.reached or record.reached or torch.compiler.is_compiling()):
         inner = getattr(forward, "func", forward)
         where = f"{getattr(inner, '__module__', None)}.{getattr(inner, '__qualname__', inner)}"
@@ -224,7 +234,11 @@ def apply(
         "workspace_mib": workspace_mib,
     }
     check_options(options)
-    if getattr(model, _RECORD, None) is not None:
+    known = record_of(model)
+    if known is not None and known.of_trainer:
+        known.options, known.of_trainer = options, False
+        return target
+    if known is not None:
         raise ValueError(
             f"apply: the target must not be changed already, but got such a {_name(model)}: remove it first"
         )
@@ -239,6 +253,7 @@ def apply(
             )
         _prepare(model, record)
         setattr(model, _RECORD, record)
+        _applied.add(model)
         # A bound method, which a copy of the model binds to the copy.
         model.forward = types.MethodType(_fused_forward(type(model).forward), model)
         if model.base_model is not model:
@@ -281,12 +296,23 @@ def remove(target: _Target) -> _Target:
     else:
         model.forward = record.forward
     delattr(model, _RECORD)
+    _applied.discard(model)
     return target
 
 
 def record_of(model: Any) -> Record | None:
     """What apply did to a model or to its class; None where it did nothing."""
     return getattr(model, _RECORD, None)
+
+
+def record_of_twin(model: Any) -> Record | None:
+    """What apply did to a model whose head is of the shape and dtype of this one's, as a reference's is."""
+    weight = None if model is None else head_of(model).weight
+    for other in list(_applied):
+        head = head_of(other).weight if record_of(other) is not None else None
+        if head is not None and weight is not None and (head.shape, head.dtype) == (weight.shape, weight.dtype):
+            return record_of(other)
+    return None
 
 
 def _name(model: Any) -> str:
