@@ -1,7 +1,8 @@
 """The nodes of the autograd graph around logits that are not computed.
 
 A lazy tensor is the output of :class:`Placeholder`. Whatever else of the graph stands between the head and a loss, a
-custom Function or a hook, must see the gradient: :class:`Link` and :class:`Through` lead it there, and so does :class:`Rewire` where the logits were computed first.
+custom Function or a hook, must see the gradient: :class:`Link` and :class:`Through` lead it there, and so does
+:class:`Rewire` where the logits were computed first.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Rewire(torch.autograd.Function):
 
 
 class Tie(torch.autograd.Function):
-    """A loss that was computed without the links' logits: their nodes and hooks run in its backward, without a gradient."""
+    """A loss that was computed without the links' logits, in whose backward their nodes and hooks run all the same,
+    without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *links: Tensor) -> Tensor:
@@ -106,8 +108,8 @@ def passes_gradients(node: Any) -> bool:
 
 
 def is_timing(hook: Any) -> bool:
-    """Whether a tensor's hook is there for the time at which it runs, and neither reads nor changes the gradient: FSDP's
-    that gathers parameters before a backward, Fabric's that asks whether the backward is Fabric's."""
+    """Whether a tensor's hook is there for the time at which it runs, and neither reads nor changes the gradient:
+    FSDP's that gathers parameters before a backward, Fabric's that asks whether the backward is Fabric's."""
     hook = getattr(hook, "func", hook)
     module = getattr(hook, "__module__", None) or ""
     return module.startswith(("torch.distributed.fsdp.", "lightning.fabric.", "lightning_fabric."))

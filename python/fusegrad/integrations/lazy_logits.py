@@ -24,7 +24,15 @@ from ._words import name_of
 from .lazy_graph import Link, Placeholder, Rewire, Tie, is_timing, passes_gradients
 from .lazy_record import Record
 
-__all__ = ["LazyLogits", "LazyLogitsTensor", "check_options", "default_workspace", "lazy_linear", "lazy_of", "materialize"]
+__all__ = [
+    "LazyLogits",
+    "LazyLogitsTensor",
+    "check_options",
+    "default_workspace",
+    "lazy_linear",
+    "lazy_of",
+    "materialize",
+]
 
 
 class LazyLogits(Record):
@@ -307,9 +315,9 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if isinstance(first, LazyLogitsTensor) and func in _ATTACHING:
         return _attach(func, first, args[1:], kwargs)
     if isinstance(first, LazyLogitsTensor) and func in _OF_THE_GRAPH:
-        lazy = _settled(first)
-        if lazy.watched and lazy.link is None:
-            return func(lazy.materialize(), *args[1:], **kwargs)
+        own = _settled(first)
+        if own.watched and own.link is None:
+            return func(own.materialize(), *args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func is F.cross_entropy:
@@ -350,7 +358,9 @@ _METADATA: set[Any] = {
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 # What the tensor itself answers until something is attached to its values.
-_OF_THE_GRAPH = _attributes("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks")
+_OF_THE_GRAPH = _attributes(
+    "requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"
+)
 _OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
 _DETACHING = {Tensor.detach_, torch.detach_}
 _ATTACHING: set[Any] = {

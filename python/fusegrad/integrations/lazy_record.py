@@ -254,7 +254,8 @@ class Record:
         shared = True
         while record is not None:
             yield record, shared
-            record, shared = record.parent, shared and record.is_view
+            shared = shared and record.is_view
+            record = record.parent
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The head and its input as they were when the head was called, or an error."""
@@ -287,8 +288,8 @@ class Record:
         if needs_gradient and self.in_loss:
             raise RuntimeError(
                 f"LazyLogits: {change} must come before a loss of the logits is computed, but one has been, without "
-                "them, so that its backward has no gradient by them: compute the loss of their materialize(), or with a "
-                "model that apply has not changed"
+                "them, so that its backward has no gradient by them: compute the loss of their materialize(), or with "
+                "a model that apply has not changed"
             )
         self.watched = True
 

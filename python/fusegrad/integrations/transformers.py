@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from fusegrad._arguments import checked
@@ -82,7 +82,9 @@ class Record:
         what = f"linear_cross_entropy steps aside for {type(model).__name__}, all logits are computed: {reason}"
         lost = [name for name in ("z_loss", "label_smoothing") if self.options[name] != 0.0]
         if lost and may_raise:
-            raise ValueError(f"apply: {lost[0]} must be 0 where it cannot count, but got {self.options[lost[0]]}: {what}")
+            raise ValueError(
+                f"apply: {lost[0]} must be 0 where it cannot count, but got {self.options[lost[0]]}: {what}"
+            )
         if not self.said:
             self.said = True
             warn(what)
@@ -248,9 +250,8 @@ def apply(
         model.forward = _fused_forward(model.forward)  # type: ignore[attr-defined]
     else:
         if model.get_output_embeddings() is None:
-            raise ValueError(
-                f"apply: the model must have output embeddings, but got a {type(model).__name__}{_parts_with_heads(model)}"
-            )
+            parts = _parts_with_heads(model)
+            raise ValueError(f"apply: the model must have output embeddings, but got a {type(model).__name__}{parts}")
         _prepare(model, record)
         setattr(model, _RECORD, record)
         _applied.add(model)

@@ -2,8 +2,8 @@
 
 TRL's trainers (SFT, GRPO, DPO, KTO, RLOO, ...) multiply hidden states by the head's weight themselves, and take
 log-probabilities, entropies and whether a token is the most probable one of it; the model's loss is not asked.
-:func:`apply`, and :func:`fusegrad.integrations.transformers.apply` where TRL is loaded, puts fusegrad's in that place for
-the heads of models that they have changed; others stay TRL's.
+:func:`apply`, and :func:`fusegrad.integrations.transformers.apply` where TRL is loaded, puts fusegrad's in that place
+for the heads of models that they have changed; others stay TRL's.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SERVED = {"log_probs", "entropy", "mean_logits", "is_top1"}
 
 
 def _calling_model() -> PreTrainedModel | None:
-    """The model in whose forward TRL calls its Function, to which it gives the head's weight alone: that of a copy, of a
-    sharded head or of an adapter says nothing of its model."""
+    """The model in whose forward TRL calls its Function, to which it gives the head's weight alone: that of a sharded
+    head, or of an adapter, says nothing of its model."""
     frame = sys._getframe(2)
     model = frame.f_locals.get("self")
     return model if isinstance(model, PreTrainedModel) else None

@@ -21,8 +21,8 @@ def top_log_probs(
         positions: one a token: a mapping from a token's id to its log-probability, a number or what has it as
             ``logprob``; or None, which vLLM gives for a prompt's first token. Or such a sequence for each of several
             completions, which may be of different lengths.
-        k: how many are kept of each position, the most probable ones; None: all. vLLM adds the token that was sampled to
-            its k where it is none of them.
+        k: how many are kept of each position, the most probable ones; None: all. vLLM adds the token that was sampled
+            to its k where it is none of them.
         device: of the result.
 
     Returns:

@@ -8,13 +8,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import fusegrad
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from fusegrad.integrations.lazy_logits import LazyLogitsTensor, lazy_linear, materialize
+from torch import Tensor, nn
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.filterwarnings("ignore:fusegrad")]
 
@@ -84,7 +82,7 @@ PLAIN: dict[str, Step] = {
 }
 IN_THE_WAY: dict[str, Step] = {
     **{
-        f"Function: {name}": lambda z, _, f=scaled(forward): f(z)
+        f"Function: {name}": lambda z, _, forward=forward: scaled(forward)(z)
         for name, forward in {
             "x * 1": lambda x: x * 1,
             "double": lambda x: x.double(),
@@ -193,7 +191,7 @@ def test_a_function_that_got_a_copy_before_a_hook_raises() -> None:
     logits = lazy_linear(*leaves())
     taken = scaled(lambda x: x * 1)(logits * 1)
     logits.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(RuntimeError, match="^LazyLogits: a custom Function must get logits to which nothing"):
+    with pytest.raises(RuntimeError, match=r"^LazyLogits: a custom Function must get logits to which nothing"):
         F.cross_entropy(taken.view(10, V), TARGET).backward()
 
 
@@ -239,7 +237,12 @@ def test_hooks_of_the_head(kind: str) -> None:
 
 def test_copies_and_views_of_written_logits() -> None:
     """What a copy was made of may be written to later; a view has what was written."""
-    for make in (lambda z: z.clone(), lambda z: z[:, :-1].reshape(-1, V), lambda z: z[:, 1:].contiguous(), lambda z: z[0]):
+    for make in (
+        lambda z: z.clone(),
+        lambda z: z[:, :-1].reshape(-1, V),
+        lambda z: z[:, 1:].contiguous(),
+        lambda z: z[0],
+    ):
         found = []
         for linear in (lazy_linear, F.linear):
             with torch.no_grad():
@@ -345,4 +348,4 @@ def test_copies_of_outputs_by_a_function_need_no_logits() -> None:
     plain = leaves()
     F.cross_entropy(F.linear(*plain).view(10, V), TARGET).backward()
     same([t.grad for t in given], [t.grad for t in plain])
-    assert fusegrad is not None and isinstance(logits, LazyLogitsTensor)
+    assert isinstance(logits, LazyLogitsTensor)

@@ -60,10 +60,10 @@ def test_completions_of_different_lengths() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="^top_log_probs: k must be at least 1, but got 0"):
+    with pytest.raises(ValueError, match=r"^top_log_probs: k must be at least 1, but got 0"):
         top_log_probs([{1: -1.0}], k=0)
-    with pytest.raises(ValueError, match="^top_log_probs: positions must have log-probabilities, but got none"):
+    with pytest.raises(ValueError, match=r"^top_log_probs: positions must have log-probabilities, but got none"):
         top_log_probs([None])
     for value in (3.5, float("nan")):
-        with pytest.raises(ValueError, match=f"^top_log_probs: log-probabilities must be at most 0, but got {value} for"):
+        with pytest.raises(ValueError, match=f"^top_log_probs: log-probabilities must be at most 0, but got {value}"):
             top_log_probs([{1: value}])
