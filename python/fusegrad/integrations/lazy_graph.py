@@ -7,12 +7,14 @@ custom Function or a hook, must see the gradient: :class:`Link` and :class:`Thro
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Link", "Placeholder", "Rewire", "Through", "Tie", "is_timing", "passes_gradients"]
+__all__ = ["Link", "Placeholder", "Rewire", "Through", "Tie", "is_own", "is_timing", "passes_gradients"]
 
 
 class Placeholder(torch.autograd.Function):
@@ -21,7 +23,9 @@ class Placeholder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Any, lazy: Any, *tensors: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.lazy = lazy  # its tensors are checked for writes when they are used
+        # What is there to compute, whose tensors are checked for writes when they are used. Not the record itself: its
+        # link holds this node, and a cycle through nodes is never collected.
+        ctx.lazy, ctx.owner = copy.copy(lazy), weakref.ref(lazy)
         return Tensor._make_wrapper_subclass(kind, lazy.shape, dtype=lazy.dtype, device=lazy.device)
 
     @staticmethod
@@ -29,8 +33,9 @@ class Placeholder(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return None, None, None, None, None
-        ctx.lazy.warn_of("a gradient by them")
-        if any(record.watched for record, _ in ctx.lazy._line()):
+        record = ctx.owner() or ctx.lazy
+        record.warn_of("a gradient by them")
+        if any(r.watched for r, _ in record._line()):
             raise RuntimeError(
                 "LazyLogits: a custom Function must get logits to which nothing was attached, but a hook or a change "
                 "of their graph was: give it their materialize()"
@@ -76,14 +81,15 @@ class Rewire(torch.autograd.Function):
     """A lazy tensor whose gradient is that of its computed value from here on, and of the hooks there."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, value: Tensor, lazy: Any) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(lazy)
-        return lazy
+        ctx.mark_dirty(tensor)
+        ctx.owner = weakref.ref(lazy)
+        return tensor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, grad
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
+        return None, grad, None
 
 
 class Tie(torch.autograd.Function):
@@ -98,6 +104,12 @@ class Tie(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return grad, *(None for _ in ctx.needs_input_grad[1:])
+
+
+def is_own(node: Any, lazy: Any) -> bool:
+    """Whether a node is the one that a lazy tensor was given with its record."""
+    owner = getattr(node, "owner", None)
+    return node is None or (isinstance(owner, weakref.ref) and owner() is lazy)
 
 
 def passes_gradients(node: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 import fusegrad
 
 from ._words import name_of
-from .lazy_graph import Link, Placeholder, Rewire, Tie, is_timing, passes_gradients
+from .lazy_graph import Link, Placeholder, Rewire, Tie, is_own, is_timing, passes_gradients
 from .lazy_record import Record
 
 __all__ = [
@@ -169,7 +169,6 @@ def _as_tensor(lazy: LazyLogits) -> LazyLogitsTensor:
     with torch.set_grad_enabled(lazy.grad):
         made = Placeholder.apply(LazyLogitsTensor, lazy, lazy.input, lazy.weight, lazy.bias)
     made._lazy = lazy
-    lazy.node = _node(made)
     return made
 
 
@@ -181,8 +180,8 @@ def _node(tensor: LazyLogitsTensor) -> Any:
 def _settled(tensor: LazyLogitsTensor) -> LazyLogits:
     """What a tensor stands for: the output of another Function than ours are logits whose gradient must pass it."""
     lazy, node = tensor._lazy, _node(tensor)
-    if node is not lazy.node:
-        lazy.node = node
+    if not lazy.foreign and not is_own(node, lazy):
+        lazy.foreign = True
         lazy.link = _link(tensor)
         if passes_gradients(node) and lazy.parent is not None:
             lazy.grad = lazy.parent.grad
@@ -301,10 +300,8 @@ def _attach(func: Callable[..., Any], tensor: LazyLogitsTensor, args: tuple[Any,
         made = func(value, *args, **kwargs)
         if value.requires_grad:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                Rewire.apply(tensor, value)
-        lazy.node = _node(tensor)
+                Rewire.apply(tensor, value, lazy)
         return tensor if made is value else made
-    lazy.node = _node(tensor)
     return tensor
 
 

@@ -77,8 +77,9 @@ class Record:
         self.watched = False
         # A loss has been computed without the gradient by these logits.
         self.in_loss = False
-        # The node of the tensor that stands for these logits, and a link to it where gradients must pass it.
-        self.node: Any = None
+        # Another Function has put out the tensor that stands for these logits. A link to its node, or to one with hooks,
+        # where gradients must pass that.
+        self.foreign = False
         self.link: Tensor | None = None
         self.warned = False
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -349,3 +351,31 @@ def test_copies_of_outputs_by_a_function_need_no_logits() -> None:
     F.cross_entropy(F.linear(*plain).view(10, V), TARGET).backward()
     same([t.grad for t in given], [t.grad for t in plain])
     assert isinstance(logits, LazyLogitsTensor)
+
+
+def timing(grad: Tensor) -> None:
+    pass
+
+
+timing.__module__ = "torch.distributed.fsdp._fully_shard"
+
+
+@pytest.mark.parametrize("name", ["plain", "timing", *IN_THE_WAY])
+def test_nothing_lives_longer_than_its_graph(name: str) -> None:
+    """Without the garbage collector."""
+    step = {**IN_THE_WAY, "plain": lambda z, _: z.float(), "timing": lambda z, _: z.register_hook(timing) and z}[name]
+    gc.collect()
+    gc.disable()
+    try:
+        given: list[Any] = leaves()
+        hidden, seen = given[0] * 1, []
+        alive = weakref.ref(hidden)
+        logits = lazy_linear(hidden, *given[1:])
+        loss = F.cross_entropy(step(logits, seen).view(10, V), TARGET)
+        if loss.requires_grad:
+            loss.backward()
+        del logits, loss, hidden, given
+        seen.clear()
+        assert alive() is None
+    finally:
+        gc.enable()
