@@ -186,7 +186,7 @@ def _settled(tensor: LazyLogitsTensor) -> LazyLogits:
         if passes_gradients(node) and lazy.parent is not None:
             lazy.grad = lazy.parent.grad
         else:
-            lazy.watched = True
+            lazy.watch("another Function", needs_gradient=False)
     return lazy
 
 
@@ -321,6 +321,9 @@ def _dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         made = _cross_entropy(*args, **kwargs)
         if made is not NotImplemented:
             return made
+        lazy = lazy_of(first)
+        if lazy is not None:
+            lazy.refuse_lost("the cross entropy is not of rows of classes")
     elif name is not None and args:
         # torch.mul's and torch.add's lazy operand may be the second.
         swapped = name in ("mul", "add") and len(args) == 2 and lazy_of(args[0]) is None

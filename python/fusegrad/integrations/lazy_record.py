@@ -77,8 +77,8 @@ class Record:
         self.watched = False
         # A loss has been computed without the gradient by these logits.
         self.in_loss = False
-        # Another Function has put out the tensor that stands for these logits. A link to its node, or to one with hooks,
-        # where gradients must pass that.
+        # Another Function has put out the tensor that stands for these logits. A link to its node, or to one with
+        # hooks, where gradients must pass that.
         self.foreign = False
         self.link: Tensor | None = None
         self.warned = False
@@ -292,7 +292,16 @@ class Record:
                 "them, so that its backward has no gradient by them: compute the loss of their materialize(), or with "
                 "a model that apply has not changed"
             )
+        self.refuse_lost(f"{change} must see them")
         self.watched = True
+
+    def refuse_lost(self, reason: str) -> None:
+        """Raises where an option would not count in a loss, because the logits are computed for it."""
+        for name in self.lost():
+            raise ValueError(
+                f"LazyLogits: {name} must be 0 where a loss is computed of all logits, but got {self.options[name]}: "
+                f"{reason}"
+            )
 
     def needed_by(self, func: Any) -> Tensor:
         """The logits, for a function that cannot do without, which in training costs what laziness was to save."""
@@ -306,10 +315,16 @@ class Record:
         if not self.warned:
             for record, _ in self._line():
                 record.warned = True
+            lost = " and ".join(self.lost())
             warn(
                 f"{reason} needs all logits, {list(self.shape)}: they were computed. "
                 "torch.nn.functional.cross_entropy of rows of them does not need them."
+                + (f" What is computed of them has no {lost}." if lost else "")
             )
+
+    def lost(self) -> list[str]:
+        """The options that count in a cross entropy without logits alone."""
+        return [name for name in ("z_loss", "label_smoothing") if self.options.get(name)]
 
     def materialize(self) -> Tensor:
         """The logits ``[..., V]``, computed once, connected to the graph as those of ``torch.nn.functional.linear``.

@@ -37,7 +37,7 @@ _RECORD = "_fusegrad"
 _applied: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-class Record:
+class ModelRecord:
     """What apply did to a model or a class.
 
     Attributes:
@@ -58,9 +58,9 @@ class Record:
         self.heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.running = self.reached = self.pending = self.said = self.of_trainer = self.without_gradients = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Record:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelRecord:
         # The copy's own forward is bound to the copy.
-        return Record(self.options, copy.deepcopy(self.forward, memo))
+        return ModelRecord(self.options, copy.deepcopy(self.forward, memo))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # the model in a file is the plain one: pickle finds its forward by name, in its class
@@ -85,7 +85,7 @@ class Record:
             raise ValueError(
                 f"apply: {lost[0]} must be 0 where it cannot count, but got {self.options[lost[0]]}: {what}"
             )
-        if not self.said:
+        if not (self.said or torch.compiler.is_compiling()):
             self.said = True
             warn(what)
 
@@ -93,7 +93,7 @@ class Record:
 class _BackboneHook:
     """Runs before a model's backbone, which every forward calls, another library's too."""
 
-    def __init__(self, model: Any, record: Record) -> None:
+    def __init__(self, model: Any, record: ModelRecord) -> None:
         self.model, self.record = weakref.ref(model), record
 
     def __call__(self, backbone: nn.Module, args: Any) -> None:
@@ -135,7 +135,7 @@ def _serve_trl() -> None:
         trl.serve()
 
 
-def _prepare(model: Any, record: Record) -> Any:
+def _prepare(model: Any, record: ModelRecord) -> Any:
     """The model's head, able to be lazy; None where it cannot be, said loudly."""
     head = head_of(model)
     if isinstance(head, LazyHead):
@@ -158,7 +158,7 @@ def _no_head(head: Any, reason: str) -> str:
     return f"the head ({type(head).__name__}) must be a linear layer with its weight in one piece, but {reason}"
 
 
-def _run(model: Any, forward: Callable[..., Any], record: Record, args: Any, kwargs: Any) -> Any:
+def _run(model: Any, forward: Callable[..., Any], record: ModelRecord, args: Any, kwargs: Any) -> Any:
     # A call without gradients and labels, as in generation, asks for logits alone.
     if not torch.is_grad_enabled() and kwargs.get("labels") is None and not record.without_gradients:
         return forward(*args, **kwargs)
@@ -244,7 +244,7 @@ def apply(
         raise ValueError(
             f"apply: the target must not be changed already, but got such a {_name(model)}: remove it first"
         )
-    record = Record(options, vars(model).get("forward"))
+    record = ModelRecord(options, vars(model).get("forward"))
     if isinstance(model, type):
         setattr(model, _RECORD, record)
         model.forward = _fused_forward(model.forward)  # type: ignore[attr-defined]
@@ -301,12 +301,12 @@ def remove(target: _Target) -> _Target:
     return target
 
 
-def record_of(model: Any) -> Record | None:
+def record_of(model: Any) -> ModelRecord | None:
     """What apply did to a model or to its class; None where it did nothing."""
     return getattr(model, _RECORD, None)
 
 
-def record_of_twin(model: Any) -> Record | None:
+def record_of_twin(model: Any) -> ModelRecord | None:
     """What apply did to a model whose head is of the shape and dtype of this one's, as a reference's is."""
     weight = None if model is None else head_of(model).weight
     for other in list(_applied):

@@ -116,10 +116,15 @@ class _LogProbs:
     apply = staticmethod(_log_probs)
 
 
+@functools.cache
+def _say_elsewhere() -> None:
+    warn(f"TRL's own head is used: trl must be 1.16, but got {trl.__version__}, which computes elsewhere")
+
+
 def serve() -> None:
     """Puts fusegrad's in the places of TRL's Functions, for models that apply has changed."""
     if _chunked is None:
-        warn(f"TRL's own head is used: trl must be 1.16, but got {trl.__version__}, which computes elsewhere")
+        _say_elsewhere()
     else:
         utils._ChunkedLogProbFunction = _LogProbs
     trl_distillation.serve()

@@ -327,6 +327,22 @@ def test_the_loss_has_pytorchs_dtype(dtype: torch.dtype) -> None:
         assert found.dtype == expected.dtype
 
 
+def test_options_that_cannot_count() -> None:
+    """A cross entropy raises; what else is computed of the logits is said to have none."""
+    for name in ("z_loss", "label_smoothing"):
+        logits = lazy_linear(*leaves(), **{name: 0.1})
+        message = rf"^LazyLogits: {name} must be 0 where a loss is computed of all logits, but got 0.1: .*"
+        with pytest.raises(ValueError, match=message + "another Function must see them"):
+            F.cross_entropy(scaled(lambda x: x * 1)(logits).view(10, V), TARGET)
+        with pytest.raises(ValueError, match=message + "register_hook must see them"):
+            logits.register_hook(print)
+        with pytest.raises(ValueError, match=message + "the cross entropy is not of rows of classes"):
+            F.cross_entropy(logits, torch.zeros(2, V, dtype=torch.int64))
+        with pytest.warns(UserWarning, match=f"log_softmax needs all logits.* has no {name}"):
+            F.log_softmax(logits, -1)
+        assert F.cross_entropy(logits.view(10, V), TARGET) > 0
+
+
 class Sinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: Any) -> Any:
