@@ -9,13 +9,11 @@ for the heads of models that they have changed; others stay TRL's.
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any, TypeVar
 
 import torch
 import trl
 from torch import Tensor
-from transformers import PreTrainedModel
 from trl.trainer import utils
 
 import fusegrad
@@ -24,6 +22,7 @@ from . import transformers, trl_distillation
 from ._words import warn
 from .lazy_logits import default_workspace
 from .transformers import record_of
+from .trl_distillation import calling_model
 
 __all__ = ["apply", "remove", "serve"]
 
@@ -33,14 +32,6 @@ _RECORD = "_fusegrad_trl"
 _chunked: Any = getattr(utils, "_ChunkedLogProbFunction", None)
 # The values that TRL may ask for and linear_cross_entropy gives.
 _SERVED = {"log_probs", "entropy", "mean_logits", "is_top1"}
-
-
-def _calling_model() -> PreTrainedModel | None:
-    """The model in whose forward TRL calls its Function, to which it gives the head's weight alone: that of a sharded
-    head, or of an adapter, says nothing of its model."""
-    frame = sys._getframe(2)
-    model = frame.f_locals.get("self")
-    return model if isinstance(model, PreTrainedModel) else None
 
 
 def _log_probs(
@@ -61,7 +52,7 @@ def _log_probs(
     With a cap c, a scale s and a temperature t the logits are ``c * tanh(s * z / c) / t``: those of a cap c / t and a
     scale s / t.
     """
-    model = _calling_model()
+    model = calling_model("self")
     record = record_of(model)
     if record is None and not torch.is_grad_enabled():
         # A reference: its log-probabilities are compared with those of a model that apply has changed.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fusegrad
+from fusegrad._eager import eager_only
 
 from .lazy_logits import LazyLogits, LazyLogitsTensor, default_workspace, lazy_of
 from .transformers import record_of
@@ -16,10 +17,19 @@ from .transformers import record_of
 __all__ = ["serve"]
 
 
-def _student() -> Any:
-    """The model whose divergence TRL takes: its loss gives its Function the heads' weights alone."""
-    frame: Any = sys._getframe(3)
-    return frame.f_locals.get("unwrapped_student") if frame is not None else None
+@eager_only
+def calling_model(name: str) -> Any:
+    """The model that the innermost caller has under a name; None where none has one. TRL gives its Functions the head's
+    weight alone, and that of a sharded head, or of an adapter, says nothing of its model."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        model = frame.f_locals.get(name)
+        if isinstance(model, torch.nn.Module) and hasattr(model, "get_output_embeddings"):
+            return model
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
 
 
 def _in_autocast(hidden: Tensor) -> Tensor:
@@ -36,7 +46,7 @@ class _Divergence:
     @classmethod
     def apply(cls, *arguments: Any) -> tuple[Tensor, Tensor]:
         """The divergence of each row, and the student's entropy, which has no gradient."""
-        record = record_of(_student())
+        record = record_of(calling_model("unwrapped_student"))
         if record is None:
             return cls.theirs.apply(*arguments)
         record.served()
