@@ -233,7 +233,10 @@ def default_workspace(rows: int, device: torch.device) -> int:
 
     Without a budget all would be kept. On a GPU 32 KiB a row are blocks of 16384 columns in 16 bits.
     """
-    return 16 if device.type == "cpu" else min(max(rows // 32, 16), 128)
+    if device.type == "cpu":
+        return 16
+    # A compiler would compile anew for each number of rows.
+    return 64 if torch.compiler.is_compiling() else min(max(rows // 32, 16), 128)
 
 
 def check_options(options: dict[str, Any]) -> None:

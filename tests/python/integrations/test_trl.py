@@ -460,12 +460,25 @@ def test_apply_to_a_class_of_trainers(tmp_path: Path, no_logits: dict[str, int])
         apply_to_trainer(make())
 
 
+def test_trl_that_is_loaded_after_apply(
+    tmp_path: Path, no_logits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply(make())
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
+    trainer = sft(model, tmp_path)
+    no_logits.update(linear_cross_entropy=0, products=0)
+    trainer.train()
+    assert no_logits["linear_cross_entropy"] == 1 and no_logits["products"] == 0
+
+
 def test_nothing_imports_trl_unasked() -> None:
     program = """
         import sys
         import transformers as tf
         from fusegrad.integrations.transformers import apply
+        from transformers.trainer_pt_utils import LabelSmoother
 
+        assert not hasattr(LabelSmoother.__call__, "__wrapped__")  # patched by apply alone
         config = tf.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                 num_attention_heads=2, num_key_value_heads=2)
         apply(tf.AutoModelForCausalLM.from_config(config))
