@@ -236,7 +236,7 @@ def default_workspace(rows: int, device: torch.device) -> int:
     if device.type == "cpu":
         return 16
     # A compiler would compile anew for each number of rows.
-    return 64 if torch.compiler.is_compiling() else min(max(rows // 32, 16), 128)
+    return 64 if torch.compiler.is_compiling() else min(max(rows // 32, 16), 256)
 
 
 def check_options(options: dict[str, Any]) -> None:
