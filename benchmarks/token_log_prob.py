@@ -180,6 +180,8 @@ def ours(fusegrad: Any, case: Case, quick: bool) -> list[Implementation]:
 
     rows, vocabulary = case["N"], case["V"]
 
+    from fusegrad.integrations.lazy_logits import default_workspace
+
     def policy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return grpo(fusegrad.linear_log_prob(hidden, weight, target, return_entropy=False).log_prob)
 
@@ -191,6 +193,7 @@ def ours(fusegrad: Any, case: Case, quick: bool) -> list[Implementation]:
     found = [
         make("", lambda _: {}),
         make(" recompute", lambda _: {"workspace_mib": LEAN_MIB}),
+        make(" of TRL's trainers", lambda t: {"workspace_mib": default_workspace(rows, t.device)}),
         Implementation("fusegrad grpo", policy, ours=True, variant="grpo"),
         make(" batch invariant", lambda _: {"batch_invariant": True}, essential=False),
         make(" temperature a row", lambda t: {"logit_scale": torch.ones(rows, device=t.device)}),
@@ -220,6 +223,15 @@ def _goals(rows: int, hidden: int, vocabulary: int, quick: bool) -> tuple[Goal, 
         goals.append(
             Goal(f"ahead of {peer}", ("fusegrad", "fusegrad recompute"), than=peer, min_speedup=1, max_memory_share=1)
         )
+    goals.append(
+        Goal(
+            "in TRL's trainers ahead of trl chunked",
+            ("fusegrad of TRL's trainers",),
+            than="trl chunked",
+            min_speedup=1,
+            max_memory_share=1,
+        )
+    )
     goals.append(Goal("ahead of liger grpo", ("fusegrad grpo",), than="liger grpo", min_speedup=1, max_memory_share=1))
     for name in (" temperature a row", *(f" support {k}" for k in SUPPORTS[quick])):
         subject = f"fusegrad{name}"

@@ -49,7 +49,13 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     # A tensor is none: the dispatcher would read it, which waits for the device and cuts its gradient off.
-    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, Real)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat, Real)) and not isinstance(value, bool)
+    return number or is_compiled_number(value)
+
+
+def is_compiled_number(value: Any) -> bool:
+    """torch.compile makes 0-d arrays of numpy's numbers."""
+    return torch.compiler.is_compiling() and type(value).__module__ == "numpy" and value.ndim == 0
 
 
 def _is_tensor(value: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
 from . import _options
-from ._arguments import checked
+from ._arguments import checked, is_compiled_number
 from ._eager import eager_only
 from ._options import Reduction
 from .distributed.shards import VocabParallel, is_dtensor, sharded
@@ -102,6 +102,8 @@ def _normalizer(op: str, normalizer: float | Tensor | None, input: Tensor) -> Te
     if normalizer is None or isinstance(normalizer, Tensor):
         return normalizer
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    if is_compiled_number(normalizer):
+        return torch.as_tensor(normalizer, dtype=dtype, device=input.device)
     if not abs(normalizer) <= torch.finfo(dtype).max:
         raise ValueError(f"{op}: normalizer must be a finite number in {dtype}, but got {normalizer}")
     return torch.full((), float(normalizer), dtype=dtype, device=input.device)

@@ -26,20 +26,23 @@ bool logits_fit(const Tensor& input, const Tensor& weight, std::optional<int64_t
   return input.sym_size(0) * logits_row_elements(weight.sym_size(0), size) * size <= *budget_bytes(workspace_mib);
 }
 
+// Python has one argument for a number and a tensor.
+constexpr auto kScaleName = "logit_scale (C++: row_scale)";
+
 // row_scale as [N] acc, differentiably.
 OptionalTensor make_row_scale(const Tensor& input, const LinearCrossEntropyOptions& options, const RowArguments& rows) {
   const auto& scale = options.row_scale();
   if (!scale) return std::nullopt;
   const c10::SymIntArrayRef shape(rows.row_shape);
-  check_dense(kOp, "row_scale", *scale);
-  FUSEGRAD_CHECK_TYPE(scale->is_floating_point(), kOp, "row_scale must be floating-point, but got ",
+  check_dense(kOp, kScaleName, *scale);
+  FUSEGRAD_CHECK_TYPE(scale->is_floating_point(), kOp, kScaleName, " must be floating-point, but got ",
                       scale->scalar_type());
-  FUSEGRAD_CHECK_VALUE(scale->dim() == 0 || scale->sym_sizes() == shape, kOp, "row_scale must be 0-d or have shape ",
+  FUSEGRAD_CHECK_VALUE(scale->dim() == 0 || scale->sym_sizes() == shape, kOp, kScaleName, " must be 0-d or have shape ",
                        shape, ", but got ", scale->sym_sizes());
-  check_same_device(kOp, "row_scale", *scale, input);
-  FUSEGRAD_CHECK_VALUE(!options.softcap() || options.support() || !scale->requires_grad(), kOp,
-                       "row_scale must not require grad beside a softcap, where it gets no gradient, but got a tensor "
-                       "that does: detach it");
+  check_same_device(kOp, kScaleName, *scale, input);
+  FUSEGRAD_CHECK_VALUE(!options.softcap() || options.support() || !scale->requires_grad(), kOp, kScaleName,
+                       " must not require grad beside a softcap, where it gets no gradient, but got a "
+                       "tensor that does: detach it");
   return scale->to(acc_type(input.scalar_type())).expand_symint(shape).reshape({-1}).contiguous();
 }
 

@@ -1,185 +1,183 @@
 """Hugging Face transformers: the loss by linear cross entropy, attention by flex attention. See docs/transformers.md.
 
-Importing this module registers ``attn_implementation="fusegrad"`` (fusegrad.integrations.transformers_attention) and
-lets the Trainer's label smoothing take lazy logits. Models change by :func:`apply` alone.
+Importing this module registers ``attn_implementation="fusegrad"`` (fusegrad.integrations.transformers_attention), which
+models that cannot take it refuse. Models and the Trainer change by :func:`apply` alone.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.trainer_pt_utils import LabelSmoother
 
 from fusegrad._arguments import checked
 
 from . import transformers_attention, transformers_models  # noqa: F401
-from .lazy_logits import LazyLogits, LazyLogitsTensor, check_options, lazy_linear
+from ._words import warn
+from .lazy_logits import check_options
 from .transformers_context import context_parallel
+from .transformers_heads import HeadCall, LazyHead, head_of, lazy_class, why_not
+from .transformers_trainer import serve_label_smoothing
 
 __all__ = ["apply", "context_parallel", "remove"]
 
 _Target = TypeVar("_Target")
-# Heads that apply has prepared, with the options that they were given.
-_heads: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 # The name of the record that apply leaves in a model or a class.
 _RECORD = "_fusegrad"
+_applied: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-class _Record:
-    """What apply did to a model or a class."""
+class ModelRecord:
+    """What apply did to a model or a class.
+
+    Attributes:
+        options: what apply was given.
+        forward: what stood in its own __dict__.
+        heads: those whose class was changed.
+        reached: in the forward that runs, something else than the head has served its loss.
+        running: the model's forward by apply runs, which knows by itself whether it reached the head.
+        pending: the backbone has run in training outside of it, and nothing has served a loss since.
+        said: the user has been told that all logits are computed.
+        of_trainer: a trainer's apply made it.
+        without_gradients: the logits are lazy in forwards without gradients and labels too, as a teacher's.
+    """
 
     def __init__(self, options: dict[str, Any], forward: Callable[..., Any] | None) -> None:
         self.options = options
-        self.forward = forward  # what stood in its own __dict__
+        self.forward = forward
         self.heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.running = self.reached = self.pending = self.said = self.of_trainer = self.without_gradients = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Record:
-        return _Record(self.options, self.forward)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelRecord:
+        # The copy's own forward is bound to the copy.
+        return ModelRecord(self.options, copy.deepcopy(self.forward, memo))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # the model in a file is the plain one: pickle finds its forward by name, in its class
 
+    def for_training(self, training: bool) -> dict[str, Any]:
+        """The options: what is added to the loss is for training alone."""
+        return self.options if training else {**self.options, "z_loss": 0.0, "label_smoothing": 0.0}
 
-class _Head:
-    """Mixed into the class of a model's head: lazy while the model's forward runs."""
+    def served(self) -> None:
+        """Something else than the head has computed the loss of a forward."""
+        self.reached, self.pending = True, False
 
-    _fusegrad_options: dict[str, Any] | None = None
-    _fusegrad_bare: Any
+    def not_fused(self, model: Any, reason: str, may_raise: bool = True) -> None:
+        """Says once that the logits of a model are computed, unless an option is lost by that.
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._fusegrad_options is not None and not args and not kwargs:
-            operands = _operands(self, input)
-            if not isinstance(operands, str):
-                return lazy_linear(*operands, **self._fusegrad_options)
-            _step_aside(self, operands)
-        return super().forward(input, *args, **kwargs)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The mixed class has no name that a file could hold: a copy is a plain head, until its model runs.
-        return _plain, (self._fusegrad_bare,), super().__reduce_ex__(protocol)[2]
-
-
-def _plain(bare: Any) -> Any:
-    return bare.__new__(bare)
-
-
-@functools.cache
-def _lazy_class(bare: Any) -> Any:
-    return type(
-        bare.__name__,
-        (_Head, bare),
-        {"__module__": bare.__module__, "__qualname__": bare.__qualname__, "_fusegrad_bare": bare},
-    )
+        Raises:
+            ValueError: z_loss or label_smoothing would not count.
+        """
+        what = f"linear_cross_entropy steps aside for {type(model).__name__}, all logits are computed: {reason}"
+        lost = [name for name in ("z_loss", "label_smoothing") if self.options[name] != 0.0]
+        if lost and may_raise:
+            raise ValueError(
+                f"apply: {lost[0]} must be 0 where it cannot count, but got {self.options[lost[0]]}: {what}"
+            )
+        if not (self.said or torch.compiler.is_compiling()):
+            self.said = True
+            warn(what)
 
 
-def _step_aside(head: Any, reason: str) -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            f"fusegrad: linear_cross_entropy steps aside, all logits are computed: the head ({type(head).__name__}) "
-            f"must be a linear layer with its weight in one piece, but {reason}",
-            UserWarning,
-            stacklevel=2,
-        )
+class _BackboneHook:
+    """Runs before a model's backbone, which every forward calls, another library's too."""
+
+    def __init__(self, model: Any, record: ModelRecord) -> None:
+        self.model, self.record = weakref.ref(model), record
+
+    def __call__(self, backbone: nn.Module, args: Any) -> None:
+        model, record = self.model(), self.record
+        if model is None or torch.compiler.is_compiling() or not (torch.is_grad_enabled() and model.training):
+            return
+        _serve_trl()
+        if record.running:
+            return
+        if record.pending:
+            forward = vars(model).get("forward")
+            replaced = not hasattr(getattr(forward, "__func__", forward), _RECORD)
+            where = f"{getattr(forward, '__module__', None)}.{getattr(forward, '__qualname__', forward)}"
+            reason = f"its forward was replaced by {where}" if replaced else "its backbone was run without its forward"
+            record.not_fused(model, f"{reason}, which did not reach its head", may_raise=replaced)
+        record.pending = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        model = memo.get(id(self.model()))
+        return _ignore if model is None else _BackboneHook(model, copy.deepcopy(self.record, memo))
+
+    def __reduce__(self) -> Any:
+        return _inert, ()
 
 
-def _is_lora(head: Any) -> bool:
-    return any(c.__name__ == "Linear" and c.__module__ == "peft.tuners.lora.layer" for c in type(head).__mro__)
+def _ignore(backbone: nn.Module, args: Any) -> None:
+    pass
 
 
-def _why_not(linear: Any) -> str | None:
-    """Why a module is not a plain linear layer, if it is not."""
-    if "forward" in vars(linear):
-        return "its forward was replaced"
-    if type(linear).forward is not nn.Linear.forward and not isinstance(linear, _Head):
-        return "its class computes something of its own"
-    if type(linear.weight) not in (Tensor, nn.Parameter):
-        return f"its weight is a {type(linear.weight).__name__}"
-    if hasattr(linear.weight, "ds_id"):
-        return "DeepSpeed has partitioned its weight"
-    if any(c.__name__ == "FSDPModule" for c in type(linear).__mro__):
-        return "it is sharded on its own: leave it in the root's group"
-    return None
+def _inert() -> Callable[..., None]:
+    return _ignore
 
 
-def _operands(head: Any, input: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | str:
-    """Input, weight and bias whose linear layer the head is, or why there are none."""
-    if not _is_lora(head):
-        return _why_not(head) or (input, head.weight, head.bias)
-    base = head.get_base_layer()
-    reason = _why_not(base)
-    if reason is not None:
-        return f"of its base layer {reason}"
-    if head.disable_adapters or head.merged:
-        return "its adapters are disabled or merged" if head.disable_adapters else (input, base.weight, base.bias)
-    inputs, weights, bias = [input], [base.weight], base.bias
-    for name in head.active_adapters:
-        if name not in head.lora_A:
-            continue
-        if name in head.lora_variant:
-            return f"adapter {name!r} is a variant of LoRA ({type(head.lora_variant[name]).__name__})"
-        down, up = head.lora_A[name], head.lora_B[name]
-        # z = x W' + s (dropout(x) A') B' + b = [x, s dropout(x) A'] [W, B]' + b, exactly, dropout and all.
-        narrow = down(head.lora_dropout[name](input.to(down.weight.dtype))) * head.scaling[name]
-        inputs.append(narrow.to(input.dtype))
-        weights.append(up.weight.to(base.weight.dtype))
-        if up.bias is not None:
-            extra = up.bias * head.scaling[name]
-            bias = extra if bias is None else bias + extra
-    return torch.cat(inputs, -1), torch.cat(weights, 1), bias
+def _serve_trl() -> None:
+    """TRL's trainers multiply by a model's head themselves."""
+    if "trl.trainer.utils" in sys.modules:
+        from . import trl
+
+        trl.serve()
 
 
-def _head_of(model: Any) -> Any:
-    """The module that makes the logits, of PEFT's ``modules_to_save`` the active one."""
-    head = model.get_output_embeddings()
-    if head is not None and hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
-        active = [] if head.disable_adapters else head.active_adapters
-        head = head.modules_to_save[active[0]] if active else head.original_module
-    return head
-
-
-def _prepare(model: Any, heads: weakref.WeakSet[nn.Module]) -> Any:
+def _prepare(model: Any, record: ModelRecord) -> Any:
     """The model's head, able to be lazy; None where it cannot be, said loudly."""
-    head = _head_of(model)
-    if isinstance(head, _Head):
+    head = head_of(model)
+    if isinstance(head, LazyHead):
         return head
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"apply: the head of {type(model).__name__} must be prepared before torch.compile, but it is new: apply to "
             "the model itself, after what replaces its head, or run it once"
         )
-    lora = _is_lora(head)
-    reason = _why_not(head) if isinstance(head, nn.Linear) else None if lora else "it is none"
+    reason = why_not(head)
     if reason is not None:
-        _step_aside(head, reason)
+        record.not_fused(model, _no_head(head, reason))
         return None
-    head.__class__ = _lazy_class(head.__class__)
-    heads.add(head)
+    head.__class__ = lazy_class(head.__class__)
+    record.heads.add(head)
     return head
 
 
-def _run(model: Any, forward: Callable[..., Any], record: _Record, args: Any, kwargs: Any) -> Any:
+def _no_head(head: Any, reason: str) -> str:
+    return f"the head ({type(head).__name__}) must be a linear layer with its weight in one piece, but {reason}"
+
+
+def _run(model: Any, forward: Callable[..., Any], record: ModelRecord, args: Any, kwargs: Any) -> Any:
     # A call without gradients and labels, as in generation, asks for logits alone.
-    if not torch.is_grad_enabled() and kwargs.get("labels") is None:
+    if not torch.is_grad_enabled() and kwargs.get("labels") is None and not record.without_gradients:
         return forward(*args, **kwargs)
-    head = _prepare(model, record.heads)
+    head = _prepare(model, record)
     if head is None:
         return forward(*args, **kwargs)
-    head._fusegrad_options = record.options
+    head.call = call = HeadCall(record.for_training(model.training))
+    record.running, record.reached = True, False
     try:
-        return forward(*args, **kwargs)
+        made = forward(*args, **kwargs)
     finally:
-        head._fusegrad_options = None
+        head.call = None
+        record.running = record.pending = False
+    if not (call.reached or record.reached or torch.compiler.is_compiling()):
+        inner = getattr(forward, "func", forward)
+        where = f"{getattr(inner, '__module__', None)}.{getattr(inner, '__qualname__', inner)}"
+        reason = f"its forward, {where}, did not reach its head" if call.reason is None else _no_head(head, call.reason)
+        record.not_fused(model, reason, may_raise=model.training)
+    return made
 
 
 def _fused_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,6 +190,7 @@ def _fused_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         inner = own if own is not None else functools.partial(forward, self)
         return _run(self, inner, record, args, kwargs)
 
+    setattr(fused, _RECORD, True)
     return fused
 
 
@@ -215,7 +214,8 @@ def apply(
 
     Args:
         target: a ``PreTrainedModel``, a PEFT model of one, or a class of such models: then all of its instances.
-        z_loss, label_smoothing: added to every cross entropy of the logits (a call's own smoothing comes first).
+        z_loss, label_smoothing: added to every cross entropy of the logits (a call's own smoothing comes first) while
+            the model is in training mode; an evaluation's loss has none.
         inplace: permission to overwrite the head's input with its gradient; the logits cannot be read afterwards.
         accumulate_dtype, workspace_mib: as in :func:`fusegrad.linear_cross_entropy`.
 
@@ -224,7 +224,8 @@ def apply(
 
     Raises:
         TypeError: the target is none of these.
-        ValueError: it has no output embeddings, or is changed already; an option is wrong.
+        ValueError: it has no output embeddings, or is changed already; an option is wrong, or z_loss or
+            label_smoothing cannot count, because the head is no plain linear layer.
     """
     model = _unwrapped(target, "apply")
     options: dict[str, Any] = {
@@ -235,26 +236,38 @@ def apply(
         "workspace_mib": workspace_mib,
     }
     check_options(options)
-    if getattr(model, _RECORD, None) is not None:
+    known = record_of(model)
+    if known is not None and known.of_trainer:
+        known.options, known.of_trainer = options, False
+        return target
+    if known is not None:
         raise ValueError(
             f"apply: the target must not be changed already, but got such a {_name(model)}: remove it first"
         )
+    record = ModelRecord(options, vars(model).get("forward"))
     if isinstance(model, type):
-        setattr(model, _RECORD, _Record(options, vars(model).get("forward")))
+        setattr(model, _RECORD, record)
         model.forward = _fused_forward(model.forward)  # type: ignore[attr-defined]
-        return target
-    if model.get_output_embeddings() is None:
-        raise ValueError(f"apply: the model must have output embeddings, but got a {type(model).__name__}")
-    record = _Record(options, vars(model).get("forward"))
-    setattr(model, _RECORD, record)
-    head = _prepare(model, record.heads)
-    if head is not None:
-        _heads[head] = options
-    if "trl.trainer.utils" in sys.modules:
-        from . import trl  # noqa: F401
-    # A bound method, which a copy of the model binds to the copy.
-    model.forward = types.MethodType(_fused_forward(type(model).forward), model)
+    else:
+        if model.get_output_embeddings() is None:
+            parts = _parts_with_heads(model)
+            raise ValueError(f"apply: the model must have output embeddings, but got a {type(model).__name__}{parts}")
+        _prepare(model, record)
+        setattr(model, _RECORD, record)
+        _applied.add(model)
+        # A bound method, which a copy of the model binds to the copy.
+        model.forward = types.MethodType(_fused_forward(type(model).forward), model)
+        if model.base_model is not model:
+            model.base_model.register_forward_pre_hook(_BackboneHook(model, record))
+    serve_label_smoothing()
+    _serve_trl()
     return target
+
+
+def _parts_with_heads(model: Any) -> str:
+    parts = [(name, m) for name, m in model.named_modules() if name and isinstance(m, PreTrainedModel)]
+    able = [f"its {name} ({type(m).__name__})" for name, m in parts if m.get_output_embeddings() is not None]
+    return f": apply to {' and '.join(able)}" if able else ""
 
 
 def remove(target: _Target) -> _Target:
@@ -272,23 +285,35 @@ def remove(target: _Target) -> _Target:
         raise ValueError(f"remove: the target must be changed by apply, but got {_name(model)} as it is")
     heads = set(record.heads)
     if not isinstance(model, type):
-        heads |= {m for m in model.modules() if isinstance(m, _Head)}
+        heads |= {m for m in model.modules() if isinstance(m, LazyHead)}
+        hooks = model.base_model._forward_pre_hooks
+        for key in [k for k, hook in hooks.items() if isinstance(hook, _BackboneHook) and hook.record is record]:
+            del hooks[key]
     for head in heads:
-        _heads.pop(head, None)
-        if "_fusegrad_bare" in vars(type(head)):  # not where another mixed itself in since: without options it is inert
-            head.__class__ = type(head)._fusegrad_bare
+        if "bare" in vars(type(head)):  # not where another mixed itself in since: without a call it is inert
+            head.__class__ = type(head).bare
     if record.forward is None:
         del model.forward
     else:
         model.forward = record.forward
     delattr(model, _RECORD)
+    _applied.discard(model)
     return target
 
 
-def options_of_head(weight: Tensor) -> dict[str, Any] | None:
-    """What apply was given for the model whose head has this weight; None where it has changed no such model."""
-    found = (options for head, options in list(_heads.items()) if getattr(head, "weight", None) is weight)
-    return next(found, None)
+def record_of(model: Any) -> ModelRecord | None:
+    """What apply did to a model or to its class; None where it did nothing."""
+    return getattr(model, _RECORD, None)
+
+
+def record_of_twin(model: Any) -> ModelRecord | None:
+    """What apply did to a model whose head is of the shape and dtype of this one's, as a reference's is."""
+    weight = None if model is None else head_of(model).weight
+    for other in list(_applied):
+        head = head_of(other).weight if record_of(other) is not None else None
+        if head is not None and weight is not None and (head.shape, head.dtype) == (weight.shape, weight.dtype):
+            return record_of(other)
+    return None
 
 
 def _name(model: Any) -> str:
@@ -307,29 +332,5 @@ def _unwrapped(target: Any, op: str) -> Any:
     )
 
 
-_smooth = LabelSmoother.__call__
-
-
-@functools.wraps(_smooth)
-def _smooth_lazily(
-    self: LabelSmoother, model_output: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any
-) -> Tensor:
-    logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
-    if not isinstance(logits, (LazyLogits, LazyLogitsTensor)):
-        return _smooth(self, model_output, labels, shift_labels, **kwargs)
-    if shift_labels:
-        logits, labels = logits[..., :-1, :], labels[..., 1:]
-    items = kwargs.get("num_items_in_batch")
-    loss = nn.functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(),
-        labels.reshape(-1),
-        ignore_index=self.ignore_index,
-        reduction="mean" if items is None else "sum",
-        label_smoothing=self.epsilon,
-    )
-    return loss if items is None else loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-
-
-LabelSmoother.__call__ = _smooth_lazily
 transformers.AttentionInterface.register("fusegrad", transformers_attention.attention)
 transformers.AttentionMaskInterface.register("fusegrad", transformers_attention.block_mask)

@@ -255,11 +255,12 @@ def test_every_block_is_looked_at() -> None:
 
 def _documented() -> Iterator[tuple[str, object, set[str]]]:
     """All that is public, with the parts that its docstring must have."""
-    from fusegrad.integrations import lazy_logits, torchtitan
+    from fusegrad.integrations import lazy_logits, torchtitan, vllm
 
     public = {name: getattr(fusegrad, name) for name in fusegrad.__all__}
     public["torchtitan.LinearCrossEntropyLoss"] = torchtitan.LinearCrossEntropyLoss
     public["lazy_logits.lazy_linear"] = lazy_logits.lazy_linear
+    public["vllm.top_log_probs"] = vllm.top_log_probs
     if importlib.util.find_spec("transformers"):
         from fusegrad.integrations import transformers
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from attention_reference import dropout_weight
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 tf = pytest.importorskip("transformers")
 from fusegrad.integrations import transformers_attention  # noqa: E402
@@ -266,10 +270,128 @@ def test_heads_that_cannot_be_lazy_step_aside_loudly() -> None:
         model = make()
         change(model)
         expected = step(model, **inputs)
-        with pytest.warns(UserWarning, match="fusegrad: linear_cross_entropy steps aside.*head"):
+        with pytest.raises(ValueError, match=r"^apply: z_loss must be 0 where it cannot count, but got 0.1: lin"):
+            apply(model, z_loss=0.1)
+        assert "forward" not in vars(model) and not hasattr(model, "_fusegrad")
+        with pytest.warns(UserWarning, match="fusegrad: linear_cross_entropy steps aside for Llama.*the head") as said:
             apply(model)
-        with pytest.warns(UserWarning, match="fusegrad: linear_cross_entropy steps aside"):
-            torch.testing.assert_close(step(model, **inputs), expected)
+        assert said[0].filename == __file__
+        torch.testing.assert_close(step(model, **inputs), expected)  # said once
+
+
+def test_options_count_in_training_only() -> None:
+    model, inputs = make(), batch()
+    trained, evaluated = step(model, **inputs)[0], model.eval()(**inputs).loss.detach()
+    apply(model, z_loss=0.1, label_smoothing=0.2)
+    torch.testing.assert_close(model(**inputs).loss, evaluated)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).loss, evaluated)
+    assert model.train()(**inputs).loss > trained + 0.1
+
+
+def skipping(self: Any, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+    """Another library's forward, which multiplies by the head's weight itself."""
+    hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+    rows = (hidden[:, :-1] @ self.lm_head.weight.T).flatten(0, 1)
+    return tf.modeling_outputs.CausalLMOutput(loss=F.cross_entropy(rows, labels[:, 1:].flatten()))
+
+
+@pytest.mark.parametrize("peft_model", [False, True], ids=["model", "peft"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_another_librarys_forward_is_said_once(when: str, peft_model: bool) -> None:
+    """What it computes is its own; options that cannot count raise."""
+    inputs = batch()
+    expected = skipping(make(), **inputs).loss.detach()
+    for z_loss in (0.0, 0.1):
+        model = make()
+        target = model
+        if peft_model:
+            peft = pytest.importorskip("peft")
+            target = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        if when == "after":
+            apply(target, z_loss=z_loss)
+        model.forward = types.MethodType(skipping, model)
+        if when == "before":
+            apply(target, z_loss=z_loss)
+        # What comes later is seen at the next step.
+        said = [pytest.warns(UserWarning, match=r"steps aside for Llama.*skipping.* did not reach its head")]
+        if z_loss:
+            said = [pytest.raises(ValueError, match=r"^apply: z_loss must be 0 where it cannot count, but got 0.1")]
+        said = said if when == "before" else [contextlib.nullcontext(), *said]
+        for context in [*said, *([] if z_loss else [contextlib.nullcontext()] * 2)]:
+            with context:
+                torch.testing.assert_close(target(**inputs).loss.detach(), expected)
+        remove(target)
+        assert not model.model._forward_pre_hooks
+
+
+def test_copies_of_models_whose_forward_was_replaced_compute_with_their_own_weights() -> None:
+    model, inputs = make(), batch()
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)
+
+    model.forward = types.MethodType(doubled, model)
+    twin = copy.deepcopy(apply(model))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(0.5)
+    plain = make()
+    plain.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(step(twin, **inputs), step(plain, **inputs))
+    assert isinstance(twin(**inputs).logits, LazyLogitsTensor)
+
+
+def test_heads_that_come_later_are_fused(fused_calls: dict[str, int]) -> None:
+    inputs = batch()
+    model = apply(make(), z_loss=0.1)
+    model.resize_token_embeddings(V + 5)
+    plain = make()
+    plain.resize_token_embeddings(V + 5)
+    plain.load_state_dict(model.state_dict())
+    fused_calls.clear()
+    loss = model(**inputs).loss
+    assert fused_calls == {"linear_cross_entropy": 1}
+    logits = plain(**inputs).logits[:, :-1].flatten(0, 1)
+    kept = inputs["labels"][:, 1:].flatten() != -100
+    expected = plain(**inputs).loss + 0.1 * logits[kept].logsumexp(-1).square().mean()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_parts_with_heads_are_named() -> None:
+    """A model without a head of its own says which of its parts have one."""
+
+    class Both(tf.PreTrainedModel):
+        config_class = tf.LlamaConfig
+
+        def __init__(self) -> None:
+            super().__init__(tf.LlamaConfig(**SMALL))
+            self.talker, self.thinker = make(), make("qwen2")
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    message = r"its talker \(LlamaForCausalLM\) and its thinker \(Qwen2ForCausalLM\)$"
+    with pytest.raises(
+        ValueError, match=rf"^apply: the model must have output embeddings, but got a Both: apply to {message}"
+    ):
+        apply(Both())
+
+
+def test_gradients_of_functions() -> None:
+    """torch.func of a changed model: per-sample gradients are the plain model's."""
+    model, inputs = make(), batch()
+
+    def gradient(model: Any) -> Any:
+        def loss(weights: dict[str, Tensor], ids: Tensor, labels: Tensor) -> Tensor:
+            given = {"input_ids": ids[None], "labels": labels[None]}
+            return torch.func.functional_call(model, weights, (), given).loss
+
+        weights = {n: p.detach() for n, p in model.named_parameters()}
+        return torch.func.grad(loss)(weights, inputs["input_ids"][0], inputs["labels"][0])
+
+    expected = gradient(model)
+    torch.testing.assert_close(gradient(apply(model)), expected)
 
 
 def test_bad_targets_and_options() -> None:
@@ -466,6 +588,30 @@ def test_other_adapters_of_the_head() -> None:
     apply(dora)
     with pytest.warns(UserWarning, match="steps aside.*adapter 'default' is a variant of LoRA"):
         torch.testing.assert_close(step(dora, **inputs), expected)
+    loha = peft.get_peft_model(make(), peft.LoHaConfig(target_modules=["lm_head"]))
+    with pytest.warns(UserWarning, match=r"but its adapter is none of LoRA \(tuners.loha.layer.Linear\)"):
+        apply(loha)
+
+
+def test_disabled_adapters_of_the_head_are_its_base(fused_calls: dict[str, int]) -> None:
+    """As reference passes are."""
+    peft, inputs = pytest.importorskip("peft"), batch()
+    for given in (
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ):
+        model = peft.get_peft_model(make(), peft.LoraConfig(**given, init_lora_weights=False))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "modules_to_save" in name:
+                    p.mul_(2)
+        expected = step(make(), **inputs)[0]
+        apply(model)
+        fused_calls.clear()
+        with torch.no_grad(), model.disable_adapter():
+            torch.testing.assert_close(model(**inputs).loss, expected)
+        assert fused_calls == {"linear_cross_entropy": 1}
+        assert model(**inputs).loss != expected
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
@@ -727,7 +873,7 @@ def trained(model: Any, folder: Path, **options: Any) -> tuple[list[float], floa
 
 
 def shifted_sum(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    rows = outputs.logits[:, :-1].float().reshape(-1, V)
+    rows = outputs.logits[:, :-1].float().flatten(0, 1)
     count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
     return F.cross_entropy(rows, labels[:, 1:].reshape(-1), reduction="sum") / count
 
@@ -746,33 +892,82 @@ def test_a_trainer_run(options: dict[str, Any], tmp_path: Path, fused_calls: dic
     torch.testing.assert_close(ours, expected, rtol=2e-2 if "bf16" in options else 1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("outside", [False, True], ids=["model's loss", "own loss"])
-@pytest.mark.parametrize("kind", ["DDP", "DDP that copies outputs", "FSDP", "FSDP of the head"])
-def test_wrapped_models(kind: str, outside: bool) -> None:
-    """Gradients pass through what a wrapper does to parameters and outputs."""
+def wrapped_by(kind: str, model: Any) -> Any:
+    """A model in what training stacks put around it."""
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    warnings.filterwarnings("ignore", message="fusegrad:")
-    inputs, model = batch(), make()
-    loss, expected = step(model, **inputs)
+    if kind.startswith("FSDP2"):
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for part in [*model.model.layers, *([model.lm_head] if "head" in kind else []), model]:
+            fully_shard(part, mesh=mesh)
+        return model
+    if kind == "FSDP1":
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if kind == "Fabric":
+        fabric = pytest.importorskip("lightning.fabric", exc_type=ImportError)
+        return fabric.Fabric(accelerator="cpu").setup_module(model)
+    if kind == "Accelerate":
+        accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True, mixed_precision="bf16")
+        return accelerator.prepare_model(model)
+    options = {"static graph": {"static_graph": True}, "unused": {"find_unused_parameters": True}}
+    given = next((o for name, o in options.items() if name in kind), {})
+    return nn.parallel.DistributedDataParallel(model, **given)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an op of PyTorch makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for t in tree_leaves(made):
+            if isinstance(t, Tensor) and not isinstance(t, LazyLogitsTensor) and not t.is_meta:
+                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
+        return made
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["model's loss", "own loss"])
+@pytest.mark.parametrize(
+    "kind",
+    ["DDP", "DDP, static graph", "DDP, unused", "FSDP2", "FSDP2 of the head", "FSDP1", "Fabric", "Accelerate"],
+)
+def test_wrapped_models(kind: str, outside: bool) -> None:
+    """Gradients pass through what a wrapper does to parameters and outputs, and there are no logits."""
+    import torch.distributed as dist
+
+    if "head" in kind:
+        warnings.filterwarnings("ignore", message="fusegrad:")
+    inputs, model = batch(64), make(vocab_size=8192)  # so that logits are larger than all else
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "Accelerate"):
+        loss, expected = step(model, **inputs)
     model.zero_grad()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        wrapped = apply(model)
-        if kind.startswith("FSDP"):
-            mesh = dist.init_device_mesh("cpu", (1,))
-            parts = [*model.model.layers, *([model.lm_head] if "head" in kind else []), model]
-            for part in parts:
-                fully_shard(part, mesh=mesh)
+        wrapped = wrapped_by(kind, apply(model))
+        for _ in range(2):  # what is found out in a first step is used in the second
+            model.zero_grad()
+            with Largest() as largest:
+                out = wrapped(**inputs) if not outside else wrapped(input_ids=inputs["input_ids"])
+                ours = out.loss if not outside else shifted_sum(out, inputs["labels"])
+                ours.backward()
+        assert isinstance(out.logits, LazyLogitsTensor) == ("head" not in kind)
+        if "head" not in kind and "FSDP1" not in kind:
+            assert largest.numel < 2 * 63 * 8192
+        gradients = {
+            n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+            for n, p in model.named_parameters()
+            if p.grad is not None
+        }
+        gradients = {n.replace("_fsdp_wrapped_module.", ""): g for n, g in gradients.items()}
+        assert gradients.keys() == expected.keys()
+        if kind == "Accelerate":
+            torch.testing.assert_close(ours.float(), loss.float(), rtol=1e-2, atol=0)
+            for name, g in expected.items():
+                assert (gradients[name] - g).norm() <= 2e-2 * g.norm(), name
         else:
-            wrapped = nn.parallel.DistributedDataParallel(model, static_graph="copies" in kind)
-        out = wrapped(**inputs) if not outside else wrapped(input_ids=inputs["input_ids"])
-        ours = out.loss if not outside else shifted_sum(out, inputs["labels"])
-        ours.backward()
-        assert isinstance(out.logits, LazyLogitsTensor) == (kind in ("DDP", "FSDP"))
-        gradients = {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in model.named_parameters()}
-        torch.testing.assert_close((ours, gradients), (loss, expected))
+            torch.testing.assert_close((ours, gradients), (loss, expected))
     finally:
         dist.destroy_process_group()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,16 @@ pytest.importorskip("trl")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import fusegrad
+import peft
 import transformers as tf
 import trl
 from datasets import Dataset
+from fusegrad.integrations.lazy_logits import lazy_linear
 from fusegrad.integrations.transformers import apply, remove
 from fusegrad.integrations.trl import apply as apply_to_trainer
 from fusegrad.integrations.trl import remove as remove_from_trainer
 from tokenizers import Tokenizer, models, pre_tokenizers
+from trl.kernels import ChunkedLogProbFunction
 
 pytestmark = pytest.mark.cpu_only
 
@@ -154,10 +159,11 @@ def test_what_trl_itself_would_do_otherwise() -> None:
     """What is not served is TRL's, loudly."""
     from trl.trainer import utils
 
-    head = apply(make()).get_output_embeddings()
+    self = apply(make())  # the model, as in the forward that TRL gives it
+    head = self.get_output_embeddings()
     hidden, targets = torch.randn(5, 32, requires_grad=True), torch.randint(0, V, (5,))
 
-    def log_probs(*outputs: str) -> Any:
+    def log_probs(*outputs: str, self: Any = self) -> Any:
         return utils._ChunkedLogProbFunction.apply(hidden, head.weight, None, targets, 2.0, 64, None, 1.5, outputs)
 
     found, entropy, _, _, _ = log_probs("log_probs", "entropy")
@@ -169,7 +175,7 @@ def test_what_trl_itself_would_do_otherwise() -> None:
     torch.testing.assert_close(ours, right)
     mean = (hidden @ head.weight.T * 0.75).mean(1).detach()
     torch.testing.assert_close(log_probs("log_probs", "mean_logits")[3], mean)
-    with pytest.warns(UserWarning, match="steps aside, TRL's own head is used: it asks for log_probs, log_"):
+    with pytest.warns(UserWarning, match=r"TRL's own head is used, because it asks for log_probs, log_sum"):
         assert log_probs("log_probs", "log_sum_sq_probs")[2] is not None
 
 
@@ -184,19 +190,24 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) + 0.01 * i for i, text in enumerate(completions)]
 
 
-def grpo(model: Any, folder: Path) -> Any:
+def grpo(model: Any, folder: Path, reference: str = "") -> Any:
     arguments = trl.GRPOConfig(
-        str(folder), num_generations=4, max_completion_length=6, beta=0.0, loss_type="dapo", **COMMON
+        str(folder),
+        num_generations=4,
+        max_completion_length=6,
+        beta=0.1 if reference else 0.0,
+        loss_type="dapo",
+        **COMMON,
     )
     prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(3, 9)]})
     return trl.GRPOTrainer(model, reward, args=arguments, train_dataset=prompts, processing_class=tokenizer())
 
 
-def dpo(model: Any, folder: Path) -> Any:
+def dpo(model: Any, folder: Path, reference: str = "reference") -> Any:
     pairs = {"prompt": [f"w{i}" for i in range(3, 9)], "chosen": ["w5 w6 w7"] * 6, "rejected": ["w9 w8"] * 6}
     arguments = trl.DPOConfig(str(folder), **COMMON)
     given = {"args": arguments, "train_dataset": Dataset.from_dict(pairs), "processing_class": tokenizer()}
-    return trl.DPOTrainer(model, ref_model=make(), **given)
+    return trl.DPOTrainer(model, ref_model=make() if reference == "reference" else None, **given)
 
 
 def kto(model: Any, folder: Path) -> Any:
@@ -239,6 +250,199 @@ def test_preference_trainers(kind: Any, tmp_path: Path, no_logits: dict[str, int
         torch.testing.assert_close(found[1][1][name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_log_probs_of_a_temperature_are_trls(softcap: float | None) -> None:
+    from trl.trainer import utils
+
+    self = apply(make(5.0))
+    weight = self.get_output_embeddings().weight
+    hidden, targets = torch.randn(9, 32), torch.randint(0, V, (9,))
+    found = []
+    for function in (utils._ChunkedLogProbFunction, ChunkedLogProbFunction):
+        leaves = [hidden.clone().requires_grad_(), weight.detach().clone().requires_grad_()]
+        made = function.apply(*leaves, None, targets, 1.7, 64, softcap, 0.8, ("log_probs", "entropy", "is_top1"))
+        (made[0] - 0.1 * made[1]).sum().backward()
+        found.append([*made[:2], made[4], *(t.grad for t in leaves)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+    assert self is not None
+
+
+def sft(model: Any, folder: Path) -> Any:
+    arguments = trl.SFTConfig(str(folder), **COMMON)
+    return trl.SFTTrainer(model, args=arguments, train_dataset=data(), processing_class=tokenizer())
+
+
+def resized() -> Any:
+    model = apply(make())
+    model.resize_token_embeddings(V + 8)
+    return model
+
+
+def of_a_class() -> Any:
+    apply(tf.LlamaForCausalLM)
+    return make()
+
+
+CHANGED: dict[str, Any] = {
+    "copied": lambda: copy.deepcopy(apply(make())),
+    "resized": resized,
+    "class": of_a_class,
+    "saved": lambda: peft.get_peft_model(
+        apply(make()), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_models_that_changed_after_apply(how: str, tmp_path: Path, no_logits: dict[str, int]) -> None:
+    try:
+        trainer = sft(CHANGED[how](), tmp_path)
+        no_logits.update(linear_cross_entropy=0, products=0)
+        trainer.train()
+        assert no_logits["linear_cross_entropy"] == 1 and no_logits["products"] == 0
+    finally:
+        if how == "class":
+            remove(tf.LlamaForCausalLM)
+
+
+@pytest.mark.parametrize("kind", ["reference", "adapters"])
+@pytest.mark.parametrize("make_trainer", [dpo, grpo], ids=lambda kind: kind.__name__)
+def test_policy_and_reference_by_the_same_kernel(
+    make_trainer: Any, kind: str, tmp_path: Path, no_logits: dict[str, int]
+) -> None:
+    """Their first log-probabilities are equal bit by bit, so that the first margins and divergences are 0."""
+    model = apply(make())
+    if kind == "adapters":
+        given = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = peft.get_peft_model(model, given)
+    elif make_trainer is grpo:  # which reads its reference from where the model's configuration says
+        model.config._name_or_path = str(tmp_path / "model")
+        make().save_pretrained(model.config._name_or_path)
+    trainer = make_trainer(model, tmp_path, kind)
+    no_logits.update(linear_cross_entropy=0, products=0)
+    trainer.train()
+    assert no_logits["linear_cross_entropy"] >= 2
+    if make_trainer is dpo:
+        assert no_logits["products"] == 0
+        assert trainer.state.log_history[0]["rewards/margins"] == 0.0
+    else:
+        assert trainer.state.log_history[0]["kl"] == 0.0
+
+
+def test_the_two_functions_in_either_order(tmp_path: Path) -> None:
+    for first in (True, False):
+        trainer = sft(apply(make(), workspace_mib=8) if first else make(), tmp_path)
+        apply_to_trainer(trainer)
+        if not first:
+            apply(trainer.model, workspace_mib=8)
+        assert trainer.model._fusegrad.options["workspace_mib"] == 8
+        with pytest.raises(ValueError, match="apply: the target must not be changed already"):
+            apply(trainer.model)
+        remove_from_trainer(trainer)
+        assert trainer.model._fusegrad is not None  # it was the user's own
+        remove(trainer.model)
+
+
+def test_a_trainer_that_cannot_be_changed_is_as_it_was(tmp_path: Path) -> None:
+    trainer = dpo(make(), tmp_path)
+    apply(trainer.ref_model, workspace_mib=8)
+    forward = vars(trainer.model)["forward"]
+    with pytest.raises(ValueError, match="apply: workspace_mib must be what the trainer's model was given before, 8"):
+        apply_to_trainer(trainer, workspace_mib=64)
+    assert vars(trainer.model)["forward"] is forward and not hasattr(trainer.model, "_fusegrad")
+    with pytest.raises(ValueError, match="remove: the target must be changed by apply"):
+        remove_from_trainer(trainer)
+
+
+def distillation(model: Any, folder: Path) -> Any:
+    torch.manual_seed(3)
+    teacher = make()
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(2)
+    arguments = trl.DistillationConfig(str(folder), max_completion_length=6, beta=0.5, **COMMON)
+    prompts = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(3, 9)]})
+    given = {"args": arguments, "train_dataset": prompts, "processing_class": tokenizer()}
+    return trl.DistillationTrainer(model, teacher_model=teacher, **given)
+
+
+def gkd(model: Any, folder: Path) -> Any:
+    """Off-policy: the rows are the data's."""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    teacher = make()
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(2)
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    rows = [
+        [{"role": "user", "content": f"w{i} w8"}, {"role": "assistant", "content": f"w{i + 1} w{i + 2} w5"}]
+        for i in range(3, 9)
+    ]
+    arguments = GKDConfig(str(folder), lmbda=0.0, max_length=16, max_new_tokens=4, beta=0.5, **COMMON)
+    given = {"args": arguments, "train_dataset": Dataset.from_dict({"messages": rows}), "processing_class": words}
+    return GKDTrainer(model, teacher_model=teacher, **given)
+
+
+@pytest.mark.parametrize("make_trainer", [distillation, gkd], ids=lambda kind: kind.__name__)
+def test_distillation(make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    divergence = fusegrad.linear_jsd
+    monkeypatch.setattr(fusegrad, "linear_jsd", lambda *a, **k: calls.append(k) or divergence(*a, **k))
+    found = []
+    for ours in (False, True):
+        model = make()
+        trainer = make_trainer(model, tmp_path)
+        if ours:
+            apply_to_trainer(trainer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="fusegrad:")
+            trainer.train()
+        assert bool(calls) == ours
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append((log, {n: p.detach().clone() for n, p in model.named_parameters()}))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert (name in found[0][0][0]) == (name in found[1][0][0])
+        if name in found[0][0][0]:
+            assert math.isclose(found[0][0][0][name], found[1][0][0][name], rel_tol=1e-4, abs_tol=1e-6), name
+    for name, weight in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_the_default_keeps_less_than_trls_own() -> None:
+    """Memory above the inputs, gradients included, for log-probabilities and for a loss one a row of lazy logits."""
+    self = apply(make())
+    hidden, weight = torch.randn(1024, 64, requires_grad=True), torch.randn(32768, 64, requires_grad=True)
+    targets = torch.randint(0, 32768, (1024,))
+
+    def trls() -> Tensor:
+        return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32768, None, 1.0, ("log_probs",))[0]
+
+    def ours(self: Any = self) -> Tensor:
+        return trl.trainer.utils._ChunkedLogProbFunction.apply(
+            hidden, weight, None, targets, 1.0, 32768, None, 1.0, ("log_probs",)
+        )[0]
+
+    def lazy() -> Tensor:
+        return torch.nn.functional.cross_entropy(lazy_linear(hidden, weight), targets, reduction="none")
+
+    def peak(run: Any) -> float:
+        for _ in range(2):
+            hidden.grad = weight.grad = None
+            Path("/proc/self/clear_refs").write_text("5")
+            before = memory("VmRSS")
+            run().sum().backward()
+        return memory("VmHWM") - before
+
+    theirs = peak(trls)
+    assert theirs > 128  # the logits are 128 MiB
+    assert peak(ours) < 48 and peak(lazy) < 48
+
+
+def memory(what: str) -> float:
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(what)]
+    return int(line.split()[1]) / 1024
+
+
 def test_apply_to_a_class_of_trainers(tmp_path: Path, no_logits: dict[str, int]) -> None:
     class Trainer(trl.SFTTrainer):
         pass
@@ -256,12 +460,25 @@ def test_apply_to_a_class_of_trainers(tmp_path: Path, no_logits: dict[str, int])
         apply_to_trainer(make())
 
 
+def test_trl_that_is_loaded_after_apply(
+    tmp_path: Path, no_logits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = apply(make())
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", ChunkedLogProbFunction)
+    trainer = sft(model, tmp_path)
+    no_logits.update(linear_cross_entropy=0, products=0)
+    trainer.train()
+    assert no_logits["linear_cross_entropy"] == 1 and no_logits["products"] == 0
+
+
 def test_nothing_imports_trl_unasked() -> None:
     program = """
         import sys
         import transformers as tf
         from fusegrad.integrations.transformers import apply
+        from transformers.trainer_pt_utils import LabelSmoother
 
+        assert not hasattr(LabelSmoother.__call__, "__wrapped__")  # patched by apply alone
         config = tf.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                 num_attention_heads=2, num_key_value_heads=2)
         apply(tf.AutoModelForCausalLM.from_config(config))

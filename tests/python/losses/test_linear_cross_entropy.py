@@ -154,3 +154,19 @@ def test_a_call_of_pytorchs_own_runs_unchanged() -> None:
         torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="linear_cross_entropy: accumulate_dtype and options"):
         fusegrad.linear_cross_entropy(x, w, target, options=options, accumulate_dtype=torch.float32)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["float64", "float32", "int64"])
+def test_a_normalizer_of_numpy(kind: str) -> None:
+    """torch.compile makes an array of it."""
+    numpy = pytest.importorskip("numpy")
+    input, weight, target = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
+
+    def loss(count: object) -> torch.Tensor:
+        return fusegrad.linear_cross_entropy(input, weight, target, normalizer=count)
+
+    count = getattr(numpy, kind)(3)
+    expected = F.cross_entropy(input @ weight.T, target, reduction="sum") / 3
+    torch.testing.assert_close(loss(count), expected)
+    torch.testing.assert_close(torch.compile(loss, backend="aot_eager", fullgraph=True)(count), expected)

@@ -101,10 +101,10 @@ def test_gradient_of_a_learned_scale(device: str, dtype: torch.dtype) -> None:
 def test_bad_input() -> None:
     x, w, t = torch.randn(3, 2), torch.randn(5, 2), torch.zeros(3, dtype=torch.int64)
     for scale, message in (
-        (torch.ones(2), "row_scale must be 0-d or have shape"),
-        (torch.ones(3, dtype=torch.int64), "row_scale must be floating-point"),
+        (torch.ones(2), r"logit_scale \(C\+\+: row_scale\) must be 0-d or have shape"),
+        (torch.ones(3, dtype=torch.int64), r"logit_scale \(C\+\+: row_scale\) must be floating-point"),
     ):
         with pytest.raises((ValueError, TypeError), match=f"linear_cross_entropy: {message}"):
             fusegrad.linear_cross_entropy(x, w, t, logit_scale=scale)
-    with pytest.raises(ValueError, match="row_scale must not require grad beside a softcap"):
+    with pytest.raises(ValueError, match=r"logit_scale \(C\+\+: row_scale\) must not require grad beside a softcap"):
         fusegrad.linear_cross_entropy(x, w, t, logit_scale=torch.ones((), requires_grad=True), softcap=3.0)
