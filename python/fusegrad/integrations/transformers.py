@@ -24,7 +24,7 @@ from fusegrad._arguments import checked
 from . import transformers_attention, transformers_models  # noqa: F401
 from ._words import warn
 from .lazy_logits import check_options
-from .transformers_context import context_parallel
+from .transformers_context import context_parallel, undo
 from .transformers_heads import HeadCall, LazyHead, head_of, lazy_class, why_not
 from .transformers_trainer import serve_label_smoothing
 
@@ -271,18 +271,23 @@ def _parts_with_heads(model: Any) -> str:
 
 
 def remove(target: _Target) -> _Target:
-    """Undoes :func:`apply` of the same target.
+    """Undoes :func:`apply` and :func:`context_parallel` of the same target.
 
     Returns:
         The target, as it was.
 
     Raises:
-        TypeError, ValueError: the target is no model or class of models, or apply has not changed it.
+        TypeError, ValueError: the target is no model or class of models, or neither has changed it.
     """
     model = _unwrapped(target, "remove")
+    spread = undo(model)
     record = vars(model).get(_RECORD)
+    if record is None and spread:
+        return target
     if record is None:
-        raise ValueError(f"remove: the target must be changed by apply, but got {_name(model)} as it is")
+        raise ValueError(
+            f"remove: the target must be changed by apply or context_parallel, but got {_name(model)} as it is"
+        )
     heads = set(record.heads)
     if not isinstance(model, type):
         heads |= {m for m in model.modules() if isinstance(m, LazyHead)}

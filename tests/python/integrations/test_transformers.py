@@ -401,7 +401,9 @@ def test_bad_targets_and_options() -> None:
         remove(nn.Linear)
     with pytest.raises(ValueError, match="apply: the model must have output embeddings, but got a LlamaModel"):
         apply(make().model)
-    with pytest.raises(ValueError, match="remove: the target must be changed by apply, but got LlamaForCausalLM"):
+    with pytest.raises(
+        ValueError, match="remove: the target must be changed by apply or context_parallel, but got Llama"
+    ):
         remove(make())
     model = make()
     with pytest.raises(ValueError, match="linear_cross_entropy: label_smoothing must be in"):

@@ -800,47 +800,6 @@ def torchtitan(group: Any) -> None:
 
 
 @case
-def transformers(group: Any) -> None:
-    """A decoder with windows in every other layer, alone and over processes: packed rows, padded rows, labels."""
-    try:
-        from transformers import Gemma2Config, Gemma2ForCausalLM
-    except ImportError:
-        return
-    from fusegrad.integrations.transformers import context_parallel
-
-    small = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4, "query_pre_attn_scalar": 8}
-    config = Gemma2Config(**small, **heads, attn_implementation="fusegrad")
-    world = dist.get_world_size(group)
-    tokens = torch.randint(3, 31, (2, 16))
-    packed = torch.tensor([[*range(9), *range(7)], range(16)])
-    padded = torch.ones(2, 16, dtype=torch.int64)
-    padded[1, 12:] = 0
-    labels = tokens.masked_fill(torch.rand(2, 16) < 0.2, -100)
-    for given in ({}, {"position_ids": packed}, {"attention_mask": padded}):
-        torch.manual_seed(2)
-        one = Gemma2ForCausalLM(config)
-        truth = one(tokens, labels=labels, use_cache=False, **given)
-        truth.loss.backward()
-        torch.manual_seed(2)
-        model = Gemma2ForCausalLM(config)
-        context = ContextParallel(group, "zigzag")
-        context_parallel(model, context)
-        made = model(tokens, labels=labels, **given)
-        made.loss.backward()
-        mean = made.loss.detach().clone()
-        dist.all_reduce(mean, group=group)
-        close(mean / world, truth.loss, f"loss {list(given)}")
-        kept = given.get("attention_mask", torch.ones(2, 16)).bool()
-        close(context.unshard(made.logits)[kept], truth.logits[kept], f"logits {list(given)}")
-        for (name, ours), right in zip(model.named_parameters(), one.parameters(), strict=True):
-            grad = ours.grad
-            assert grad is not None and right.grad is not None
-            dist.all_reduce(grad, group=group)
-            close(grad / world, right.grad, f"{list(given)} {name}")
-
-
-@case
 def lost(group: Any) -> None:
     """The last case: a process ends, and the others get an error."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -67,7 +67,7 @@ def check(outcomes: Outcomes, name: str, world: int) -> None:
     assert len(texts) == world, "not reached by all processes: an earlier case failed, or a process did not start"
 
 
-def assert_raises(error: type[Exception], text: str, function: Callable[[], Any]) -> None:
+def assert_raises(error: type[Exception] | tuple[type[Exception], ...], text: str, function: Callable[[], Any]) -> None:
     try:
         function()
     except error as raised:
