@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,15 +31,20 @@ def start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
     """How many processes there were, and what went wrong in each run, a text a process; a run that is not there was not
     reached."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [str(rank) for rank in range(processes)]
     if device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = ["all"]
     else:
         processes = min(torch.cuda.device_count(), processes)
         if processes < 2:
             pytest.skip("needs two GPUs")
+        ranks = ranks[:processes]
     running = [
-        subprocess.Popen([sys.executable, str(worker), str(rank), str(processes), str(folder), device], env=env)
-        for rank in range(processes)
+        subprocess.Popen(
+            [sys.executable, str(worker), rank, str(processes), str(folder), device], env=env, start_new_session=True
+        )
+        for rank in ranks
     ]
     end = time.monotonic() + 600
     try:
@@ -47,7 +53,8 @@ def start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
             time.sleep(0.1)
     finally:
         for process in running:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     made: dict[str, list[str]] = {}
     for rank in range(processes):
@@ -76,11 +83,29 @@ def assert_raises(error: type[Exception] | tuple[type[Exception], ...], text: st
         raise AssertionError(f"nothing raised, expected {text!r}")
 
 
+def _forked(processes: int) -> int:
+    """This process's rank: copies of one that has imported all. The first waits for them, and ends with the first that
+    fails."""
+    children = set()
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            return rank
+        children.add(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status != 0:
+            os._exit(1)
+    os._exit(0)
+
+
 def main(
     cases: dict[str, Callable[..., None]], runs: Callable[[str, int], bool], made_of: Callable[[Any], Any]
 ) -> None:
     """A worker's: `made_of` makes of a group what cases are given."""
-    rank, processes, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    processes, folder, device = int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    rank = _forked(processes) if sys.argv[1] == "all" else int(sys.argv[1])
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
