@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .gradients import acc_of, check_index
-from .rows import lse_of_nothing, row_key
+from .rows import lse_of_nothing
 from .shards import VocabParallel
 
 _ops = torch.ops.fusegrad
@@ -54,9 +54,9 @@ class Divergence:
         device: torch.device,
         deferred: bool,
         stored: float = 0.0,
-        hidden: Tensor | None = None,
+        different: Tensor | None = None,
     ) -> None:
-        """`stored`: the roundoff of the dtype in which log-probabilities came."""
+        """`stored`: the roundoff of the dtype in which log-probabilities came. `different`: what check() returned."""
         self.op = op
         self.shards = shards
         self.acc = acc = acc_of(dtype)
@@ -77,7 +77,7 @@ class Divergence:
         self.top_k = top_k
         self.stored = stored
         self.labels = labels
-        self.key = row_key(labels, hidden, acc)
+        self.different = different
         self.kept = torch.ones(row_count, dtype=torch.bool, device=device)
         if labels is not None:
             self.kept = labels != ignore_index
@@ -152,15 +152,9 @@ class Divergence:
             finish = self._over_top_k(s, teacher, part, values, needs_grad[0])
         else:
             finish = self._dense(s, teacher, part, values, needs_grad)
-        if self.key is not None:
-            values.append(self.key[part])
         # Log-probabilities are taken as they are: there is nothing to normalise.
         gathered = shards.gather(torch.stack(values)).double() if values else s.new_zeros(0)
-        different = None
-        if self.key is not None:
-            name = "student_input" if self.labels is None else "labels"
-            different = shards.different(self.op, name, gathered[:, -1], exact=self.labels is not None)
-            gathered = gathered[:, :-1]
+        different = self.different
         hard_of = _combine(gathered[:, 0], gathered[:, 1]) if self.hard_wanted else None
         soft, by_student, by_teacher = finish(gathered[:, 3:] if self.hard_wanted else gathered)
         soft = torch.where(soft < 0, 0, soft)  # what rounding left of 0; NaN stays

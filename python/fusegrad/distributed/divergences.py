@@ -95,7 +95,7 @@ def jsd(
     sharded = {"student": student.dim() - 1}
     if indices is None:
         sharded["teacher"] = teacher.dim() - 1
-    check(op, shards, given, sharded, options)
+    different = check(op, shards, given, sharded, options)
     row_shape = student.shape[:-1]
     dtype = student.dtype
     if indices is None:
@@ -114,7 +114,19 @@ def jsd(
     top_k = None if indices is None else TopK(indices, tail, teacher.dtype, acc_of(dtype))
     stored = max(roundoff(student.dtype), roundoff(teacher.dtype))
     loss = Divergence(
-        op, shards, dtype, top_k, flat, token_weight, normalizer, options, x.shape[0], x.device, deferred, stored
+        op,
+        shards,
+        dtype,
+        top_k,
+        flat,
+        token_weight,
+        normalizer,
+        options,
+        x.shape[0],
+        x.device,
+        deferred,
+        stored,
+        different,
     )
     loss.check_top_k(y)
     out = Jsd.apply(loss, needs_grad, overwrite, x, y)
@@ -267,7 +279,7 @@ def linear_jsd(
         "normalizer": normalizer,
     }
     sharded = {"student_weight": 0, "teacher_weight": 0, "student_bias": 0, "teacher_bias": 0}
-    check(op, shards, given, sharded, options)
+    different = check(op, shards, given, sharded, options)
     cast = autocast_input(student_input)
     linear = LinearOptions(
         shards,
@@ -304,7 +316,7 @@ def linear_jsd(
         count,
         x.device,
         deferred and not recompute,
-        hidden=x,
+        different=different,
     )
     loss.check_top_k(rows)
     if recompute:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .agreement import agree, alike
 from .shards import VocabParallel
 
 _ops = torch.ops.fusegrad
@@ -25,11 +26,62 @@ def on_meta(tensor: Any, shape: Any = None) -> Any:
     return made.requires_grad_(tensor.requires_grad)
 
 
+_WHO = "that share a vocabulary"
+
+
 def check(
+    op: str,
+    shards: VocabParallel,
+    given: dict[str, Any],
+    sharded: dict[str, int],
+    options: dict[str, Any],
+    own: Callable[[], None] = lambda: None,
+) -> Tensor | None:
+    """The unsharded op's own checks, on tensors of the whole problem's shapes, and whether all processes make the same
+    call. `sharded`: which tensors of `given` are parts of the vocabulary, and along which dimension. `own`: checks of
+    this process's tensors.
+
+    Returns:
+        None where they do; on a GPU a 0-d bool tensor: whether they do not. The results must be NaN then.
+    """
+    error: Exception | None = None
+    seen: dict[str, Any] = {}
+    try:
+        seen = _check(op, shards, given, sharded, options)
+        own()
+    except Exception as found:  # told to the others before it is raised
+        error = found
+    if shards.world == 1:
+        if error is not None:
+            raise error
+        return None
+    device = next(iter(given.values())).device
+    told: dict[str, Any] = {name: _described(seen.get(name)) for name in given}
+    kind = device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    told |= {**options, "the grad mode": torch.is_grad_enabled(), "autocast": cast}
+    unlike = agree(op, shards.group, device, told, failed=error is not None, who=_WHO)
+    if error is not None:
+        raise error
+    whole = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Tensor) and name not in sharded and value.numel() != 0
+    }
+    different = alike(op, shards.group, whole, ("weight",), _WHO)
+    return different if unlike is None else unlike if different is None else unlike | different
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return f"{value.dtype} {list(value.shape)}{' that requires grad' if value.requires_grad else ''}"
+
+
+def _check(
     op: str, shards: VocabParallel, given: dict[str, Any], sharded: dict[str, int], options: dict[str, Any]
-) -> None:
-    """The unsharded op's own checks, on tensors of the whole problem's shapes. `sharded`: which tensors of `given` are
-    parts of the vocabulary, and along which dimension."""
+) -> dict[str, Any]:
+    """The tensors of the whole problem's shapes, without data."""
     first = next(iter(given.values()))
     seen = {}
     for name, value in given.items():
@@ -51,6 +103,7 @@ def check(
         seen[name] = on_meta(value, shape)
     with torch.no_grad():
         getattr(_ops, op)(**seen, **options)
+    return seen
 
 
 def check_index(op: str, name: str, index: Tensor, kept: Tensor, vocab: int, ignore_index: int) -> None:

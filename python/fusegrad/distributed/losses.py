@@ -279,7 +279,7 @@ def cross_entropy(
     sharded = {"input": class_dim}
     if target.is_floating_point():
         sharded["target"] = class_dim
-    check(op, shards, given, sharded, options)
+    different = check(op, shards, given, sharded, options)
     refuse_target_gradient(op, target)
     row_shape = input.shape[:class_dim] + input.shape[class_dim + 1 :]
     overwrite = (
@@ -296,12 +296,14 @@ def cross_entropy(
     if support is not None:
         support = support.long().reshape(-1, support.shape[-1])
         z = logits_of(logits, support, shards)
-        return loss_of(op, z, support, target.reshape(-1), shards, row_shape, given, options)
+        return loss_of(op, z, support, target.reshape(-1), shards, row_shape, given, options, different)
     if target.is_floating_point():
         target = target.movedim(class_dim, -1).reshape(row_shape.numel(), shards.size)
     else:
         target = target.reshape(-1)
-    rows = Rows(op, shards, target, weight, token_weight, normalizer, options, input.dtype, input.dtype, overwrite)
+    rows = Rows(
+        op, shards, target, weight, token_weight, normalizer, options, input.dtype, input.dtype, overwrite, different
+    )
     out = CrossEntropy.apply(rows, logits, overwrite)
     loss = out[0].reshape(row_shape) if rows.reduction == "none" else out[0]
     return loss, rows.values(loss, out, row_shape)
@@ -360,13 +362,17 @@ def linear_cross_entropy(
     sharded = {"linear_weight": 0, "linear_bias": 0, "grad_weight_into": 0}
     if target.is_floating_point():
         sharded["target"] = target.dim() - 1
-    check(op, shards, given, sharded, options)
-    refuse_target_gradient(op, target)
-    if grad_weight_into is not None:
+
+    def check_own() -> None:
+        if grad_weight_into is None:
+            return
         others = [value for value in given.values() if isinstance(value, Tensor) and value is not grad_weight_into]
         _ops.check_may_add_to(op, "grad_weight_into", grad_weight_into, others)
         if torch.is_grad_enabled() and not linear_weight.requires_grad:
             raise ValueError(f"{op}: linear_weight must require grad with grad_weight_into, but got one that does not")
+
+    different = check(op, shards, given, sharded, options, check_own)
+    refuse_target_gradient(op, target)
     if row_scale is not None:
         row_scale = row_scale.to(acc_of(input.dtype)).expand(input.shape[:-1]).reshape(-1)
     cast = autocast_input(input)
@@ -399,7 +405,7 @@ def linear_cross_entropy(
     if support is not None:
         support = support.long().reshape(-1, support.shape[-1])
         z = linear_logits(linear, support, matrix, linear_weight, linear_bias, row_scale)
-        return loss_of(op, z, support, target, shards, row_shape, given, options)
+        return loss_of(op, z, support, target, shards, row_shape, given, options, different)
     needs_grad = wanted_gradients(matrix, linear_weight, linear_bias)
     rows = Rows(
         op,
@@ -412,7 +418,7 @@ def linear_cross_entropy(
         cast.dtype,
         linear.dtype,
         any(needs_grad) and not recompute,
-        matrix,
+        different,
         scale_gradient,
     )
     if recompute:

@@ -49,12 +49,12 @@ class Rows:
         input_dtype: torch.dtype,
         logits_dtype: torch.dtype,
         gradient_stored: bool,
-        hidden: Tensor | None = None,
+        different: Tensor | None = None,
         scale_gradient: bool = False,
     ) -> None:
         """`target`: [N] indices, or [N, stop - start] probabilities. `gradient_stored`: the forward makes the gradient
-        for an upstream gradient of 1. `hidden`: a linear loss's input. `scale_gradient`: a factor of the logits gets a
-        gradient."""
+        for an upstream gradient of 1. `different`: what check() returned. `scale_gradient`: a factor of the logits gets
+        a gradient."""
         self.op = op
         self.shards = shards
         self.names: list[str] = []
@@ -72,7 +72,7 @@ class Rows:
         self.soft = self.probabilities or self.smoothing > 0
         rows, device = target.shape[0], target.device
         self.rows = rows
-        self.key = row_key(None if self.probabilities else target, hidden, acc)
+        self.different = different
         if self.probabilities:
             self.target = target if target.dtype == logits_dtype else target.to(acc)
             self.target = self.target.contiguous()
@@ -148,7 +148,7 @@ class Rows:
             values[0] = -torch.inf
             if self.predict:
                 values[-2] = -torch.inf
-            return values if self.key is None else torch.cat([values, self.key[part].unsqueeze(0)])
+            return values
         share = self.smoothing * size / shards.vocab
         k = 1 - self.smoothing + share
         weight = self.part_weight
@@ -185,8 +185,6 @@ class Rows:
         if self.predict:
             best = z.gather(1, predicted.clamp(min=0).unsqueeze(1)).squeeze(1).to(self.acc)
             values += [best, predicted.to(self.acc)]
-        if self.key is not None:
-            values.append(self.key[part])
         values = torch.stack(values)
         values[0], dead = lse_of_nothing(z, values[0])
         last = 4 if self.soft else 3
@@ -201,11 +199,7 @@ class Rows:
         """[world, k, n] of all parts into the values of whole rows."""
         kept, owned = self.kept[part], self.owned[:, part]
         wide = parts.double()
-        different = None
-        if self.key is not None:
-            name = "input" if self.probabilities else "target"
-            different = self.shards.different(self.op, name, wide[:, -1], exact=not self.probabilities)
-            wide = wide[:, :-1]
+        different = self.different
         lse, low, under = wide[:, 0], wide[:, 1], wide[:, 2]
         largest = lse.amax(0)
         log_sum = ((lse - largest) + low).exp().sum(0).log()
@@ -394,13 +388,3 @@ def lse_of_nothing(z: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         dead = dead | (lse.isnan() & (z.amax(1) == -torch.inf))
         lse = torch.where(dead, -torch.inf, lse)
     return lse, dead
-
-
-def row_key(index: Tensor | None, hidden: Tensor | None, acc: torch.dtype) -> Tensor | None:
-    """[N]: what tells whether all processes have the same rows. A weight that data parallelism sharded looks like a
-    sharded vocabulary, but its processes have rows of their own."""
-    if index is not None:
-        return index.to(acc)
-    if hidden is None or hidden.shape[1] == 0:
-        return None
-    return hidden.detach()[:, 0].to(acc)

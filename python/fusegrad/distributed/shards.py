@@ -136,21 +136,6 @@ class VocabParallel:
         dist.all_gather_into_tensor(out, values, group=self.group)
         return out.view(self.world, *values.shape)
 
-    def different(self, op: str, name: str, keys: Tensor, exact: bool) -> Tensor:
-        """[n] bool: where what must be the same in all processes, [world, n], is not. On the CPU, and elsewhere where
-        set_check_targets asks for it, that is an error in all of them."""
-        from .. import check_targets_enabled
-
-        allowed: Any = 0 if exact else 1e-2 * keys[0].abs() + 1e-3
-        wrong = ((keys - keys[0]).abs() > allowed).any(0)
-        if (keys.device.type == "cpu" or check_targets_enabled()) and bool(wrong.any()):
-            row = int(wrong.nonzero()[0, 0])
-            raise ValueError(
-                f"{op}: {name} must be the same in all processes that share a vocabulary, but got "
-                f"{keys[:, row].tolist()} at row {row}; a weight that data parallelism sharded must be gathered"
-            )
-        return wrong
-
     def start_sum(self, values: Tensor) -> Any:
         """Begins to sum a tensor over the processes, in place; .wait() on what this returns, if it is not None."""
         if self.world == 1:

@@ -123,14 +123,11 @@ def loss_of(
     row_shape: torch.Size,
     given: dict[str, Any],
     options: dict[str, Any],
+    different: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss of the support's logits [N, K], before the softcap; `given` has the tensors of a row and of a call."""
-    # A sum over the processes would mix rows that are not the same in all of them.
-    keys = torch.stack([target, support.sum(1)]).to(logits.dtype)
-    told = shards.gather(keys)
-    wrong = shards.different(op, "target", told[:, 0], exact=True)
-    wrong = wrong | shards.different(op, "support", told[:, 1], exact=True)
-    z = torch.where(wrong.unsqueeze(1), torch.nan, logits)
+    """The loss of the support's logits [N, K], before the softcap; `given` has the tensors of a row and of a call,
+    `different` is what check() returned."""
+    z = logits if different is None else torch.where(different, torch.nan, logits)
     aux, ignore_index = options["aux"], -100 if options["ignore_index"] is None else options["ignore_index"]
     if options["softcap"] is not None:
         # The softcap's slope at NaN, times an ignored row's gradient of 0, would be NaN.

@@ -282,14 +282,13 @@ def grad_weight_into(shards: VocabParallel) -> None:
                 assert_close((into - start).to(dtype), count * w.grad[cut], f"{dtype} {options}")
             assert shards.size == 0 or into._version > version
             assert_close(mine.grad, 2 * x.grad, f"{dtype} {options}, input")
-    if shards.size != 0:
-        w = leaf(torch.randn(V, H)[cut])
-        options = {"vocab_parallel": shards, "grad_weight_into": w.detach()}
-        assert_raises(
-            ValueError,
-            "must not share memory",
-            lambda: fusegrad.linear_cross_entropy(torch.randn(ROWS, H), w, target, **options),
-        )
+    w = leaf(torch.randn(V, H)[cut])
+    options = {"vocab_parallel": shards, "grad_weight_into": w.detach()}
+    assert_raises(
+        RuntimeError if shards.size == 0 else ValueError,  # nothing shares no memory, but the others tell of theirs
+        "got an error of its own in rank" if shards.size == 0 else "must not share memory",
+        lambda: fusegrad.linear_cross_entropy(torch.randn(ROWS, H), w, target, **options),
+    )
 
 
 @case
@@ -719,12 +718,6 @@ def bad_input(shards: VocabParallel) -> None:
     assert_raises(ValueError, f"cross_entropy: target {everywhere}", plain(target=other))
     probabilities = probabilities.detach()
     assert_raises(ValueError, f"{op}input {everywhere}", linear(input=x + shards.rank, target=probabilities))
-    for changes, name in (({}, "student_input"), ({"labels": other}, "labels")):
-        assert_raises(
-            ValueError,
-            f"linear_jsd: {name} {everywhere}",
-            lambda c=changes: fusegrad.linear_jsd(x + shards.rank, w, x, w, vocab_parallel=shards, **c),
-        )
     assert_raises(
         ValueError,
         f"jsd: labels {everywhere}",
@@ -743,6 +736,86 @@ def bad_input(shards: VocabParallel) -> None:
         IndexError,
         "jsd: the teacher's indices must be in [0, ",
         lambda: fusegrad.jsd(z, (log_probs, index), vocab_parallel=shards),
+    )
+
+
+@case
+def other_calls(shards: VocabParallel) -> None:
+    """Each argument and option that is another in one process alone is an error in all that names it."""
+    rank, last = shards.rank, shards.world - 1
+    mine = slice(shards.start, shards.stop)
+    index = torch.randint(0, V, (ROWS,))
+    changed = index.clone()
+    changed[3] = (index[3] + 1) % V
+    x, other_x = torch.randn(ROWS, H), torch.randn(ROWS, H)
+    one_row, ones = x.clone(), torch.ones(ROWS)
+    one_row[2] = other_x[2]
+    logits, weight, classes = torch.randn(ROWS, V), torch.randn(V, H), torch.rand(V)
+    ids = torch.arange(ROWS * 3).view(ROWS, 3) % V
+    top = torch.full((ROWS, 3), 0.2).log()
+    count = torch.tensor(1000.0)
+    options = {
+        "z_loss": (0.1, 0.2),
+        "label_smoothing": (0.1, 0.0),
+        "softcap": (None, 30.0),
+        "reduction": ("mean", "sum"),
+    }
+    options |= {"ignore_index": (-100, 1), "token_weight": (ones, 2 * ones), "normalizer": (count, count + 1)}
+    classed = {"weight": (classes, classes.flip(0)), "target": (index, changed), **options}
+    kinds = {"beta": (0.5, 0.3), "temperature": (1.0, 2.0), "hard_weight": (0.5, 0.4)}
+    kinds |= {"labels": (index, changed), "token_weight": (ones, 2 * ones), "normalizer": (count, count + 1)}
+    hidden = {"input": (x, one_row), "logit_scale": (1.0, 2.0), "workspace_mib": (None, 1)}
+    scales = {"row_scale": (ones, ones.flip(0) + torch.arange(ROWS))}
+    part = weight[mine]
+    trained = part.clone().requires_grad_()
+    calls: list[tuple[str, dict[str, Any], dict[str, tuple[Any, Any]]]] = [
+        ("cross_entropy", {"input": logits[:, mine], "target": index}, classed),
+        ("linear_cross_entropy", {"input": x, "linear_weight": part, "target": index}, classed | hidden),
+        (
+            "linear_cross_entropy",
+            {"input": x, "linear_weight": part, "target": index},
+            {"linear_weight": (part, trained)},
+        ),
+        (
+            "cross_entropy",
+            {"input": logits[:, mine], "target": ids[:, 0], "support": ids},
+            {"support": (ids, ids.flip(1))},
+        ),
+        ("jsd", {"student": logits[:, mine], "teacher": logits[:, mine], "labels": index}, kinds),
+        (
+            "linear_jsd",
+            {"student_input": x, "student_weight": part, "teacher_input": x, "teacher_weight": part, "labels": index},
+            {
+                **kinds,
+                "student_softcap": (None, 30.0),
+                "student_input": (x, one_row),
+                "teacher_input": (x, other_x),
+                "student_logit_scale": (1.0, 2.0),
+            },
+        ),
+    ]
+    for op, given, changes in calls:
+        for name, (ours, theirs) in changes.items():
+            call = {**given, name: theirs if rank == last else ours, "vocab_parallel": shards}
+            text = f"{op}: {name} must be the same in all processes that share a vocabulary, but got another in rank"
+            assert_raises(ValueError, f"{text} {last}", lambda op=op, c=call: getattr(fusegrad, op)(**c))
+    scale = scales["row_scale"][rank == last]
+    text = "linear_cross_entropy: row_scale must be the same"
+    given = {"input": x, "linear_weight": part, "target": index, "vocab_parallel": shards}
+    assert_raises(ValueError, text, lambda: fusegrad.linear_cross_entropy(**given, logit_scale=scale))
+    student = logits[:, mine]
+    for where, theirs in (("values", (top - 0.5, ids)), ("indices", (top, ids.flip(1)))):
+        teacher = theirs if rank == last else (top, ids)
+        name = "teacher_indices" if where == "indices" else "teacher"
+        text = f"jsd: {name} must be the same in all"
+        assert_raises(ValueError, text, lambda t=teacher: fusegrad.jsd(student, t, vocab_parallel=shards))
+    # An error of one process alone ends the call in all.
+    wrong = {**given, "linear_weight": torch.randn(V + 1, H)} if rank == last else given
+    error = ValueError if rank == last else RuntimeError
+    text = "linear_weight must have stop - start" if rank == last else "that share a vocabulary must make the call, but"
+    assert_raises(error, text, lambda: fusegrad.linear_cross_entropy(**wrong))
+    assert_close(
+        fusegrad.linear_cross_entropy(**given), reference.linear_cross_entropy(x, weight, index)[0], "after errors"
     )
 
 
