@@ -42,6 +42,8 @@ def model(inplace: bool, ours: bool = True):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compile_without_a_graph_break(device, backend, dynamic, inplace) -> None:
+    if backend == "inductor" and dynamic != inplace:
+        pytest.skip("aot_eager has all; inductor compiles for seconds")
     torch._dynamo.reset()
     compiled = torch.compile(model(inplace), backend=backend, fullgraph=True, dynamic=dynamic)
     for rows in (8, 12):

@@ -58,7 +58,7 @@ def works(ranges: list[list[tuple[int, int]]], blocks: Tensor) -> list[float]:
 @pytest.mark.parametrize("rows, rest", [(960, 0), (1001, 5)])
 def test_tokens_and_work_are_equal(kind: str, world: int, rows: int, rest: int) -> None:
     length = rows * BLOCK - rest
-    for seed in range(1 if kind in ("causal", "window") else 6):
+    for seed in range(1 if kind in ("causal", "window") else 2):
         blocks = blocks_of(kind, rows, seed)
         mask = mask_of(blocks, length, full=True)
         ranges = balanced_ranges(mask, world)

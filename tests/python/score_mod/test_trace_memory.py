@@ -6,7 +6,7 @@ import collections
 import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ def assert_leaves_nothing(call: Callable[[], object], everything: bool = True) -
     if not everything:
         more = collections.Counter({kind: n for kind, n in more.items() if kind in OF_TRACES})
     assert max(more.values(), default=0) < 10, more.most_common(8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """What was there before is neither looked through nor counted: a process of many tests has millions of objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 OF_TRACES = ("Tensor", "Parameter", "TracedTensor", "Trace", "Graph", "Steps", "Run", "Entry", "frame", "traceback")
