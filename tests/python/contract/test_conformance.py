@@ -92,7 +92,14 @@ def test_the_table(planted: Any) -> None:
 
 def test_a_run_in_parts(tmp_path: Path) -> None:
     """What has no result is missing, in an empty cell, and is asked alone by the next run, which has all of them."""
-    pattern = ("--impl", "eager,fusegrad", "--case", r"^cross_entropy\.(kept_graph|softmax_upstream)$")
+    pattern = (
+        "--impl",
+        "eager,fusegrad",
+        "--case",
+        r"^cross_entropy\.(kept_graph|softmax_upstream)$",
+        "--together",
+        "2",
+    )
     _, _, results = conformance(tmp_path, *pattern)
     assert len(results) == 4
     page = tmp_path / "out.json"

@@ -7,6 +7,7 @@ wrong. A test module starts the script once for a device and asks for each case.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -29,7 +30,18 @@ Outcomes = tuple[int, dict[str, list[str]]]
 
 def start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
     """How many processes there were, and what went wrong in each run, a text a process; a run that is not there was not
-    reached."""
+    reached. Of pytest's workers, which may have a part of a module's tests each, one starts them."""
+    session = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
+    found = session / f"{worker.stem}, {device}.json"
+    with found.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            found.write_text(json.dumps(_start(worker, device, processes, folder)))
+    count, made = json.loads(found.read_text())
+    return count, made
+
+
+def _start(worker: Path, device: str, processes: int, folder: Path) -> Outcomes:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [str(rank) for rank in range(processes)]
     if device == "cpu":
