@@ -295,6 +295,7 @@ def remove(target: _Target) -> _Target:
         for key in [k for k, hook in hooks.items() if isinstance(hook, _BackboneHook) and hook.record is record]:
             del hooks[key]
     for head in heads:
+        vars(head).pop("call", None)
         if "bare" in vars(type(head)):  # not where another mixed itself in since: without a call it is inert
             head.__class__ = type(head).bare
     if record.forward is None:

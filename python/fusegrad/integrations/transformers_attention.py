@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 import fusegrad
 from fusegrad.block_mask import fields_of
 
-from .transformers_context import context_of
+from .transformers_context import attending, context_of
 from .transformers_masks import BLOCK, block_mask, packed_mask
 
 __all__ = ["attention", "block_mask"]
@@ -224,7 +224,7 @@ def attention(
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         # Rotary embeddings leave query and key in float32 there, and value in 16 bits.
         query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
-    context = context_of(module)
+    context = attending(module)
     if context is not None:
         if position_bias is not None or not isinstance(attention_mask, BlockMask):
             raise NotImplementedError(

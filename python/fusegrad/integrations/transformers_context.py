@@ -23,7 +23,7 @@ from fusegrad._eager import eager_only
 
 from .transformers_spread import OP, Batch, SpreadLoss, check_result, told
 
-__all__ = ["context_of", "context_parallel", "undo", "whole_mask"]
+__all__ = ["attending", "context_of", "context_parallel", "undo", "whole_mask"]
 
 # The name of what a model and its modules have: a backward that runs a block again finds it.
 _RECORD = "_fusegrad_context"
@@ -132,14 +132,16 @@ def _is_ours(method: Any) -> bool:
 
 
 def context_of(module: nn.Module | None) -> ContextParallel | None:
-    """Of a module whose attention is over spread sequences, which calls this once."""
     record = getattr(module, _RECORD, None)
-    if record is None:
-        return None
+    return None if record is None else record.context
+
+
+def attending(module: nn.Module | None) -> ContextParallel | None:
+    """context_of a module that attends now, which is counted."""
     running = None if torch.compiler.is_compiling() else _running.get()
     if running is not None:
         running.attended += 1
-    return record.context
+    return context_of(module)
 
 
 def whole_mask(mask: Callable[..., Any], q_length: int, kv_length: int) -> tuple[Callable[..., Any], int]:
