@@ -3,10 +3,10 @@
 
 #include "cuda/attention/backward/hopper.cuh"
 #include "cuda/attention/backward/hopper_wide.cuh"
-#include "cuda/attention/forward/hopper.cuh"
-#include "cuda/attention/grad_query/hopper.cuh"
 #include "cuda/attention/backward/portable.cuh"
+#include "cuda/attention/forward/hopper.cuh"
 #include "cuda/attention/forward/portable.cuh"
+#include "cuda/attention/grad_query/hopper.cuh"
 #include "cuda/attention/grad_query/portable.cuh"
 
 namespace {
