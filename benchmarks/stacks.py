@@ -28,9 +28,9 @@ from typing import Any
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
-import torch.optim.optimizer
 from harness.environment import environment, in_file_names
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 MIB = 2**20
 SECONDS = 900
@@ -47,7 +47,7 @@ class Recorder:
 
     def __init__(self, device: str) -> None:
         self.device, self.times, self.before = device, list[float](), 0.0
-        torch.optim.optimizer.register_optimizer_step_post_hook(self)
+        register_optimizer_step_post_hook(self)
 
     def __call__(self, *_: Any) -> None:
         if self.device == "cuda":
@@ -216,7 +216,9 @@ def dpo(device: str, applied: bool, folder: str) -> None:
     data = Dataset.from_dict({"prompt": ["w3 w4"] * STEPS, "chosen": words[:STEPS], "rejected": words[STEPS:]})
     more = {"per_device_train_batch_size": 1, "max_length": length, "bf16": device == "cuda"}
     arguments = _arguments(trl.DPOConfig, device, folder, **more)
-    made = trl.DPOTrainer(make_model(device), None, arguments, train_dataset=data, processing_class=_tokenizer())
+    made = trl.DPOTrainer(
+        make_model(device), make_model(device), arguments, train_dataset=data, processing_class=_tokenizer()
+    )
     _trl(device, applied, made)
 
 
@@ -225,7 +227,7 @@ def grpo(device: str, applied: bool, folder: str) -> None:
     from datasets import Dataset
 
     data = Dataset.from_dict({"prompt": [f"w{3 + i} w4" for i in range(4 * STEPS)]})
-    more = {"max_completion_length": 64, "num_generations": SIZES[device][0], "bf16": device == "cuda", "beta": 0.04}
+    more = {"max_completion_length": 64, "num_generations": SIZES[device][0], "bf16": device == "cuda"}
     arguments = _arguments(trl.GRPOConfig, device, folder, **more)
     made = trl.GRPOTrainer(
         make_model(device), lambda completions, **_: [float(len(c)) for c in completions], args=arguments,
