@@ -355,7 +355,8 @@ def _attributes(*names: str) -> set[Any]:
 
 _METADATA: set[Any] = {
     *_attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_meta", "is_mps"),
-    *_attributes("is_quantized", "is_mkldnn", "is_nested", "names"),
+    *_attributes("is_quantized", "is_mkldnn", "is_nested"),
+    *(_attributes("names") if hasattr(Tensor, "names") else ()),  # torch 2.15 has no named tensors
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "__len__", "element_size", "get_device")),
     *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex", "__hash__", "is_inference")),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
