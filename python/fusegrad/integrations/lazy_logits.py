@@ -363,7 +363,7 @@ _METADATA: set[Any] = {
 }
 # What the tensor itself answers until something is attached to its values.
 _OF_THE_GRAPH = _attributes(
-    "requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks"
+    "requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "retains_grad", "_backward_hooks", "_base"
 )
 _OF_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
 _DETACHING = {Tensor.detach_, torch.detach_}
