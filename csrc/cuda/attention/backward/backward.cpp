@@ -65,7 +65,6 @@ using namespace planner;
 
 namespace {
 
-constexpr int64_t kElementBytes = 2;  // of the Hopper family
 // CTAs that stay with a head for many batches, of a multiprocessor: as many as registers must allow.
 constexpr int kStaying = 3;
 
@@ -261,7 +260,7 @@ std::atomic<int> forced_whole{-1};
 
 // The CTAs of a group of query heads are at about the same one: it counts once, with its gradient in float32.
 int64_t backward_section(const FlexShape& n) {
-  const int64_t bytes = n.queries * (kElementBytes * (n.head_size + n.value_size) + 4 * n.head_size);
+  const int64_t bytes = n.queries * (kHopperElementBytes * (n.head_size + n.value_size) + 4 * n.head_size);
   return heads_together(n.key_batches * n.key_heads, bytes);
 }
 
@@ -321,7 +320,7 @@ bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,
   const int64_t heads = shape.key_batches * shape.key_heads, turns = tiles_in(heads, processors);
   if (10 * heads < 9 * turns * processors) return false;
   constexpr int64_t kMostBytes = int64_t{40} << 20, kShort = 512;
-  const int64_t row = 4 * shape.head_size + kElementBytes * (shape.head_size + shape.value_size);
+  const int64_t row = 4 * shape.head_size + kHopperElementBytes * (shape.head_size + shape.value_size);
   const int64_t bytes = processors * shape.group() * shape.queries * row;
   if (bytes <= kMostBytes) return true;
   return c.blocks && shape.queries <= kShort && share_of_pairs() * static_cast<double>(bytes) <= kMostBytes;

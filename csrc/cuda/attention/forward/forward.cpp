@@ -284,8 +284,8 @@ bool forward_pays_tall(const FlexShape& shape, const Most& most, const std::func
 }  // namespace
 
 int64_t forward_section(const KernelFacts& f, const FlexShape& n, int64_t processors) {
-  constexpr int64_t kElementBytes = 2;
-  const int64_t heads = n.query_heads(), bytes = kElementBytes * n.keys * (n.head_size + n.value_size) / n.group();
+  const int64_t heads = n.query_heads(),
+                bytes = kHopperElementBytes * n.keys * (n.head_size + n.value_size) / n.group();
   // With few rows of tiles a CTA, all heads are one section if the L2 cache holds what they read: the last of several
   // sections, begun late, would take too long. No section is much smaller than others.
   constexpr int64_t kCachedBytes = int64_t{48} << 20, kFewRows = 8, kFewHeads = 4;

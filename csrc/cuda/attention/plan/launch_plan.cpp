@@ -11,8 +11,6 @@
 namespace fusegrad::cuda {
 namespace {
 
-constexpr int64_t kElementBytes = 2;  // of the Hopper family
-
 bool lists_are_direct(const TileListPlan& lists, const BlockMaskShape& mask) {
   const auto [block_q, block_kv] = mask.block_size;
   if (block_q % (lists.tile_q / lists.parts) != 0 || block_kv % lists.tile_kv != 0) return false;
@@ -85,7 +83,7 @@ jit::TensorMapShape box_map(DType dtype, const FlexBoxes& tensor, int rows, int 
     shape.sizes[d] = static_cast<uint64_t>(tensor.sizes[3 - d]);
     // A stride that is never taken must be valid too.
     const int64_t stride = tensor.sizes[3 - d] == 1 ? 8 : tensor.strides[3 - d];
-    shape.stride_bytes[d] = static_cast<uint64_t>(stride * kElementBytes);
+    shape.stride_bytes[d] = static_cast<uint64_t>(stride * kHopperElementBytes);
   }
   shape.box = {static_cast<uint32_t>(cols), static_cast<uint32_t>(rows), 1, 1};
   shape.swizzle = cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;

@@ -53,6 +53,9 @@ struct LaunchPlan {
   int together = 1;  ///< of few queries: heads whose queries are the rows of a tile
 };
 
+/// Of the Hopper family's elements.
+constexpr int64_t kHopperElementBytes = 2;
+
 /// Raises where there would be 2^31 CTAs or more.
 void check_ctas(int64_t ctas);
 

@@ -45,22 +45,22 @@ KernelSpec planned(const FlexCase& c, const std::string& architecture) {
   for (size_t i = 0; i < tiles.size(); ++i) {
     KernelFacts facts = facts_of(c, tiles[i]);
     if (facts.shared_bytes > limit) continue;
-    if (kernel.resident != nullptr) facts.resident = kernel.resident(facts, architecture);
+    const bool sums = c.kernel == FlexKernel::kBackward;
+    SchemesFit fit = SchemesFit::kAll;
     if (has_derivative(c)) {
-      const bool sums = c.kernel == FlexKernel::kBackward;
       const int left = sums ? limit - facts.shared_bytes : 0;
       // Sums in shared memory are worth more than stages, boxes, or columns.
       const auto stages = [](const FlexTileSize& t) { return t.query_stages + t.key_stages; };
       const bool another = sums && std::any_of(tiles.begin() + static_cast<std::ptrdiff_t>(i), tiles.end(),
                                                [&](const FlexTileSize& t) { return stages(t) < stages(tiles[i]); });
-      const SchemesFit fit = choose_schemes(c, left, facts);
+      fit = choose_schemes(c, left, facts);
       if (fit != SchemesFit::kAll && (another || tiles[i].boxes || tiles[i].columns)) continue;
-      if (kernel.resident != nullptr) facts.resident = kernel.resident(facts, architecture);
-      // Where pairs share elements, sums are worth more than a larger tile.
-      if (sums && fit == SchemesFit::kNotCrowded) {
-        if (!crowded) crowded = std::move(facts);
-        continue;
-      }
+    }
+    if (kernel.resident != nullptr) facts.resident = kernel.resident(facts, architecture);
+    // Where pairs share elements, sums are worth more than a larger tile.
+    if (sums && fit == SchemesFit::kNotCrowded) {
+      if (!crowded) crowded = std::move(facts);
+      continue;
     }
     return {c, std::move(facts)};
   }
