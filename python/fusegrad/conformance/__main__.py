@@ -16,7 +16,7 @@ from . import cases  # noqa: F401, registers them
 from .adapter import OPS, find
 from .adapters import ADAPTERS
 from .case import CASES, Case, Result
-from .report import SUMMARY, counts, line, markdown, read_json, write_json, write_markdown
+from .report import SUMMARY, asked_here, counts, line, markdown, read_json, write_json, write_markdown
 from .runner import run_all
 from .verdict import Verdict
 
@@ -78,14 +78,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     started = time.monotonic()
     if given.read:
-        results += [r for path in given.read for r in read_json(path)]
+        read, origins = zip(*map(read_json, given.read), strict=True)
+        results += [r for of_file in read for r in of_file]
+        asked = origins[0]
+        for other in origins[1:]:
+            asked.implementations |= other.implementations
         names = list(dict.fromkeys(r.implementation for r in results))
     else:
+        asked = asked_here(names, device)
         if given.complete is not None:
             given.json = given.json or given.complete
-            asked = {case.key for case in chosen}
-            before = read_json(given.complete) if given.complete.exists() else []
-            results += [r for r in before if r.implementation in names and r.key in asked]
+            keys = {case.key for case in chosen}
+            before = read_json(given.complete)[0] if given.complete.exists() else []
+            results += [r for r in before if r.implementation in names and r.key in keys]
         known = {(r.implementation, r.key) for r in results}
         run_all(names, chosen, device, given.jobs, timeout, limit, together, report, known)
         left = len(chosen) * len(names) - len(results)
@@ -97,9 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, found in counts(results, chosen).items():
         print(f"{name:16} " + ", ".join(f"{found[what]} {what}" for what in SUMMARY if found[what]))
     if given.json:
-        write_json(results, device, given.json)
+        write_json(results, asked, given.json)
     if given.markdown:
-        table = markdown(results, names, chosen, device)
+        table = markdown(results, names, chosen, asked)
         if given.markdown == "-":
             print(f"\n{table}")
         else:

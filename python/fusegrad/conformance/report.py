@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -55,30 +56,47 @@ def counts(results: list[Result], asked: Sequence[Case]) -> dict[str, Counter[st
     return found
 
 
-def write_json(results: list[Result], device: str, path: Path) -> None:
-    rows = [asdict(r) | {"rule": CASES[r.key].rule, "title": CASES[r.key].title} for r in results]
+@dataclass
+class Asked:
+    """Where the questions were asked, and each implementation's settings, precision and version there."""
+
+    torch: str
+    device: str
+    implementations: dict[str, str]
+
+
+def asked_here(names: Sequence[str], device: str) -> Asked:
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return Asked(torch.__version__, where, {name: described(find(name), device) for name in names if ":" not in name})
+
+
+def write_json(results: list[Result], asked: Asked, path: Path) -> None:
+    """Writes a line a result, with the beginning of its detail and no machine's folders."""
+    rows = [asdict(r) for r in results]
     for row in rows:
         row["verdict"] = row["verdict"].value
+        row["detail"] = " ".join(re.sub(r"/\S*/site-packages/", "", row["detail"]).split())[:160]
+        row["seconds"] = round(row["seconds"], 2)
         if row["error"] is not None and not math.isfinite(row["error"]):
             row["error"] = str(row["error"])
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    names = dict.fromkeys(r.implementation for r in results)
-    settings = {name: described(find(name), device) for name in names if ":" not in name}
-    document = {"torch": torch.__version__, "device": where, "implementations": settings, "results": rows}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    head = json.dumps(asdict(asked), indent=1).removesuffix("\n}")
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    path.write_text(f'{head},\n "results": [\n{lines}\n ]\n}}\n')
 
 
-def read_json(path: Path) -> list[Result]:
-    """Results that were written before; those of cases that there are no more are left out."""
+def read_json(path: Path) -> tuple[list[Result], Asked]:
+    """Results that were written before, and how they were asked. Results of cases that there are no more are left
+    out."""
     names = {f.name for f in fields(Result)}
     found = []
-    for row in json.loads(path.read_text())["results"]:
+    document = json.loads(path.read_text())
+    for row in document["results"]:
         kept = {k: v for k, v in row.items() if k in names}
         error = row.get("error")
         kept |= {"verdict": Verdict(row["verdict"]), "error": None if error is None else float(error)}
         if row["key"] in CASES:
             found.append(Result(**kept))
-    return found
+    return found, Asked(**{f.name: document[f.name] for f in fields(Asked)})
 
 
 def write_markdown(table: str, device: str, path: Path) -> None:
@@ -94,12 +112,12 @@ def write_markdown(table: str, device: str, path: Path) -> None:
 SUMMARY = ("right", "raises, as it may", "raises", "silently wrong", "crashes", "not offered", "missing")
 
 
-def markdown(results: list[Result], names: list[str], asked: Sequence[Case], device: str) -> str:
+def markdown(results: list[Result], names: list[str], cases: Sequence[Case], asked: Asked) -> str:
     """A table of what the implementations are, one of counts, then one of all cases: a row a case, a column an
     implementation."""
-    found = counts(results, asked)
+    found = counts(results, cases)
     lines = ["| | as it is asked |", "|---|---|"]
-    lines += [f"| {n} | {described(find(n), device)} |" for n in names if ":" not in n]
+    lines += [f"| {n} | {asked.implementations[n]} |" for n in names if n in asked.implementations]
     lines += ["", "| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for what in SUMMARY:
         lines.append(f"| {what} | " + " | ".join(str(found.get(n, Counter())[what]) for n in names) + " |")
