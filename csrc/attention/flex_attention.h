@@ -59,7 +59,9 @@ struct FlexArguments {
   double scale = 1.0;
   bool dropout = false;
   double dropout_p = 0.0;
-  uint64_t dropout_seed = 0;
+  uint64_t dropout_seed = 0;                   ///< CPU
+  const int64_t* dropout_seed_data = nullptr;  ///< CUDA: the seed, on the device
+  bool full_float32 = true;                    ///< CUDA: products of float32 have its accuracy, not that of TF32
 };
 
 /// out [B, H, M, E]; lse, max_scores and max_ties (how many scores of a row equal the largest) [B, H, M] acc,
@@ -70,6 +72,16 @@ struct FlexArguments {
 struct FlexResults {
   TensorView out, out_low;                                                              ///< out_low may be none
   void *lse = nullptr, *max_scores = nullptr, *max_ties = nullptr, *lse_low = nullptr;  ///< all but lse may be null
+};
+
+/// A forward on CUDA.
+struct FlexForwardCall {
+  FlexArguments of;
+  FlexResults results;
+  /// Of a backward that may follow: of query, key and value, then of each buffer of the score_mod; empty: none follows.
+  /// Its kernels are compiled beside the forward's.
+  std::vector<bool> needs_grad;
+  bool deterministic = false;  ///< of that backward
 };
 
 /// The gradient of a captured buffer, contiguous.
@@ -99,8 +111,22 @@ struct FlexBackwardCall {
   TensorView query, key, value;     ///< as the inputs, or the inputs themselves; read where needed alone
   std::vector<bool> needs_buffers;  ///< of each buffer of the score_mod
   std::vector<BufferGradient> buffers;
+  bool deterministic = false;  ///< CUDA: gradients are the same bits in every run; on the CPU they are always
   /// Called right before the first write, after all that can fail for want of memory; null: nobody wants to know.
   void (*begin_writing)() = nullptr;
+};
+
+/// What second derivatives ask of pairs, on CUDA (device::FlexPairTangentsArguments): there are pairs, and no dropout.
+/// All operands have tangents, but grad_out's may be none. Letters: `heads` counts heads of queries over all batches.
+struct FlexPairTangentsCall {
+  FlexArguments of;
+  TensorView grad_out, query, key, value, grad_out_tangent;  ///< grad_out itself, then tangents
+  const float* rows = nullptr;                               ///< [B, H, M, 5] of device::FlexPairRow
+  const float* score_tangent = nullptr;                      ///< [heads, rows, columns]; null: none
+  /// Of the query's dtype, [heads, rows, 1 or 2, columns] and [heads, rows, 2, columns].
+  void *weights = nullptr, *gradients = nullptr;
+  uint8_t* seen = nullptr;  ///< [heads / group, columns], written with a block mask only
+  int64_t first_head = 0, head_count = 0, first_row = 0, row_count = 0, columns = 0;
 };
 
 }  // namespace fusegrad

@@ -53,6 +53,7 @@ struct Value {
   Type type = Type::kFloat;
   double f = 0;
   int64_t i = 0;
+  bool operator==(const Value&) const = default;
 };
 
 /// A row of the table.

@@ -69,13 +69,7 @@ struct FlexInputTangents {
 /// out, lse, their tangents, out_low and lse_low.
 using FlexTangentTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-/// What second derivatives ask of pairs (device::FlexPairTangentsArguments). All operands have tangents, but grad_out's
-/// may be undefined. rows: [B, H, M, 5] float32, of device::FlexPairRow. score_tangent may be undefined.
-struct FlexPairTangentsCall {
-  at::Tensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent, grad_out_tangent, rows;
-  at::Tensor score_tangent;
-  int64_t first_head = 0, head_count = 0, first_row = 0, row_count = 0;
-};
+/// Results of flex_attention_pair_tangents.
 /// Of the query's dtype, [head_count, row_count, 1 or 2, columns] and [head_count, row_count, 2, columns]; seen, bytes
 /// [head_count / group, columns], is written with a block mask only.
 struct FlexPairTangentsResults {

@@ -210,11 +210,7 @@ Tensor dropout_mask_meta(const Tensor& seed, double p, c10::SymIntArrayRef sizes
 #ifdef FUSEGRAD_WITH_CUDA
 FlexPairTangentsTuple pair_tangents(const FlexPairTangents& c) {
   const FlexPairTangentsResults made = empty_pair_tangents(c);
-  cuda::flex_attention_pair_tangents(
-      {c.query, c.key, c.value, c.grad_out, c.query_tangent, c.key_tangent, c.value_tangent,
-       c.grad_out_tangent.value_or(Tensor()), c.rows, c.score_tangent.value_or(Tensor()), c.first_head, c.head_count,
-       c.first_row, c.row_count},
-      make_scores(c.scoring), made);
+  cuda::flex_attention_pair_tangents(c, make_scores(c.scoring), made);
   return {made.weights, made.gradients, made.seen};
 }
 #endif

@@ -116,6 +116,27 @@ Object Convert<Bytes>::to(const Bytes& value) {
   return Object(PyBytes_FromStringAndSize(value.text.data(), static_cast<Py_ssize_t>(value.text.size())));
 }
 
+Fields::Fields(Object dict) : dict_(std::move(dict)) {
+  if (PyDict_Check(dict_.get()) == 0) raise_type_error("a dict", dict_.get());
+}
+
+PyObject* Fields::find(const char* name) {
+  known_.emplace_back(name);
+  return PyDict_GetItemString(dict_.get(), name);
+}
+
+void Fields::check_all_read() const {
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t at = 0;
+  while (PyDict_Next(dict_.get(), &at, &key, &value) != 0) {
+    const std::string name = Convert<std::string>::from(key);
+    if (std::find(known_.begin(), known_.end(), name) != known_.end()) continue;
+    std::string names;
+    for (const std::string& one : known_) names += (names.empty() ? "" : ", ") + one;
+    throw std::invalid_argument("fields must be of " + names + ", but got " + name);
+  }
+}
+
 std::vector<Object> items_of(PyObject* given, Py_ssize_t size) {
   if (PyList_Check(given) == 0 && PyTuple_Check(given) == 0) raise_type_error("a list or tuple", given);
   const Py_ssize_t count = PySequence_Size(given);

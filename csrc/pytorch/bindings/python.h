@@ -229,6 +229,32 @@ struct Convert<Dict> {
   static Object to(const Dict& value) { return value.object(); }
 };
 
+/// Reads a dict of Python's by name: what it lacks stays as it is, and a name that nobody reads raises.
+class Fields {
+ public:
+  explicit Fields(Object dict);
+
+  template <class T>
+  void read(const char* name, T& into) {
+    if (PyObject* found = find(name)) into = Convert<T>::from(found);
+  }
+  /// After the last read.
+  void check_all_read() const;
+
+ private:
+  PyObject* find(const char* name);
+
+  Object dict_;
+  std::vector<std::string> known_;
+};
+template <>
+struct Convert<Fields> {
+  static Fields from(PyObject* given) {
+    Py_INCREF(given);
+    return Fields(Object(given));
+  }
+};
+
 /// A parameter's name, and its default where it has one: arg("name"), arg("name") = value.
 struct Argument {
   const char* name;

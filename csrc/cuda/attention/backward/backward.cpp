@@ -326,7 +326,10 @@ bool pays_whole(const FlexCase& c, const FlexShape& shape, int64_t processors,
   return c.blocks && shape.queries <= kShort && share_of_pairs() * static_cast<double>(bytes) <= kMostBytes;
 }
 
-void force_flex_whole(int whole) { forced_whole = whole; }
+void force_flex_whole(int whole) {
+  forced_whole = whole;
+  count_forced();
+}
 
 const Kernel& backward_kernel() {
   static const Kernel kernel{.arguments = "FlexBackwardArguments",

@@ -1,23 +1,46 @@
-// Copies of buffers whose rows, along the last dimension, lie as boxes cannot take them: other dimensions are dense,
-// such as heads, or rows begin anywhere. Compiled ahead of time.
+// Copies of tensors whose rows, along the last dimension, lie as kernels cannot read them 16 bytes at a time, and back.
+// Compiled ahead of time.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 namespace fusegrad::cuda {
 
-/// Two outer dimensions, another one, which may be dense in `from`, and the last one, which is dense in `to`. Strides
-/// in elements.
-struct FlexCopiedRows {
+/// The most dimensions of a tensor that is copied.
+inline constexpr int kMostCopied = 16;
+
+/// A tensor that has rows at one side: dense along the last dimension, each beginning at a multiple of 16 bytes with
+/// room for a multiple of 16 bytes. Strides in elements. The other side lies anyhow.
+struct FlexRowsCopy {
   const void* from;
   void* to;
-  std::array<int64_t, 2> outer, from_outer, to_outer;  // sizes and strides
-  int64_t inner, from_inner, to_inner;                 // size and strides
-  int64_t last, from_last;                             // size and stride; one of the two strides in `from` is 1
+  int rank;
+  std::array<int64_t, kMostCopied> sizes, from_strides, to_strides;
 };
-/// Copies elements of 2 or 4 bytes. Rows of `to` begin at multiples of 8 bytes and are filled up to one with zeros.
-/// Where the last dimension is dense in `from`, there are less than 2^31 elements.
-void flex_copy_rows(const FlexCopiedRows& p, int element_bytes, void* stream);
+/// Copies elements of 2 or 4 bytes into rows, which are filled up with zeros, or from rows.
+void flex_copy_into_rows(const FlexRowsCopy& copy, int64_t element_bytes, void* stream);
+void flex_copy_from_rows(const FlexRowsCopy& copy, int64_t element_bytes, void* stream);
+
+/// A copy of a captured tensor for boxes. Dimensions that are expanded, but for the last, are copied once.
+class BoxCopy {
+ public:
+  BoxCopy(std::span<const int64_t> sizes, std::span<const int64_t> strides, int64_t element_bytes);
+
+  int64_t elements() const;  ///< that are copied
+  int64_t bytes() const;     ///< of the copy
+  /// Of the copy as a tensor of the same sizes.
+  std::vector<int64_t> strides() const;
+  void run(const void* from, void* to, void* stream) const;
+
+ private:
+  bool run_fast(const void* from, void* to, void* stream) const;
+
+  std::vector<int64_t> sizes_, strides_, to_;
+  std::vector<bool> expanded_;
+  int64_t element_bytes_;
+};
 
 }  // namespace fusegrad::cuda

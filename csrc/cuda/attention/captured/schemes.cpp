@@ -170,6 +170,9 @@ int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int6
   return 2 * waves * processors <= 3 * ctas ? batches : 0;
 }
 
-void force_flex_scheme(char scheme) { forced_scheme = scheme; }
+void force_flex_scheme(char scheme) {
+  forced_scheme = scheme;
+  count_forced();
+}
 
 }  // namespace fusegrad::cuda

@@ -81,6 +81,8 @@ struct FlexCase {
   bool wants_buffers() const { return std::find(wants_grad.begin(), wants_grad.end(), true) != wants_grad.end(); }
 };
 
+int element_bytes(DType dtype);
+
 /// FlexCase::most_queries or most_keys of a length.
 int most_of(int64_t length);
 

@@ -4,9 +4,12 @@
 
 #include "cuda/attention/device/shared_memory.cuh"
 
-namespace fusegrad::cuda::planner {
+namespace fusegrad::cuda {
 
-int element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+int element_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+namespace planner {
+
 int head_cols(const FlexCase& c, int multiple) { return device::round_up_to(c.head_size, multiple); }
 int value_cols(const FlexCase& c, int multiple) { return device::round_up_to(std::max(c.value_size, 1), multiple); }
 bool has_mods(const FlexCase& c) {
@@ -28,4 +31,5 @@ bool narrow_heads(const FlexCase& c, const FlexTileSize& t) {
   return t.family == FlexFamily::kHopper && t.rows == 128 && std::max(head_cols(c), value_cols(c)) <= 32;
 }
 
-}  // namespace fusegrad::cuda::planner
+}  // namespace planner
+}  // namespace fusegrad::cuda

@@ -9,7 +9,6 @@ namespace fusegrad::cuda::planner {
 
 /// Products round head sizes up to kCols. In shared memory the Hopper kernels have whole chunks of kHopperCols columns.
 inline constexpr int kCols = 16, kHopperCols = 64;
-int element_bytes(DType dtype);
 int head_cols(const FlexCase& c, int multiple = kCols);
 int value_cols(const FlexCase& c, int multiple = kCols);
 

@@ -20,6 +20,7 @@ struct FlexShape {
   int64_t key_batches = 0, key_heads = 0, keys = 0;
   int64_t head_size = 0, value_size = 0;
 
+  bool operator==(const FlexShape&) const = default;
   int64_t query_heads() const { return batches * heads; }
   int64_t group() const { return heads / key_heads; }
 };
@@ -29,7 +30,10 @@ struct BlockMaskShape {
   std::array<int64_t, 2> block_size{};  ///< queries and keys of a block
   int64_t rows = 0, cols = 0;           ///< blocks of queries and of keys
   int64_t partial_cols = 0, full_cols = 0;
-  int64_t heads = 1;  ///< 1: the lists are the same for all heads
+  int64_t heads = 1;    ///< 1: the lists are the same for all heads
+  int64_t batches = 1;  ///< likewise
+
+  bool operator==(const BlockMaskShape&) const = default;
 };
 
 /// The lists of tiles that a kernel walks: for each of `rows` tiles of one kind which of `cols` tiles of the other.

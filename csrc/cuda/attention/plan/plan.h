@@ -58,5 +58,8 @@ void force_flex_family(std::optional<FlexFamily> family);
 bool flex_family_is_forced();
 /// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
 void force_flex_scheme(char scheme);
+/// Counts what is forced, force_flex_whole too: what was planned before is not asked for again.
+void count_forced();
+uint64_t forced_changes();
 
 }  // namespace fusegrad::cuda

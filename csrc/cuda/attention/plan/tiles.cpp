@@ -13,6 +13,7 @@ namespace planner {
 namespace {
 
 std::atomic<std::optional<FlexFamily>> forced{};
+std::atomic<uint64_t> changes{0};
 
 }  // namespace
 
@@ -95,7 +96,12 @@ int flex_shared_limit(int capability) {
   return (kib << 10) - kReserved;
 }
 
-void force_flex_family(std::optional<FlexFamily> family) { forced = family; }
+void count_forced() { ++changes; }
+uint64_t forced_changes() { return changes; }
+void force_flex_family(std::optional<FlexFamily> family) {
+  forced = family;
+  count_forced();
+}
 bool flex_family_is_forced() { return forced_family().has_value(); }
 
 }  // namespace fusegrad::cuda

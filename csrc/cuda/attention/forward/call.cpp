@@ -1,0 +1,114 @@
+// The plan of a forward.
+#include <algorithm>
+
+#include "cuda/attention/forward/few_queries.h"
+#include "cuda/attention/forward/forward.h"
+#include "cuda/attention/forward/merge.h"
+#include "cuda/attention/plan/program.h"
+#include "cuda/attention/plan/run.h"
+#include "cuda/attention/plan/steps.h"
+#include "jit/compile.h"
+
+namespace fusegrad::cuda {
+namespace {
+
+using Now = Run<FlexForwardCall>;
+
+FlexCase forward_case(const Asked& asked, const Gpu& gpu, CallPlan& plan) {
+  FlexCase c = plan.common;
+  c.kernel = FlexKernel::kForward;
+  c.max_scores = asked.max_scores;
+  const int few_rows = few_query_rows(c, plan.shape, plan.mask, gpu.architecture);
+  if (few_rows == 0) {
+    align_boxes(asked, plan);  // the kernels of few queries have none
+    c = plan.common;
+  }
+  c.kernel = FlexKernel::kForward;
+  c.max_scores = asked.max_scores;
+  c.out_low = asked.out_low;
+  c.unscaled = asked.score_mod.text.empty() && asked.positive_scale;
+  c.few_rows = few_rows;
+  c.key_splits = few_rows == 0 && pays_key_splits(plan.shape, gpu.multiprocessors);
+  c.forward_rows = forward_rows(c, plan.shape, gpu.multiprocessors, [&] { return share_of_pairs(asked); });
+  return c;
+}
+
+device::FlexForwardArguments arguments_of(const Now& r, const Program& program, const device::FlexPartials& partials) {
+  const FlexResults& results = r.call.results;
+  device::FlexForwardArguments a{};
+  r.fill(a);
+  a.out = tensor_of(results.out);
+  a.out_low = tensor_of(results.out_low);
+  a.lse = static_cast<float*>(results.lse);
+  a.lse_low = static_cast<float*>(results.lse_low);
+  a.max_scores = static_cast<float*>(results.max_scores);
+  a.max_ties = static_cast<float*>(results.max_ties);
+  if (r.of().dropout) a.dropout = dropout_of(r.of());
+  a.partials = partials;
+  a.together = program.launch.together;
+  a.tiles = r.tiles(program);
+  return a;
+}
+
+// The kernels of the backward that may follow, compiled while the forward's is.
+void compile_backward(const Now& r, const Asked& asked, const Gpu& gpu) {
+  if (r.call.needs_grad.empty()) return;
+  const auto plan = plan_backward(backward_after(asked, r.call), gpu);
+  for (const auto& program : programs_of(plan))
+    jit::compile_ahead(flex_program(program->launch.spec, gpu.architecture).program);
+}
+
+}  // namespace
+
+Plan<FlexForwardCall> plan_forward(const Asked& asked, const Gpu& gpu) {
+  Plan<FlexForwardCall> plan;
+  begin_plan(asked, plan);
+  const FlexCase c = forward_case(asked, gpu, plan);
+  align_inputs(asked, plan);
+  const auto program =
+      make_program(plan_launch(plan_kernel(c, gpu.architecture), plan.shape, plan.mask, gpu.multiprocessors), plan);
+  const KernelFacts& facts = program->launch.spec.facts();
+  const int splits = program->launch.splits, cols = static_cast<int>(tiles_in(c.value_size, 4) * 4);
+  // Where CTAs of split keys write: outputs, and before them what belongs to them.
+  const int64_t rows = plan.shape.query_heads() * plan.shape.queries * splits;
+  const bool merges = splits > 1 || facts.key_splits;
+  const Region partial = merges ? plan.scratch.add("partial outputs", rows * (cols + 4) * 4) : kNoRegion;
+  const auto partials_of = [=](const Now& r) {
+    device::FlexPartials p{nullptr, nullptr, splits, cols};
+    if (!merges) return p;
+    p.rows = r.at<device::FlexPartialRow>(partial);
+    p.out = r.at<float>(partial) + 4 * rows;
+    return p;
+  };
+  add_copies(plan);
+  add_lists(plan, program);
+  const auto used = [&] { return merges ? std::vector<Region>{partial} : std::vector<Region>{}; };
+  plan.steps.push_back({program->launch.spec.name(), program, used(), [=](Now& r) {
+                          device::FlexForwardArguments a = arguments_of(r, *program, partials_of(r));
+                          const auto ahead = [&] { compile_backward(r, asked, gpu); };
+                          const FlexTileSize& tile = program->launch.spec.tile();
+                          if (facts.hopper()) {
+                            auto more = r.hopper_forward(*program, r.value());
+                            r.launch(*program, &a, {&more}, ahead);
+                          } else if (tile.key_boxes) {
+                            const int keys = tile.cols / tile.warps;
+                            device::FlexForwardFewArguments more{boxes_of(r.key(), keys), boxes_of(r.value(), keys)};
+                            r.launch(*program, &a, {&more}, ahead);
+                          } else {
+                            r.launch(*program, &a, {}, ahead);
+                          }
+                        }});
+  if (merges) {
+    plan.steps.push_back({"flex_merge", nullptr, {partial}, [=, dtype = c.dtype, unscaled = c.unscaled](Now& r) {
+                            const auto a = arguments_of(r, *program, partials_of(r));
+                            flex_merge(a.partials,
+                                       {a.out, a.out_low, a.lse, a.max_scores, a.max_ties, a.lse_low, a.value_size,
+                                        unscaled ? a.scale : 1.0f, r.of().dropout ? a.dropout.scale : 1.0f},
+                                       a.batches, a.heads, a.queries, dtype, r.stream());
+                          }});
+  }
+  plan.scratch.lay_out();
+  return plan;
+}
+
+}  // namespace fusegrad::cuda
