@@ -19,21 +19,45 @@ __all__ = ["compile_flex"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_HEAD = 256
-_MOST_INT32 = (1 << 31) - 1
-_SMALL_SCALAR = 1 << 30
+
+# What decides between kernels beside the lengths: how many CTAs there are and whether batches fill the GPU. Calls of
+# other sizes find their kernels among those of these, or compile one more.
+_BATCHES = ((2, 64), (8, 16), (64, 16), (512, 16))  # and heads
+_LENGTHS = (256, 512, 768, 1024, 3000, 4096, 8192)
+_FEW_QUERIES = ((1, 4096), (16, 8192), (32, 8192), (256, 8192))  # of one batch and head
+
+# Multiprocessors of the largest GPU of an architecture, where that is not the device's own.
+_MULTIPROCESSORS = {"80": 108, "86": 84, "87": 16, "89": 142, "90": 132, "100": 148, "103": 160, "120": 188, "121": 48}
 
 
-def _case_of(mod: ScoreMod | None) -> tuple[tuple[str, list[str]], tuple[bool, bool]]:
-    """Text and dtypes, then whether the places in buffers and the scalars are small, as a call finds them."""
+def _captured(mod: ScoreMod | None) -> tuple[str, list[tuple[str, list[int], list[int], bool]], list[Any]]:
+    """Text, buffers by dtype, sizes, strides and alignment, and numbers."""
     if mod is None:
-        return ("", []), (True, True)
-    buffers = all(
-        sum((n - 1) * stride for n, stride in zip(b.shape, b.stride(), strict=True)) <= _MOST_INT32
-        and b.numel() <= _MOST_INT32
+        return "", [], []
+    buffers = [
+        (str(b.dtype).removeprefix("torch."), list(b.shape), list(b.stride()), b.data_ptr() % 16 == 0)
         for b in mod.buffers
-    )
-    scalars = all(isinstance(s, float) or abs(s) <= _SMALL_SCALAR for s in mod.scalars)
-    return (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers]), (buffers, scalars)
+    ]
+    return mod.text, buffers, list(mod.scalars)
+
+
+def _shapes(
+    batch: int | None, heads: tuple[int, int] | None, lengths: tuple[int, int] | None, mod: ScoreMod | None
+) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """Batch, heads of queries and of keys, lengths of calls: as they are told, else several."""
+    both = {(batch or b, heads or (h, h)) for b, h in _BATCHES}
+    all_lengths = tuple((n, n) for n in _LENGTHS) if lengths is None else (lengths,)
+    shapes = [(b, h, n) for (b, h), n in itertools.product(both, all_lengths)]
+    for buffer in () if mod is None or mod.text == "" else mod.buffers:
+        # A buffer with an element for each pair says what the lengths are, and perhaps heads and batch.
+        if buffer.dim() < 2 or min(buffer.shape) < 1:
+            continue
+        sizes = (1, 1, *buffer.shape)
+        of_buffer = lengths or (sizes[-2], sizes[-1])
+        for b, h in _BATCHES:
+            many = heads or ((h, h) if sizes[-3] == 1 else (sizes[-3], sizes[-3]))
+            shapes.append((batch or max(sizes[-4], b), many, of_buffer))
+    return shapes
 
 
 @checked
@@ -52,17 +76,19 @@ def compile_flex(
     few_queries: bool = False,
     tangents: bool = False,
     second_derivatives: bool = False,
+    batch: int | None = None,
+    heads: int | tuple[int, int] | None = None,
     lengths: tuple[int, int] | None = None,
     architecture: str | None = None,
 ) -> None:
     """Compiles what a call of :func:`fusegrad.flex_attention` on a GPU and its backward need, into the memory of this
-    process and the cache on the disk; nothing is run. Strides, batch, heads, positive scales, the values of captured
-    tensors and numbers, and lengths above 128 do not matter: one compilation serves them all, but for calls of few
-    queries, which have kernels of their own. Kernels that give ``max_scores`` are compiled by the first call that asks
-    for it.
+    process and the cache on the disk; nothing is run. Where ``batch``, ``heads`` and ``lengths`` are told, these are
+    the kernels of that call's plan, and no others. What is not told is taken to be several sizes of long sequences;
+    most calls of other sizes run the same kernels. Positive scales and the values of captured tensors and numbers do
+    not matter. Kernels that give ``max_scores`` are compiled by the first call that asks for it.
 
     Args:
-        score_mod: As for the call. Captured tensors count with their dtypes, numbers of elements and ``requires_grad``.
+        score_mod: As for the call. Captured tensors count with their dtypes, sizes, strides and ``requires_grad``.
         mask_mod: The mask_mod of the call's block mask; None where there is no block mask.
         head_size: D of query and key, at most 256.
         value_size: E of the values; by default D.
@@ -79,8 +105,10 @@ def compile_flex(
             tangents. They depend on whether a backward may follow, that is, whether anything requires a gradient.
         second_derivatives: Also the kernels of gradients that are differentiated, of query, key and value. Forward mode
             through a backward takes those of ``tangents`` too.
-        lengths: M and N of the calls, where one of them is at most 128: short sequences have tiles, and so kernels, of
-            their own. By default those of longer ones are compiled.
+        batch: B of the calls.
+        heads: H of the calls; (H, Hkv) where key and value have fewer.
+        lengths: M and N of the calls. Short sequences, where one of them is at most 128, have kernels of their own,
+            which are compiled only where lengths are told.
         architecture: Such as "80", "90a", "100" or "120", for which no GPU is needed; by default that of the current
             device.
 
@@ -111,21 +139,24 @@ def compile_flex(
         raise ValueError(f"compile_flex: dropout_p must be at least 0 and less than 1, but got {dropout_p}")
     if lengths is not None and min(lengths) < 1:
         raise ValueError(f"compile_flex: lengths must be two positive numbers, but got {lengths!r}")
+    if batch is not None and batch < 1:
+        raise ValueError(f"compile_flex: batch must be a positive number, but got {batch!r}")
+    both = (heads, heads) if isinstance(heads, int) else heads
+    if both is not None and (min(both) < 1 or both[0] % both[1] != 0):
+        raise ValueError(f"compile_flex: heads must be positive, the first a multiple of the second, but got {heads!r}")
     flex = getattr(_C, "flex", None)
     if flex is None:
         raise NotImplementedError("compile_flex: fusegrad must be built with CUDA, but got a build without")
 
     score = None if score_mod is None else trace_score_mod(score_mod)
     mask = None if mask_mod is None else trace_mask_mod(mask_mod)
-    score_text, score_small = _case_of(score)
-    mask_text, mask_small = _case_of(mask)
     buffers = () if score is None else score.buffers
     wants = [b.requires_grad for b in buffers]
-    floats = [b.is_floating_point() for b in buffers]
-    training = requires_grad or any(wants)
+    needs_grad = [requires_grad] * 3 + wants
+    training = any(needs_grad)
     if score is not None:
         check_kernel_size(score.text, tuple(wants) if training else None)
-    ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    multiprocessors = None
     if architecture is None:
         try:
             architecture = flex.current_architecture()
@@ -133,52 +164,40 @@ def compile_flex(
             raise ValueError(
                 f"compile_flex: architecture must be given where there is no GPU, but got None ({error})"
             ) from None
+        multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+    multiprocessors = multiprocessors or _MULTIPROCESSORS.get(architecture.rstrip("af"), 132)
 
-    def case_of(
-        kernel: str, columns: int | None = None, of: list[bool] | None = None, out_low: bool = training, **more: Any
-    ) -> Any:
-        return flex.Case(
-            kernel,
-            str(dtype).removeprefix("torch."),
-            head_size,
-            columns or value_size,
-            score_text,
-            mask_text,
-            sizes if blocks else None,
-            of if of is not None else [] if kernel == "forward" else floats if kernel == "tangents" else wants,
-            [b.numel() for b in buffers],
-            training=out_low,
-            deterministic=ordered,
-            needs_grad=requires_grad or kernel == "tangents",
-            dropout_p=dropout_p,
-            split=torch.backends.cuda.matmul.fp32_precision != "tf32",
-            score_mod_small=score_small,
-            mask_mod_small=mask_small,
-            lengths=lengths or (0, 0),
-            sizes=[list(b.shape) for b in buffers],
-            **more,
-        )
-
-    cases = []
-    for many_batches in (False, True) if lengths is not None else (False,):
-        cases += [
-            case_of("forward", many_batches=many_batches, aligned_boxes=aligned, forward_rows=rows)
-            for aligned, rows in itertools.product((True, False), (128, 192, 256))
-        ]
-        if training:
-            cases += flex.backward_kernels(case_of("backward", many_batches=many_batches), ordered, architecture)
-    if few_queries:
-        cases += [case_of("forward", few_rows=rows) for rows in flex.few_query_tiles(head_size, value_size)]
-        cases += [case_of("forward", key_splits=True, aligned_boxes=aligned) for aligned in (True, False)]
-        if training:
-            split = flex.backward_kernels(case_of("backward", key_splits=True), ordered, architecture)
-            cases += [case for case in split if flex.plan(case, architecture)["key_splits"]]
+    score_text, score_buffers, score_scalars = _captured(score)
+    mask_text, mask_buffers, mask_scalars = _captured(mask)
+    common = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "score_mod": score_text,
+        "score_mod_buffers": score_buffers,
+        "score_mod_scalars": score_scalars,
+        "mask_mod": mask_text,
+        "mask_mod_buffers": mask_buffers,
+        "mask_mod_scalars": mask_scalars,
+        "block_size": sizes if blocks else None,
+        "dropout": dropout_p > 0,
+        "full_float32": torch.backends.cuda.matmul.fp32_precision != "tf32",
+        "training": training,
+    }
+    asked: list[dict[str, Any]] = [{"direction": "forward"}]
+    if training:
+        ordered = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        asked.append({"direction": "backward", "needs_grad": needs_grad, "deterministic": ordered})
     if tangents:
-        cases += [case_of("tangents", part) for part in flex.tangents_parts(value_size)]
+        asked.append({"direction": "tangents", "buffer_tangents": [b.is_floating_point() for b in buffers]})
     if second_derivatives:
-        still = [False] * len(buffers)
-        cases += [case_of("tangents", part, still, False) for part in flex.tangents_parts(value_size)]
-        cases += [case_of(kernel) for kernel in ("pair_tangents", "pair_tangents of grad_out")]
-    programs = {_C.jit.key(program): program for program in (flex.program(case, architecture) for case in cases)}
+        asked.append({"direction": "tangents", "buffer_tangents": [False] * len(buffers), "training": False})
+        asked += [{"direction": "pair_tangents", "grad_out_tangent": of_grad_out} for of_grad_out in (False, True)]
+    shapes = _shapes(batch, both, lengths, score)
+    few = [(1, (1, 1), lengths) for lengths in _FEW_QUERIES] if few_queries else []
+    programs = {}
+    for b, (h, kv_heads), (m, n) in {*shapes, *few}:
+        shape = [b, h, m, b, kv_heads, n, head_size, value_size]
+        for one in asked:
+            _, found = flex.call_plan({**common, **one, "shape": shape}, architecture, multiprocessors)
+            programs.update({_C.jit.key(program): program for program in found})
     with ThreadPoolExecutor(len(programs)) as threads:
         list(threads.map(_C.jit.compile, programs.values()))

@@ -1,73 +1,121 @@
 #include "pytorch/bindings/cuda.h"
 
+#include <map>
 #include <optional>
 #include <stdexcept>
 
 #include "cuda/attention/backward/backward.h"
-#include "cuda/attention/forward/few_queries.h"
-#include "cuda/attention/grad_buffers/grad_buffers.h"
 #include "cuda/attention/mask/block_states.h"
-#include "cuda/attention/plan/launch_plan.h"
+#include "cuda/attention/plan/call_plan.h"
 #include "cuda/attention/plan/plan.h"
 #include "cuda/attention/plan/program.h"
 #include "pytorch/bindings/jit.h"
 #include "pytorch/bindings/score_mod.h"
 #include "score_mod/cache.h"
+#include "score_mod/render_cuda.h"
 
 namespace py = fusegrad::python;
+
+namespace fusegrad::cuda {
+
+// A captured tensor: dtype, sizes, strides, and whether it begins at a multiple of 16 bytes.
+struct CapturedFields {
+  std::string dtype;
+  std::vector<int64_t> sizes, strides;
+  bool aligned;
+};
+
+}  // namespace fusegrad::cuda
 
 namespace fusegrad::python {
 
 template <>
-inline constexpr const char* kHeldAs<cuda::FlexCase> = "fusegrad._C.flex.Case";
+inline constexpr const char* kHeldAs<cuda::FlexCase> = "fusegrad._C.flex.case";
+
+template <>
+struct Convert<cuda::CapturedFields> {
+  static cuda::CapturedFields from(PyObject* given) {
+    const auto items = items_of(given, 4);
+    return {Convert<std::string>::from(items[0].get()), Convert<std::vector<int64_t>>::from(items[1].get()),
+            Convert<std::vector<int64_t>>::from(items[2].get()), Convert<bool>::from(items[3].get())};
+  }
+};
+/// A float, or an integer or bool.
+template <>
+struct Convert<score_mod::Value> {
+  static score_mod::Value from(PyObject* given) {
+    if (PyFloat_Check(given) != 0) return {score_mod::Type::kFloat, Convert<double>::from(given), 0};
+    return {score_mod::Type::kInt, 0, Convert<int64_t>::from(given)};
+  }
+};
 
 }  // namespace fusegrad::python
 
 namespace fusegrad::cuda {
 namespace {
 
-FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes, std::array<bool, 2> small) {
+FlexMod make_mod(const std::string& text, const std::vector<std::string>& dtypes) {
   FlexMod mod;
   mod.text = text;
-  mod.small_buffers = small[0];
-  mod.small_scalars = small[1];
   for (const auto& dtype : dtypes) mod.dtypes.push_back(score_mod::dtype_named(dtype));
   return mod;
 }
 
-// How a deterministic backward sums, as for all lengths and architectures.
-void order_sums(FlexCase& c) {
-  c.partial_sums = ordered_launches(c, 2, 1, 1, 2, "80") != 0;
-  c.fixed_point = !c.partial_sums;
+DType dtype_named(const std::string& name) {
+  return name == "float32" ? DType::kFloat32 : name == "float16" ? DType::kFloat16 : DType::kBFloat16;
 }
 
-FlexCase make_case(const std::string& kernel, const std::string& dtype, int head_size, int value_size,
-                   const std::pair<std::string, std::vector<std::string>>& score_mod,
-                   const std::pair<std::string, std::vector<std::string>>& mask_mod,
-                   const std::optional<std::array<int64_t, 2>>& block_size, const std::vector<bool>& wants_grad,
-                   const std::vector<int64_t>& elements, bool max_scores, bool training, bool deterministic,
-                   bool needs_grad, bool split, bool tall, double dropout_p, std::array<bool, 2> score_mod_small,
-                   std::array<bool, 2> mask_mod_small, int few_rows, bool key_splits, std::array<int64_t, 2> lengths,
-                   bool many_batches, const std::vector<std::vector<int64_t>>& sizes, bool aligned_boxes,
-                   int forward_rows, bool ordered, bool whole) {
+FlexKernel kernel_named(const std::string& name) {
+  static const std::map<std::string, FlexKernel> kernels{{"forward", FlexKernel::kForward},
+                                                         {"backward", FlexKernel::kBackward},
+                                                         {"grad_query", FlexKernel::kGradQuery},
+                                                         {"grad_buffers", FlexKernel::kGradBuffers},
+                                                         {"tangents", FlexKernel::kTangents},
+                                                         {"pair_tangents", FlexKernel::kPairTangents},
+                                                         {"pair_tangents of grad_out", FlexKernel::kPairTangents}};
+  const auto found = kernels.find(name);
+  if (found == kernels.end()) throw std::invalid_argument("Case: no kernel is named " + name);
+  return found->second;
+}
+
+// A kernel that no plan need ask for: tests walk kernels by what they are compiled for.
+FlexCase make_case(py::Fields fields) {
   FlexCase c;
-  c.kernel = kernel == "forward"                   ? FlexKernel::kForward
-             : kernel == "backward"                ? FlexKernel::kBackward
-             : kernel == "grad_query"              ? FlexKernel::kGradQuery
-             : kernel == "tangents"                ? FlexKernel::kTangents
-             : kernel.starts_with("pair_tangents") ? FlexKernel::kPairTangents
-                                                   : FlexKernel::kGradBuffers;
+  std::string kernel = "forward", dtype = "bfloat16";
+  std::pair<std::string, std::vector<std::string>> score_mod, mask_mod;
+  std::optional<std::array<int64_t, 2>> block_size;
+  std::array<int64_t, 2> lengths{};
+  std::vector<bool> wants_grad;
+  bool max_scores = false, training = true, deterministic = false, needs_grad = true;
+  fields.read("kernel", kernel);
+  fields.read("dtype", dtype);
+  fields.read("head_size", c.head_size);
+  fields.read("value_size", c.value_size);
+  fields.read("score_mod", score_mod);
+  fields.read("mask_mod", mask_mod);
+  fields.read("block_size", block_size);
+  fields.read("lengths", lengths);
+  fields.read("wants_grad", wants_grad);
+  fields.read("elements", c.elements);
+  fields.read("sizes", c.sizes);
+  fields.read("max_scores", max_scores);
+  fields.read("training", training);
+  fields.read("deterministic", deterministic);
+  fields.read("needs_grad", needs_grad);
+  fields.read("tall", c.tall);
+  fields.read("dropout", c.dropout);
+  fields.read("few_rows", c.few_rows);
+  fields.read("key_splits", c.key_splits);
+  fields.read("many_batches", c.many_batches);
+  fields.read("aligned_boxes", c.aligned_boxes);
+  fields.read("ordered", c.ordered);
+  fields.read("whole", c.whole);
+  fields.check_all_read();
+  c.kernel = kernel_named(kernel);
   c.grad_out_tangent = kernel == "pair_tangents of grad_out";
-  c.dtype = dtype == "float32" ? DType::kFloat32 : dtype == "float16" ? DType::kFloat16 : DType::kBFloat16;
-  c.head_size = head_size;
-  c.value_size = value_size;
-  c.score_mod = make_mod(score_mod.first, score_mod.second, score_mod_small);
-  c.mask_mod = make_mod(mask_mod.first, mask_mod.second, mask_mod_small);
-  c.split = split;
-  c.tall = tall;
-  c.few_rows = few_rows;
-  c.key_splits = key_splits;
-  c.dropout = dropout_p > 0;
+  c.dtype = dtype_named(dtype);
+  c.score_mod = make_mod(score_mod.first, score_mod.second);
+  c.mask_mod = make_mod(mask_mod.first, mask_mod.second);
   c.blocks = block_size.has_value();
   if (c.blocks) c.block_size = *block_size;
   const bool results = c.kernel == FlexKernel::kForward || c.kernel == FlexKernel::kTangents;
@@ -76,36 +124,106 @@ FlexCase make_case(const std::string& kernel, const std::string& dtype, int head
     c.most_queries = most_of(lengths[0]);
     c.most_keys = most_of(lengths[1]);
   }
-  c.many_batches = many_batches;
-  c.sizes = sizes;
-  c.aligned_boxes = aligned_boxes;
-  c.forward_rows = forward_rows;
-  c.ordered = ordered;
-  c.whole = whole;
   c.max_scores = max_scores && c.kernel == FlexKernel::kForward;
   c.out_low = training && results && c.dtype != DType::kFloat32;
-  if (c.kernel == FlexKernel::kTangents) {
+  if (c.kernel == FlexKernel::kTangents)
     c.tangents_of = {needs_grad, needs_grad, needs_grad, wants_grad, c.score_mod.small_buffers};
-    return c;
-  }
-  if (c.kernel != FlexKernel::kForward) {
-    c.wants_grad = wants_grad;
-    c.elements = elements;
-    if (c.kernel == FlexKernel::kPairTangents) {
-      c.wants_grad.assign(wants_grad.size(), false);
-      return c;
-    }
-    const bool of_buffers = c.kernel == FlexKernel::kGradBuffers;
-    c.grad_query = needs_grad && !of_buffers && (c.kernel == FlexKernel::kGradQuery) == deterministic;
-    c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;
-    c.max_gradient = max_scores;
-    c.partial_sums = of_buffers;
-    if (deterministic && c.wants_buffers() && !of_buffers) {
-      order_sums(c);
-      if (c.partial_sums && c.kernel == FlexKernel::kGradQuery) c.wants_grad.assign(wants_grad.size(), false);
-    }
-  }
+  if (results) return c;
+  c.wants_grad = wants_grad;
+  if (c.kernel == FlexKernel::kPairTangents) c.wants_grad.assign(wants_grad.size(), false);
+  if (c.kernel == FlexKernel::kPairTangents) return c;
+  const bool of_buffers = c.kernel == FlexKernel::kGradBuffers;
+  c.grad_query = needs_grad && !of_buffers && (c.kernel == FlexKernel::kGradQuery) == deterministic;
+  c.grad_key = c.grad_value = needs_grad && c.kernel == FlexKernel::kBackward;
+  c.max_gradient = max_scores;
+  c.partial_sums = of_buffers;
+  if (!deterministic || !c.wants_buffers() || of_buffers) return c;
+  c.partial_sums = ordered_launches(c, 2, 1, 1, 2, "80") != 0;
+  c.fixed_point = !c.partial_sums;
+  if (c.partial_sums && c.kernel == FlexKernel::kGradQuery) c.wants_grad.assign(wants_grad.size(), false);
   return c;
+}
+
+AskedMod asked_mod(const std::string& text, const std::vector<CapturedFields>& buffers,
+                   const std::vector<score_mod::Value>& scalars) {
+  AskedMod mod;
+  mod.text = text;
+  for (const CapturedFields& b : buffers)
+    mod.buffers.push_back({score_mod::dtype_named(b.dtype), b.sizes, b.strides, b.aligned});
+  mod.scalars = scalars;
+  mod.small_scalars = score_mod::small_scalars(scalars);
+  return mod;
+}
+
+// What a call asks, as fusegrad.compile describes it.
+std::pair<std::string, Asked> make_asked(py::Fields fields) {
+  Asked asked;
+  std::string direction = "forward", dtype = "bfloat16", score_mod, mask_mod;
+  std::array<int64_t, 8> shape{};
+  std::vector<CapturedFields> score_buffers, mask_buffers;
+  std::vector<score_mod::Value> score_scalars, mask_scalars;
+  std::optional<std::array<int64_t, 2>> block_size;
+  bool grad_out_tangent = false, training = true;
+  fields.read("direction", direction);
+  fields.read("dtype", dtype);
+  fields.read("shape", shape);
+  fields.read("score_mod", score_mod);
+  fields.read("score_mod_buffers", score_buffers);
+  fields.read("score_mod_scalars", score_scalars);
+  fields.read("mask_mod", mask_mod);
+  fields.read("mask_mod_buffers", mask_buffers);
+  fields.read("mask_mod_scalars", mask_scalars);
+  fields.read("block_size", block_size);
+  fields.read("needs_grad", asked.needs_grad);
+  fields.read("buffer_tangents", asked.buffer_tangents);
+  fields.read("deterministic", asked.deterministic);
+  fields.read("dropout", asked.dropout);
+  fields.read("full_float32", asked.full_float32);
+  fields.read("max_scores", asked.max_scores);
+  fields.read("training", training);
+  fields.read("grad_out_tangent", grad_out_tangent);
+  fields.check_all_read();
+  asked.dtype = dtype_named(dtype);
+  asked.shape = {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7]};
+  asked.score_mod = asked_mod(score_mod, score_buffers, score_scalars);
+  asked.mask_mod = asked_mod(mask_mod, mask_buffers, mask_scalars);
+  if (block_size) {
+    const auto [rows, cols] = std::array{tiles_in(shape[2], (*block_size)[0]), tiles_in(shape[5], (*block_size)[1])};
+    asked.mask = BlockMaskShape{*block_size, rows, cols, cols, cols, 1, 1};
+  }
+  asked.there.fill(true);
+  asked.aligned.fill(true);
+  asked.there[kGradOutTangent] = grad_out_tangent;
+  asked.aligned_gradients.fill(true);
+  asked.aligned_buffer_gradients.assign(asked.score_mod.buffers.size(), true);
+  for (const AskedBuffer& b : asked.score_mod.buffers) asked.gradient_dtypes.push_back(b.dtype);
+  asked.out_low = training && asked.dtype != DType::kFloat32;
+  asked.max_gradient = asked.max_scores;
+  asked.head_count = asked.shape.query_heads();
+  asked.row_count = asked.shape.queries;
+  asked.forced = forced_changes();
+  return {direction, asked};
+}
+
+// A plan in words, and the programs of its steps.
+template <class Call>
+std::tuple<std::string, std::vector<jit::Program>> shown(const std::string& name, const Plan<Call>& plan,
+                                                         const std::string& architecture) {
+  std::vector<jit::Program> programs;
+  for (const auto& program : programs_of(plan))
+    programs.push_back(flex_program(program->launch.spec, architecture).program);
+  return {printed(name.c_str(), plan), std::move(programs)};
+}
+
+std::tuple<std::string, std::vector<jit::Program>> make_plan(py::Fields fields, const std::string& architecture,
+                                                             int64_t multiprocessors) {
+  const auto [direction, asked] = make_asked(std::move(fields));
+  const Gpu gpu{architecture, multiprocessors, 0};
+  if (direction == "forward") return shown(direction, plan_forward(asked, gpu), architecture);
+  if (direction == "backward") return shown(direction, plan_backward(asked, gpu), architecture);
+  if (direction == "tangents") return shown(direction, plan_tangents(asked, gpu), architecture);
+  if (direction == "pair_tangents") return shown(direction, plan_pair_tangents(asked, gpu), architecture);
+  throw std::invalid_argument("plan: no direction is named " + direction);
 }
 
 // A buffer of which kernels are compiled for the dtype and rank alone.
@@ -150,104 +268,14 @@ std::optional<FlexFamily> family_named(const std::string& name) {
 }  // namespace
 
 void bind(py::Module m) {
-  m.def("Case", &make_case, py::arg("kernel"), py::arg("dtype"), py::arg("head_size"), py::arg("value_size"),
-        py::arg("score_mod") = std::make_tuple("", std::vector<std::string>()),
-        py::arg("mask_mod") = std::make_tuple("", std::vector<std::string>()), py::arg("block_size") = py::none(),
-        py::arg("wants_grad") = std::vector<bool>(), py::arg("elements") = std::vector<int64_t>(),
-        py::arg("max_scores") = false, py::arg("training") = true, py::arg("deterministic") = false,
-        py::arg("needs_grad") = true, py::arg("split") = true, py::arg("tall") = true, py::arg("dropout_p") = 0.0,
-        py::arg("score_mod_small") = std::array<bool, 2>{true, true},
-        py::arg("mask_mod_small") = std::array<bool, 2>{true, true}, py::arg("few_rows") = 0,
-        py::arg("key_splits") = false, py::arg("lengths") = std::array<int64_t, 2>{0, 0},
-        py::arg("many_batches") = false, py::arg("sizes") = std::vector<std::vector<int64_t>>(),
-        py::arg("aligned_boxes") = true, py::arg("forward_rows") = 256, py::arg("ordered") = false,
-        py::arg("whole") = false, "All that a kernel is compiled for; see csrc/cuda/attention/plan/plan.h.");
+  m.def("case", &make_case, py::arg("fields"),
+        "A kernel by what it is compiled for, a dict of fields; see csrc/cuda/attention/plan/case.h.");
   m.def("current_architecture", &jit::current_architecture, "What kernels are compiled for on the current device.");
+  m.def("call_plan", &make_plan, py::arg("fields"), py::arg("architecture"), py::arg("multiprocessors"),
+        "The plan of a call, a dict of fields, in words, and the programs that it runs; see "
+        "csrc/cuda/attention/plan/asked.h.");
   m.def(
-      "backward_kernels",
-      [](const FlexCase& c, bool deterministic, const std::string& architecture) {
-        const std::vector<bool> needs_grad(3, c.grad_key);
-        std::vector<FlexCase> kernels;
-        const auto add_kernels = [&](const FlexCase& asked) {
-          for (auto& kernel : backward_kernels(asked, needs_grad, deterministic, architecture))
-            kernels.push_back(std::move(kernel));
-        };
-        // Lengths decide whether gradients of pairs are stored, and whether sums will be in one order without fixed
-        // point.
-        const auto add = [&](const FlexCase& asked) {
-          FlexCase covered = asked;
-          covered.covered.assign(asked.wants_grad.size(), true);
-          const bool stores =
-              plan_kernel(covered, architecture).facts().schemes.find_first_of("ST") != std::string::npos;
-          for (const FlexCase& one : {asked, covered}) {
-            const bool is_covered = !one.covered.empty();
-            if (is_covered && !stores) continue;
-            const auto in_order = [&](int64_t batches, int64_t processors) {
-              return ordered_launches(one, batches, 1, 1, processors, architecture) != 0;
-            };
-            // Sums of one batch may be in one order where those of two batches that do not fill the GPU are not.
-            if (!is_covered || !asked.fixed_point || !in_order(2, 2)) add_kernels(one);
-            if (asked.fixed_point && in_order(1, 1)) {
-              FlexCase floats = one;
-              floats.fixed_point = false;
-              floats.partial_sums = true;
-              add_kernels(floats);
-            }
-          }
-        };
-        add(c);
-        // And how many batches there are, whether their sums are made first, and for groups of them; how many heads,
-        // whether in parts.
-        constexpr int64_t kMany = 512, kFew = 4, kProcessors = 128;
-        std::vector<FlexCase> sums;
-        const size_t scalars =
-            c.score_mod.text.empty() ? 0 : score_mod::cached_graph(c.score_mod.text)->scalars().size();
-        for (const auto& [heads, batches, divisor] : {std::array{int64_t{1}, kMany, int64_t{0}},
-                                                      {1, kMany, kMany / kFew},
-                                                      {1, kFew, 1},
-                                                      {kMany * kMany, kMany, 0},
-                                                      {kMany * kMany, kMany, kMany / kFew}}) {
-          const std::vector<score_mod::Value> numbers(scalars, {score_mod::Type::kInt, 0, divisor});
-          const auto apart =
-              sums_over_batches(c, needs_grad, numbers, batches, heads, 1, 1, kProcessors, deterministic, architecture);
-          if (!apart) continue;
-          if (std::find(sums.begin(), sums.end(), apart->common) != sums.end()) continue;
-          sums.push_back(apart->common);
-          FlexCase others = c;
-          apart->leave_out(others);
-          others.fixed_point = others.partial_sums = false;
-          if (deterministic && others.wants_buffers()) order_sums(others);
-          add(others);
-          kernels.push_back(apart->common);
-          // Lengths decide whether a CTA's sums are stored.
-          FlexCase stored = apart->common;
-          stored.covered.assign(c.wants_grad.size(), !stored.partial_sums);
-          if (plan_kernel(stored, architecture).facts().schemes.find('S') != std::string::npos)
-            kernels.push_back(std::move(stored));
-        }
-        // They decide which tiles take less time, too, and layouts whether pairs are read by boxes.
-        for (size_t i = 0, made = kernels.size(); i < made; ++i) {
-          const FlexTileSize tile = plan_kernel(kernels[i], architecture).tile();
-          for (bool FlexCase::* member : {&FlexCase::tall, &FlexCase::aligned_boxes}) {
-            FlexCase other = kernels[i];
-            other.*member = false;
-            if (plan_kernel(other, architecture).tile() != tile) kernels.push_back(std::move(other));
-          }
-        }
-        // And whether a CTA has all keys of a head, whose dQ needs no kernel of its own then.
-        for (size_t i = 0, made = kernels.size(); i < made; ++i) {
-          if (kernels[i].kernel != FlexKernel::kBackward || kernels[i].fixed_point) continue;
-          FlexCase other = kernels[i];
-          other.grad_query = other.whole = true;
-          other.tall = false;
-          if (plan_kernel(other, architecture).facts().whole) kernels.push_back(std::move(other));
-        }
-        return kernels;
-      },
-      py::arg("case"), py::arg("deterministic"), py::arg("architecture"),
-      "The cases of the kernels that a backward runs, of one of kernel 'backward'.");
-  m.def(
-      "plan",
+      "kernel_plan",
       [](const FlexCase& c, const std::string& architecture) {
         const KernelSpec spec = plan_kernel(c, architecture);
         const FlexTileSize& tile = spec.tile();
@@ -262,10 +290,6 @@ void bind(py::Module m) {
       py::arg("case"), py::arg("architecture"),
       "{family: 'portable', 'hopper' or 'few', tile: (rows, cols, warps, share, stages), schemes, key_splits, "
       "shared_bytes}.");
-  m.def("tangents_parts", &tangents_parts, py::arg("value_size"),
-        "The columns of values of each kernel that forward mode runs.");
-  m.def("few_query_tiles", &few_query_tiles, py::arg("head_size"), py::arg("value_size"),
-        "What Case's few_rows may be, from the fewest rows on.");
   m.def(
       "program",
       [](const FlexCase& c, const std::string& architecture) {

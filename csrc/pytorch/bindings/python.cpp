@@ -1,5 +1,6 @@
 #include "pytorch/bindings/python.h"
 
+#include <algorithm>
 #include <climits>
 #include <exception>
 #include <new>

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from fusegrad import _C, ScoreMod, compile_flex, trace_mask_mod
+from fusegrad import _C, ScoreMod, compile_flex, flex_attention, trace_mask_mod
 from needs import has_flex_compiler, needs_flex_compiler
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -174,6 +174,50 @@ def test_bad_input(given: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         compile_flex(**{"head_size": 16, "architecture": "90a", **given})
     assert str(caught.value) == f"compile_flex: {message}"
+
+
+def pair(t):
+    return lambda s, b, h, q, kv: s + t[h, q, kv]
+
+
+HALF = torch.bfloat16
+# Of B, H, M and N the captured tensor, and its score_mod.
+BIASES = {
+    "none": (lambda *_: None, None),
+    "pairs": (lambda b, h, m, n: torch.zeros(h, m, n, dtype=HALF), pair),
+    "pairs of batches": (lambda *sizes: torch.zeros(sizes), lambda t: lambda s, b, h, q, kv: s + t[b, h, q, kv]),
+    "heads last": (lambda b, h, m, n: torch.zeros(m, n, h, dtype=HALF).movedim(-1, 0), pair),
+    "relative": (lambda b, h, m, n: torch.zeros(h, m + n), lambda t: lambda s, b, h, q, kv: s + t[h, q - kv + 100]),
+    "keys": (lambda b, h, m, n: torch.zeros(n), lambda t: lambda s, b, h, q, kv: s + t[kv]),
+    "a table": (lambda b, h, m, n: torch.zeros(32, h), lambda t: lambda s, b, h, q, kv: s + t[(q - kv).abs() % 32, h]),
+    "a scale": (lambda b, h, m, n: torch.ones(h), lambda t: lambda s, b, h, q, kv: s * t[h]),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 4096), (2, 4, 100, 104), (8, 4, 64, 64), (4, 16, 1024, 1024)], ids=str)
+@pytest.mark.parametrize("name", BIASES)
+def test_calls_of_told_sizes_compile_nothing(name: str, sizes: tuple[int, int, int, int], deterministic: bool) -> None:
+    make, of = BIASES[name]
+    batch, heads, *lengths = sizes
+    bias = make(*sizes)
+    score_mod = None
+    if bias is not None:
+        bias = bias.cuda().requires_grad_()
+        score_mod = of(bias)
+    options = {"batch": batch, "heads": heads, "lengths": tuple(lengths), "head_size": 32}
+    compile_flex(score_mod, deterministic=deterministic, **options)
+    shape = (batch, heads, lengths[0], 32)
+    q = torch.randn(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    k, v = (
+        torch.randn(batch, heads, lengths[1], 32, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for _ in range(2)
+    )
+    before = _C.jit.stats()["compilations"]
+    flex_attention(q, k, v, score_mod, deterministic=deterministic).backward(torch.randn_like(q))
+    torch.cuda.synchronize()
+    assert _C.jit.stats()["compilations"] == before
 
 
 @pytest.mark.skipif(hasattr(_C, "flex"), reason="a build with CUDA")

@@ -25,7 +25,6 @@ pytestmark = ON_EACH_FAMILY
 def test_what_was_compiled_ahead_is_what_runs(
     length: int, masked: bool, dtype: torch.dtype, deterministic: bool
 ) -> None:
-    lengths = (length, length) if length <= 128 else None
     bias, frozen, number = torch.randn(200, requires_grad=True), torch.randn(200), 3
     q, k, v = inputs(1, 2, length, length, 24, dtype)
     mask = create_block_mask(causal, None, None, length, length, device=DEVICE, BLOCK_SIZE=(32, 48)) if masked else None
@@ -33,7 +32,8 @@ def test_what_was_compiled_ahead_is_what_runs(
     def score_mod(s, b, h, q, kv):
         return s * frozen[q] + bias[kv] * number - 0.25
 
-    compile_flex(score_mod, block_mask=mask, head_size=24, dtype=dtype, deterministic=deterministic, lengths=lengths)
+    sizes = {"batch": 1, "heads": 2, "lengths": (length, length), "head_size": 24}
+    compile_flex(score_mod, block_mask=mask, dtype=dtype, deterministic=deterministic, **sizes)
     before = _C.jit.stats()["compilations"]
     flex_attention(q, k, v, score_mod, mask, deterministic=deterministic).sum().backward()
     assert _C.jit.stats()["compilations"] == before

@@ -55,19 +55,20 @@ def test_every_scheme_gives_the_same_gradient(name: str, dtype: torch.dtype, siz
     (truth,) = torch.autograd.grad(expected, buffer, upstream.double())
     found = {}
     mod = fusegrad.trace_score_mod(score_mod)
-    case = _C.flex.Case(
-        "backward",
-        str(dtype).removeprefix("torch."),
-        size,
-        size,
-        (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers]),
-        wants_grad=[b.requires_grad for b in mod.buffers],
-        elements=[b.numel() for b in mod.buffers],
-    )
+    fields = {
+        "kernel": "backward",
+        "dtype": str(dtype).removeprefix("torch."),
+        "head_size": size,
+        "value_size": size,
+        "score_mod": (mod.text, [str(b.dtype).removeprefix("torch.") for b in mod.buffers]),
+        "wants_grad": [b.requires_grad for b in mod.buffers],
+        "elements": [b.numel() for b in mod.buffers],
+    }
+    case = _C.flex.case(fields)
     try:
         for scheme in RIGHT[name]:
             _C.flex.force_scheme(scheme)
-            assert _C.flex.plan(case, "90a")["schemes"] == scheme
+            assert _C.flex.kernel_plan(case, "90a")["schemes"] == scheme
             out = flex_attention(q, k, v, score_mod, mask, deterministic=deterministic)
             (found[scheme],) = torch.autograd.grad(out, buffer, upstream)
     finally:

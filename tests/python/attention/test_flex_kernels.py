@@ -28,6 +28,12 @@ from fusegrad import _C, ScoreMod, trace_mask_mod, trace_score_mod
 from needs import needs_flex_compiler
 
 flex = getattr(_C, "flex", None)
+
+
+def case(kernel: str, dtype: str, heads: tuple[int, int], **more: object) -> object:
+    return flex.case({"kernel": kernel, "dtype": dtype, "head_size": heads[0], "value_size": heads[1], **more})
+
+
 pytestmark = needs_flex_compiler
 
 MODE = os.environ.get("FUSEGRAD_FLEX_KERNELS", "")
@@ -111,21 +117,20 @@ class Kernel(NamedTuple):
         rows = int(kernel.removeprefix("few")) if kernel.startswith("few") else 0
         kernel = "forward" if rows else kernel
         stays = kernel.startswith("stays")
-        return flex.Case(
+        return case(
             "backward" if stays or kernel in ("ordered", "turns", "short", "whole") else kernel,
             self.dtype,
-            self.head_size,
-            self.value_size,
-            text_of(score),
-            text_of(mask),
-            blocks,
-            [] if kernel == "forward" else [b.requires_grad for b in buffers],
-            [b.numel() for b in buffers],
+            (self.head_size, self.value_size),
+            score_mod=text_of(score),
+            mask_mod=text_of(mask),
+            block_size=blocks,
+            wants_grad=[] if kernel == "forward" else [b.requires_grad for b in buffers],
+            elements=[b.numel() for b in buffers],
             deterministic=kernel in ("ordered", "stays_ordered", "grad_query"),
             tall=kernel not in ("short", "whole"),
             ordered=kernel == "turns",
             whole=kernel == "whole",
-            dropout_p=0.1 if dropout else 0.0,
+            dropout=bool(dropout),
             few_rows=rows,
             key_splits=split,
             lengths=(64, 64) if stays else (0, 0),
@@ -482,7 +487,9 @@ def test_the_selection_meets_everything() -> None:
     assert {(k.kernel, k.head_size) for k in kernels} >= {
         (kernel, size) for kernel in ("forward", "backward") for size in (64, 128, 256)
     }
-    families = {(k.dtype, k.kernel.partition("+")[0], flex.plan(k.case(), k.architecture)["family"]) for k in kernels}
+    families = {
+        (k.dtype, k.kernel.partition("+")[0], flex.kernel_plan(k.case(), k.architecture)["family"]) for k in kernels
+    }
     assert {row[:2] for row in families if row[2] == "hopper"} == {
         *itertools.product(["bfloat16", "float16"], ["forward", "backward", "grad_query", "tangents"]),
         ("bfloat16", "grad_buffers"),
@@ -493,7 +500,7 @@ def test_the_selection_meets_everything() -> None:
         ("bfloat16", "turns"),
         ("bfloat16", "whole"),
     }
-    schemes = {flex.plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
+    schemes = {flex.kernel_plan(k.case(), k.architecture)["schemes"] for k in kernels if k.kernel == "backward"}
     assert set("".join(schemes)) == set("ABCDEFG")
 
 
@@ -515,7 +522,7 @@ def test_the_selection_meets_everything() -> None:
 )
 def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, family: str) -> None:
     def plan(kernel: str) -> dict:
-        return flex.plan(flex.Case(kernel, dtype, *sizes), architecture)
+        return flex.kernel_plan(case(kernel, dtype, sizes), architecture)
 
     def families() -> list[str]:
         return [plan(kernel)["family"] for kernel in ("forward", "backward", "grad_query")]
@@ -546,7 +553,7 @@ def test_the_family(dtype: str, sizes: tuple[int, int], architecture: str, famil
 )
 def test_the_family_of_short_sequences(size: int, lengths: tuple[int, int], family: str) -> None:
     for kernel in ("forward", "backward", "grad_query"):
-        assert flex.plan(flex.Case(kernel, "bfloat16", size, size, lengths=lengths), "90a")["family"] == family
+        assert flex.kernel_plan(case(kernel, "bfloat16", (size, size), lengths=lengths), "90a")["family"] == family
 
 
 @pytest.mark.parametrize(
@@ -567,8 +574,8 @@ def test_the_family_of_biases_of_pairs(kernel: str, dtype: str, size: int, align
     mod = trace_score_mod(lambda s, b, h, q, kv: s + bias[h, q, kv])
     wants = [] if kernel == "forward" else [True]
     text = (mod.text, [dtype])
-    case = flex.Case(kernel, "bfloat16", size, size, text, ("", []), None, wants, [bias.numel()], aligned_boxes=aligned)
-    assert flex.plan(case, "90a")["family"] == family
+    more = {"score_mod": text, "wants_grad": wants, "elements": [bias.numel()], "aligned_boxes": aligned}
+    assert flex.kernel_plan(case(kernel, "bfloat16", (size, size), **more), "90a")["family"] == family
 
 
 def test_a_family_that_there_is_not() -> None:

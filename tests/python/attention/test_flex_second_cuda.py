@@ -207,9 +207,8 @@ def test_memory_is_linear_in_the_lengths(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_was_compiled_ahead_is_what_runs() -> None:
-    compile_flex(
-        lambda s, b, h, q, kv: s * 1.5 + 0.25 * torch.tanh(s), head_size=48, tangents=True, second_derivatives=True
-    )
+    sizes = {"batch": 2, "heads": 16, "lengths": (1100, 1000), "head_size": 48}
+    compile_flex(lambda s, b, h, q, kv: s * 1.5 + 0.25 * torch.tanh(s), tangents=True, second_derivatives=True, **sizes)
     compiled = _C.jit.stats()["compilations"]
     given = operands(2, 16, 16, 1100, 1000, 48, 48, BF16)
     moved = [torch.randn(t.shape).to(t.dtype) for t in given]

@@ -330,9 +330,8 @@ def test_what_was_compiled_ahead_is_what_runs() -> None:
 
     for trained in (True, False):
         of = bias.clone().requires_grad_(trained)
-        compile_flex(
-            lambda s, b, h, i, j, of=of: s + 0.75 * of[h, j], head_size=48, requires_grad=trained, tangents=True
-        )
+        sizes = {"batch": 1, "heads": 2, "lengths": (150, 200), "head_size": 48}
+        compile_flex(lambda s, b, h, i, j, of=of: s + 0.75 * of[h, j], requires_grad=trained, tangents=True, **sizes)
         before = _C.jit.stats()["compilations"]
         tangents_of(call, [t.clone().requires_grad_(trained) for t in (*given, bias)], moved)
         assert _C.jit.stats()["compilations"] == before

@@ -101,7 +101,9 @@ def test_random_score_mods(
         program, _, masked, mod = case
         size = SIZES[program.sizes[2]]
         mask = fusegrad.trace_mask_mod(kept(masks[program.sizes])) if masked else None
-        compile_flex(mod, mask, head_size=size, value_size=16, dtype=dtype, lengths=program.sizes[2:])
+        batch, heads, *lengths = program.sizes
+        sizes = {"batch": batch, "heads": heads, "lengths": tuple(lengths), "head_size": size, "value_size": 16}
+        compile_flex(mod, mask, dtype=dtype, **sizes)
 
     masks = {p.sizes: torch.rand(p.sizes) < 0.7 for p, *_ in programs}
     if DEVICE == "cuda":
