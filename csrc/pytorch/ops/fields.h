@@ -1,16 +1,14 @@
 // An op's arguments as a struct whose fields are listed once, by name and member, in the order of the schema:
 //
 //   struct Scale {
-//     at::Tensor input;
-//     double factor = 1.0;
-//     static constexpr auto fields() {
-//       return list(required("input", &Scale::input), option("factor", &Scale::factor));
-//     }
+//     FIELDS_OF(Scale)
+//     REQUIRED(at::Tensor, input);
+//     OPTION(double, factor) = 1.0;
 //   };
 //
-// From the list come the schema (schema_of), the typed call through the dispatcher (Op), the dispatcher's kernel of a
-// function of the struct (unpacked), what an autograd Function saves (pytorch/autograd/saved.h) and the checks of
-// numbers (check_numbers). pytorch/ops/arguments.h has the lists.
+// From the list, Scale::fields(), come the schema (schema_of), the typed call through the dispatcher (Op), the
+// dispatcher's kernel of a function of the struct (unpacked), what an autograd Function saves
+// (pytorch/autograd/saved.h) and the checks of numbers (check_numbers). pytorch/ops/arguments.h has the lists.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -145,6 +143,25 @@ constexpr auto all_of(Member Struct::* member) {
         }(inner)...);
       },
       Member::fields());
+}
+
+/// A line of a struct, counted from the first (pytorch/ops/arguments.h).
+template <int line>
+using Line = std::integral_constant<int, line>;
+
+/// The fields of a struct's lines, in order.
+template <class Struct>
+constexpr auto lines_of() {
+  constexpr int kMostLines = 64;
+  return []<int... n>(std::integer_sequence<int, n...> /*lines*/) {
+    return std::tuple_cat([] {
+      if constexpr (requires { Struct::line(Line<n>()); }) {
+        return Struct::line(Line<n>());
+      } else {
+        return std::tuple();
+      }
+    }()...);
+  }(std::make_integer_sequence<int, kMostLines>());
 }
 
 /// visit(field) for each, in order.
