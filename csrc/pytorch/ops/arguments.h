@@ -26,12 +26,16 @@ using Flags = std::array<bool, count>;
 
 // A field is a line: its kind, type and name, and its initial value behind them. LIST has the fields of a function;
 // what a struct has without a kind is no field.
-#define FIELDS_OF(Struct)                     \
-  using Self = Struct;                        \
-  static constexpr int kFirstLine = __LINE__; \
-  static constexpr auto fields() { return lines_of<Self>(); }
-#define LIST(...) \
-  static constexpr auto line(Line<__LINE__ - kFirstLine> /*place*/) { return __VA_ARGS__; }
+#define FIELDS_OF(Struct)                 \
+  using Self = Struct;                    \
+  static constexpr int kFirst = __LINE__; \
+  template <class S = Self>               \
+  static constexpr auto fields() {        \
+    return lines_of<S>();                 \
+  }
+#define LIST(...)                                \
+  static_assert(__LINE__ - kFirst < kMostLines); \
+  static constexpr auto line(Line<__LINE__ - kFirst> /*place*/) { return __VA_ARGS__; }
 #define REQUIRED(Type, name) LIST(required(#name, &Self::name)) Type name
 #define OVERWRITTEN(Type, name) LIST(overwritten(#name, &Self::name)) Type name
 #define ADDED_TO(Type, name) LIST(added_to(#name, &Self::name)) Type name

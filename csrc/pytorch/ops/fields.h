@@ -149,10 +149,11 @@ constexpr auto all_of(Member Struct::* member) {
 template <int line>
 using Line = std::integral_constant<int, line>;
 
-/// The fields of a struct's lines, in order.
+inline constexpr int kMostLines = 64;
+
+/// The fields of a struct's lines, in order. A template until the struct is complete: only then the types are known.
 template <class Struct>
 constexpr auto lines_of() {
-  constexpr int kMostLines = 64;
   return []<int... n>(std::integer_sequence<int, n...> /*lines*/) {
     return std::tuple_cat([] {
       if constexpr (requires { Struct::line(Line<n>()); }) {
@@ -311,6 +312,8 @@ struct Unboxed<Result, std::tuple<F...>> {
 /// An op, called by its arguments' struct.
 template <class Arguments, class Result>
 class Op {
+  static_assert(std::tuple_size_v<decltype(Arguments::fields())> > 0);
+
  public:
   explicit Op(const char* name)
       : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>()) {}
