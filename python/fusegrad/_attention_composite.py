@@ -23,7 +23,7 @@ __all__ = [
     "LOW", "MAX_SCORES", "Call", "Mod", "Tensors", "attention_plan",
 ]  # fmt: skip
 
-MAX_SCORES, LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
+MAX_SCORES, LOW = _C.FLEX_MAX_SCORES, _C.FLEX_LOW
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
 _CHUNK = {"cpu": 2**20, "cuda": 2**24}

@@ -51,13 +51,14 @@ class ScoreMod:
     @checked
     def __init__(self, text: str, buffers: Sequence[Tensor] = (), scalars: Sequence[int | float | bool] = ()) -> None:
         try:
-            text = _language.canonical(text)
+            graph = _language.parse(text)
         except ValueError as error:  # it begins with line and column
             raise ValueError(f"ScoreMod: the text must be of docs/score_mod.md's language, but got {error}") from None
-        kind = text.split(" ", 1)[0]
+        kind = graph.kind()
         if kind not in ("score_mod", "mask_mod"):
             raise ValueError(f"ScoreMod: the text must be of a score_mod or a mask_mod, but got a {kind}")
-        _check_captured(text, buffers, scalars)
+        _check_captured(graph, buffers, scalars)
+        text = graph.text(graph.result())
         for name, value in (("text", text), ("buffers", tuple(buffers)), ("scalars", tuple(scalars)), ("kind", kind)):
             object.__setattr__(self, name, value)
 
@@ -81,10 +82,11 @@ class ScoreMod:
         raise TypeError("a ScoreMod is no function: hand it to fusegrad.flex_attention in place of one")
 
 
-def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int | float | bool]) -> None:
-    declared = [line.split() for line in text.splitlines() if line.startswith(("buffer ", "scalar "))]
-    declared_buffers = [(words[2], int(words[3])) for words in declared if words[0] == "buffer"]
-    declared_scalars = [words[2] for words in declared if words[0] == "scalar"]
+def _check_captured(
+    graph: _language.Graph, buffers: Sequence[Tensor], scalars: Sequence[int | float | bool]
+) -> None:
+    declared_buffers = [(_language.TYPES[type_], rank) for type_, rank in graph.buffers()]
+    declared_scalars = [_language.TYPES[type_] for type_ in graph.scalars()]
     for what, expected, got in (("buffers", declared_buffers, buffers), ("scalars", declared_scalars, scalars)):
         if len(expected) != len(got):
             raise ValueError(

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusegrad._C.score_mod import BOOL, INT, Graph
+
 from .errors import Refused, RefusedWrite, unknown
-from .graph import BOOL, INT, Graph
 from .ops import ELEMENTWISE, FOLDS, bounds, checked, inside, wrapped
 from .tensor import TracedTensor, terms_of
 from .trace import Trace, category

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusegrad._C.score_mod import MAX_EXTENT, Graph
+
 from .errors import Refused
-from .graph import Graph
 
 __all__ = [
     "MAX_UNROLLED",
@@ -39,7 +40,7 @@ SMALL = 2
 times as long."""
 MAX_UNROLLED = 64
 """An operation that has no loop along an axis is done element by element, for at most so many elements."""
-MAX_ELEMENTS = 1 << 16
+MAX_ELEMENTS = MAX_EXTENT
 """The most elements that a value with axes may have."""
 
 
