@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from . import _options
+from . import _options, _sharding
 from ._arguments import checked
 from ._options import JSDReduction, Tail
-from .distributed.shards import VocabParallel, is_dtensor, sharded
+from ._sharding import VocabParallel, is_dtensor
 from .functional import _normalizer
 
 __all__ = ["JSDAux", "JSDAuxOutput", "jsd", "linear_jsd"]
@@ -178,7 +178,7 @@ def jsd(
         tail_log_prob,
     )
     if vocab_parallel is not None or is_dtensor(student, teacher):
-        return _result(sharded("jsd", arguments, inplace, vocab_parallel), return_aux)
+        return _result(_sharding.loss("jsd", arguments, inplace, vocab_parallel), return_aux)
     ops = torch.ops.fusegrad
     out = (ops.jsd_.default if inplace else ops.jsd.default)(*arguments)
     return _result(out, return_aux)
@@ -321,7 +321,7 @@ def linear_jsd(
         tail_log_prob,
     )
     if vocab_parallel is not None or is_dtensor(student_input, student_weight, teacher_input, teacher_weight):
-        return _result(sharded("linear_jsd", arguments, inplace, vocab_parallel), return_aux)
+        return _result(_sharding.loss("linear_jsd", arguments, inplace, vocab_parallel), return_aux)
     ops = torch.ops.fusegrad
     out = (ops.linear_jsd_.default if inplace else ops.linear_jsd.default)(*arguments)
     return _result(out, return_aux)

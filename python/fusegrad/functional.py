@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
-from . import _options
+from . import _options, _sharding
 from ._arguments import checked, is_compiled_number
 from ._eager import eager_only
 from ._options import Reduction
-from .distributed.shards import VocabParallel, is_dtensor, sharded
+from ._sharding import VocabParallel, is_dtensor
 
 __all__ = ["Aux", "AuxOutput", "LogProb", "cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
@@ -256,7 +256,7 @@ def cross_entropy(
         support,
     )
     if vocab_parallel is not None or is_dtensor(input):
-        return _result(sharded("cross_entropy", arguments, inplace, vocab_parallel), return_aux)
+        return _result(_sharding.loss("cross_entropy", arguments, inplace, vocab_parallel), return_aux)
     ops = torch.ops.fusegrad
     out = (ops.cross_entropy_.default if inplace else ops.cross_entropy.default)(*arguments)
     return _result(out, return_aux)
@@ -422,7 +422,7 @@ def linear_cross_entropy(
         batch_invariant,
     )
     if vocab_parallel is not None or is_dtensor(input, linear_weight):
-        return _result(sharded("linear_cross_entropy", arguments, inplace, vocab_parallel), return_aux)
+        return _result(_sharding.loss("linear_cross_entropy", arguments, inplace, vocab_parallel), return_aux)
     ops = torch.ops.fusegrad
     op = ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default
     out = op(*arguments) if grad_weight_into is None else _outside_graphs(op, arguments)

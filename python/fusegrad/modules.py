@@ -17,7 +17,7 @@ from torch.nn._reduction import legacy_get_string
 from typing_extensions import TypeVar
 
 from . import _options, distillation, functional
-from ._arguments import checked
+from ._arguments import Device, checked, device_of
 from ._options import Reduction
 from .distillation import JSDAux, JSDAuxOutput
 from .functional import Aux, AuxOutput
@@ -251,7 +251,7 @@ class LinearCrossEntropyLoss(_Loss[Output]):
         *,
         out_features: Sequence[int] = (),
         bias: bool = False,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
@@ -260,9 +260,10 @@ class LinearCrossEntropyLoss(_Loss[Output]):
                 "LinearCrossEntropyLoss: out_features must be (), since a weight has one row a class here, but got "
                 f"{out_features}"
             )
+        place = device_of(type(self).__name__, device)
         super().__init__(**options)
         self.linear = (
-            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=place, dtype=dtype)
         )
 
     def forward(
@@ -412,13 +413,14 @@ class LinearJSDLoss(_Options[Output]):
         num_classes: int | None,
         *,
         bias: bool = False,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
+        place = device_of(type(self).__name__, device)
         super().__init__(**options)
         self.linear = (
-            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=place, dtype=dtype)
         )
 
     def forward(

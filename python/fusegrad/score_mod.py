@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusegrad._C import score_mod as _language
 
-from ._arguments import checked
+from ._arguments import Device, checked, device_of
 from ._tracing.cache import trace as _trace
 from ._tracing.errors import TraceError
 
@@ -82,9 +82,7 @@ class ScoreMod:
         raise TypeError("a ScoreMod is no function: hand it to fusegrad.flex_attention in place of one")
 
 
-def _check_captured(
-    graph: _language.Graph, buffers: Sequence[Tensor], scalars: Sequence[int | float | bool]
-) -> None:
+def _check_captured(graph: _language.Graph, buffers: Sequence[Tensor], scalars: Sequence[int | float | bool]) -> None:
     declared_buffers = [(_language.TYPES[type_], rank) for type_, rank in graph.buffers()]
     declared_scalars = [_language.TYPES[type_] for type_ in graph.scalars()]
     for what, expected, got in (("buffers", declared_buffers, buffers), ("scalars", declared_scalars, scalars)):
@@ -107,7 +105,7 @@ def _check_captured(
 
 
 @checked
-def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | str | None = None) -> ScoreMod:
+def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: Device | None = None) -> ScoreMod:
     """Traces a score_mod: ``function(score, b, h, q_idx, kv_idx)`` of 0-d tensors, as for PyTorch's flex_attention.
 
     The function runs, a few times, on tensors without values; the same code with captured tensors of the same shapes is
@@ -125,11 +123,11 @@ def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.de
         TraceError: where the function does what a score_mod cannot; the message has its line.
         TypeError: for something that cannot be called, or a ScoreMod of a mask_mod.
     """
-    return _traced(function, "score_mod", _device(device))
+    return _traced(function, "score_mod", device_of("trace_score_mod", device))
 
 
 @checked
-def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | str | None = None) -> ScoreMod:
+def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: Device | None = None) -> ScoreMod:
     """Traces a mask_mod: ``function(b, h, q_idx, kv_idx)`` of 0-d tensors. All else is as in :func:`trace_score_mod`.
 
     Args:
@@ -142,11 +140,7 @@ def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.dev
     Raises:
         TraceError, TypeError: as :func:`trace_score_mod`.
     """
-    return _traced(function, "mask_mod", _device(device))
-
-
-def _device(device: torch.device | str | None) -> torch.device | None:
-    return torch.device(device) if isinstance(device, str) else device
+    return _traced(function, "mask_mod", device_of("trace_mask_mod", device))
 
 
 def _traced(function: Callable[..., Any] | ScoreMod, kind: str, device: torch.device | None) -> ScoreMod:

@@ -9,18 +9,28 @@
 
 namespace py = fusegrad::python;
 
+namespace fusegrad::score_mod {
+namespace {
+
+/// A number as Python has it.
+struct Number {
+  Value value;
+};
+
+}  // namespace
+}  // namespace fusegrad::score_mod
+
 namespace fusegrad::python {
 
 template <>
 inline constexpr bool kIsClass<score_mod::Draft> = true;
 
-// A Python number.
 template <>
-struct Convert<score_mod::Value> {
-  static score_mod::Value from(PyObject* given) {
+struct Convert<score_mod::Number> {
+  static score_mod::Number from(PyObject* given) {
     using score_mod::Type;
-    if (PyBool_Check(given) != 0) return {Type::kBool, 0, given == Py_True ? 1 : 0};
-    if (PyFloat_Check(given) != 0) return {Type::kFloat, Convert<double>::from(given), 0};
+    if (PyBool_Check(given) != 0) return {{Type::kBool, 0, given == Py_True ? 1 : 0}};
+    if (PyFloat_Check(given) != 0) return {{Type::kFloat, Convert<double>::from(given), 0}};
     const Object integer(PyNumber_Index(given));
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(integer.get(), &overflow);
@@ -30,9 +40,10 @@ struct Convert<score_mod::Value> {
       throw score_mod::GraphError("an integer of more than 64 bits, " + Convert<std::string>::from(text.get()) +
                                   "; use a float");
     }
-    return {Type::kInt, 0, value};
+    return {{Type::kInt, 0, value}};
   }
-  static Object to(const score_mod::Value& value) {
+  static Object to(const score_mod::Number& number) {
+    const score_mod::Value& value = number.value;
     if (value.type == score_mod::Type::kFloat) return to_python(value.f);
     if (value.type == score_mod::Type::kInt) return to_python(value.i);
     return to_python(value.i != 0);
@@ -109,7 +120,7 @@ std::string name_of(Op op) {
 auto node_of(const Draft& draft, NodeId id) {
   const Graph& graph = draft.graph();
   const Node& node = graph[known(draft, id)];
-  const py::Object of = node.op == Op::kConstant ? py::to_python(graph.value(id))
+  const py::Object of = node.op == Op::kConstant ? py::to_python(Number{graph.value(id)})
                         : node.op == Op::kInput  ? py::to_python(std::string(input_name(Input(node.payload))))
                         : node.op == Op::kAxis   ? py::to_python(graph.axes()[static_cast<size_t>(node.payload)])
                                                  : py::to_python(node.payload);
@@ -137,8 +148,10 @@ auto axes_below(const Draft& draft, NodeId id) {
   return axes;
 }
 
-auto finished(const Draft& draft, NodeId result, const std::optional<std::vector<Value>>& scalars) {
-  const Compact made = compact(simplify(draft.graph_of(known(draft, result), scalars ? &*scalars : nullptr)));
+auto finished(const Draft& draft, NodeId result, const std::optional<std::vector<Number>>& scalars) {
+  std::vector<Value> values;
+  for (const Number& scalar : scalars.value_or(std::vector<Number>())) values.push_back(scalar.value);
+  const Compact made = compact(simplify(draft.graph_of(known(draft, result), scalars ? &values : nullptr)));
   return std::make_tuple(print(made.graph), made.buffers, made.scalars);
 }
 
@@ -162,7 +175,8 @@ void bind_graph(py::Module m) {
       // Nodes. What takes operands promotes them as the language does.
       .method<[](Draft& g, Input input) { return g.input(input); }>("input", py::arg("name"),
                                                                     "score, b, h, q_idx, kv_idx")
-      .method<[](Draft& g, const Value& value) { return g.constant(value); }>("constant", py::arg("value"), "A number.")
+      .method<[](Draft& g, const Number& number) { return g.constant(number.value); }>("constant", py::arg("value"),
+                                                                                       "A number.")
       .method<[](Draft& g, int index) { return g.scalar(index); }>("scalar", py::arg("index"), "A captured number.")
       .method<[](Draft& g, int buffer, std::vector<NodeId> indices) {
         return g.load(buffer, known(g, std::move(indices)));
@@ -199,9 +213,9 @@ void bind_graph(py::Module m) {
       }>("substitute", py::arg("node"), py::arg("images"), "The value with other nodes in the places of some.")
       // What is known of a node.
       .method<[](const Draft& g, NodeId id) { return g.graph().type(known(g, id)); }>("type", py::arg("node"), "")
-      .method<[](const Draft& g, NodeId id) -> std::optional<Value> {
+      .method<[](const Draft& g, NodeId id) -> std::optional<Number> {
         if (!g.graph().is_constant(known(g, id))) return std::nullopt;
-        return g.graph().value(id);
+        return Number{g.graph().value(id)};
       }>("value", py::arg("node"), "The number, if it is a constant.")
       .method<[](const Draft& g, NodeId id) { return node_of(g, id); }>(
           "node", py::arg("node"), "(operation, type, its number, name, extent, declaration or key, operands)")
@@ -222,7 +236,7 @@ void bind_graph(py::Module m) {
         return print(simplified ? simplify(made) : made);
       }>("text", py::arg("result"), py::arg("simplified") = false,
          "The canonical text of a result's graph, with all declarations.")
-      .method<[](const Draft& g, NodeId result, const std::optional<std::vector<Value>>& scalars) {
+      .method<[](const Draft& g, NodeId result, const std::optional<std::vector<Number>>& scalars) {
         return finished(g, result, scalars);
       }>("compact", py::arg("result"), py::arg("scalars") = py::none(),
          "(the canonical text of the simplified graph of a result with only what it uses declared, in the order of "

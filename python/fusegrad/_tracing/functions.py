@@ -18,8 +18,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
 from .errors import Refused, within
-from .tensor import TracedTensor, apart, grad_mode, terms_of
+from .tensor import TracedTensor, apart, grad_mode
 from .trees import tensors_of
+from .vectors import terms_of
 
 if TYPE_CHECKING:
     from .trace import Trace

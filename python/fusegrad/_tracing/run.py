@@ -15,6 +15,7 @@ from fusegrad._C import score_mod as language
 from fusegrad._C.score_mod import BOOL, FLOAT
 
 from .._transforms import outside_transforms, unwrapped
+from .dispatch import dispatch
 from .errors import Refused, TraceError, located, out_of_memory
 from .lifted import Lifted, Number
 from .steps import Steps
@@ -64,7 +65,9 @@ def run(
     name = f"{kind} {name_of(function)}"
     try:
         with outside_transforms() as transforms:
-            trace = Trace(kind, device, stand_in, grad and kind == "score_mod", transforms, symbolic_float_of(kind))
+            trace = Trace(
+                kind, device, dispatch, stand_in, grad and kind == "score_mod", transforms, symbolic_float_of(kind)
+            )
             try:
                 return _traced(trace, call, kind, grad)
             finally:

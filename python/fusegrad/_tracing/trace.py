@@ -22,10 +22,11 @@ from .errors import Refused, RefusedWrite, unknown, within
 from .functions import Functions
 from .indexing import is_full_slice, normalized, read_terms
 from .lifted import Lifted, Number
+from .ops import checked, inside
 from .steps import Steps
-from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode, terms_of
+from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode
 from .trees import contains, mapped, tensors_of, words
-from .vectors import SMALL, axis_of, packed_shape
+from .vectors import SMALL, axis_of, packed_shape, terms_of
 
 __all__ = ["Trace", "category"]
 
@@ -94,6 +95,7 @@ class Trace:
         self,
         kind: str,
         device: torch.device,
+        dispatch: Callable[..., Any],
         stand_in: Callable[[Lifted], Tensor] | None = None,
         differentiable: bool = True,
         transforms: Any = None,
@@ -104,6 +106,7 @@ class Trace:
         were put aside, and that what is computed from captured tensors alone is within."""
         self.graph = graph(kind)
         self.device = device
+        self._dispatch = dispatch
         self.stand_in = stand_in
         self.differentiable = differentiable
         self.transforms = transforms
@@ -355,8 +358,6 @@ class Trace:
     def _pick(self, tensor: TracedTensor, place: list[int]) -> int:
         """The element at a place that may depend on indices: of an axis the term there, of single elements a choice
         between all of them. Out of range, where that is no error: NaN, 0 or false, as of a captured tensor."""
-        from .ops import inside
-
         g = self.graph
         place = [inside(g, index, size) for index, size in zip(place, tensor.shape, strict=True)]
         images = {axis_of(g, tensor.shape, d): place[d] for d in tensor.axes}
@@ -391,6 +392,9 @@ class Trace:
         return self.wrap(torch.stack(terms), dtype)
 
     # --- running ---
+
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._dispatch(self, func, args, kwargs)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -595,8 +599,6 @@ class Trace:
 
     def _call_one_hot(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """PyTorch looks at the values: for the number of classes, and for those that are none."""
-        from .ops import checked
-
         g = self.graph
         (x, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
         classes = rest[0] if rest else kwargs.get("num_classes", -1)

@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import fusegrad
 import numpy as np
 import pytest
 import torch
-from fusegrad import _options
+from fusegrad import _options, _sharding
 from fusegrad._arguments import checked, kinds_of
 
 WRONG = {
@@ -181,6 +181,40 @@ def test_message(call: Callable[..., Any], error: type, message: str) -> None:
     assert str(caught.value) == message
 
 
+def public_devices() -> list[tuple[str, Any]]:
+    """All public functions, methods and constructors that take a device."""
+    found = []
+    for name in fusegrad.__all__:
+        of = getattr(fusegrad, name)
+        members = [(name, of)] if callable(of) else []
+        if isinstance(of, type):
+            inherited = (m for kind in of.__mro__ if kind.__module__.startswith("fusegrad") for m in vars(kind).items())
+            members = [(f"{name}.{m}", member) for m, member in dict(inherited).items()]
+        for path, member in members:
+            if inspect.isfunction(member) and "device" in inspect.signature(member).parameters:
+                found.append((path, member))
+    return found
+
+
+@pytest.mark.parametrize(("path", "function"), public_devices(), ids=lambda x: x if isinstance(x, str) else "")
+def test_a_device_is_what_pytorch_takes_for_one(path: str, function: Any) -> None:
+    allowed = set(get_args(get_type_hints(function)["device"]))
+    assert {torch.device, str, int} <= allowed, (path, allowed)
+
+
+def test_devices_by_name() -> None:
+    assert len(public_devices()) >= 7
+    devices = ["cpu", torch.device("cpu")] + ([0] if torch.cuda.is_available() else [])
+    for device in devices:
+        kind = torch.device(device).type
+        made = [fusegrad.LinearCrossEntropyLoss(5, 7, device=device), fusegrad.LinearJSDLoss(5, 7, device=device)]
+        assert {p.device.type for module in made for p in module.parameters()} == {kind}
+        mask = fusegrad.create_block_mask(causal, 1, 1, 8, 8, device=device)
+        assert mask.kv_num_blocks.device.type == kind
+        fusegrad.trace_mask_mod(causal, device=device)
+        fusegrad.trace_score_mod(lambda s, b, h, i, j: s * 2, device=device)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     x, t = torch.randn(4, 4), torch.arange(4)
     loss = fusegrad.cross_entropy(x, t, label_smoothing=np.float32(0.5), ignore_index=np.int64(2))
@@ -223,7 +257,7 @@ def test_types_of_the_overloads_are_those_of_the_signature(of: Any, types: Any) 
     given = inspect.signature(of).parameters.values()
     names = {p.name for p in given if p.kind is p.KEYWORD_ONLY} - {"return_aux"}
     known = {
-        "VocabParallel": fusegrad.VocabParallel,
+        "VocabParallel": _sharding.VocabParallel,
         "LinearCrossEntropyOptions": fusegrad.functional.LinearCrossEntropyOptions,
     }
     hints = get_type_hints(of.__init__ if isinstance(of, type) else of)
