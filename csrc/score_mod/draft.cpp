@@ -34,8 +34,9 @@ NodeId Draft::made(NodeId id) {
 }
 
 int Draft::add_buffer(Type type, int rank, bool active) {
+  const int buffer = graph_.add_buffer(type, rank);
   active_buffers_.push_back(active);
-  return graph_.add_buffer(type, rank);
+  return buffer;
 }
 
 NodeId Draft::cast(NodeId id, Type type) {

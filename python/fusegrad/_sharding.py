@@ -28,7 +28,7 @@ def register(*, loss: Callable[..., Any], attend: Callable[..., Any]) -> None:
 
 
 def loss(op: str, arguments: tuple[Any, ...], inplace: bool, shards: VocabParallel | None) -> Any:
-    """A loss over a sharded vocabulary, of what the op takes: its outputs."""
+    """A loss over a sharded vocabulary: the outputs of the op, of its arguments."""
     return _registered["loss"](op, arguments, inplace, shards)
 
 

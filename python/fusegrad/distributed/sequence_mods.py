@@ -46,7 +46,7 @@ class MovedMod:
         self._scalars = list(mod.scalars)
         self.buffers = [mod.buffers[i] for i in self.kept]
 
-    def arguments(self, starts: Starts, buffers: list[Tensor]) -> tuple[Any, ...]:
+    def arguments(self, starts: Starts, buffers: list[Tensor]) -> tuple[str, list[Tensor], list[float], list[int]]:
         """What an op takes for a part that starts there: text, buffers, floats and whole numbers."""
         if self.mod is None:
             return "", [], [], []
