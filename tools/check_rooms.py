@@ -1,14 +1,36 @@
-"""Checks that csrc's includes go down only, and that torch's are in its front end: `make lint` runs it.
+"""Checks that csrc's includes and the package's imports go down only, and that torch's headers are in its front end:
+`make lint` runs it.
 
 docs/architecture.md draws the rooms. A file of one may include its own room and those below, among the front ends its
-own alone.
+own alone. A Python module may import its own room and those below, and no two modules each other: imports within
+functions count, those for type checkers do not.
 """
 
+import ast
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 
-CSRC = pathlib.Path(__file__).resolve().parent.parent / "csrc"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "python" / "fusegrad"
+# From below, by prefixes of modules' names, the longest of which counts; "" is the package itself, with all below it.
+PYTHON_ROOMS = {
+    "ground": ("_arguments", "_eager", "_environment", "_load", "_sharding", "_transforms", "utils"),
+    "language": ("_tracing", "_score_mod_torch", "score_mod"),
+    "functions": (
+        *("_attention", "_calls", "_chunks", "_flops", "_loss_chunks", "_options", "attention", "block_mask"),
+        *("compile", "distillation", "functional", "modules", "nested", "reference"),
+    ),
+    "processes": ("distributed",),
+    "package": ("",),
+    "users of it": ("__main__", "conformance", "doctor", "integrations"),
+}
+PYTHON_LEVEL = {prefix: level for level, prefixes in enumerate(PYTHON_ROOMS.values()) for prefix in prefixes}
+# Without torch, and so without the others.
+ALONE = ("jax", "_environment")
+MADE = ("_C", "_build")  # by the build
 # From below. The longest prefix of a file's path counts.
 ROOMS = {
     "ground": ("common/", "cuda/"),
@@ -42,8 +64,62 @@ def wrong(path: str, included: str) -> bool:
     return LEVEL[there] > LEVEL[here] or (LEVEL[there] == len(ROOMS) - 1 and there != here)
 
 
+def python_room(module: str) -> str:
+    """Of a module's name below the package."""
+    fits = [prefix for prefix in PYTHON_LEVEL if re.match(rf"{prefix}([._]|$)", module) or not prefix]
+    return max(fits, key=len)
+
+
+def imports(tree: ast.AST, package: list[str], modules: set[str]) -> Iterator[tuple[int, str]]:
+    """The lines, and the modules below the package that they import."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ["fusegrad", *package][: len(package) + 2 - node.level] if node.level else []
+            names = [".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        for name in names:
+            first, _, below = name.partition(".")
+            if first == "fusegrad" and below.split(".")[0] not in MADE:
+                while below and below not in modules:
+                    below = below.rpartition(".")[0]
+                yield node.lineno, below
+        yield from imports(node, package, modules)
+
+
+def python_wrongs() -> Iterator[str]:
+    files = {f.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): f for f in PACKAGE.rglob("*.py")}
+    files = {re.sub(r"\.?__init__$", "", module): f for module, f in files.items()}
+    graph: dict[str, set[str]] = {}
+    for module, file in sorted(files.items()):
+        inside = module.split(".") if module else []
+        package = inside if file.name == "__init__.py" else inside[:-1]
+        graph[module] = set()
+        for line, imported in imports(ast.parse(file.read_text()), package, set(files)):
+            graph[module].add(imported)
+            if module.startswith(ALONE):
+                wrong = not imported.startswith(ALONE)
+            else:
+                wrong = PYTHON_LEVEL[python_room(imported)] > PYTHON_LEVEL[python_room(module)]
+            if wrong:
+                path = file.relative_to(ROOT).as_posix()
+                yield f"{path}:{line}: {module or 'fusegrad'} must not import {imported or 'fusegrad'}"
+    for edges in (graph, {m: {n for n in graph if m in graph[n]} for m in graph}):
+        while free := [m for m in graph if not edges[m] & graph.keys() - {m}]:
+            for module in free:
+                del graph[module]
+    if graph:
+        yield f"python/fusegrad: modules that import each other: {', '.join(sorted(graph))}"
+
+
 def main() -> int:
     failed = False
+    for line in python_wrongs():
+        failed = True
+        print(line)
     for file in sorted(CSRC.rglob("*")):
         path = file.relative_to(CSRC).as_posix().removeprefix("include/")
         if file.suffix not in (".h", ".cpp", ".cu", ".cuh") or "/" not in path:

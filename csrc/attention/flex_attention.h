@@ -17,6 +17,15 @@
 
 namespace fusegrad {
 
+/// The bits of an op's `aux`: what is asked for besides the output. lse comes always.
+enum FlexAuxBit : int64_t {
+  kFlexMaxScores = 1,
+  // Of the op below the front end:
+  kFlexLow = 2,       ///< out_low and lse_low, which a backward wants
+  kFlexBackward = 4,  ///< a backward may follow, whose kernels may be compiled beside the forward's
+  kFlexOrdered = 8,   ///< its gradients are to be the same bits in every run
+};
+
 /// A score_mod or mask_mod: its canonical text, and what the text calls @0, @1, … and $0, $1, …
 struct CapturedMod {
   std::string_view text;  ///< empty: none

@@ -4,36 +4,16 @@
 #include <span>
 #include <utility>
 
-#include "score_mod/graph.h"
+#include "score_mod/walk.h"
 
 namespace fusegrad::score_mod {
 namespace {
 
 [[noreturn]] void fail(const std::string& message) { throw GraphError(message); }
 
-// A walk from `roots` to the leaves without recursion; calls visit(id) once a node, operands first and left to right.
 template <class Visit>
-void walk(const Graph& graph, std::span<const NodeId> roots, Visit&& visit) {
-  std::vector<uint8_t> done(graph.nodes().size(), 0);
-  std::vector<std::pair<NodeId, size_t>> stack;  // a node and how many of its operands were visited
-  for (const NodeId root : roots) {
-    if (done[root] != 0) continue;
-    stack.emplace_back(root, 0);
-    done[root] = 1;
-    while (!stack.empty()) {
-      auto& [id, next] = stack.back();
-      const auto& operands = graph[id].operands;
-      while (next < operands.size() && done[operands[next]] != 0) ++next;
-      if (next == operands.size()) {
-        visit(id);
-        stack.pop_back();
-      } else {
-        const NodeId operand = operands[next++];
-        done[operand] = 1;
-        stack.emplace_back(operand, 0);
-      }
-    }
-  }
+void walk_all(const Graph& graph, std::span<const NodeId> roots, Visit&& visit) {
+  walk(graph, roots, [&](NodeId id) { return std::span<const NodeId>(graph[id].operands); }, visit);
 }
 
 std::vector<NodeId> roots_of(const Graph& graph) {
@@ -50,23 +30,35 @@ std::vector<NodeId> roots_of(const Graph& graph) {
 
 std::vector<NodeId> reachable(const Graph& graph) {
   std::vector<NodeId> order;
-  walk(graph, roots_of(graph), [&order](NodeId id) { order.push_back(id); });
+  walk_all(graph, roots_of(graph), [&order](NodeId id) { order.push_back(id); });
   return order;
 }
 
-NodeId substitute(Graph& graph, NodeId root, int axis, NodeId replacement) {
-  // By ids: what is in the way comes before. Only what depends on the axis is built anew.
+NodeId substitute(Graph& graph, NodeId root, const std::unordered_map<NodeId, NodeId>& images) {
+  AxisSet axes = 0;
+  bool others = false;
+  for (const auto& [id, given] : images) {
+    if (graph[id].op == Op::kAxis) axes |= set_of_axis(graph[id].payload);
+    others = others || graph[id].op != Op::kAxis;
+  }
+  // By ids: what is in the way comes before. Only what depends on one of them is built anew.
   std::vector<NodeId> order;
-  walk(graph, std::span(&root, 1), [&](NodeId id) {
-    if ((graph.open_axes(id) & set_of_axis(axis)) != 0) order.push_back(id);
+  walk_all(graph, std::span(&root, 1), [&](NodeId id) {
+    if (others || (graph.open_axes(id) & axes) != 0) order.push_back(id);
   });
   std::vector<NodeId> image(graph.nodes().size());
   for (size_t id = 0; id < image.size(); ++id) image[id] = static_cast<NodeId>(id);
   for (const NodeId id : order) {
-    const Node node = graph[id];  // a copy: the graph grows
+    if (const auto given = images.find(id); given != images.end()) {
+      image[id] = given->second;
+      continue;
+    }
+    const Op op = graph[id].op;
     std::vector<NodeId> operands;
-    for (const NodeId operand : node.operands) operands.push_back(image[operand]);
-    image[id] = node.op == Op::kAxis ? replacement : graph.copy(graph, id, std::move(operands));
+    for (const NodeId operand : graph[id].operands) operands.push_back(image[operand]);
+    if (operands == graph[id].operands || op == Op::kCustom || op == Op::kBackward) continue;
+    if (is_reduction(op) && images.contains(graph[id].operands[0])) fail("the axis of a reduction was to be replaced");
+    image[id] = graph.copy(graph, id, std::move(operands));
   }
   return image[root];
 }

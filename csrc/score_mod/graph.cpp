@@ -87,7 +87,7 @@ size_t Graph::Hash::operator()(const Node& node) const {
 }
 
 int Graph::add_buffer(Type type, int rank) {
-  if (buffers_.size() >= kMaxBuffers) fail("more than " + std::to_string(kMaxBuffers) + " captured buffers");
+  if (!draft_ && buffers_.size() >= kMaxBuffers) fail("more than " + std::to_string(kMaxBuffers) + " captured buffers");
   if (rank < 0 || rank > kMaxRank) {
     fail("the rank of a buffer must be 0 to " + std::to_string(kMaxRank) + ", but got " + std::to_string(rank));
   }
@@ -96,7 +96,7 @@ int Graph::add_buffer(Type type, int rank) {
 }
 
 int Graph::add_scalar(Type type) {
-  if (scalars_.size() >= kMaxScalars) fail("more than " + std::to_string(kMaxScalars) + " scalars");
+  if (!draft_ && scalars_.size() >= kMaxScalars) fail("more than " + std::to_string(kMaxScalars) + " scalars");
   scalars_.push_back(type);
   return static_cast<int>(scalars_.size()) - 1;
 }
@@ -113,7 +113,13 @@ int Graph::add_axis(int64_t extent) {
 NodeId Graph::insert(Node node) {
   const auto found = known_.find(node);
   if (found != known_.end()) return found->second;
-  if (nodes_.size() >= kMaxDerivativeNodes) fail("more than " + std::to_string(kMaxDerivativeNodes) + " nodes");
+  if (draft_ && nodes_.size() >= kMaxDraftNodes) {
+    fail("more than " + std::to_string(kMaxDraftNodes) + " operations; a score_mod has at most " +
+         std::to_string(kMaxNodes));
+  }
+  if (!draft_ && nodes_.size() >= kMaxDerivativeNodes) {
+    fail("more than " + std::to_string(kMaxDerivativeNodes) + " nodes");
+  }
   int32_t depth = 0;
   bool on_upstream = node.op == Op::kUpstream;
   AxisSet open = node.op == Op::kAxis ? set_of_axis(node.payload) : 0;

@@ -34,6 +34,7 @@ std::string_view input_name(Input input);  // "score", "b", "h", "q_idx", "kv_id
 // Bounds on what is accepted from outside; what the library makes of it may be as large as a derivative.
 inline constexpr int kMaxNodes = 4096;
 inline constexpr int kMaxDerivativeNodes = 16 * kMaxNodes;
+inline constexpr int kMaxDraftNodes = 32 * kMaxNodes;
 inline constexpr int kMaxDepth = 2048;
 inline constexpr int kMaxBuffers = 64;
 inline constexpr int kMaxScalars = 256;
@@ -84,7 +85,9 @@ class GraphError : public std::invalid_argument {
 
 class Graph {
  public:
-  explicit Graph(Kind kind) : kind_(kind) {}
+  /// `draft`: as a tracer builds it, with what its result will not need. It may have up to kMaxDraftNodes, and more
+  /// declarations than a text; what is made of it may not.
+  explicit Graph(Kind kind, bool draft = false) : kind_(kind), draft_(draft) {}
 
   // Declarations; each returns its index.
   int add_buffer(Type type, int rank);
@@ -153,6 +156,7 @@ class Graph {
     size_t operator()(const Node& node) const;
   };
   Kind kind_;
+  bool draft_;
   std::vector<BufferDeclaration> buffers_;
   std::vector<Type> scalars_;
   std::vector<int64_t> axes_;
@@ -197,8 +201,9 @@ void verify(const Graph& graph);
 /// The ids of the nodes that the results need, operands first.
 std::vector<NodeId> reachable(const Graph& graph);
 
-/// The value with something else in an axis's place.
-NodeId substitute(Graph& graph, NodeId id, int axis, NodeId replacement);
+/// The value with other nodes in the places of some: of axes on which it depends, and of values. Customs stay as they
+/// are.
+NodeId substitute(Graph& graph, NodeId id, const std::unordered_map<NodeId, NodeId>& images);
 
 /// The canonical graph with its declarations in the order of their first use, those without a use dropped, and where
 /// each of them was. What is captured in whatever order, the text is the same.

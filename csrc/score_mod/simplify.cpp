@@ -84,7 +84,7 @@ class Rewriter {
     }
     if (found == axes_.end()) return g_.reduce(op, axis, value);
     const NodeId own = g_.axis(found->second);
-    return g_.reduce(op, own, substitute(g_, value, from, own));
+    return g_.reduce(op, own, substitute(g_, value, {{axis, own}}));
   }
 
  private:

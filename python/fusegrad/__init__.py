@@ -23,7 +23,7 @@ if with_torch:
     from .attention import flex_attention
     from .block_mask import create_block_mask, varlen_mask
     from .compile import compile_flex
-    from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
+    from .distillation import JSDAux, JSDAuxOutput, jsd, kl_div, linear_jsd
     from .distributed import ContextParallel, VocabParallel
     from .functional import Aux, AuxOutput, LogProb, cross_entropy, linear_cross_entropy, linear_log_prob
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
@@ -62,6 +62,7 @@ __all__ = [
     "explain",
     "flex_attention",
     "jsd",
+    "kl_div",
     "linear_cross_entropy",
     "linear_jsd",
     "linear_log_prob",

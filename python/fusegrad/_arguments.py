@@ -12,12 +12,15 @@ import types
 from collections import abc
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check", "checked", "described", "kinds_of"]
+__all__ = ["Device", "check", "checked", "described", "device_of", "kinds_of"]
+
+Device: TypeAlias = torch.device | str | int
+"""What PyTorch takes for a device."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -166,6 +169,16 @@ def check(op: str, name: str, kind: Kind, value: Any) -> None:
     if type(value) not in kind.plain and not kind.holds(value):
         error = ValueError if kind.strings and isinstance(value, str) else TypeError
         raise error(f"{op}: {name} must be {kind.what}, but got {described(value)}")
+
+
+def device_of(op: str, device: Device | None) -> torch.device | None:
+    """Raises ValueError for the number of a GPU that is not there, which PyTorch would say in words of its own."""
+    if isinstance(device, int) and not 0 <= device < torch.cuda.device_count():
+        raise ValueError(
+            f"{op}: device must be the number of one of the {torch.cuda.device_count()} GPUs that are there, a "
+            f"torch.device or a device's name, but got {device}"
+        )
+    return None if device is None else torch.device(device)
 
 
 def checked(function: _Function) -> _Function:

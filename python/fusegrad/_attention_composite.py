@@ -20,10 +20,10 @@ from ._chunks import Plan, whole_blocks
 from ._score_mod_torch import Values, check_linear, evaluate, program
 
 __all__ = [
-    "LOW", "MAX_SCORES", "Call", "Mod", "Tensors", "attention_plan",
+    "LOW", "MAX_SCORES", "Call", "Mod", "Scoring", "Tensors", "attention_plan",
 ]  # fmt: skip
 
-MAX_SCORES, LOW = 1, 2  # FlexAuxBit in csrc/pytorch/attention/flex_attention.h
+MAX_SCORES, LOW = _C.FLEX_MAX_SCORES, _C.FLEX_LOW
 
 # Scores that a chunk has in each of its tensors, of which there are some tens.
 _CHUNK = {"cpu": 2**20, "cuda": 2**24}
@@ -69,14 +69,61 @@ class Call:
             rest = rest[count:]
         return Tensors(query, key, value, *groups), tuple(rest)
 
-    def scoring(self, t: Tensors) -> tuple[Any, ...]:
+    def scoring(self, t: Tensors) -> Scoring:
         """As the ops below the front end take it."""
-        seed = t.seed[0] if t.seed else None
-        return (
-            self.score.text, list(t.buffers), self.score.floats, self.score.ints,
-            self.mask.text, list(t.mask_buffers), self.mask.floats, self.mask.ints,
-            list(t.kv_blocks), self.block_size, self.scale, self.dropout_p, seed,
-        )  # fmt: skip
+        return Scoring(
+            score_mod=self.score.text,
+            score_mod_buffers=list(t.buffers),
+            score_mod_floats=self.score.floats,
+            score_mod_ints=self.score.ints,
+            mask_mod=self.mask.text,
+            mask_mod_buffers=list(t.mask_buffers),
+            mask_mod_floats=self.mask.floats,
+            mask_mod_ints=self.mask.ints,
+            kv_blocks=list(t.kv_blocks),
+            block_size=self.block_size,
+            scale=self.scale,
+            dropout_p=self.dropout_p,
+            dropout_seed=t.seed[0] if t.seed else None,
+        )
+
+
+class Scoring(NamedTuple):
+    """What shapes the scores, as the ops below the front end take it, by their names and in their order. Also what goes
+    with each of these, such as the dimension over which it is batched."""
+
+    score_mod: Any
+    score_mod_buffers: Any
+    score_mod_floats: Any
+    score_mod_ints: Any
+    mask_mod: Any
+    mask_mod_buffers: Any
+    mask_mod_floats: Any
+    mask_mod_ints: Any
+    kv_blocks: Any
+    block_size: Any
+    scale: Any
+    dropout_p: Any
+    dropout_seed: Any
+
+    def call(self) -> Call:
+        s = self
+        counts = (len(s.score_mod_buffers), len(s.mask_mod_buffers), len(s.kv_blocks))
+        score = Mod(s.score_mod, s.score_mod_floats, s.score_mod_ints)
+        mask = Mod(s.mask_mod, s.mask_mod_floats, s.mask_mod_ints)
+        return Call(score, mask, s.block_size, s.scale, s.dropout_p if s.dropout_seed is not None else 0.0, counts)
+
+    def of_tensors(self, values: Scoring) -> list[Any]:
+        """Of what goes with each argument, what goes with the tensors among them. A list that has nothing may be
+        None."""
+        found: list[Any] = []
+        for own, of in (
+            (self.score_mod_buffers, values.score_mod_buffers),
+            (self.mask_mod_buffers, values.mask_mod_buffers),
+            (self.kv_blocks, values.kv_blocks),
+        ):
+            found += of or [None] * len(own)
+        return found if self.dropout_seed is None else [*found, values.dropout_seed]
 
 
 class Tensors(NamedTuple):

@@ -24,36 +24,22 @@ __all__ = ["fold", "fold_rows", "moved", "unfold"]
 def _taken_apart(text: str, batched: tuple[bool, ...]) -> str:
     """The text for a folded batch; the call's own B is a further number. Buffers that are batched have one more
     dimension, the first."""
-    header, *lines = text.replace(";", "\n").splitlines()
-    body = [line.split() for line in lines if line.strip()]
-    declared = sum(words[0] == "scalar" for words in body)
-
-    def word(w: str) -> str:
-        if w[0] == "%":
-            return f"%{int(w[1:]) + 2}"
-        return "%1" if w == "b" else w
-
-    result = [header]
-    numbered = False
-    for words in body:
-        if words[0] == "buffer":
-            rank = int(words[3]) + batched[int(words[1][1:])]
-            result.append(f"buffer {words[1]} {words[2]} {rank}")
-            continue
-        if words[0] == "scalar":
-            result.append(" ".join(words))
-            continue
-        if not numbered:
-            numbered = True
-            result += [f"scalar ${declared} i64", f"%0 = floor_div b ${declared}", f"%1 = mod b ${declared}"]
-        if words[0] == "return":
-            result.append("return " + word(words[1]))
-            continue
-        operands = [word(w) for w in words[3:]]
-        if words[2] == "load" and batched[int(operands[0][1:])]:
-            operands.insert(1, "%0")
-        result.append(" ".join([word(words[0]), "=", words[2], *operands]))
-    return _language.simplify("\n".join(result)).replace("\n", ";")
+    given = _language.parse(text)
+    g = _language.graph(given.kind())
+    for (type_, rank), more in zip(given.buffers(), batched, strict=True):
+        g.add_buffer(type_, rank + more)
+    for type_ in given.scalars():
+        g.add_scalar(type_)
+    folded, own = g.input("b"), g.scalar(g.add_scalar(_language.INT))
+    element, b = g.apply("floor_div", folded, own), g.apply("mod", folded, own)
+    made: list[int] = []
+    for i, (op, _, of, operands) in enumerate(given.nodes()):
+        images = [made[x] for x in operands]
+        if op == "load" and batched[of]:
+            made.append(g.load(of, [element, *images]))
+        else:
+            made.append(b if (op, of) == ("input", "b") else g.copy(given, i, images))
+    return g.text(made[given.result()], simplified=True).replace("\n", ";")
 
 
 def _folded_mod(mod: Mod, batched: Sequence[bool], batch: int) -> Mod:

@@ -23,6 +23,7 @@ from ._attention_composite import (
     LOW,
     Call,
     Mod,
+    Scoring,
     Tensors,
     attention_plan,
 )
@@ -413,21 +414,6 @@ class _FlexTangents(torch.autograd.Function):
 # --- the ops that call back -------------------------------------------------------------------------------------
 
 
-# What shapes the scores, as the ops below the front end take it: how many arguments, and which are lists of tensors.
-_SCORING, _LISTS = 13, (1, 5, 8)
-
-
-def _of_tensors(values: Sequence[Any], arguments: Sequence[Any], first: int) -> tuple[Any, ...]:
-    """Of what goes with each of an op's arguments, what goes with the call's tensors. A list that has nothing may be
-    None. `first`: where what shapes the scores begins."""
-    found = list(values[:3])
-    for i in _LISTS:
-        found += values[first + i] or [None] * len(arguments[first + i])
-    if arguments[first + _SCORING - 1] is not None:  # dropout's seed
-        found.append(values[first + _SCORING - 1])
-    return tuple(found)
-
-
 class _Unpacked(NamedTuple):
     """Of what the ops below the front end take: the call, its tensors, and the arguments `between` value and what
     shapes the scores, and `behind` that."""
@@ -440,14 +426,16 @@ class _Unpacked(NamedTuple):
     @staticmethod
     def of(arguments: Sequence[Any], between: int) -> _Unpacked:
         """Of an op's arguments in its schema's order; so many are between."""
-        first, last = 3 + between, 3 + between + _SCORING
-        (score, buffers, floats, ints, mask, mask_buffers, mask_floats, mask_ints, kv_blocks, block_size, scale,
-         dropout_p, seed) = arguments[first:last]  # fmt: skip
-        call = Call(
-            Mod(score, floats, ints), Mod(mask, mask_floats, mask_ints), block_size, scale,
-            dropout_p if seed is not None else 0.0, (len(buffers), len(mask_buffers), len(kv_blocks)),
-        )  # fmt: skip
-        return _Unpacked(call, _of_tensors(arguments, arguments, first), arguments[3:first], arguments[last:])
+        first, last = 3 + between, 3 + between + len(Scoring._fields)
+        scoring = Scoring(*arguments[first:last])
+        tensors = (*arguments[:3], *scoring.of_tensors(scoring))
+        return _Unpacked(scoring.call(), tensors, arguments[3:first], arguments[last:])
+
+    @staticmethod
+    def of_each(values: Sequence[Any], arguments: Sequence[Any], between: int) -> tuple[Any, ...]:
+        """Of what goes with each of an op's arguments, what goes with the call's tensors."""
+        at = slice(3 + between, 3 + between + len(Scoring._fields))
+        return (*values[:3], *Scoring(*arguments[at]).of_tensors(Scoring(*values[at])))
 
     @staticmethod
     def of_backward(arguments: Sequence[Any]) -> tuple[_Unpacked, tuple[bool, ...]]:
@@ -480,7 +468,7 @@ def _batched_gradients(size: int, dims: Sequence[Any], arguments: Sequence[Any])
     given = [(g, d) for g, d in zip(upstream, dims_of_upstream, strict=True) if g is not None]
     result: list[Tensor | None] = [None] * len(tensors)
     if any(wanted) and given:
-        dims_of_tensors = _of_tensors(dims, arguments, 3 + _BETWEEN)
+        dims_of_tensors = _Unpacked.of_each(dims, arguments, _BETWEEN)
         in_dims = (None, None, None, *dims_of_tensors, *(d for _, d in given), *dims_of_outputs)
         found, _ = _FlexGradients.of_each(
             size,

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from ._arguments import Device
+
 if TYPE_CHECKING:
-    from .distributed.shards import VocabParallel
+    from ._sharding import VocabParallel
     from .functional import LinearCrossEntropyOptions
 
 Reduction = Literal["none", "mean", "sum"]
@@ -32,7 +34,7 @@ class Head(TypedDict, total=False):
     """Of the linear layer that a module owns."""
 
     bias: bool
-    device: torch.device | str | None
+    device: Device | None
     dtype: torch.dtype | None
 
 

@@ -1,8 +1,8 @@
 """score_mods and mask_mods evaluated by PyTorch's own ops, which differentiate as often as wanted.
 
-The kernels know a score_mod and its first derivative. What is differentiated further reads the same text here: a
-tensor for each statement, of dimensions [B, H, M, N] and one more for each axis, of size 1 where nothing depends on
-them. Derivatives are those of PyTorch's ops.
+The kernels know a score_mod and its first derivative. What is differentiated further reads the same graph here: a
+tensor for each node, of dimensions [B, H, M, N] and one more for each axis, of size 1 where nothing depends on them.
+Derivatives are those of PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ from fusegrad._C import score_mod as _language
 __all__ = ["Program", "Values", "adds_reads", "check_linear", "evaluate", "evaluate_reads", "program"]
 
 _REDUCTIONS = ("sum", "amax", "amin", "prod")
+_LEAVES = ("constant", "input", "scalar", "upstream")
 _PLACES = ("b", "h", "q_idx", "kv_idx")
 _SPATIAL = len(_PLACES)
 
 
-@dataclass(frozen=True)
-class _Statement:
+class _Node(NamedTuple):
+    """As the language's Graph gives it. `of`: its number, input, declaration, extent or key."""
+
     op: str
-    operands: tuple[str, ...]
+    type: int
+    of: Any
+    operands: list[int]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A text in pieces. `axes`: the statements that are axes, each with its extent; `upstream`: those that depend on
-    the upstream gradient of a value with a derivative of its own."""
+    """The graph of a text. `axes`: the nodes that are axes; `upstream`: those that depend on the upstream gradient of a
+    value with a derivative of its own."""
 
-    statements: tuple[_Statement, ...]
-    scalars: tuple[str, ...]
-    result: str
-    axes: dict[int, int]
+    nodes: tuple[_Node, ...]
+    scalars: tuple[int, ...]
+    result: int
+    axes: tuple[int, ...]
     upstream: frozenset[int]
     most: int  # elements of one value for each pair of a query and a key
 
@@ -48,36 +52,21 @@ class Program:
 @functools.lru_cache(maxsize=512)
 def program(text: str) -> Program:
     """Of a text of the language."""
-    statements, scalars, result = [], [], ""
-    for line in _language.canonical(text).splitlines()[1:]:
-        words = line.split()
-        if words[0] == "scalar":
-            scalars.append(words[2])
-        elif words[0] == "return":
-            result = words[1]
-        elif words[0].startswith("%"):
-            statements.append(_Statement(words[2], tuple(words[3:])))
-    axes = {i: int(s.operands[0]) for i, s in enumerate(statements) if s.op == "axis"}
-    upstream: set[int] = set()
-    over: list[set[int]] = []
-    most = 1
-    for i, s in enumerate(statements):
-        places = [int(w[1:]) for w in s.operands if w[0] == "%"]
-        if s.op != "custom" and (any(w[0] == "^" for w in s.operands) or any(p in upstream for p in places)):
-            upstream.add(i)
-        mine = {i} if i in axes else set().union(*(over[p] for p in places))
-        most = max(most, math.prod(axes[a] for a in mine))
-        over.append(mine - {places[0]} if s.op in _REDUCTIONS else mine)
-    return Program(tuple(statements), tuple(scalars), result, axes, frozenset(upstream), most)
+    graph = _language.parse(text)
+    nodes = tuple(_Node(*x) for x in graph.nodes())
+    places = range(len(nodes))
+    most = max(math.prod(nodes[axis].of for axis in graph.open_axes(i)) for i in places)
+    axes = tuple(i for i in places if nodes[i].op == "axis")
+    upstream = frozenset(i for i in places if graph.on_upstream(i))
+    return Program(nodes, tuple(graph.scalars()), graph.result(), axes, upstream, most)
 
 
 @functools.lru_cache(maxsize=512)
 def check_linear(text: str) -> None:
     """Raises ValueError where a derivative of one's own is not linear in its upstream gradient: what is
     differentiated twice receives its gradient in parts."""
-    declared = [line.split() for line in text.replace(";", "\n").splitlines()]
     try:
-        _language.tangent(text, [words[2] == "f" for words in declared if words[:1] == ["buffer"]])
+        _language.tangent(text, [type_ == _language.FLOAT for type_, _ in _language.parse(text).buffers()])
     except ValueError:
         raise ValueError(
             "flex_attention: a derivative of the score_mod's own must be linear in its upstream gradients where "
@@ -97,7 +86,7 @@ _CONSTANT, _MINUS_INFINITY = _Linear(0, False), _Linear(-1, False)
 
 
 def _linear(op: str, given: Sequence[_Linear | None]) -> _Linear | None:
-    """Of a statement that is not a load; None where it is otherwise."""
+    """Of a node that is not a load; None where it is otherwise."""
     if all(g == _CONSTANT for g in given):
         return None if op in ("custom", "backward") else _CONSTANT
     known = [g for g in given if g is not None]
@@ -123,16 +112,18 @@ def _linear(op: str, given: Sequence[_Linear | None]) -> _Linear | None:
 def adds_reads(text: str, buffers: frozenset[int]) -> bool:
     """Whether a score_mod is the score and a linear function of these buffers, whose factors depend on neither: its
     derivative by the score is 1. (Where it is -inf there is no derivative.)"""
-    found: dict[str, _Linear | None] = {"score": _Linear(1, False), "-inf": _MINUS_INFINITY}
     parsed = program(text)
-    for i, s in enumerate(parsed.statements):
-        given = [found.get(w, _CONSTANT) for w in s.operands]
-        if s.op == "load":
-            fixed = all(g == _CONSTANT for g in given[1:])
-            found[f"%{i}"] = _Linear(0, int(s.operands[0][1:]) in buffers) if fixed else None
+    found: list[_Linear | None] = []
+    for n in parsed.nodes:
+        given = [found[x] for x in n.operands]
+        if n.op == "load":
+            fixed = all(g == _CONSTANT for g in given)
+            found.append(_Linear(0, n.of in buffers) if fixed else None)
+        elif n.op == "input" and n.of == "score":
+            found.append(_Linear(1, False))
         else:
-            found[f"%{i}"] = _linear(s.op, given)
-    result = found.get(parsed.result, _CONSTANT)
+            found.append(_MINUS_INFINITY if n.op == "constant" and n.of == -math.inf else _linear(n.op, given))
+    result = found[parsed.result]
     return result is not None and result.score == 1
 
 
@@ -235,108 +226,101 @@ class _Own(torch.autograd.Function):
 class _Evaluation:
     """Of one text, at one set of values."""
 
-    def __init__(self, text: Program, values: Values, known: dict[str, Tensor] | None = None) -> None:
+    def __init__(self, text: Program, values: Values, known: dict[int, Tensor] | None = None) -> None:
         self.text, self.values = text, values
-        self.known: dict[str, Tensor] = dict(values.inputs) if known is None else known
-        self.like = values.inputs["q_idx"]
+        self.known = {} if known is None else known
+        self.device = values.inputs["q_idx"].device
 
-    def scalar(self, place: int) -> Tensor:
-        types = self.text.scalars
-        if types[place] == "f":
-            return self.constant(self.values.floats[sum(t == "f" for t in types[:place])], self.values.dtype)
-        number = self.values.ints[sum(t != "f" for t in types[:place])]
-        return self.constant(number, torch.bool if types[place] == "bool" else torch.int64)
+    def scalar(self, place: int) -> float:
+        of_floats = [t == _language.FLOAT for t in self.text.scalars]
+        index = of_floats[:place].count(of_floats[place])
+        return self.values.floats[index] if of_floats[place] else self.values.ints[index]
+
+    def dtype(self, type_: int) -> torch.dtype:
+        return (torch.bool, torch.int64, self.values.dtype)[type_]
 
     def constant(self, value: float | bool, dtype: torch.dtype) -> Tensor:
-        return torch.full((), value, dtype=dtype, device=self.like.device)
+        return torch.full((), value, dtype=dtype, device=self.device)
 
-    def operand(self, word: str) -> Tensor:
-        found = self.known.get(word)
-        if found is not None:
-            return found
-        if word[0] == "%":  # out of its order: a value that shares a backward with an earlier one
-            self.run([int(word[1:])])
-            return self.known[word]
-        if word[0] == "$":
-            found = self.scalar(int(word[1:]))
-        elif word in ("true", "false"):
-            found = self.constant(word == "true", torch.bool)
-        elif word.lstrip("-").isdigit():
-            found = self.constant(int(word), torch.int64)
-        else:
-            found = self.constant(float(word), self.values.dtype)
-        self.known[word] = found
-        return found
+    def operand(self, i: int) -> Tensor:
+        if i not in self.known:
+            n = self.text.nodes[i]
+            if n.op not in _LEAVES:  # out of its order: a value that shares a backward with an earlier one
+                self.run([i])
+            elif n.op == "input":
+                self.known[i] = self.values.inputs[n.of]
+            else:
+                number = self.scalar(n.of) if n.op == "scalar" else n.of if n.op == "constant" else 0
+                self.known[i] = self.constant(number, self.dtype(n.type))
+        return self.known[i]
 
     def run(self, places: Sequence[int]) -> None:
         for i in places:
-            s = self.text.statements[i]
-            if s.op == "backward":
+            n = self.text.nodes[i]
+            if n.op == "backward" or n.op in _LEAVES:
                 continue
-            if s.op == "custom":
-                if f"%{i}" not in self.known:
-                    self.own(s.operands[2])
+            if n.op == "custom":
+                if i not in self.known:
+                    self.own(n.operands[1])
             else:
-                self.known[f"%{i}"] = self.value(i, s)
+                self.known[i] = self.value(i, n)
 
-    def value(self, i: int, s: _Statement) -> Tensor:
-        if s.op == "axis":
-            extent = int(s.operands[0])
+    def dim(self, axis: int) -> int:
+        return _SPATIAL + self.text.axes.index(axis)
+
+    def value(self, i: int, n: _Node) -> Tensor:
+        if n.op == "axis":
             shape = [1] * (_SPATIAL + len(self.text.axes))
-            shape[_SPATIAL + list(self.text.axes).index(i)] = extent
-            return torch.arange(extent, device=self.like.device).reshape(shape)
-        if s.op == "load":
-            return self.load_of(s, self.values.buffers)
-        operands = [self.operand(w) for w in s.operands]
-        if s.op in _REDUCTIONS and s.operands[0][0] == "%" and int(s.operands[0][1:]) in self.text.axes:
+            shape[self.dim(i)] = n.of
+            return torch.arange(n.of, device=self.device).reshape(shape)
+        if n.op == "load":
+            return self.load_of(n, self.values.buffers)
+        operands = [self.operand(x) for x in n.operands]
+        if n.op in _REDUCTIONS:
             axis, value = operands
             shape = torch.broadcast_shapes(axis.shape, value.shape)
-            dim = _SPATIAL + list(self.text.axes).index(int(s.operands[0][1:]))
-            return getattr(torch, s.op)(value.expand(shape), dim, keepdim=True)
-        if s.op == "to_float":
+            return getattr(torch, n.op)(value.expand(shape), self.dim(n.operands[0]), keepdim=True)
+        if n.op == "to_float":
             return operands[0].to(self.values.dtype)
-        return _function(s.op)(*operands)
+        return _function(n.op)(*operands)
 
-    def of_reads(self, s: _Statement, given: dict[int, Tensor]) -> Tensor:
-        """Of a statement that is linear in these operands (adds_reads), what they give to it."""
+    def of_reads(self, n: _Node, given: dict[int, Tensor]) -> Tensor:
+        """Of a node that is linear in these operands (adds_reads), what they give to it."""
         first = next(iter(given.values()))
-        if s.op == "where":
-            return torch.where(self.operand(s.operands[0]), given.get(1, 0), given.get(2, 0))
-        if s.op == "sub":
+        if n.op == "where":
+            return torch.where(self.operand(n.operands[0]), given.get(1, 0), given.get(2, 0))
+        if n.op == "sub":
             return given[0] - given[1] if len(given) == 2 else first if 0 in given else -first
-        if s.op == "add":
+        if n.op == "add":
             return sum(given.values(), torch.zeros((), device=first.device))
-        if s.op == "mul":
-            return first * self.operand(s.operands[0 if 1 in given else 1])
-        if s.op == "div":
-            return first / self.operand(s.operands[1])
-        if s.op == "sum":
-            axis = s.operands[0]
+        if n.op == "mul":
+            return first * self.operand(n.operands[0 if 1 in given else 1])
+        if n.op == "div":
+            return first / self.operand(n.operands[1])
+        if n.op == "sum":
+            axis = n.operands[0]
             shape = torch.broadcast_shapes(self.operand(axis).shape, first.shape)
-            return first.expand(shape).sum(_SPATIAL + list(self.text.axes).index(int(axis[1:])), keepdim=True)
-        return -first if s.op == "neg" else first
+            return first.expand(shape).sum(self.dim(axis), keepdim=True)
+        return -first if n.op == "neg" else first
 
-    def load_of(self, s: _Statement, buffers: Sequence[Tensor] | dict[int, Tensor]) -> Tensor:
-        buffer = buffers[int(s.operands[0][1:])]
-        part = self.part(buffer, s.operands[1:])
-        return self.load(buffer, [self.operand(w) for w in s.operands[1:]]) if part is None else part
+    def load_of(self, n: _Node, buffers: Sequence[Tensor] | dict[int, Tensor]) -> Tensor:
+        buffer = buffers[n.of]
+        part = self.part(buffer, n.operands)
+        return self.load(buffer, [self.operand(x) for x in n.operands]) if part is None else part
 
-    def part(self, buffer: Tensor, words: Sequence[str]) -> Tensor | None:
+    def part(self, buffer: Tensor, indices: Sequence[int]) -> Tensor | None:
         """A read at some of b, h, q_idx and kv_idx themselves: a part of the tensor, whose gradient is one as well."""
         starts, part = self.values.starts, self.values.taking_part
-        if starts is None or not buffer.is_floating_point() or len(set(words)) < len(words) or not words:
+        names = [self.text.nodes[i].of for i in indices if self.text.nodes[i].op == "input"]
+        if starts is None or not buffer.is_floating_point() or not indices or len(set(names)) < len(indices):
             return None
-        if not set(words) <= set(_PLACES):
-            return None
-        for dim, word in enumerate(words):
-            first, size = starts[word], self.known[word].numel()
-            if first + size > buffer.size(dim):
+        sizes = {name: self.values.inputs[name].numel() for name in names}
+        for dim, name in enumerate(names):
+            if starts[name] + sizes[name] > buffer.size(dim):
                 return None
-            buffer = buffer.narrow(dim, first, size)
-        order = sorted(range(len(words)), key=lambda i: _PLACES.index(words[i]))
-        shape = [1] * (_SPATIAL + len(self.text.axes))
-        for word in words:
-            shape[_PLACES.index(word)] = self.known[word].numel()
+            buffer = buffer.narrow(dim, starts[name], sizes[name])
+        order = sorted(range(len(names)), key=lambda i: _PLACES.index(names[i]))
+        shape = [sizes.get(place, 1) for place in _PLACES] + [1] * len(self.text.axes)
         found = buffer.permute(order).reshape(shape).to(self.values.dtype)
         if part is None:
             return found
@@ -370,53 +354,52 @@ class _Evaluation:
         found = buffer[tuple(torch.where(reading, p, 0) for p in places)]
         return torch.where(outside, nothing, found.to(kind))
 
-    def own(self, backward: str) -> None:
+    def own(self, backward: int) -> None:
         """All values that share a backward."""
-        text, place = self.text, int(backward[1:])
-        customs = [
-            (f"%{i}", s) for i, s in enumerate(text.statements) if s.op == "custom" and s.operands[2] == backward
-        ]
+        text = self.text
+        nodes = text.nodes
+        customs = [i for i, n in enumerate(nodes) if n.op == "custom" and n.operands[1] == backward]
+        upstreams = {n.of: i for i, n in enumerate(nodes) if n.op == "upstream"}
         full = (*self.values.sizes, *[1] * len(text.axes))
-        pairs = text.statements[place].operands
-        wanted, xs = pairs[1::2], pairs[::2]
-        # What the backward reads of the forward, and its statements in order. Of its own values it reads the results,
-        # as an autograd.Function that saves its outputs: their derivatives are its own again.
-        sources = {s.operands[1]: j for j, (_, s) in enumerate(customs) if s.operands[1] not in xs}
+        xs, wanted = nodes[backward].operands[::2], nodes[backward].operands[1::2]
+        # What the backward reads of the forward, and its nodes in order. Of its own values it reads the results, as an
+        # autograd.Function that saves its outputs: their derivatives are its own again.
+        values = [nodes[i].operands[0] for i in customs]
+        sources = {value: j for j, value in enumerate(values) if value not in xs}
         within = set(text.upstream)
-        for i, s in enumerate(text.statements):
-            if s.op in ("custom", "backward"):
+        for i, n in enumerate(nodes):
+            if n.op in ("custom", "backward"):
                 continue  # of another Function: it is read
-            if any(w in sources or (w[0] == "%" and int(w[1:]) in within) for w in s.operands):
+            if any(x in sources or x in within for x in n.operands):
                 within.add(i)
         needed: set[int] = set()
-        reads: dict[str, Tensor] = {}
-
+        reads: dict[int, Tensor] = {}
         pending = list(wanted)
         while pending:
-            word = pending.pop()
-            i = int(word[1:]) if word[0] == "%" else -1
-            if i in within and word not in sources:
-                if i not in needed:
-                    needed.add(i)
-                    pending += [w for w in text.statements[i].operands if w[0] not in "^@"]
-            elif word[0] != "^" and word not in sources:
-                reads[word] = self.operand(word)
+            i = pending.pop()
+            if i in sources:
+                continue
+            if i not in within:
+                reads[i] = self.operand(i)
+            elif i not in needed:
+                needed.add(i)
+                pending += nodes[i].operands
         names, order = list(reads), sorted(needed)
         given = self.values  # not self, which holds the values that the Function makes: a cycle through their graph
 
         def make(results: Sequence[Tensor], upstream: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
             known = dict(zip(names, tensors, strict=True))
-            known.update({word: results[j] for word, j in sources.items()})
-            known.update({s.operands[0]: g for (_, s), g in zip(customs, upstream, strict=True)})
+            known.update({value: results[j] for value, j in sources.items()})
+            for custom, gradient in zip(customs, upstream, strict=True):
+                known[upstreams.get(nodes[custom].of, -1)] = gradient
             inner = _Evaluation(text, given, known)
             inner.run(order)
-            return [inner.operand(word).expand(full) for word in wanted]
+            return [inner.operand(x).expand(full) for x in wanted]
 
-        values = [self.operand(s.operands[1]).expand(full) for _, s in customs]
-        inputs = [self.operand(word).expand(full) for word in xs]
-        found = _Own.apply(make, (len(values), len(inputs)), *values, *inputs, *reads.values())
-        for (name, _), value in zip(customs, found, strict=True):
-            self.known[name] = value
+        inputs = [self.operand(x).expand(full) for x in xs]
+        results = [self.operand(x).expand(full) for x in values]
+        found = _Own.apply(make, (len(results), len(inputs)), *results, *inputs, *reads.values())
+        self.known.update(zip(customs, found, strict=True))
 
 
 def evaluate(text: Program, values: Values) -> Tensor:
@@ -425,7 +408,7 @@ def evaluate(text: Program, values: Values) -> Tensor:
     if axes:
         values.inputs = {k: t.reshape(*t.shape, *[1] * axes) for k, t in values.inputs.items()}
     run = _Evaluation(text, values)
-    run.run([i for i in range(len(text.statements)) if i not in text.upstream])
+    run.run([i for i in range(len(text.nodes)) if i not in text.upstream])
     found = run.operand(text.result)
     return found.reshape(found.shape[:_SPATIAL]) if axes and found.dim() > _SPATIAL else found
 
@@ -437,13 +420,12 @@ def evaluate_reads(text: Program, values: Values, buffers: Sequence[Tensor | Non
     if axes:
         values.inputs = {k: t.reshape(*t.shape, *[1] * axes) for k, t in values.inputs.items()}
     run = _Evaluation(text, values)
-    parts: dict[str, Tensor] = {}
-    for i, s in enumerate(text.statements):
-        if s.op == "load":
-            place = int(s.operands[0][1:])
-            if (buffer := buffers[place]) is not None:
-                parts[f"%{i}"] = run.load_of(s, {place: buffer})
-        elif given := {j: parts[w] for j, w in enumerate(s.operands) if w in parts}:
-            parts[f"%{i}"] = run.of_reads(s, given)
+    parts: dict[int, Tensor] = {}
+    for i, n in enumerate(text.nodes):
+        if n.op == "load":
+            if (buffer := buffers[n.of]) is not None:
+                parts[i] = run.load_of(n, {n.of: buffer})
+        elif given := {j: parts[x] for j, x in enumerate(n.operands) if x in parts}:
+            parts[i] = run.of_reads(n, given)
     found = parts.get(text.result)
     return found.reshape(found.shape[:_SPATIAL]) if found is not None and axes and found.dim() > _SPATIAL else found

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from . import _attention_transforms as transforms
+from . import _sharding
 from ._arguments import checked
+from ._sharding import ContextParallel, is_dtensor
 from ._tracing.cache import tracing_state
 from ._transforms import is_transformed
-from .distributed.sequence import ContextParallel
-from .distributed.shards import is_dtensor
 from .nested import Packed
 from .score_mod import ScoreMod, check_kernel_size, split_scalars, trace_mask_mod, trace_score_mod
 
@@ -271,12 +271,11 @@ def flex_attention(
             "flex_attention: context_parallel must not come with forward mode and torch.func transforms, but does"
         )
     if context_parallel is not None or is_dtensor(query, key, value):
-        from .distributed.sequence_attention import Options
-        from .distributed.sequence_tensors import attend_parts
-
-        maxima = return_aux is not None and return_aux.max_scores
-        asked = Options(scale, enable_gqa, maxima, deterministic, dropout_p)
-        out, lse, max_scores = attend_parts(query, key, value, score_mod, block_mask, asked, context_parallel)
+        out, lse, max_scores = _sharding.attend(
+            query, key, value, score_mod, block_mask, context=context_parallel, scale=scale, enable_gqa=enable_gqa,
+            max_scores=return_aux is not None and return_aux.max_scores, deterministic=deterministic,
+            dropout_p=dropout_p,
+        )  # fmt: skip
         return _returned(out, lse, max_scores, return_lse, return_aux)
     score = _arguments(score_mod, "score_mod", query.device)
     if score[0] and query.is_cuda and not torch.compiler.is_compiling():
@@ -291,7 +290,7 @@ def flex_attention(
         )
     attend = transforms.attend
     if torch.compiler.is_compiling():
-        from ._tracing.compiled import attend_within, within_transforms
+        from ._attention_compiled import attend_within, within_transforms
 
         attend, transformed = attend_within, within_transforms()
     if transformed or (not torch.compiler.is_compiling() and is_transformed((*score[1], *mask_mod[1], *kv_blocks))):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ._arguments import checked
+from ._arguments import Device, checked, device_of
 from .score_mod import ScoreMod, split_scalars, trace_mask_mod
 
 __all__ = ["create_block_mask", "varlen_mask"]
@@ -57,7 +57,7 @@ def create_block_mask(
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: torch.device | str | int | None = None,
+    device: Device | None = None,
     BLOCK_SIZE: int | tuple[int, int] | None = None,
     _compile: bool = False,
     *,
@@ -92,14 +92,10 @@ def create_block_mask(
         ValueError: where a size is wrong, or a captured tensor is on another device.
         IndexError: on the CPU, where a pair reads a captured tensor out of range; on CUDA such a read gives 0.
     """
-    if device is None:
+    place = device_of("create_block_mask", device)
+    if place is None:
         found = [b.device for b in trace_mask_mod(mask_mod).buffers if b.device.type != "cpu"]
-        device = found[0] if found else torch.empty(0).device
-    elif isinstance(device, int) and not 0 <= device < torch.cuda.device_count():
-        raise ValueError(
-            f"create_block_mask: device must be the number of one of the {torch.cuda.device_count()} GPUs that are "
-            f"there, a torch.device or a device's name, but got {device}"
-        )
+        place = found[0] if found else torch.empty(0).device
     if BLOCK_SIZE is not None and block_size is not None:
         raise ValueError(
             "create_block_mask: BLOCK_SIZE must not come together with block_size, another name of it, but got "
@@ -108,7 +104,7 @@ def create_block_mask(
     given = block_size if BLOCK_SIZE is None else BLOCK_SIZE
     blocks = _pair("create_block_mask", _DEFAULT_BLOCK if given is None else given)
     sizes = [1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN]
-    return BlockMask(**fields_of(mask_mod, sizes, torch.device(device), blocks))
+    return BlockMask(**fields_of(mask_mod, sizes, place, blocks))
 
 
 @checked

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from . import _options
+from . import _calls, _options
 from ._arguments import checked
 from ._options import JSDReduction, Tail
-from .distributed.shards import VocabParallel, is_dtensor, sharded
-from .functional import _normalizer
+from ._sharding import VocabParallel
 
-__all__ = ["JSDAux", "JSDAuxOutput", "jsd", "linear_jsd"]
+__all__ = ["JSDAux", "JSDAuxOutput", "jsd", "kl_div", "linear_jsd"]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,19 +44,6 @@ class JSDAuxOutput(NamedTuple):
 
     soft_loss: Tensor | None
     hard_loss: Tensor | None
-
-
-def _aux_bits(aux: JSDAux | None) -> int:
-    """The bits of csrc/include/fusegrad/jsd.h's JSDAuxBit."""
-    return 0 if aux is None else aux.soft_loss + 2 * aux.hard_loss
-
-
-def _result(out: tuple[Tensor, list[Tensor]], aux: JSDAux | None) -> Tensor | tuple[Tensor, JSDAuxOutput]:
-    loss, values = out
-    if aux is None:
-        return loss
-    left = iter(values)
-    return loss, JSDAuxOutput(next(left) if aux.soft_loss else None, next(left) if aux.hard_loss else None)
 
 
 @overload
@@ -159,29 +145,90 @@ def jsd(
             :func:`fusegrad.set_check_targets` asks for the check.
     """
     teacher, indices = (teacher, None) if isinstance(teacher, Tensor) else teacher
-    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
-        student,
-        teacher,
-        indices,
-        labels,
-        token_weight,
-        _normalizer("jsd", normalizer, student),
-        beta,
-        temperature,
-        ignore_index,
-        reduction,
-        tail,
-        soft_weight,
-        hard_weight,
-        _aux_bits(return_aux),
-        log_probs,
-        tail_log_prob,
+    loss, values = _calls.jsd(
+        student=student,
+        teacher=teacher,
+        teacher_indices=indices,
+        labels=labels,
+        token_weight=token_weight,
+        normalizer=None if normalizer is None else _calls.normalizer_of("jsd", normalizer, student),
+        beta=beta,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        tail=tail,
+        soft_weight=soft_weight,
+        hard_weight=hard_weight,
+        aux=0 if return_aux is None else _calls.aux_bits(return_aux, JSDAuxOutput),
+        log_probs=log_probs,
+        tail_log_prob=tail_log_prob,
+        inplace=inplace,
+        shards=vocab_parallel,
     )
-    if vocab_parallel is not None or is_dtensor(student, teacher):
-        return _result(sharded("jsd", arguments, inplace, vocab_parallel), return_aux)
-    ops = torch.ops.fusegrad
-    out = (ops.jsd_.default if inplace else ops.jsd.default)(*arguments)
-    return _result(out, return_aux)
+    return loss if return_aux is None else (loss, _calls.aux_of(values, return_aux, JSDAuxOutput))
+
+
+@checked
+def kl_div(
+    student: Tensor,
+    teacher: Tensor | tuple[Tensor, Tensor],
+    *,
+    reverse: bool = False,
+    labels: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    temperature: float = 1.0,
+    ignore_index: int | None = None,
+    reduction: JSDReduction = "batchmean",
+    log_probs: bool = False,
+    tail: Tail = "bucket",
+    tail_log_prob: Tensor | None = None,
+    inplace: bool = False,
+    vocab_parallel: VocabParallel | None = None,
+) -> Tensor:
+    r"""Kullback-Leibler divergence between rows of a student's and a teacher's logits: :func:`jsd` at an end.
+
+    It means what :func:`torch.nn.functional.kl_div` means, in the same order of its arguments, with the softmax inside:
+    a row costs ``KL(p | q) = sum(p * (log(p) - log(q)))`` for q of the student and p of the teacher, so that
+
+    ``fusegrad.kl_div(student, teacher) == F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1),
+    reduction="batchmean", log_target=True)``
+
+    and with ``log_probs=True`` both are ``F.kl_div``'s ``input`` and, as with its ``log_target=True``, ``target``.
+    'sum', 'mean' and 'batchmean' are PyTorch's where no row is ignored and rows are all dimensions but the last (its
+    'batchmean' divides by the first dimension alone); the default is 'batchmean', which PyTorch recommends, and 'none'
+    gives a value a row, PyTorch's elements summed over the classes.
+
+    Args:
+        student, teacher, labels, token_weight, normalizer, temperature, ignore_index, reduction, log_probs, tail,
+            tail_log_prob, inplace, vocab_parallel: as in :func:`jsd`. There is no factor ``temperature**2``.
+        reverse: ``KL(q | p)``, the student's own expectation (mode-seeking), in place of ``KL(p | q)``.
+
+    Returns:
+        The loss, float32 (float64 for float64): 0-d, or one value a row for 'none'.
+
+    Raises:
+        ValueError, TypeError, IndexError: as :func:`jsd`, under this function's name.
+    """
+    try:
+        return jsd(
+            student,
+            teacher,
+            labels=labels,
+            token_weight=token_weight,
+            normalizer=normalizer,
+            beta=1.0 if reverse else 0.0,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            log_probs=log_probs,
+            tail=tail,
+            tail_log_prob=tail_log_prob,
+            inplace=inplace,
+            vocab_parallel=vocab_parallel,
+        )
+    except (IndexError, NotImplementedError, TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("jsd:", "kl_div:", 1)) from error
 
 
 @overload
@@ -291,37 +338,35 @@ def linear_jsd(
         ValueError, TypeError, IndexError: as :func:`jsd`, under this op's name.
     """
     teacher_input, indices = (teacher_input, None) if isinstance(teacher_input, Tensor) else teacher_input
-    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        indices,
-        student_bias,
-        teacher_bias,
-        labels,
-        token_weight,
-        _normalizer("linear_jsd", normalizer, student_input),
-        beta,
-        temperature,
-        ignore_index,
-        reduction,
-        tail,
-        soft_weight,
-        hard_weight,
-        _aux_bits(return_aux),
-        teacher_temperature,
-        student_softcap,
-        teacher_softcap,
-        student_logit_scale,
-        teacher_logit_scale,
-        vocab_size,
-        accumulate_dtype,
-        workspace_mib,
-        tail_log_prob,
+    loss, values = _calls.linear_jsd(
+        student_input=student_input,
+        student_weight=student_weight,
+        teacher_input=teacher_input,
+        teacher_weight=teacher_weight,
+        teacher_indices=indices,
+        student_bias=student_bias,
+        teacher_bias=teacher_bias,
+        labels=labels,
+        token_weight=token_weight,
+        normalizer=None if normalizer is None else _calls.normalizer_of("linear_jsd", normalizer, student_input),
+        beta=beta,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        tail=tail,
+        soft_weight=soft_weight,
+        hard_weight=hard_weight,
+        aux=0 if return_aux is None else _calls.aux_bits(return_aux, JSDAuxOutput),
+        teacher_temperature=teacher_temperature,
+        student_softcap=student_softcap,
+        teacher_softcap=teacher_softcap,
+        student_logit_scale=student_logit_scale,
+        teacher_logit_scale=teacher_logit_scale,
+        vocab_size=vocab_size,
+        accumulate_dtype=accumulate_dtype,
+        workspace_mib=workspace_mib,
+        tail_log_prob=tail_log_prob,
+        inplace=inplace,
+        shards=vocab_parallel,
     )
-    if vocab_parallel is not None or is_dtensor(student_input, student_weight, teacher_input, teacher_weight):
-        return _result(sharded("linear_jsd", arguments, inplace, vocab_parallel), return_aux)
-    ops = torch.ops.fusegrad
-    out = (ops.linear_jsd_.default if inplace else ops.linear_jsd.default)(*arguments)
-    return _result(out, return_aux)
+    return loss if return_aux is None else (loss, _calls.aux_of(values, return_aux, JSDAuxOutput))

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn._reduction import legacy_get_string
 
-from . import _options
-from ._arguments import checked, is_compiled_number
-from ._eager import eager_only
+from . import _calls, _options
+from ._arguments import checked
 from ._options import Reduction
-from .distributed.shards import VocabParallel, is_dtensor, sharded
+from ._sharding import VocabParallel
 
 __all__ = ["Aux", "AuxOutput", "LogProb", "cross_entropy", "linear_cross_entropy", "linear_log_prob"]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
     from typing_extensions import Unpack
 
 
@@ -81,48 +77,6 @@ class LogProb(NamedTuple):
 
     log_prob: Tensor
     entropy: Tensor | None
-
-
-def _aux_bits(aux: Aux | None) -> int:
-    """The bits of csrc/include/fusegrad/options.h's AuxBit."""
-    if aux is None:
-        return 0
-    return (
-        aux.lse
-        + 2 * aux.z_loss
-        + 4 * aux.token_accuracy
-        + 8 * aux.predicted_tokens
-        + 16 * aux.entropy
-        + 32 * aux.token_log_prob
-    )
-
-
-def _normalizer(op: str, normalizer: float | Tensor | None, input: Tensor) -> Tensor | None:
-    """A number becomes a 0-d tensor filled on the device: no copy from the host, which would synchronise."""
-    if normalizer is None or isinstance(normalizer, Tensor):
-        return normalizer
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-    if is_compiled_number(normalizer):
-        return torch.as_tensor(normalizer, dtype=dtype, device=input.device)
-    if not abs(normalizer) <= torch.finfo(dtype).max:
-        raise ValueError(f"{op}: normalizer must be a finite number in {dtype}, but got {normalizer}")
-    return torch.full((), float(normalizer), dtype=dtype, device=input.device)
-
-
-def _result(out: tuple[Tensor, list[Tensor]], aux: Aux | None) -> Tensor | tuple[Tensor, AuxOutput]:
-    """An op's outputs as its caller gets them: the aux values come in the order of their bits."""
-    loss, values = out
-    if aux is None:
-        return loss
-    left = iter(values)
-    return loss, AuxOutput(
-        next(left) if aux.lse else None,
-        next(left) if aux.z_loss else None,
-        next(left) if aux.token_accuracy else None,
-        next(left) if aux.predicted_tokens else None,
-        next(left) if aux.entropy else None,
-        next(left) if aux.token_log_prob else None,
-    )
 
 
 @overload
@@ -241,31 +195,23 @@ def cross_entropy(
     """
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
-    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
-        input,
-        target,
-        weight,
-        token_weight,
-        _normalizer("cross_entropy", normalizer, input),
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        _aux_bits(return_aux),
-        support,
+    loss, values = _calls.cross_entropy(
+        input=input,
+        target=target,
+        weight=weight,
+        token_weight=token_weight,
+        normalizer=None if normalizer is None else _calls.normalizer_of("cross_entropy", normalizer, input),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        aux=0 if return_aux is None else _calls.aux_bits(return_aux, AuxOutput),
+        support=support,
+        inplace=inplace,
+        shards=vocab_parallel,
     )
-    if vocab_parallel is not None or is_dtensor(input):
-        return _result(sharded("cross_entropy", arguments, inplace, vocab_parallel), return_aux)
-    ops = torch.ops.fusegrad
-    out = (ops.cross_entropy_.default if inplace else ops.cross_entropy.default)(*arguments)
-    return _result(out, return_aux)
-
-
-@eager_only
-def _outside_graphs(op: Callable[..., tuple[Tensor, list[Tensor]]], arguments: tuple[Any, ...]) -> Any:
-    """A call whose backward writes to one of its arguments, which a compiler's graph would not know."""
-    return op(*arguments)
+    return loss if return_aux is None else (loss, _calls.aux_of(values, return_aux, AuxOutput))
 
 
 @overload
@@ -399,34 +345,32 @@ def linear_cross_entropy(
                 f"but got {type(options).__name__}"
             )
         accumulate_dtype = options.acc_dtype
-    arguments = (  # by position, see csrc/pytorch/ops/arguments.h
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        token_weight,
-        _normalizer("linear_cross_entropy", normalizer, input),
-        ignore_index,
-        reduction,
-        label_smoothing,
-        z_loss,
-        softcap,
-        _aux_bits(return_aux),
-        1.0 if isinstance(logit_scale, Tensor) else logit_scale,
-        accumulate_dtype,
-        workspace_mib,
-        logit_scale if isinstance(logit_scale, Tensor) else None,
-        support,
-        grad_weight_into,
-        batch_invariant,
+    of_rows = isinstance(logit_scale, Tensor)
+    loss, values = _calls.linear_cross_entropy(
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        weight=weight,
+        token_weight=token_weight,
+        normalizer=None if normalizer is None else _calls.normalizer_of("linear_cross_entropy", normalizer, input),
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        aux=0 if return_aux is None else _calls.aux_bits(return_aux, AuxOutput),
+        logit_scale=1.0 if of_rows else logit_scale,
+        accumulate_dtype=accumulate_dtype,
+        workspace_mib=workspace_mib,
+        row_scale=logit_scale if of_rows else None,
+        support=support,
+        grad_weight_into=grad_weight_into,
+        batch_invariant=batch_invariant,
+        inplace=inplace,
+        shards=vocab_parallel,
     )
-    if vocab_parallel is not None or is_dtensor(input, linear_weight):
-        return _result(sharded("linear_cross_entropy", arguments, inplace, vocab_parallel), return_aux)
-    ops = torch.ops.fusegrad
-    op = ops.linear_cross_entropy_.default if inplace else ops.linear_cross_entropy.default
-    out = op(*arguments) if grad_weight_into is None else _outside_graphs(op, arguments)
-    return _result(out, return_aux)
+    return loss if return_aux is None else (loss, _calls.aux_of(values, return_aux, AuxOutput))
 
 
 @checked

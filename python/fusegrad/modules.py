@@ -1,7 +1,8 @@
 """The losses as modules; their arguments are those of :mod:`fusegrad.functional`.
 
-Every option is an attribute of its name: it can be read, and setting it has effect. A module is generic in what its
-``forward`` returns, which ``return_aux`` decides: the loss, or a pair with the aux values.
+Every option is an attribute of its name: it can be read, and setting it has effect. What changes from call to call, as
+``labels`` and ``support`` do, is an argument of ``forward``: a module takes all that its function takes. A module is
+generic in what its ``forward`` returns, which ``return_aux`` decides: the loss, or a pair with the aux values.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.nn._reduction import legacy_get_string
 from typing_extensions import TypeVar
 
 from . import _options, distillation, functional
-from ._arguments import checked
+from ._arguments import Device, checked, device_of
 from ._options import Reduction
+from ._sharding import VocabParallel
 from .distillation import JSDAux, JSDAuxOutput
 from .functional import Aux, AuxOutput
 
@@ -33,6 +35,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 # What changes from call to call: forward takes it.
 _OF_A_CALL = {"linear_bias", "student_bias", "teacher_bias", "labels", "token_weight", "normalizer", "tail_log_prob"}
+_OF_A_CALL |= {"support", "grad_weight_into", "vocab_parallel"}
 
 
 def _options_of(function: Callable[..., Any]) -> Callable[[_Init], _Init]:
@@ -40,8 +43,7 @@ def _options_of(function: Callable[..., Any]) -> Callable[[_Init], _Init]:
     shared = {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-        and name not in _OF_A_CALL | {"vocab_parallel", "support", "grad_weight_into"}
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in _OF_A_CALL
     }
 
     def decorate(init: _Init) -> _Init:
@@ -177,13 +179,15 @@ class CrossEntropyLoss(_Loss[Output]):
         *,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
+        support: Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
     ) -> Output:
         """The loss of logits.
 
         Args:
             input: logits ``[V]``, ``[N, V]`` or ``[N, V, d1, ...]``.
             target: class indices ``[]``, ``[N]``, ``[N, d1, ...]``, or class probabilities of the input's shape.
-            token_weight, normalizer: as in :func:`fusegrad.cross_entropy`.
+            token_weight, normalizer, support, vocab_parallel: as in :func:`fusegrad.cross_entropy`.
 
         Returns:
             As :func:`fusegrad.cross_entropy`: the loss, with ``return_aux`` ``(loss, AuxOutput)``.
@@ -192,7 +196,14 @@ class CrossEntropyLoss(_Loss[Output]):
             ValueError, TypeError, IndexError: as :func:`fusegrad.cross_entropy`, under its name.
         """
         loss: Any = functional.cross_entropy(
-            input, target, self.weight, token_weight=token_weight, normalizer=normalizer, **self._given()
+            input,
+            target,
+            self.weight,
+            token_weight=token_weight,
+            normalizer=normalizer,
+            support=support,
+            vocab_parallel=vocab_parallel,
+            **self._given(),
         )
         return loss
 
@@ -251,7 +262,7 @@ class LinearCrossEntropyLoss(_Loss[Output]):
         *,
         out_features: Sequence[int] = (),
         bias: bool = False,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
@@ -260,9 +271,10 @@ class LinearCrossEntropyLoss(_Loss[Output]):
                 "LinearCrossEntropyLoss: out_features must be (), since a weight has one row a class here, but got "
                 f"{out_features}"
             )
+        place = device_of(type(self).__name__, device)
         super().__init__(**options)
         self.linear = (
-            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=place, dtype=dtype)
         )
 
     def forward(
@@ -274,6 +286,9 @@ class LinearCrossEntropyLoss(_Loss[Output]):
         linear_bias: Tensor | None = None,
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
+        support: Tensor | None = None,
+        grad_weight_into: Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
     ) -> Output:
         """The loss of hidden states.
 
@@ -281,7 +296,8 @@ class LinearCrossEntropyLoss(_Loss[Output]):
             input: hidden states ``[..., H]``.
             target: class indices ``[...]``, or class probabilities ``[..., V]``.
             linear_weight, linear_bias: ``[V, H]`` and ``[V]``, in place of the module's own.
-            token_weight, normalizer: as in :func:`fusegrad.cross_entropy`.
+            token_weight, normalizer, support, grad_weight_into, vocab_parallel: as in
+                :func:`fusegrad.linear_cross_entropy`.
 
         Returns:
             As :func:`fusegrad.linear_cross_entropy`: the loss, with ``return_aux`` ``(loss, AuxOutput)``.
@@ -298,6 +314,9 @@ class LinearCrossEntropyLoss(_Loss[Output]):
             weight=self.weight,
             token_weight=token_weight,
             normalizer=normalizer,
+            support=support,
+            grad_weight_into=grad_weight_into,
+            vocab_parallel=vocab_parallel,
             **self._given(),
         )
         return loss
@@ -336,13 +355,14 @@ class JSDLoss(_Options[Output]):
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
         tail_log_prob: Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
     ) -> Output:
         """The divergence of two sets of logits.
 
         Args:
             student: logits ``[..., V]``.
             teacher: logits ``[..., V]``, or a pair ``(log_probs, indices)`` of shape ``[..., K]``.
-            labels, token_weight, normalizer: as in :func:`fusegrad.jsd`.
+            labels, token_weight, normalizer, tail_log_prob, vocab_parallel: as in :func:`fusegrad.jsd`.
 
         Returns:
             As :func:`fusegrad.jsd`: the loss, with ``return_aux`` ``(loss, JSDAuxOutput)``.
@@ -357,6 +377,7 @@ class JSDLoss(_Options[Output]):
             token_weight=token_weight,
             normalizer=normalizer,
             tail_log_prob=tail_log_prob,
+            vocab_parallel=vocab_parallel,
             **self._given(),
         )
         return loss
@@ -412,13 +433,14 @@ class LinearJSDLoss(_Options[Output]):
         num_classes: int | None,
         *,
         bias: bool = False,
-        device: torch.device | str | None = None,
+        device: Device | None = None,
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
+        place = device_of(type(self).__name__, device)
         super().__init__(**options)
         self.linear = (
-            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+            None if num_classes is None else nn.Linear(in_features, num_classes, bias=bias, device=place, dtype=dtype)
         )
 
     def forward(
@@ -434,6 +456,7 @@ class LinearJSDLoss(_Options[Output]):
         token_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
         tail_log_prob: Tensor | None = None,
+        vocab_parallel: VocabParallel | None = None,
     ) -> Output:
         """The divergence of the student's head from the teacher's.
 
@@ -442,7 +465,7 @@ class LinearJSDLoss(_Options[Output]):
             teacher_input: hidden states ``[..., H']``, or a pair ``(log_probs, indices)`` of shape ``[..., K]``.
             teacher_weight, teacher_bias: of the teacher's head, ``[V, H']`` and ``[V]``.
             student_weight, student_bias: ``[V, H]`` and ``[V]``, in place of the module's own.
-            labels, token_weight, normalizer: as in :func:`fusegrad.jsd`.
+            labels, token_weight, normalizer, tail_log_prob, vocab_parallel: as in :func:`fusegrad.jsd`.
 
         Returns:
             As :func:`fusegrad.linear_jsd`: the loss, with ``return_aux`` ``(loss, JSDAuxOutput)``.
@@ -462,6 +485,7 @@ class LinearJSDLoss(_Options[Output]):
             token_weight=token_weight,
             normalizer=normalizer,
             tail_log_prob=tail_log_prob,
+            vocab_parallel=vocab_parallel,
             **self._given(),
         )
         return loss

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusegrad._C import score_mod as _language
 
-from ._arguments import checked
+from ._arguments import Device, checked, device_of
 from ._tracing.cache import trace as _trace
 from ._tracing.errors import TraceError
 
@@ -51,13 +51,14 @@ class ScoreMod:
     @checked
     def __init__(self, text: str, buffers: Sequence[Tensor] = (), scalars: Sequence[int | float | bool] = ()) -> None:
         try:
-            text = _language.canonical(text)
+            graph = _language.parse(text)
         except ValueError as error:  # it begins with line and column
             raise ValueError(f"ScoreMod: the text must be of docs/score_mod.md's language, but got {error}") from None
-        kind = text.split(" ", 1)[0]
+        kind = graph.kind()
         if kind not in ("score_mod", "mask_mod"):
             raise ValueError(f"ScoreMod: the text must be of a score_mod or a mask_mod, but got a {kind}")
-        _check_captured(text, buffers, scalars)
+        _check_captured(graph, buffers, scalars)
+        text = graph.text(graph.result())
         for name, value in (("text", text), ("buffers", tuple(buffers)), ("scalars", tuple(scalars)), ("kind", kind)):
             object.__setattr__(self, name, value)
 
@@ -81,10 +82,9 @@ class ScoreMod:
         raise TypeError("a ScoreMod is no function: hand it to fusegrad.flex_attention in place of one")
 
 
-def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int | float | bool]) -> None:
-    declared = [line.split() for line in text.splitlines() if line.startswith(("buffer ", "scalar "))]
-    declared_buffers = [(words[2], int(words[3])) for words in declared if words[0] == "buffer"]
-    declared_scalars = [words[2] for words in declared if words[0] == "scalar"]
+def _check_captured(graph: _language.Graph, buffers: Sequence[Tensor], scalars: Sequence[int | float | bool]) -> None:
+    declared_buffers = [(_language.TYPES[type_], rank) for type_, rank in graph.buffers()]
+    declared_scalars = [_language.TYPES[type_] for type_ in graph.scalars()]
     for what, expected, got in (("buffers", declared_buffers, buffers), ("scalars", declared_scalars, scalars)):
         if len(expected) != len(got):
             raise ValueError(
@@ -105,7 +105,7 @@ def _check_captured(text: str, buffers: Sequence[Tensor], scalars: Sequence[int 
 
 
 @checked
-def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | str | None = None) -> ScoreMod:
+def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: Device | None = None) -> ScoreMod:
     """Traces a score_mod: ``function(score, b, h, q_idx, kv_idx)`` of 0-d tensors, as for PyTorch's flex_attention.
 
     The function runs, a few times, on tensors without values; the same code with captured tensors of the same shapes is
@@ -123,11 +123,11 @@ def trace_score_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.de
         TraceError: where the function does what a score_mod cannot; the message has its line.
         TypeError: for something that cannot be called, or a ScoreMod of a mask_mod.
     """
-    return _traced(function, "score_mod", _device(device))
+    return _traced(function, "score_mod", device_of("trace_score_mod", device))
 
 
 @checked
-def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.device | str | None = None) -> ScoreMod:
+def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: Device | None = None) -> ScoreMod:
     """Traces a mask_mod: ``function(b, h, q_idx, kv_idx)`` of 0-d tensors. All else is as in :func:`trace_score_mod`.
 
     Args:
@@ -140,11 +140,7 @@ def trace_mask_mod(function: Callable[..., Any] | ScoreMod, *, device: torch.dev
     Raises:
         TraceError, TypeError: as :func:`trace_score_mod`.
     """
-    return _traced(function, "mask_mod", _device(device))
-
-
-def _device(device: torch.device | str | None) -> torch.device | None:
-    return torch.device(device) if isinstance(device, str) else device
+    return _traced(function, "mask_mod", device_of("trace_mask_mod", device))
 
 
 def _traced(function: Callable[..., Any] | ScoreMod, kind: str, device: torch.device | None) -> ScoreMod:

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "attention/flex_attention.h"
 #include "fusegrad/score_mod.h"
 
 namespace fusegrad {
@@ -25,15 +26,6 @@ struct FlexScores {
   double scale = 1.0;
   double dropout_p = 0.0;
   at::Tensor dropout_seed;  ///< one int64 on the query's device; undefined without dropout
-};
-
-/// The bits of an op's `aux`: what is asked for besides the output. lse comes always.
-enum FlexAuxBit : int64_t {
-  kFlexMaxScores = 1,
-  // Of the op below the front end:
-  kFlexLow = 2,       ///< out_low and lse_low, which a backward wants
-  kFlexBackward = 4,  ///< a backward may follow, whose kernels may be compiled beside the forward's
-  kFlexOrdered = 8,   ///< its gradients are to be the same bits in every run
 };
 
 /// out [B, H, M, E], strides in the order of the query's; lse, max_scores and max_ties (how many scores of a row equal

@@ -36,6 +36,8 @@ void bind(py::Module m) {
   m.def(
       "dropout_scale", [](double p) { return fusegrad::FlexDropoutRule(p).scale; }, py::arg("dropout_p"),
       "What the weights that flex attention's dropout keeps are multiplied by.");
+  m.value("FLEX_MAX_SCORES", int64_t{fusegrad::kFlexMaxScores});
+  m.value("FLEX_LOW", int64_t{fusegrad::kFlexLow});
   fusegrad::score_mod::bind(
       m.submodule("score_mod", "The score_mod language, on canonical texts: see docs/score_mod.md."));
   fusegrad::jit::bind(m.submodule("jit", "Kernels compiled at run time: see docs/jit.md."));

@@ -9,32 +9,33 @@
 namespace fusegrad::python {
 namespace {
 
-struct Function {
-  PyMethodDef method{};
-  std::string name, doc;
-  std::vector<Argument> arguments;
-  std::function<Object(const std::vector<Object>&)> call;
-};
-
 [[noreturn]] void raise(PyObject* type, const std::string& message) {
   PyErr_SetString(type, message.c_str());
   throw Raised();
 }
 
-// In the parameters' order, with defaults where nothing was given.
-std::vector<Object> bound(const Function& function, PyObject* positional, PyObject* named) {
-  const auto borrowed = [](PyObject* object) {
-    Py_INCREF(object);
-    return Object(object);
-  };
+Object borrowed(PyObject* object) {
+  Py_INCREF(object);
+  return Object(object);
+}
+
+// In the parameters' order behind `self`, with defaults where nothing was given.
+std::vector<Object> bound(const Function& function, PyObject* self, PyObject* positional, PyObject* named) {
   const auto& arguments = function.arguments;
-  const auto count = static_cast<size_t>(PyTuple_Size(positional));
-  if (count > arguments.size()) {
-    raise(PyExc_TypeError, function.name + "() takes " + std::to_string(arguments.size()) + " arguments, but got " +
-                               std::to_string(count));
+  const Py_ssize_t given = PyTuple_Size(positional);
+  const bool rest = !arguments.empty() && arguments.back().name[0] == '*';
+  const auto places = static_cast<Py_ssize_t>(arguments.size()) - (rest ? 1 : 0);
+  if (given > places && !rest) {
+    raise(PyExc_TypeError,
+          function.name + "() takes " + std::to_string(places) + " arguments, but got " + std::to_string(given));
   }
-  std::vector<Object> values(arguments.size());
-  for (size_t i = 0; i < count; ++i) values[i] = borrowed(PyTuple_GetItem(positional, static_cast<Py_ssize_t>(i)));
+  const size_t before = self == nullptr ? 0 : 1;
+  std::vector<Object> values(before + arguments.size());
+  if (self != nullptr) values[0] = borrowed(self);
+  for (Py_ssize_t i = 0; i < std::min(given, places); ++i) {
+    values[before + static_cast<size_t>(i)] = borrowed(PyTuple_GetItem(positional, i));
+  }
+  if (rest) values.back() = Object(PyTuple_GetSlice(positional, std::min(given, places), given));
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t place = 0;
   while (named != nullptr && PyDict_Next(named, &place, &key, &value) != 0) {
@@ -42,22 +43,29 @@ std::vector<Object> bound(const Function& function, PyObject* positional, PyObje
     size_t i = 0;
     while (i < arguments.size() && name != arguments[i].name) ++i;
     if (i == arguments.size()) raise(PyExc_TypeError, function.name + "() has no argument '" + name + "'");
-    if (values[i].get() != nullptr) raise(PyExc_TypeError, function.name + "() got '" + name + "' twice");
-    values[i] = borrowed(value);
+    Object& at = values[before + i];
+    if (at.get() != nullptr) raise(PyExc_TypeError, function.name + "() got '" + name + "' twice");
+    at = borrowed(value);
   }
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (values[i].get() == nullptr) values[i] = arguments[i].value;
-    if (values[i].get() == nullptr) {
+    Object& at = values[before + i];
+    if (at.get() == nullptr) at = arguments[i].value;
+    if (at.get() == nullptr) {
       raise(PyExc_TypeError, function.name + "() needs the argument '" + arguments[i].name + "'");
     }
   }
   return values;
 }
 
-PyObject* called(PyObject* self, PyObject* positional, PyObject* named) {
+PyObject* entered(PyObject* self, PyObject* positional, PyObject* named) {
+  return called(*static_cast<const Function*>(PyCapsule_GetPointer(self, nullptr)), nullptr, positional, named);
+}
+
+}  // namespace
+
+PyObject* called(const Function& function, PyObject* self, PyObject* positional, PyObject* named) {
   try {
-    const auto* function = static_cast<const Function*>(PyCapsule_GetPointer(self, nullptr));
-    return function->call(bound(*function, positional, named)).release();
+    return function.call(bound(function, self, positional, named)).release();
   } catch (const Raised&) {
   } catch (const std::bad_alloc& error) {
     PyErr_SetString(PyExc_MemoryError, error.what());
@@ -70,8 +78,6 @@ PyObject* called(PyObject* self, PyObject* positional, PyObject* named) {
   }
   return nullptr;
 }
-
-}  // namespace
 
 void raise_type_error(const char* expected, PyObject* given) {
   PyErr_Format(PyExc_TypeError, "must be %s, but got %R", expected, given);
@@ -157,9 +163,8 @@ Module Module::submodule(const char* name, const char* doc) {
   return Module(made);
 }
 
-void Module::add(const char* name, std::vector<Argument> arguments, const char* doc, Call call) {
-  // Never freed: Python reads the method for as long as anyone has the function.
-  auto* function = new Function{{}, name, name, std::move(arguments), std::move(call)};
+const Function* described(Function described) {
+  auto* function = new Function(std::move(described));
   std::string signature = "(";
   for (const Argument& argument : function->arguments) {
     signature += (signature.size() > 1 ? ", " : "") + std::string(argument.name);
@@ -168,12 +173,19 @@ void Module::add(const char* name, std::vector<Argument> arguments, const char* 
       signature += "=" + Convert<std::string>::from(text.get());
     }
   }
-  function->doc += signature + ")\n--\n\n" + doc;
-  function->method = {function->name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&called)),
+  function->doc = function->name + signature + ")\n--\n\n" + function->doc;
+  function->method = {function->name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&entered)),
                       METH_VARARGS | METH_KEYWORDS, function->doc.c_str()};
-  const Object self(PyCapsule_New(function, nullptr, nullptr));
-  const Object made(PyCFunction_New(&function->method, self.get()));
-  if (PyModule_AddObjectRef(module_, name, made.get()) != 0) throw Raised();
+  return function;
+}
+
+void Module::add(const Function& function) {
+  const Object self(PyCapsule_New(const_cast<Function*>(&function), nullptr, nullptr));
+  set(function.name.c_str(), Object(PyCFunction_New(const_cast<PyMethodDef*>(&function.method), self.get())));
+}
+
+void Module::set(const char* name, const Object& object) {
+  if (PyModule_AddObjectRef(module_, name, object.get()) != 0) throw Raised();
 }
 
 }  // namespace fusegrad::python

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -55,6 +56,11 @@ struct Bytes {
 template <class T>
 inline constexpr const char* kHeldAs = nullptr;
 
+/// What has a type of its own in Python, with members: see Class. A type is made one by `template <> inline constexpr
+/// bool kIsClass<T> = true;`.
+template <class T>
+inline constexpr bool kIsClass = false;
+
 /// Lets other threads run Python while it lives.
 class Released {
  public:
@@ -84,6 +90,35 @@ struct Convert {
     }));
     held.release();
     return capsule;
+  }
+};
+
+/// An object of a Class.
+template <class T>
+struct Box {
+  PyObject_HEAD T* value;
+  inline static PyTypeObject* type = nullptr;
+
+  static void free(PyObject* self) {
+    PyTypeObject* of = Py_TYPE(self);
+    delete reinterpret_cast<Box*>(self)->value;
+    reinterpret_cast<freefunc>(PyType_GetSlot(of, Py_tp_free))(self);
+    Py_DECREF(of);
+  }
+};
+
+template <class T>
+  requires kIsClass<T>
+struct Convert<T> {
+  static T& from(PyObject* given) {
+    if (PyObject_TypeCheck(given, Box<T>::type) == 0) raise_type_error("an object of another type", given);
+    return *reinterpret_cast<Box<T>*>(given)->value;
+  }
+  static Object to(T value) {
+    auto held = std::make_unique<T>(std::move(value));
+    Object made(reinterpret_cast<allocfunc>(PyType_GetSlot(Box<T>::type, Py_tp_alloc))(Box<T>::type, 0));
+    reinterpret_cast<Box<T>*>(made.get())->value = held.release();
+    return made;
   }
 };
 
@@ -188,6 +223,17 @@ struct Convert<std::pair<A, B>> {
     return {Convert<A>::from(items[0].get()), Convert<B>::from(items[1].get())};
   }
 };
+template <class A, class B>
+struct Convert<std::unordered_map<A, B>> {
+  static std::unordered_map<A, B> from(PyObject* given) {
+    if (PyDict_Check(given) == 0) raise_type_error("a dict", given);
+    std::unordered_map<A, B> values;
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t place = 0;
+    while (PyDict_Next(given, &place, &key, &value) != 0) values[Convert<A>::from(key)] = Convert<B>::from(value);
+    return values;
+  }
+};
 template <class... T>
 struct Convert<std::tuple<T...>> {
   static Object to(std::tuple<T...> values) {
@@ -255,7 +301,8 @@ struct Convert<Fields> {
   }
 };
 
-/// A parameter's name, and its default where it has one: arg("name"), arg("name") = value.
+/// A parameter's name, and its default where it has one: arg("name"), arg("name") = value. The last may be "*name",
+/// which takes all positional arguments that are left.
 struct Argument {
   const char* name;
   Object value;
@@ -267,6 +314,45 @@ struct Argument {
 inline Argument arg(const char* name) { return {name, Object()}; }
 inline std::nullopt_t none() { return std::nullopt; }
 
+/// A function as Python calls it.
+struct Function {
+  PyMethodDef method{};
+  std::string name, doc;
+  std::vector<Argument> arguments;
+  std::function<Object(const std::vector<Object>&)> call;
+};
+
+/// Completes it; what it gives is never freed: Python reads the method for as long as anyone has the function.
+const Function* described(Function function);
+/// Of a method's, `self`; else null.
+PyObject* called(const Function& function, PyObject* self, PyObject* positional, PyObject* named);
+
+/// `more`: the function's parameters, each an arg(), then its documentation. A method's first has none.
+template <bool method, class Result, class... P, class... More>
+const Function* function_of(const char* name, std::function<Result(P...)> function, More... more) {
+  static_assert(sizeof...(More) + (method ? 1 : 0) == sizeof...(P) + 1);
+  Function made{{}, name, {}, {}, {}};
+  const auto take = [&](auto& one) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(one)>, Argument>) {
+      made.arguments.push_back(std::move(one));
+    } else {
+      made.doc = one;
+    }
+  };
+  (take(more), ...);
+  made.call = [function = std::move(function)](const std::vector<Object>& given) {
+    return [&]<size_t... i>(std::index_sequence<i...> /*of all*/) -> Object {
+      if constexpr (std::is_void_v<Result>) {
+        function(Convert<std::decay_t<P>>::from(given.at(i).get())...);
+        return to_python(std::nullopt);
+      } else {
+        return to_python<Result>(function(Convert<std::decay_t<P>>::from(given.at(i).get())...));
+      }
+    }(std::index_sequence_for<P...>());
+  };
+  return described(std::move(made));
+}
+
 class Module {
  public:
   /// Of PyModuleDef's: the module that is being imported.
@@ -274,50 +360,60 @@ class Module {
 
   Module submodule(const char* name, const char* doc);
 
-  /// Adds `function`. `more`: its parameters, each an arg(), then its documentation.
+  /// Adds `function`, with `more` of function_of.
   template <class F, class... More>
   void def(const char* name, F function, More... more) {
-    static_assert(sizeof...(More) == Parameters<decltype(std::function(function))>::count + 1);
-    std::vector<Argument> arguments;
-    const char* doc = nullptr;
-    const auto take = [&](auto& one) {
-      if constexpr (std::is_same_v<std::decay_t<decltype(one)>, Argument>) {
-        arguments.push_back(std::move(one));
-      } else {
-        doc = one;
-      }
-    };
-    (take(more), ...);
-    add(name, std::move(arguments), doc, call_of(std::function(std::move(function))));
+    add(*function_of<false>(name, std::function(std::move(function)), more...));
+  }
+  /// Adds a constant.
+  template <class T>
+  void value(const char* name, T value) {
+    set(name, to_python(std::move(value)));
+  }
+  void set(const char* name, const Object& object);
+
+ private:
+  void add(const Function& function);
+
+  PyObject* module_;  // lives as long as the process
+};
+
+/// A type of objects that hold a T, which functions give: Class<T>("Name", "documentation").method<f>(…)….add(module).
+template <class T>
+class Class {
+ public:
+  Class(const char* name, const char* doc) : name_(name), doc_(doc) {}
+
+  /// `function`: a lambda of the T and of what `more` of function_of has.
+  template <auto function, class... More>
+  Class& method(const char* name, More... more) {
+    static const Function* const made = function_of<true>(name, std::function(function), more...);
+    PyMethodDef method = made->method;
+    const auto enter =
+        +[](PyObject* self, PyObject* positional, PyObject* named) { return called(*made, self, positional, named); };
+    method.ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(enter));
+    methods_->push_back(method);
+    return *this;
+  }
+
+  void add(Module module) {
+    methods_->push_back({nullptr, nullptr, 0, nullptr});
+    PyType_Slot slots[] = {{Py_tp_methods, methods_->data()},
+                           {Py_tp_dealloc, reinterpret_cast<void*>(&Box<T>::free)},
+                           {Py_tp_doc, const_cast<char*>(doc_)},
+                           {0, nullptr}};
+    const std::string name = std::string("fusegrad._C.") + name_;
+    PyType_Spec spec{name.c_str(), static_cast<int>(sizeof(Box<T>)), 0,
+                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+    Object type(PyType_FromSpec(&spec));
+    module.set(name_, type);
+    Box<T>::type = reinterpret_cast<PyTypeObject*>(type.release());
   }
 
  private:
-  using Call = std::function<Object(const std::vector<Object>&)>;
-
-  template <class Function>
-  struct Parameters;
-  template <class Result, class... P>
-  struct Parameters<std::function<Result(P...)>> {
-    static constexpr size_t count = sizeof...(P);
-  };
-
-  template <class Result, class... P>
-  static Call call_of(std::function<Result(P...)> function) {
-    return [function = std::move(function)](const std::vector<Object>& given) {
-      return [&]<size_t... i>(std::index_sequence<i...> /*of all*/) -> Object {
-        if constexpr (std::is_void_v<Result>) {
-          function(Convert<std::decay_t<P>>::from(given.at(i).get())...);
-          return to_python(std::nullopt);
-        } else {
-          return to_python<Result>(function(Convert<std::decay_t<P>>::from(given.at(i).get())...));
-        }
-      }(std::index_sequence_for<P...>());
-    };
-  }
-
-  void add(const char* name, std::vector<Argument> arguments, const char* doc, Call call);
-
-  PyObject* module_;  // lives as long as the process
+  const char* name_;
+  const char* doc_;
+  std::vector<PyMethodDef>* methods_ = new std::vector<PyMethodDef>();  // never freed: Python reads them
 };
 
 }  // namespace fusegrad::python

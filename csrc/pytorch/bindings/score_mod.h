@@ -12,5 +12,7 @@ DType dtype_named(const std::string& name);
 
 /// The language's functions on texts, as members of `m`.
 void bind(python::Module m);
+/// And its graphs.
+void bind_graph(python::Module m);
 
 }  // namespace fusegrad::score_mod

@@ -23,8 +23,7 @@ from .._eager import eager_only
 from .captures import Captures, Guard
 from .code import Untrusted
 from .errors import TraceError, out_of_memory
-from .graph import INT64, Number
-from .lifted import Expression, Lifted, NumberWanted, evaluate
+from .lifted import Expression, Lifted, Number, NumberWanted, evaluate
 from .run import Run, equal, name_of, run, run_as_called
 from .steps import Steps
 from .tensor import grad_mode
@@ -156,7 +155,7 @@ class Entry:
     @staticmethod
     def _scalar(expression: Expression, kind: type, numbers: Sequence[Number]) -> Any:
         value = evaluate(expression, numbers)
-        if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise _Miss
         if type(value) is not kind:
             raise _Miss

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from .._transforms import differentiated
 from .code import Untrusted, facts_of
 from .copying import Copy
-from .graph import Number
-from .lifted import Lifted
+from .lifted import Lifted, Number
 from .tensor import TracedTensor
 from .trees import words
 

@@ -28,7 +28,7 @@ from .lifted import Expression, Lifted, NumberWanted
 from .run import INPUTS, Run, run, run_as_called, symbolic_float_of
 from .trees import mapped
 
-__all__ = ["attend_within", "trace_within", "within_transforms"]
+__all__ = ["trace_within"]
 
 
 class _TraceWithin(HigherOrderOperator):
@@ -45,20 +45,6 @@ class _TraceWithin(HigherOrderOperator):
 
 
 trace_within = _TraceWithin()
-
-
-@torch._dynamo.allow_in_graph
-def attend_within(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """transforms.attend as one node of the compiler's graph, for which AOTAutograd runs it."""
-    from .._attention_transforms import attend
-
-    return attend(*arguments)
-
-
-@torch._dynamo.assume_constant_result
-def within_transforms() -> bool:
-    """Whether torch.func is at work where the compiler traces: it enters its levels as it goes."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 _Numbers = (torch.SymInt, torch.SymFloat)

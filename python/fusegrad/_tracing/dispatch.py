@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusegrad._C.score_mod import BOOL, INT, Graph
+
 from .errors import Refused, RefusedWrite, unknown
-from .graph import BOOL, INT, Graph
 from .ops import ELEMENTWISE, FOLDS, bounds, checked, inside, wrapped
-from .tensor import TracedTensor, terms_of
+from .tensor import TracedTensor
 from .trace import Trace, category
 from .trees import mapped, tensors_of, words
-from .vectors import SMALL, Source, axes_of, axis_of, common_axes, coordinates, result_axes, taken
+from .vectors import SMALL, Source, axes_of, axis_of, common_axes, coordinates, result_axes, taken, terms_of
 
 __all__ = ["dispatch"]
 
@@ -42,8 +43,8 @@ _RANKED, _BEFORE, _FOLDED = 64, 65, 66
 _NARROW = {torch.int8: (8, True), torch.int16: (16, True), torch.uint8: (8, False), torch.int32: (32, True)}
 
 
-def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    trace = _trace_of((args, kwargs))
+def dispatch(trace: Trace, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An ATen operation on values of the trace."""
     namespace, name = func._schema.name.split("::")
     if namespace not in ("aten", "prims"):
         return trace.python_op(func, args, kwargs)
@@ -112,14 +113,6 @@ def _decomposed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func._can_decompose():
         return func.decompose(*args, **kwargs)
     return NotImplemented
-
-
-def _trace_of(tree: Any) -> Trace:
-    found: list[Trace] = []
-    mapped(tree, lambda x: found.append(x.trace) if isinstance(x, TracedTensor) else None)
-    if any(trace is not found[0] for trace in found):
-        raise Refused("a value of another score_mod or mask_mod", "compute within one function")
-    return found[0]
 
 
 def _on_ones(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

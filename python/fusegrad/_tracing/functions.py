@@ -18,8 +18,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
 from .errors import Refused, within
-from .tensor import TracedTensor, apart, grad_mode, terms_of
+from .tensor import TracedTensor, apart, grad_mode
 from .trees import tensors_of
+from .vectors import terms_of
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -85,11 +86,11 @@ class Functions:
         node, place = x.grad_fn, x.output_nr
         if self._pulled is not None and id(node) not in self._applied:
             inputs = self._inputs_of(node)
-            images = {t: t for _, of_input in inputs for t in of_input.reshape(-1).tolist()}
+            kept = [t for _, of_input in inputs for t in of_input.reshape(-1).tolist()]
             value = x.terms.reshape(-1).tolist()
             if self._pulled.within is not None or any(map(g.on_upstream, value)) or not _is_function(node):
                 # The language has no derivative of one's own by an upstream gradient: it is that of what was computed.
-                x._terms = terms_of([g.stripped(t, images) for t in value], x.shape)
+                x._terms = terms_of([g.stripped(t, kept) for t in value], x.shape)
                 x.read, x.adopted = None, True
                 return
         applied = self._of(node)
@@ -131,11 +132,11 @@ class Functions:
         applied = self._pulled
         while applied is not None:
             for of_output in applied.values.values():
-                own.update((t, self.trace.graph.value_of(t)) for t in of_output.reshape(-1).tolist())
+                own.update((t, self.trace.graph.node(t)[3][0]) for t in of_output.reshape(-1).tolist())
             applied = applied.within
         if not own:
             return terms
-        return terms_of([self.trace.graph.replaced(t, own) for t in terms.reshape(-1).tolist()], terms.shape)
+        return terms_of([self.trace.graph.substitute(t, own) for t in terms.reshape(-1).tolist()], terms.shape)
 
     def _terms_at(self, node: Any, place: int) -> Tensor:
         """The argument to which the edge of a node leads."""
@@ -184,7 +185,7 @@ class Functions:
                 if given[i] is not None:
                     gradient = self._without_own(self._gradient(given[i], terms.shape))
                     if once:  # which PyTorch does not differentiate at all; it runs without gradients
-                        found = [self.trace.graph.stripped(t, {}) for t in gradient.reshape(-1).tolist()]
+                        found = [self.trace.graph.stripped(t) for t in gradient.reshape(-1).tolist()]
                         gradient = terms_of(found, gradient.shape)
                     for pair in zip(terms.reshape(-1).tolist(), gradient.reshape(-1).tolist(), strict=True):
                         self.trace.graph.add_pair(applied.backward, *pair)

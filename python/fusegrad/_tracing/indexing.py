@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusegrad._C.score_mod import Graph
+
 from .errors import Refused
-from .graph import Graph
-from .tensor import MAX_ELEMENTS, TracedTensor, terms_of
-from .vectors import Source, check_size, packed_shape, result_axes, taken
+from .tensor import MAX_ELEMENTS, TracedTensor
+from .vectors import Source, check_size, packed_shape, result_axes, taken, terms_of
 
 __all__ = ["is_full_slice", "normalized", "read_terms"]
 

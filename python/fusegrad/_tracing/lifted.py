@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from .graph import Number
 from .trees import words
 
-__all__ = ["Expression", "Lifted", "NumberWanted", "evaluate"]
+__all__ = ["Expression", "Lifted", "Number", "NumberWanted", "evaluate"]
+
+Number = int | float | bool
 
 Expression = tuple
 """("path", k), ("number", repr, value) or (function, expression, …). Equal expressions are the same number: 0.0 and

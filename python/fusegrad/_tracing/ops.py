@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .graph import BOOL, FLOAT, INT, Graph
+from fusegrad._C.score_mod import BOOL, FLOAT, INT, MAX_LENGTH, Graph
+
 from .trees import words
 
 __all__ = ["ELEMENTWISE", "FOLDS", "bounds", "checked", "inside", "wrapped"]
@@ -345,7 +346,7 @@ FOLDS: dict[str, Callable[[Graph, int, int], int]] = {
 
 Bounds = tuple[float, float]
 _ANY: Bounds = (-math.inf, math.inf)
-_LENGTH: Bounds = (0, 1 << 30)
+_LENGTH: Bounds = (0, MAX_LENGTH)
 """Of the number of a batch, head, query or key."""
 _INT32: Bounds = (-(1 << 31) + (1 << 20), (1 << 31) - (1 << 20))
 """Of captured int32: so far from the limits that small numbers may be added without a thought of wrapping."""
@@ -353,14 +354,14 @@ _INT32: Bounds = (-(1 << 31) + (1 << 20), (1 << 31) - (1 << 20))
 
 def bounds(g: Graph, term: int, unknown: Bounds = _ANY, depth: int = 8) -> Bounds:
     """What is known of an integer's least and largest value; `unknown`: of what is read or cast."""
-    operation, *operands = g.node(term)
+    operation, type_, of, operands = g.node(term)
     if operation == "constant":
-        return (int(operands[1]),) * 2
+        return (int(of),) * 2
     if operation == "input":
         return _LENGTH
     if operation == "axis":
-        return 0, operands[0] - 1
-    if g.type(term) == BOOL or (operation == "to_int" and g.type(operands[0]) == BOOL):
+        return 0, of - 1
+    if type_ == BOOL or (operation == "to_int" and g.type(operands[0]) == BOOL):
         return 0, 1
     if operation in ("load", "scalar", "to_int"):
         return unknown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusegrad._C import score_mod as language
+from fusegrad._C.score_mod import BOOL, FLOAT
 
 from .._transforms import outside_transforms, unwrapped
+from .dispatch import dispatch
 from .errors import Refused, TraceError, located, out_of_memory
-from .graph import BOOL, FLOAT, Number
-from .lifted import Lifted
+from .lifted import Lifted, Number
 from .steps import Steps
 from .tensor import TracedTensor, apart, grad_mode
 from .thread_state import restoring
@@ -26,9 +26,6 @@ from .trace import Trace, category
 __all__ = ["INPUTS", "Run", "equal", "name_of", "run", "run_as_called", "symbolic_float_of"]
 
 log = logging.getLogger("fusegrad")
-
-# Of an error in a text, which the user never sees.
-_PLACE = re.compile(r"^\d+:\d+: ")
 
 INPUTS = {"score_mod": ("score", "b", "h", "q_idx", "kv_idx"), "mask_mod": ("b", "h", "q_idx", "kv_idx")}
 
@@ -68,7 +65,9 @@ def run(
     name = f"{kind} {name_of(function)}"
     try:
         with outside_transforms() as transforms:
-            trace = Trace(device, stand_in, grad and kind == "score_mod", transforms, symbolic_float_of(kind))
+            trace = Trace(
+                kind, device, dispatch, stand_in, grad and kind == "score_mod", transforms, symbolic_float_of(kind)
+            )
             try:
                 return _traced(trace, call, kind, grad)
             finally:
@@ -89,7 +88,7 @@ def _traced(trace: Trace, call: Callable, kind: str, grad: bool) -> Run:
     trace.functions.pull_back()
     with apart():
         trace.check_unchanged()
-        return _texts(trace, kind, term)
+        return _texts(trace, term)
 
 
 def symbolic_float_of(kind: str) -> torch.dtype:
@@ -150,21 +149,16 @@ def _result(trace: Trace, kind: str, result: Any) -> int:
     return trace.graph.cast(term, BOOL if kind == "mask_mod" else FLOAT)
 
 
-def _texts(trace: Trace, kind: str, term: int) -> Run:
-    buffers = [(category(b.dtype), b.dim()) for b in trace.buffers]
+def _texts(trace: Trace, term: int) -> Run:
     values: list[Number] = [s.value for s in trace.scalars]
-    types = [0 if isinstance(v, bool) else 1 if isinstance(v, int) else 2 for v in values]
     try:
-        text, kept, scalars = language.compact(trace.graph.text(kind, term, buffers, types))
+        text, kept, scalars = trace.graph.compact(term)
     except ValueError as error:
-        size = f"{trace.graph.size(term)} operations, {len(buffers)} captured tensors and {len(values)} numbers"
+        size = f"{trace.graph.size(term)} operations, {len(trace.buffers)} captured tensors and {len(values)} numbers"
         raise Refused(
-            f"a function of {size}, of which the language says: {_PLACE.sub('', str(error))}",
-            "docs/score_mod.md has its limits",
+            f"a function of {size}, of which the language says: {error}", "docs/score_mod.md has its limits"
         ) from error
-    fixed_text = text
-    if values:
-        fixed_text, _, _ = language.compact(trace.graph.text(kind, term, buffers, types, fixed=True))
+    fixed_text = trace.graph.compact(term, values)[0] if values else text
     used = [trace.buffers[i] for i in kept]
     devices = {str(b.device) for b in used}
     if len(devices) > 1:

@@ -13,20 +13,16 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from .errors import Refused
+from .trees import mapped
 from .vectors import axes_of, unrolled
 
 if TYPE_CHECKING:
     from .trace import Trace
 
-__all__ = ["MAX_ELEMENTS", "Read", "TracedTensor", "apart", "grad_mode", "terms_of"]
+__all__ = ["MAX_ELEMENTS", "Read", "TracedTensor", "apart", "grad_mode", "trace_of"]
 
 MAX_ELEMENTS = 1024
 """The most elements that a value within a score_mod may have."""
-
-
-def terms_of(values: Any, shape: Sequence[int] = ()) -> Tensor:
-    """A tensor of terms, whatever device and dtype are the defaults."""
-    return torch.tensor(values, dtype=torch.int64, device="cpu").reshape(tuple(shape))
 
 
 @contextlib.contextmanager
@@ -137,8 +133,15 @@ class TracedTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from .dispatch import dispatch
-
         # PyTorch's own C++ code comes here too, where the function's mode is on.
         with torch._C.DisableTorchFunction(), apart():
-            return dispatch(func, args, kwargs or {})
+            return trace_of((args, kwargs)).dispatch(func, args, kwargs or {})
+
+
+def trace_of(tree: Any) -> Trace:
+    """The one of its traced tensors."""
+    found: list[Trace] = []
+    mapped(tree, lambda x: found.append(x.trace) if isinstance(x, TracedTensor) else None)
+    if any(trace is not found[0] for trace in found):
+        raise Refused("a value of another score_mod or mask_mod", "compute within one function")
+    return found[0]

@@ -15,16 +15,18 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusegrad._C.score_mod import BOOL, FLOAT, INT, MAX_RANK, Graph, graph
+
 from .._transforms import back_in, differentiated, unwrapped
 from .errors import Refused, RefusedWrite, unknown, within
 from .functions import Functions
-from .graph import BOOL, FLOAT, INT, Graph, Number
 from .indexing import is_full_slice, normalized, read_terms
-from .lifted import Lifted
+from .lifted import Lifted, Number
+from .ops import checked, inside
 from .steps import Steps
-from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode, terms_of
+from .tensor import MAX_ELEMENTS, Read, TracedTensor, apart, grad_mode
 from .trees import contains, mapped, tensors_of, words
-from .vectors import SMALL, axis_of, packed_shape
+from .vectors import SMALL, axis_of, packed_shape, terms_of
 
 __all__ = ["Trace", "category"]
 
@@ -91,7 +93,9 @@ class Trace:
 
     def __init__(
         self,
+        kind: str,
         device: torch.device,
+        dispatch: Callable[..., Any],
         stand_in: Callable[[Lifted], Tensor] | None = None,
         differentiable: bool = True,
         transforms: Any = None,
@@ -100,8 +104,9 @@ class Trace:
         """`stand_in` gives a 0-d tensor to be captured in a number's place, where numbers cannot be scalars. Without
         `differentiable` nothing requires grad: the result has no derivative. `transforms`: those of torch.func that
         were put aside, and that what is computed from captured tensors alone is within."""
-        self.graph = Graph()
+        self.graph = graph(kind)
         self.device = device
+        self._dispatch = dispatch
         self.stand_in = stand_in
         self.differentiable = differentiable
         self.transforms = transforms
@@ -162,7 +167,8 @@ class Trace:
         index = known.index(number.expression) if number.expression in known else len(known)
         if index == len(known):
             self.scalars.append(number)
-        term = self.graph.scalar(index, number.value)
+            self.graph.add_scalar(self.graph.type(self.graph.constant(number.value)))
+        term = self.graph.scalar(index)
         dtype = torch.int64 if isinstance(number.value, int) else torch.get_default_dtype()
         return self.wrap(terms_of(term), dtype)
 
@@ -183,6 +189,7 @@ class Trace:
                 )
             buffer = self._places[id(tensor)] = len(self.buffers)
             self.buffers.append(tensor)
+            self.graph.add_buffer(category(tensor.dtype), tensor.dim(), differentiated(tensor))
             self._versions.append(_version(tensor))
         return TracedTensor(self, None, tensor.dtype, Read(buffer, tuple(tensor.shape), (None,) * tensor.dim()))
 
@@ -201,10 +208,9 @@ class Trace:
     def in_float64(self, term: int) -> int:
         """Of an integer that is read from a captured tensor, the read of that tensor in float64: a mod's floats are
         float32 unless it captures such a tensor, and have no room for large integers."""
-        read = self.graph.read_of(term)
-        if read is None or self.graph.type(term) != INT:
+        operation, type_, buffer, indices = self.graph.node(term)
+        if operation != "load" or type_ != INT:
             return term
-        buffer, indices = read
         wide = self.captured(self._changed(self.buffers[buffer], torch.float64))
         assert wide.read is not None
         return self.load(wide.read.buffer, indices)
@@ -236,8 +242,9 @@ class Trace:
             )
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise Refused(f"a captured tensor of layout {tensor.layout}", "capture a strided tensor, see .to_dense()")
-        if tensor.dim() > 8:
-            raise Refused(f"a captured tensor of {tensor.dim()} dimensions", "use at most 8, see .flatten()")
+        if tensor.dim() > MAX_RANK:
+            most = MAX_RANK
+            raise Refused(f"a captured tensor of {tensor.dim()} dimensions", f"use at most {most}, see .flatten()")
         kind = type(tensor)
         if getattr(kind.__torch_function__, "__func__", kind.__torch_function__) not in _PLAIN_TORCH_FUNCTIONS:
             raise Refused(
@@ -260,7 +267,7 @@ class Trace:
                 raise IndexError(f"index {value} is out of bounds for a dimension of size {size}")
             if g.type(index) == FLOAT:
                 raise Refused("a float as an index", "convert it: .long()")
-        return g.load(buffer, category(tensor.dtype), [g.cast(x, INT) for x in indices], differentiated(tensor))
+        return g.load(buffer, [g.cast(x, INT) for x in indices])
 
     def read_all(self, read: Read) -> Tensor:
         """The terms of all elements that are left."""
@@ -351,16 +358,15 @@ class Trace:
     def _pick(self, tensor: TracedTensor, place: list[int]) -> int:
         """The element at a place that may depend on indices: of an axis the term there, of single elements a choice
         between all of them. Out of range, where that is no error: NaN, 0 or false, as of a captured tensor."""
-        from .ops import inside
-
         g = self.graph
         place = [inside(g, index, size) for index, size in zip(place, tensor.shape, strict=True)]
         images = {axis_of(g, tensor.shape, d): place[d] for d in tensor.axes}
         result = _chosen(g, tensor.packed, place, images)
         for index in place:
-            if g.node(index)[0] == "within":
+            operation, _, _, operands = g.node(index)
+            if operation == "within":
                 nothing = g.constant(math.nan if g.type(result) == FLOAT else False)
-                outside = g.apply("eq", index, g.node(index)[2])
+                outside = g.apply("eq", index, operands[1])
                 result = g.apply("where", outside, g.cast(nothing, g.type(result)), result)
         return result
 
@@ -386,6 +392,9 @@ class Trace:
         return self.wrap(torch.stack(terms), dtype)
 
     # --- running ---
+
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return self._dispatch(self, func, args, kwargs)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -590,8 +599,6 @@ class Trace:
 
     def _call_one_hot(self, func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """PyTorch looks at the values: for the number of classes, and for those that are none."""
-        from .ops import checked
-
         g = self.graph
         (x, *rest), kwargs = mapped((tuple(args), kwargs), self._operand)
         classes = rest[0] if rest else kwargs.get("num_classes", -1)

@@ -12,12 +12,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusegrad._C.score_mod import MAX_EXTENT, Graph
+
 from .errors import Refused
-from .graph import Graph
 
 __all__ = [
     "MAX_UNROLLED",
@@ -31,6 +33,7 @@ __all__ = [
     "packed_shape",
     "result_axes",
     "taken",
+    "terms_of",
     "unrolled",
 ]
 
@@ -39,8 +42,13 @@ SMALL = 2
 times as long."""
 MAX_UNROLLED = 64
 """An operation that has no loop along an axis is done element by element, for at most so many elements."""
-MAX_ELEMENTS = 1 << 16
+MAX_ELEMENTS = MAX_EXTENT
 """The most elements that a value with axes may have."""
+
+
+def terms_of(values: Any, shape: Sequence[int] = ()) -> Tensor:
+    """A tensor of terms, whatever device and dtype are the defaults."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").reshape(tuple(shape))
 
 
 def axis_of(g: Graph, shape: Sequence[int], dim: int) -> int:
@@ -68,8 +76,6 @@ def check_size(shape: Sequence[int]) -> None:
 
 def unrolled(g: Graph, packed: Tensor, shape: Sequence[int], dims: Sequence[int], what: str = "") -> Tensor:
     """The tensor with the elements of these dimensions one by one."""
-    from .tensor import terms_of
-
     dims = [d for d in dims if packed.shape[d] != shape[d]]
     if not dims:
         return packed
@@ -172,8 +178,6 @@ def result_axes(shape: Sequence[int], sources: Sequence[Source]) -> list[int]:
 
 def taken(g: Graph, source: Source, shape: Sequence[int], dims: Sequence[int]) -> Tensor:
     """The packed terms of the result, with axes in `dims`."""
-    from .tensor import terms_of
-
     out_shape = packed_shape(shape, dims)
     out_axes = [axis_of(g, shape, d) for d in dims]
     own = axes_of(source.packed, source.shape)

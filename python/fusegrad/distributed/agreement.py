@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._load import check_targets_enabled
+
 __all__ = ["agree", "alike", "fingerprint"]
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,8 +49,6 @@ def agree(
     Raises:
         ValueError: in all processes, with the name of what differs.
     """
-    from .. import check_targets_enabled
-
     numbers = [_FAILED if failed else 0, *map(_number, given.values())]
     key = (id(group), device, *numbers)
     mine = _known.get(key)
@@ -93,8 +93,6 @@ def alike(op: str, group: Any, values: dict[str, Tensor], exact: Sequence[str], 
     Raises:
         ValueError: in all processes, with the name of what differs.
     """
-    from .. import check_targets_enabled
-
     keys, tolerances = [], []
     for name, value in values.items():
         tolerance = 0.0

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._load import check_targets_enabled
 from .gradients import acc_of, check_index
 from .rows import lse_of_nothing
 from .shards import VocabParallel
@@ -340,8 +341,6 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def _checked(tensor: Tensor) -> bool:
-    from .. import check_targets_enabled
-
     return tensor.numel() != 0 and (tensor.device.type == "cpu" or check_targets_enabled())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_dtensor
 from .divergence_rows import Divergence, TopK, roundoff
 from .gradients import Head, acc_of, check, chunks, of_kept_rows, product_type, refuse_double_backward
 from .losses import (
@@ -17,7 +18,7 @@ from .losses import (
     scale_kept,
     wanted_gradients,
 )
-from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
+from .shards import VocabParallel, local_part, part_of, whole
 
 _ops = torch.ops.fusegrad
 _MIB = 1 << 20

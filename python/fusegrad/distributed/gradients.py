@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._load import check_targets_enabled
 from .agreement import agree, alike
 from .shards import VocabParallel
 
@@ -108,8 +109,6 @@ def _check(
 
 def check_index(op: str, name: str, index: Tensor, kept: Tensor, vocab: int, ignore_index: int) -> None:
     """The unsharded op's check: on the CPU, and elsewhere where set_check_targets asks for it."""
-    from .. import check_targets_enabled
-
     if index.device.type != "cpu" and not check_targets_enabled():
         return
     wrong = (kept & ((index < 0) | (index >= vocab))).nonzero()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sharding import is_dtensor
 from .gradients import (
     ChunkGradients,
     Head,
@@ -23,7 +24,7 @@ from .gradients import (
     scale_saved,
 )
 from .rows import DIFFERENTIABLE, Rows, Upstream
-from .shards import VocabParallel, is_dtensor, local_part, part_of, whole
+from .shards import VocabParallel, local_part, part_of, whole
 from .support import linear_logits, logits_of, loss_of
 
 _ops = torch.ops.fusegrad

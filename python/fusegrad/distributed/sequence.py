@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from .. import _sharding
+from .._arguments import Device
 from ..score_mod import ScoreMod
+from .sequence_masks import own_block_mask
 from .sequence_ranges import (
     NAME,
     Ranges,
@@ -32,7 +35,7 @@ _PLACEMENTS = ("contiguous", "zigzag")
 _WAYS = ("auto", "gather", "ring")
 
 
-class ContextParallel:
+class ContextParallel(_sharding.ContextParallel):
     """How a sequence is spread over the processes of a group, for ``flex_attention(..., context_parallel=...)``.
 
     Made by all processes of the group together: they tell each other what they were given, once. In a call each process
@@ -167,11 +170,11 @@ class ContextParallel:
             )
         return part * self.world
 
-    def positions(self, length: int | None = None, device: torch.device | str | None = None) -> Tensor:
+    def positions(self, length: int | None = None, device: Device | None = None) -> Tensor:
         """Which positions this process has, int64: for rotary embeddings, and to index a whole batch."""
         return indices_of(self.ranges(length)[self.rank], device)
 
-    def permutation(self, length: int | None = None, device: torch.device | str | None = None) -> Tensor:
+    def permutation(self, length: int | None = None, device: Device | None = None) -> Tensor:
         """The positions of all processes, in the order of their ranks, int64. Where parts are contiguous chunks of
         ``x[:, permutation]``, as a DTensor's are, each process has those of this placement."""
         return indices_of(tuple(itertools.chain.from_iterable(self.ranges(length))), device)
@@ -193,7 +196,7 @@ class ContextParallel:
         H: int | None,
         length: int | None = None,
         *,
-        device: torch.device | str,
+        device: Device,
         block_size: int = 128,
     ) -> BlockMask:
         """The block mask of this process's queries and all keys, for ``flex_attention(..., context_parallel=self)``. No
@@ -207,9 +210,8 @@ class ContextParallel:
         Raises:
             ValueError: block_size does not divide the lengths of this process's ranges but the last.
         """
-        from .sequence_masks import own_block_mask
-
-        return own_block_mask(self, mask_mod, B, H, self._known(length), device, block_size)
+        length = self._known(length)
+        return own_block_mask(self.ranges(length)[self.rank], mask_mod, B, H, length, device, block_size)
 
     def _known(self, length: int | None) -> int:
         known = self.length if length is None else length

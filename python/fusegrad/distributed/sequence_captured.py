@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._sharding import is_dtensor
 from ..score_mod import ScoreMod
 from .sequence_mods import Local, local_reads
 from .sequence_ranges import Ranges, ordered, sizes_of
-from .shards import is_dtensor
 
 __all__ = ["Captured", "captured"]
 

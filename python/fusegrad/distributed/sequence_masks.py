@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from .._arguments import Device
+from ..block_mask import create_block_mask
 from ..score_mod import ScoreMod, trace_mask_mod
-from .sequence import ContextParallel
 from .sequence_mods import MovedMod, Starts
 from .sequence_ranges import Ranges, sizes_of
 
@@ -132,26 +133,23 @@ def listed_pairs(mask: BlockMask, cuts: MaskCuts, queries: Sequence[Piece], keys
 
 
 def own_block_mask(
-    context: ContextParallel,
+    ranges: Ranges,
     mask_mod: Callable[..., Any] | ScoreMod,
     B: int | None,
     H: int | None,
     length: int,
-    device: torch.device | str,
+    device: Device,
     block_size: int,
 ) -> BlockMask:
-    """The block mask of this process's queries and all keys."""
-    from ..block_mask import create_block_mask
-
-    everyone = context.ranges(length)
+    """The block mask of queries at these positions and all keys."""
     mod = trace_mask_mod(mask_mod, device=torch.device(device))
     moved = MovedMod(mod, ("q_idx",))
     parts, row = [], 0
-    for start, stop in everyone[context.rank]:
+    for start, stop in ranges:
         if row % block_size:
             raise ValueError(
                 "ContextParallel.block_mask: block_size must divide the lengths of all of this process's ranges but "
-                f"the last, but got {block_size} and {list(everyone[context.rank])}"
+                f"the last, but got {block_size} and {list(ranges)}"
             )
         row += stop - start
         part = moved.traced(Starts().at(start, 0, 0))
@@ -162,5 +160,5 @@ def own_block_mask(
         shape = (B or 1, H or 1, 0) if name.endswith("num_blocks") else (B or 1, H or 1, 0, columns)
         nothing = torch.zeros(shape, dtype=torch.int32, device=device)
         lists.append(torch.cat([nothing, *(getattr(part, name) for part in parts)], 2))
-    lengths = (sizes_of(everyone)[context.rank], length)
+    lengths = (sizes_of((ranges,))[0], length)
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mod, seq_lengths=lengths)

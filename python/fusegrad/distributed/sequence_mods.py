@@ -5,7 +5,6 @@ Which process and which range of positions a call is about are numbers, so that 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,12 +17,7 @@ from ..score_mod import ScoreMod, split_scalars
 
 __all__ = ["MovedMod"]
 
-# An index is below this, and so is what is added to it. Kernels know by it that a sum is not negative, which would
-# count from a tensor's end, and that it has 32 bits.
-_LARGEST = 1 << 30
-
 _INPUTS = ("b", "h", "q_idx", "kv_idx")
-_VALUE = re.compile(r"%(\d+)")
 
 # Reads of buffer (first) at dimension (second) by exactly this input (third), to be made at an index of the part.
 Local = tuple[int, int, str]
@@ -52,7 +46,7 @@ class MovedMod:
         self._scalars = list(mod.scalars)
         self.buffers = [mod.buffers[i] for i in self.kept]
 
-    def arguments(self, starts: Starts, buffers: list[Tensor]) -> tuple[Any, ...]:
+    def arguments(self, starts: Starts, buffers: list[Tensor]) -> tuple[str, list[Tensor], list[float], list[int]]:
         """What an op takes for a part that starts there: text, buffers, floats and whole numbers."""
         if self.mod is None:
             return "", [], [], []
@@ -84,42 +78,35 @@ def _moved_text(
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The text, and which buffers and scalars it declares: those of `text`, then a scalar for each of `moved`, then the
     first query's row among those of the process."""
-    lines = text.splitlines()
-    declared = [line for line in lines[1:] if line.startswith(("buffer ", "scalar "))]
-    rest = [line for line in lines[1:] if line not in declared]
-    count = sum(line.startswith("scalar ") for line in declared)
-    names = [*moved, "row"]
-    declared += [f"scalar ${count + i} i64" for i in range(len(names))]
-    made = []
-    for i, name in enumerate(names):
-        made.append(f"%{2 * i} = clamp ${count + i} 0 {_LARGEST}")
-        made.append(f"%{2 * i + 1} = add {'q_idx' if name == 'row' else name} %{2 * i}")
-    shift, value_of = 2 * len(names), {name: f"%{2 * i + 1}" for i, name in enumerate(names)}
-    kept = {(buffer, dim): ("row" if name == "q_idx" else "part") for buffer, dim, name in local}
+    given = _language.parse(text)
+    g = _language.graph(given.kind())
+    for buffer in given.buffers():
+        g.add_buffer(*buffer)
+    for type_ in given.scalars():
+        g.add_scalar(type_)
 
-    def renamed(line: str) -> str:
-        words = _VALUE.sub(lambda m: f"%{int(m[1]) + shift}", line).split()
-        load = words.index("load") if "load" in words else None
-        for place, word in enumerate(words):
-            if load is not None and place > load + 1:
-                where = kept.get((int(words[load + 1][1:]), place - load - 2))
-                if where is not None:
-                    words[place] = value_of["row"] if where == "row" else word
-                    continue
-            words[place] = value_of.get(word, word)
-        return " ".join(words)
+    def from_start(name: str) -> int:
+        # An index has this bound, and so has what is added to it. Kernels know by it that a sum is not negative, which
+        # would count from a tensor's end, and that it has 32 bits.
+        start = g.apply("clamp", g.scalar(g.add_scalar(_language.INT)), g.constant(0), g.constant(_language.MAX_LENGTH))
+        return g.apply("add", g.input(name), start)
 
-    whole = "\n".join([lines[0], *declared, *made, *map(renamed, rest)])
-    compacted, buffers, scalars = _language.compact(whole)
+    image_of = {name: from_start(name) for name in moved}
+    row = from_start("q_idx")
+    kept = {(buffer, dim): row if name == "q_idx" else g.input(name) for buffer, dim, name in local}
+    made: list[int] = []
+    for i, (op, _, of, operands) in enumerate(given.nodes()):
+        images = [made[x] for x in operands]
+        if op == "load":
+            images = [kept.get((of, dim), image) for dim, image in enumerate(images)]
+        made.append(image_of[of] if op == "input" and of in image_of else g.copy(given, i, images))
+    compacted, buffers, scalars = g.compact(made[given.result()])
     return compacted, tuple(buffers), tuple(scalars)
 
 
 def local_reads(text: str, buffer: int, dim: int) -> str | None:
     """The input by which every read of a buffer indexes its dimension, if it is one of them as it is."""
-    found = set()
-    for line in text.splitlines():
-        words = line.split()
-        if "load" in words and words[(at := words.index("load")) + 1] == f"@{buffer}":
-            found.add(words[at + 2 + dim])
-    (name,) = found if len(found) == 1 else ("",)
-    return name if name in _INPUTS else None
+    nodes = _language.parse(text).nodes()
+    found = {nodes[operands[dim]][:3:2] for op, _, of, operands in nodes if op == "load" and of == buffer}
+    (index,) = found if len(found) == 1 else (("", ""),)
+    return index[1] if index[0] == "input" else None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from .._arguments import Device
+
 __all__ = ["NAME", "Ranges"]
 
 NAME = "ContextParallel"
@@ -45,7 +47,7 @@ def zigzag(length: int, world: int) -> tuple[Ranges, ...]:
     return tuple((chunks[r], chunks[2 * world - 1 - r]) for r in range(world))
 
 
-def indices_of(ranges: Ranges, device: torch.device | str | None) -> Tensor:
+def indices_of(ranges: Ranges, device: Device | None) -> Tensor:
     parts = [torch.arange(a, b, device=device) for a, b in ranges]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._attention_composite import LOW, MAX_SCORES
+from .._attention_composite import LOW, MAX_SCORES, Scoring
 from .gradients import acc_of
 from .sequence import ContextParallel, gathered
 from .sequence_columns import Columns, Fetch, KeySums
@@ -99,19 +99,12 @@ class Call:
             return self.cuts.rows(q)
         return self._pairs.get((q, k))
 
-    def _scoring(self, t: Tensors, q: Piece, k: Piece, blocks: list[Tensor]) -> tuple[Any, ...]:
+    def _scoring(self, t: Tensors, q: Piece, k: Piece, blocks: list[Tensor]) -> Scoring:
         starts = self.starts.at(q.start, k.start, q.row)
         # Pairs of different pieces must not be dropped alike.
         seed = None if t.seed is None else t.seed + (q.start * (self.length + 1) + k.start)
-        return (
-            *self.score.arguments(starts, t.buffers),
-            *self.mask.arguments(starts, t.mask_buffers),
-            blocks,
-            self.block_size,
-            self.scale,
-            self.dropout_p,
-            seed,
-        )
+        score, mask = self.score.arguments(starts, t.buffers), self.mask.arguments(starts, t.mask_buffers)
+        return Scoring(*score, *mask, blocks, self.block_size, self.scale, self.dropout_p, seed)
 
     def _forward(self, t: Tensors, q: Piece, k: Piece, key: Tensor, value: Tensor, blocks: list[Tensor]) -> Results:
         aux = LOW | (MAX_SCORES if self.max_scores else 0)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from .._eager import eager_only
+from .._sharding import is_dtensor
 from ..score_mod import ScoreMod
 from .sequence import ContextParallel
 from .sequence_attention import Options, Part, attend
 from .sequence_mods import Starts
-from .shards import is_dtensor
 
 __all__ = ["attend_parts"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._eager import eager_only
+from .. import _sharding
+from .._arguments import Device
+from .._sharding import is_dtensor
 
-__all__ = ["VocabParallel", "is_dtensor", "process_group"]
+__all__ = ["VocabParallel", "process_group"]
 
 
 class KeptGroup:
@@ -35,7 +36,7 @@ class KeptGroup:
         instance._group = None if group is None else weakref.ref(group)
 
 
-class VocabParallel:
+class VocabParallel(_sharding.VocabParallel):
     """The part [start, stop) of the vocabulary that this process has, and the group of processes that have the others.
 
     Made by all processes of the group together: they tell each other their parts, once. In a call of a loss with
@@ -122,7 +123,7 @@ class VocabParallel:
         shape = (self.world,) + (1,) * index.dim()
         return (index >= bounds[0].view(shape)) & (index < bounds[1].view(shape))
 
-    def starts(self, device: torch.device) -> Tensor:
+    def starts(self, device: Device) -> Tensor:
         """[world, 1]: where each part starts."""
         return _bounds_on(self.bounds, device)[0].unsqueeze(1)
 
@@ -144,7 +145,7 @@ class VocabParallel:
 
 
 @lru_cache(maxsize=64)
-def _bounds_on(bounds: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+def _bounds_on(bounds: tuple[tuple[int, int], ...], device: Device) -> Tensor:
     return torch.tensor(bounds, device=device).t().contiguous()
 
 
@@ -159,29 +160,6 @@ def process_group(name: str, group: Any) -> Any:
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name}: group must contain this process, but got {group} in rank {dist.get_rank()}")
     return group
-
-
-def is_dtensor(*tensors: Any) -> bool:
-    """Whether one of them is a torch.distributed.tensor.DTensor; without that module none can be, and it is slow to
-    import."""
-    for tensor in tensors:
-        if type(tensor) is not Tensor:
-            # While another thread imports it, the module is there and has no such class yet.
-            kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-            return kind is not None and any(isinstance(t, kind) for t in tensors)
-    return False
-
-
-@eager_only
-def sharded(
-    op: str, arguments: tuple[Any, ...], inplace: bool, shards: VocabParallel | None
-) -> tuple[Tensor, list[Tensor]]:
-    """A loss over a sharded vocabulary: `arguments` are those of the op, in its order."""
-    from . import divergences, losses
-
-    function = getattr(divergences if op.endswith("jsd") else losses, op)
-    names = (argument.name for argument in getattr(torch.ops.fusegrad, op).default._schema.arguments)
-    return function(**dict(zip(names, arguments, strict=True)), inplace=inplace, shards=shards)
 
 
 def part_of(op: str, name: str, tensor: Any, dim: int, given: VocabParallel | None) -> VocabParallel:

@@ -1,7 +1,8 @@
 """Hugging Face transformers: the loss by linear cross entropy, attention by flex attention. See docs/transformers.md.
 
-Importing this module registers ``attn_implementation="fusegrad"`` (fusegrad.integrations.transformers_attention), which
-models that cannot take it refuse. Models and the Trainer change by :func:`apply` alone.
+Importing this module registers ``attn_implementation="fusegrad"`` (fusegrad.integrations.transformers_attention) and
+changes nothing. A model that cannot take it is refused in its first forward, and by :func:`apply`. Models and the
+Trainer change by :func:`apply` alone.
 """
 
 from __future__ import annotations
@@ -21,73 +22,17 @@ from transformers import PreTrainedModel
 
 from fusegrad._arguments import checked
 
-from . import transformers_attention, transformers_models  # noqa: F401
-from ._words import warn
+from . import transformers_attention
 from .lazy_logits import check_options
 from .transformers_context import context_parallel, undo
 from .transformers_heads import HeadCall, LazyHead, head_of, lazy_class, why_not
+from .transformers_models import refuse_unable
+from .transformers_record import RECORD, ModelRecord, applied, record_of
 from .transformers_trainer import serve_label_smoothing
 
 __all__ = ["apply", "context_parallel", "remove"]
 
 _Target = TypeVar("_Target")
-
-# The name of the record that apply leaves in a model or a class.
-_RECORD = "_fusegrad"
-_applied: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-
-
-class ModelRecord:
-    """What apply did to a model or a class.
-
-    Attributes:
-        options: what apply was given.
-        forward: what stood in its own __dict__.
-        heads: those whose class was changed.
-        reached: in the forward that runs, something else than the head has served its loss.
-        running: the model's forward by apply runs, which knows by itself whether it reached the head.
-        pending: the backbone has run in training outside of it, and nothing has served a loss since.
-        said: the user has been told that all logits are computed.
-        of_trainer: a trainer's apply made it.
-        without_gradients: the logits are lazy in forwards without gradients and labels too, as a teacher's.
-    """
-
-    def __init__(self, options: dict[str, Any], forward: Callable[..., Any] | None) -> None:
-        self.options = options
-        self.forward = forward
-        self.heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.running = self.reached = self.pending = self.said = self.of_trainer = self.without_gradients = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelRecord:
-        # The copy's own forward is bound to the copy.
-        return ModelRecord(self.options, copy.deepcopy(self.forward, memo))
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # the model in a file is the plain one: pickle finds its forward by name, in its class
-
-    def for_training(self, training: bool) -> dict[str, Any]:
-        """The options: what is added to the loss is for training alone."""
-        return self.options if training else {**self.options, "z_loss": 0.0, "label_smoothing": 0.0}
-
-    def served(self) -> None:
-        """Something else than the head has computed the loss of a forward."""
-        self.reached, self.pending = True, False
-
-    def not_fused(self, model: Any, reason: str, may_raise: bool = True) -> None:
-        """Says once that the logits of a model are computed, unless an option is lost by that.
-
-        Raises:
-            ValueError: z_loss or label_smoothing would not count.
-        """
-        what = f"linear_cross_entropy steps aside for {type(model).__name__}, all logits are computed: {reason}"
-        lost = [name for name in ("z_loss", "label_smoothing") if self.options[name] != 0.0]
-        if lost and may_raise:
-            raise ValueError(
-                f"apply: {lost[0]} must be 0 where it cannot count, but got {self.options[lost[0]]}: {what}"
-            )
-        if not (self.said or torch.compiler.is_compiling()):
-            self.said = True
-            warn(what)
 
 
 class _BackboneHook:
@@ -105,7 +50,7 @@ class _BackboneHook:
             return
         if record.pending:
             forward = vars(model).get("forward")
-            replaced = not hasattr(getattr(forward, "__func__", forward), _RECORD)
+            replaced = not hasattr(getattr(forward, "__func__", forward), RECORD)
             where = f"{getattr(forward, '__module__', None)}.{getattr(forward, '__qualname__', forward)}"
             reason = f"its forward was replaced by {where}" if replaced else "its backbone was run without its forward"
             record.not_fused(model, f"{reason}, which did not reach its head", may_raise=replaced)
@@ -130,9 +75,9 @@ def _inert() -> Callable[..., None]:
 def _serve_trl() -> None:
     """TRL's trainers multiply by a model's head themselves."""
     if "trl.trainer.utils" in sys.modules:
-        from . import trl
+        from . import trl_heads
 
-        trl.serve()
+        trl_heads.serve()
 
 
 def _prepare(model: Any, record: ModelRecord) -> Any:
@@ -185,12 +130,12 @@ def _fused_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def fused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        record = getattr(self, _RECORD)
-        own = record.forward if _RECORD in vars(self) else None
+        record = getattr(self, RECORD)
+        own = record.forward if RECORD in vars(self) else None
         inner = own if own is not None else functools.partial(forward, self)
         return _run(self, inner, record, args, kwargs)
 
-    setattr(fused, _RECORD, True)
+    setattr(fused, RECORD, True)
     return fused
 
 
@@ -224,8 +169,9 @@ def apply(
 
     Raises:
         TypeError: the target is none of these.
-        ValueError: it has no output embeddings, or is changed already; an option is wrong, or z_loss or
-            label_smoothing cannot count, because the head is no plain linear layer.
+        ValueError: it has no output embeddings, or is changed already; it has ``attn_implementation="fusegrad"`` and
+            cannot take it; an option is wrong, or z_loss or label_smoothing cannot count, because the head is no plain
+            linear layer.
     """
     model = _unwrapped(target, "apply")
     options: dict[str, Any] = {
@@ -246,15 +192,16 @@ def apply(
         )
     record = ModelRecord(options, vars(model).get("forward"))
     if isinstance(model, type):
-        setattr(model, _RECORD, record)
+        setattr(model, RECORD, record)
         model.forward = _fused_forward(model.forward)  # type: ignore[attr-defined]
     else:
         if model.get_output_embeddings() is None:
             parts = _parts_with_heads(model)
             raise ValueError(f"apply: the model must have output embeddings, but got a {type(model).__name__}{parts}")
+        refuse_unable(model)
         _prepare(model, record)
-        setattr(model, _RECORD, record)
-        _applied.add(model)
+        setattr(model, RECORD, record)
+        applied.add(model)
         # A bound method, which a copy of the model binds to the copy.
         model.forward = types.MethodType(_fused_forward(type(model).forward), model)
         if model.base_model is not model:
@@ -281,7 +228,7 @@ def remove(target: _Target) -> _Target:
     """
     model = _unwrapped(target, "remove")
     spread = undo(model)
-    record = vars(model).get(_RECORD)
+    record = vars(model).get(RECORD)
     if record is None and spread:
         return target
     if record is None:
@@ -302,24 +249,9 @@ def remove(target: _Target) -> _Target:
         del model.forward
     else:
         model.forward = record.forward
-    delattr(model, _RECORD)
-    _applied.discard(model)
+    delattr(model, RECORD)
+    applied.discard(model)
     return target
-
-
-def record_of(model: Any) -> ModelRecord | None:
-    """What apply did to a model or to its class; None where it did nothing."""
-    return getattr(model, _RECORD, None)
-
-
-def record_of_twin(model: Any) -> ModelRecord | None:
-    """What apply did to a model whose head is of the shape and dtype of this one's, as a reference's is."""
-    weight = None if model is None else head_of(model).weight
-    for other in list(_applied):
-        head = head_of(other).weight if record_of(other) is not None else None
-        if head is not None and weight is not None and (head.shape, head.dtype) == (weight.shape, weight.dtype):
-            return record_of(other)
-    return None
 
 
 def _name(model: Any) -> str:

@@ -17,34 +17,9 @@ from fusegrad.block_mask import fields_of
 
 from .transformers_context import attending, context_of
 from .transformers_masks import BLOCK, block_mask, packed_mask
+from .transformers_models import HARMLESS, refuse_unable_attention, serves
 
 __all__ = ["attention", "block_mask"]
-
-# What models hand to attention besides, which changes none of its results here: what the mask holds already, what the
-# model itself reads, and how kernels of other libraries go about it.
-_HELD_BY_THE_MASK = frozenset(("position_ids", "sliding_window"))
-_OF_THE_MODEL = frozenset(
-    [
-        "cache_position",
-        "grid_thw",
-        "input_ids",
-        "inputs_embeds",
-        "interpolate_pos_encoding",
-        "labels",
-        "logits_to_keep",
-        "mm_token_type_ids",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "return_dict",
-        "shift_labels",
-        "token_type_ids",
-        "use_cache",
-    ]
-)
-_OF_OTHER_KERNELS = frozenset(("deterministic", "kernel_options", "max_length_k", "max_length_q"))
-HARMLESS = _HELD_BY_THE_MASK | _OF_THE_MODEL | _OF_OTHER_KERNELS
 
 
 def _score_mod(softcap: float | None, bias: Tensor | None, position_bias: Tensor | None) -> Callable[..., Any] | None:
@@ -169,6 +144,7 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     return shaped[..., 0]
 
 
+@serves
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -206,10 +182,12 @@ def attention(
         ``[B, M, H, D]``, and None for the weights, which are never there.
 
     Raises:
+        ValueError: the model makes its masks of tensors, or attends by something else besides.
         NotImplementedError: the weights are asked for; an argument that is none of these, and not known to change
             nothing; what does not go together.
         ValueError: a mask, a bias or sinks that do not fit.
     """
+    refuse_unable_attention(module)
     for name, other in others.items():
         if other is not None and name not in HARMLESS:
             raise NotImplementedError(

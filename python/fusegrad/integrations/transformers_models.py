@@ -1,4 +1,4 @@
-"""Which models of transformers can take ``attn_implementation="fusegrad"``: the others are refused when it is set.
+"""Which models of transformers can take ``attn_implementation="fusegrad"``.
 
 transformers asks a model's source whether it uses the AttentionInterface at all. What its attention asks of that, and
 what it does itself beside it, is told by the source as well.
@@ -11,16 +11,50 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from transformers import PreTrainedModel
+import torch
 
-from .transformers_attention import HARMLESS, attention
+__all__ = ["HARMLESS", "refuse_unable", "refuse_unable_attention", "serves"]
 
-__all__ = ["refuse_unable"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_SERVED = frozenset(inspect.signature(attention).parameters) | HARMLESS
+# What models hand to attention besides, which changes none of its results here: what the mask holds already, what the
+# model itself reads, and how kernels of other libraries go about it.
+_HELD_BY_THE_MASK = frozenset(("position_ids", "sliding_window"))
+_OF_THE_MODEL = frozenset(
+    [
+        "cache_position",
+        "grid_thw",
+        "input_ids",
+        "inputs_embeds",
+        "interpolate_pos_encoding",
+        "labels",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "return_dict",
+        "shift_labels",
+        "token_type_ids",
+        "use_cache",
+    ]
+)
+_OF_OTHER_KERNELS = frozenset(("deterministic", "kernel_options", "max_length_k", "max_length_q"))
+HARMLESS = _HELD_BY_THE_MASK | _OF_THE_MODEL | _OF_OTHER_KERNELS
+
+_SERVED = set(HARMLESS)
+
+
+def serves(function: _Function) -> _Function:
+    """Notes an attention's arguments: a model may call it by them."""
+    _SERVED.update(inspect.signature(function).parameters)
+    return function
+
+
 _ASKED = re.compile(r"isinstance\(\w*mask, [\w.]*(Tensor|BlockMask)\)")
 # Scores of a model's own, to which a mask is added that transformers makes by the implementation's name.
 _OWN_SCORES = re.compile(r"\+ attention_mask\n")
@@ -68,55 +102,34 @@ def _reason(module: str) -> str | None:
     return next(_reasons(source), None)
 
 
-def _why_not(model: Any) -> str | None:
-    if not model._can_set_attn_implementation():
-        return "which computes its attention itself"
-    return _reason(type(model).__module__)
+def _error(name: str, reason: str) -> ValueError:
+    return ValueError(
+        'attn_implementation: "fusegrad" must be set on a model whose attention is transformers\' AttentionInterface, '
+        f'of queries, keys, values and a mask, but got {name}, {reason}: use "eager"; its loss can be fused'
+    )
 
 
-def refuse_unable(model: Any, requested: Any) -> None:
-    """A model that cannot take the name would fail deep in a forward, ignore it, or attend to something else.
+def refuse_unable(model: Any) -> None:
+    """A model that cannot take the name would fail deep in a forward, or ignore it.
 
     Raises:
-        ValueError: "fusegrad" is requested of such a model.
+        ValueError: such a model, or a part of one, has it.
     """
-    if isinstance(requested, dict):
-        requested = requested.get("", None)
-    reason = _why_not(model) if requested == "fusegrad" else None
-    if reason is not None:
-        raise ValueError(
-            f'attn_implementation: "fusegrad" must be set on a model whose attention is transformers\' '
-            f"AttentionInterface, of queries, keys, values and a mask, but got {type(model).__name__}, {reason}: use "
-            '"eager"; its loss can be fused'
-        )
+    for part in (m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")):
+        if part.config._attn_implementation == "fusegrad":
+            own = None if part._can_set_attn_implementation() else "which computes its attention itself"
+            if reason := own or _reason(type(part).__module__):
+                raise _error(type(part).__name__, reason)
 
 
-_check_attention = PreTrainedModel._check_and_adjust_attn_implementation
-_set_attention = PreTrainedModel.set_attn_implementation
+@torch.compiler.assume_constant_result
+def _reason_of(module: str) -> str | None:
+    return _reason(module)
 
 
-@functools.wraps(_check_attention)
-def _check_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-    refuse_unable(self, attn_implementation)
-    return _check_attention(self, attn_implementation, *args, **kwargs)
-
-
-@functools.wraps(_set_attention)
-def _set_attention_first(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-    refuse_unable(self, attn_implementation)
-    wanted = attn_implementation if isinstance(attn_implementation, dict) else {"": attn_implementation}
-    configs = {id(getattr(self.config, name, None)): value for name, value in wanted.items() if name}
-    parts = [p for p in self.modules() if isinstance(p, PreTrainedModel) and p is not self]
-    for part in parts:
-        refuse_unable(part, configs.get(id(part.config), wanted.get("")))
-    result = _set_attention(self, attn_implementation, *args, **kwargs)
-    if attn_implementation == "fusegrad":
-        # T5's stacks have copies of the config, which transformers 5.17 misses.
-        for part in parts:
-            part.config._attn_implementation = "fusegrad"
-    return result
-
-
-# Refuses a model before the implementation is set; transformers itself logs a warning at most.
-PreTrainedModel._check_and_adjust_attn_implementation = _check_attention_first
-PreTrainedModel.set_attn_implementation = _set_attention_first
+def refuse_unable_attention(module: torch.nn.Module) -> None:
+    """Raises:
+    ValueError: the module would attend to something else than its model means.
+    """
+    if reason := _reason_of(type(module).__module__):
+        raise _error(type(module).__name__, reason)

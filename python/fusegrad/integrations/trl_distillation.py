@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ from torch import Tensor
 import fusegrad
 from fusegrad._eager import eager_only
 
+from ._words import warn
 from .lazy_logits import LazyLogits, LazyLogitsTensor, default_workspace, lazy_of
-from .transformers import record_of
+from .transformers_record import record_of
 
 __all__ = ["serve"]
 
@@ -135,14 +138,23 @@ def _generalized_jsd_loss(
     return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
 
+def _takes(function: Any, parameters: int) -> bool:
+    """Whether it is the one whose place is taken: of another version's the arguments are others."""
+    known = callable(function) and len(inspect.signature(function).parameters) == parameters
+    if not known:
+        warn(f"TRL's own divergences are used: trl must be 1.16, but got {version('trl')}, which computes elsewhere")
+    return known
+
+
 def serve() -> None:
     """Puts fusegrad's in the places of TRL's, where they are loaded, for models that apply has changed."""
     distillation = sys.modules.get("trl.trainer.distillation_trainer")
     theirs = getattr(distillation, "ChunkedDivergenceFunction", None)
-    if theirs is not None and theirs is not _Divergence:
+    if theirs is not None and theirs is not _Divergence and _takes(theirs.forward, 13):
         _Divergence.theirs = theirs
         distillation.ChunkedDivergenceFunction = _Divergence  # type: ignore[union-attr]
     gkd = getattr(sys.modules.get("trl.experimental.gkd.gkd_trainer"), "GKDTrainer", None)
-    if gkd is not None and gkd.generalized_jsd_loss is not _generalized_jsd_loss:
-        _Divergence.gkd = gkd.generalized_jsd_loss
+    loss = getattr(gkd, "generalized_jsd_loss", None)
+    if gkd is not None and loss is not _generalized_jsd_loss and _takes(loss, 7):
+        _Divergence.gkd = loss
         gkd.generalized_jsd_loss = staticmethod(_generalized_jsd_loss)

@@ -2,14 +2,15 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import fusegrad
 import numpy as np
 import pytest
 import torch
-from fusegrad import _options
+from fusegrad import _calls, _options, _sharding
 from fusegrad._arguments import checked, kinds_of
+from fusegrad._attention_composite import Scoring
 
 WRONG = {
     "None": None,
@@ -44,6 +45,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "linear_cross_entropy": {"input": h, "linear_weight": w, "target": t},
         "linear_log_prob": {"input": h, "linear_weight": w, "target": t},
         "jsd": {"student": x, "teacher": torch.randn(8, 7)},
+        "kl_div": {"student": x, "teacher": torch.randn(8, 7)},
         "linear_jsd": {"student_input": h, "student_weight": w, **heads},
         "flex_attention": {"query": q, "key": q.clone(), "value": q.clone()},
         "compile_flex": {"head_size": 64, "requires_grad": False, "architecture": "90a"},
@@ -181,6 +183,40 @@ def test_message(call: Callable[..., Any], error: type, message: str) -> None:
     assert str(caught.value) == message
 
 
+def public_devices() -> list[tuple[str, Any]]:
+    """All public functions, methods and constructors that take a device."""
+    found = []
+    for name in fusegrad.__all__:
+        of = getattr(fusegrad, name)
+        members = [(name, of)] if callable(of) else []
+        if isinstance(of, type):
+            inherited = (m for kind in of.__mro__ if kind.__module__.startswith("fusegrad") for m in vars(kind).items())
+            members = [(f"{name}.{m}", member) for m, member in dict(inherited).items()]
+        for path, member in members:
+            if inspect.isfunction(member) and "device" in inspect.signature(member).parameters:
+                found.append((path, member))
+    return found
+
+
+@pytest.mark.parametrize(("path", "function"), public_devices(), ids=lambda x: x if isinstance(x, str) else "")
+def test_a_device_is_what_pytorch_takes_for_one(path: str, function: Any) -> None:
+    allowed = set(get_args(get_type_hints(function)["device"]))
+    assert {torch.device, str, int} <= allowed, (path, allowed)
+
+
+def test_devices_by_name() -> None:
+    assert len(public_devices()) >= 7
+    devices = ["cpu", torch.device("cpu")] + ([0] if torch.cuda.is_available() else [])
+    for device in devices:
+        kind = torch.device(device).type
+        made = [fusegrad.LinearCrossEntropyLoss(5, 7, device=device), fusegrad.LinearJSDLoss(5, 7, device=device)]
+        assert {p.device.type for module in made for p in module.parameters()} == {kind}
+        mask = fusegrad.create_block_mask(causal, 1, 1, 8, 8, device=device)
+        assert mask.kv_num_blocks.device.type == kind
+        fusegrad.trace_mask_mod(causal, device=device)
+        fusegrad.trace_score_mod(lambda s, b, h, i, j: s * 2, device=device)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     x, t = torch.randn(4, 4), torch.arange(4)
     loss = fusegrad.cross_entropy(x, t, label_smoothing=np.float32(0.5), ignore_index=np.int64(2))
@@ -223,8 +259,57 @@ def test_types_of_the_overloads_are_those_of_the_signature(of: Any, types: Any) 
     given = inspect.signature(of).parameters.values()
     names = {p.name for p in given if p.kind is p.KEYWORD_ONLY} - {"return_aux"}
     known = {
-        "VocabParallel": fusegrad.VocabParallel,
+        "VocabParallel": _sharding.VocabParallel,
         "LinearCrossEntropyOptions": fusegrad.functional.LinearCrossEntropyOptions,
     }
     hints = get_type_hints(of.__init__ if isinstance(of, type) else of)
     assert get_type_hints(types, None, known) == {name: hints[name] for name in names}
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd"])
+def test_calls_by_name_have_the_order_of_the_schemas(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(op: str) -> list[str]:
+        return [a.name for a in getattr(torch.ops.fusegrad, op).default._schema.arguments]
+
+    *taken, _, _ = inspect.signature(getattr(_calls, op)).parameters
+    assert taken == names(op) == names(f"{op}_")
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_calls, f"_{op.upper()}", (lambda *given: seen.append(given), lambda *given: seen.append(())))
+    monkeypatch.setattr(_sharding, "loss", lambda *given: seen.append(given))
+    getattr(_calls, op)(**{name: name for name in taken}, inplace=False, shards=None)
+    getattr(_calls, op)(**{name: name for name in taken}, inplace=False, shards="shards")
+    assert seen == [tuple(taken), (op, tuple(taken), False, "shards")]
+
+
+def test_what_shapes_the_scores_has_the_order_of_the_schemas() -> None:
+    scoring = list(Scoring._fields)
+    for op, first in (("forward", 3), ("backward", 12), ("backward_graph", 12), ("jvp", 8)):
+        arguments = getattr(torch.ops.fusegrad, f"flex_attention_{op}").default._schema.arguments
+        assert [a.name for a in arguments][first : first + len(scoring)] == scoring
+
+
+def test_aux_values_have_the_bits_of_the_ops() -> None:
+    x, t = torch.randn(8, 7), torch.randint(0, 7, (8,))
+    for asked, output in ((fusegrad.Aux, fusegrad.AuxOutput), (fusegrad.JSDAux, fusegrad.JSDAuxOutput)):
+        assert tuple(inspect.signature(asked).parameters) == output._fields
+    lse, p = x.logsumexp(1), x.softmax(1)
+    expected = {
+        "lse": lse,
+        "z_loss": 0.5 * lse**2,
+        "token_accuracy": (x.argmax(1) == t).float(),
+        "predicted_tokens": x.argmax(1),
+        "entropy": -(p * p.log()).sum(1),
+        "token_log_prob": x.gather(1, t[:, None])[:, 0] - lse,
+    }
+    for name, value in expected.items():
+        _, aux = fusegrad.cross_entropy(x, t, z_loss=0.5, return_aux=fusegrad.Aux(**{name: True}))
+        assert [n for n in aux._fields if getattr(aux, n) is not None] == [name]
+        torch.testing.assert_close(getattr(aux, name), value)
+    options = {"labels": t, "hard_weight": 0.5, "beta": 0.0}
+    for name, value in (
+        ("soft_loss", torch.zeros(8)),
+        ("hard_loss", torch.nn.functional.cross_entropy(x, t, reduction="none")),
+    ):
+        _, aux = fusegrad.jsd(x, x, return_aux=fusegrad.JSDAux(**{name: True}), **options)
+        assert [n for n in aux._fields if getattr(aux, n) is not None] == [name]
+        torch.testing.assert_close(getattr(aux, name), value)

@@ -1,7 +1,10 @@
 """The losses as modules."""
 
+import inspect
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 import fusegrad
 import pytest
@@ -61,6 +64,41 @@ def test_linear_jsd_loss_owns_its_weight_or_takes_a_tied_one() -> None:
         none(x, y, v)
     top_k = (torch.log(torch.tensor([[0.5, 0.2]] * 8)), torch.tensor([[1, 4]] * 8))
     own(x, top_k).backward()
+
+
+OF_MODULES = [
+    (fusegrad.CrossEntropyLoss, fusegrad.cross_entropy),
+    (fusegrad.LinearCrossEntropyLoss, fusegrad.linear_cross_entropy),
+    (fusegrad.JSDLoss, fusegrad.jsd),
+    (fusegrad.LinearJSDLoss, fusegrad.linear_jsd),
+]
+
+
+@pytest.mark.parametrize("module, function", OF_MODULES, ids=lambda x: x.__name__)
+def test_a_module_takes_all_that_its_function_takes(module: Any, function: Callable[..., Any]) -> None:
+    taken, of_call = (set(inspect.signature(f).parameters) for f in (module, module.forward))
+    assert not set(inspect.signature(function).parameters) - taken - of_call
+    assert not taken & of_call
+
+
+def test_what_changes_from_call_to_call_reaches_the_function() -> None:
+    h, t, support = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,)), torch.arange(3).expand(8, 3)
+    own = fusegrad.LinearCrossEntropyLoss(6, 5, dtype=torch.float64)
+    weight = own.linear.weight
+    logits = h @ weight.t()
+    of_support = torch.nn.functional.cross_entropy(logits[:, :3], t)
+    torch.testing.assert_close(own(h, t, support=support), of_support)
+    torch.testing.assert_close(fusegrad.CrossEntropyLoss()(logits, t, support=support), of_support)
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, t), weight)
+    into = torch.zeros(5, 6, dtype=torch.float64)
+    own(h, t, grad_weight_into=into).backward()
+    torch.testing.assert_close(into, expected)
+    assert weight.grad is None
+    modules = [fusegrad.CrossEntropyLoss(), own, fusegrad.JSDLoss(), fusegrad.LinearJSDLoss(6, 5)]
+    given: list[tuple[Any, ...]] = [(logits, t), (h, t), (logits, logits), (h, h, weight)]
+    for module, arguments in zip(modules, given, strict=True):
+        with pytest.raises(TypeError, match=r"vocab_parallel must be a VocabParallel or None, but got 3"):
+            module(*arguments, vocab_parallel=3)
 
 
 def test_while_another_thread_imports_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 tf = pytest.importorskip("transformers")
 import sweep_transformers as sweep  # noqa: E402
 from fusegrad.integrations import transformers_attention, transformers_models  # noqa: E402
+from fusegrad.integrations.transformers import apply  # noqa: E402
 from fusegrad.integrations.transformers_attention import attention, block_mask  # noqa: E402
 from tiny_models import inputs_of, small_model  # noqa: E402
 from transformers.masking_utils import causal_mask_function, chunked_overlay, sdpa_mask  # noqa: E402
@@ -193,12 +196,32 @@ def test_refusals_by_name(name: str) -> None:
     message = rf"^attn_implementation: .* but got \w+, whose {REFUSED[name]}: use \"eager\"; its loss can be fused"
     with torch.device("meta"):
         model = small_model(getattr(tf, name))
+        model.set_attn_implementation("fusegrad")
         with pytest.raises(ValueError, match=message):
-            model.set_attn_implementation("fusegrad")
-        config = model.config
-        config._attn_implementation = "fusegrad"
-        with pytest.raises(ValueError, match=message):
-            type(model)._from_config(config)
+            apply(model)
+        assert "forward" not in vars(model)  # nothing is changed
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_first_forward_refuses(name: str) -> None:
+    """Without apply too: no result of a model that cannot take it."""
+    if not hasattr(tf, name):
+        pytest.skip(f"transformers has no {name}")
+    results = {check: r for check, r in sweep.compared(name).items() if check != "loss" and not r.startswith("no:")}
+    assert results and all(r.startswith("refused") for r in results.values()), results
+
+
+def test_nothing_is_patched_at_import() -> None:
+    script = """
+import transformers
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_pt_utils import LabelSmoother
+before = [dict(vars(kind)) for kind in (PreTrainedModel, Trainer, LabelSmoother)]
+import fusegrad.integrations.transformers
+after = [dict(vars(kind)) for kind in (PreTrainedModel, Trainer, LabelSmoother)]
+assert before == after
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_parts_of_a_model() -> None:
@@ -208,8 +231,9 @@ def test_parts_of_a_model() -> None:
         parts = (model.config, model.config.text_config, model.config.vision_config)
         assert [c._attn_implementation for c in parts] == ["eager", "fusegrad", "eager"]
         model = small_model(tf.MiniMaxM3SparseForConditionalGeneration)
+        model.set_attn_implementation({"text_config": "fusegrad"})
         with pytest.raises(ValueError, match=r"^attn_implementation: .* attends by block_indices"):
-            model.set_attn_implementation({"text_config": "fusegrad"})
+            apply(model)
 
 
 def test_models_that_take_their_masks_for_tensors() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -24,11 +25,13 @@ import peft
 import transformers as tf
 import trl
 from datasets import Dataset
+from fusegrad.integrations import trl_distillation, trl_heads
 from fusegrad.integrations.lazy_logits import lazy_linear
 from fusegrad.integrations.transformers import apply, remove
 from fusegrad.integrations.trl import apply as apply_to_trainer
 from fusegrad.integrations.trl import remove as remove_from_trainer
 from tokenizers import Tokenizer, models, pre_tokenizers
+from trl import SFTTrainer
 from trl.kernels import ChunkedLogProbFunction
 
 pytestmark = pytest.mark.cpu_only
@@ -469,6 +472,45 @@ def test_trl_that_is_loaded_after_apply(
     no_logits.update(linear_cross_entropy=0, products=0)
     trainer.train()
     assert no_logits["linear_cross_entropy"] == 1 and no_logits["products"] == 0
+
+
+@pytest.mark.parametrize("place", ["function", "arguments"])
+def test_a_version_that_computes_elsewhere(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that says so, and nothing in the place of what is not known."""
+
+    class Other(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor, weight: Tensor, more: Any) -> None: ...
+
+    monkeypatch.setattr(trl_heads, "_chunked", None if place == "function" else Other)
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Other)
+
+    class Trainer(SFTTrainer):
+        pass
+
+    with pytest.raises(RuntimeError, match=rf"^apply: trl must be 1\.16, but got {re.escape(trl.__version__)}, which"):
+        apply_to_trainer(Trainer)
+    assert "_fusegrad_trl" not in vars(Trainer)
+    trl_heads._say.cache_clear()
+    with pytest.warns(UserWarning, match=r"TRL's own head is used: trl must be 1\.16"):
+        trl_heads.serve()
+    assert trl.trainer.utils._ChunkedLogProbFunction is Other
+    trl_heads._say.cache_clear()
+
+
+def test_divergences_of_another_version_stay_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.experimental.gkd import gkd_trainer
+
+    def theirs(student: Tensor, teacher: Tensor) -> Tensor:
+        return student
+
+    monkeypatch.setattr(gkd_trainer.GKDTrainer, "generalized_jsd_loss", staticmethod(theirs))
+    with pytest.warns(UserWarning, match=r"TRL's own divergences are used: trl must be 1\.16"):
+        trl_distillation.serve()
+    assert gkd_trainer.GKDTrainer.generalized_jsd_loss is theirs
+    monkeypatch.delattr(gkd_trainer.GKDTrainer, "generalized_jsd_loss")
+    with pytest.warns(UserWarning, match="which computes elsewhere"):
+        trl_distillation.serve()
 
 
 def test_nothing_imports_trl_unasked() -> None:

@@ -432,3 +432,56 @@ def test_the_divergence_is_pytorchs_at_the_ends() -> None:
         eager = F.kl_div(*theirs, reduction="batchmean", log_target=True)
         torch.testing.assert_close(fusegrad.jsd(student, teacher, beta=beta), eager)
         torch.testing.assert_close(fusegrad.jsd(log_q, log_p, beta=beta, log_probs=True), eager)
+
+
+# --- the name that PyTorch has for the ends ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+@pytest.mark.parametrize("log_probs", [False, True], ids=["logits", "log_probs"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("device, dtype", DEVICE_DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:reduction")
+def test_kl_div_is_pytorchs(device: str, dtype: torch.dtype, reverse: bool, log_probs: bool, reduction: str) -> None:
+    logits = [(2 * torch.randn(65, 131, device=device)).to(dtype) for _ in range(2)]
+    if log_probs:
+        logits = [x.float().log_softmax(-1).to(dtype) for x in logits]
+    upstream = torch.randn(65 if reduction == "none" else (), dtype=torch.float64, device=device)
+
+    def pytorchs(student: Tensor, teacher: Tensor) -> Tensor:
+        log_q, log_p = (x if log_probs else x.log_softmax(-1) for x in (student, teacher))
+        input, target = (log_p, log_q) if reverse else (log_q, log_p)
+        loss = F.kl_div(input, target, reduction=reduction, log_target=True)
+        loss = loss.sum(-1) if reduction == "none" else loss
+        return (loss * upstream.to(loss.dtype)).sum()
+
+    def ours(student: Tensor, teacher: Tensor) -> Tensor:
+        loss = fusegrad.kl_div(student, teacher, reverse=reverse, log_probs=log_probs, reduction=reduction)
+        assert loss.dtype == acc_of(dtype) and loss.shape == upstream.shape
+        return (loss * upstream.to(loss.dtype)).sum()
+
+    loss, grads = gradients(ours, logits)
+    truth, truth_grads = gradients(pytorchs, [x.double() for x in logits])
+    eager, eager_grads = gradients(pytorchs, logits)
+    assert_as_good_as_eager(loss, eager, truth, "loss", single=2**-20)
+    for mine, theirs, right in zip(grads, eager_grads, truth_grads, strict=True):
+        assert_as_good_as_eager(mine, theirs, right, "gradient")
+
+
+def test_kl_div_is_an_end_of_jsd_and_its_errors_have_its_name() -> None:
+    student, teacher = torch.randn(2, 8, 7)
+    options: dict[str, Any] = {
+        **{"labels": torch.tensor([0, 1, -100, 3, 4, 5, 6, 0]), "token_weight": torch.rand(8), "normalizer": 3.0},
+        **{"temperature": 2.0, "reduction": "mean"},
+    }
+    for reverse in (False, True):
+        beta = float(reverse)
+        expected = fusegrad.jsd(student, teacher, beta=beta, **options)
+        assert torch.equal(fusegrad.kl_div(student, teacher, reverse=reverse, **options), expected)
+    top_k = teacher.log_softmax(-1).topk(3)
+    expected = fusegrad.jsd(student, top_k, beta=0.0, tail="renormalize")
+    assert torch.equal(fusegrad.kl_div(student, (top_k[0], top_k[1]), tail="renormalize"), expected)
+    with pytest.raises(ValueError, match=r"^kl_div: temperature must be"):
+        fusegrad.kl_div(student, teacher, temperature=0.0)
+    with pytest.raises(TypeError, match=r"^kl_div: student must be a tensor"):
+        fusegrad.kl_div(None, teacher)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import fusegrad
 import pytest
@@ -415,6 +417,19 @@ def agree(got: Tensor, expected: Tensor, what: str) -> None:
     )
 
 
+def copied(graph: Any) -> tuple[Any, int]:
+    """The graph built anew from its nodes, and its result."""
+    other = language.graph(graph.kind())
+    for buffer in graph.buffers():
+        other.add_buffer(*buffer)
+    for type_ in graph.scalars():
+        other.add_scalar(type_)
+    made: list[int] = []
+    for i, (_, _, _, operands) in enumerate(graph.nodes()):
+        made.append(other.copy(graph, i, [made[x] for x in operands]))
+    return other, made[graph.result()]
+
+
 SETTINGS = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -439,6 +454,10 @@ def test_random_graphs(p: Program, masked: bool, seed: int) -> None:
     assert language.simplify(simple) == simple
     derivative = language.derivative(text, [b.is_floating_point() for b in p.buffers])
     assert language.canonical(derivative) == derivative
+    graph = language.parse(text)
+    assert graph.text(graph.result()) == canonical and graph.text(graph.result(), simplified=True) == simple
+    other, result_of_other = copied(graph)
+    assert other.text(result_of_other) == canonical
 
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(p.sizes, generator=generator) < 0.7 if masked else None
@@ -593,6 +612,67 @@ def test_out_of_range() -> None:
     assert grad.tolist() == [4.0, 3.0]
     with pytest.raises(IndexError):
         torch.ops.fusegrad.evaluate_score_mod_backward(score + 1, text, score, [bias], [], [])
+
+
+# --- the language's graph -------------------------------------------------------------------------------------
+
+
+def test_a_graph_is_built_and_read() -> None:
+    g = language.graph("score_mod")
+    bias, slope = g.add_buffer(language.FLOAT, 2, True), g.add_scalar(language.FLOAT)
+    score, q = g.input("score"), g.input("q_idx")
+    read = g.load(bias, [q, g.constant(3)])
+    total = g.apply("add", g.apply("mul", g.scalar(slope), q), g.apply("add", score, read))
+    assert g.text(total) == (
+        "score_mod 1\nbuffer @0 f 2\nscalar $0 f\n%0 = to_float q_idx\n%1 = mul $0 %0\n%2 = load @0 q_idx 3\n"
+        "%3 = add score %2\n%4 = add %1 %3\nreturn %4\n"
+    )
+    assert g.compact(total, [0.0])[1:] == ([0], []) and "scalar" not in g.compact(total, [2.0])[0]
+    assert g.node(read) == ("load", language.FLOAT, bias, [q, g.constant(3)])
+    assert (g.value(g.constant(-0.0)), g.value(g.constant(True)), g.value(read)) == (-0.0, True, None)
+    assert g.active(read) and not g.on_score(read) and g.on_score(total) and not g.active(q)
+    assert g.size(total) == 9
+
+
+def test_what_replaces_an_axis_may_be_a_reduction_over_one_like_it() -> None:
+    """A sum's own axis is of no value that is put into it: the element at i of x, where i is itself a sum over x."""
+    g = language.graph("score_mod")
+    x = g.add_buffer(language.FLOAT, 1)
+    axis, place = g.axis(8, 0), g.axis(8, 1)
+    element = g.load(x, [axis])
+    inner = g.reduce("sum", axis, element)
+    shifted = g.apply("add", inner, g.apply("mul", element, g.cast(place, language.FLOAT)))
+    outer = g.reduce("sum", axis, shifted)  # of 8 times the sum, and of place times it
+    at_sum = g.substitute(outer, {place: g.cast(inner, language.INT)})
+    values = torch.arange(8.0).double()
+    mod = fusegrad.ScoreMod(g.compact(at_sum)[0], [values])
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.float64)
+    lse = fusegrad.flex_attention(q, q, q, score_mod=mod, return_lse=True)[1]
+    assert lse.item() == 8 * 28.0 + 28.0 * 28.0
+    assert g.open_axes(outer) == [place] and g.open_axes(at_sum) == []
+
+
+def test_a_graph_refuses_what_breaks_a_rule() -> None:
+    g = language.graph("mask_mod")
+    q = g.input("q_idx")
+    for wrong, message in [
+        (lambda: g.input("score"), "'score' is not an input of a mask_mod"),
+        (lambda: g.apply("add", q), "'add' expects 2 operands, but got 1"),
+        (lambda: g.apply("foo", q), "expected a primitive or a reduction, but got 'foo'"),
+        (lambda: g.load(0, [q]), "buffer @0 is not declared"),
+        (lambda: g.constant(2**63), "an integer of more than 64 bits, 9223372036854775808; use a float"),
+        (lambda: g.text(q), "a mask_mod must return bool, but returns i64"),
+        (lambda: g.axis(0, 0), "the extent of an axis must be 1 to 65536, but got 0"),
+        (lambda: language.graph("derivative"), "expected 'score_mod' or 'mask_mod', but got 'derivative'"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            wrong()
+    with pytest.raises(IndexError, match="the graph has no node 9"):
+        g.apply("neg", 9)
+    with pytest.raises(TypeError, match=r"cannot create 'fusegrad\._C\.Graph' instances"):
+        type(g)()
+    with pytest.raises(TypeError):
+        g.copy("text", 0, [])
 
 
 @pytest.mark.parametrize(
