@@ -25,6 +25,7 @@ if with_torch:
     from .compile import compile_flex
     from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
     from .distributed import ContextParallel, VocabParallel
+    from .folding import attention_pair_bias, biased_attention, triangle_attention
     from .functional import Aux, AuxOutput, LogProb, cross_entropy, linear_cross_entropy, linear_log_prob
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
@@ -54,6 +55,8 @@ __all__ = [
     "TraceError",
     "VocabParallel",
     "__version__",
+    "attention_pair_bias",
+    "biased_attention",
     "build_info",
     "check_targets_enabled",
     "compile_flex",
@@ -68,6 +71,7 @@ __all__ = [
     "set_check_targets",
     "trace_mask_mod",
     "trace_score_mod",
+    "triangle_attention",
     "utils",
     "varlen_mask",
 ]

@@ -28,7 +28,7 @@ from .lifted import Expression, Lifted, NumberWanted
 from .run import INPUTS, Run, run, run_as_called, symbolic_float_of
 from .trees import mapped
 
-__all__ = ["attend_within", "trace_within", "within_transforms"]
+__all__ = ["attend_within", "bias_text_within", "trace_within", "within_transforms"]
 
 
 class _TraceWithin(HigherOrderOperator):
@@ -59,6 +59,14 @@ def attend_within(*arguments: Any) -> tuple[Tensor, Tensor]:
 def within_transforms() -> bool:
     """Whether torch.func is at work where the compiler traces: it enters its levels as it goes."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@torch._dynamo.assume_constant_result
+def bias_text_within(reads: tuple, softcap: bool, masked: str) -> str:
+    """The text of attention with biases, which depends on nothing that a compiled program may change."""
+    from .._bias_texts import Pattern, Read, text_of
+
+    return text_of(Pattern(tuple(Read(*read) for read in reads), softcap, masked))
 
 
 _Numbers = (torch.SymInt, torch.SymFloat)

@@ -1,0 +1,174 @@
+"""How biases, masks and lengths that broadcast to the scores become a score_mod's text and what it reads.
+
+Leading dimensions ``[*]`` are the batch of the op, one after the other. A tensor that has some of them and not others,
+as triangle attention's ``[B, 1, H, Q, K]``, is read by a part of the batch's index, ``b // N``: nothing is expanded.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from fusegrad._C import score_mod as _language
+
+__all__ = ["MASKED", "Plan", "Pattern", "Read", "plan", "text_of"]
+
+MASKED = "-1e+09"
+"""The score of a masked pair where a row without keys gives the mean of the values."""
+
+_KINDS = {"bias": "f", "mask": "bool", "lengths": "i64"}
+_ROLES = ("h", "q_idx", "kv_idx")
+
+
+class Read(NamedTuple):
+    """One tensor's read.
+
+    Attributes:
+        kind: bias, mask or lengths.
+        indices: ``h``, ``q_idx``, ``kv_idx``, or of the batch a pair: the numbers of the scalars that it is divided by
+            and taken modulo of, -1 for neither.
+    """
+
+    kind: str
+    indices: tuple[str | tuple[int, int], ...]
+
+
+class Pattern(NamedTuple):
+    """All that a text depends on."""
+
+    reads: tuple[Read, ...]
+    softcap: bool
+    masked: str
+
+
+class Plan(NamedTuple):
+    """Attributes:
+    text: of a score_mod.
+    shapes: how the text sees each tensor, without its dimensions of size 1.
+    ints: its whole numbers.
+    """
+
+    text: str
+    shapes: tuple[tuple[int, ...], ...]
+    ints: tuple[int, ...]
+
+
+def _plan(
+    sizes: tuple[int, ...], tensors: tuple[tuple[str, tuple[int, ...]], ...], softcap: bool, masked: str
+) -> Plan:
+    """For scores of shape `sizes`, ``[*, H, Q, K]``, and tensors of these kinds and shapes, which broadcast to it."""
+    ints: dict[tuple[int, int], int] = {}  # which leading dimensions a scalar is the product of, and its value
+    reads: list[Read] = []
+    shapes: list[tuple[int, ...]] = []
+    for kind, shape in tensors:
+        read, seen = _read(sizes, kind, shape, ints)
+        reads.append(read)
+        shapes.append(seen)
+    pattern = Pattern(tuple(reads), softcap, masked)
+    if torch.compiler.is_compiling():
+        from ._tracing.compiled import bias_text_within
+
+        text = bias_text_within(pattern.reads, softcap, masked)
+    else:
+        text = text_of(pattern)
+    return Plan(text, tuple(shapes), tuple(ints.values()))
+
+
+_kept_plan = functools.lru_cache(maxsize=1024)(_plan)
+
+
+def plan(
+    sizes: tuple[int, ...], tensors: tuple[tuple[str, tuple[int, ...]], ...], softcap: bool, masked: str
+) -> Plan:
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return _plan(sizes, tensors, softcap, masked)
+    return _kept_plan(sizes, tensors, softcap, masked)
+
+
+def _read(
+    sizes: tuple[int, ...], kind: str, shape: tuple[int, ...], ints: dict[tuple[int, int], int]
+) -> tuple[Read, tuple[int, ...]]:
+    leading = len(sizes) - 3
+    shape = (1,) * (len(sizes) - len(shape)) + tuple(shape)
+    indices: list[str | tuple[int, int]] = []
+    seen: list[int] = []
+
+    def number(first: int, last: int) -> int:
+        """The scalar that is the size of these leading dimensions together."""
+        if (first, last) not in ints:
+            size = 1
+            for n in sizes[first:last]:
+                size = size * n
+            ints[first, last] = size
+        return list(ints).index((first, last))
+
+    # Runs of leading dimensions that the tensor has; those of size 1 belong to any.
+    there = [i for i in range(leading) if sizes[i] != 1]
+    runs: list[list[int]] = []
+    for place, i in enumerate(there):
+        if shape[i] == 1:
+            continue
+        if place and runs and runs[-1][-1] == there[place - 1]:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    for run in runs:
+        after = [i for i in there if i > run[-1]]
+        before = [i for i in there if i < run[0]]
+        divisor = number(after[0], leading) if after else -1
+        modulus = number(run[0], run[-1] + 1) if before else -1
+        indices.append((divisor, modulus))
+        size = 1
+        for i in run:
+            size = size * sizes[i]
+        seen.append(size)
+    for i, role in enumerate(_ROLES, leading):
+        if shape[i] != 1:
+            indices.append(role)
+            seen.append(shape[i])
+    return Read(kind, tuple(indices)), tuple(seen)
+
+
+@functools.lru_cache(maxsize=256)
+def text_of(pattern: Pattern) -> str:
+    """A score_mod that adds all biases to the score, in their order, caps the sum, and masks."""
+    reads, softcap, masked = pattern
+    lines: list[str] = []
+    known: dict[str, str] = {}
+
+    def value(instruction: str) -> str:
+        if instruction not in known:
+            known[instruction] = f"%{len(known)}"
+            lines.append(f"{known[instruction]} = {instruction}")
+        return known[instruction]
+
+    def index(of: str | tuple[int, int]) -> str:
+        if isinstance(of, str):
+            return of
+        divisor, modulus = of
+        batch = "b" if divisor < 0 else value(f"floor_div b ${divisor}")
+        return batch if modulus < 0 else value(f"mod {batch} ${modulus}")
+
+    numbers = [n for read in reads for i in read.indices if not isinstance(i, str) for n in i]
+    whole = max(numbers, default=-1) + 1
+    loads = [value(" ".join(["load", f"@{i}", *map(index, read.indices)])) for i, read in enumerate(reads)]
+    score = "score"
+    for read, load in zip(reads, loads, strict=True):
+        if read.kind == "bias":
+            score = value(f"add {score} {load}")
+    if softcap:
+        cap = f"${whole}"
+        tanh = value(f"tanh {value(f'div {score} {cap}')}")
+        score = value(f"mul {tanh} {cap}")
+    for read, load in zip(reads, loads, strict=True):
+        if read.kind != "bias":
+            there = load if read.kind == "mask" else value(f"lt kv_idx {load}")
+            score = value(f"where {there} {score} {masked}")
+    declared = [f"buffer @{i} {_KINDS[read.kind]} {len(read.indices)}" for i, read in enumerate(reads)]
+    declared += [f"scalar ${i} i64" for i in range(whole)]
+    if softcap:
+        declared.append(f"scalar ${whole} f")
+    text = "\n".join(["score_mod 1", *declared, *lines, f"return {score}", ""])
+    return _language.canonical(text).replace("\n", ";")
