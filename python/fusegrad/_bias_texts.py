@@ -13,7 +13,7 @@ import torch
 
 from fusegrad._C import score_mod as _language
 
-__all__ = ["MASKED", "Plan", "Pattern", "Read", "plan", "text_of"]
+__all__ = ["MASKED", "Pattern", "Plan", "Read", "plan", "text_of"]
 
 MASKED = "-1e+09"
 """The score of a masked pair where a row without keys gives the mean of the values."""
@@ -55,9 +55,7 @@ class Plan(NamedTuple):
     ints: tuple[int, ...]
 
 
-def _plan(
-    sizes: tuple[int, ...], tensors: tuple[tuple[str, tuple[int, ...]], ...], softcap: bool, masked: str
-) -> Plan:
+def _plan(sizes: tuple[int, ...], tensors: tuple[tuple[str, tuple[int, ...]], ...], softcap: bool, masked: str) -> Plan:
     """For scores of shape `sizes`, ``[*, H, Q, K]``, and tensors of these kinds and shapes, which broadcast to it."""
     ints: dict[tuple[int, int], int] = {}  # which leading dimensions a scalar is the product of, and its value
     reads: list[Read] = []
@@ -79,9 +77,7 @@ def _plan(
 _kept_plan = functools.lru_cache(maxsize=1024)(_plan)
 
 
-def plan(
-    sizes: tuple[int, ...], tensors: tuple[tuple[str, tuple[int, ...]], ...], softcap: bool, masked: str
-) -> Plan:
+def plan(sizes: tuple[int, ...], tensors: tuple[tuple[str, tuple[int, ...]], ...], softcap: bool, masked: str) -> Plan:
     if torch.compiler.is_compiling():  # sizes may be symbols
         return _plan(sizes, tensors, softcap, masked)
     return _kept_plan(sizes, tensors, softcap, masked)

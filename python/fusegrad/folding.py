@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from ._arguments import checked
+from ._arguments import checked, described
 from ._bias_texts import MASKED, plan
 from .attention import attend_traced, returned
 from .distributed.shards import is_dtensor
@@ -76,6 +76,8 @@ def biased_attention(
     if kv_lengths is not None:
         _check_lengths("biased_attention", kv_lengths)
         _check_broadcasts("biased_attention", "kv_lengths", kv_lengths, (*sizes[:-1], 1))
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"biased_attention: dropout_p must be at least 0 and less than 1, but got {dropout_p}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"biased_attention: softcap must be more than 0, but got {softcap}")
     out, lse, max_scores = _attend(
@@ -138,14 +140,18 @@ def _shape(t: Tensor | tuple[int, ...] | torch.Size) -> str:
     return str(list(t.shape if isinstance(t, Tensor) else t))
 
 
+def _check_plain(op: str, name: str, t: Tensor) -> None:
+    if t.is_nested or is_dtensor(t):
+        raise TypeError(f"{op}: {name} must be a plain tensor, but got a {'nested one' if t.is_nested else 'DTensor'}")
+
+
 def _check_query(op: str, names: tuple[str, str, str], query: Tensor, key: Tensor, value: Tensor) -> None:
     """That key and value fit the query: all ``[*, H, S, D]``."""
     dtype, device = query.dtype, query.device
     if not dtype.is_floating_point:
         raise TypeError(f"{op}: {names[0]} must be float32, bfloat16, float16 or float64, but got {dtype}")
     for name, t in zip(names, (query, key, value), strict=True):
-        if t.is_nested or is_dtensor(t):
-            raise TypeError(f"{op}: {name} must be a plain tensor, but got a {'nested one' if t.is_nested else 'DTensor'}")
+        _check_plain(op, name, t)
         if t.dim() < 3:
             raise ValueError(f"{op}: {name} must have at least 3 dimensions, [*, H, S, D], but got {_shape(t)}")
         if t.dtype != dtype and not torch.is_autocast_enabled(device.type):
@@ -163,7 +169,9 @@ def _check_query(op: str, names: tuple[str, str, str], query: Tensor, key: Tenso
         fits = t.dim() <= len(shape) and t.shape[-2:] == wanted[-2:] and t.shape[-3] == shared
         fits = fits and (shared == heads or (shared > 0 and heads % shared == 0))
         if not fits or not _broadcasts(t.shape[:-3], shape[:-3]):
-            raise ValueError(f"{op}: {name} must have a shape that fits {names[0]}, {_shape(wanted)}, but got {_shape(t)}")
+            raise ValueError(
+                f"{op}: {name} must have a shape that fits {names[0]}, {_shape(wanted)}, but got {_shape(t)}"
+            )
 
 
 def _broadcasts(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
@@ -181,10 +189,11 @@ def _check_broadcasts(op: str, name: str, t: Tensor, sizes: tuple[int, ...]) -> 
 
 def _check_bias(op: str, name: str, bias: Any, sizes: tuple[int, ...]) -> None:
     if not isinstance(bias, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, but got {type(bias).__name__}")
+        raise TypeError(f"{op}: {name} must be a tensor, but got {described(bias)}")
     if not bias.dtype.is_floating_point:
         more = ": what takes part is a mask" if bias.dtype == torch.bool else ""
         raise TypeError(f"{op}: {name} must be floating-point, but got {bias.dtype}{more}")
+    _check_plain(op, name, bias)
     _check_broadcasts(op, name, bias, sizes)
 
 
@@ -213,9 +222,9 @@ def triangle_attention(
         q: ``[B, N, H, Q, D]``; ``[N, H, Q, D]`` is that of B = 1, and so are the shapes below with a dimension less.
         k, v: ``[B, N, H, K, D]``.
         bias: ``[B, 1, H, Q, K]``, any floating-point dtype, read as it is.
-        mask: ``[B, N, 1, 1, K]``, bool or whole numbers, where 0 makes a score of -1e9: a row of zeros gives the mean of
-            its values, and no gradient to q, k and bias. A floating-point mask may as well be an additive one, where 0
-            means the contrary, and is refused.
+        mask: ``[B, N, 1, 1, K]``, bool or whole numbers, where 0 makes a score of -1e9: a row of zeros gives the mean
+            of its values, and no gradient to q, k and bias. A floating-point mask may as well be an additive one,
+            where 0 means the contrary, and is refused.
         scale: ``1 / sqrt(D)`` by default.
         return_aux: also returns lse and max, float32, ``[B, N, H, Q]``.
         kv_lengths: ``[B, N, 1, 1, 1]``, whole numbers: keys from there on take no part, as a mask would say. A row of
@@ -232,6 +241,7 @@ def triangle_attention(
         raise ValueError("triangle_attention: mask and kv_lengths must not come together, but both do")
     given = [q, k, v, bias]
     for i, (name, t) in enumerate(zip(("q", "k", "v", "bias"), given, strict=True)):
+        _check_plain("triangle_attention", name, t)
         if t.dim() == 4:
             given[i] = t.unsqueeze(0)
         elif t.dim() != 5:
@@ -255,7 +265,7 @@ def triangle_attention(
         if mask.dtype.is_floating_point or mask.is_complex():
             raise TypeError(
                 f"triangle_attention: mask must be bool, or whole numbers that are 0 where a key is masked, but got "
-                f"{mask.dtype}, which may as well be an additive mask: give mask.bool(), or mask == 0 of an additive one"
+                f"{mask.dtype}, which may as well be additive: give mask.bool(), or mask == 0 of an additive one"
             )
         mask = _five("mask", mask, (B, N, 1, 1, K), "[B, N, 1, 1, K]")
         mask = mask if mask.dtype == torch.bool else mask.bool()
@@ -329,7 +339,7 @@ def attention_pair_bias(
     Args:
         single_repr: ``[B * M, N, D]``; a pair representation's samples follow one another.
         pair_repr: ``[B, N, N, c]``, or with is_cached_z_proj its projection ``[B, H, N, N]``.
-        mask: ``[B, N]`` or ``[B * M, N]``, 1 is valid: ``(mask - 1) * inf`` is added to scores, and a mask that requires
+        mask: ``[B, N]`` or ``[B * M, N]``, 1 is valid: ``(mask - 1) * inf`` is added to scores; a mask that requires
             grad gets one.
         num_heads: H. w_proj_q, w_proj_k, w_proj_v and w_proj_g are ``[H * DH, D]``, w_proj_o ``[D, H * DH]``, w_proj_z
             ``[H, c]``; the gate comes from the normalized single_repr.
@@ -355,19 +365,44 @@ def attention_pair_bias(
     given = [name for name, t in norm_biases.items() if t is not None]
     if norm_kind == "rms_norm" and given:
         raise ValueError(f"{op}: {given[0]} must be None with norm_kind='rms_norm', but got a tensor")
+    for name, t in (("single_repr", single_repr), ("pair_repr", pair_repr), ("w_proj_q", w_proj_q)):
+        _check_plain(op, name, t)
     if single_repr.dim() != 3:
         raise ValueError(f"{op}: single_repr must have shape [B * M, N, D], but got {_shape(single_repr)}")
-    BM, N, _ = single_repr.shape
-    inner = w_proj_q.shape[0]
-    if inner % num_heads:
+    BM, N, D = single_repr.shape
+    inner = w_proj_q.shape[0] if w_proj_q.dim() else 0
+    if num_heads < 1 or inner == 0 or inner % num_heads:
         raise ValueError(f"{op}: w_proj_q must have a multiple of num_heads = {num_heads} rows, but got {inner}")
-    what, wanted = ("[B, H, N, N]", (num_heads, N, N)) if is_cached_z_proj else ("[B, N, N, c]", (N, N, *pair_repr.shape[3:]))
-    if pair_repr.dim() != 4 or pair_repr.shape[1:] != wanted or not pair_repr.shape[0] or BM % pair_repr.shape[0]:
-        raise ValueError(f"{op}: pair_repr must have shape {what}, N = {N}, B * M = {BM}, but got {_shape(pair_repr)}")
-    B = pair_repr.shape[0]
+    c = pair_repr.shape[-1] if pair_repr.dim() else 0
+    words, wanted = ("[B, H, N, N]", (num_heads, N, N)) if is_cached_z_proj else ("[B, N, N, c]", (N, N, c))
+    B = pair_repr.shape[0] if pair_repr.dim() else 0
+    if pair_repr.shape[1:] != wanted or B == 0 or BM % B:
+        raise ValueError(f"{op}: pair_repr must have shape {words}, N = {N}, B * M = {BM}, but got {_shape(pair_repr)}")
     M = BM // B
-    if mask is not None and tuple(mask.shape) not in ((B, N), (BM, N)):
-        raise ValueError(f"{op}: mask must have shape [B, N] = {[B, N]} or [B * M, N] = {[BM, N]}, but got {_shape(mask)}")
+    if mask is not None and (mask.is_nested or mask.shape not in ((B, N), (BM, N))):
+        raise ValueError(
+            f"{op}: mask must have shape [B, N] = {[B, N]} or [B * M, N] = {[BM, N]}, but got "
+            f"{'a nested tensor' if mask.is_nested else _shape(mask)}"
+        )
+    wide, whole = (inner,), (D,)
+    weights: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("w_ln_a", w_ln_a, whole), ("b_ln_a", b_ln_a, whole), ("w_proj_q", w_proj_q, (inner, D)),
+        ("b_proj_q", b_proj_q, wide), ("w_proj_k", w_proj_k, (inner, D)), ("b_proj_k", b_proj_k, wide),
+        ("w_proj_v", w_proj_v, (inner, D)), ("b_proj_v", b_proj_v, wide), ("w_proj_g", w_proj_g, (inner, D)),
+        ("b_proj_g", b_proj_g, wide), ("w_proj_o", w_proj_o, (D, inner)), ("b_proj_o", b_proj_o, whole),
+        ("w_ln_q", w_ln_q, wide), ("b_ln_q", b_ln_q, wide), ("w_ln_k", w_ln_k, wide), ("b_ln_k", b_ln_k, wide),
+    ]  # fmt: skip
+    if not is_cached_z_proj:
+        weights += [("w_proj_z", w_proj_z, (num_heads, c)), ("b_proj_z", b_proj_z, (num_heads,))]
+        weights += [("w_ln_z", w_ln_z, (c,)), ("b_ln_z", b_ln_z, (c,))]
+    for name, weight, shape in weights:
+        if weight is None:
+            continue
+        _check_plain(op, name, weight)
+        if weight.shape != shape:
+            raise ValueError(f"{op}: {name} must have shape {list(shape)}, but got {_shape(weight)}")
+        if not weight.dtype.is_floating_point:
+            raise TypeError(f"{op}: {name} must be floating-point, but got {weight.dtype}")
 
     def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if norm_kind == "rms_norm":
@@ -387,8 +422,8 @@ def attention_pair_bias(
         z = F.linear(norm(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).permute(0, 3, 1, 2)
     biases = [z.unsqueeze(1)]
     if mask is not None:
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        biases.append(((mask.to(wide) - 1) * inf).view(B, -1, 1, 1, N))
+        acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+        biases.append(((mask.to(acc) - 1) * inf).view(B, -1, 1, 1, N))
     query, key, value = (t.view(B, M, N, num_heads, -1) for t in (query, key, value))
     out = biased_attention(
         query, key, value, biases, scale=attn_scale, layout="heads_last", deterministic=deterministic
