@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,47 @@ from .attention import attend_traced, returned
 from .distributed.shards import is_dtensor
 
 __all__ = ["attention_pair_bias", "biased_attention", "triangle_attention"]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        scale: float | None
+        mask: Tensor | None
+        kv_lengths: Tensor | None
+        layout: Literal["heads_first", "heads_last"]
+        empty_rows: Literal["zero", "mean"]
+        softcap: float | None
+        dropout_p: float
+        deterministic: bool | None
+
+    class _TriangleOptions(TypedDict, total=False):
+        kv_lengths: Tensor | None
+        deterministic: bool | None
+
+
+@overload
+def biased_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    biases: Sequence[Tensor] = (),
+    *,
+    return_aux: None = None,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+
+
+@overload
+def biased_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    biases: Sequence[Tensor] = (),
+    *,
+    return_aux: AuxRequest,
+    **options: Unpack[_Options],
+) -> tuple[Tensor, AuxOutput]: ...
 
 
 @checked
@@ -200,6 +241,46 @@ def _check_bias(op: str, name: str, bias: Any, sizes: tuple[int, ...]) -> None:
 def _check_lengths(op: str, kv_lengths: Tensor) -> None:
     if kv_lengths.dtype.is_floating_point or kv_lengths.dtype == torch.bool or kv_lengths.is_complex():
         raise TypeError(f"{op}: kv_lengths must be of a dtype of whole numbers, but got {kv_lengths.dtype}")
+
+
+@overload
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: Literal[False] = False,
+    **options: Unpack[_TriangleOptions],
+) -> Tensor: ...
+
+
+@overload
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    return_aux: Literal[True],
+    **options: Unpack[_TriangleOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def triangle_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    return_aux: bool = False,
+    **options: Unpack[_TriangleOptions],
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
 @checked
@@ -428,6 +509,5 @@ def attention_pair_bias(
     out = biased_attention(
         query, key, value, biases, scale=attn_scale, layout="heads_last", deterministic=deterministic
     )
-    assert isinstance(out, Tensor)
     out = out.reshape(BM, N, inner) * gate.sigmoid()
     return F.linear(out, w_proj_o, b_proj_o), z if return_z_proj else None

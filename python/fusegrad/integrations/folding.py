@@ -109,6 +109,12 @@ def apply(target: str | types.ModuleType | nn.Module) -> Any:
 def remove(target: str | types.ModuleType | nn.Module) -> Any:
     """Undoes :func:`apply`: the package's own functions stand where they stood.
 
+    Args:
+        target: as of :func:`apply`.
+
+    Returns:
+        The target.
+
     Raises:
         ValueError, NotImplementedError: as :func:`apply`.
     """

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import fusegrad
-
-
-def _attend(*args: Any, **options: Any) -> Tensor:
-    out = fusegrad.biased_attention(*args, **options)
-    assert isinstance(out, Tensor)
-    return out
+from fusegrad import biased_attention, triangle_attention
 
 
 def _without_autocast(tensor: Tensor) -> torch.autocast:
@@ -25,7 +19,7 @@ def _without_autocast(tensor: Tensor) -> torch.autocast:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor]) -> Tensor:
-    return _attend(query, key, value, biases, scale=1.0)
+    return biased_attention(query, key, value, biases, scale=1.0)
 
 
 def openfold3_attention(
@@ -35,37 +29,37 @@ def openfold3_attention(
     if use_high_precision and dtype.itemsize < 4:
         query, key, value = query.float(), key.float(), value.float()
     with _without_autocast(query):
-        return _attend(query, key, value, biases, scale=1.0).to(dtype)
+        return biased_attention(query, key, value, biases, scale=1.0).to(dtype)
 
 
 def low_memory_attention(
     q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], q_chunk_size: int, kv_chunk_size: int
 ) -> Tensor:
     """The sizes of chunks say nothing here: no score is kept."""
-    return _attend(q, k, v, biases, scale=1.0)
+    return biased_attention(q, k, v, biases, scale=1.0)
 
 
 # --- kernels that scale by themselves, or not, and give [*, Q, H, D] ---
 
 
 def evoformer_attention(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor]) -> Tensor:
-    return _attend(q, k, v, biases).transpose(-2, -3)
+    return biased_attention(q, k, v, biases).transpose(-2, -3)
 
 
 def tri_attention(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor]) -> Tensor:
-    return _attend(q, k, v, biases, scale=1.0).transpose(-2, -3)
+    return biased_attention(q, k, v, biases, scale=1.0).transpose(-2, -3)
 
 
 def cueq_triangle_attn(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor], scale: float) -> Tensor:
-    return _attend(q, k, v, biases, scale=scale).transpose(-2, -3)
+    return biased_attention(q, k, v, biases, scale=scale).transpose(-2, -3)
 
 
 def kernel_triangular_attn(q: Tensor, k: Tensor, v: Tensor, tri_bias: Tensor, mask: Tensor, scale: float) -> Any:
-    return fusegrad.triangle_attention(q, k, v, tri_bias, mask=mask, scale=scale)
+    return triangle_attention(q, k, v, tri_bias, mask=mask, scale=scale)
 
 
 def cuequivariance_triangular_attn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, scale: float) -> Any:
-    return fusegrad.triangle_attention(q, k, v, bias, mask=mask, scale=scale)
+    return triangle_attention(q, k, v, bias, mask=mask, scale=scale)
 
 
 # --- Boltz's attention with pair bias, in float32 as its own: samples share z ---
@@ -81,7 +75,8 @@ def _pair_bias(self: Any, s: Tensor, k_in: Tensor, z: Tensor, mask: Tensor) -> T
         lowered = (1 - mask.float()) * -self.inf
         of_keys = lowered.view(*(groups if mask.shape[0] == s.shape[0] else (1, 1)), 1, 1, -1)
         biases = [z.unsqueeze(1), of_keys]
-        o = _attend(q.float(), k.float(), v.float(), biases, scale=self.head_dim**-0.5, layout="heads_last").to(v.dtype)
+        scale = self.head_dim**-0.5
+        o = biased_attention(q.float(), k.float(), v.float(), biases, scale=scale, layout="heads_last").to(v.dtype)
     return self.proj_o(g * o.reshape(s.shape[0], -1, self.c_s))
 
 
@@ -131,9 +126,9 @@ def protenix_attention(
     in memory here."""
     biases = [] if attn_bias is None else [attn_bias]
     if use_efficient_implementation:
-        return _attend(q, k, v, biases, scale=1.0)
+        return biased_attention(q, k, v, biases, scale=1.0)
     with _without_autocast(q):
-        return _attend(q, k, v.to(q.dtype), biases, scale=1.0)
+        return biased_attention(q, k, v.to(q.dtype), biases, scale=1.0)
 
 
 # --- alphafold3-pytorch ---
@@ -226,7 +221,7 @@ def _capped(
 ) -> Tensor:
     cap = self.attn_softclamp_value if self.enable_attn_softclamp else None
     biases = [] if bias is None else [bias]
-    return _attend(
+    return biased_attention(
         q, k, v, biases, scale=scale, mask=mask, empty_rows="mean", softcap=cap, dropout_p=dropout
     )  # fmt: skip
 

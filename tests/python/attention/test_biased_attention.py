@@ -123,7 +123,7 @@ def problem(name: str, device: str, dtype: torch.dtype) -> tuple[list[Tensor], t
 def test_biases(name: str, device: str, dtype: torch.dtype) -> None:
     leaves, sizes = problem(name, device, dtype)
     compare(
-        lambda q, k, v, *b: biased_attention(q, k, v, b),  # type: ignore[arg-type, return-value]
+        lambda q, k, v, *b: biased_attention(q, k, v, b),
         lambda q, k, v, *b: formula(q, k, v, b),
         leaves,
         math.prod(sizes),
@@ -139,7 +139,7 @@ def test_masks_with_empty_rows(name: str, empty_rows: str, device: str, dtype: t
         mask = torch.rand(shape, device=device) > 0.4
         mask[(0,) * (len(shape) - 1)] = False
         compare(
-            lambda q, k, v, *b, m=mask: biased_attention(q, k, v, b, mask=m, empty_rows=empty_rows),  # type: ignore
+            lambda q, k, v, *b, m=mask: biased_attention(q, k, v, b, mask=m, empty_rows=empty_rows),
             lambda q, k, v, *b, m=mask: formula(q, k, v, b, mask=m, empty_rows=empty_rows),
             leaves,
             math.prod(sizes),
@@ -147,7 +147,7 @@ def test_masks_with_empty_rows(name: str, empty_rows: str, device: str, dtype: t
     lengths = torch.randint(0, sizes[-1] + 2, (*sizes[:-3], 1, 1, 1), device=device, dtype=torch.int32)
     lengths.view(-1)[0] = 0
     compare(
-        lambda q, k, v, *b: biased_attention(q, k, v, b, kv_lengths=lengths, empty_rows=empty_rows),  # type: ignore
+        lambda q, k, v, *b: biased_attention(q, k, v, b, kv_lengths=lengths, empty_rows=empty_rows),
         lambda q, k, v, *b: formula(q, k, v, b, kv_lengths=lengths, empty_rows=empty_rows),
         leaves,
         math.prod(sizes),
@@ -230,7 +230,7 @@ def test_additive_masks_of_whole_rows(inf: float, dtype: torch.dtype) -> None:
 def test_aux() -> None:
     leaves, _ = problem("triangle", "cpu", torch.float64)
     q, k, v, *biases = leaves
-    _, aux = biased_attention(q, k, v, biases, return_aux=AuxRequest(lse=True, max_scores=True))  # type: ignore
+    _, aux = biased_attention(q, k, v, biases, return_aux=AuxRequest(lse=True, max_scores=True))
     score = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + sum(biases)
     torch.testing.assert_close(aux.lse, score.logsumexp(-1))
     torch.testing.assert_close(aux.max_scores, score.amax(-1))
@@ -255,7 +255,7 @@ def test_no_tensor_of_all_rows() -> None:
             return out
 
     with Watch():
-        biased_attention(q, k, v, biases).sum().backward()  # type: ignore[union-attr]
+        biased_attention(q, k, v, biases).sum().backward()
     assert largest == q.numel()
 
 
@@ -268,8 +268,8 @@ def test_dropout() -> None:
     flat = [t.flatten(0, 1) for t in (q, k, v)]
     row, pair = biases[0].view(14, 7), biases[1][:, 0]
     right = fusegrad.flex_attention(*flat, lambda s, b, h, i, j: s + row[b, j] + pair[b // 7, h, i, j], dropout_p=0.25)
-    torch.testing.assert_close(out.flatten(0, 1), right)  # type: ignore[union-attr]
-    assert not torch.equal(out, biased_attention(q, k, v, biases))  # type: ignore[arg-type]
+    torch.testing.assert_close(out.flatten(0, 1), right)
+    assert not torch.equal(out, biased_attention(q, k, v, biases))
 
 
 # --- triangle attention ---
@@ -293,7 +293,7 @@ def test_triangle_attention(B: int, N: int, Q: int, K: int, device: str, dtype: 
     for options in ({}, {"mask": mask}, {"mask": mask.int()}, {"kv_lengths": lengths}):
         chosen = options.get("mask"), options.get("kv_lengths")
         compare(
-            lambda *t, o=options: triangle_attention(*t, **o),  # type: ignore[arg-type]
+            lambda *t, o=options: triangle_attention(*t, **o),
             lambda *t, c=chosen: triangle(*t, c[0] if c[0] is None else c[0].bool(), c[1]),
             [q, k, v, bias],
         )
@@ -415,7 +415,7 @@ def test_a_mask_with_a_gradient() -> None:
     w = weights(2, 4, 6, 5)
     single, pair = drawn(4, 5, 6), drawn(2, 5, 5, 5)
     mask = torch.rand(2, 5).double().requires_grad_()
-    out, _ = attention_pair_bias(single, pair, mask, 2, inf=3.0, **w)  # type: ignore[arg-type]
+    out, _ = attention_pair_bias(single, pair, mask, 2, inf=3.0, **w)
     right = pair_bias_formula(single, pair, mask, 2, w, inf=3.0)
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), mask), torch.autograd.grad(right.sin().sum(), mask))
 
@@ -429,9 +429,9 @@ def test_autocast(device: str) -> None:
     with torch.autocast(device, torch.bfloat16):
         out = biased_attention(*leaves[:3], leaves[3:])
     low = [t.detach().bfloat16() for t in leaves[:3]]
-    assert out.dtype == torch.bfloat16  # type: ignore[union-attr]
-    torch.testing.assert_close(out, biased_attention(*low, leaves[3:]))  # type: ignore[arg-type]
-    grads = torch.autograd.grad(out.float().sum(), leaves)  # type: ignore[union-attr]
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, biased_attention(*low, leaves[3:]))
+    grads = torch.autograd.grad(out.float().sum(), leaves)
     assert all(g.dtype == torch.float32 and g.shape == t.shape for g, t in zip(grads, leaves, strict=True))
 
 
@@ -440,7 +440,7 @@ def test_checkpoint(reentrant: bool) -> None:
     leaves, _ = problem("triangle", "cpu", torch.float64)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
-        return biased_attention(q, k, v, biases)  # type: ignore[return-value]
+        return biased_attention(q, k, v, biases)
 
     compare(lambda *t: checkpoint(call, *t, use_reentrant=reentrant), lambda q, k, v, *b: formula(q, k, v, b), leaves)
 
@@ -453,9 +453,7 @@ def test_compile(name: str, dynamic: bool) -> None:
     mask = torch.rand(sizes[-1]) > 0.3
 
     def call(q: Tensor, k: Tensor, v: Tensor, *b: Tensor) -> Tensor:
-        out = biased_attention(q, k, v, b, mask=mask, empty_rows="mean", softcap=4.0)
-        assert isinstance(out, Tensor)
-        return out
+        return biased_attention(q, k, v, b, mask=mask, empty_rows="mean", softcap=4.0)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     compare(compiled, lambda q, k, v, *b: formula(q, k, v, b, mask=mask, empty_rows="mean", softcap=4.0), leaves)
