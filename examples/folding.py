@@ -1,4 +1,4 @@
-"""Trains a small trunk on proteins: from a tenth of the distances between residues to all of them.
+"""Trains a small trunk on proteins: from a fifth of the distances between residues to all of them.
 
     python examples/folding.py                      # fusegrad, dense attention, and no triangles; a picture in demo/
     python examples/folding.py --attention fusegrad
@@ -53,14 +53,14 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--attention", choices=tuple(RUNS), help="one run alone (default: all, and compare them)")
-    parser.add_argument("--residues", type=int, default=28, help="the most that a crop has")
-    parser.add_argument("--given", type=float, default=0.1, help="share of the distances that are told")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--residues", type=int, default=24, help="the most that a crop has")
+    parser.add_argument("--given", type=float, default=0.2, help="share of the distances that are told")
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=24)
     parser.add_argument("--heads", type=int, default=3)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo"))
@@ -130,7 +130,7 @@ def train_model(name: str, train: list[Chain], test: list[Chain], options: argpa
 def check(reports: list[Report]) -> int:
     """0 if fusegrad reached what dense attention reached, and both less than the model without triangles."""
     ours, dense, blind = (report["error"][-1] for report in reports)
-    if ours > 1.1 * dense + 0.05 or max(ours, dense) > 0.95 * blind:
+    if ours > 1.1 * dense + 0.05 or max(ours, dense) > 0.75 * blind:
         told = f"fusegrad (off by {ours:.2f} Å) as good as dense ({dense:.2f} Å)"
         print(f"folding: expected {told}, both better than without triangles ({blind:.2f} Å)", file=sys.stderr)
         return 1

@@ -129,8 +129,9 @@ def biased_attention(
         out = out.transpose(-2, -3)
     if return_aux is None:
         return out
-    lse, max_scores = (None if t is None else t.view(query.shape[:-1]) for t in (lse, max_scores))
-    return returned(out, lse, max_scores, False, return_aux)
+    if max_scores is not None:  # empty where it was not asked for
+        max_scores = max_scores.view(query.shape[:-1]) if return_aux.max_scores else None
+    return returned(out, lse.view(query.shape[:-1]), max_scores, False, return_aux)
 
 
 def _attend(
@@ -188,20 +189,21 @@ def _check_plain(op: str, name: str, t: Tensor) -> None:
 
 def _check_query(op: str, names: tuple[str, str, str], query: Tensor, key: Tensor, value: Tensor) -> None:
     """That key and value fit the query: all ``[*, H, S, D]``."""
-    dtype, device = query.dtype, query.device
-    if not dtype.is_floating_point:
-        raise TypeError(f"{op}: {names[0]} must be float32, bfloat16, float16 or float64, but got {dtype}")
     for name, t in zip(names, (query, key, value), strict=True):
         _check_plain(op, name, t)
+    shape, dtype, device = query.shape, query.dtype, query.device
+    if not dtype.is_floating_point:
+        raise TypeError(f"{op}: {names[0]} must be float32, bfloat16, float16 or float64, but got {dtype}")
+    alike = key.dtype == dtype == value.dtype and key.device == device == value.device
+    if alike and key.shape == shape == value.shape and len(shape) >= 3:
+        return
+    for name, t in zip(names, (query, key, value), strict=True):
         if t.dim() < 3:
             raise ValueError(f"{op}: {name} must have at least 3 dimensions, [*, H, S, D], but got {_shape(t)}")
         if t.dtype != dtype and not torch.is_autocast_enabled(device.type):
             raise TypeError(f"{op}: {name} must have the dtype of {names[0]}, {dtype}, but got {t.dtype}")
         if t.device != device:
             raise ValueError(f"{op}: {name} must be on the device of {names[0]}, {device}, but got {t.device}")
-    shape = query.shape
-    if key.shape == shape == value.shape:
-        return
     heads, keys, shared = shape[-3], key.shape[-2], key.shape[-3]
     for name, t, wanted in (
         (names[1], key, (*shape[:-2], keys, shape[-1])),
@@ -231,11 +233,15 @@ def _check_broadcasts(op: str, name: str, t: Tensor, sizes: tuple[int, ...]) -> 
 def _check_bias(op: str, name: str, bias: Any, sizes: tuple[int, ...]) -> None:
     if not isinstance(bias, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, but got {described(bias)}")
+    _check_floats(op, name, bias)
+    _check_plain(op, name, bias)
+    _check_broadcasts(op, name, bias, sizes)
+
+
+def _check_floats(op: str, name: str, bias: Tensor) -> None:
     if not bias.dtype.is_floating_point:
         more = ": what takes part is a mask" if bias.dtype == torch.bool else ""
         raise TypeError(f"{op}: {name} must be floating-point, but got {bias.dtype}{more}")
-    _check_plain(op, name, bias)
-    _check_broadcasts(op, name, bias, sizes)
 
 
 def _check_lengths(op: str, kv_lengths: Tensor) -> None:
@@ -341,7 +347,7 @@ def triangle_attention(
             f"triangle_attention: bias must have shape [B, 1, H, Q, K] = {[B, 1, H, Q, K]}, but got {_shape(bias)}"
         )
     sizes = (B, N, H, Q, K)
-    _check_bias("triangle_attention", "bias", bias, sizes)
+    _check_floats("triangle_attention", "bias", bias)
     if mask is not None:
         if mask.dtype.is_floating_point or mask.is_complex():
             raise TypeError(

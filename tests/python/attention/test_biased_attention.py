@@ -234,6 +234,7 @@ def test_aux() -> None:
     score = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + sum(biases)
     torch.testing.assert_close(aux.lse, score.logsumexp(-1))
     torch.testing.assert_close(aux.max_scores, score.amax(-1))
+    assert biased_attention(q, k, v, biases, return_aux=AuxRequest(lse=True))[1].max_scores is None
     found = torch.autograd.grad(aux.lse.sin().sum(), leaves[:2] + biases)
     right = torch.autograd.grad(score.logsumexp(-1).sin().sum(), leaves[:2] + biases)
     torch.testing.assert_close(found, right)
@@ -486,6 +487,84 @@ def test_known_calls_trace_nothing() -> None:
         q, k, v = (drawn(2, N, 3, N, 8) for _ in range(3))
         biased_attention(q, k, v, [drawn(2, N, 1, 1, N), drawn(2, 1, 3, N, N)])
     assert _bias_texts.text_of.cache_info().misses == texts.misses and cache_info() == traces
+
+
+# --- every argument counts ---
+
+
+def effects() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]]:
+    """Calls, and for each argument a value that must change what is returned."""
+    torch.manual_seed(0)
+    q, k, v, other = (torch.randn(2, 5, 3, 5, 8) for _ in range(4))
+    bias, mask = torch.randn(2, 1, 3, 5, 5), torch.rand(2, 5, 1, 1, 5) > 0.5
+    mask[0, 0] = False
+    lengths = torch.randint(0, 5, (2, 5, 1, 1, 1))
+    w = {name: t.detach() for name, t in weights(3, 4, 6, 4, torch.float32).items()}
+    pairs = {"single_repr": torch.randn(4, 5, 6), "pair_repr": torch.randn(2, 5, 5, 4), "mask": torch.rand(2, 5)}
+    optional = [n for n in w if n[2:] in ("ln_q", "ln_k", "ln_z") or n.startswith("b_")]
+    return {
+        "biased_attention": (
+            biased_attention,
+            {"query": q, "key": k, "value": v, "biases": [bias], "mask": mask},
+            {
+                **{"query": other, "key": other, "value": other, "biases": [-bias], "scale": 0.1, "mask": ~mask},
+                **{"kv_lengths": lengths, "layout": "heads_last", "empty_rows": "mean", "softcap": 1.0},
+                **{"dropout_p": 0.5, "return_aux": AuxRequest(lse=True)},
+            },
+        ),
+        "triangle_attention": (
+            triangle_attention,
+            {"q": q, "k": k, "v": v, "bias": bias},
+            {
+                **{"q": other, "k": other, "v": other, "bias": -bias, "mask": mask, "scale": 0.1},
+                **{"return_aux": True, "kv_lengths": lengths},
+            },
+        ),
+        "attention_pair_bias": (
+            attention_pair_bias,
+            {**pairs, "num_heads": 3, **w, "inf": 2.0},
+            {
+                **{name: -t for name, t in pairs.items()},
+                **{name: t.flip(0) * 2 for name, t in w.items()},
+                **{"num_heads": 4, "inf": 1.0, "eps": 1.0, "attn_scale": 0.1, "return_z_proj": True},
+                **{"is_cached_z_proj": True, "norm_kind": "rms_norm"},
+                **{name: None for name in optional if name != "b_ln_a"},
+            },
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["biased_attention", "triangle_attention", "attention_pair_bias"])
+def test_every_argument_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import inspect
+
+    function, call, changed = effects()[name]
+    # On the CPU the bits are the same in any case: what counts is what reaches the op.
+    told: list[Any] = []
+    original = fusegrad.folding.attend_traced
+    monkeypatch.setattr(
+        fusegrad.folding, "attend_traced", lambda *a, **more: told.append(more["deterministic"]) or original(*a, **more)
+    )
+
+    def result(**options: Any) -> list[Tensor] | str:
+        torch.manual_seed(1)
+        try:
+            return [t for t in torch.utils._pytree.tree_leaves(function(**{**call, **options})) if t is not None]
+        except (ValueError, TypeError) as error:
+            return str(error)
+
+    plain = result()
+    assert not isinstance(plain, str), plain
+    for argument in inspect.signature(function).parameters:
+        if argument == "deterministic":
+            result(deterministic=True)
+            assert told[-1] is True and told[0] is None
+            continue
+        if argument in ("b_proj_z", "b_proj_k"):  # the same for all keys, which a softmax takes away
+            continue
+        other = result(**{argument: changed[argument]})
+        same = isinstance(other, list) and len(other) == len(plain) and all(map(torch.equal, other, plain))
+        assert not same, f"{argument} has no effect"
 
 
 # --- errors ---

@@ -107,7 +107,7 @@ def test_the_check_fails_where_it_should() -> None:
 
     assert PROGRAM["check"](reports(2.0, 2.0, 3.0)) == 0
     assert PROGRAM["check"](reports(2.5, 2.0, 3.0)) == 1
-    assert PROGRAM["check"](reports(2.95, 2.95, 3.0)) == 1
+    assert PROGRAM["check"](reports(2.5, 2.5, 3.0)) == 1
 
 
 @pytest.mark.cpu_only
