@@ -25,9 +25,10 @@ if with_torch:
     from .compile import compile_flex
     from .distillation import JSDAux, JSDAuxOutput, jsd, linear_jsd
     from .distributed import ContextParallel, VocabParallel
-    from .folding import attention_pair_bias, biased_attention, triangle_attention
+    from .folding import biased_attention, triangle_attention
     from .functional import Aux, AuxOutput, LogProb, cross_entropy, linear_cross_entropy, linear_log_prob
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
+    from .pair_bias import attention_pair_bias
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
 
     _flops.register()

@@ -7,6 +7,7 @@ as triangle attention's ``[B, 1, H, Q, K]``, is read by a part of the batch's in
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ class Read(NamedTuple):
 
     Attributes:
         kind: bias, mask or lengths.
-        indices: ``h``, ``q_idx``, ``kv_idx``, or of the batch a pair: the numbers of the scalars that it is divided by
-            and taken modulo of, -1 for neither.
+        indices: ``h``, ``q_idx``, ``kv_idx``, ``0`` of a size of 1, or of the batch a pair: the numbers of the
+            scalars that it is divided by and taken modulo of, -1 for neither.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class Pattern(NamedTuple):
 class Plan(NamedTuple):
     """Attributes:
     text: of a score_mod.
-    shapes: how the text sees each tensor, without its dimensions of size 1.
+    shapes: how the text sees each tensor: as it is, or with leading dimensions in one.
     ints: its whole numbers.
     """
 
@@ -87,44 +88,52 @@ def _read(
     sizes: tuple[int, ...], kind: str, shape: tuple[int, ...], ints: dict[tuple[int, int], int]
 ) -> tuple[Read, tuple[int, ...]]:
     leading = len(sizes) - 3
-    shape = (1,) * (len(sizes) - len(shape)) + tuple(shape)
-    indices: list[str | tuple[int, int]] = []
-    seen: list[int] = []
-
-    def number(first: int, last: int) -> int:
-        """The scalar that is the size of these leading dimensions together."""
-        if (first, last) not in ints:
-            size = 1
-            for n in sizes[first:last]:
-                size = size * n
-            ints[first, last] = size
-        return list(ints).index((first, last))
-
-    # Runs of leading dimensions that the tensor has; those of size 1 belong to any.
+    missing = len(sizes) - len(shape)
     there = [i for i in range(leading) if sizes[i] != 1]
+    # Runs of leading dimensions that the tensor has; those of size 1 belong to any.
     runs: list[list[int]] = []
     for place, i in enumerate(there):
-        if shape[i] == 1:
+        if i < missing or shape[i - missing] == 1:
             continue
         if place and runs and runs[-1][-1] == there[place - 1]:
             runs[-1].append(i)
         else:
             runs.append([i])
-    for run in runs:
+
+    def number(first: int, last: int) -> int:
+        """The scalar that is the size of these leading dimensions together."""
+        if (first, last) not in ints:
+            ints[first, last] = _product(sizes[first:last])
+        return list(ints).index((first, last))
+
+    def batch(run: list[int]) -> tuple[int, int]:
         after = [i for i in there if i > run[-1]]
         before = [i for i in there if i < run[0]]
-        divisor = number(after[0], leading) if after else -1
-        modulus = number(run[0], run[-1] + 1) if before else -1
-        indices.append((divisor, modulus))
-        size = 1
-        for i in run:
-            size = size * sizes[i]
-        seen.append(size)
+        return number(after[0], leading) if after else -1, number(run[0], run[-1] + 1) if before else -1
+
+    indices: list[str | tuple[int, int]] = []
+    if all(len(run) == 1 for run in runs):
+        # Read as it is: a view of it would be another node of autograd's graph.
+        of_run = {run[0]: batch(run) for run in runs}
+        for i, n in enumerate(shape, missing):
+            indices.append("0" if n == 1 else of_run[i] if i < leading else _ROLES[i - leading])
+        return Read(kind, tuple(indices)), tuple(shape)
+    seen: list[int] = []
+    for run in runs:
+        indices.append(batch(run))
+        seen.append(_product([sizes[i] for i in run]))
     for i, role in enumerate(_ROLES, leading):
-        if shape[i] != 1:
+        if i >= missing and shape[i - missing] != 1:
             indices.append(role)
-            seen.append(shape[i])
+            seen.append(shape[i - missing])
     return Read(kind, tuple(indices)), tuple(seen)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    product = 1
+    for n in sizes:
+        product = product * n
+    return product
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from ._arguments import checked, described
+from ._arguments import checked
+from ._bias_checks import check_bias, check_broadcasts, check_floats, check_lengths, check_plain, check_query, shape_of
 from ._bias_texts import MASKED, plan
 from .attention import attend_traced, returned
-from .distributed.shards import is_dtensor
 
-__all__ = ["attention_pair_bias", "biased_attention", "triangle_attention"]
+__all__ = ["biased_attention", "triangle_attention"]
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -103,20 +102,20 @@ def biased_attention(
     """
     if layout == "heads_last":
         query, key, value = query.transpose(-2, -3), key.transpose(-2, -3), value.transpose(-2, -3)
-    _check_query("biased_attention", ("query", "key", "value"), query, key, value)
+    check_query("biased_attention", ("query", "key", "value"), query, key, value)
     sizes = (*query.shape[:-1], key.shape[-2])
     for i, bias in enumerate(biases):
-        _check_bias("biased_attention", f"biases[{i}]", bias, sizes)
+        check_bias("biased_attention", f"biases[{i}]", bias, sizes)
     if mask is not None:
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"biased_attention: mask must be a bool tensor, True where a pair takes part, but got {mask.dtype}: an "
                 "additive mask is a bias"
             )
-        _check_broadcasts("biased_attention", "mask", mask, sizes)
+        check_broadcasts("biased_attention", "mask", mask, sizes)
     if kv_lengths is not None:
-        _check_lengths("biased_attention", kv_lengths)
-        _check_broadcasts("biased_attention", "kv_lengths", kv_lengths, (*sizes[:-1], 1))
+        check_lengths("biased_attention", kv_lengths)
+        check_broadcasts("biased_attention", "kv_lengths", kv_lengths, (*sizes[:-1], 1))
     if not 0 <= dropout_p < 1:
         raise ValueError(f"biased_attention: dropout_p must be at least 0 and less than 1, but got {dropout_p}")
     if softcap is not None and not softcap > 0:
@@ -176,77 +175,6 @@ def _attend(
 def _batched(t: Tensor) -> Tensor:
     """``[*, H, S, D]`` with the leading dimensions in one."""
     return t.flatten(0, -4) if t.dim() > 4 else t.unsqueeze(0)
-
-
-def _shape(t: Tensor | tuple[int, ...] | torch.Size) -> str:
-    return str(list(t.shape if isinstance(t, Tensor) else t))
-
-
-def _check_plain(op: str, name: str, t: Tensor) -> None:
-    if t.is_nested or is_dtensor(t):
-        raise TypeError(f"{op}: {name} must be a plain tensor, but got a {'nested one' if t.is_nested else 'DTensor'}")
-
-
-def _check_query(op: str, names: tuple[str, str, str], query: Tensor, key: Tensor, value: Tensor) -> None:
-    """That key and value fit the query: all ``[*, H, S, D]``."""
-    for name, t in zip(names, (query, key, value), strict=True):
-        _check_plain(op, name, t)
-    shape, dtype, device = query.shape, query.dtype, query.device
-    if not dtype.is_floating_point:
-        raise TypeError(f"{op}: {names[0]} must be float32, bfloat16, float16 or float64, but got {dtype}")
-    alike = key.dtype == dtype == value.dtype and key.device == device == value.device
-    if alike and key.shape == shape == value.shape and len(shape) >= 3:
-        return
-    for name, t in zip(names, (query, key, value), strict=True):
-        if t.dim() < 3:
-            raise ValueError(f"{op}: {name} must have at least 3 dimensions, [*, H, S, D], but got {_shape(t)}")
-        if t.dtype != dtype and not torch.is_autocast_enabled(device.type):
-            raise TypeError(f"{op}: {name} must have the dtype of {names[0]}, {dtype}, but got {t.dtype}")
-        if t.device != device:
-            raise ValueError(f"{op}: {name} must be on the device of {names[0]}, {device}, but got {t.device}")
-    heads, keys, shared = shape[-3], key.shape[-2], key.shape[-3]
-    for name, t, wanted in (
-        (names[1], key, (*shape[:-2], keys, shape[-1])),
-        (names[2], value, (*shape[:-2], keys, value.shape[-1])),
-    ):
-        fits = t.dim() <= len(shape) and t.shape[-2:] == wanted[-2:] and t.shape[-3] == shared
-        fits = fits and (shared == heads or (shared > 0 and heads % shared == 0))
-        if not fits or not _broadcasts(t.shape[:-3], shape[:-3]):
-            raise ValueError(
-                f"{op}: {name} must have a shape that fits {names[0]}, {_shape(wanted)}, but got {_shape(t)}"
-            )
-
-
-def _broadcasts(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    if shape == sizes:
-        return True
-    if len(shape) > len(sizes):
-        return False
-    return all(n in (1, size) for n, size in zip(reversed(shape), reversed(sizes), strict=False))
-
-
-def _check_broadcasts(op: str, name: str, t: Tensor, sizes: tuple[int, ...]) -> None:
-    if not _broadcasts(t.shape, sizes):
-        raise ValueError(f"{op}: {name} must have a shape that broadcasts to {_shape(sizes)}, but got {_shape(t)}")
-
-
-def _check_bias(op: str, name: str, bias: Any, sizes: tuple[int, ...]) -> None:
-    if not isinstance(bias, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, but got {described(bias)}")
-    _check_floats(op, name, bias)
-    _check_plain(op, name, bias)
-    _check_broadcasts(op, name, bias, sizes)
-
-
-def _check_floats(op: str, name: str, bias: Tensor) -> None:
-    if not bias.dtype.is_floating_point:
-        more = ": what takes part is a mask" if bias.dtype == torch.bool else ""
-        raise TypeError(f"{op}: {name} must be floating-point, but got {bias.dtype}{more}")
-
-
-def _check_lengths(op: str, kv_lengths: Tensor) -> None:
-    if kv_lengths.dtype.is_floating_point or kv_lengths.dtype == torch.bool or kv_lengths.is_complex():
-        raise TypeError(f"{op}: kv_lengths must be of a dtype of whole numbers, but got {kv_lengths.dtype}")
 
 
 @overload
@@ -328,26 +256,28 @@ def triangle_attention(
         raise ValueError("triangle_attention: mask and kv_lengths must not come together, but both do")
     given = [q, k, v, bias]
     for i, (name, t) in enumerate(zip(("q", "k", "v", "bias"), given, strict=True)):
-        _check_plain("triangle_attention", name, t)
+        check_plain("triangle_attention", name, t)
         if t.dim() == 4:
             given[i] = t.unsqueeze(0)
         elif t.dim() != 5:
-            raise ValueError(f"triangle_attention: {name} must have 5 dimensions, or 4 for B = 1, but got {_shape(t)}")
+            raise ValueError(
+                f"triangle_attention: {name} must have 5 dimensions, or 4 for B = 1, but got {shape_of(t)}"
+            )
     q, k, v, bias = given
-    _check_query("triangle_attention", ("q", "k", "v"), q, k, v)
+    check_query("triangle_attention", ("q", "k", "v"), q, k, v)
     B, N, H, Q, D = q.shape
     K = k.shape[3]
     for name, t in (("k", k), ("v", v)):
         if t.shape != (B, N, H, K, D):
             raise ValueError(
-                f"triangle_attention: {name} must have shape [B, N, H, K, D] = {[B, N, H, K, D]}, but got {_shape(t)}"
+                f"triangle_attention: {name} must have shape [B, N, H, K, D] = {[B, N, H, K, D]}, but got {shape_of(t)}"
             )
     if bias.shape != (B, 1, H, Q, K):
         raise ValueError(
-            f"triangle_attention: bias must have shape [B, 1, H, Q, K] = {[B, 1, H, Q, K]}, but got {_shape(bias)}"
+            f"triangle_attention: bias must have shape [B, 1, H, Q, K] = {[B, 1, H, Q, K]}, but got {shape_of(bias)}"
         )
     sizes = (B, N, H, Q, K)
-    _check_floats("triangle_attention", "bias", bias)
+    check_floats("triangle_attention", "bias", bias)
     if mask is not None:
         if mask.dtype.is_floating_point or mask.is_complex():
             raise TypeError(
@@ -357,7 +287,7 @@ def triangle_attention(
         mask = _five("mask", mask, (B, N, 1, 1, K), "[B, N, 1, 1, K]")
         mask = mask if mask.dtype == torch.bool else mask.bool()
     if kv_lengths is not None:
-        _check_lengths("triangle_attention", kv_lengths)
+        check_lengths("triangle_attention", kv_lengths)
         kv_lengths = _five("kv_lengths", kv_lengths, (B, N, 1, 1, 1), "[B, N, 1, 1, 1]")
     out, lse, max_scores = _attend(
         q, k, v, sizes, (bias,), mask, kv_lengths, scale, "zero" if mask is None else "mean", None, 0.0,
@@ -380,140 +310,7 @@ def _five(name: str, t: Tensor, wanted: tuple[int, ...], words: str) -> Tensor:
     if t.dim() == 4:
         t = t.unsqueeze(0)
     if t.shape != wanted:
-        raise ValueError(f"triangle_attention: {name} must have shape {words} = {_shape(wanted)}, but got {_shape(t)}")
-    return t
-
-
-@checked
-def attention_pair_bias(
-    single_repr: Tensor,
-    pair_repr: Tensor,
-    mask: Tensor | None,
-    num_heads: int,
-    w_ln_a: Tensor,
-    b_ln_a: Tensor | None,
-    w_proj_q: Tensor,
-    b_proj_q: Tensor | None,
-    w_proj_k: Tensor,
-    w_proj_v: Tensor,
-    w_proj_g: Tensor,
-    w_proj_o: Tensor,
-    w_proj_z: Tensor | None = None,
-    b_proj_o: Tensor | None = None,
-    b_proj_z: Tensor | None = None,
-    w_ln_z: Tensor | None = None,
-    b_ln_z: Tensor | None = None,
-    inf: float = 1e6,
-    eps: float = 1e-5,
-    attn_scale: float | None = None,
-    return_z_proj: bool = False,
-    is_cached_z_proj: bool = False,
-    *,
-    b_proj_k: Tensor | None = None,
-    b_proj_v: Tensor | None = None,
-    w_ln_q: Tensor | None = None,
-    b_ln_q: Tensor | None = None,
-    w_ln_k: Tensor | None = None,
-    b_ln_k: Tensor | None = None,
-    b_proj_g: Tensor | None = None,
-    norm_kind: Literal["layer_norm", "rms_norm"] = "layer_norm",
-    deterministic: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention with a pair bias, its norms, projections and gate: a drop-in for
-    ``cuequivariance_torch.attention_pair_bias``. The M samples that share a pair representation share its projection,
-    which is never repeated.
-
-    Args:
-        single_repr: ``[B * M, N, D]``; a pair representation's samples follow one another.
-        pair_repr: ``[B, N, N, c]``, or with is_cached_z_proj its projection ``[B, H, N, N]``.
-        mask: ``[B, N]`` or ``[B * M, N]``, 1 is valid: ``(mask - 1) * inf`` is added to scores; a mask that requires
-            grad gets one.
-        num_heads: H. w_proj_q, w_proj_k, w_proj_v and w_proj_g are ``[H * DH, D]``, w_proj_o ``[D, H * DH]``, w_proj_z
-            ``[H, c]``; the gate comes from the normalized single_repr.
-        w_ln_q, b_ln_q, w_ln_k, b_ln_k: where one is given, projected queries or keys are normalized before they are
-            split into heads.
-        inf: what a masked score is lowered by.
-        eps: of all norms.
-        attn_scale: ``1 / sqrt(DH)`` by default.
-        return_z_proj: also returns the projection of pair_repr, ``[B, H, N, N]``.
-        norm_kind: "rms_norm" wants all biases of norms None.
-        deterministic: as of :func:`fusegrad.flex_attention`.
-
-    Returns:
-        ``[B * M, N, D]``, and the projection or None.
-
-    Raises:
-        ValueError, TypeError: as ``attention_pair_bias: what must hold, but got <value>``.
-    """
-    op = "attention_pair_bias"
-    if w_proj_z is None and not is_cached_z_proj:
-        raise ValueError(f"{op}: w_proj_z must be given where pair_repr is not projected, but got None")
-    norm_biases = {"b_ln_a": b_ln_a, "b_ln_q": b_ln_q, "b_ln_k": b_ln_k, "b_ln_z": b_ln_z}
-    given = [name for name, t in norm_biases.items() if t is not None]
-    if norm_kind == "rms_norm" and given:
-        raise ValueError(f"{op}: {given[0]} must be None with norm_kind='rms_norm', but got a tensor")
-    for name, t in (("single_repr", single_repr), ("pair_repr", pair_repr), ("w_proj_q", w_proj_q)):
-        _check_plain(op, name, t)
-    if single_repr.dim() != 3:
-        raise ValueError(f"{op}: single_repr must have shape [B * M, N, D], but got {_shape(single_repr)}")
-    BM, N, D = single_repr.shape
-    inner = w_proj_q.shape[0] if w_proj_q.dim() else 0
-    if num_heads < 1 or inner == 0 or inner % num_heads:
-        raise ValueError(f"{op}: w_proj_q must have a multiple of num_heads = {num_heads} rows, but got {inner}")
-    c = pair_repr.shape[-1] if pair_repr.dim() else 0
-    words, wanted = ("[B, H, N, N]", (num_heads, N, N)) if is_cached_z_proj else ("[B, N, N, c]", (N, N, c))
-    B = pair_repr.shape[0] if pair_repr.dim() else 0
-    if pair_repr.shape[1:] != wanted or B == 0 or BM % B:
-        raise ValueError(f"{op}: pair_repr must have shape {words}, N = {N}, B * M = {BM}, but got {_shape(pair_repr)}")
-    M = BM // B
-    if mask is not None and (mask.is_nested or mask.shape not in ((B, N), (BM, N))):
         raise ValueError(
-            f"{op}: mask must have shape [B, N] = {[B, N]} or [B * M, N] = {[BM, N]}, but got "
-            f"{'a nested tensor' if mask.is_nested else _shape(mask)}"
+            f"triangle_attention: {name} must have shape {words} = {shape_of(wanted)}, but got {shape_of(t)}"
         )
-    wide, whole = (inner,), (D,)
-    weights: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-        ("w_ln_a", w_ln_a, whole), ("b_ln_a", b_ln_a, whole), ("w_proj_q", w_proj_q, (inner, D)),
-        ("b_proj_q", b_proj_q, wide), ("w_proj_k", w_proj_k, (inner, D)), ("b_proj_k", b_proj_k, wide),
-        ("w_proj_v", w_proj_v, (inner, D)), ("b_proj_v", b_proj_v, wide), ("w_proj_g", w_proj_g, (inner, D)),
-        ("b_proj_g", b_proj_g, wide), ("w_proj_o", w_proj_o, (D, inner)), ("b_proj_o", b_proj_o, whole),
-        ("w_ln_q", w_ln_q, wide), ("b_ln_q", b_ln_q, wide), ("w_ln_k", w_ln_k, wide), ("b_ln_k", b_ln_k, wide),
-    ]  # fmt: skip
-    if not is_cached_z_proj:
-        weights += [("w_proj_z", w_proj_z, (num_heads, c)), ("b_proj_z", b_proj_z, (num_heads,))]
-        weights += [("w_ln_z", w_ln_z, (c,)), ("b_ln_z", b_ln_z, (c,))]
-    for name, weight, shape in weights:
-        if weight is None:
-            continue
-        _check_plain(op, name, weight)
-        if weight.shape != shape:
-            raise ValueError(f"{op}: {name} must have shape {list(shape)}, but got {_shape(weight)}")
-        if not weight.dtype.is_floating_point:
-            raise TypeError(f"{op}: {name} must be floating-point, but got {weight.dtype}")
-
-    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        if norm_kind == "rms_norm":
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
-        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-    x = norm(single_repr, w_ln_a, b_ln_a)
-    query, key = F.linear(x, w_proj_q, b_proj_q), F.linear(x, w_proj_k, b_proj_k)
-    value, gate = F.linear(x, w_proj_v, b_proj_v), F.linear(x, w_proj_g, b_proj_g)
-    if w_ln_q is not None or b_ln_q is not None:
-        query = norm(query, w_ln_q, b_ln_q)
-    if w_ln_k is not None or b_ln_k is not None:
-        key = norm(key, w_ln_k, b_ln_k)
-    z = pair_repr
-    if not is_cached_z_proj:
-        assert w_proj_z is not None
-        z = F.linear(norm(pair_repr, w_ln_z, b_ln_z), w_proj_z, b_proj_z).permute(0, 3, 1, 2)
-    biases = [z.unsqueeze(1)]
-    if mask is not None:
-        acc = torch.float64 if query.dtype == torch.float64 else torch.float32
-        biases.append(((mask.to(acc) - 1) * inf).view(B, -1, 1, 1, N))
-    query, key, value = (t.view(B, M, N, num_heads, -1) for t in (query, key, value))
-    out = biased_attention(
-        query, key, value, biases, scale=attn_scale, layout="heads_last", deterministic=deterministic
-    )
-    out = out.reshape(BM, N, inner) * gate.sigmoid()
-    return F.linear(out, w_proj_o, b_proj_o), z if return_z_proj else None
+    return t

@@ -56,8 +56,8 @@ def whole_bias(bias: Tensor, group: Any = None) -> Tensor:
         ValueError, TypeError: in all processes, where shapes, dtypes or what requires grad differ.
     """
     of = _Group("whole_bias", group)
-    _check("whole_bias", bias, of, {"shape": list(bias.shape)})
-    return bias if of.world == 1 else _Whole.apply(bias, of)
+    different = _check("whole_bias", bias, of, {"shape": list(bias.shape)})
+    return bias if of.world == 1 else _Whole.apply(bias, of, different)
 
 
 @checked
@@ -93,30 +93,34 @@ def gather_bias(bias: Tensor, group: Any = None, *, dim: int = -2, sizes: Sequen
         )
     shape = list(bias.shape)
     told: dict[str, Any] = {"dim": dim, "sizes": all_sizes if sizes is None else list(sizes)}
-    _check("gather_bias", bias, of, {**told, "the shape without it": shape[:dim] + shape[dim + 1 :]}, error)
-    return bias if of.world == 1 else _Gathered.apply(bias, of, dim, all_sizes)
+    different = _check("gather_bias", bias, of, {**told, "the shape without it": shape[:dim] + shape[dim + 1 :]}, error)
+    return bias if of.world == 1 else _Gathered.apply(bias, of, dim, all_sizes, different)
 
 
-def _check(op: str, bias: Tensor, of: _Group, told: dict[str, Any], error: Exception | None = None) -> None:
-    """Raises this process's error, after the others know of it, or that of all where they were given what differs."""
+def _check(op: str, bias: Tensor, of: _Group, told: dict[str, Any], error: Exception | None = None) -> Tensor | None:
+    """Raises this process's error, after the others know of it, or that of all where they were given what differs. On a
+    GPU, whether they were may be a 0-d tensor, that nothing waits for: the result must be NaN then."""
     if is_dtensor(bias):
         error = TypeError(f"{op}: bias must be a plain tensor, but got a DTensor: give full_tensor() or to_local()")
     elif not bias.dtype.is_floating_point:
         error = TypeError(f"{op}: bias must be floating-point, but got {bias.dtype}")
+    different = None
     if of.world > 1:
         wants = bias.requires_grad and torch.is_grad_enabled()
         told = {**told, "dtype": bias.dtype, "requires_grad": wants}
-        agree(op, of.group, bias.device, told, failed=error is not None, who=_WHO, again=False)
+        different = agree(op, of.group, bias.device, told, failed=error is not None, who=_WHO)
     if error is not None:
         raise error
+    return different
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, of: _Group) -> Tensor:
+    def forward(ctx: Any, bias: Tensor, of: _Group, different: Tensor | None) -> Tensor:
         ctx.of = of
         ctx.save_for_backward(bias)
-        return bias.to(acc_of(bias.dtype), copy=True)
+        made = bias.to(acc_of(bias.dtype), copy=True)
+        return made if different is None else made.masked_fill_(different, torch.nan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -126,12 +130,12 @@ class _Whole(torch.autograd.Function):
             total = gradient.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=ctx.of.group)
             total = total.to(bias.dtype)
-        return (*refuse_double_backward("whole_bias", [total], [bias]), None)
+        return (*refuse_double_backward("whole_bias", [total], [bias]), None, None)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, of: _Group, dim: int, sizes: list[int]) -> Tensor:
+    def forward(ctx: Any, bias: Tensor, of: _Group, dim: int, sizes: list[int], different: Tensor | None) -> Tensor:
         ctx.of, ctx.dim, ctx.sizes = of, dim, sizes
         ctx.save_for_backward(bias)
         largest = max(*sizes, 1)
@@ -154,7 +158,7 @@ class _Gathered(torch.autograd.Function):
             if made.numel():
                 dist.reduce_scatter_tensor(made, parts, group=ctx.of.group)
             total = made[:own].movedim(0, ctx.dim).to(bias.dtype)
-        return (*refuse_double_backward("gather_bias", [total], [bias]), None, None, None)
+        return (*refuse_double_backward("gather_bias", [total], [bias]), None, None, None, None)
 
 
 def _padded(rows: Tensor, largest: int) -> Tensor:
