@@ -101,6 +101,11 @@ def biased_attention(
         ValueError, TypeError: as ``biased_attention: what must hold, but got <value>``.
     """
     if layout == "heads_last":
+        for name, t in (("query", query), ("key", key), ("value", value)):
+            if t.dim() < 3:
+                raise ValueError(
+                    f"biased_attention: {name} must have at least 3 dimensions, [*, S, H, D], but got {shape_of(t)}"
+                )
         query, key, value = query.transpose(-2, -3), key.transpose(-2, -3), value.transpose(-2, -3)
     check_query("biased_attention", ("query", "key", "value"), query, key, value)
     sizes = (*query.shape[:-1], key.shape[-2])

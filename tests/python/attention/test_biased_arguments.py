@@ -112,6 +112,7 @@ def good() -> dict[str, Any]:
             ValueError,
             r"query must have at least 3 dimensions, \[\*, H, S, D\], but got \[7, 8\]",
         ),
+        ({"query": torch.randn(7), "layout": "heads_last"}, ValueError, r"dimensions, \[\*, S, H, D\], but got \[7\]"),
         ({"query": torch.zeros(2, 5, 3, 7, 8, dtype=torch.int32)}, TypeError, "query must be float32"),
         (
             {"key": torch.randn(2, 5, 3, 7, 8).half()},
