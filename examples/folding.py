@@ -109,7 +109,7 @@ def train_model(name: str, train: list[Chain], test: list[Chain], options: argpa
         if (step + 1) % max(options.steps // 12, 1) == 0 or step + 1 == options.steps:
             errors.append(error(model, implementation, held_out, options.device))
             at.append(step + 1)
-    example = crop([max(test, key=lambda c: len(c.kinds))], 1, *sizes[1:], torch.Generator().manual_seed(7))
+    example = crop(test[:1], 1, *sizes[1:], torch.Generator().manual_seed(7))
     with torch.no_grad():
         found = expected(model(example.to(options.device), ATTENTIONS[implementation]))[0].cpu()
     n = int(example.there.sum())
@@ -120,6 +120,7 @@ def train_model(name: str, train: list[Chain], test: list[Chain], options: argpa
         "at": at,
         "step_seconds": statistics.median(seconds),
         "example": {
+            "asked": example.pairs[0, :n, :n].tolist(),
             "true": ((example.distances[0, :n, :n] + 0.5) * WIDTH).tolist(),
             "given": (example.given[0, :n, :n] != BINS).tolist(),
             "found": found[:n, :n].tolist(),
@@ -152,7 +153,8 @@ def draw(reports: list[Report], path: Path) -> None:
     errors.legend()
     example = reports[0]["example"]
     true, told = torch.tensor(example["true"]), torch.tensor(example["given"])
-    shown = (torch.where(told, true, torch.nan), true, torch.tensor(example["found"]))
+    found = torch.where(torch.tensor(example["asked"]), torch.tensor(example["found"]), torch.nan)
+    shown = (torch.where(told, true, torch.nan), true, found)
     for axes, values, title in zip(maps, shown, ("that are given", "as they are", "as predicted"), strict=True):
         image = axes.imshow(values.tolist(), cmap="viridis", vmin=0, vmax=float(true.max()))
         axes.set(title=f"Distances {title}", xlabel="residue", ylabel="residue")
