@@ -26,10 +26,9 @@ def openfold3_attention(
     query: Tensor, key: Tensor, value: Tensor, biases: list[Tensor], use_high_precision: bool = False
 ) -> Tensor:
     dtype = query.dtype
-    if use_high_precision and dtype.itemsize < 4:
-        query, key, value = query.float(), key.float(), value.float()
+    wide = torch.float32 if use_high_precision and dtype.itemsize < 4 else dtype
     with _without_autocast(query):
-        return biased_attention(query, key, value, biases, scale=1.0).to(dtype)
+        return biased_attention(query.to(wide), key.to(wide), value.to(wide), biases, scale=1.0).to(dtype)
 
 
 def low_memory_attention(
