@@ -20,8 +20,8 @@ PYTHON_ROOMS = {
     "ground": ("_arguments", "_eager", "_environment", "_load", "_sharding", "_transforms", "utils"),
     "language": ("_tracing", "_score_mod_torch", "score_mod"),
     "functions": (
-        *("_attention", "_calls", "_chunks", "_flops", "_loss_chunks", "_options", "attention", "block_mask"),
-        *("compile", "distillation", "functional", "modules", "nested", "reference"),
+        *("_attention", "_bias", "_calls", "_chunks", "_flops", "_loss_chunks", "_options", "attention", "block_mask"),
+        *("compile", "distillation", "folding", "functional", "modules", "nested", "pair_bias", "reference"),
     ),
     "processes": ("distributed",),
     "package": ("",),

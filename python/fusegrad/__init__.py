@@ -25,8 +25,10 @@ if with_torch:
     from .compile import compile_flex
     from .distillation import JSDAux, JSDAuxOutput, jsd, kl_div, linear_jsd
     from .distributed import ContextParallel, VocabParallel
+    from .folding import biased_attention, triangle_attention
     from .functional import Aux, AuxOutput, LogProb, cross_entropy, linear_cross_entropy, linear_log_prob
     from .modules import CrossEntropyLoss, JSDLoss, LinearCrossEntropyLoss, LinearJSDLoss
+    from .pair_bias import attention_pair_bias
     from .score_mod import ScoreMod, TraceError, explain, trace_mask_mod, trace_score_mod
 
     _flops.register()
@@ -54,6 +56,8 @@ __all__ = [
     "TraceError",
     "VocabParallel",
     "__version__",
+    "attention_pair_bias",
+    "biased_attention",
     "build_info",
     "check_targets_enabled",
     "compile_flex",
@@ -69,6 +73,7 @@ __all__ = [
     "set_check_targets",
     "trace_mask_mod",
     "trace_score_mod",
+    "triangle_attention",
     "utils",
     "varlen_mask",
 ]

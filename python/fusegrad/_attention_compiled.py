@@ -12,8 +12,9 @@ import torch._dynamo
 from torch import Tensor
 
 from ._attention_transforms import attend
+from ._bias_texts import Pattern, Read, text_of
 
-__all__ = ["attend_within", "within_transforms"]
+__all__ = ["attend_within", "bias_text_within", "within_transforms"]
 
 
 @torch._dynamo.allow_in_graph
@@ -26,3 +27,9 @@ def attend_within(*arguments: Any) -> tuple[Tensor, Tensor]:
 def within_transforms() -> bool:
     """Whether torch.func is at work where the compiler traces: it enters its levels as it goes."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@torch._dynamo.assume_constant_result
+def bias_text_within(reads: tuple, softcap: bool, masked: str) -> str:
+    """The text of attention with biases, which depends on nothing that a compiled program may change."""
+    return text_of(Pattern(tuple(Read(*read) for read in reads), softcap, masked))

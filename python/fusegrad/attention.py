@@ -30,6 +30,7 @@ _ANY_LENGTH = 1 << 30
 _SLICED = getattr(torch.nn.attention.flex_attention, "_sliced_mask_mod_error", None)
 
 _Mod = tuple[str, list[Tensor], list[float], list[int]]
+_Mask = tuple[_Mod, list[Tensor], list[int]]
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -265,8 +266,7 @@ def flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
             return_aux=return_aux, inplace=inplace, deterministic=deterministic, dropout_p=dropout_p,
         )  # fmt: skip
-    transformed = not torch.compiler.is_compiling() and is_transformed((query, key, value))
-    if transformed and context_parallel is not None:
+    if context_parallel is not None and not torch.compiler.is_compiling() and is_transformed((query, key, value)):
         raise NotImplementedError(
             "flex_attention: context_parallel must not come with forward mode and torch.func transforms, but does"
         )
@@ -276,30 +276,60 @@ def flex_attention(
             max_scores=return_aux is not None and return_aux.max_scores, deterministic=deterministic,
             dropout_p=dropout_p,
         )  # fmt: skip
-        return _returned(out, lse, max_scores, return_lse, return_aux)
+        return returned(out, lse, max_scores, return_lse, return_aux)
     score = _arguments(score_mod, "score_mod", query.device)
-    if score[0] and query.is_cuda and not torch.compiler.is_compiling():
+    mask_mod, kv_blocks, block_size = _mask_arguments(block_mask, query, key)
+    maxima = return_aux is not None and return_aux.max_scores
+    out, lse, max_scores = attend_traced(
+        query, key, value, score, (mask_mod, kv_blocks, block_size), scale, enable_gqa, inplace=inplace,
+        deterministic=deterministic, maxima=maxima, dropout_p=dropout_p,
+    )  # fmt: skip
+    return returned(out, lse, max_scores, return_lse, return_aux)
+
+
+NO_MASK: _Mask = (("", [], [], []), [], [])
+
+
+def attend_traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: _Mod,
+    mask: _Mask = NO_MASK,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    inplace: bool = False,
+    deterministic: bool | None = None,
+    maxima: bool = False,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The op with functions that are texts already, whichever way PyTorch's transforms and compiler want it: out, lse,
+    and the maxima if asked for."""
+    mask_mod, kv_blocks, block_size = mask
+    compiling = torch.compiler.is_compiling()
+    if score[0] and query.is_cuda and not compiling:
         wants = tuple(b.requires_grad for b in score[1])
         training = torch.is_grad_enabled() and (any(wants) or any(t.requires_grad for t in (query, key, value)))
         check_kernel_size(score[0], wants if training else None)
-    mask_mod, kv_blocks, block_size = _mask_arguments(block_mask, query, key)
     if is_dtensor(*score[1], *mask_mod[1]):
         raise TypeError(
             "flex_attention: a captured tensor must not be a DTensor where query is a plain tensor, but got one: give "
             "query, key and value as DTensors, or context_parallel, or capture to_local()"
         )
     attend = transforms.attend
-    if torch.compiler.is_compiling():
+    if compiling:
         from ._attention_compiled import attend_within, within_transforms
 
         attend, transformed = attend_within, within_transforms()
-    if transformed or (not torch.compiler.is_compiling() and is_transformed((*score[1], *mask_mod[1], *kv_blocks))):
-        maxima = return_aux is not None and return_aux.max_scores
+    else:
+        transformed = is_transformed((query, key, value, *score[1], *mask_mod[1], *kv_blocks))
+    if transformed:
         out, lse = attend(
             query, key, value, score, mask_mod, kv_blocks, block_size, scale, enable_gqa, deterministic, maxima,
             dropout_p,
         )  # fmt: skip
-        return _returned(out, lse, None, return_lse, return_aux)
+        return out, lse, None
     out, lse, max_scores = torch.ops.fusegrad.flex_attention(
         query,
         key,
@@ -312,13 +342,13 @@ def flex_attention(
         enable_gqa,
         inplace,
         deterministic,
-        int(return_aux is not None and return_aux.max_scores),
+        int(maxima),
         dropout_p,
     )
-    return _returned(out, lse, max_scores, return_lse, return_aux)
+    return out, lse, max_scores
 
 
-def _returned(
+def returned(
     out: Tensor, lse: Tensor, max_scores: Tensor | None, return_lse: bool, return_aux: AuxRequest | None
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     if return_aux is not None:

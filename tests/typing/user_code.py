@@ -89,6 +89,12 @@ def integrations(model: Model, x: Tensor, y: Tensor) -> None:
     assert_type(loss(x, y, 7), Tensor)
 
 
+def folding(x: Tensor, y: Tensor) -> None:
+    assert_type(fusegrad.biased_attention(x, x, x, [y], scale=1, empty_rows="mean"), Tensor)
+    assert_type(fusegrad.triangle_attention(x, x, x, y, kv_lengths=y), Tensor)
+    assert_type(fusegrad.triangle_attention(x, x, x, y, return_aux=True), tuple[Tensor, Tensor, Tensor])
+
+
 def rest() -> None:
     fusegrad.set_check_targets(True)
     assert_type(fusegrad.check_targets_enabled(), bool)

@@ -8,10 +8,11 @@ import torch
 
 from .. import _sharding
 from .._eager import eager_only
+from .row_biases import gather_bias, whole_bias
 from .sequence import ContextParallel
 from .shards import VocabParallel
 
-__all__ = ["ContextParallel", "VocabParallel"]
+__all__ = ["ContextParallel", "VocabParallel", "gather_bias", "whole_bias"]
 
 
 @eager_only

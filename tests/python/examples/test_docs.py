@@ -74,6 +74,9 @@ model, (z, velocity), (r, t) = Model(8, 8), torch.randn(2, 4, 8, 8), torch.rand(
 bias, (query, key, value) = torch.zeros(2, 8, 8), torch.randn(3, 1, 2, 8, 4)
 """,
     "docs/compatibility.md": "import torch",
+    ("docs/folding.md", 3): """
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+""",
     "docs/thunder.md": TRAINING + "model = nn.Linear(2, 2)",
     "docs/transformers.md": TRAINING
     + """
@@ -112,6 +115,8 @@ ALONE = {"docs/block_masks.md", "docs/flex_attention.md", "docs/jax.md", "docs/s
 INSTEAD = {
     "all": [('device="cuda"', 'device="cpu"'), ('"nccl"', '"gloo"')],
     # What changes a class of trainers would change it for the tests that follow in this process.
+    # What changes a package would change it for the tests that follow in this process, and would import all of it.
+    "docs/folding.md": [('folding.apply("boltz")', "folding.apply")],
     "docs/post_training.md": [("apply(GRPOTrainer)", "apply(type('Own', (GRPOTrainer,), {}))")],
     "docs/python.md": [("in_features=4096, num_classes=128256", "in_features=64, num_classes=512")],
     "docs/flex_attention.md": [(", head_size=128)", ', head_size=128, architecture="90a")')],
@@ -255,7 +260,7 @@ def test_every_block_is_looked_at() -> None:
 
 def _documented() -> Iterator[tuple[str, object, set[str]]]:
     """All that is public, with the parts that its docstring must have."""
-    from fusegrad.integrations import lazy_logits, torchtitan, vllm
+    from fusegrad.integrations import folding, lazy_logits, torchtitan, vllm
 
     public = {name: getattr(fusegrad, name) for name in fusegrad.__all__}
     public["torchtitan.LinearCrossEntropyLoss"] = torchtitan.LinearCrossEntropyLoss
@@ -265,6 +270,8 @@ def _documented() -> Iterator[tuple[str, object, set[str]]]:
         from fusegrad.integrations import transformers
 
         public |= {"transformers.apply": transformers.apply, "transformers.remove": transformers.remove}
+    public |= {"folding.apply": folding.apply, "folding.remove": folding.remove}
+    public |= {"gather_bias": fusegrad.distributed.gather_bias, "whole_bias": fusegrad.distributed.whole_bias}
     for name, value in public.items():
         if inspect.isclass(value) and not issubclass(value, (Exception, tuple)):
             yield name, value, {"Args:", "Raises:"} if "__init__" in vars(value) else set()

@@ -1,0 +1,249 @@
+"""Models of proteins: triangle attention with padded residues beside all peers, a block of Boltz's trunk with its own
+attention, cuEquivariance's and ours, and the host's time of a call.
+
+Triangle attention, forward and backward each for itself, in bfloat16 and float32; "ordered" is our deterministic
+backward. "pairs" is a whole step of Boltz's pairformer layer, its own code: `own` computes attention as the package
+does, `cuequivariance` with its flag for that, `fusegrad` after `fusegrad.integrations.folding.apply("boltz")`. Errors
+are against float64. "host" is a call so small that its time is the host's.
+
+    python benchmarks/folding.py [--device cpu] [--rows triangle] [--peers none] [--output FOLDER]
+
+Peers: `pip install cuequivariance-torch cuequivariance-ops-torch-cu13 trifast`; the trunk: `pip install --no-deps boltz
+einops`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import folding
+from harness.failure import Outcome
+from harness.memory import cuda_peak_mib
+from harness.report import print_table
+from harness.rows import argument_parser, over, peers_asked_for, run_rows, synchronize
+from harness.timing import Repeated, Timed, alternate, wall_us
+
+OP = "folding"
+BF16, FP32 = torch.bfloat16, torch.float32
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """kind: triangle, pairs (a trunk block) or host."""
+
+    kind: str
+    N: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.N} {str(self.dtype).removeprefix('torch.')} {self.sizes}"
+
+
+CUDA_ROWS = (
+    *(Row("triangle", N, dtype, (4, 32)) for dtype in (BF16, FP32) for N in (256, 512, 768, 1024)),
+    Row("triangle", 253, BF16, (4, 32)),
+    *(Row("pairs", N, BF16, (384, 128, 16)) for N in (256, 512)),
+    Row("pairs", 256, FP32, (384, 128, 16)),
+    Row("host", 8, BF16, (4, 32)),
+)
+CPU_ROWS = (
+    Row("triangle", 64, FP32, (4, 32)),
+    Row("triangle", 61, FP32, (4, 32)),
+    Row("pairs", 48, FP32, (96, 64, 8)),
+    Row("host", 2, FP32, (4, 32)),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    device: str
+    peers: Sequence[str]
+    rounds: int
+    reps: int
+
+
+def timed(works: dict[str, Callable[[], object]], result: Result, options: Options) -> None:
+    """Those that run, after a first call that may compile."""
+    steps: dict[str, Timed] = {}
+    for name, work in works.items():
+        outcome = Outcome(lambda work=work: (work(), synchronize(options.device)))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+        else:
+            steps[name] = Repeated(work)
+    times, _ = alternate(steps, None, options.device, options.rounds, options.reps)
+    result["ms"] |= {name: one.ms for name, one in times.items() if one.ms is not None}
+    result["rounds"] |= {name: one.rounds for name, one in times.items() if one.ms is not None}
+
+
+def triangle(row: Row, options: Options) -> Result:
+    given = folding.problem(row.N, *row.sizes, row.dtype)
+    result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
+    attentions = {"fusegrad": folding.ours(given)}
+    if options.device == "cuda":
+        attentions["ordered"] = folding.ours(given, deterministic=True)
+    for name in options.peers:
+        outcome = Outcome(lambda name=name: folding.PEERS[options.device][name](given))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+        else:
+            attentions[name] = outcome.value
+    right = folding.truth(given)
+    works: dict[str, Callable[[], object]] = {}
+    for name, attention in attentions.items():
+        outcome = Outcome(functools.partial(folding.errors, attention, given, right))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+            continue
+        result["errors"][name] = outcome.value
+
+        def forward(attention: folding.Triangle = attention) -> None:
+            with torch.no_grad():
+                attention(*given.leaves)
+
+        def both(attention: folding.Triangle = attention) -> None:
+            torch.autograd.grad(attention(*given.leaves), given.leaves, given.upstream)
+
+        works[f"{name} forward"] = forward
+        works[f"{name} both"] = both
+        if options.device == "cuda":
+            result["peak_mib"][name] = cuda_peak_mib(both)
+    timed(works, result, options)
+    return result
+
+
+def pairs(row: Row, options: Options) -> Result:
+    from fusegrad.integrations.folding import apply, remove
+
+    block = folding.trunk(row.N, *row.sizes, low=row.dtype == BF16)
+    result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
+
+    def with_ours(function: Callable[[], Any]) -> Any:
+        apply("boltz")
+        try:
+            return function()
+        finally:
+            remove("boltz")
+
+    ways: dict[str, Callable[[Callable[..., Any]], Any]] = {"own": lambda function: function()}
+    if "cuequivariance" in options.peers:
+        ways["cuequivariance"] = lambda function: function(use_cuequiv_attn=True)
+    ways["fusegrad"] = with_ours
+    exact = folding.trunk(row.N, *row.sizes, low=False).gradient() if row.dtype == BF16 else block.gradient()
+    works: dict[str, Callable[[], object]] = {}
+    for name, way in ways.items():
+        outcome = Outcome(lambda way=way: way(block.gradient))
+        if outcome.failure:
+            result["failures"][name] = outcome.failure
+            continue
+        # Of the weight of a triangle's bias, against the package's own in float32.
+        result["errors"][name] = {"bias weight": float((outcome.value - exact).norm() / exact.norm())}
+        works[f"{name} step"] = functools.partial(way, block.step)
+        if options.device == "cuda":
+            result["peak_mib"][name] = cuda_peak_mib(works[f"{name} step"])
+    timed(works, result, options)
+    return result
+
+
+def host(row: Row, options: Options) -> Result:
+    import fusegrad
+
+    given = folding.problem(row.N, *row.sizes, row.dtype)
+    result: Result = {"row": row.label, "failures": {}, "ms": {}, "rounds": {}, "errors": {}, "peak_mib": {}}
+    bias, mask = given.bias[0, 0], given.mask[0, :, 0, 0]
+    q, k, v = (t[0] for t in (given.q, given.k, given.v))
+
+    def adapter() -> None:
+        """What a user writes where there is no drop-in."""
+
+        def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return torch.where(mask[b, j], score + bias[h, i, j], -1e9)
+
+        fusegrad.flex_attention(q, k, v, score_mod)
+
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("fusegrad", functools.partial(folding.ours(given), *given.leaves)),
+        ("flex_attention of a score_mod", adapter),
+    ]
+    if "cuequivariance" in options.peers and options.device == "cuda":
+        outcome = Outcome(lambda: folding.cuequivariance(given))
+        if outcome.failure:
+            result["failures"]["cuequivariance"] = outcome.failure
+        else:
+            calls.append(("cuequivariance", functools.partial(outcome.value, *given.leaves)))
+    result["host_us"] = wall_us(calls, options.device, 1000)
+    return result
+
+
+MEASURED = {"triangle": triangle, "pairs": pairs, "host": host}
+
+
+def goals(row: Row, result: Result, peers: Sequence[str]) -> list[tuple[str, bool]]:
+    found: list[tuple[str, bool]] = []
+    ms = result["ms"]
+
+    def at_most(text: str, value: float, limit: float) -> None:
+        found.append((f"{text}: {value:.2f} <= {limit:g}", value <= limit))
+
+    if row.kind == "host":
+        at_most("us of the host, forward", result["host_us"]["fusegrad"], 60)
+    if row.kind == "triangle":
+        for part in ("forward", "both"):
+            theirs = {
+                name: over(result, f"fusegrad {part}", f"{name} {part}") for name in peers if f"{name} {part}" in ms
+            }
+            if theirs:
+                name = max(theirs, key=lambda peer: theirs[peer])
+                at_most(f"{part}, times {name}'s", theirs[name], 1.0)
+        if "cuequivariance both" in ms:
+            at_most("both, times cuequivariance's", over(result, "fusegrad both", "cuequivariance both"), 1 / 2.5)
+        if "ordered both" in ms:
+            at_most("deterministic, times the default", over(result, "ordered both", "fusegrad both"), 1.1)
+    if row.kind == "pairs" and "fusegrad step" in ms and "own step" in ms:
+        at_most("step, times its own", over(result, "fusegrad step", "own step"), 1.0)
+        if result["peak_mib"]:
+            at_most("memory, times its own", result["peak_mib"]["fusegrad"] / result["peak_mib"]["own"], 0.7)
+    return found
+
+
+def show(row: Row, result: Result) -> None:
+    print(f"\n{row.label}")
+    for name, us in result.get("host_us", {}).items():
+        print(f"  {name}: {us:.1f} us")
+    lines = []
+    for name, value in result["ms"].items():
+        of, part = name.rsplit(" ", 1)
+        peak = result["peak_mib"].get(of)
+        worst = max(result["errors"][of].values()) if of in result["errors"] else float("nan")
+        shown = part != "forward"
+        lines.append([name, f"{value:.3f}", f"{peak:,.0f}" if peak and shown else "", f"{worst:.1e}" if shown else ""])
+    if lines:
+        print_table(["", "ms", "peak MiB", "largest error"], lines)
+
+
+def main() -> None:
+    parser = argument_parser("Models of proteins.", reps=5)
+    arguments = parser.parse_args()
+    device = arguments.device
+    options = Options(
+        device, peers_asked_for(parser, arguments.peers, folding.PEERS[device]), arguments.rounds, arguments.reps
+    )
+    run_rows(
+        OP,
+        arguments,
+        CUDA_ROWS if device == "cuda" else CPU_ROWS,
+        lambda row: MEASURED[row.kind](row, options),
+        lambda row, result: goals(row, result, options.peers) if device == "cuda" else [],
+        show,
+    )
+
+
+if __name__ == "__main__":
+    main()

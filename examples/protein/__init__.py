@@ -1,0 +1,1 @@
+"""What examples/folding.py is made of."""

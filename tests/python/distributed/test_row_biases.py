@@ -1,0 +1,23 @@
+"""Triangle attention whose rows are spread over 2 and 3 processes, by gloo on the CPU, and by NCCL where there are as
+many GPUs: the cases of row_biases_worker.py, which all run in one start of the processes."""
+
+import pytest
+import torch.distributed as dist
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("torch without gloo", allow_module_level=True)
+
+import processes
+from row_biases_worker import CASES, WORLDS, runs
+from support import SUPPORT
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> processes.Outcomes:
+    folder = tmp_path_factory.mktemp("processes")
+    return processes.start(SUPPORT / "row_biases_worker.py", request.param, max(WORLDS), folder)
+
+
+@pytest.mark.parametrize("name, world", [(name, world) for name in CASES for world in WORLDS if runs(name, world)])
+def test_row_biases(outcomes: processes.Outcomes, name: str, world: int) -> None:
+    processes.check(outcomes, name, world)
