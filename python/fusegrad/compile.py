@@ -24,6 +24,7 @@ _MOST_HEAD = 256
 # other sizes find their kernels among those of these, or compile one more.
 _BATCHES = ((2, 64), (8, 16), (64, 16), (512, 16))  # and heads
 _LENGTHS = (256, 512, 768, 1024, 3000, 4096, 8192)
+_MOST_PAIRS = 1 << 33  # more are few calls, and deterministic sums in fixed point may be refused
 _FEW_QUERIES = ((1, 4096), (16, 8192), (32, 8192), (256, 8192))  # of one batch and head
 
 # Multiprocessors of the largest GPU of an architecture, where that is not the device's own.
@@ -47,7 +48,8 @@ def _shapes(
     """Batch, heads of queries and of keys, lengths of calls: as they are told, else several."""
     both = {(batch or b, heads or (h, h)) for b, h in _BATCHES}
     all_lengths = tuple((n, n) for n in _LENGTHS) if lengths is None else (lengths,)
-    shapes = [(b, h, n) for (b, h), n in itertools.product(both, all_lengths)]
+    every = [(b, h, n) for (b, h), n in itertools.product(both, all_lengths)]
+    shapes = [(b, h, (m, n)) for b, h, (m, n) in every if b * h[0] * m * n <= _MOST_PAIRS] or every
     for buffer in () if mod is None or mod.text == "" else mod.buffers:
         # A buffer with an element for each pair says what the lengths are, and perhaps heads and batch.
         if buffer.dim() < 2 or min(buffer.shape) < 1:

@@ -119,7 +119,6 @@ INSTEAD = {
     "docs/folding.md": [('folding.apply("boltz")', "folding.apply")],
     "docs/post_training.md": [("apply(GRPOTrainer)", "apply(type('Own', (GRPOTrainer,), {}))")],
     "docs/python.md": [("in_features=4096, num_classes=128256", "in_features=64, num_classes=512")],
-    "docs/flex_attention.md": [(", head_size=128)", ', head_size=128, architecture="90a")')],
 }
 NEEDS_CUDA = {"docs/jit.md", "docs/flex_attention.md"}  # NVRTC, for sm_90a: no GPU
 
