@@ -336,13 +336,14 @@ def goals(gpu: dict[str, Document]) -> str:
     return table(["run", "goals met", "missed"], rows)
 
 
-def on_the_host(gpu: dict[str, Document]) -> str:
-    """What a call takes the host, forward and backward, beside eager PyTorch."""
-    times = []
-    for op in ("cross_entropy", "linear_cross_entropy", "jsd", "linear_jsd"):
-        ours, theirs = (gpu[op]["launch"]["comparisons"][0][f"{whose}_us"] for whose in ("ours", "theirs"))
-        times.append(f"`{op}` {number(ours)} µs ({number(theirs)})")
-    return ", ".join(times)
+def on_the_host(document: Document) -> str:
+    """What known calls take the host, beside PyTorch's in the same process."""
+    rows = []
+    for case in document["cases"]:
+        name, _, peer = case["name"].rpartition(", ")
+        us = case["us"]
+        rows.append((name, number(us["fusegrad"]), f"{peer} {number(us['peer'])}", f"{case['ratio']:.2f}"))
+    return table(["call", "**µs**", "beside", "ratio"], rows)
 
 
 def runs(gpu: dict[str, Document], host: dict[str, Document]) -> str:
@@ -358,10 +359,8 @@ One NVIDIA H200 where nothing else is said, bfloat16, {versions}. MiB are the pe
 inputs, gradients included. A GPU's rate varies with its power and with what ran before: compare numbers of one run; a
 difference of 2% is noise. [How the numbers are taken](../benchmarks/results/README.md); `make bench` repeats them.
 
-Times are the GPU's, without what the host takes to launch the work, which shows where kernels are shorter than that. A
-forward and a backward take the host, beside eager PyTorch in brackets:
-{on_the_host};
-a forward of `flex_attention` takes it {host}.
+Times are the GPU's, without what the host takes to launch the work ([the host](#the-host)), which shows where kernels
+are shorter than that.
 
 What was tried on the way is in the [lab log](lab/README.md), how the kernels work in [design](design/README.md).
 
@@ -437,6 +436,13 @@ fastest. A vocabulary over several GPUs: [distributed.md](distributed.md#what-is
 
 {steps}
 
+## The host
+
+Wall-clock time of known calls on small inputs, ours and PyTorch's in turns in one process; on the GPU until the call is
+enqueued. `python benchmarks/host_time.py` repeats it.
+
+{on_the_host}
+
 ## CPU
 
 Two cores of an AMD EPYC with AVX2, float32 where nothing else is said.
@@ -458,7 +464,7 @@ def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
     return PAGE(
         versions=", ".join(f"{name} {found[key]}" for key, name in names.items()),
         summary=summary(gpu),
-        on_the_host=on_the_host(gpu),
+        on_the_host=on_the_host(gpu["host_time"]),
         losses=losses(gpu),
         linear_cross_entropy=linear_cross_entropy(gpu["linear_cross_entropy"]),
         attention=attention(gpu["flex_attention"]),
@@ -472,7 +478,6 @@ def page(gpu: dict[str, Document], host: dict[str, Document]) -> str:
         captured=captured(gpu["flex_attention"]),
         first=took[0],
         disk=took[1],
-        host=took[2],
         steps=steps(gpu["train_step"]),
         cpu=cpu(host),
         goals=goals(gpu),
