@@ -12,7 +12,7 @@ __all__ = ["MASKED", "Pattern", "Read", "text_of"]
 MASKED = "-1e+09"
 """The score of a masked pair where a row without keys gives the mean of the values."""
 
-_KINDS = {"bias": "f", "mask": "bool", "lengths": "i64"}
+_KINDS = {"bias": _language.FLOAT, "mask": _language.BOOL, "lengths": _language.INT}
 
 
 class Read(NamedTuple):
@@ -40,40 +40,31 @@ class Pattern(NamedTuple):
 def text_of(pattern: Pattern) -> str:
     """A score_mod that adds all biases to the score, in their order, caps the sum, and masks."""
     reads, softcap, masked = pattern
-    lines: list[str] = []
-    known: dict[str, str] = {}
-
-    def value(instruction: str) -> str:
-        if instruction not in known:
-            known[instruction] = f"%{len(known)}"
-            lines.append(f"{known[instruction]} = {instruction}")
-        return known[instruction]
-
-    def index(of: str | tuple[int, int]) -> str:
-        if isinstance(of, str):
-            return of
-        divisor, modulus = of
-        batch = "b" if divisor < 0 else value(f"floor_div b ${divisor}")
-        return batch if modulus < 0 else value(f"mod {batch} ${modulus}")
-
+    g = _language.graph("score_mod")
+    batch, key = g.input("b"), g.input("kv_idx")
     numbers = [n for read in reads for i in read.indices if not isinstance(i, str) for n in i]
-    whole = max(numbers, default=-1) + 1
-    loads = [value(" ".join(["load", f"@{i}", *map(index, read.indices)])) for i, read in enumerate(reads)]
-    score = "score"
+    scalars = [g.add_scalar(_language.INT) for _ in range(max(numbers, default=-1) + 1)]
+
+    def index(of: str | tuple[int, int]) -> int:
+        if isinstance(of, str):
+            return g.constant(0) if of == "0" else g.input(of)
+        divisor, modulus = of
+        part = batch if divisor < 0 else g.apply("floor_div", batch, g.scalar(scalars[divisor]))
+        return part if modulus < 0 else g.apply("mod", part, g.scalar(scalars[modulus]))
+
+    loads = []
+    for read in reads:
+        buffer = g.add_buffer(_KINDS[read.kind], len(read.indices))
+        loads.append(g.load(buffer, [index(i) for i in read.indices]))
+    score = g.input("score")
     for read, load in zip(reads, loads, strict=True):
         if read.kind == "bias":
-            score = value(f"add {score} {load}")
+            score = g.apply("add", score, load)
     if softcap:
-        cap = f"${whole}"
-        tanh = value(f"tanh {value(f'div {score} {cap}')}")
-        score = value(f"mul {tanh} {cap}")
+        cap = g.scalar(g.add_scalar(_language.FLOAT))
+        score = g.apply("mul", g.apply("tanh", g.apply("div", score, cap)), cap)
     for read, load in zip(reads, loads, strict=True):
         if read.kind != "bias":
-            there = load if read.kind == "mask" else value(f"lt kv_idx {load}")
-            score = value(f"where {there} {score} {masked}")
-    declared = [f"buffer @{i} {_KINDS[read.kind]} {len(read.indices)}" for i, read in enumerate(reads)]
-    declared += [f"scalar ${i} i64" for i in range(whole)]
-    if softcap:
-        declared.append(f"scalar ${whole} f")
-    text = "\n".join(["score_mod 1", *declared, *lines, f"return {score}", ""])
-    return _language.canonical(text).replace("\n", ";")
+            there = load if read.kind == "mask" else g.apply("lt", key, load)
+            score = g.apply("where", there, score, g.constant(float(masked)))
+    return g.text(score, True).replace("\n", ";")
