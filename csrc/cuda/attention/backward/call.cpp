@@ -1,13 +1,10 @@
 // The plan of a backward: the values of rows, sums of buffers' gradients over batches, dQ by itself, the kernel by
 // keys, and what rounds and merges sums.
 #include <algorithm>
-#include <atomic>
 
-#include "common/error.h"
 #include "cuda/attention/backward/backward.h"
 #include "cuda/attention/backward/prepare.h"
 #include "cuda/attention/captured/convert.h"
-#include "cuda/attention/captured/copy_rows.h"
 #include "cuda/attention/captured/sums.h"
 #include "cuda/attention/forward/few_queries.h"
 #include "cuda/attention/forward/merge.h"
@@ -64,12 +61,7 @@ struct GradientPlace {
     return {r.at(rows), gradient.dtype, gradient.sizes, aligned_strides(gradient.sizes, gradient.dtype)};
   }
   void copy(const Now& r, const TensorView& gradient) const {
-    const TensorView from = view(r, gradient);
-    FlexRowsCopy copy{from.data, gradient.data, 4, {}, {}, {}};
-    std::copy(gradient.sizes.begin(), gradient.sizes.end(), copy.sizes.begin());
-    std::copy(from.strides.begin(), from.strides.end(), copy.from_strides.begin());
-    std::copy(gradient.strides.begin(), gradient.strides.end(), copy.to_strides.begin());
-    flex_copy_from_rows(copy, element_bytes(gradient.dtype), r.stream());
+    flex_copy_from_rows(rows_copy(view(r, gradient), gradient), element_bytes(gradient.dtype), r.stream());
   }
 };
 

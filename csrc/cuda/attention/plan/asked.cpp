@@ -24,6 +24,13 @@ AskedMod asked_of(const CapturedMod& mod) {
   return asked;
 }
 
+// The scalars that a backward's plan depends on: numbers of batches in a group are integers.
+std::vector<Value> integers_of(const CapturedMod& mod) {
+  std::vector<Value> integers;
+  for (const Value& x : mod.scalars) integers.push_back(x.type == score_mod::Type::kFloat ? Value{} : x);
+  return integers;
+}
+
 // What all directions have in common.
 Asked asked_of(FlexDirection direction, const FlexArguments& of) {
   Asked asked;
@@ -112,8 +119,7 @@ Asked asked_of(const FlexBackwardCall& call) {
   Asked asked = asked_of(FlexDirection::kBackward, call.of);
   add_operands(asked, call.of);
   add_operand(asked, kGradOut, call.grad_out);
-  for (const Value& x : call.of.score_mod.scalars)
-    asked.score_mod.scalars.push_back(x.type == score_mod::Type::kFloat ? Value{} : x);
+  asked.score_mod.scalars = integers_of(call.of.score_mod);
   asked.needs_grad = {call.needs_query, call.needs_key, call.needs_value};
   asked.needs_grad.insert(asked.needs_grad.end(), call.needs_buffers.begin(), call.needs_buffers.end());
   asked.aligned_gradients = {has_aligned_rows(call.query), has_aligned_rows(call.key), has_aligned_rows(call.value)};
@@ -132,8 +138,7 @@ Asked backward_after(const Asked& forward, const FlexForwardCall& call) {
   asked.direction = FlexDirection::kBackward;
   asked.max_scores = asked.out_low = false;
   asked.there[kGradOut] = asked.aligned[kGradOut] = true;
-  for (const Value& x : call.of.score_mod.scalars)
-    asked.score_mod.scalars.push_back(x.type == score_mod::Type::kFloat ? Value{} : x);
+  asked.score_mod.scalars = integers_of(call.of.score_mod);
   asked.needs_grad = call.needs_grad;
   asked.aligned_gradients = {asked.aligned[kQuery], asked.aligned[kKey], asked.aligned[kValue]};
   for (const AskedBuffer& b : asked.score_mod.buffers) asked.gradient_dtypes.push_back(b.dtype);

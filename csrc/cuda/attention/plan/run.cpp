@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "cuda/attention/captured/convert.h"
-#include "cuda/attention/captured/copy_rows.h"
 #include "cuda/attention/plan/program.h"
 #include "cuda/attention/plan/steps.h"
 #include "score_mod/render_cuda.h"
@@ -54,6 +53,14 @@ TensorView columns_of(const TensorView& t, int64_t first, int64_t count) {
   return part;
 }
 
+FlexRowsCopy rows_copy(const TensorView& from, const TensorView& to) {
+  FlexRowsCopy copy{from.data, to.data, 4, {}, {}, {}};
+  std::copy(from.sizes.begin(), from.sizes.end(), copy.sizes.begin());
+  std::copy(from.strides.begin(), from.strides.end(), copy.from_strides.begin());
+  std::copy(to.strides.begin(), to.strides.end(), copy.to_strides.begin());
+  return copy;
+}
+
 device::TensorMap boxes_of(const TensorView& t, int rows, int cols) {
   if (t.data == nullptr) return {};
   return encoded(t.data, box_map(t.dtype, {t.sizes, t.strides}, rows, cols));
@@ -87,12 +94,7 @@ TensorView PlanRun::operand(FlexOperand operand, const TensorView& given) const 
 }
 
 void PlanRun::copy_operand(FlexOperand which, const TensorView& given) const {
-  const TensorView to = operand(which, given);
-  FlexRowsCopy copy{given.data, to.data, 4, {}, {}, {}};
-  std::copy(given.sizes.begin(), given.sizes.end(), copy.sizes.begin());
-  std::copy(given.strides.begin(), given.strides.end(), copy.from_strides.begin());
-  std::copy(to.strides.begin(), to.strides.end(), copy.to_strides.begin());
-  flex_copy_into_rows(copy, element_bytes(given.dtype), stream_);
+  flex_copy_into_rows(rows_copy(given, operand(which, given)), element_bytes(given.dtype), stream_);
 }
 
 void PlanRun::copy_buffer(size_t i) const {

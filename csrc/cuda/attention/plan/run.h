@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/attention/captured/copy_rows.h"
 #include "cuda/attention/mask/tile_lists.h"
 #include "cuda/attention/plan/call_plan.h"
 #include "cuda/attention/tangents/arguments.cuh"
@@ -21,6 +22,8 @@ device::FlexTensor tensor_of(const TensorView& t);
 device::FlexDropout dropout_of(const FlexArguments& call);
 /// Columns [first, first + count) of the last dimension.
 TensorView columns_of(const TensorView& t, int64_t first, int64_t count);
+/// The copy of a tensor to one of its sizes, for flex_copy_into_rows or flex_copy_from_rows.
+FlexRowsCopy rows_copy(const TensorView& from, const TensorView& to);
 /// A tensor map of boxes of `rows` rows and `cols` columns; empty where there is no tensor.
 device::TensorMap boxes_of(const TensorView& t, int rows, int cols = 64);
 device::TensorMap rows_map(const void* rows, int64_t count, int box);
