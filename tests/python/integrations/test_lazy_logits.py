@@ -189,6 +189,20 @@ def test_what_comes_after_a_loss_raises() -> None:
     assert logits.grad is None
 
 
+@pytest.mark.parametrize("name", ["register_hook", "register_prehook"])
+def test_hooks_of_a_node(name: str) -> None:
+    """Of computed logits they see the gradient; of others they would see none."""
+    logits = lazy_linear(*leaves())
+    with pytest.raises(NotImplementedError, match=rf"^LazyLogits: grad_fn\.{name} must be called of computed logits"):
+        getattr(logits.grad_fn, name)(lambda *_: None)
+    assert F.cross_entropy(logits.view(10, V), TARGET).isfinite()
+    logits, seen = lazy_linear(*leaves()), []
+    computed = logits.materialize()
+    getattr(computed.grad_fn, name)(lambda *grads: seen.append(grads))
+    F.cross_entropy(computed.view(10, V), TARGET).backward()
+    assert len(seen) == 1
+
+
 def test_a_function_that_got_a_copy_before_a_hook_raises() -> None:
     logits = lazy_linear(*leaves())
     taken = scaled(lambda x: x * 1)(logits * 1)
