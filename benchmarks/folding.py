@@ -50,14 +50,15 @@ class Row:
 
 
 CUDA_ROWS = (
-    *(Row("triangle", N, dtype, (4, 32)) for dtype in (BF16, FP32) for N in (256, 512, 768, 1024)),
-    Row("triangle", 253, BF16, (4, 32)),
-    *(Row("msa", 256, dtype, (512, 8, 32)) for dtype in (BF16, FP32)),
-    *(Row("tokens", N, dtype, (1, 16, 24, 128)) for dtype in (BF16, FP32) for N in (384, 768)),
-    *(Row("tokens", 384, dtype, (48, 16, 48, 128)) for dtype in (BF16, FP32)),
+    *(Row("triangle", N, BF16, (4, 32)) for N in (256, 512, 768, 1024)),
+    Row("host", 8, BF16, (4, 32)),
     *(Row("pairs", N, BF16, (384, 128, 16)) for N in (256, 512)),
     Row("pairs", 256, FP32, (384, 128, 16)),
-    Row("host", 8, BF16, (4, 32)),
+    *(Row("tokens", N, dtype, (1, 16, 24, 128)) for dtype in (BF16, FP32) for N in (384, 768)),
+    *(Row("tokens", 384, dtype, (48, 16, 48, 128)) for dtype in (BF16, FP32)),
+    *(Row("msa", 256, dtype, (512, 8, 32)) for dtype in (BF16, FP32)),
+    *(Row("triangle", N, FP32, (4, 32)) for N in (256, 512, 768, 1024)),
+    Row("triangle", 253, BF16, (4, 32)),
 )
 CPU_ROWS = (
     Row("triangle", 64, FP32, (4, 32)),
