@@ -76,8 +76,8 @@ def test_logits_with_a_cache(name: str, cache: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="transformers offloads from a GPU, and compiles there alone")
 @pytest.mark.parametrize("cache", ["static", "offloaded_static", "offloaded"])
 def test_caches_on_a_gpu(cache: str) -> None:
-    """Of which the static one compiles each token's graph, and records it. Recorded graphs over offloaded layers end the
-    process with any attention."""
+    """The static one compiles each token's graph and records it. With offloaded layers that ends the process, whatever
+    attention computes."""
     plain, ours, inputs = pair("LlamaForCausalLM")
     ids = {"input_ids": inputs["input_ids"].cuda()}
     expected = sweep.generate(plain.cuda(), ids, cache_implementation="static", disable_compile=True)
