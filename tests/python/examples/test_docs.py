@@ -179,7 +179,7 @@ def _with_python() -> Iterator[str]:
     return (_name(page) for page in PAGES if blocks(page, "python"))
 
 
-@pytest.mark.parametrize("page", _with_python())
+@pytest.mark.parametrize("page", list(_with_python()))
 def test_python_blocks(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = {"docs/jax.md": "jax", "docs/thunder.md": "thunder", "docs/transformers.md": "transformers"}.get(page)
     if first == "thunder" and not hasattr(torch.Tensor, "align_as"):
