@@ -1,5 +1,6 @@
 // What a kernel of flex attention is compiled for, at its smallest, with what a program renders of a score_mod and a
 // mask_mod. For NVRTC too.
+#include "cuda/attention/captured/scheme.cuh"
 #include "cuda/device/hopper.cuh"
 #include "cuda/device/score_mod.cuh"
 using namespace fusegrad::device;
@@ -111,7 +112,7 @@ struct Config {
   using Tangent = ScaleTangent;
   static constexpr bool kQueryTangent = true, kKeyTangent = true, kValueTangent = true;
   struct Schemes {
-    static constexpr char kScheme[] = {'A', 0};
+    static constexpr Scheme kScheme[] = {Scheme::kInvariant, {}};
     static constexpr int kTable[] = {0, 0};
   };
   static constexpr int kHead = 16, kValue = 16, kRows = 32, kCols = 32, kWarps = 2, kShare = 1, kStages = 1,
@@ -123,6 +124,14 @@ struct Config {
   static constexpr int kColumns[] = {0};
   static constexpr bool kBoxes = false, kKeeps = false, kStoresQuery = false, kMaxGradient = true, kFixedPoint = false,
                         kPartialSums = true, kGrouped = true;
+};
+template <Scheme kOne>
+struct SchemeConfig : Config {
+  struct Schemes {
+    static constexpr Scheme kScheme[] = {kOne, {}};
+    static constexpr int kTable[] = {64, 0};
+  };
+  static constexpr bool kPartialSums = false;
 };
 struct GradBuffersConfig : Config {
   static constexpr bool kBlocks = false, kMixed = false, kDropout = false, kMaxGradient = false;

@@ -65,29 +65,29 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& c, auto&) { c.score_mod.small_scalars = false; },
       [](auto& c, auto&) { c.mask_mod.small_buffers = false; },
       [](auto& c, auto&) { c.mask_mod.small_scalars = false; },
-      [](auto&, auto& f) { f.tile.family = FlexFamily::kPortable; },
+      [](auto&, auto& f) { f.tile.own = PortableTile{}; },
       [](auto&, auto& f) { f.tile.rows += 16; },
       [](auto&, auto& f) { f.tile.cols += 16; },
       [](auto&, auto& f) { f.tile.stages += 1; },
-      [](auto&, auto& f) { f.tile.query_stages += 1; },
-      [](auto&, auto& f) { f.tile.parts += 1; },
+      [](auto&, auto& f) { f.tile.hopper().query_stages += 1; },
+      [](auto&, auto& f) { f.tile.hopper().parts += 1; },
       [](auto&, auto& f) { f.tile.boxes = true; },
-      [](auto&, auto& f) { f.tile.read_stages += 1; },
-      [](auto&, auto& f) { f.tile.maps += 1; },
+      [](auto&, auto& f) { f.tile.hopper().read_stages += 1; },
+      [](auto&, auto& f) { f.tile.hopper().maps += 1; },
       [](auto&, auto& f) { f.head += 64; },
       [](auto&, auto& f) { f.value += 64; },
       [](auto&, auto& f) { f.groups += 1; },
   };
   const std::vector<Change> forward{
-      [](auto&, auto& f) { f.tile.line_bytes = 4096; }, [](auto&, auto& f) { f.key_splits = true; },
-      [](auto& c, auto&) { c.unscaled = !c.unscaled; }, [](auto& c, auto&) { c.max_scores = true; },
+      [](auto&, auto& f) { f.tile.hopper().line_bytes = 4096; },
+      [](auto&, auto& f) { f.key_splits = true; },
+      [](auto& c, auto&) { c.unscaled = !c.unscaled; },
+      [](auto& c, auto&) { c.max_scores = true; },
       [](auto& c, auto&) { c.out_low = true; },
   };
   const std::vector<Change> backward{
-      [](auto&, auto& f) { f.tile.share = 2; },
-      [](auto&, auto& f) { f.tile.key_stages += 1; },
-      [](auto&, auto& f) { f.tile.keeps = true; },
-      [](auto&, auto& f) { f.tile.own_places = true; },
+      [](auto&, auto& f) { f.tile.hopper().key_stages += 1; },
+      [](auto&, auto& f) { f.tile.hopper().own_places = true; },
       [](auto&, auto& f) { f.warps += 4; },
       [](auto&, auto& f) { f.keys_shared = true; },
       [](auto&, auto& f) { f.narrow = true; },
@@ -96,7 +96,7 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto&, auto& f) { f.ordered = !f.ordered; },
       [](auto&, auto& f) { f.whole = !f.whole; },
       [](auto&, auto& f) { f.stores_first = !f.stores_first; },
-      [](auto&, auto& f) { f.schemes = "A"; },
+      [](auto&, auto& f) { f.schemes = {device::Scheme::kInvariant}; },
       [](auto&, auto& f) { f.tables = {64}; },
       [](auto& c, auto&) { c.grad_key = false; },
       [](auto& c, auto&) { c.grad_value = false; },
@@ -105,19 +105,26 @@ TEST(KernelSpec, HasEachFactInItsKey) {
       [](auto& c, auto&) { c.partial_sums = true; },
       [](auto& c, auto&) { c.wants_grad = {true}; },
   };
-  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
-    const KernelSpec spec = plan_kernel(make_case(kernel, 128), "90a");
+  const std::vector<Change> portable_backward{
+      [](auto&, auto& f) { f.tile.portable().share += 1; },
+      [](auto&, auto& f) { f.tile.portable().gradient_stages += 1; },
+      [](auto&, auto& f) { f.tile.portable().keeps = true; },
+  };
+  const auto expect_keys = [](const KernelSpec& spec, const std::vector<Change>& changes) {
     EXPECT_EQ(spec.key(), KernelSpec(spec.asked(), spec.facts()).key());
-    std::vector<Change> changes = any;
-    const auto& own = kernel == FlexKernel::kForward ? forward : backward;
-    changes.insert(changes.end(), own.begin(), own.end());
     for (size_t i = 0; i < changes.size(); ++i) {
       FlexCase asked = spec.asked();
       KernelFacts facts = spec.facts();
       changes[i](asked, facts);
       EXPECT_NE(spec.key(), KernelSpec(asked, facts).key()) << "change " << i;
     }
+  };
+  for (const FlexKernel kernel : {FlexKernel::kForward, FlexKernel::kBackward}) {
+    const KernelSpec spec = plan_kernel(make_case(kernel, 128), "90a");
+    expect_keys(spec, any);
+    expect_keys(spec, kernel == FlexKernel::kForward ? forward : backward);
   }
+  expect_keys(plan_kernel(make_case(FlexKernel::kBackward, 128), "80"), portable_backward);
 }
 
 TEST(KernelSpec, IsRenderedIntoTheProgram) {
@@ -170,10 +177,11 @@ TEST(SharedMemory, RegionsFollowOneAnotherAndAreAligned) {
 TEST(SharedMemory, OfAPlanIsWhatItsLaunchGets) {
   // Forward of 128 x 128: alignment, 2 stages of keys and values of 32 KiB each, a tile of queries of 32 KiB.
   const KernelSpec spec = plan_kernel(make_case(FlexKernel::kForward, 128), "90a");
-  const FlexTileSize& t = spec.tile();
+  const FlexTile& t = spec.tile();
   EXPECT_EQ(t.rows, 128);
   EXPECT_EQ(t.cols, 128);
-  EXPECT_EQ(spec.facts().shared_bytes, 1024 + (t.query_stages + 4) * 32768 + 8 * (4 + 2 * t.query_stages + 8) + 32 + 8);
+  EXPECT_EQ(spec.facts().shared_bytes,
+            1024 + (t.hopper().query_stages + 4) * 32768 + 8 * (4 + 2 * t.hopper().query_stages + 8) + 32 + 8);
   // Portable, float32, 64 x 32 tiles: rows of 64 floats and 16 bytes.
   const KernelSpec portable = plan_kernel(make_case(FlexKernel::kForward, 64, DType::kFloat32), "80");
   EXPECT_EQ(portable.facts().shared_bytes, (64 + 32 + 32) * (64 * 4 + 16));
@@ -411,7 +419,7 @@ TEST(FewQueries, CopyKeysByTmaOnHopper) {
   FlexCase c = make_case(FlexKernel::kForward, 128);
   c.few_rows = 16;
   const KernelFacts f = plan_kernel(c, "90a").facts();
-  EXPECT_TRUE(f.tile.key_boxes);
+  EXPECT_TRUE(f.tile.key_boxes());
   EXPECT_NE(plan_kernel(c, "90a").key(), plan_kernel(c, "80").key());
   const device::FewForwardMemory m({.rows = 16,
                                     .cols = f.tile.cols,
@@ -426,8 +434,8 @@ TEST(FewQueries, CopyKeysByTmaOnHopper) {
   EXPECT_LE(m.barriers.end(), m.stages.offset);
   FlexCase floats = c;
   floats.dtype = DType::kFloat32;
-  EXPECT_FALSE(plan_kernel(floats, "90a").tile().key_boxes);
-  EXPECT_FALSE(plan_kernel(c, "100").tile().key_boxes);
+  EXPECT_FALSE(plan_kernel(floats, "90a").tile().key_boxes());
+  EXPECT_FALSE(plan_kernel(c, "100").tile().key_boxes());
 }
 
 // Of small heads, a bias of pairs that all batches share, or a table of places in a window.
@@ -501,7 +509,7 @@ TEST(LaunchPlan, SumsOfDiagonalsAreWorthMoreThanStages) {
                                     "%4 = add score %3\nreturn %4\n",
                                     {score_mod::DType::kFloat32}, {32 * 12});
     for (const char* architecture : {"80", "90a", "100"})
-      EXPECT_EQ(plan_kernel(buckets, architecture).facts().schemes, "D") << head_size << ' ' << architecture;
+      EXPECT_EQ(letters(plan_kernel(buckets, architecture).facts().schemes), "D") << head_size << ' ' << architecture;
   }
 }
 
@@ -525,9 +533,9 @@ TEST(LaunchPlan, IsKeptByWhatDecidesIt) {
   FlexCase c = make_case(FlexKernel::kForward, 128);
   const KernelSpec first = plan_kernel(c, "90a");
   EXPECT_EQ(plan_kernel(c, "90a"), first);
-  EXPECT_EQ(plan_kernel(c, "80").facts().tile.family, FlexFamily::kPortable);
+  EXPECT_EQ(plan_kernel(c, "80").facts().tile.family(), FlexFamily::kPortable);
   force_flex_family(FlexFamily::kPortable);
-  EXPECT_EQ(plan_kernel(c, "90a").facts().tile.family, FlexFamily::kPortable);
+  EXPECT_EQ(plan_kernel(c, "90a").facts().tile.family(), FlexFamily::kPortable);
   force_flex_family(std::nullopt);
   EXPECT_EQ(plan_kernel(c, "90a"), first);
   c.max_scores = true;
@@ -618,7 +626,7 @@ TEST(SumsOverBatches, AreOfWhatBatchesShare) {
     ASSERT_TRUE(hopper);
     EXPECT_EQ(hopper->ctas, 2 * 4 * 16);
     EXPECT_EQ(hopper->sums, hopper->ctas * 128 * 128);
-    EXPECT_EQ(plan_kernel(hopper->common, "90a").tile().family, FlexFamily::kHopper);
+    EXPECT_EQ(plan_kernel(hopper->common, "90a").tile().family(), FlexFamily::kHopper);
   }
   // So many tiles that one CTA each fills the GPU: a place gets one sum.
   const auto many = sums(pairs, 512, 32, 512);
@@ -738,7 +746,7 @@ TEST(SumsOverBatches, AreStoredWhereEachElementGetsOne) {
     const auto found =
         sums_over_batches(c, {true, true, true}, {}, batches, heads, 512, 512, kProcessors, deterministic, "90a");
     if (!found) return std::string("none");
-    return std::to_string(found->parts) + plan_kernel(found->common, "90a").facts().schemes +
+    return std::to_string(found->parts) + letters(plan_kernel(found->common, "90a").facts().schemes) +
            (found->common.partial_sums ? " partial" : "");
   };
   // As many tiles as fill the GPU: one CTA each.

@@ -22,6 +22,25 @@ struct HeaderKernel {
   int spilled = 0;
 };
 
+// A scheme's class, over one tile.
+#define SUM_OF_SCHEME(scheme)                                                                                    \
+  "extern __shared__ __align__(16) char shared[];\n"                                                             \
+  "SchemeSums<Contributions<SchemeConfig<Scheme::" scheme                                                        \
+  ">, 1, 1>, 0> sum(\n"                                                                                          \
+  "    *(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in, shared);\n"      \
+  "sum.begin();\n"                                                                                               \
+  "sum.begin_head();\n"                                                                                          \
+  "sum.begin_tile();\n"                                                                                          \
+  "for (int n = 0; n < 4; ++n) {\n"                                                                              \
+  "  for (int e = 0; e < 4; ++e)\n"                                                                              \
+  "    sum.add(in[4 * n + e], 0, n, e, 1.0f, 0, 1, 8 * n + e % 2, 8 * (e / 2), true, score_mod::ReadThere());\n" \
+  "  sum.end_block(0, n, 0, 1);\n"                                                                               \
+  "}\n"                                                                                                          \
+  "sum.end_tile(0);\n"                                                                                           \
+  "__syncthreads();\n"                                                                                           \
+  "sum.flush(0, 1, 2, 3, 0);\n"                                                                                  \
+  "sum.end_head(0, 1, 3);"
+
 constexpr HeaderKernel kHeaderKernels[] = {
     {"cstdint",
      "uint64_t x = (uint64_t)out; int64_t y = -1; uint32_t z = (uint32_t)(x >> 2); int8_t w = -1;\n"
@@ -153,6 +172,24 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384, 160},
+    {"cuda/attention/captured/scheme.cuh",
+     "using namespace fusegrad::device;\n"
+     "static_assert(is_vector(Scheme::kQVector) && is_stored(Scheme::kStored) && "
+     "!sums_in_registers(Scheme::kDiagonal));\n"
+     "out[threadIdx.x] = in[threadIdx.x] + (sums_over_queries(Scheme::kQ) ? 1 : 0);",
+     16},
+    {"cuda/attention/captured/schemes/contribution.cuh", SUM_OF_SCHEME("kStoredTiles"), 16, true},
+    {"cuda/attention/captured/schemes/diagonal.cuh", SUM_OF_SCHEME("kDiagonal"), 64, true},
+    {"cuda/attention/captured/schemes/histogram.cuh", SUM_OF_SCHEME("kSmallTable"), 64, true},
+    {"cuda/attention/captured/schemes/of_head.cuh", SUM_OF_SCHEME("kKv"), 40, true},
+    {"cuda/attention/captured/schemes/of_pair.cuh", SUM_OF_SCHEME("kGeneral"), 48, true},
+    {"cuda/attention/captured/schemes/of_query.cuh", SUM_OF_SCHEME("kQ"), 48, true},
+    {"cuda/attention/captured/schemes/vector.cuh",
+     SUM_OF_SCHEME("kQVector") "\n"
+                               "const float value[4] = {in[0], in[1], in[2], in[3]};\n"
+                               "const long long place[4] = {0, 1, threadIdx.x, 3};\n"
+                               "sum.put_vector(value, place);",
+     40, true},
     {"cuda/attention/captured/buffers.cuh",
      "extern __shared__ __align__(16) char shared[];\n"
      "FlexBufferSums<Config> sums(*(const FlexBackwardArguments*)in, (const FlexSums*)out,\n"

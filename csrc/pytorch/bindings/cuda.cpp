@@ -278,11 +278,11 @@ void bind(py::Module m) {
       "kernel_plan",
       [](const FlexCase& c, const std::string& architecture) {
         const KernelSpec spec = plan_kernel(c, architecture);
-        const FlexTileSize& tile = spec.tile();
+        const FlexTile& tile = spec.tile();
         py::Dict result;
         result["family"] = spec.facts().hopper() ? "hopper" : spec.facts().few() ? "few" : "portable";
-        result["tile"] = std::make_tuple(tile.rows, tile.cols, tile.warps, tile.share, tile.stages);
-        result["schemes"] = spec.facts().schemes;
+        result["tile"] = std::make_tuple(tile.rows, tile.cols, tile.warps, tile.share(), tile.stages);
+        result["schemes"] = letters(spec.facts().schemes);
         result["key_splits"] = spec.facts().key_splits;
         result["shared_bytes"] = spec.facts().shared_bytes;
         return result;
@@ -305,7 +305,10 @@ void bind(py::Module m) {
   m.def("force_whole", &force_flex_whole, py::arg("whole"),
         "For tests: 1: a backward's CTA takes all keys of a head wherever it can; 0: nowhere; -1: where it pays.");
   m.def(
-      "force_scheme", [](const std::string& scheme) { force_flex_scheme(scheme.empty() ? '\0' : scheme[0]); },
+      "force_scheme",
+      [](const std::string& scheme) {
+        force_flex_scheme(scheme.empty() ? std::nullopt : std::optional(static_cast<device::Scheme>(scheme[0])));
+      },
       py::arg("scheme"), "For tests: 'A' to 'G' for contributions for which it is right; '': the planner's choice.");
 }
 

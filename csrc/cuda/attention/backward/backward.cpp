@@ -20,25 +20,30 @@ bool fits_hopper_backward(const FlexCase& c) {
   return head <= 128 && value_cols(c, kHopperCols) <= head;
 }
 
-bool keys_shared(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && t.cols < 16 * consumer_warps(t);
+bool keys_shared(const FlexCase& c, const FlexTile& t) {
+  return t.is_hopper() && c.kernel == FlexKernel::kBackward && t.cols < 16 * consumer_warps(t);
 }
 // Each of two warpgroups has 64 keys, whose gradients stay in registers, and scores of as many queries as then fit;
 // else both share 64 keys.
-std::vector<FlexTileSize> hopper_backward(const FlexCase& c) {
-  if (!fits_hopper_backward(c)) return {{64, 64, 12, 1, 2, FlexFamily::kHopper, 2}};
+std::vector<FlexTile> hopper_backward(const FlexCase& c) {
+  if (!fits_hopper_backward(c)) return {{64, 64, 12, 2, false, HopperTile{.query_stages = 2}}};
   const int rows = head_cols(c, kHopperCols) == 64 ? 128 : 64;
   // With tall tiles products read less of keys and values per query; there are registers for it where pairs need few.
   const bool takes_tall = c.tall && !c.max_gradient && (c.grad_query || (rows == 64 && (!c.blocks || c.grad_key)));
   if (const auto tall = backward_tall_tile(c); tall && takes_tall) return {*tall};
   // The next keys beside the present ones, where they fit.
-  std::vector<FlexTileSize> found;
+  std::vector<FlexTile> found;
   const auto add = [&](int tile_rows, int key_stages, int query_stages, int read_stages = 0, bool own_places = false) {
-    FlexTileSize t{tile_rows, 128, 12, 1, 2, FlexFamily::kHopper, query_stages, key_stages};
-    t.boxes = read_stages > 0;
-    t.read_stages = read_stages;
-    t.own_places = own_places;
-    if (t.boxes) t.maps = box_maps(c, t);
+    FlexTile t{.rows = tile_rows,
+               .cols = 128,
+               .warps = 12,
+               .stages = 2,
+               .boxes = read_stages > 0,
+               .own = HopperTile{.query_stages = query_stages,
+                                 .key_stages = key_stages,
+                                 .read_stages = read_stages,
+                                 .own_places = own_places}};
+    if (t.boxes) t.hopper().maps = box_maps(c, t);
     if (key_stages == 1 || c.grad_query) found.push_back(t);
   };
   if (has_hopper_boxes(c)) {
@@ -69,35 +74,36 @@ namespace {
 constexpr int kStaying = 3;
 
 // Where keys are shared, dQ is left to a kernel of its own.
-bool adds_grad_query(const FlexCase& c, const FlexTileSize& t) { return c.grad_query && !keys_shared(c, t); }
-bool stores_boxes(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kHopper && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
-         (c.score_mod.text.empty() || t.key_stages == 2);
+bool adds_grad_query(const FlexCase& c, const FlexTile& t) { return c.grad_query && !keys_shared(c, t); }
+bool stores_boxes(const FlexCase& c, const FlexTile& t) {
+  return t.is_hopper() && c.kernel == FlexKernel::kBackward && adds_grad_query(c, t) &&
+         (c.score_mod.text.empty() || t.hopper().key_stages == 2);
 }
 
-bool stores_query(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kPortable && c.kernel == FlexKernel::kBackward && c.grad_query && !c.blocks &&
+bool stores_query(const FlexCase& c, const FlexTile& t) {
+  return t.family() == FlexFamily::kPortable && c.kernel == FlexKernel::kBackward && c.grad_query && !c.blocks &&
          c.most_keys != 0 && c.most_keys <= t.cols;
 }
 
-int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+int shared_bytes(const FlexCase& c, const FlexTile& t) {
   const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
-  if (t.family == FlexFamily::kHopper) {
+  if (t.is_hopper()) {
+    const HopperTile& own = t.hopper();
     return device::HopperBackwardMemory({.rows = t.rows,
                                          .cols = t.cols,
                                          .head = head,
                                          .value = value,
                                          .stages = t.stages,
-                                         .query_stages = t.query_stages,
-                                         .key_stages = t.key_stages,
+                                         .query_stages = own.query_stages,
+                                         .key_stages = own.key_stages,
                                          .narrow = narrow_heads(c, t) && !keys_shared(c, t),
                                          .adds_grad_query = adds_grad_query(c, t),
                                          .own_keys = !keys_shared(c, t),
-                                         .own_places = t.own_places,
+                                         .own_places = own.own_places,
                                          .has_score_mod = !c.score_mod.text.empty(),
                                          .has_dropout = c.dropout,
                                          .box_bytes = box_bytes(c, t),
-                                         .read_stages = t.read_stages,
+                                         .read_stages = own.read_stages,
                                          .captured_bytes = 0})
         .bytes();
   }
@@ -107,8 +113,8 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                  .value = value,
                                  .element_bytes = element,
                                  .stages = t.stages,
-                                 .gradient_stages = t.gradient_stages,
-                                 .shares_keys = t.share > 1,
+                                 .gradient_stages = t.portable().gradient_stages,
+                                 .shares_keys = t.share() > 1,
                                  .box_bytes = box_bytes(c, t),
                                  .kept_bytes = kept_bytes(c, t),
                                  .column_bytes = column_bytes(c, t),
@@ -116,50 +122,53 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       .bytes();
 }
 
-std::vector<FlexTileSize> portable_backward(const FlexCase& c, int head) {
+std::vector<FlexTile> portable_backward(const FlexCase& c, int head) {
+  const auto tile = [](int rows, int cols, int warps, int share, int stages) {
+    return FlexTile{rows, cols, warps, stages, false, PortableTile{.share = share}};
+  };
   if (c.dtype == DType::kFloat32) {
-    if (head <= 64) return {{32, 64, 4, 1, 1}, {32, 32, 4, 2, 1}};
-    if (head <= 128) return {{32, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
-    return {{64, 32, 8, 4, 1}, {32, 32, 4, 2, 1}, {32, 16, 2, 2, 1}};
+    if (head <= 64) return {tile(32, 64, 4, 1, 1), tile(32, 32, 4, 2, 1)};
+    if (head <= 128) return {tile(32, 64, 8, 2, 1), tile(32, 32, 4, 2, 1)};
+    return {tile(64, 32, 8, 4, 1), tile(32, 32, 4, 2, 1), tile(32, 16, 2, 2, 1)};
   }
-  if (head > 128) return {{64, 64, 8, 2, 1}, {32, 32, 4, 2, 1}};
+  if (head > 128) return {tile(64, 64, 8, 2, 1), tile(32, 32, 4, 2, 1)};
   // The gradients of captured buffers need the shared memory, and their sums a barrier after each tile anyway.
   const bool delayed = c.grad_query && !c.wants_buffers();
-  std::vector<FlexTileSize> found;
-  const auto add = [&](FlexTileSize t) {
+  std::vector<FlexTile> found;
+  const auto add = [&](FlexTile t) {
     if (t.stages == 2 && delayed) {
-      t.gradient_stages = 2;
+      t.portable().gradient_stages = 2;
       found.push_back(t);
-      t.gradient_stages = 1;
+      t.portable().gradient_stages = 1;
     }
     found.push_back(t);
   };
   if (head <= 64) {
     const bool few = c.most_queries == 64;
     if (few && c.most_keys == 64) {
-      if (FlexTileSize t{64, 64, 4, 1, 1}; stays(c)) {
-        t.keeps = true;
+      if (FlexTile t = tile(64, 64, 4, 1, 1); stays(c)) {
+        t.portable().keeps = true;
         add(t);
       }
-      add({64, 64, 4, 1, 1});
+      add(tile(64, 64, 4, 1, 1));
     }
-    if (!few) add({128, 128, 8, 2, 2});
-    add({64, 128, 8, 2, 1});
+    if (!few) add(tile(128, 128, 8, 2, 2));
+    add(tile(64, 128, 8, 2, 1));
   } else {
-    add({64, 128, 8, 2, 2});
-    add({64, 128, 8, 2, 1});
-    add({32, 64, 4, 1, 2});
-    add({32, 64, 4, 1, 1});
+    add(tile(64, 128, 8, 2, 2));
+    add(tile(64, 128, 8, 2, 1));
+    add(tile(32, 64, 4, 1, 2));
+    add(tile(32, 64, 4, 1, 1));
   }
   return found;
 }
 
-std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architecture) {
+std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) {
   if (takes_hopper(c, architecture) && !boxes_pay(c)) return hopper_backward(c);
   const int head = std::max(head_cols(c), value_cols(c));
-  std::vector<FlexTileSize> found = with_columns(c, with_boxes(c, portable_backward(c, head)));
+  std::vector<FlexTile> found = with_columns(c, with_boxes(c, portable_backward(c, head)));
   // Leaves room for sums of diagonals where a CTA has 99 KiB.
-  if (head <= 64 && c.dtype != DType::kFloat32) found.push_back({64, 64, 4, 1, 1});
+  if (head <= 64 && c.dtype != DType::kFloat32) found.push_back({64, 64, 4});
   return found;
 }
 
@@ -171,7 +180,7 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
   f.stores_boxes = stores_boxes(c, f.tile);
   f.stores_query = stores_query(c, f.tile);
   f.key_splits = false;
-  f.whole = c.whole && f.grad_query && c.grad_key && c.grad_value && f.stores_boxes && f.tile.key_stages == 2;
+  f.whole = c.whole && f.grad_query && c.grad_key && c.grad_value && f.stores_boxes && f.tile.hopper().key_stages == 2;
   f.ordered = c.ordered && f.hopper() && f.grad_query && !c.blocks && !f.whole;
   // Beside tall tiles the warps that add have too few registers for it.
   f.stores_first = f.hopper() && f.grad_query && !f.whole && !f.ordered && f.tile.rows % 64 == 0;
@@ -180,31 +189,32 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
 
 void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   gradient_config(c, f, text);
-  text.number("kShare", f.tile.share);
+  text.number("kShare", f.tile.share());
   text.number("kStages", f.tile.stages);
   text.choice("kBoxes", f.tile.boxes);
-  text.choice("kKeeps", f.tile.keeps);
+  text.choice("kKeeps", f.tile.keeps());
   text.choice("kGradQuery", f.grad_query);
   text.choice("kGradKey", c.grad_key);
   text.choice("kGradValue", c.grad_value);
   text.choice("kGradScores", c.grad_query || c.grad_key || !f.schemes.empty());
   if (!f.hopper()) {
-    text.number("kGradientStages", f.tile.gradient_stages);
+    text.number("kGradientStages", f.tile.portable().gradient_stages);
     text.choice("kSplit", splits_products(c));
     text.numbers("kColumns", columns_of(c, f.tile));
     text.choice("kStoresQuery", f.stores_query);
     return;
   }
+  const HopperTile& own = f.tile.hopper();
   text.number("kGroups", f.groups);
-  text.number("kQueryStages", f.tile.query_stages);
-  text.number("kKeyStages", f.tile.key_stages);
-  text.number("kParts", f.tile.parts);
+  text.number("kQueryStages", own.query_stages);
+  text.number("kKeyStages", own.key_stages);
+  text.number("kParts", own.parts);
   text.choice("kMaskAlone", masks_alone(c));
-  text.number("kReadStages", f.tile.read_stages);
-  text.number("kMaps", f.tile.maps);
+  text.number("kReadStages", own.read_stages);
+  text.number("kMaps", own.maps);
   text.choice("kNarrow", f.narrow);
   text.choice("kStoresBoxes", f.stores_boxes);
-  text.choice("kOwnPlaces", f.tile.own_places);
+  text.choice("kOwnPlaces", own.own_places);
   text.choice("kOrdered", f.ordered);
   text.choice("kStoresFirst", f.stores_first);
   text.choice("kWhole", f.whole);
@@ -212,7 +222,8 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
 
 int resident(const KernelFacts& f, const std::string& /*architecture*/) {
   // Without histograms they fit anyway, and would spill.
-  return f.tile.keeps && f.schemes.find('F') != std::string::npos ? kStaying : 0;
+  const bool counts = std::find(f.schemes.begin(), f.schemes.end(), device::Scheme::kSmallTable) != f.schemes.end();
+  return f.tile.keeps() && counts ? kStaying : 0;
 }
 
 KernelNames names(const KernelFacts& f) {
@@ -239,7 +250,7 @@ std::string products(DType dtype, const KernelFacts& f) {
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
                   int64_t processors, int64_t launches) {
   const KernelFacts& f = spec.facts();
-  if (f.tile.keeps) return launch_staying(std::move(spec), shape, kStaying * processors);
+  if (f.tile.keeps()) return launch_staying(std::move(spec), shape, kStaying * processors);
   const int64_t heads = shape.key_batches * shape.key_heads, tiles = heads * tiles_in(shape.keys, f.tile.cols);
   const bool persistent = f.hopper() && !f.keys_shared && launches == 1;
   check_ctas(persistent ? tiles + processors : tiles / launches);  // persistent CTAs count on from their number
@@ -274,7 +285,9 @@ void gradient_config(const FlexCase& c, const KernelFacts& f, ConfigText& text) 
   text.type("Derivative", has_derivative(c) ? "::Derivative" : "fusegrad::device::NoDerivative");
   text.numbers("kWantsGrad", c.wants_grad);
   text.line("  struct Schemes {");
-  text.list("char", "kScheme", f.schemes, [](char scheme) { return std::string{'\'', scheme, '\''}; });
+  text.list("fusegrad::device::Scheme", "kScheme", f.schemes, [](device::Scheme scheme) {
+    return std::string("fusegrad::device::Scheme('") + static_cast<char>(scheme) + "')";
+  });
   text.numbers("kTable", f.tables);
   text.line("  };");
   text.number("kWarps", f.warps);
@@ -283,10 +296,10 @@ void gradient_config(const FlexCase& c, const KernelFacts& f, ConfigText& text) 
   text.choice("kPartialSums", c.partial_sums);
 }
 
-std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c) {
+std::optional<FlexTile> backward_tall_tile(const FlexCase& c) {
   if (!fits_hopper_backward(c) || !masks_alone(c) || c.dropout) return std::nullopt;
   const bool small = head_cols(c, kHopperCols) == 64;
-  const FlexTileSize t{small ? 144 : 80, 128, 12, 1, 2, FlexFamily::kHopper, 2, 1, c.blocks ? 5 : 1};
+  const FlexTile t{small ? 144 : 80, 128, 12, 2, false, HopperTile{.query_stages = 2, .parts = c.blocks ? 5 : 1}};
   if (c.blocks && (small || c.block_size[0] < t.rows || mixed(c, t))) return std::nullopt;
   return t;
 }

@@ -16,8 +16,8 @@ namespace planner {
 /// Hopper: whether 64 keys' gradients fit the registers of one warpgroup.
 bool fits_hopper_backward(const FlexCase& c);
 /// Both consumer warpgroups have the same 64 keys, and one of them the captured buffers' sums.
-bool keys_shared(const FlexCase& c, const FlexTileSize& t);
-std::vector<FlexTileSize> hopper_backward(const FlexCase& c);
+bool keys_shared(const FlexCase& c, const FlexTile& t);
+std::vector<FlexTile> hopper_backward(const FlexCase& c);
 
 }  // namespace planner
 
@@ -32,7 +32,7 @@ int64_t backward_section(const FlexShape& n);
 /// the next keys. For head sizes of 65 to 128 it has 80 queries instead of 64, in parts of 16 that lie in a block of
 /// the block mask each, so that tiles need not begin where blocks do. For smaller head sizes, without a block mask, it
 /// has 144 instead of 128.
-std::optional<FlexTileSize> backward_tall_tile(const FlexCase& c);
+std::optional<FlexTile> backward_tall_tile(const FlexCase& c);
 
 /// Whether a backward's tall tile takes less time than others. `share_of_pairs`: of all pairs those that the mask_mod
 /// allows; asked only where it matters.

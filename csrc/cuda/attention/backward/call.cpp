@@ -127,7 +127,7 @@ struct Backward {
   // What the Hopper kernels take besides.
   device::FlexBackwardHopperArguments hopper(const Now& r, const Program& program) const {
     const KernelFacts& facts = program.launch.spec.facts();
-    const FlexTileSize& tile = facts.tile;
+    const FlexTile& tile = facts.tile;
     const FlexBackwardCall& call = r.call;
     const int cols = facts.narrow ? 32 : 64;
     const bool by_key = facts.kernel == FlexKernel::kBackward, stores = by_key && facts.stores_boxes;

@@ -63,14 +63,14 @@ __device__ __forceinline__ void add_two(float* to, const long long (&at)[2], con
 }
 
 /// What a thread added up of the pairs of a CTA's kRows queries by kCols keys, of contribution k: stored for a later
-/// kernel (kPartialSums), stored as the gradient ('S': no other CTA has a sum for its elements), or added to memory.
-/// query(e), key(n, e) and inside(n, e): a pair's place, and whether it is one. b: any batch with these places.
+/// kernel (kPartialSums), stored as the gradient (kStored: no other CTA has a sum for its elements), or added to
+/// memory. query(e), key(n, e) and inside(n, e): a pair's place, and whether it is one. b: any batch with these places.
 template <class Config, int k, int kThreads, int kBlocksN, class Captured, class Query, class Key, class Inside>
 __device__ __forceinline__ void put_pair_sums(const FlexSums& to, const float (&sums)[kBlocksN][4],
                                               const Captured& captured, int b, int h, const Query& query,
                                               const Key& key, const Inside& inside) {
   using Derivative = typename Config::Derivative;
-  constexpr bool kStored = Config::Schemes::kScheme[k] == 'S';
+  constexpr bool kStored = Config::Schemes::kScheme[k] == Scheme::kStored;
   static_assert(!(kStored && Config::kPartialSums));
   const long long first =
       static_cast<long long>(blockIdx.x) * Config::kRows * Config::kCols + static_cast<int>(threadIdx.x);

@@ -79,7 +79,7 @@ bool sums_columns(const FlexCase& c) {
 
 // Of each read of a pair the elements of the column of its table where that pays: a CTA reads a column once, and has
 // some thousand pairs of a tile at least. No more than fit the shared memory of every GPU beside the rest.
-std::vector<int> columns_of(const FlexCase& c, const FlexTileSize& t) {
+std::vector<int> columns_of(const FlexCase& c, const FlexTile& t) {
   constexpr int kMostElements = 2048;
   std::vector<int> columns;
   if (c.score_mod.dtypes.empty()) return columns;
@@ -87,7 +87,7 @@ std::vector<int> columns_of(const FlexCase& c, const FlexTileSize& t) {
   int all = 0;
   for (const score_mod::NodeId id : score_mod::pair_reads(*graph)) {
     int elements = 0;
-    if (t.columns && !(t.keeps && is_kept(*graph, id))) {
+    if (t.columns() && !(t.keeps() && is_kept(*graph, id))) {
       const uint32_t dimensions = score_mod::column_dimensions(*graph, id, c.score_mod.dtypes);
       if (dimensions != 0) elements = small_table(c, static_cast<size_t>((*graph)[id].payload), dimensions);
     }
@@ -97,7 +97,7 @@ std::vector<int> columns_of(const FlexCase& c, const FlexTileSize& t) {
   }
   return columns;
 }
-int column_bytes(const FlexCase& c, const FlexTileSize& t) {
+int column_bytes(const FlexCase& c, const FlexTile& t) {
   int bytes = 0;
   for (const int elements : columns_of(c, t)) bytes += device::column_bytes(elements);
   return bytes;
@@ -105,25 +105,25 @@ int column_bytes(const FlexCase& c, const FlexTileSize& t) {
 
 bool stays(const FlexCase& c) {
   if (!c.many_batches || c.key_splits || c.blocks || c.most_queries != 64 || c.most_keys != 64) return false;
-  FlexTileSize with_columns;
-  with_columns.keeps = with_columns.columns = true;
+  FlexTile with_columns;
+  with_columns.own = PortableTile{.keeps = true, .columns = true};
   return kept_reads(c) > 0 || column_bytes(c, with_columns) > 0 ||
          (c.kernel == FlexKernel::kBackward && sums_columns(c));
 }
 
-int kept_bytes(const FlexCase& c, const FlexTileSize& t) { return t.keeps ? 4 * t.rows * t.cols * kept_reads(c) : 0; }
-int box_bytes(const FlexCase& c, const FlexTileSize& t) {
+int kept_bytes(const FlexCase& c, const FlexTile& t) { return t.keeps() ? 4 * t.rows * t.cols * kept_reads(c) : 0; }
+int box_bytes(const FlexCase& c, const FlexTile& t) {
   if (!t.boxes) return 0;
   const auto graph = score_mod::cached_graph(c.score_mod.text);
   auto mapped = score_mod::mapped_reads(*graph, c.score_mod.dtypes);
-  mapped.resize(static_cast<size_t>(t.maps));
+  mapped.resize(static_cast<size_t>(t.maps()));
   int bytes = 0;
   for (const score_mod::NodeId id : score_mod::pair_reads(*graph)) {
-    if (t.keeps && is_kept(*graph, id)) continue;
+    if (t.keeps() && is_kept(*graph, id)) continue;
     if (std::find(mapped.begin(), mapped.end(), id) != mapped.end()) continue;
     bytes += device::box_tile_bytes(t.rows, t.cols, score_mod::box_bytes(*graph, id, c.score_mod.dtypes));
   }
-  return device::mapped_box_bytes(t.rows, t.cols, t.maps, bytes);
+  return device::mapped_box_bytes(t.rows, t.cols, t.maps(), bytes);
 }
 
 bool has_boxes(const FlexMod& mod, Boxes of) {
@@ -136,7 +136,7 @@ bool has_boxes(const FlexMod& mod, Boxes of) {
   });
 }
 
-int box_maps(const FlexCase& c, const FlexTileSize& t) {
+int box_maps(const FlexCase& c, const FlexTile& t) {
   if (t.cols % 64 != 0 || c.score_mod.dtypes.empty()) return 0;
   const auto reads = score_mod::mapped_reads(*score_mod::cached_graph(c.score_mod.text), c.score_mod.dtypes);
   return std::min(static_cast<int>(reads.size()), device::kMostBoxMaps);

@@ -20,21 +20,21 @@ int kept_reads(const FlexCase& c);
 /// Portable: whether a CTA stays with a head for many batches, whose reads or sums are partly the same.
 bool stays(const FlexCase& c);
 /// The shared memory that a tile's kept reads take.
-int kept_bytes(const FlexCase& c, const FlexTileSize& t);
+int kept_bytes(const FlexCase& c, const FlexTile& t);
 
 /// Of the column of a table that a (b, h) reaches; 0 where it is the whole table.
 int column_elements(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer);
 /// Of each read of a pair the elements of the column of its table, where that pays.
-std::vector<int> columns_of(const FlexCase& c, const FlexTileSize& t);
+std::vector<int> columns_of(const FlexCase& c, const FlexTile& t);
 /// The shared memory that they take.
-int column_bytes(const FlexCase& c, const FlexTileSize& t);
+int column_bytes(const FlexCase& c, const FlexTile& t);
 
 /// Whether a mod reads numbers of pairs, or anything, that boxes can hold.
 enum class Boxes : uint8_t { kAny, kNumbers };
 bool has_boxes(const FlexMod& mod, Boxes of = Boxes::kAny);
 /// The shared memory that the boxes of a tile take.
-int box_bytes(const FlexCase& c, const FlexTileSize& t);
+int box_bytes(const FlexCase& c, const FlexTile& t);
 /// Of reads of pairs, how many tiles TMA copies.
-int box_maps(const FlexCase& c, const FlexTileSize& t);
+int box_maps(const FlexCase& c, const FlexTile& t);
 
 }  // namespace fusegrad::cuda::planner

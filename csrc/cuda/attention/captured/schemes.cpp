@@ -17,30 +17,40 @@ namespace fusegrad::cuda {
 namespace planner {
 namespace {
 
-std::atomic<char> forced_scheme{0};
+using device::Scheme;
+using score_mod::ScatterClass;
+
+std::atomic<std::optional<Scheme>> forced_scheme{};
+
+}  // namespace
+
+bool scheme_is_forced() { return forced_scheme.load().has_value(); }
+
+namespace {
 
 // What a contribution's scheme takes of shared memory.
-int scheme_bytes(const KernelFacts& f, char scheme, int table) {
-  const FlexTileSize& t = f.tile;
+int scheme_bytes(const KernelFacts& f, Scheme scheme, int table) {
+  const FlexTile& t = f.tile;
   const bool hopper = f.hopper();
   const int warps = f.warps;
   const device::CapturedMemory memory{.warps = warps,
                                       .teams = hopper ? warps / 4 : 1,
                                       .sets = hopper ? 2 : 1,
-                                      .queries = t.rows / t.share,
-                                      .keys = t.cols * t.share / warps};
+                                      .queries = t.rows / t.share(),
+                                      .keys = t.cols * t.share() / warps};
   return memory.bytes(scheme, table);
 }
 
-// The classes whose schemes are right for a contribution of a class, which are its special cases.
-bool allows(char scheme, char wanted) {
-  if (wanted == 'G' || wanted == 'F') return true;
-  return scheme == wanted || (scheme == 'A' && (wanted == 'B' || wanted == 'C' || wanted == 'D'));
+// Whether a scheme is right for contributions whose own is another: they are a special case of those that it takes.
+bool is_right(Scheme scheme, Scheme own) {
+  if (scheme == own || scheme == Scheme::kGeneral || scheme == Scheme::kSmallTable) return true;
+  return own == Scheme::kInvariant && (scheme == Scheme::kKv || scheme == Scheme::kQ || scheme == Scheme::kDiagonal);
 }
 
-char scheme_of(score_mod::ScatterClass planned) {
-  const char scheme = static_cast<char>(planned), forced = forced_scheme;
-  return forced != 0 && allows(scheme, forced) ? forced : scheme;
+Scheme scheme_of(ScatterClass planned) {
+  const auto own = static_cast<Scheme>(planned);  // their letters are the same
+  const std::optional<Scheme> forced = forced_scheme;
+  return forced && is_right(*forced, own) ? *forced : own;
 }
 
 // Whether class F sums up all contributions, `steps`, in CTAs that stay with a head, which may store their sums.
@@ -53,15 +63,20 @@ bool sums_of_ctas(const FlexCase& c, const std::vector<score_mod::ScatterStep>& 
   one.grad_query = one.grad_key = one.grad_value = one.partial_sums = true;
   one.fixed_point = false;
   const KernelFacts facts = plan_kernel(one, architecture).facts();
-  return facts.tile.keeps && facts.schemes == std::string(steps.size(), 'F');
+  return facts.tile.keeps() && facts.schemes == std::vector(steps.size(), Scheme::kSmallTable);
 }
 
-// The scheme of contributions that are added element by element (device::FlexBufferSums).
-char vector_scheme(char scheme) { return scheme == 'A' ? 'a' : scheme == 'B' ? 'b' : scheme == 'C' ? 'c' : 'g'; }
+// The scheme of contributions to several elements along axes.
+Scheme vector_scheme(Scheme scheme) {
+  return scheme == Scheme::kInvariant ? Scheme::kInvariantVector
+         : scheme == Scheme::kKv      ? Scheme::kKvVector
+         : scheme == Scheme::kQ       ? Scheme::kQVector
+                                      : Scheme::kGeneralVector;
+}
 
 // Whether contribution k, or the sum that a CTA has of it, is stored, as every element of its buffer gets one.
 bool is_stored(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer) {
-  if (forced_scheme != 0 || c.blocks || step.inputs.empty() || buffer >= c.covered.size() || !c.covered[buffer])
+  if (scheme_is_forced() || c.blocks || step.inputs.empty() || buffer >= c.covered.size() || !c.covered[buffer])
     return false;
   if (c.kernel == FlexKernel::kGradBuffers ? step.groups.has_value() != c.grouped : !step.exclusive) return false;
   const score_mod::DType dtype = c.score_mod.dtypes[buffer];
@@ -92,34 +107,32 @@ SchemesFit choose_schemes(const FlexCase& c, int left, KernelFacts& facts) {
   const auto steps = score_mod::plan_scatter(*derivative, c.elements);
   SchemesFit fit = SchemesFit::kAll;
   for (size_t k = 0; k < steps.size(); ++k) {
-    char scheme = scheme_of(steps[k].scheme);
+    Scheme scheme = scheme_of(steps[k].scheme);
     const int64_t elements = c.elements[static_cast<size_t>(contributions[k].buffer)];
-    if (scheme == 'F' && elements > score_mod::kSmallTableElements) scheme = 'G';
+    if (scheme == Scheme::kSmallTable && elements > score_mod::kSmallTableElements) scheme = Scheme::kGeneral;
     if (steps[k].is_vector) scheme = vector_scheme(scheme);
     if (const auto buffer = static_cast<size_t>(contributions[k].buffer);
         (c.kernel == FlexKernel::kBackward || c.kernel == FlexKernel::kGradBuffers) && is_stored(c, steps[k], buffer))
-      scheme = stores_tiles(c, facts, *derivative, steps[k], buffer) ? 'T' : 'S';
+      scheme = stores_tiles(c, facts, *derivative, steps[k], buffer) ? Scheme::kStoredTiles : Scheme::kStored;
     constexpr int64_t kLeastTable = 32;  // a place for each lane
-    int table = scheme == 'F' ? static_cast<int>(std::max(elements, kLeastTable)) : 0;
+    int table = scheme == Scheme::kSmallTable ? static_cast<int>(std::max(elements, kLeastTable)) : 0;
     const int column = column_elements(c, steps[k], static_cast<size_t>(contributions[k].buffer));
-    if (column > 0 && forced_scheme == 0) scheme = 'F';
-    if (column > 0 && scheme == 'F') table = column;
+    if (column > 0 && !scheme_is_forced()) scheme = Scheme::kSmallTable;
+    if (column > 0 && scheme == Scheme::kSmallTable) table = column;
     int bytes = scheme_bytes(facts, scheme, table);
     if (bytes > left) {
-      const bool crowded = scheme >= 'A' && scheme <= 'D';
+      const bool crowded = device::sums_in_registers(scheme) || scheme == Scheme::kDiagonal;
       fit = crowded || fit == SchemesFit::kNotCrowded ? SchemesFit::kNotCrowded : SchemesFit::kNotAll;
-      scheme = 'G';
+      scheme = Scheme::kGeneral;
       table = bytes = 0;
     }
     left -= bytes;
-    facts.schemes += scheme;
+    facts.schemes.push_back(scheme);
     facts.tables.push_back(table);
     facts.shared_bytes += bytes;
   }
   return fit;
 }
-
-bool scheme_is_forced() { return forced_scheme != 0; }
 
 }  // namespace planner
 
@@ -156,7 +169,8 @@ int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int6
   if (sums_of_ctas(c, steps, architecture)) return 1;
   for (size_t k = steps.size(); k-- > 0;) {
     const bool stored = is_stored(c, steps[k], static_cast<size_t>(derivative->contributions()[k].buffer));
-    if (stored || scheme_of(steps[k].scheme) <= 'B') steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(k));
+    if (stored || device::sums_over_queries(scheme_of(steps[k].scheme)))
+      steps.erase(steps.begin() + static_cast<std::ptrdiff_t>(k));
   }
   if (steps.empty()) return 1;
   if (!takes_hopper(c, architecture)) return 0;
@@ -170,7 +184,7 @@ int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int6
   return 2 * waves * processors <= 3 * ctas ? batches : 0;
 }
 
-void force_flex_scheme(char scheme) {
+void force_flex_scheme(std::optional<Scheme> scheme) {
   forced_scheme = scheme;
   count_forced();
 }

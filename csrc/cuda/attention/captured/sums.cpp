@@ -11,6 +11,8 @@
 namespace fusegrad::cuda {
 namespace {
 
+using device::Scheme;
+
 std::string of_buffer(const char* what, size_t i) { return std::string(what) + " of buffer " + std::to_string(i); }
 
 }  // namespace
@@ -26,9 +28,9 @@ BufferSums::BufferSums(const Asked& asked, const KernelFacts& facts, int64_t cta
   // How many partial sums the kernel stores of a contribution.
   const auto partial_sums = [&](size_t k) -> int64_t {
     if (all_partial) return ctas * facts.tile.rows * facts.tile.cols;
-    if (facts.schemes[k] == 'F') return ctas * facts.tables[k];
-    if (facts.schemes[k] > 'B') return 0;
-    return heads * facts.tile.share * tiles_in(shape_.keys, facts.tile.cols) * facts.tile.cols;
+    if (facts.schemes[k] == Scheme::kSmallTable) return ctas * facts.tables[k];
+    if (!device::sums_over_queries(facts.schemes[k])) return 0;
+    return heads * facts.tile.share() * tiles_in(shape_.keys, facts.tile.cols) * facts.tile.cols;
   };
   partial_.resize(count);
   std::vector<bool> fixed(sums_.size(), facts.fixed_point), stored(sums_.size(), false);
@@ -42,9 +44,9 @@ BufferSums::BufferSums(const Asked& asked, const KernelFacts& facts, int64_t cta
     most_partial = std::max(most_partial, partial);
   }
   for (size_t k = 0; k < count; ++k) {
-    if (facts.schemes[k] != 'S' && facts.schemes[k] != 'T') continue;
+    if (!device::is_stored(facts.schemes[k])) continue;
     stored[buffer_of(k)] = true;
-    if (facts.schemes[k] == 'T') tiles_ = static_cast<int>(buffer_of(k));
+    if (facts.schemes[k] == Scheme::kStoredTiles) tiles_ = static_cast<int>(buffer_of(k));
   }
   for (size_t i = 0; i < sums_.size(); ++i) {
     Sum& sum = sums_[i];

@@ -22,7 +22,7 @@ class BufferSums {
   void prepare(const Run<FlexBackwardCall>& r) const;
   /// As the kernel takes them.
   std::vector<device::FlexSums> arguments(const Run<FlexBackwardCall>& r) const;
-  /// What the kernel stores dS to by TMA (scheme 'T'), or no tensor.
+  /// What the kernel stores dS to by TMA (Scheme::kStoredTiles), or no tensor.
   TensorView tiles(const Run<FlexBackwardCall>& r) const;
   /// After the kernel: to the gradients.
   void finish(const Run<FlexBackwardCall>& r) const;
@@ -59,7 +59,7 @@ class BufferSums {
   int fixed_bits_ = 0;
   std::vector<Partial> partial_;  // of each contribution
   std::vector<Sum> sums_;         // of each buffer
-  int tiles_ = -1;                // the buffer of scheme 'T'
+  int tiles_ = -1;                // whose contributions are stored tile by tile
   Region largest_ = kNoRegion;
 };
 

@@ -149,7 +149,7 @@ struct FlexBackwardHopperArguments {
                                           // or of 32 (kNarrow)
   TensorMap grad_query;                   // boxes of the queries whose dQ a warpgroup sums up, where a CTA has all keys
   TensorMap grad_key, grad_value;         // boxes of 64 keys, where CTAs store them so
-  TensorMap grad_scores;                  // dS of each pair, boxes of 64 keys, where CTAs store it (scheme 'T')
+  TensorMap grad_scores;                  // dS of each pair, boxes of 64 keys, where CTAs store it (kStoredTiles)
   TensorMap rows;                         // FlexRow as numbers of 8 bytes: [B * H * row_stride]; boxes of a tile's rows
   int* next;                              // as FlexForwardHopperArguments has it; where dQ is summed in one order: two
                                           // numbers, 0 before, of which CTAs take tiles of keys (next_id)

@@ -239,7 +239,7 @@ template <class Config>
 constexpr bool kUnmaskedToo = [] {
   if constexpr (!kHas<typename Config::ScoreMod>) return true;
   if (Config::kHead != 64 || Config::Derivative::kContributions != 1 || Config::Derivative::kVectors) return false;
-  return Config::kFixedPoint || (Config::kPartialSums && Config::Schemes::kScheme[0] <= 'B');
+  return Config::kFixedPoint || (Config::kPartialSums && sums_over_queries(Config::Schemes::kScheme[0]));
 }();
 
 /// Keeps ptxas from moving instructions across: it would compute many pairs side by side, whose numbers are more than

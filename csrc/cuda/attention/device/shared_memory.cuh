@@ -1,12 +1,13 @@
 // Where each kernel of flex attention keeps what in shared memory, as constexpr descriptions.
 //
 // The planner on the host and the kernels compile the same description: the planner for the bytes of a launch and for
-// which tiles fit a GPU, a kernel for its addresses. So neither repeats the other's arithmetic. Includes nothing, and
-// uses nothing of CUDA.
+// which tiles fit a GPU, a kernel for its addresses. So neither repeats the other's arithmetic. Uses nothing of CUDA.
 //
 // Sizes are in bytes but for those of tiles, which are in rows and columns. Offsets count from the start of the dynamic
 // shared memory, in the Hopper kernels from its first multiple of kSwizzleAlignment.
 #pragma once
+
+#include "cuda/attention/captured/scheme.cuh"
 
 namespace fusegrad::device {
 
@@ -336,7 +337,7 @@ constexpr int mapped_box_bytes(int rows, int cols, int maps, int others) {
 /// A column of a table (PairColumns) of so many elements; 0: none.
 constexpr int column_bytes(int elements) { return elements == 0 ? 0 : 4 * (2 * elements + 4); }
 
-/// What the backward keeps for each contribution to a captured buffer (FlexBufferSums in buffers.cuh).
+/// What the backward keeps for each contribution to a captured buffer (FlexBufferSums).
 struct CapturedMemory {
   int warps;    // that have keys of their own
   int teams;    // warps of a team sum up a tile together
@@ -349,11 +350,11 @@ struct CapturedMemory {
   constexpr int diagonal_line() const { return (queries + keys + 4) / 16 * 16 + 10; }
   /// A team's histogram of class F: 16 bytes, then a high and a low word of each element.
   static constexpr int histogram_bytes(int elements) { return 16 + round_up_to(elements * 8, 16); }
-  constexpr int bytes(char scheme, int elements) const {
-    return scheme == 'C'   ? warps * sets * queries * 4
-           : scheme == 'D' ? warps * 4 * diagonal_line() * 4
-           : scheme == 'F' ? teams * histogram_bytes(elements)
-                           : 0;
+  constexpr int bytes(Scheme scheme, int elements) const {
+    return scheme == Scheme::kQ            ? warps * sets * queries * 4
+           : scheme == Scheme::kDiagonal   ? warps * 4 * diagonal_line() * 4
+           : scheme == Scheme::kSmallTable ? teams * histogram_bytes(elements)
+                                           : 0;
   }
 };
 

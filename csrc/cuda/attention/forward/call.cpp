@@ -86,11 +86,11 @@ Plan<FlexForwardCall> plan_forward(const Asked& asked, const Gpu& gpu) {
   plan.steps.push_back({program->launch.spec.name(), program, used(), [=](Now& r) {
                           device::FlexForwardArguments a = arguments_of(r, *program, partials_of(r));
                           const auto ahead = [&] { compile_backward(r, asked, gpu); };
-                          const FlexTileSize& tile = program->launch.spec.tile();
+                          const FlexTile& tile = program->launch.spec.tile();
                           if (facts.hopper()) {
                             auto more = r.hopper_forward(*program, r.value());
                             r.launch(*program, &a, {&more}, ahead);
-                          } else if (tile.key_boxes) {
+                          } else if (tile.key_boxes()) {
                             const int keys = tile.cols / tile.warps;
                             device::FlexForwardFewArguments more{boxes_of(r.key(), keys), boxes_of(r.value(), keys)};
                             r.launch(*program, &a, {&more}, ahead);

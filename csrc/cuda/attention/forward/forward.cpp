@@ -46,9 +46,9 @@ bool are_places_alone(const score_mod::Graph& graph) {
 // Hopper forward: whether exponentials are relative to the first maximum of a row. BFloat16 does not overflow where
 // Float16 would, and at larger head sizes it is slower. Scores are only scaled and masked, or changed by boxes alone:
 // a bias that grows with the key, such as ALiBi's, would have each tile computed twice.
-bool first_maximum(const FlexCase& c, const FlexTileSize& t) {
+bool first_maximum(const FlexCase& c, const FlexTile& t) {
   const auto boxes_alone = [&] {
-    if (!t.boxes || t.line_bytes > 0 || c.blocks || c.dropout) return false;
+    if (!t.boxes || t.hopper().line_bytes > 0 || c.blocks || c.dropout) return false;
     return are_places_alone(*score_mod::cached_graph(c.score_mod.text));
   };
   return ((c.unscaled && masks_alone(c)) || boxes_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
@@ -56,7 +56,7 @@ bool first_maximum(const FlexCase& c, const FlexTileSize& t) {
 }
 // Hopper forward: whether the first scores of the next queries run beside the last output. Of two warpgroups larger
 // heads are 1 to 3% slower so; other score_mods were not measured.
-bool seamless(const FlexCase& c, const FlexTileSize& t) {
+bool seamless(const FlexCase& c, const FlexTile& t) {
   if (consumer_warps(t) > 8) return true;
   return first_maximum(c, t) && std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) == kHopperCols &&
          !c.dropout && !c.key_splits;
@@ -86,24 +86,25 @@ bool has_tile_of_four(const FlexCase& c) {
   if (std::max(head_cols(c), value_cols(c)) > 32 || c.blocks || c.dropout || c.max_scores || c.key_splits) return false;
   if (!has_hopper_boxes(c) || line_bytes(c) > 0) return false;
   const auto loads = score_mod::pair_reads(*score_mod::cached_graph(c.score_mod.text));
-  return static_cast<int>(loads.size()) == box_maps(c, {256, 64});
+  return static_cast<int>(loads.size()) == box_maps(c, {256, 64, 0, 1, false, HopperTile{}});
 }
 
-int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+int shared_bytes(const FlexCase& c, const FlexTile& t) {
   const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
-  if (t.family == FlexFamily::kHopper) {
+  if (t.is_hopper()) {
+    const HopperTile& own = t.hopper();
     return device::HopperForwardMemory({.rows = t.rows,
                                         .cols = t.cols,
                                         .head = head,
                                         .value = value,
                                         .stages = t.stages,
-                                        .query_stages = t.query_stages,
-                                        .parts = t.parts,
-                                        .read_bytes = box_bytes(c, t) + t.line_bytes,
-                                        .read_stages = t.read_stages})
+                                        .query_stages = own.query_stages,
+                                        .parts = own.parts,
+                                        .read_bytes = box_bytes(c, t) + own.line_bytes,
+                                        .read_stages = own.read_stages})
         .bytes();
   }
-  if (t.family == FlexFamily::kFew) {
+  if (t.family() == FlexFamily::kFew) {
     return device::FewForwardMemory({.rows = t.rows,
                                      .cols = t.cols,
                                      .head = head,
@@ -111,7 +112,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
                                      .element_bytes = element,
                                      .warps = t.warps,
                                      .stages = t.stages,
-                                     .key_boxes = t.key_boxes})
+                                     .key_boxes = t.few().key_boxes})
         .bytes();
   }
   return device::ForwardMemory({.rows = t.rows,
@@ -125,27 +126,28 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       .bytes();
 }
 
-std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
+std::vector<FlexTile> hopper_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
   const bool four = c.forward_rows == 256 && has_tile_of_four(c);
   const int keys = four ? 64 : keys_of_three(c), groups = four ? 4 : keys > 0 ? 3 : 2;
-  FlexTileSize t{64 * groups, keys > 0 ? keys : 128, 4 * (groups + 1), 1, 2, FlexFamily::kHopper};
+  FlexTile t{64 * groups, keys > 0 ? keys : 128, 4 * (groups + 1), 2, false, HopperTile{.line_bytes = line_bytes(c)}};
+  const bool lines = t.hopper().line_bytes > 0;
   // 80 keys would leave no room for lines, and dropout is drawn for 64.
-  t.line_bytes = line_bytes(c);
   // Two stages of 128 keys fit heads of 192 with values of 128, but not beside boxes.
   if (head > 192 || (head > 128 && (value_cols(c, kHopperCols) > 128 || has_hopper_boxes(c))))
-    t.cols = c.blocks || c.dropout || t.line_bytes > 0 ? 64 : 80;
-  if (groups == 3 && c.blocks) t.parts = groups;
-  std::vector<FlexTileSize> found;
+    t.cols = c.blocks || c.dropout || lines ? 64 : 80;
+  if (groups == 3 && c.blocks) t.hopper().parts = groups;
+  std::vector<FlexTile> found;
   const auto add = [&](bool boxes, int read_stages) {
-    FlexTileSize tile = t;
+    FlexTile tile = t;
     tile.boxes = boxes;
-    tile.read_stages = read_stages;
-    if (boxes) tile.maps = box_maps(c, tile);
+    HopperTile& own = tile.hopper();
+    own.read_stages = read_stages;
+    if (boxes) own.maps = box_maps(c, tile);
     // A second tile of queries is slower for two warpgroups that look for the first maximum alone, but where the next
     // queries begin beside the last output.
-    tile.query_stages = first_maximum(c, t) && !seamless(c, t) ? 1 : 2;
-    if (shared_bytes(c, tile) > flex_shared_limit(90)) tile.query_stages = 1;
+    own.query_stages = first_maximum(c, t) && !seamless(c, t) ? 1 : 2;
+    if (shared_bytes(c, tile) > flex_shared_limit(90)) own.query_stages = 1;
     // The next keys come while the last products of these queries run: of short sequences up to a tenth of the time.
     if (head == kHopperCols) tile.stages = 4;
     while (tile.stages > 2 && shared_bytes(c, tile) > flex_shared_limit(90)) --tile.stages;
@@ -155,40 +157,39 @@ std::vector<FlexTileSize> hopper_forward(const FlexCase& c) {
     add(true, 2);
     add(true, 1);
   }
-  if (t.line_bytes > 0) add(false, 4);
-  add(false, t.line_bytes > 0 ? 2 : 0);
+  if (lines) add(false, 4);
+  add(false, lines ? 2 : 0);
   return found;
 }
 
 // Of few queries: copies of many keys under way, of two CTAs, so that one goes on where the other begins or ends.
-std::vector<FlexTileSize> few_forward(const FlexCase& c, const std::string& architecture) {
+std::vector<FlexTile> few_forward(const FlexCase& c, const std::string& architecture) {
   const int bytes = element_bytes(c.dtype) * std::max(head_cols(c), value_cols(c));
   const int keys = bytes <= 128 ? 32 : 16;  // of a warp
-  std::vector<FlexTileSize> found;
+  std::vector<FlexTile> found;
   const bool boxes = architecture == "90a" && c.dtype != DType::kFloat32 && c.value_size > 0;
   for (const auto& [warps, stages] : {std::pair{4, 3}, {4, 2}, {2, 3}, {2, 2}, {1, 2}}) {
-    found.push_back({c.few_rows, keys * warps, warps, 1, stages, FlexFamily::kFew});
-    found.back().key_boxes = boxes;
+    found.push_back({c.few_rows, keys * warps, warps, stages, false, FewTile{boxes}});
   }
-  const auto two = [&](const FlexTileSize& t) { return resident_ctas(shared_bytes(c, t), architecture) == 2; };
+  const auto two = [&](const FlexTile& t) { return resident_ctas(shared_bytes(c, t), architecture) == 2; };
   if (!two(found[0]) && two(found[1])) std::swap(found[0], found[1]);
   return found;
 }
 
-std::vector<FlexTileSize> portable_forward(const FlexCase& c) {
+std::vector<FlexTile> portable_forward(const FlexCase& c) {
   const int head = std::max(head_cols(c), value_cols(c));
   const bool mods = has_mods(c);
   if (c.dtype == DType::kFloat32) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}};
   if (head <= 64) {
-    FlexTileSize t{c.most_queries == 64 ? 64 : 128, 64, 4};
-    t.keeps = stays(c);
+    FlexTile t{c.most_queries == 64 ? 64 : 128, 64, 4};
+    t.portable().keeps = stays(c);
     return {t};
   }
-  if (head <= 128) return {mods ? FlexTileSize{128, 32, 4} : FlexTileSize{128, 64, 4}, {64, 32, 4}};
-  return {mods ? FlexTileSize{128, 32, 8} : FlexTileSize{128, 64, 8}, {64, 32, 4}};
+  if (head <= 128) return {mods ? FlexTile{128, 32, 4} : FlexTile{128, 64, 4}, {64, 32, 4}};
+  return {mods ? FlexTile{128, 32, 8} : FlexTile{128, 64, 8}, {64, 32, 4}};
 }
 
-std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architecture) {
+std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) {
   if (c.few_rows > 0) return few_forward(c, architecture);
   if (takes_hopper(c, architecture) && !boxes_pay(c)) return hopper_forward(c);
   return with_columns(c, with_boxes(c, portable_forward(c)));
@@ -208,12 +209,12 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   text.choice("kSplit", splits_products(c));
   if (f.few()) {
     text.number("kStages", f.tile.stages);
-    text.choice("kKeyBoxes", f.tile.key_boxes);
+    text.choice("kKeyBoxes", f.tile.key_boxes());
     return;
   }
   text.choice("kKeySplits", f.key_splits);
   text.choice("kBoxes", f.tile.boxes);
-  text.choice("kKeeps", f.tile.keeps);
+  text.choice("kKeeps", f.tile.keeps());
   text.numbers("kColumns", columns_of(c, f.tile));
 }
 
@@ -224,7 +225,7 @@ int resident(const KernelFacts& f, const std::string& architecture) {
 KernelNames names(const KernelFacts& f) {
   if (f.few()) {
     return {"flex_forward_few", "cuda/attention/forward/few.cuh", "FlexForwardFew",
-            f.tile.key_boxes ? "FlexForwardFewArguments" : nullptr};
+            f.tile.key_boxes() ? "FlexForwardFewArguments" : nullptr};
   }
   if (f.hopper()) {
     return {"flex_forward_hopper", "cuda/attention/forward/hopper.cuh", "FlexForwardHopper",
@@ -255,7 +256,7 @@ LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<B
   const KernelFacts& f = spec.facts();
   if (f.few()) return plan_few(std::move(spec), shape, mask, processors);
   constexpr int64_t kStaying = 4;
-  if (f.tile.keeps) return launch_staying(std::move(spec), shape, kStaying * processors);
+  if (f.tile.keeps()) return launch_staying(std::move(spec), shape, kStaying * processors);
   const bool sections = f.hopper() && f.blocks;
   const int64_t section = sections ? forward_section(f, shape, processors) : 1;
   return launch_by_query(std::move(spec), shape, mask, processors, section);
@@ -296,16 +297,17 @@ int64_t forward_section(const KernelFacts& f, const FlexShape& n, int64_t proces
 }
 
 void hopper_result_config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
+  const HopperTile& own = f.tile.hopper();
   text.number("kGroups", f.groups);
   text.number("kStages", f.tile.stages);
-  text.number("kQueryStages", f.tile.query_stages);
-  text.number("kParts", f.tile.parts);
+  text.number("kQueryStages", own.query_stages);
+  text.number("kParts", own.parts);
   text.choice("kKeySplits", f.key_splits);
   text.choice("kMaskAlone", masks_alone(c));
   text.choice("kBoxes", f.tile.boxes);
-  text.number("kReadStages", f.tile.read_stages);
-  text.number("kMaps", f.tile.maps);
-  text.number("kLineBytes", f.tile.line_bytes);
+  text.number("kReadStages", own.read_stages);
+  text.number("kMaps", own.maps);
+  text.number("kLineBytes", own.line_bytes);
 }
 
 std::string result_products(DType dtype, const KernelFacts& f) {

@@ -22,9 +22,9 @@ using namespace planner;
 
 namespace {
 
-int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+int shared_bytes(const FlexCase& c, const FlexTile& t) {
   const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
-  if (t.family == FlexFamily::kHopper) {
+  if (t.is_hopper()) {
     return device::HopperGradBuffersMemory({.rows = t.rows,
                                             .cols = t.cols,
                                             .head = head,
@@ -49,23 +49,19 @@ int contributions(const FlexCase& c) {
 
 // Reads from the L2 cache limit it at small heads: taller tiles read each batch's keys fewer times. They must fit the
 // shared memory of every GPU.
-FlexTileSize tile_of(const FlexCase& c, const std::string& architecture) {
+FlexTile tile_of(const FlexCase& c, const std::string& architecture) {
   const int cols = std::max(head_cols(c), value_cols(c));
   const bool one = kept_reads(c) <= 1, long_queries = c.most_queries != 64;
   const bool hopper = architecture == "90a" && forced_family() != FlexFamily::kPortable && cols <= kHopperCols;
   // Sums of a second contribution would not fit the registers.
   if (hopper && long_queries && c.most_keys != 64 && one && contributions(c) == 1)
-    return {128, 128, 12, 1, cols <= 32 ? 4 : 2, FlexFamily::kHopper};
-  return long_queries && one && cols <= 32 ? FlexTileSize{128, 64, 8} : FlexTileSize{64, 64, 4};
+    return {128, 128, 12, cols <= 32 ? 4 : 2, false, HopperTile{}};
+  return long_queries && one && cols <= 32 ? FlexTile{128, 64, 8} : FlexTile{64, 64, 4};
 }
 // CTAs of a multiprocessor, by registers.
-int ctas_of_registers(const FlexTileSize& tile) {
-  return tile.family == FlexFamily::kHopper ? 1 : tile.rows == 64 ? 3 : 2;
-}
+int ctas_of_registers(const FlexTile& tile) { return tile.is_hopper() ? 1 : tile.rows == 64 ? 3 : 2; }
 
-std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architecture) {
-  return {tile_of(c, architecture)};
-}
+std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) { return {tile_of(c, architecture)}; }
 
 void add_facts(const FlexCase& c, KernelFacts& f) {
   f.narrow = narrow_heads(c, f.tile);
@@ -74,8 +70,8 @@ void add_facts(const FlexCase& c, KernelFacts& f) {
 
 void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   gradient_config(c, f, text);
-  text.number("kShare", f.tile.share);
-  text.choice("kKeeps", f.tile.keeps);
+  text.number("kShare", f.tile.share());
+  text.choice("kKeeps", f.tile.keeps());
   text.choice("kGrouped", c.grouped);
   if (f.hopper()) {
     text.number("kGroups", f.groups);
@@ -181,7 +177,7 @@ std::optional<BatchSums> sums_over_batches(const FlexCase& c, const std::vector<
     one_group = one_group && (found.groups.groups == 1 || !steps[k].over_batches);
   }
   if (count == 0 || count > kMostContributions) return std::nullopt;
-  const FlexTileSize tile = tile_of(found.common, architecture);
+  const FlexTile tile = tile_of(found.common, architecture);
   // A tile keeps what the score_mod reads of each pair.
   if (shared_bytes(found.common, tile) > flex_shared_limit(std::stoi(architecture))) return std::nullopt;
   const int64_t members = tiles_in(batches, found.groups.groups);

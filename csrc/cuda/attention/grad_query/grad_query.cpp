@@ -15,15 +15,15 @@ using namespace planner;
 
 namespace {
 
-int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+int shared_bytes(const FlexCase& c, const FlexTile& t) {
   const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
-  if (t.family == FlexFamily::kHopper) {
+  if (t.is_hopper()) {
     return device::HopperGradQueryMemory({.rows = t.rows,
                                           .cols = t.cols,
                                           .head = head,
                                           .value = value,
                                           .stages = t.stages,
-                                          .query_stages = t.query_stages})
+                                          .query_stages = t.hopper().query_stages})
         .bytes();
   }
   return device::GradQueryMemory(
@@ -31,16 +31,19 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
       .bytes();
 }
 
-std::vector<FlexTileSize> hopper_grad_query(const FlexCase& c) {
+std::vector<FlexTile> hopper_grad_query(const FlexCase& c) {
+  const auto tile = [](int cols, int stages, int query_stages) {
+    return FlexTile{128, cols, 12, stages, false, HopperTile{.query_stages = query_stages}};
+  };
   if (fits_hopper_backward(c)) {
     // What a score_mod reads for each pair by itself is prefetched a tile ahead, and should stay in the L1 cache.
-    if (reads_pairs(c.score_mod)) return {{128, 64, 12, 1, 2, FlexFamily::kHopper}};
-    return {{128, 128, 12, 1, 2, FlexFamily::kHopper, 2}, {128, 128, 12, 1, 2, FlexFamily::kHopper}};
+    if (reads_pairs(c.score_mod)) return {tile(64, 2, 1)};
+    return {tile(128, 2, 2), tile(128, 2, 1)};
   }
-  return {{128, 64, 12, 1, 2, FlexFamily::kHopper}, {128, 64, 12, 1, 1, FlexFamily::kHopper}};
+  return {tile(64, 2, 1), tile(64, 1, 1)};
 }
 
-std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architecture) {
+std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) {
   if (takes_hopper(c, architecture)) return hopper_grad_query(c);
   if (c.dtype == DType::kFloat32) return {{64, 32, 4}, {32, 32, 2}, {32, 16, 2}, {16, 16, 1}};
   if (std::max(head_cols(c), value_cols(c)) <= 128) return {{128, 32, 4}, {64, 32, 4}};
@@ -59,7 +62,7 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   if (f.hopper()) {
     text.number("kGroups", f.groups);
     text.number("kStages", f.tile.stages);
-    text.number("kQueryStages", f.tile.query_stages);
+    text.number("kQueryStages", f.tile.hopper().query_stages);
   } else {
     text.choice("kSplit", splits_products(c));
   }

@@ -16,7 +16,7 @@ using namespace planner;
 
 namespace {
 
-int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+int shared_bytes(const FlexCase& c, const FlexTile& t) {
   const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
   return device::PairTangentsMemory({.rows = t.rows,
                                      .cols = t.cols,
@@ -28,7 +28,7 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
 }
 
 // Four tiles of scores are in registers.
-std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& /*architecture*/) {
+std::vector<FlexTile> tiles(const FlexCase& c, const std::string& /*architecture*/) {
   if (c.dtype == DType::kFloat32) return {{64, 16, 4}, {32, 16, 2}, {16, 16, 1}};
   if (std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}, {16, 16, 1}};
   return {{128, 64, 8}, {64, 32, 4}, {32, 32, 2}, {16, 16, 1}};

@@ -16,8 +16,8 @@ bool has_mods(const FlexCase& c) {
   return !c.score_mod.text.empty() || c.blocks || c.max_scores || c.max_gradient || c.dropout;
 }
 
-bool mixed(const FlexCase& c, const FlexTileSize& t) {
-  return c.blocks && (c.block_size[0] % (t.rows / t.parts) != 0 || c.block_size[1] % t.cols != 0);
+bool mixed(const FlexCase& c, const FlexTile& t) {
+  return c.blocks && (c.block_size[0] % (t.rows / t.parts()) != 0 || c.block_size[1] % t.cols != 0);
 }
 bool masks_alone(const FlexCase& c) { return c.score_mod.text.empty() && c.mask_mod.dtypes.empty(); }
 
@@ -26,9 +26,9 @@ bool has_derivative(const FlexCase& c) {
 }
 bool splits_products(const FlexCase& c) { return c.dtype == DType::kFloat32 && c.split; }
 // The other warpgroup of the Hopper kernels is the producer.
-int consumer_warps(const FlexTileSize& t) { return t.family == FlexFamily::kHopper ? t.warps - 4 : t.warps; }
-bool narrow_heads(const FlexCase& c, const FlexTileSize& t) {
-  return t.family == FlexFamily::kHopper && t.rows == 128 && std::max(head_cols(c), value_cols(c)) <= 32;
+int consumer_warps(const FlexTile& t) { return t.is_hopper() ? t.warps - 4 : t.warps; }
+bool narrow_heads(const FlexCase& c, const FlexTile& t) {
+  return t.is_hopper() && t.rows == 128 && std::max(head_cols(c), value_cols(c)) <= 32;
 }
 
 }  // namespace planner

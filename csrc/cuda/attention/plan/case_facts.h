@@ -13,15 +13,15 @@ int head_cols(const FlexCase& c, int multiple = kCols);
 int value_cols(const FlexCase& c, int multiple = kCols);
 
 bool has_mods(const FlexCase& c);
-bool mixed(const FlexCase& c, const FlexTileSize& t);
+bool mixed(const FlexCase& c, const FlexTile& t);
 /// Whether masks are all that is done to scores, and a mask_mod reads no buffer.
 bool masks_alone(const FlexCase& c);
 bool has_derivative(const FlexCase& c);
 /// float32: whether products are made of six in TF32.
 bool splits_products(const FlexCase& c);
 /// But for the producer of the Hopper kernels.
-int consumer_warps(const FlexTileSize& t);
+int consumer_warps(const FlexTile& t);
 /// Hopper, kernels of gradients: whether a head is one chunk of 32 columns. A warpgroup has 64 queries of dQ.
-bool narrow_heads(const FlexCase& c, const FlexTileSize& t);
+bool narrow_heads(const FlexCase& c, const FlexTile& t);
 
 }  // namespace fusegrad::cuda::planner

@@ -18,7 +18,7 @@ class ConfigText {
     ((text_ += "  static constexpr ") += type) += ' ';
     (text_ += name) += "[] = {";
     for (const auto& value : values) (text_ += text(value)) += ", ";
-    text_ += "0};\n";
+    text_ += "{}};\n";
   }
   template <class Values>
   void numbers(std::string_view name, const Values& values) {

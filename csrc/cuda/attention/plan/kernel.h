@@ -29,9 +29,9 @@ struct Kernel {
   KernelNames (*names)(const KernelFacts& f);
 
   /// Tiles, from the best to the least demanding: where a score_mod or a mask needs registers, they are smaller.
-  std::vector<FlexTileSize> (*tiles)(const FlexCase& c, const std::string& architecture);
+  std::vector<FlexTile> (*tiles)(const FlexCase& c, const std::string& architecture);
   /// The dynamic shared memory, but for what schemes take.
-  int (*shared_bytes)(const FlexCase& c, const FlexTileSize& t);
+  int (*shared_bytes)(const FlexCase& c, const FlexTile& t);
   /// KernelFacts beside those that all kernels have, which `f` has, and the tile; null: none.
   void (*add_facts)(const FlexCase& c, KernelFacts& f) = nullptr;
   /// KernelFacts::resident, with the schemes chosen; null: 0.

@@ -40,6 +40,12 @@ const char* element_name(DType dtype) {
   return dtype == DType::kFloat32 ? "float" : dtype == DType::kFloat16 ? "Float16" : "BFloat16";
 }
 
+std::string letters(const std::vector<device::Scheme>& schemes) {
+  std::string text;
+  for (const device::Scheme scheme : schemes) text += static_cast<char>(scheme);
+  return text;
+}
+
 KernelSpec::KernelSpec(FlexCase asked, KernelFacts facts)
     : case_(std::move(asked)), facts_(std::move(facts)), config_(render_config(case_, facts_)) {
   const KernelNames names = kernel_of(facts_.kernel).names(facts_);

@@ -26,8 +26,8 @@ void check_ctas(int64_t ctas) {
   FUSEGRAD_CHECK(ValueError, ctas <= INT32_MAX, "flex_attention: B * H * tiles must be below 2^31, but got ", ctas);
 }
 
-TileListPlan plan_lists(const FlexTileSize& tile, bool by_key, const FlexShape& shape, const BlockMaskShape& mask) {
-  TileListPlan lists{tile.rows, tile.cols, by_key, tile.parts};
+TileListPlan plan_lists(const FlexTile& tile, bool by_key, const FlexShape& shape, const BlockMaskShape& mask) {
+  TileListPlan lists{tile.rows, tile.cols, by_key, tile.parts()};
   lists.rows = tiles_in(shape.queries, tile.rows);
   lists.cols = tiles_in(shape.keys, tile.cols);
   if (by_key) std::swap(lists.rows, lists.cols);

@@ -64,7 +64,7 @@ constexpr int64_t kHopperElementBytes = 2;
 void check_ctas(int64_t ctas);
 
 /// The lists that a tile needs of a block mask.
-TileListPlan plan_lists(const FlexTileSize& tile, bool by_key, const FlexShape& shape, const BlockMaskShape& mask);
+TileListPlan plan_lists(const FlexTile& tile, bool by_key, const FlexShape& shape, const BlockMaskShape& mask);
 
 /// `mask`: without a block mask there is none. `processors`: the GPU's multiprocessors, for persistent CTAs.
 /// `launches`: of a backward by keys.

@@ -21,7 +21,7 @@ using namespace planner;
 namespace {
 
 // All but the schemes.
-KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
+KernelFacts facts_of(const FlexCase& c, const FlexTile& tile) {
   KernelFacts f;
   f.kernel = c.kernel;
   f.tile = tile;
@@ -40,7 +40,7 @@ KernelFacts facts_of(const FlexCase& c, const FlexTileSize& tile) {
 KernelSpec planned(const FlexCase& c, const std::string& architecture) {
   const int limit = flex_shared_limit(std::stoi(architecture));
   const Kernel& kernel = kernel_of(c.kernel);
-  const std::vector<FlexTileSize> tiles = kernel.tiles(c, architecture);
+  const std::vector<FlexTile> tiles = kernel.tiles(c, architecture);
   std::optional<KernelFacts> crowded;
   for (size_t i = 0; i < tiles.size(); ++i) {
     KernelFacts facts = facts_of(c, tiles[i]);
@@ -50,11 +50,13 @@ KernelSpec planned(const FlexCase& c, const std::string& architecture) {
     if (has_derivative(c)) {
       const int left = sums ? limit - facts.shared_bytes : 0;
       // Sums in shared memory are worth more than stages, boxes, or columns.
-      const auto stages = [](const FlexTileSize& t) { return t.query_stages + t.key_stages; };
+      const auto stages = [](const FlexTile& t) {
+        return t.is_hopper() ? t.hopper().query_stages + t.hopper().key_stages : 0;
+      };
       const bool another = sums && std::any_of(tiles.begin() + static_cast<std::ptrdiff_t>(i), tiles.end(),
-                                               [&](const FlexTileSize& t) { return stages(t) < stages(tiles[i]); });
+                                               [&](const FlexTile& t) { return stages(t) < stages(tiles[i]); });
       fit = choose_schemes(c, left, facts);
-      if (fit != SchemesFit::kAll && (another || tiles[i].boxes || tiles[i].columns)) continue;
+      if (fit != SchemesFit::kAll && (another || tiles[i].boxes || tiles[i].columns())) continue;
     }
     if (kernel.resident != nullptr) facts.resident = kernel.resident(facts, architecture);
     // Where pairs share elements, sums are worth more than a larger tile.

@@ -56,8 +56,8 @@ bool reads_pairs(const FlexMod& mod);
 /// For tests.
 void force_flex_family(std::optional<FlexFamily> family);
 bool flex_family_is_forced();
-/// For tests: the scheme of contributions for which it is right, instead of the planner's; 0: the planner's.
-void force_flex_scheme(char scheme);
+/// For tests: the scheme of contributions for which it is right, instead of the planner's.
+void force_flex_scheme(std::optional<device::Scheme> scheme);
 /// Counts what is forced, force_flex_whole too: what was planned before is not asked for again.
 void count_forced();
 uint64_t forced_changes();

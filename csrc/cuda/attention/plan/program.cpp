@@ -98,7 +98,7 @@ std::string entry(const KernelSpec& spec) {
           (kernel.sums ? ",\n    const __grid_constant__ Sums sums" : "") +
           (kernel.tangent ? ",\n    const __grid_constant__ Config::Tangent::Captured tangent" : "") +
           (more ? ",\n    const __grid_constant__ fusegrad::device::" + std::string(spec.more()) + " more" : "") +
-          ") {\n  extern __shared__ __align__(" + ((f.hopper() && kernel.sums) || f.tile.key_boxes ? "1024" : "16") +
+          ") {\n  extern __shared__ __align__(" + ((f.hopper() && kernel.sums) || f.tile.key_boxes() ? "1024" : "16") +
           ") char shared[];\n";
   const std::string run = "(arguments, " + std::string(kernel.sums ? "sums.of, " : "") + (more ? "more, " : "") +
                           "score_mod, mask_mod, " + (kernel.tangent ? "tangent, " : "") +

@@ -173,12 +173,12 @@ void PlanRun::make_lists(const Program& program) const {
   }
 }
 
-void PlanRun::take_maps(const FlexTileSize& tile, device::TensorMap (&maps)[device::kMostBoxMaps]) const {
-  if (tile.maps == 0) return;
+void PlanRun::take_maps(const FlexTile& tile, device::TensorMap (&maps)[device::kMostBoxMaps]) const {
+  if (tile.maps() == 0) return;
   const score_mod::Graph& graph = *plan_.score_mod;
   const auto& dtypes = plan_.common.score_mod.dtypes;
   const auto reads = score_mod::mapped_reads(graph, dtypes);
-  for (size_t i = 0; i < static_cast<size_t>(tile.maps); ++i) {
+  for (size_t i = 0; i < static_cast<size_t>(tile.maps()); ++i) {
     const score_mod::NodeId load = reads[i];
     const int dimensions = score_mod::box_dimensions(graph, load, dtypes);
     const score_mod::Buffer& buffer = buffers_[static_cast<size_t>(graph[load].payload)];
@@ -197,7 +197,7 @@ void PlanRun::take_maps(const FlexTileSize& tile, device::TensorMap (&maps)[devi
 }
 
 device::FlexForwardHopperArguments PlanRun::hopper_forward(const Program& program, const TensorView& value) const {
-  const FlexTileSize& tile = program.launch.spec.tile();
+  const FlexTile& tile = program.launch.spec.tile();
   device::FlexForwardHopperArguments more{boxes_of(query_, tile.rows), boxes_of(key_, tile.cols),
                                           boxes_of(value, tile.cols),  next(program),
                                           program.launch.section,      {}};

@@ -77,7 +77,7 @@ class PlanRun {
   void make_lists(const Program& program) const;
 
   /// Tensor maps of the first reads of pairs whose boxes are a tensor's as they lie (score_mod::box_dimensions).
-  void take_maps(const FlexTileSize& tile, device::TensorMap (&maps)[device::kMostBoxMaps]) const;
+  void take_maps(const FlexTile& tile, device::TensorMap (&maps)[device::kMostBoxMaps]) const;
   /// What the Hopper kernels of results take besides; of `value` in place of the call's.
   device::FlexForwardHopperArguments hopper_forward(const Program& program, const TensorView& value) const;
 

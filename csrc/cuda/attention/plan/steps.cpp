@@ -170,12 +170,12 @@ std::string printed(const char* call, const CallPlan& plan, const std::vector<Pr
     text << "  " << step.name;
     if (step.program != nullptr) {
       const LaunchPlan& launch = step.program->launch;
-      const FlexTileSize& tile = launch.spec.tile();
+      const FlexTile& tile = launch.spec.tile();
       text << ": tile " << tile.rows << " x " << tile.cols << ", " << launch.ctas << " CTAs of "
            << launch.spec.facts().threads() << " threads, " << launch.spec.facts().shared_bytes << " bytes";
       if (launch.launches > 1) text << ", " << launch.launches << " launches";
       if (launch.splits > 1) text << ", " << launch.splits << " splits";
-      if (!launch.spec.facts().schemes.empty()) text << ", schemes " << launch.spec.facts().schemes;
+      if (!launch.spec.facts().schemes.empty()) text << ", schemes " << letters(launch.spec.facts().schemes);
     }
     for (size_t i = 0; i < step.regions.size(); ++i)
       text << (i == 0 ? " [" : ", ") << plan.scratch[step.regions[i]].name;

@@ -32,27 +32,27 @@ int resident_ctas(int shared_bytes, const std::string& architecture) {
 }
 
 // Each of the portable tiles with columns of tables first, where the score_mod has reads for them.
-std::vector<FlexTileSize> with_columns(const FlexCase& c, const std::vector<FlexTileSize>& tiles) {
-  std::vector<FlexTileSize> found;
-  for (FlexTileSize t : tiles) {
-    t.columns = true;
+std::vector<FlexTile> with_columns(const FlexCase& c, const std::vector<FlexTile>& tiles) {
+  std::vector<FlexTile> found;
+  for (FlexTile t : tiles) {
+    t.portable().columns = true;
     if (column_bytes(c, t) > 0) found.push_back(t);
-    t.columns = false;
+    t.portable().columns = false;
     found.push_back(t);
   }
   return found;
 }
 
 // Each of the portable tiles with boxes first, where the score_mod has reads for them.
-std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize> tiles) {
+std::vector<FlexTile> with_boxes(const FlexCase& c, std::vector<FlexTile> tiles) {
   if (!has_boxes(c.score_mod)) return tiles;
-  std::vector<FlexTileSize> found;
-  for (FlexTileSize& t : tiles) {
+  std::vector<FlexTile> found;
+  for (FlexTile& t : tiles) {
     // Of places of reads that are kept, boxes would be copied for each batch in vain.
-    t.boxes = !t.keeps || kept_reads(c) == 0;
+    t.boxes = !t.keeps() || kept_reads(c) == 0;
     found.push_back(t);
   }
-  for (FlexTileSize& t : tiles) {
+  for (FlexTile& t : tiles) {
     t.boxes = false;
     found.push_back(t);
   }

@@ -17,8 +17,8 @@ bool has_hopper_boxes(const FlexCase& c);
 /// Whether boxes are worth more than the Hopper kernels that have none.
 bool boxes_pay(const FlexCase& c);
 /// Each of the portable tiles with boxes first, and with columns of tables, where the score_mod has reads for them.
-std::vector<FlexTileSize> with_boxes(const FlexCase& c, std::vector<FlexTileSize> tiles);
-std::vector<FlexTileSize> with_columns(const FlexCase& c, const std::vector<FlexTileSize>& tiles);
+std::vector<FlexTile> with_boxes(const FlexCase& c, std::vector<FlexTile> tiles);
+std::vector<FlexTile> with_columns(const FlexCase& c, const std::vector<FlexTile>& tiles);
 /// CTAs of a multiprocessor, by shared memory.
 int resident_ctas(int shared_bytes, const std::string& architecture);
 

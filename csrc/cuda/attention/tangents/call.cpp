@@ -69,7 +69,7 @@ Plan<FlexTangentCall> plan_tangents(const Asked& asked, const Gpu& gpu) {
                             a.tiles = r.tiles(*program);
                             std::vector<int64_t> words = tangent_words(r, tangent.get());
                             std::vector<void*> more{words.data()};
-                            const FlexTileSize& tile = program->launch.spec.tile();
+                            const FlexTile& tile = program->launch.spec.tile();
                             device::FlexTangentsHopperArguments hopper{};
                             if (program->launch.spec.facts().hopper()) {
                               const auto operands = r.hopper_forward(*program, value);

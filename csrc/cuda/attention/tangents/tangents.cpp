@@ -16,16 +16,16 @@ using namespace planner;
 
 namespace {
 
-int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
+int shared_bytes(const FlexCase& c, const FlexTile& t) {
   const int head = head_cols(c), value = value_cols(c), element = element_bytes(c.dtype);
-  if (t.family == FlexFamily::kHopper) {
+  if (t.is_hopper()) {
     return device::HopperForwardMemory({.rows = t.rows,
                                         .cols = t.cols,
                                         .head = head,
                                         .value = value,
                                         .stages = t.stages,
-                                        .query_stages = t.query_stages,
-                                        .parts = t.parts,
+                                        .query_stages = t.hopper().query_stages,
+                                        .parts = t.parts(),
                                         .read_bytes = 0,
                                         .read_stages = 0,
                                         .query_tiles = c.tangents_of.query ? 2 : 1,
@@ -46,11 +46,11 @@ int shared_bytes(const FlexCase& c, const FlexTileSize& t) {
 
 // A warp has 16 queries, as registers hold two outputs and two tiles of scores of them. Values come in parts
 // (tangents_parts).
-std::vector<FlexTileSize> tiles(const FlexCase& c, const std::string& architecture) {
+std::vector<FlexTile> tiles(const FlexCase& c, const std::string& architecture) {
   const int most = std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols));
   if (takes_hopper(c, architecture) && most <= 128) {
     const bool large = most <= 64 && !c.blocks && !c.dropout && c.score_mod.text.empty();
-    return {{128, large ? 96 : 64, 12, 1, 2, FlexFamily::kHopper}};
+    return {{128, large ? 96 : 64, 12, 2, false, HopperTile{}}};
   }
   const bool wide = c.dtype == DType::kFloat32;
   if (!wide && std::max(head_cols(c), value_cols(c)) <= 64) return {{64, 64, 4}, {32, 32, 2}};
