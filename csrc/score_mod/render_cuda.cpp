@@ -27,6 +27,11 @@ int storage_bytes(DType dtype) {
 }
 
 std::string number(int64_t i) { return std::to_string(i); }
+std::string flag(bool value) { return value ? "true" : "false"; }
+
+std::string unread_name(Unread unread) {
+  return unread == Unread::kBranch ? "kBranch" : unread == Unread::kPredicate ? "kPredicate" : "kElsewhere";
+}
 
 constexpr int64_t kSmallScalar = int64_t{1} << 30;
 
@@ -71,6 +76,8 @@ class Renderer {
   std::string render() {
     text_ = "struct " + options_.name + " {\n";
     captured();
+    text_ += "  static constexpr bool kGiven = " + flag(options_.given) + ", kFastMath = " + flag(options_.fast_math) + ";\n";
+    text_ += "  static constexpr auto kUnread = fusegrad::device::score_mod::Unread::" + unread_name(options_.unread) + ";\n";
     const std::string indices = "int b, int h, int q_idx, int kv_idx, bool valid";
     if (graph_.kind() == Kind::kScoreMod) {
       begin_apply("float", "float score, " + indices);
@@ -148,7 +155,7 @@ class Renderer {
     with_reads("  template <", type + " apply", parameters);
   }
   void with_reads(const std::string& parameters_of_template, const std::string& name, const std::string& parameters) {
-    text_ += parameters_of_template + "class Reads = fusegrad::device::score_mod::ReadThere>\n";
+    text_ += parameters_of_template + "class Reads = fusegrad::device::score_mod::ReadThere<kUnread>>\n";
     begin(name, parameters + ", [[maybe_unused]] const Reads& reads = Reads()");
   }
 
@@ -314,10 +321,10 @@ class Renderer {
         return;
       }
     }
-    const std::string read = there_              ? "read_if"
+    const std::string read = there_              ? "read_if<kUnread>"
                              : line_of_[id] >= 0 ? "reads.template read<" + number(line_of_[id]) + ">"
                              : pair_of_[id] >= 0 ? "reads.template pair<" + number(pair_of_[id]) + ">"
-                                                 : "read_if";
+                                                 : "read_if<kUnread>";
     text_ += "    const " + type_of_node(id) + " " + names_[id] + " = " + read + "(" + element(id) + ");\n";
   }
 
@@ -381,16 +388,23 @@ class Renderer {
     }
   }
   void lines(const std::string& indices) {
-    std::string kinds, words;
+    std::vector<std::string> facts;
     const auto all = reads(graph_);
     for (const NodeId id : line_loads_) {
-      kinds += all[id] == Reads::kDiagonal ? "'D', " : all[id] == Reads::kKey ? "'K', " : "'Q', ";
-      words += options_.dtypes[static_cast<size_t>(graph_[id].payload)] == DType::kInt64 ? "2, " : "1, ";
+      const char* by = all[id] == Reads::kDiagonal ? "kDiagonal" : all[id] == Reads::kKey ? "kKey" : "kQuery";
+      const bool two = options_.dtypes[static_cast<size_t>(graph_[id].payload)] == DType::kInt64;
+      facts.push_back(std::string("fusegrad::device::score_mod::LineBy::") + by + (two ? ", 2" : ", 1"));
     }
-    text_ += "  static constexpr int kLines = " + number(static_cast<int64_t>(line_loads_.size())) + ";\n";
-    text_ += "  static constexpr char kLineOf[] = {" + kinds + "0};\n";
-    text_ += "  static constexpr int kLineWords[] = {" + words + "0};\n";
+    list("LineRead", "kLine", "kLineCount", facts);
     elements_of("auto line", line_loads_, indices);
+  }
+  // An array of structs of the device header, and how many it has.
+  void list(const std::string& type, const std::string& name, const std::string& count,
+            const std::vector<std::string>& facts) {
+    text_ += "  static constexpr int " + count + " = " + number(static_cast<int64_t>(facts.size())) + ";\n";
+    text_ += "  static constexpr fusegrad::device::score_mod::" + type + " " + name + "[] = {";
+    for (const std::string& each : facts) text_ += "{" + each + "}, ";
+    text_ += "{}};\n";  // C++ has no empty arrays
   }
   // One of several loads by itself.
   void elements_of(const std::string& name, const std::vector<NodeId>& loads, const std::string& indices) {
@@ -400,34 +414,23 @@ class Renderer {
     for (size_t i = 0; i < loads.size(); ++i) {
       text_ += "    if constexpr (k == " + number(static_cast<int64_t>(i)) + ") {\n";
       statements(graph_[loads[i]].operands);
-      text_ += "    return read_if(" + element(loads[i]) + ");\n    }\n";
+      text_ += "    return read_if<kUnread>(" + element(loads[i]) + ");\n    }\n";
     }
     there_ = false;
     text_ += "  }\n";
   }
   void reads_of_pairs(const std::string& indices) {
     const auto dependence = dependences(graph_);
-    std::string on_batch, on_group;
+    std::vector<std::string> facts;
     for (const NodeId id : pair_loads_) {
-      on_batch += (dependence[id].on() & set_of(kVarB)) != 0 ? "true, " : "false, ";
-      on_group += reads_by_groups(graph_, id) ? "true, " : "false, ";
-    }
-    text_ += "  static constexpr int kPairReads = " + number(static_cast<int64_t>(pair_loads_.size())) + ";\n";
-    text_ += "  static constexpr bool kPairOnBatch[] = {" + on_batch + "false};\n";
-    text_ += "  static constexpr bool kPairOnGroup[] = {" + on_group + "false};\n";
-    elements_of("auto pair_read", pair_loads_, indices);
-    std::string bytes, maps, brain, integer;
-    for (const NodeId id : pair_loads_) {
-      integer += graph_[id].type == Type::kInt ? "true, " : "false, ";
-      bytes += number(box_bytes(graph_, id, options_.dtypes)) + ", ";
-      maps += number(box_dimensions(graph_, id, options_.dtypes)) + ", ";
       const DType dtype = options_.dtypes[static_cast<size_t>(graph_[id].payload)];
-      brain += dtype == DType::kBFloat16 ? "true, " : "false, ";
+      facts.push_back(flag((dependence[id].on() & set_of(kVarB)) != 0) + ", " + flag(reads_by_groups(graph_, id)) + ", " +
+                      number(box_bytes(graph_, id, options_.dtypes)) + ", " +
+                      number(box_dimensions(graph_, id, options_.dtypes)) + ", " + flag(dtype == DType::kBFloat16) +
+                      ", " + flag(graph_[id].type == Type::kInt));
     }
-    text_ += "  static constexpr int kPairBox[] = {" + bytes + "0};\n";
-    text_ += "  static constexpr int kPairMap[] = {" + maps + "-1};\n";
-    text_ += "  static constexpr bool kPairBFloat16[] = {" + brain + "false};\n";
-    text_ += "  static constexpr bool kPairInteger[] = {" + integer + "false};\n";
+    list("PairRead", "kPair", "kPairCount", facts);
+    elements_of("auto pair_read", pair_loads_, indices);
     text_ += "  template <int k>\n";
     begin("auto pair_row", "int b, int h, int q_idx, bool valid");
     there_ = true;
@@ -491,7 +494,7 @@ class Renderer {
         if ((dimensions >> d & 1) != 0) index[d] = index_of_column(static_cast<int>(node.payload), d, dimensions);
         offset += " + (long long)(" + index[d] + ") * c.stride" + of + "_" + number(static_cast<int64_t>(d));
       }
-      text_ += "    return read_if(c.data" + of + " + (" + offset + "), is_there" + in_range + ");\n    }\n";
+      text_ += "    return read_if<kUnread>(c.data" + of + " + (" + offset + "), is_there" + in_range + ");\n    }\n";
     }
     there_ = false;
     text_ += "    return 0.0f;\n  }\n";
@@ -539,9 +542,8 @@ class Renderer {
       if (pair)
         pair_bytes = std::max(pair_bytes, storage_bytes(options_.dtypes[static_cast<size_t>(graph_[id].payload)]));
     }
-    text_ += "  static constexpr bool kTouchesKeys = " + std::string(touches.empty() ? "false" : "true") +
-             ", kTouchesDiagonals = " + (diagonals ? "true" : "false") +
-             ", kTouchesBesides = " + (besides ? "true" : "false") + ";\n";
+    text_ += "  static constexpr bool kTouchesKeys = " + flag(!touches.empty()) +
+             ", kTouchesDiagonals = " + flag(diagonals) + ", kTouchesBesides = " + flag(besides) + ";\n";
     text_ += "  static constexpr int kPairBytes = " + number(pair_bytes) + ";\n";
     const std::string parameters = "int b, int h, int q_idx, int kv_idx, bool valid, [[maybe_unused]] unsigned nowhere";
     begin("void touch", parameters);
@@ -553,19 +555,13 @@ class Renderer {
   void derivative(const std::string& indices) {
     const auto& contributions = graph_.contributions();
     const auto plan = plan_scatter(graph_);
-    std::string buffers, classes, exclusive, repeats, columns, places, bytes, brain;
     std::vector<NodeId> roots{graph_.result()};
+    std::vector<std::string> facts;
     std::string stores;
     for (size_t k = 0; k < contributions.size(); ++k) {
-      buffers += (k == 0 ? "" : ", ") + number(contributions[k].buffer);
-      classes += (k == 0 ? "'" : ", '") + std::string(1, static_cast<char>(plan[k].scheme)) + "'";
-      exclusive += std::string(k == 0 ? "" : ", ") + (plan[k].exclusive ? "true" : "false");
       const DType dtype = options_.dtypes[static_cast<size_t>(contributions[k].buffer)];
-      bytes += (k == 0 ? "" : ", ") + number(storage_bytes(dtype));
-      brain += std::string(k == 0 ? "" : ", ") + (dtype == DType::kBFloat16 ? "true" : "false");
-      repeats += std::string(k == 0 ? "" : ", ") + (plan[k].repeats ? "true" : "false");
-      columns += std::string(k == 0 ? "" : ", ") + (plan[k].has_column ? "true" : "false");
-      places += std::string(k == 0 ? "" : ", ") + number(plan[k].places);
+      facts.push_back(number(contributions[k].buffer) + ", " + number(storage_bytes(dtype)) + ", " +
+                      flag(dtype == DType::kBFloat16) + ", " + flag(plan[k].repeats) + ", " + flag(plan[k].has_column));
       if (is_vector(k)) {
         stores += "  value[" + number(static_cast<int64_t>(k)) + "] = 0.0f;\n  ";
         continue;
@@ -574,22 +570,13 @@ class Renderer {
       stores += "  value[" + number(static_cast<int64_t>(k)) + "] = valid ? " + names_[contributions[k].value] +
                 " : 0.0f;\n  ";
     }
-    const bool none = contributions.empty();  // C++ has no empty arrays
-    text_ += "  static constexpr int kContributions = " + number(static_cast<int64_t>(contributions.size())) + ";\n";
-    text_ += "  static constexpr int kBuffer[] = {" + (none ? "-1" : buffers) + "};\n";
-    text_ += "  static constexpr char kClass[] = {" + (none ? "0" : classes) + "};\n";
-    text_ += "  static constexpr bool kExclusive[] = {" + (none ? "false" : exclusive) + "};\n";
-    text_ += "  static constexpr bool kRepeats[] = {" + (none ? "false" : repeats) + "};\n";
-    text_ += "  static constexpr bool kColumn[] = {" + (none ? "false" : columns) + "};\n";
-    text_ += "  static constexpr int kBytes[] = {" + (none ? "0" : bytes) + "};\n";
-    text_ += "  static constexpr bool kBFloat16[] = {" + (none ? "false" : brain) + "};\n";
-    text_ += "  static constexpr int kPlaces[] = {" + (none ? "1" : places) + "};\n";
+    list("ContributionFacts", "kContribution", "kContributions", facts);
     std::map<AxisSet, std::vector<size_t>> vectors;  // by their axes
     for (size_t k = 0; k < contributions.size(); ++k) {
       if (is_vector(k)) vectors[graph_.open_axes(contributions[k])].push_back(k);
     }
-    text_ += std::string("  static constexpr bool kVectors = ") + (vectors.empty() ? "false" : "true") + ";\n";
-    text_ += std::string("  static constexpr bool kPasses = ") + (passes_gradient(graph_) ? "true" : "false") + ";\n";
+    text_ += "  static constexpr bool kVectors = " + flag(!vectors.empty()) + ";\n";
+    text_ += "  static constexpr bool kPasses = " + flag(passes_gradient(graph_)) + ";\n";
     begin_apply("float", "float score, float grad, " + indices + ", [[maybe_unused]] float* value");
     end_with_result(roots, stores + "  return valid ? " + names_[graph_.result()] + " : 0.0f;\n");
     for (size_t k = 0; k < contributions.size(); ++k) {

@@ -4,27 +4,27 @@
 #include "cuda/device/hopper.cuh"
 #include "cuda/device/score_mod.cuh"
 using namespace fusegrad::device;
-struct ScoreMod {
+struct Given {
+  static constexpr bool kGiven = true, kFastMath = false;
+  static constexpr auto kUnread = score_mod::Unread::kBranch;
+};
+struct ScoreMod : Given {
   struct Captured {
     const float* scale;
   };
-  template <class Reads = score_mod::ReadThere>
+  template <class Reads = score_mod::ReadThere<kUnread>>
   static __device__ float apply(const Captured& c, float score, int b, int h, int q, int kv, bool valid,
                                 const Reads& = Reads()) {
     return valid ? score * c.scale[h] : 0.0f;
   }
-  static constexpr int kLines = 0;
-  static constexpr char kLineOf[] = {0};
+  static constexpr int kLineCount = 0;
+  static constexpr score_mod::LineRead kLine[] = {{}};
   template <int>
   static __device__ float line(const Captured&, int b, int h, int q, int kv, bool valid) {
     return 0.0f;
   }
-  static constexpr int kPairReads = 0;
-  static constexpr bool kPairOnBatch[] = {false}, kPairOnGroup[] = {false};
-  static constexpr int kPairBox[] = {0};
-  static constexpr int kPairMap[] = {-1};
-  static constexpr bool kPairBFloat16[] = {false};
-  static constexpr bool kPairInteger[] = {false};
+  static constexpr int kPairCount = 0;
+  static constexpr score_mod::PairRead kPair[] = {{}};
   template <int>
   static __device__ float pair_column(const Captured&, int h, int i) {
     return 0.0f;
@@ -50,44 +50,40 @@ struct ScoreMod {
     score_mod::touch_if(c.scale + h, valid, nowhere);
   }
 };
-struct MaskMod {
+struct MaskMod : Given {
   struct Captured {
     long long nothing;
   };
-  template <class Reads = score_mod::ReadThere>
+  template <class Reads = score_mod::ReadThere<kUnread>>
   static __device__ bool apply(const Captured&, int b, int h, int q, int kv, bool valid, const Reads& = Reads()) {
     return valid && q >= kv;
   }
-  static constexpr int kLines = 0;
-  static constexpr char kLineOf[] = {0};
+  static constexpr int kLineCount = 0;
+  static constexpr score_mod::LineRead kLine[] = {{}};
   template <int>
   static __device__ bool line(const Captured&, int b, int h, int q, int kv, bool valid) {
     return false;
   }
 };
 // nvcc has no static member arrays in device code that an index of run time reads; NVRTC has.
-__device__ constexpr int kScaleBuffer[] = {0};
-struct ScaleGradient {
+__device__ constexpr score_mod::ContributionFacts kOfScale[] = {{0, 4, false, false, false}};
+struct ScaleGradient : Given {
   using Captured = ScoreMod::Captured;
   static constexpr int kContributions = 1;
   static constexpr bool kVectors = false, kPasses = false;
-  static constexpr const int* kBuffer = kScaleBuffer;
-  static constexpr bool kRepeats[] = {false};
-  static constexpr bool kColumn[] = {false};
-  static constexpr int kBytes[] = {4};
-  static constexpr bool kBFloat16[] = {false};
-  template <class Reads = score_mod::ReadThere>
+  static constexpr const score_mod::ContributionFacts* kContribution = kOfScale;
+  template <class Reads = score_mod::ReadThere<kUnread>>
   static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
                                 float* value, const Reads& = Reads()) {
     value[0] = valid ? grad * score : 0.0f;
     return valid ? grad * c.scale[h] : 0.0f;
   }
-  template <int, class Reads = score_mod::ReadThere>
+  template <int, class Reads = score_mod::ReadThere<kUnread>>
   static __device__ long long offset(const Captured&, float, int b, int h, int q, int kv, bool valid,
                                      const Reads& = Reads()) {
     return valid ? h : -1;
   }
-  template <int, class Reads = score_mod::ReadThere>
+  template <int, class Reads = score_mod::ReadThere<kUnread>>
   static __device__ int in_column(const Captured&, float, int, int, int, int, bool, const Reads& = Reads()) {
     return -1;
   }
@@ -96,9 +92,9 @@ struct ScaleGradient {
     return i;
   }
 };
-struct ScaleTangent {
+struct ScaleTangent : Given {
   using Captured = ScoreMod::Captured;
-  template <class Reads = score_mod::ReadThere>
+  template <class Reads = score_mod::ReadThere<kUnread>>
   static __device__ float apply(const Captured& c, float score, float grad, int b, int h, int q, int kv, bool valid,
                                 const Reads& = Reads()) {
     return valid ? grad * c.scale[h] : 0.0f;

@@ -73,7 +73,7 @@ int main(int argc, char** argv) {
     out << "  return " << backward << "::apply(captured, score, grad, b, h, q, kv, valid, value);\n}\n";
     out << "struct Put" << i << " {\n  double* const* sums;\n  template <int k>\n  void put(const float (&value)[1], "
         << "const long long (&place)[1]) const {\n    if (place[0] >= 0) sums[" << backward
-        << "::kBuffer[k]][place[0]] += value[0];\n  }\n};\n";
+        << "::kContribution[k].buffer][place[0]] += value[0];\n  }\n};\n";
     out << "void scatter" << i
         << "([[maybe_unused]] const void* c, [[maybe_unused]] float score, [[maybe_unused]] float "
         << "grad, [[maybe_unused]] int b, [[maybe_unused]] int h, [[maybe_unused]] int q, [[maybe_unused]] int kv, "

@@ -33,7 +33,7 @@ struct HeaderKernel {
   "sum.begin_tile();\n"                                                                                          \
   "for (int n = 0; n < 4; ++n) {\n"                                                                              \
   "  for (int e = 0; e < 4; ++e)\n"                                                                              \
-  "    sum.add(in[4 * n + e], 0, n, e, 1.0f, 0, 1, 8 * n + e % 2, 8 * (e / 2), true, score_mod::ReadThere());\n" \
+  "    sum.add(in[4 * n + e], 0, n, e, 1.0f, 0, 1, 8 * n + e % 2, 8 * (e / 2), true, score_mod::ReadThere<score_mod::Unread::kBranch>());\n" \
   "  sum.end_block(0, n, 0, 1);\n"                                                                               \
   "}\n"                                                                                                          \
   "sum.end_tile(0);\n"                                                                                           \
@@ -320,7 +320,7 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "for (int i = threadIdx.x; i < walk.count(); i += 32) {\n"
      "  out[i] = takes_part<Config>(tiles, *(const MaskMod::Captured*)in, walk[i] % 4, 0, 1, i, walk[i] / 4, true);\n"
      "}\n"
-     "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod> && !kHas<NoMod>);",
+     "static_assert(sizeof(Bits<32>) == 4 && sizeof(Bits<33>) == 8 && kHas<ScoreMod>);",
      48, true},
     {"cuda/attention/forward/softmax.cuh",
      "FlexHopperSoftmax<HopperConfig> softmax(*(const FlexForwardArguments*)in);\n"
@@ -413,14 +413,14 @@ constexpr HeaderKernel kHeaderKernels[] = {
     {"cuda/device/score_mod.cuh",
      "using namespace fusegrad::device::score_mod;\n"
      "const float x = in[threadIdx.x], y = in[threadIdx.x + 32];\n"
-     "const float f = sigmoid(x) + gelu(y) + gelu_tanh(x) + floor_div(x, y) + floor_mod(x, y);\n"
+     "const float f = sigmoid<true>(x) + gelu(y) + gelu_tanh<false>(x) + floor_div(x, y) + floor_mod(x, y);\n"
      "const long long i = floor_div(to_int(x), to_int(y)) + shift_left(to_int(x), to_int(y)) + to_int(x > y);\n"
      "const long long size = gridDim.x;\n"
      "const long long at = wrapped(i, size);\n"
-     "out[threadIdx.x] = f + maximum(x, minimum(y, f)) + read_if(in + at, inside(at, size)) +\n"
-     "    read_if((const Float16*)in, x > 1) + read_if((const BFloat16*)in, x > 2) + read_if((const Bool*)in, x > 3) "
+     "out[threadIdx.x] = f + maximum(x, minimum(y, f)) + read_if<Unread::kBranch>(in + at, inside(at, size)) +\n"
+     "    read_if<Unread::kPredicate>((const Float16*)in, x > 1) + read_if<Unread::kElsewhere>((const BFloat16*)in, x > 2) + read_if<Unread::kBranch>((const Bool*)in, x > 3) "
      "+\n"
-     "    read_if((const double*)in, x > 4) + read_if((const signed char*)in, x > 5) + divide(x, y) + invert(i) +\n"
+     "    read_if<Unread::kBranch>((const double*)in, x > 4) + read_if<Unread::kPredicate>((const signed char*)in, x > 5) + divide<true>(x, y) + invert(i) +\n"
      "    absolute(x);",
      40},
 };

@@ -18,12 +18,14 @@ namespace {
 // A struct for the graph, and a kernel that uses all of it.
 class Source {
  public:
-  explicit Source(const std::string& macros = "") : text_(macros + "#include \"cuda/device/score_mod.cuh\"\n") {}
+  explicit Source(Unread unread = Unread::kBranch, bool fast_math = false) : unread_(unread), fast_math_(fast_math) {}
 
   void add(const Graph& graph, const std::vector<DType>& dtypes, bool touch = false) {
     RenderOptions options;
     options.name = "Mod" + std::to_string(count_);
     options.dtypes = dtypes;
+    options.unread = unread_;
+    options.fast_math = fast_math_;
     text_ += "\n" + render_cuda(graph, options);
     const std::string arguments = "threadIdx.z, blockIdx.z, threadIdx.x, threadIdx.y, blockIdx.y < 3";
     std::string body;
@@ -34,7 +36,7 @@ class Source {
         const std::string number = std::to_string(k);
         if (graph.open_axes(graph.contributions()[k]) != 0) continue;
         body += "  out[" + options.name + "::offset_" + number + "(c, score[0], " + arguments + ")] += value[" +
-                number + "] + " + options.name + "::kBuffer[" + number + "];\n";
+                number + "] + " + options.name + "::kContribution[" + number + "].buffer;\n";
       }
     } else if (graph.kind() == Kind::kMaskMod) {
       body = "  out[0] = " + options.name + "::apply(c, " + arguments + ");\n";
@@ -69,7 +71,9 @@ class Source {
   // Of a kernel that does nothing else: with an attention tile's values beside it, more would spill.
   static constexpr int kRegisters = 64;
 
-  std::string text_;
+  const Unread unread_;
+  const bool fast_math_;
+  std::string text_ = "#include \"cuda/device/score_mod.cuh\"\n";
   int count_ = 0;
 };
 
@@ -91,15 +95,17 @@ TEST(RenderCuda, ExamplesCompile) {
 }
 
 TEST(RenderCuda, EveryPrimitiveCompiles) {
-  Source source;
-  for (const auto& example : score_mod_primitive_examples())
-    source.add(parse(example.mod.text), dtypes_of(example.mod));
-  source.check();
+  for (const bool fast_math : {false, true}) {
+    Source source(Unread::kBranch, fast_math);
+    for (const auto& example : score_mod_primitive_examples())
+      source.add(parse(example.mod.text), dtypes_of(example.mod));
+    source.check();
+  }
 }
 
 TEST(RenderCuda, EveryStorageCompiles) {
-  for (const char* macros : {"", "#define FUSEGRAD_SHARED_READS\n"}) {
-    Source source(macros);
+  for (const Unread unread : {Unread::kBranch, Unread::kPredicate, Unread::kElsewhere}) {
+    Source source(unread);
     for (int dtype = 0; dtype <= static_cast<int>(DType::kBool); ++dtype) {
       const auto storage = static_cast<DType>(dtype);
       const std::string type(type_name(type_of(storage)));
@@ -169,17 +175,20 @@ TEST(RenderCuda, Lines) {
       read += of_derivative[at];
     }
     std::sort(read.begin(), read.end());
-    return std::tuple(after("kLineOf[] = {"), after("kTouchesBesides = "), read);
+    std::string by;
+    const std::string all = text.substr(text.find("kLine[] = {"), text.find("kTouches") - text.find("kLine[] = {"));
+    for (size_t at = 0; (at = all.find("LineBy::k", at)) != std::string::npos; ++at) by += all[at + 9];
+    return std::tuple(by, after("kTouchesBesides = "), read);
   };
   using Lines = std::tuple<std::string, std::string, std::string>;
-  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("'K', 0", "false", "0"));
+  EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("K", "false", "0"));
   EXPECT_EQ(lines("%0 = load @0 kv_idx\n%1 = sub q_idx kv_idx\n%2 = load @1 h %1\n%3 = mul score %0\n"
                   "%4 = mul %3 %2\nreturn %4\n"),
-            Lines("'K', 'D', 0", "false", "01"));
+            Lines("KD", "false", "01"));
   // Other reads say where, or of each pair its own.
-  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("0", "true", ""));
-  EXPECT_EQ(lines("%0 = load @1 q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("0", "false", ""));
-  EXPECT_EQ(lines("%0 = load @0 q_idx\n%1 = mul score %0\nreturn %1\n"), Lines("0", "false", ""));
+  EXPECT_EQ(lines("%0 = load @2 kv_idx\n%1 = load @0 %0\n%2 = mul score %1\nreturn %2\n"), Lines("", "true", ""));
+  EXPECT_EQ(lines("%0 = load @1 q_idx kv_idx\n%1 = mul score %0\nreturn %1\n"), Lines("", "false", ""));
+  EXPECT_EQ(lines("%0 = load @0 q_idx\n%1 = mul score %0\nreturn %1\n"), Lines("", "false", ""));
   source.check();
 }
 

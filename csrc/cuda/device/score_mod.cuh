@@ -102,36 +102,41 @@ template <class T>
 __device__ __forceinline__ T relu(T a) {
   return a <= 0 ? T(0) : a;
 }
-// FUSEGRAD_FAST_MATH: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid and
-// quotients to a few units of 1e-7.
+// kFastMath: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid and quotients
+// to a few units of 1e-7.
+template <bool kFastMath>
 __device__ __forceinline__ float sigmoid(float x) {
-#ifdef FUSEGRAD_FAST_MATH
-  return __fdividef(1.0f, 1.0f + __expf(-x));
-#else
+#ifdef __CUDACC__
+  if constexpr (kFastMath) return __fdividef(1.0f, 1.0f + __expf(-x));
+#endif
   return 1.0f / (1.0f + expf(-x));
-#endif
 }
+template <bool kFastMath>
 __device__ __forceinline__ float tanh_of(float x) {
-#ifdef FUSEGRAD_FAST_MATH
-  float result;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-#else
+#ifdef __CUDACC__
+  if constexpr (kFastMath) {
+    float result;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+#endif
   return tanhf(x);
-#endif
 }
+template <bool kFastMath>
 __device__ __forceinline__ float divide(float a, float b) {
-#ifdef FUSEGRAD_FAST_MATH
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
-  return a * inverse;
-#else
-  return a / b;
+#ifdef __CUDACC__
+  if constexpr (kFastMath) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+    return a * inverse;
+  }
 #endif
+  return a / b;
 }
 __device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); }
+template <bool kFastMath>
 __device__ __forceinline__ float gelu_tanh(float x) {
-  return 0.5f * x * (1.0f + tanh_of(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+  return 0.5f * x * (1.0f + tanh_of<kFastMath>(0.79788456080286536f * (x + 0.044715f * x * x * x)));
 }
 
 __device__ __forceinline__ bool invert(bool a) { return !a; }
@@ -186,48 +191,52 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
   return static_cast<unsigned long long>(i) < static_cast<unsigned long long>(size);
 }
 
-// Bits of memory where they are `there`, else `bits`. Nothing writes captured buffers while a kernel runs: loads may
-// take the read-only path and change places with stores, and equal ones are one.
-//
-// FUSEGRAD_PREDICATED_READS: by a predicate, with no branch, so that what is around them stays one block of
-// instructions. It takes registers, which not all kernels have.
-// FUSEGRAD_SHARED_READS: without a predicate either, which would make each a read of its own; what is not there is read
-// from elsewhere, zeros or what is NaN in all types.
-#if defined(__CUDACC__) && defined(FUSEGRAD_SHARED_READS)
+/// How a read is left out that is not to be made.
+enum class Unread : char {
+  kBranch,     ///< by a branch
+  kPredicate,  ///< by a predicate, so that what is around reads stays one block of instructions. It takes registers, which
+               ///< not all kernels have
+  kElsewhere,  ///< not at all: zeros, or what is NaN in all types, are read from elsewhere. Equal reads are one, which
+               ///< with a predicate they are not
+};
+
+#ifdef __CUDACC__
 static __device__ unsigned long long all_zeros = 0, all_ones = ~0ull;
-template <class Bits>
-__device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {
-  return __ldg(there ? p : reinterpret_cast<const Bits*>(bits == 0 ? &all_zeros : &all_ones));
-}
-#elif defined(__CUDACC__) && defined(FUSEGRAD_PREDICATED_READS)
-#define FUSEGRAD_LOAD_IF(Bits, type, constraint)                                                     \
-  __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {                    \
+#define FUSEGRAD_PREDICATED_LOAD(Bits, type, constraint)                                             \
+  __device__ __forceinline__ Bits predicated_load(const Bits* p, bool there, Bits bits) {            \
     asm("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.nc." type " %0, [%1];\n}" \
         : "+" constraint(bits)                                                                       \
         : "l"(p), "r"(static_cast<int>(there)));                                                     \
     return bits;                                                                                     \
   }
-FUSEGRAD_LOAD_IF(unsigned short, "b16", "h")
-FUSEGRAD_LOAD_IF(unsigned, "b32", "r")
-FUSEGRAD_LOAD_IF(unsigned long long, "b64", "l")
-#undef FUSEGRAD_LOAD_IF
-__device__ __forceinline__ unsigned char load_if(const unsigned char* p, bool there, unsigned char bits) {
+FUSEGRAD_PREDICATED_LOAD(unsigned short, "b16", "h")
+FUSEGRAD_PREDICATED_LOAD(unsigned, "b32", "r")
+FUSEGRAD_PREDICATED_LOAD(unsigned long long, "b64", "l")
+#undef FUSEGRAD_PREDICATED_LOAD
+__device__ __forceinline__ unsigned char predicated_load(const unsigned char* p, bool there, unsigned char bits) {
   unsigned short wide = bits;
   asm("{\n.reg .pred there;\nsetp.ne.b32 there, %2, 0;\n@there ld.global.nc.u8 %0, [%1];\n}"
       : "+h"(wide)
       : "l"(p), "r"(static_cast<int>(there)));
   return static_cast<unsigned char>(wide);
 }
-#else
-template <class Bits>
+#endif
+/// Bits of memory where they are `there`, else `bits`. Nothing writes captured buffers while a kernel runs: loads may
+/// take the read-only path and change places with stores, and equal ones are one.
+template <Unread kUnread, class Bits>
 __device__ __forceinline__ Bits load_if(const Bits* p, bool there, Bits bits) {
 #ifdef __CUDACC__
-  return there ? __ldg(p) : bits;
+  if constexpr (kUnread == Unread::kElsewhere) {
+    return __ldg(there ? p : reinterpret_cast<const Bits*>(bits == 0 ? &all_zeros : &all_ones));
+  } else if constexpr (kUnread == Unread::kPredicate) {
+    return predicated_load(p, there, bits);
+  } else {
+    return there ? __ldg(p) : bits;
+  }
 #else
   return there ? *p : bits;
 #endif
 }
-#endif
 
 __device__ __forceinline__ float from_bits(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 __device__ __forceinline__ float from_bits(Float16 x) {
@@ -241,37 +250,47 @@ __device__ __forceinline__ float from_bits(Float16 x) {
 }
 
 /// An element where it is `there`; else nothing is read, and it is NaN, 0 or false.
+template <Unread kUnread>
 __device__ __forceinline__ float read_if(const float* p, bool there) {
-  return __uint_as_float(load_if(reinterpret_cast<const unsigned*>(p), there, 0x7fffffffu));
+  return __uint_as_float(load_if<kUnread>(reinterpret_cast<const unsigned*>(p), there, 0x7fffffffu));
 }
+template <Unread kUnread>
 __device__ __forceinline__ float read_if(const double* p, bool there) {
-  const unsigned long long bits = load_if(reinterpret_cast<const unsigned long long*>(p), there, 0x7fffffffffffffffull);
+  const unsigned long long bits = load_if<kUnread>(reinterpret_cast<const unsigned long long*>(p), there, 0x7fffffffffffffffull);
   return static_cast<float>(__longlong_as_double(static_cast<long long>(bits)));
 }
+template <Unread kUnread>
 __device__ __forceinline__ float read_if(const BFloat16* p, bool there) {
-  return from_bits(BFloat16{load_if(&p->bits, there, static_cast<unsigned short>(0x7fff))});
+  return from_bits(BFloat16{load_if<kUnread>(&p->bits, there, static_cast<unsigned short>(0x7fff))});
 }
+template <Unread kUnread>
 __device__ __forceinline__ float read_if(const Float16* p, bool there) {
-  return from_bits(Float16{load_if(&p->bits, there, static_cast<unsigned short>(0x7fff))});
+  return from_bits(Float16{load_if<kUnread>(&p->bits, there, static_cast<unsigned short>(0x7fff))});
 }
+template <Unread kUnread>
 __device__ __forceinline__ int64 read_if(const int64* p, bool there) {
-  return static_cast<int64>(load_if(reinterpret_cast<const unsigned long long*>(p), there, 0ull));
+  return static_cast<int64>(load_if<kUnread>(reinterpret_cast<const unsigned long long*>(p), there, 0ull));
 }
+template <Unread kUnread>
 __device__ __forceinline__ int read_if(const int* p, bool there) {
-  return static_cast<int>(load_if(reinterpret_cast<const unsigned*>(p), there, 0u));
+  return static_cast<int>(load_if<kUnread>(reinterpret_cast<const unsigned*>(p), there, 0u));
 }
+template <Unread kUnread>
 __device__ __forceinline__ int read_if(const short* p, bool there) {
-  return static_cast<short>(load_if(reinterpret_cast<const unsigned short*>(p), there, static_cast<unsigned short>(0)));
+  return static_cast<short>(load_if<kUnread>(reinterpret_cast<const unsigned short*>(p), there, static_cast<unsigned short>(0)));
 }
+template <Unread kUnread>
 __device__ __forceinline__ int read_if(const signed char* p, bool there) {
   return static_cast<signed char>(
-      load_if(reinterpret_cast<const unsigned char*>(p), there, static_cast<unsigned char>(0)));
+      load_if<kUnread>(reinterpret_cast<const unsigned char*>(p), there, static_cast<unsigned char>(0)));
 }
+template <Unread kUnread>
 __device__ __forceinline__ int read_if(const unsigned char* p, bool there) {
-  return load_if(p, there, static_cast<unsigned char>(0));
+  return load_if<kUnread>(p, there, static_cast<unsigned char>(0));
 }
+template <Unread kUnread>
 __device__ __forceinline__ bool read_if(const Bool* p, bool there) {
-  return load_if(&p->byte, there, static_cast<unsigned char>(0)) != 0;
+  return load_if<kUnread>(&p->byte, there, static_cast<unsigned char>(0)) != 0;
 }
 
 /// What a query reads of a buffer, element by element for the keys: nowhere if `data` is null.
@@ -281,16 +300,41 @@ struct PairRow {
 };
 
 /// Each read from where it is. An integer stays one: float has no room for those beyond 2^24.
+template <Unread kUnread>
 struct ReadThere {
   template <int, class T>
   __device__ __forceinline__ auto read(const T* p, bool there) const {
-    return read_if(p, there);
+    return read_if<kUnread>(p, there);
   }
   template <int, class T>
   __device__ __forceinline__ auto pair(const T* p, bool there) const {
-    return read_if(p, there);
+    return read_if<kUnread>(p, there);
   }
   __device__ __forceinline__ ReadThere at(int, int) const { return {}; }
+};
+
+// --- what rendered structs say of themselves ---------------------------------------------------------------------
+
+/// A read that lines may hold (csrc/score_mod/render_cuda.h).
+enum class LineBy : char { kQuery, kKey, kDiagonal };
+struct LineRead {
+  LineBy by;
+  int words;  // of an element in a line
+};
+/// A read of each pair by itself.
+struct PairRead {
+  bool on_batch;   // b plays a part in its place
+  bool on_group;   // but by the groups of batch_groups alone
+  int box;         // box_bytes
+  int dimensions;  // box_dimensions
+  bool bfloat16, integer;
+};
+/// A contribution to the gradient of a captured buffer.
+struct ContributionFacts {
+  int buffer, element_bytes;
+  bool bfloat16;
+  bool meets;   // of class D: diagonals may share an element
+  bool column;  // in_column() and of_column() are there
 };
 
 /// A place that no column has. narrowed() gives it for places that do not fit 32 bits.

@@ -282,7 +282,7 @@ void add_gradient_facts(const FlexCase& c, KernelFacts& f) {
 }
 
 void gradient_config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
-  text.type("Derivative", has_derivative(c) ? "::Derivative" : "fusegrad::device::NoDerivative");
+  text.type("Derivative", "::Derivative");
   text.numbers("kWantsGrad", c.wants_grad);
   text.line("  struct Schemes {");
   text.list("fusegrad::device::Scheme", "kScheme", f.schemes, [](device::Scheme scheme) {

@@ -36,7 +36,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
       Tiles::more_;
   using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::first_key,
-      Tiles::value_scale, Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+      Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kBoxes, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull,
@@ -237,7 +237,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   __device__ __forceinline__ void give_gradients(const float (&grad_key)[kBlocksD][4],
                                                  const float (&grad_value)[kBlocksE][4]) const {
-    if constexpr (Config::kGradValue) give_rows(place_of_gradient(group_, true), grad_value, value_scale());
+    if constexpr (Config::kGradValue) give_rows(place_of_gradient(group_, true), grad_value, 1.0f);  // dropout's factor is in P
     if constexpr (Config::kGradKey) give_rows(place_of_gradient(group_, false), grad_key, a_.scale);
   }
   /// Where TMA stores a warpgroup's dV or dK from.
@@ -268,7 +268,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (Config::kGradKey && Config::kGradValue && kBlocksD == kBlocksE) {
 #pragma unroll 1  // the same code for both
       for (int value = 0; value < 2; ++value) {
-        const float factor = value != 0 ? value_scale() : a_.scale;
+        const float factor = value != 0 ? 1.0f : a_.scale;
         store_rows<false, T>(value != 0 ? a_.grad_value : a_.grad_key, key_batch(last), key_head(last), first_key(),
                              a_.keys, value != 0 ? a_.value_size : a_.head_size, grad_key, {factor, factor});
 #pragma unroll
@@ -281,7 +281,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
       }
       if constexpr (Config::kGradValue) {
         store_rows<false, T>(a_.grad_value, key_batch(last), key_head(last), first_key(), a_.keys, a_.value_size,
-                             grad_value, {value_scale(), value_scale()});
+                             grad_value, {1.0f, 1.0f});
       }
     }
   }

@@ -426,13 +426,13 @@ class FlexBackwardHopperTiles {
   /// Prefetches what the warpgroup will read of captured tensors for tile i, which is loaded: along diagonals, and for
   /// each pair by itself where that stays in the L1 cache, of which dQ leaves 28 KiB. What it reads by keys it has.
   static constexpr bool kTouchesPairs =
-      kPairBytes<ScoreMod> > 0 && !kBoxes &&
-      (!Config::kGradQuery || Config::kRows * Config::kCols * kPairBytes<ScoreMod> <= 1 << 15);
+      ScoreMod::kPairBytes > 0 && !kBoxes &&
+      (!Config::kGradQuery || Config::kRows * Config::kCols * ScoreMod::kPairBytes <= 1 << 15);
   // By keys alone a thread reads twice a tile. With diagonals all reads come from lines, each warpgroup's its own.
   using Lines = TileLines<ScoreMod, Config::kRows, 64, kWarpgroup>;
-  static constexpr bool kLines = kTouchesDiagonals<ScoreMod> && !kTouchesPairs && Lines::all() &&
+  static constexpr bool kLines = ScoreMod::kTouchesDiagonals && !kTouchesPairs && Lines::all() &&
                                  4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
-  static constexpr bool kTouches = (kTouchesDiagonals<ScoreMod> && !kLines) || kTouchesPairs;
+  static constexpr bool kTouches = (ScoreMod::kTouchesDiagonals && !kLines) || kTouchesPairs;
   // Where reads cost little, what a mask adds to each pair is a fifth of its instructions.
   static constexpr bool kUnmasked = kUnmaskedToo<Config> || ((kBoxes || kLines) && !kHas<MaskMod>);
   // Blocks of eight queries that are computed together where registers are left.
@@ -442,7 +442,7 @@ class FlexBackwardHopperTiles {
     const Place p = place_of(i);
     const int kv = p.col() + key_group() * 64, thread = this->thread() % kWarpgroup;
     const unsigned nowhere = shared_ + kMemory.lines.offset + this->thread() * 4;
-    if constexpr (kTouchesDiagonals<ScoreMod> && !kLines)
+    if constexpr (ScoreMod::kTouchesDiagonals && !kLines)
       touch_tile<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
     if constexpr (kTouchesPairs)
       touch_pairs<ScoreMod, Config::kRows, 64, kWarpgroup>(score_, p.b, p.h, p.row(), kv, thread, nowhere);
@@ -459,7 +459,7 @@ class FlexBackwardHopperTiles {
     if constexpr (kLines) {
       return typename Lines::Reads(lines(), lane() % 4 * 2, warp() % 4 * 16 + lane() / 4);
     } else {
-      return score_mod::ReadThere();
+      return score_mod::ReadThere<ScoreMod::kUnread>();
     }
   }
   // Called by each warp when all its lanes are done with what the barrier guards.
@@ -565,8 +565,6 @@ class FlexBackwardHopperTiles {
       for (int r = 0; r < 2; ++r) p[2 * n + r] &= kept_.mask(n, r) | 0x80008000;
     }
   }
-  /// The factor of dV. Dropout's is in P already.
-  __device__ __forceinline__ float value_scale() const { return 1.0f; }
   // Computes P and dS of the warp's keys, as operands.
   __device__ __forceinline__ void pairs(const Place& place, int i, float (&s)[kBlocksN][4], float (&d)[kBlocksN][4],
                                         unsigned (&p)[kBlocksN * 2], unsigned (&ds)[kBlocksN * 2]) {

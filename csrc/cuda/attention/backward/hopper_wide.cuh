@@ -19,7 +19,7 @@ template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch, Tiles::key_head, Tiles::score_, Tiles::sums_;
-  using Tiles::alive, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::value_scale, Tiles::grad_out_empty,
+  using Tiles::alive, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::grad_out_empty,
       Tiles::query_empty, Tiles::first_key, Tiles::lane;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::load_rows, Tiles::masked;
@@ -154,7 +154,7 @@ class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
     if constexpr (Config::kGradValue) {
       pin<kBlocksN * 4>(s[0]);
       store_rows<false, T>(a_.grad_value, key_batch(now), key_head(now), first_key(), a_.keys, a_.value_size, grad,
-                           {value_scale(), value_scale()});
+                           {1.0f, 1.0f});
     }
   }
   __device__ __forceinline__ void issue_next_scores(float (&s)[kBlocksN][4], int i) const {

@@ -141,7 +141,7 @@ class FlexBufferSums {
     each_.for_each([](auto& sum) { sum.begin_tile(); });
   }
   /// Adds what the pair (m, n, e) contributes, `value` as Derivative::apply leaves it.
-  template <class Reads = score_mod::ReadThere>
+  template <class Reads = score_mod::ReadThere<Config::ScoreMod::kUnread>>
   __device__ __forceinline__ void add(const float* value, int m, int n, int e, float score, int b, int h, int q, int kv,
                                       bool takes_part, const Reads& of_pair = Reads()) {
     each_.for_each([&](auto& sum) { sum.add(value[sum.kIndex], m, n, e, score, b, h, q, kv, takes_part, of_pair); });

@@ -1,5 +1,5 @@
 // What a score_mod reads for each pair by itself, as tiles in shared memory: where a query's elements for all keys are
-// a row of a buffer (kPairBox of csrc/score_mod/render_cuda.h), a tile of rows is copied as it lies, 16 bytes at a
+// a row of a buffer (PairRead::box, csrc/score_mod/render_cuda.h), a tile of rows is copied as it lies, 16 bytes at a
 // time, and a thread takes its elements by the fragments of its scores. Read from the buffer, each pair would compute
 // an address and wait.
 #pragma once
@@ -19,7 +19,7 @@ class KeptReads {
  public:
   /// Whether read k is kept. What another read needs as a place is not.
   static __device__ constexpr bool there(int k) {
-    return kUsed && (!Mod::kPairOnBatch[k] || (kGrouped && Mod::kPairOnGroup[k])) && !Mod::kPairInteger[k];
+    return kUsed && (!Mod::kPair[k].on_batch || (kGrouped && Mod::kPair[k].on_group)) && !Mod::kPair[k].integer;
   }
 
  private:
@@ -38,14 +38,14 @@ class KeptReads {
   };
   template <int k = 0, class F>
   static __device__ __forceinline__ void for_each_read(const F& f) {
-    if constexpr (k < Mod::kPairReads) {
+    if constexpr (k < Mod::kPairCount) {
       if constexpr (there(k)) f(Number<k>());
       for_each_read<k + 1>(f);
     }
   }
 
  public:
-  static constexpr int kCount = before(Mod::kPairReads);
+  static constexpr int kCount = before(Mod::kPairCount);
   static constexpr int kBytes = kCount * kPiece;
 
   /// pair(block, e) is a pair's {query, key}, inside(block, e) whether it has any; b, any batch with these reads.
@@ -75,14 +75,14 @@ class KeptReads {
     int e = 0;
     template <int, class T>
     __device__ __forceinline__ auto read(const T* p, bool valid) const {
-      return score_mod::read_if(p, valid);
+      return score_mod::read_if<Mod::kUnread>(p, valid);
     }
     template <int k, class T>
     __device__ __forceinline__ auto pair(const T* p, bool valid) const {
       if constexpr (there(k)) {
         return x[before(k)][e];
       } else {
-        return score_mod::read_if(p, valid);
+        return score_mod::read_if<Mod::kUnread>(p, valid);
       }
     }
   };
@@ -108,8 +108,8 @@ struct PairPlace {
 template <class Mod, int kQueries, int kKeys, class Kept, bool kUsed, int kMaps = 0>
 class PairBoxes {
   using Captured = typename Mod::Captured;
-  static __device__ constexpr bool there(int k) { return kUsed && Mod::kPairBox[k] > 0 && !Kept::there(k); }
-  static __device__ constexpr bool could_map(int k) { return there(k) && Mod::kPairMap[k] >= 0; }
+  static __device__ constexpr bool there(int k) { return kUsed && Mod::kPair[k].box > 0 && !Kept::there(k); }
+  static __device__ constexpr bool could_map(int k) { return there(k) && Mod::kPair[k].dimensions >= 0; }
   /// The tensor map of read k.
   static __device__ constexpr int map_of(int k) {
     int count = 0;
@@ -118,7 +118,7 @@ class PairBoxes {
   }
   static __device__ constexpr bool mapped(int k) { return could_map(k) && map_of(k) < kMaps; }
   static constexpr int kMapBytes = swizzled_tile_bytes(kQueries, kKeys);
-  static __device__ constexpr int stride(int k) { return padded_row_bytes(kKeys, Mod::kPairBox[k]); }
+  static __device__ constexpr int stride(int k) { return padded_row_bytes(kKeys, Mod::kPair[k].box); }
   static __device__ constexpr int offset(int k) {
     if (mapped(k)) return map_of(k) * kMapBytes;
     int sum = kMaps * kMapBytes;
@@ -131,16 +131,18 @@ class PairBoxes {
   };
   template <int k = 0, class F>
   static __device__ __forceinline__ void for_each_box(const F& f) {
-    if constexpr (k < Mod::kPairReads) {
+    if constexpr (k < Mod::kPairCount) {
       if constexpr (there(k)) f(Number<k>());
       for_each_box<k + 1>(f);
     }
   }
 
  public:
-  static constexpr int kBytes = mapped_box_bytes(kQueries, kKeys, kMaps, offset(Mod::kPairReads) - kMaps * kMapBytes);
+  /// Each read from where it is.
+  using There = score_mod::ReadThere<Mod::kUnread>;
+  static constexpr int kBytes = mapped_box_bytes(kQueries, kKeys, kMaps, offset(Mod::kPairCount) - kMaps * kMapBytes);
   /// Whether threads copy some of them.
-  static constexpr bool kCopies = offset(Mod::kPairReads) > kMaps* kMapBytes;
+  static constexpr bool kCopies = offset(Mod::kPairCount) > kMaps* kMapBytes;
   static constexpr bool kMapped = kMaps > 0;
   static_assert(kMaps == 0 || kKeys % kChunk == 0);
 
@@ -150,7 +152,7 @@ class PairBoxes {
   static __device__ __forceinline__ void load(unsigned to, const Captured& captured, int b, int h, int q, int kv,
                                               int queries, int thread) {
     for_each_box([&](auto box) {
-      constexpr int k = decltype(box)::value, kElement = Mod::kPairBox[k], kTogether = 16 / kElement;
+      constexpr int k = decltype(box)::value, kElement = Mod::kPair[k].box, kTogether = 16 / kElement;
       constexpr int kAcross = kKeys / kTogether;
       static_assert(kThreads % kAcross == 0 && kQueries % (kThreads / kAcross) == 0);
       const int first = thread / kAcross, at = kv + thread % kAcross * kTogether;
@@ -164,7 +166,7 @@ class PairBoxes {
         if (!inside || (whole && reinterpret_cast<unsigned long long>(from) % 16 == 0)) {
           copy_async(place, from, inside);
         } else {
-          copy_each<kElement, Mod::kPairInteger[k]>(place, row, at);
+          copy_each<kElement, Mod::kPair[k].integer>(place, row, at);
         }
       }
     });
@@ -172,7 +174,7 @@ class PairBoxes {
 
   /// Whether all that the score_mod reads for each pair by itself comes so.
   static __device__ constexpr bool all() {
-    for (int k = 0; k < Mod::kPairReads; ++k) {
+    for (int k = 0; k < Mod::kPairCount; ++k) {
       if (!there(k)) return false;
     }
     return true;
@@ -189,7 +191,7 @@ class PairBoxes {
 #pragma unroll
         for (int c = 0; c < chunks_of(kKeys); ++c)
           copy_box(to + offset(k) + c * kQueries * kChunkBytes, maps[map_of(k)], full, kv + c * kChunk, q,
-                   (Mod::kPairMap[k] & 2) != 0 ? h : 0, Mod::template pair_batch<k>(captured, b));
+                   (Mod::kPair[k].dimensions & 2) != 0 ? h : 0, Mod::template pair_batch<k>(captured, b));
       }
     });
   }
@@ -202,7 +204,7 @@ class PairBoxes {
                                                int q, int kv, int queries, int keys, int thread) {
     if constexpr (kCopies) {
       for_each_box([&](auto box) {
-        constexpr int k = decltype(box)::value, kElement = Mod::kPairBox[k], kTogether = 16 / kElement;
+        constexpr int k = decltype(box)::value, kElement = Mod::kPair[k].box, kTogether = 16 / kElement;
         if constexpr (mapped(k)) return;
         constexpr int kRows = kQueries % kThreads == 0 ? 32 : 16, kAcross = kKeys / kTogether;
         // Bulk copies of a row each take the time of some 500 bytes.
@@ -252,7 +254,7 @@ class PairBoxes {
           if (has_row) {
 #pragma unroll 1
             for (int at = vectors * kTogether; at < cols; at += kTogether)
-              copy_each<kElement, Mod::kPairInteger[k]>(place + at * kElement, row, kv + at);
+              copy_each<kElement, Mod::kPair[k].integer>(place + at * kElement, row, kv + at);
           }
         }
       });
@@ -262,20 +264,20 @@ class PairBoxes {
 
   /// The reads of a thread's four pairs of a block.
   struct Reads {
-    float x[Mod::kPairReads + 1][4];
+    float x[Mod::kPairCount + 1][4];
     int e = 0;
     template <int, class T>
     __device__ __forceinline__ auto read(const T* p, bool valid) const {
-      return score_mod::read_if(p, valid);
+      return score_mod::read_if<Mod::kUnread>(p, valid);
     }
     template <int k, class T>
     __device__ __forceinline__ auto pair(const T* p, bool valid) const {
-      if constexpr (there(k) && Mod::kPairInteger[k]) {
+      if constexpr (there(k) && Mod::kPair[k].integer) {
         return __float_as_int(x[k][e]);
       } else if constexpr (there(k)) {
         return x[k][e];
       } else {
-        return score_mod::read_if(p, valid);
+        return score_mod::read_if<Mod::kUnread>(p, valid);
       }
     }
   };
@@ -292,8 +294,8 @@ class PairBoxes {
         // Key kv's part of a row: parts of 16 bytes are exchanged by the row's place among eight.
         const int row = q + lane % (kKeyRows ? 8 : 16), part = kv / 8 + (kKeyRows ? lane / 8 % 2 : 0);
         const unsigned at = from + part / 8 * kQueries * kChunkBytes + row * kChunkBytes + (part ^ row) % 8 * 16;
-        take(x, load_two_matrices<kKeyRows>(at), Mod::kPairBFloat16[k]);
-      } else if constexpr (Mod::kPairBox[k] == 4) {
+        take(x, load_two_matrices<kKeyRows>(at), Mod::kPair[k].bfloat16);
+      } else if constexpr (Mod::kPair[k].box == 4) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           if constexpr (kKeyRows) {
@@ -309,7 +311,7 @@ class PairBoxes {
       } else {
         const unsigned at = kKeyRows ? from + (q + lane % 8) * stride(k) + (kv + lane / 8 % 2 * 8) * 2
                                      : from + (q + lane % 16) * stride(k) + kv * 2;
-        take(x, load_two_matrices<kKeyRows>(at), Mod::kPairBFloat16[k]);
+        take(x, load_two_matrices<kKeyRows>(at), Mod::kPair[k].bfloat16);
       }
     });
     return found;
@@ -371,7 +373,7 @@ struct PairReads {
   __device__ __forceinline__ void of(int e) { kept.e = boxes.e = e; }
   template <int, class T>
   __device__ __forceinline__ auto read(const T* p, bool valid) const {
-    return score_mod::read_if(p, valid);
+    return boxes.template read<0>(p, valid);
   }
   template <int k, class T>
   __device__ __forceinline__ auto pair(const T* p, bool valid) const {
@@ -412,18 +414,18 @@ __device__ __forceinline__ auto reads_of_boxes(unsigned tile, int q, int kv, int
   if constexpr (Boxes::kBytes > 0) {
     return Boxes::template reads<kKeyRows>(tile, q, kv, lane);
   } else {
-    return score_mod::ReadThere();
+    return typename Boxes::There();
   }
 }
 /// A pair's reads of lines and, it being the e-th of four, those of reads_of_boxes.
 template <class Lines, class OfBlock>
 __device__ __forceinline__ auto reads_of_pair(const Lines& lines, const OfBlock& of_block, int e) {
-  if constexpr (kSame<OfBlock, score_mod::ReadThere>) {
-    return lines;
-  } else {
+  if constexpr (requires { of_block.e; }) {
     LineAndBoxReads<Lines, OfBlock> reads{lines, of_block};
     reads.boxes.e = e;
     return reads;
+  } else {
+    return lines;
   }
 }
 

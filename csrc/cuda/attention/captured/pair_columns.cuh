@@ -19,17 +19,13 @@ class PairColumns {
     for (int i = 0; i < k; ++i) sum += column_bytes(Config::kColumns[i]);
     return sum;
   }
-  static __device__ constexpr int count() {
-    if constexpr (kHas<Mod>) return Mod::kPairReads;
-    return 0;
-  }
   template <int kValue>
   struct Number {
     static constexpr int value = kValue;
   };
   template <int k = 0, class F>
   static __device__ __forceinline__ void for_each_column(const F& f) {
-    if constexpr (k < count()) {
+    if constexpr (k < Mod::kPairCount) {
       if constexpr (there(k)) f(Number<k>());
       for_each_column<k + 1>(f);
     }
@@ -37,7 +33,7 @@ class PairColumns {
 
  public:
   static __device__ constexpr bool there(int k) { return Config::kColumns[k] > 0; }
-  static constexpr int kBytes = offset(count());
+  static constexpr int kBytes = offset(Mod::kPairCount);
 
   /// Called by kThreads threads, which meet before any reads: loads the columns of head h.
   template <int kThreads>

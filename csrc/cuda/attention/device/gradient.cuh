@@ -5,32 +5,6 @@
 
 namespace fusegrad::device {
 
-/// Stands in for a derivative where there is none.
-struct NoDerivative {
-  struct Captured {
-    long long nothing;
-  };
-  static constexpr int kContributions = 0;
-  static constexpr bool kVectors = false, kPasses = false;
-  static constexpr int kBuffer[] = {-1};
-  static constexpr bool kRepeats[] = {false};
-  static constexpr bool kColumn[] = {false};
-  static constexpr int kBytes[] = {0};
-  static constexpr bool kBFloat16[] = {false};
-  template <int, class Reads = score_mod::ReadThere>
-  static __device__ long long offset(const Captured&, float, int, int, int, int, bool, const Reads& = Reads()) {
-    return -1;
-  }
-  template <int, class Reads = score_mod::ReadThere>
-  static __device__ int in_column(const Captured&, float, int, int, int, int, bool, const Reads& = Reads()) {
-    return -1;
-  }
-  template <int>
-  static __device__ long long of_column(const Captured&, int, int, int i) {
-    return i;
-  }
-};
-
 /// What the backward knows of a query.
 struct FlexQuery {
   FlexRow row;
@@ -45,14 +19,14 @@ struct FlexPairGradient {
 
   /// The probability of a pair, 0 where it does not take part (kRaw: anything); `changed` is the score that the
   /// score_mod makes of it. kFar: there may be far rows.
-  template <bool kRaw = false, bool kFar = false, class Reads = score_mod::ReadThere>
+  template <bool kRaw = false, bool kFar = false, class Reads = score_mod::ReadThere<ScoreMod::kUnread>>
   static __device__ __forceinline__ float probability(const typename ScoreMod::Captured& captured, float scale,
                                                       float score, const FlexQuery& row, int b, int h, int q, int kv,
                                                       bool takes_part, float& changed, const Reads& reads = Reads()) {
     const float lse = row.row.lse;
     changed = score * scale;
     if constexpr (kHas<ScoreMod>)
-      changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead || takes_part, reads);
+      changed = ScoreMod::apply(captured, changed, b, h, q, kv, kAllRead<Config> || takes_part, reads);
     float p;
     if constexpr (kFar) {
       const float above = kHas<ScoreMod> ? changed - row.origin : fmaf(score, scale, -row.origin);
@@ -75,26 +49,26 @@ struct FlexPairGradient {
   /// From query * key and grad_out * value of a pair: `p` its probability, `value` its contributions, and where there
   /// are vectors, behind them the gradient by what the score_mod gives; returns the gradient by scale * query * key.
   /// All of them are 0 where the pair does not take part.
-  template <bool kFar = false, class Reads = score_mod::ReadThere>
+  template <bool kFar = false, class Reads = score_mod::ReadThere<ScoreMod::kUnread>>
   static __device__ __forceinline__ float apply(const typename ScoreMod::Captured& captured, float scale, float score,
                                                 float grad, const FlexQuery& row, int b, int h, int q, int kv,
                                                 bool takes_part, float& p, float* value, const Reads& reads = Reads()) {
     float changed;
     // p of pairs that take no part reaches nothing, as their gradients are replaced too; but the portable kernels spill
     // more where it is replaced last.
-    p = probability<kAllRead, kFar>(captured, scale, score, row, b, h, q, kv, takes_part, changed, reads);
+    p = probability<kAllRead<Config>, kFar>(captured, scale, score, row, b, h, q, kv, takes_part, changed, reads);
     float d = p * (grad - row.row.delta);
-    if constexpr (kAllRead) p = takes_part ? p : 0.0f;
+    if constexpr (kAllRead<Config>) p = takes_part ? p : 0.0f;
     if constexpr (Config::kMaxGradient) d += changed == row.max ? row.grad_max : 0.0f;
     if constexpr (kHas<ScoreMod>) {
       // A score that the score_mod made -inf counts as masked, whatever the derivative is there. Without one the
       // gradient is 0 already, as the probability is; but the portable kernels are slower without the test.
-      constexpr bool kZeroAlready = kAllRead && Derivative::kPasses && !Config::kMaxGradient;
+      constexpr bool kZeroAlready = kAllRead<Config> && Derivative::kPasses && !Config::kMaxGradient;
       const bool counts = takes_part && (kZeroAlready || changed != -FUSEGRAD_INFINITY);
       if constexpr (Derivative::kVectors) value[Derivative::kContributions] = counts ? d : 0.0f;
-      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead || counts, value,
+      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead<Config> || counts, value,
                             reads);
-      if constexpr (kAllRead) {
+      if constexpr (kAllRead<Config>) {
         d = counts ? d : 0.0f;
 #pragma unroll
         for (int k = 0; k < Derivative::kContributions; ++k) value[k] = counts ? value[k] : 0.0f;
@@ -167,7 +141,7 @@ class FlexLargest {
     for (int k = 0; k < Derivative::kContributions; ++k) {
       const unsigned most = __reduce_max_sync(~0u, __float_as_uint(fabsf(largest_[k])));
       if (static_cast<int>(threadIdx.x) % kLanes == 0 && most != 0)
-        atomicMax(reinterpret_cast<unsigned*>(to + Derivative::kBuffer[k]), most);
+        atomicMax(reinterpret_cast<unsigned*>(to + Derivative::kContribution[k].buffer), most);
     }
   }
 

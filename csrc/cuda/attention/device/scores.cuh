@@ -5,7 +5,7 @@
 //   kHead, kValue              D and E, rounded up to 16
 //   kRows, kCols               queries and keys of a tile
 //   kWarps                     warps of a CTA
-//   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h), or NoMod
+//   ScoreMod, MaskMod          rendered structs (csrc/score_mod/render_cuda.h)
 //   kKeySplits                 whether several CTAs share each row of tiles, and another kernel merges their results
 //   kBlocks, kMixed            whether there is a block mask, and whether tiles may lie in several of its blocks
 //   kSplit                     float: products of split operands
@@ -18,43 +18,10 @@
 
 namespace fusegrad::device {
 
+using score_mod::LineBy;
+
 constexpr float kLog2E = 1.4426950408889634f;
 
-/// Stands in for a score_mod or a mask_mod where there is none.
-struct NoMod {
-  struct Captured {
-    long long nothing;
-  };
-  static constexpr int kLines = 0;
-  static constexpr char kLineOf[] = {0};
-  static constexpr int kLineWords[] = {0};
-  static constexpr int kPairReads = 0;
-  static constexpr bool kPairOnBatch[] = {false}, kPairOnGroup[] = {false};
-  static constexpr int kPairBox[] = {0};
-  static constexpr int kPairMap[] = {-1};
-  static constexpr bool kPairBFloat16[] = {false};
-  static constexpr bool kPairInteger[] = {false};
-  template <int>
-  static __device__ float line(const Captured&, int, int, int, int, bool) {
-    return 0.0f;
-  }
-  template <int>
-  static __device__ float pair_read(const Captured&, int, int, int, int, bool) {
-    return 0.0f;
-  }
-  template <int>
-  static __device__ score_mod::PairRow pair_row(const Captured&, int, int, int, bool) {
-    return {};
-  }
-  template <int>
-  static __device__ float pair_column(const Captured&, int, int) {
-    return 0.0f;
-  }
-  template <int>
-  static __device__ int pair_column_size(const Captured&) {
-    return 0;
-  }
-};
 /// A derivative's view of what its score_mod captured.
 template <class Mod, class Captured>
 __device__ __forceinline__ const typename Mod::Captured& captured_of(const Captured& captured) {
@@ -62,20 +29,10 @@ __device__ __forceinline__ const typename Mod::Captured& captured_of(const Captu
   return reinterpret_cast<const typename Mod::Captured&>(captured);
 }
 
+/// Whether the call has the mod: one that it lacks is rendered too, and changes nothing.
 template <class Mod>
-constexpr bool kHas = !kSame<Mod, NoMod>;
+constexpr bool kHas = Mod::kGiven;
 
-/// Which of a score_mod's reads can be prefetched before its pairs are computed (csrc/score_mod/render_cuda.h).
-template <class Mod>
-constexpr bool kTouchesKeys = [] {
-  if constexpr (kHas<Mod>) return Mod::kTouchesKeys;
-  return false;
-}();
-template <class Mod>
-constexpr bool kTouchesDiagonals = [] {
-  if constexpr (kHas<Mod>) return Mod::kTouchesDiagonals;
-  return false;
-}();
 /// Prefetches into the L1 cache what a score_mod reads by keys or diagonals for kQueries queries from q on and kKeys
 /// keys from kv on. Called by kThreads threads, this one number `thread`; nothing waits here. Read where it is needed,
 /// a few pairs at a time, each cache line would be waited for. Reads by keys alone are all covered where there are at
@@ -83,11 +40,11 @@ constexpr bool kTouchesDiagonals = [] {
 template <class Mod, int kQueries, int kKeys, int kThreads>
 __device__ __forceinline__ void touch_tile(const typename Mod::Captured& captured, int b, int h, int q, int kv,
                                            int thread, unsigned nowhere) {
-  if constexpr (kTouchesKeys<Mod>) {
+  if constexpr (Mod::kTouchesKeys) {
     // The diagonals of the first and the last one of the shorter side are all of them.
     constexpr bool kAlongKeys = kQueries <= kKeys;
     constexpr int kLong = kAlongKeys ? kKeys : kQueries, kShort = kAlongKeys ? kQueries : kKeys;
-    constexpr int kPlaces = kLong * (kTouchesDiagonals<Mod> ? 2 : 1);
+    constexpr int kPlaces = kLong * (Mod::kTouchesDiagonals ? 2 : 1);
 #pragma unroll
     for (int i = 0; i < kPlaces; i += kThreads) {
       const int at = i + thread;
@@ -104,8 +61,8 @@ template <class Mod, int kQueries, int kKeys, int kThreads>
 class TileLines {
   using Captured = typename Mod::Captured;
   static __device__ constexpr int places(int k) {
-    const char of = Mod::kLineOf[k];
-    return of == 'D' ? kQueries + kKeys : of == 'K' ? kKeys : kQueries;
+    const LineBy of = Mod::kLine[k].by;
+    return of == LineBy::kDiagonal ? kQueries + kKeys : of == LineBy::kKey ? kKeys : kQueries;
   }
   /// The element of line k.
   template <int k>
@@ -114,7 +71,7 @@ class TileLines {
   template <int k, int kBefore = 0>
   static __device__ constexpr int offset(int sum = 0) {
     if constexpr (kBefore < k) {
-      return offset<k, kBefore + 1>(sum + places(kBefore) * Mod::kLineWords[kBefore]);
+      return offset<k, kBefore + 1>(sum + places(kBefore) * Mod::kLine[kBefore].words);
     } else {
       return sum;
     }
@@ -122,11 +79,10 @@ class TileLines {
   static constexpr int kEach = (kQueries + kKeys + kThreads - 1) / kThreads;
 
  public:
-  static constexpr int kWords = offset<Mod::kLines>();
+  static constexpr int kWords = offset<Mod::kLineCount>();
   /// For a score_mod: whether there are lines for all reads by keys or diagonals.
   static __device__ constexpr bool all() {
-    if constexpr (kHas<Mod>) return Mod::kLines > 0 && !Mod::kTouchesBesides;
-    return false;
+    return Mod::kLineCount > 0 && !Mod::kTouchesBesides;
   }
 
   /// Called by kThreads threads: loads the thread's part of the lines from (q, kv) on.
@@ -135,10 +91,10 @@ class TileLines {
     for_each_line([&](auto line, int i, int) {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
-      constexpr char kOf = Mod::kLineOf[k];
-      const auto element = Mod::template line<k>(captured, b, h, kOf == 'K' ? q : q + at,
-                                                 kOf == 'K'   ? kv + at
-                                                 : kOf == 'D' ? kv + kKeys - 1
+      constexpr LineBy kOf = Mod::kLine[k].by;
+      const auto element = Mod::template line<k>(captured, b, h, kOf == LineBy::kKey ? q : q + at,
+                                                 kOf == LineBy::kKey   ? kv + at
+                                                 : kOf == LineBy::kDiagonal ? kv + kKeys - 1
                                                               : kv,
                                                  true);
       if constexpr (kSame<Element<k>, float>) {
@@ -153,7 +109,7 @@ class TileLines {
       constexpr int k = decltype(line)::value;
       const int at = i * kThreads + thread;
       if (places % kThreads != 0 && at >= places) return;
-      if constexpr (Mod::kLineWords[k] == 2) {
+      if constexpr (Mod::kLine[k].words == 2) {
         asm volatile("st.shared.b64 [%0], %1;" ::"r"(lines + offset<k>() * 4 + at * 8), "l"(ahead_[k][i]) : "memory");
       } else {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(lines + (offset<k>() + at) * 4),
@@ -181,8 +137,8 @@ class TileLines {
     }
     template <int k, class T>
     __device__ __forceinline__ Element<k> read(const T*, bool) const {
-      const unsigned from = Mod::kLineOf[k] == 'D' ? of_diagonal : Mod::kLineOf[k] == 'K' ? of_key : of_query;
-      if constexpr (Mod::kLineWords[k] == 2) {
+      const unsigned from = Mod::kLine[k].by == LineBy::kDiagonal ? of_diagonal : Mod::kLine[k].by == LineBy::kKey ? of_key : of_query;
+      if constexpr (Mod::kLine[k].words == 2) {
         return *static_cast<const long long*>(__cvta_shared_to_generic(2 * from - lines + offset<k>() * 4));
       } else if constexpr (kSame<Element<k>, float>) {
         return static_cast<const float*>(__cvta_shared_to_generic(from))[offset<k>()];
@@ -192,7 +148,7 @@ class TileLines {
     }
     template <int, class T>
     __device__ __forceinline__ auto pair(const T* p, bool there) const {
-      return score_mod::read_if(p, there);
+      return score_mod::read_if<Mod::kUnread>(p, there);
     }
   };
 
@@ -203,27 +159,21 @@ class TileLines {
   };
   template <int k = 0, class F>
   static __device__ __forceinline__ void for_each_line(const F& f) {
-    if constexpr (k < Mod::kLines) {
+    if constexpr (k < Mod::kLineCount) {
 #pragma unroll
       for (int i = 0; i < (places(k) + kThreads - 1) / kThreads; ++i) f(Number<k>(), i, places(k));
       for_each_line<k + 1>(f);
     }
   }
-  long long ahead_[Mod::kLines + 1][kEach];
+  long long ahead_[Mod::kLineCount + 1][kEach];
 };
 
-/// The bytes of the widest element that a score_mod reads for each pair by itself and that can be prefetched, or 0.
-template <class Mod>
-constexpr int kPairBytes = [] {
-  if constexpr (kHas<Mod>) return Mod::kPairBytes;
-  return 0;
-}();
-/// Prefetches such reads as touch_tile does, assuming that 32 bytes of neighbouring keys lie side by side.
+/// Prefetches what a score_mod reads for each pair by itself as touch_tile does, assuming that 32 bytes of neighbouring keys lie side by side.
 template <class Mod, int kQueries, int kKeys, int kThreads>
 __device__ __forceinline__ void touch_pairs(const typename Mod::Captured& captured, int b, int h, int q, int kv,
                                             int thread, unsigned nowhere) {
-  if constexpr (kPairBytes<Mod> > 0) {
-    constexpr int kTogether = 32 / kPairBytes<Mod>, kAcross = kKeys / kTogether;
+  if constexpr (Mod::kPairBytes > 0) {
+    constexpr int kTogether = 32 / Mod::kPairBytes, kAcross = kKeys / kTogether;
     static_assert(kQueries * kAcross % kThreads == 0);
 #pragma unroll
     for (int i = thread; i < kQueries * kAcross; i += kThreads)
@@ -255,11 +205,8 @@ __device__ __forceinline__ void pin_words(unsigned (&word)[kWords]) {
 
 /// Whether pairs that take no part read captured tensors too, where their indices are inside: reads then have no
 /// condition of their own, and a thread's equal ones are one. A branch around a mask_mod would wait for each of them.
-#if defined(FUSEGRAD_SHARED_READS) || defined(FUSEGRAD_PREDICATED_READS)
-constexpr bool kAllRead = true;
-#else
-constexpr bool kAllRead = false;
-#endif
+template <class Config>
+constexpr bool kAllRead = Config::ScoreMod::kUnread != score_mod::Unread::kBranch;
 
 /// An integer with a bit for each of so many pairs. There is none for more than 64.
 struct TooManyPairs;
@@ -338,7 +285,7 @@ class TileWalk {
 };
 
 /// Whether a pair of a tile that is not full takes part.
-template <class Config, class Reads = score_mod::ReadThere>
+template <class Config, class Reads = score_mod::ReadThere<Config::MaskMod::kUnread>>
 __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typename Config::MaskMod::Captured& mask,
                                            int kind, int b, int h, int q, int kv, bool inside,
                                            const Reads& reads = Reads()) {
@@ -355,7 +302,7 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
       inside = state != kBlockNone;
       full = state == kBlockFull;
     }
-    if constexpr (kHas<typename Config::MaskMod> && kAllRead) {
+    if constexpr (kHas<typename Config::MaskMod> && kAllRead<Config>) {
       return inside & (full | Config::MaskMod::apply(mask, b, h, q, kv, true, reads));
     } else if constexpr (kHas<typename Config::MaskMod>) {
       if (!full) return inside && Config::MaskMod::apply(mask, b, h, q, kv, inside);
@@ -448,7 +395,7 @@ __device__ __forceinline__ Bits<kBlocks * 4> masked_pairs_of_blocks(const Argume
 #pragma unroll
       for (int e = 0; e < kTogether; ++e) {
         const auto [at_q, at_kv] = pair_at<kKeyRows>(i + e, q, kv);
-        if (kAllRead || (asked >> e & 1) != 0)
+        if (kAllRead<Config> || (asked >> e & 1) != 0)
           some |= static_cast<unsigned>(Config::MaskMod::apply(mask, b, h, at_q, at_kv, true)) << e;
       }
       alive &= ~(Result(asked & ~some) << i);

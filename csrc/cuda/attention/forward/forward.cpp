@@ -327,6 +327,7 @@ int forward_rows(const FlexCase& c, const FlexShape& shape, int64_t processors,
 
 const Kernel& forward_kernel() {
   static const Kernel kernel{.arguments = "FlexForwardArguments",
+                             .derives = false,
                              .predicates_reads = true,
                              .names = names,
                              .tiles = tiles,

@@ -43,7 +43,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   // that reads for each pair it leaves more reads in flight. kTogether is the pairs for which a mask_mod is then called
   // at a time. In a tile of several blocks each pair looks its block up: by element that is unrolled, and compiles for
   // seconds.
-  static constexpr bool kByElement = !Config::kMixed && (kPairBytes<ScoreMod> == 0 || Reads::kBoxesAlone);
+  static constexpr bool kByElement = !Config::kMixed && (ScoreMod::kPairBytes == 0 || Reads::kBoxesAlone);
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   static constexpr bool kSeamless = Config::kSeamless;
   static_assert(!kSeamless || !Config::kKeySplits);

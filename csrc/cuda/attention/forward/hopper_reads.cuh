@@ -71,14 +71,14 @@ class FlexForwardReads {
     if constexpr (kScoreLines) {
       return typename ScoreLines::Reads(stage + Boxes::kBytes + kMaskLineBytes, q, kv);
     } else {
-      return score_mod::ReadThere();
+      return score_mod::ReadThere<ScoreMod::kUnread>();
     }
   }
   static __device__ __forceinline__ auto mask_lines(unsigned stage, int q, int kv) {
     if constexpr (kMaskLines) {
       return typename MaskLines::Reads(stage + Boxes::kBytes, q, kv);
     } else {
-      return score_mod::ReadThere();
+      return score_mod::ReadThere<ScoreMod::kUnread>();
     }
   }
   /// Called by whole warps: the boxes' reads of 16 queries by 8 keys from (q, kv) of the tile on.

@@ -45,14 +45,14 @@ class FlexGradQueryHopper {
   };
   // Pairs for which a mask_mod is called at a time.
   static constexpr int kTogether = 8;
-  static constexpr bool kPairs = kPairBytes<ScoreMod> > 0 && Config::kHead <= 128;
+  static constexpr bool kPairs = ScoreMod::kPairBytes > 0 && Config::kHead <= 128;
   // Reads by keys and diagonals come from lines in shared memory, each warpgroup's its own, where the tiles leave room
   // for them; else they are prefetched a tile ahead.
   using Lines = TileLines<ScoreMod, 64, Config::kCols, kWarpgroup>;
   static constexpr bool kSmall = Config::kHead <= 128;
   static constexpr bool kLines =
       !kPairs && Lines::all() && 4 * Config::kGroups * Lines::kWords <= kMemory.lines.bytes();
-  static constexpr bool kTouches = kSmall && !kLines && kTouchesKeys<ScoreMod>;
+  static constexpr bool kTouches = kSmall && !kLines && ScoreMod::kTouchesKeys;
   // Compute pairs kBlocksHeld blocks of eight keys at a time, against register pressure; the reads of those blocks are
   // waited for together.
   static constexpr bool kInOrder = kHas<ScoreMod> || Config::kMaxGradient;
@@ -536,7 +536,7 @@ class FlexGradQueryHopper {
     if constexpr (kLines) {
       return typename Lines::Reads(lines(), thread() % kWarpgroup / kLanes * 16 + lane() / 4, lane() % 4 * 2);
     } else {
-      return score_mod::ReadThere();
+      return score_mod::ReadThere<ScoreMod::kUnread>();
     }
   }
 

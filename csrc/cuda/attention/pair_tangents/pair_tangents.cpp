@@ -40,14 +40,13 @@ KernelNames names(const KernelFacts&) {
 
 void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   gradient_config(c, f, text);
-  text.type("Curvature", has_derivative(c) ? "::Curvature" : "fusegrad::device::NoDerivative");
+  text.type("Curvature", "::Curvature");
   text.choice("kGradOutTangent", c.grad_out_tangent);
   text.choice("kSplit", splits_products(c));
 }
 
-std::string structs(const FlexCase& c) {
-  if (!has_derivative(c)) return {};
-  return rendered(c, c.score_mod, *score_mod::cached_curvature(c.score_mod.text), "Curvature");
+std::string structs(const FlexCase& c, score_mod::Unread unread) {
+  return rendered(c, c.score_mod, *score_mod::cached_curvature(score_text(c)), "Curvature", unread);
 }
 
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,

@@ -11,7 +11,7 @@
 // and by x = scale * query * key, of which the score_mod f makes s: s' = f_x x' (and what tangents of captured tensors
 // add, where f_x does not depend on these), and the gradients by x and their
 // tangents are f_x e and f_x e' + f_xx x' e. gradient.cuh describes Config; this file adds:
-//   Curvature                  the rendered second derivative of the score_mod, or NoDerivative
+//   Curvature                  the rendered second derivative of the score_mod
 //   kGradOutTangent            whether grad_out has a tangent
 #pragma once
 

@@ -11,6 +11,7 @@
 #include "cuda/attention/plan/kernel_spec.h"
 #include "cuda/attention/plan/launch_plan.h"
 #include "cuda/attention/plan/plan.h"
+#include "score_mod/render_cuda.h"
 
 namespace fusegrad::cuda {
 
@@ -25,6 +26,7 @@ struct Kernel {
   bool sums = false;              ///< takes device::FlexSums of each contribution
   bool tangent = false;           ///< takes what the score_mod's tangent captures
   bool shared_pointer = false;    ///< its class takes shared memory as a pointer, not as an address
+  bool derives = true;            ///< takes the score_mod's derivative
   bool predicates_reads = false;  ///< Hopper: reads of each pair by itself are predicated, else shared where equal
   KernelNames (*names)(const KernelFacts& f);
 
@@ -42,7 +44,7 @@ struct Kernel {
   /// The Hopper kernel's products of matrices (device::Wgmma).
   std::string (*products)(DType dtype, const KernelFacts& f) = nullptr;
   /// Structs beside those of the mods and the derivative.
-  std::string (*structs)(const FlexCase& c) = nullptr;
+  std::string (*structs)(const FlexCase& c, score_mod::Unread unread) = nullptr;
 
   /// CTAs, splits and lists. `mask`, `processors`, `launches`: as plan_launch.
   LaunchPlan (*launch)(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,

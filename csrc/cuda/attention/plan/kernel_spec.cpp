@@ -9,7 +9,7 @@ namespace fusegrad::cuda {
 namespace {
 
 void mod(ConfigText& config, const FlexMod& mod, const std::string& name) {
-  config.type(name, mod.text.empty() ? "fusegrad::device::NoMod" : "::" + name);
+  config.type(name, "::" + name);
   config.choice("k" + name + "SmallBuffers", mod.small_buffers);
   config.choice("k" + name + "SmallScalars", mod.small_scalars);
   config.numbers("k" + name + "Dtypes", mod.dtypes);

@@ -40,14 +40,22 @@ std::string wgmma(DType dtype, int cols, bool register_a, bool transposed_b, boo
   return text + ", \"r\"(static_cast<int>(accumulate)));\n  }\n};\n}  // namespace fusegrad::device\n";
 }
 
-std::string rendered(const FlexCase& c, const FlexMod& mod, const score_mod::Graph& graph, const char* type) {
+std::string score_text(const FlexCase& c) {
+  return c.score_mod.text.empty() ? std::string(score_mod::kNoScoreMod) : c.score_mod.text;
+}
+
+std::string rendered(const FlexCase& c, const FlexMod& mod, const score_mod::Graph& graph, const char* type,
+                     score_mod::Unread unread) {
   score_mod::RenderOptions options;
   options.name = type;
   options.dtypes = mod.dtypes;
   if (c.small_lengths) options.lengths = {kSmallLength, kSmallLength, kSmallLength, kSmallLength};
   options.small_scalars = mod.small_scalars;
   options.small_buffers = mod.small_buffers;
-  const auto score = c.score_mod.text.empty() ? nullptr : score_mod::cached_graph(c.score_mod.text);
+  options.given = !mod.text.empty();
+  options.fast_math = c.dtype != DType::kFloat32;
+  options.unread = unread;
+  const auto score = score_mod::cached_graph(score_text(c));
   if (graph.kind() == score_mod::Kind::kDerivative) options.score_mod = score.get();
   return score_mod::render_cuda(graph, options) + "\n";
 }
@@ -67,15 +75,15 @@ void check_size(const FlexCase& c) {
 }
 
 // The rendered structs of the mods.
-std::string mods(const FlexCase& c) {
+std::string mods(const FlexCase& c, score_mod::Unread unread) {
   const FlexMod &score = c.score_mod, &mask = c.mask_mod;
-  std::string text;
-  if (!score.text.empty()) text += rendered(c, score, *score_mod::cached_graph(score.text), "ScoreMod");
-  if (!mask.text.empty()) text += rendered(c, mask, *score_mod::cached_graph(mask.text), "MaskMod");
-  if (planner::has_derivative(c))
-    text += rendered(c, score, *score_mod::cached_derivative(score.text, c.wants_grad), "Derivative");
+  const std::string mask_text = mask.text.empty() ? std::string(score_mod::kNoMaskMod) : mask.text;
+  std::string text = rendered(c, score, *score_mod::cached_graph(score_text(c)), "ScoreMod", unread) +
+                     rendered(c, mask, *score_mod::cached_graph(mask_text), "MaskMod", unread);
   const Kernel& kernel = kernel_of(c.kernel);
-  if (kernel.structs != nullptr) text += kernel.structs(c);
+  if (kernel.derives)
+    text += rendered(c, score, *score_mod::cached_derivative(score_text(c), c.wants_grad), "Derivative", unread);
+  if (kernel.structs != nullptr) text += kernel.structs(c, unread);
   return text;
 }
 
@@ -122,11 +130,12 @@ jit::KernelProgram flex_program(const KernelSpec& spec, const std::string& archi
   const FlexCase& c = spec.asked();
   const Kernel& kernel = kernel_of(c.kernel);
   check_size(c);
-  std::string source = c.dtype == DType::kFloat32 ? "" : "#define FUSEGRAD_FAST_MATH\n";
   // Reads of each pair by itself are all different: sharing equal ones gains nothing.
   const bool own = kernel.predicates_reads && reads_pairs(c.score_mod);
-  if (f.hopper()) source += own ? "#define FUSEGRAD_PREDICATED_READS\n" : "#define FUSEGRAD_SHARED_READS\n";
-  source += "#include \"" + std::string(spec.header()) + "\"\n\n" + mods(c) + spec.config();
+  const auto unread = !f.hopper() ? score_mod::Unread::kBranch
+                      : own       ? score_mod::Unread::kPredicate
+                                  : score_mod::Unread::kElsewhere;
+  std::string source = "#include \"" + std::string(spec.header()) + "\"\n\n" + mods(c, unread) + spec.config();
   if (f.hopper()) source += kernel.products(c.dtype, f);
   source += entry(spec);
   std::string text(c.score_mod.text);

@@ -6,7 +6,7 @@
 // and of p ds, all relative to a score that the row has had.
 //
 // scores.cuh describes Config; this file adds:
-//   Tangent                    the rendered tangent of the score_mod, or NoMod
+//   Tangent                    the rendered tangent of the score_mod
 //   kOutLow                    whether out_low, what rounding took from the output, is wanted
 //   kQueryTangent, kKeyTangent, kValueTangent  which operands have a tangent
 #pragma once

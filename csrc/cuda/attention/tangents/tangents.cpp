@@ -67,7 +67,7 @@ KernelNames names(const KernelFacts& f) {
 }
 
 void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
-  text.type("Tangent", c.score_mod.text.empty() ? "fusegrad::device::NoMod" : "::Tangent");
+  text.type("Tangent", "::Tangent");
   text.numbers("kTangentsOf", c.tangents_of.buffers);
   text.choice("kTangentSmallBuffers", c.tangents_of.small_buffers);
   text.choice("kQueryTangent", c.tangents_of.query);
@@ -84,15 +84,14 @@ void config(const FlexCase& c, const KernelFacts& f, ConfigText& text) {
   }
 }
 
-std::string structs(const FlexCase& c) {
-  if (c.score_mod.text.empty()) return {};
+std::string structs(const FlexCase& c, score_mod::Unread unread) {
   // Behind the score_mod's buffers come their tangents, of the same dtypes.
   FlexMod tangent = c.score_mod;
   tangent.small_buffers = c.tangents_of.small_buffers;
   for (size_t i = 0; i < c.tangents_of.buffers.size(); ++i) {
     if (c.tangents_of.buffers[i]) tangent.dtypes.push_back(c.score_mod.dtypes.at(i));
   }
-  return rendered(c, tangent, *score_mod::cached_tangent(c.score_mod.text, c.tangents_of.buffers), "Tangent");
+  return rendered(c, tangent, *score_mod::cached_tangent(score_text(c), c.tangents_of.buffers), "Tangent", unread);
 }
 
 LaunchPlan launch(KernelSpec spec, const FlexShape& shape, const std::optional<BlockMaskShape>& mask,
@@ -115,6 +114,7 @@ std::vector<int> tangents_parts(int value_size) {
 const Kernel& tangents_kernel() {
   static const Kernel kernel{.arguments = "FlexTangentsArguments",
                              .tangent = true,
+                             .derives = false,
                              .names = names,
                              .tiles = tiles,
                              .shared_bytes = shared_bytes,

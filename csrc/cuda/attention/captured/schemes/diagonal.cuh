@@ -48,7 +48,7 @@ class SchemeSums<Of, k, Scheme::kDiagonal> : public Contribution<Of, k> {
   __device__ __forceinline__ void flush(int b, int h, int q, int kv, int) {
     const int thread = static_cast<int>(threadIdx.x) % Of::kTeamThreads, first = Of::team() * Of::kTeamWarps;
     // Beyond the last diagonal sums are 0.
-    constexpr bool kMeet = Of::Derivative::kRepeats[k];
+    constexpr bool kMeet = Of::Derivative::kContribution[k].meets;
     constexpr int kAll = Config::kRows + Of::kTeamKeys - 1, kPlaces = kMeet ? round_up_to(kAll, kLanes) : kAll;
     for (int i = thread; i < kPlaces; i += Of::kTeamThreads) {
       const int difference = i - (Of::kTeamKeys - 1);  // of q and kv within the team's part of the tile

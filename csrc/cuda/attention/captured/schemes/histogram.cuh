@@ -53,8 +53,8 @@ class SchemeSums<Of, k, Scheme::kSmallTable> : public Contribution<Of, k> {
   __device__ __forceinline__ void add(float v, int, int, int e, float score, int b, int h, int q, int kv,
                                       bool takes_part, const Reads& of_pair) {
     value_[e] = v;
-    const bool reads = kAllRead || takes_part;
-    if constexpr (Derivative::kColumn[k]) {
+    const bool reads = kAllRead<typename Of::Config> || takes_part;
+    if constexpr (Derivative::kContribution[k].column) {
       at_[e] =
           Derivative::template in_column<k>(captured_of<Derivative>(captured_), score, b, h, q, kv, reads, of_pair);
     } else {
@@ -115,7 +115,7 @@ class SchemeSums<Of, k, Scheme::kSmallTable> : public Contribution<Of, k> {
   }
   // Where an element is in the buffer.
   __device__ __forceinline__ long long of_column(int b, int h, int i) const {
-    if constexpr (Derivative::kColumn[k])
+    if constexpr (Derivative::kContribution[k].column)
       return Derivative::template of_column<k>(captured_of<Derivative>(captured_), b, h, i);
     return i;
   }

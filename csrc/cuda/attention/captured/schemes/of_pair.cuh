@@ -18,7 +18,7 @@ class SchemeSums<Of, k, kScheme> : public Contribution<Of, k> {
   __device__ __forceinline__ void add(float v, int, int, int e, float score, int b, int h, int q, int kv,
                                       bool takes_part, const Reads& of_pair) {
     value_[e] = v;
-    const bool reads = kAllRead || takes_part;
+    const bool reads = kAllRead<typename Of::Config> || takes_part;
     const long long at =
         Derivative::template offset<k>(captured_of<Derivative>(Base::captured_), score, b, h, q, kv, reads, of_pair);
     // Pairs that take no part have 0 too. What is stored has no zeros below.
