@@ -23,22 +23,23 @@ struct HeaderKernel {
 };
 
 // A scheme's class, over one tile.
-#define SUM_OF_SCHEME(scheme)                                                                                    \
-  "extern __shared__ __align__(16) char shared[];\n"                                                             \
-  "SchemeSums<Contributions<SchemeConfig<Scheme::" scheme                                                        \
-  ">, 1, 1>, 0> sum(\n"                                                                                          \
-  "    *(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in, shared);\n"      \
-  "sum.begin();\n"                                                                                               \
-  "sum.begin_head();\n"                                                                                          \
-  "sum.begin_tile();\n"                                                                                          \
-  "for (int n = 0; n < 4; ++n) {\n"                                                                              \
-  "  for (int e = 0; e < 4; ++e)\n"                                                                              \
-  "    sum.add(in[4 * n + e], 0, n, e, 1.0f, 0, 1, 8 * n + e % 2, 8 * (e / 2), true, score_mod::ReadThere<score_mod::Unread::kBranch>());\n" \
-  "  sum.end_block(0, n, 0, 1);\n"                                                                               \
-  "}\n"                                                                                                          \
-  "sum.end_tile(0);\n"                                                                                           \
-  "__syncthreads();\n"                                                                                           \
-  "sum.flush(0, 1, 2, 3, 0);\n"                                                                                  \
+#define SUM_OF_SCHEME(scheme)                                                                               \
+  "extern __shared__ __align__(16) char shared[];\n"                                                        \
+  "SchemeSums<Contributions<SchemeConfig<Scheme::" scheme                                                   \
+  ">, 1, 1>, 0> sum(\n"                                                                                     \
+  "    *(const FlexBackwardArguments*)in, (const FlexSums*)out, *(const ScoreMod::Captured*)in, shared);\n" \
+  "sum.begin();\n"                                                                                          \
+  "sum.begin_head();\n"                                                                                     \
+  "sum.begin_tile();\n"                                                                                     \
+  "for (int n = 0; n < 4; ++n) {\n"                                                                         \
+  "  for (int e = 0; e < 4; ++e)\n"                                                                         \
+  "    sum.add(in[4 * n + e], 0, n, e, 1.0f, 0, 1, 8 * n + e % 2, 8 * (e / 2), true, "                      \
+  "score_mod::ReadThere<score_mod::Unread::kBranch>());\n"                                                  \
+  "  sum.end_block(0, n, 0, 1);\n"                                                                          \
+  "}\n"                                                                                                     \
+  "sum.end_tile(0);\n"                                                                                      \
+  "__syncthreads();\n"                                                                                      \
+  "sum.flush(0, 1, 2, 3, 0);\n"                                                                             \
   "sum.end_head(0, 1, 3);"
 
 constexpr HeaderKernel kHeaderKernels[] = {
@@ -172,6 +173,10 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "                                         *(const MaskMod::Captured*)in, shared).run();\n"
      "#endif",
      168, true, 384, 160},
+    {"cuda/attention/backward/place.cuh",
+     "const Place<HopperBackwardConfig> place{0, 1, (int)in[threadIdx.x], kFarRows | 128 | kKeyStage | kLastOfKeys};\n"
+     "out[threadIdx.x] = place.row() + place.kinds() + place.col() + place.next_stage() + place.has(kFarRows);",
+     24, true},
     {"cuda/attention/captured/scheme.cuh",
      "using namespace fusegrad::device;\n"
      "static_assert(is_vector(Scheme::kQVector) && is_stored(Scheme::kStored) && "
@@ -418,9 +423,11 @@ constexpr HeaderKernel kHeaderKernels[] = {
      "const long long size = gridDim.x;\n"
      "const long long at = wrapped(i, size);\n"
      "out[threadIdx.x] = f + maximum(x, minimum(y, f)) + read_if<Unread::kBranch>(in + at, inside(at, size)) +\n"
-     "    read_if<Unread::kPredicate>((const Float16*)in, x > 1) + read_if<Unread::kElsewhere>((const BFloat16*)in, x > 2) + read_if<Unread::kBranch>((const Bool*)in, x > 3) "
+     "    read_if<Unread::kPredicate>((const Float16*)in, x > 1) + read_if<Unread::kElsewhere>((const BFloat16*)in, x "
+     "> 2) + read_if<Unread::kBranch>((const Bool*)in, x > 3) "
      "+\n"
-     "    read_if<Unread::kBranch>((const double*)in, x > 4) + read_if<Unread::kPredicate>((const signed char*)in, x > 5) + divide<true>(x, y) + invert(i) +\n"
+     "    read_if<Unread::kBranch>((const double*)in, x > 4) + read_if<Unread::kPredicate>((const signed char*)in, x > "
+     "5) + divide<true>(x, y) + invert(i) +\n"
      "    absolute(x);",
      40},
 };

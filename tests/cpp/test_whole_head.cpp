@@ -40,10 +40,10 @@ std::vector<Seen> go_through(WholeHead<Config<kMasked>>& head, const std::vector
   bool after_rounds = false, after_sums = false;
   const auto tell = [&](int word, int row, int col) {
     const int flags = head.next(word, row, queries, col == 0, col + 1 == cols);
-    EXPECT_EQ((flags & Head::kAfterRounds) != 0, after_rounds);
-    EXPECT_EQ((flags & Head::kAfterSums) != 0, after_sums);
-    after_rounds = (flags & Head::kRounds) != 0;
-    after_sums = after_rounds && (flags & Head::kBegins) == 0;
+    EXPECT_EQ((flags & device::kAfterRounds) != 0, after_rounds);
+    EXPECT_EQ((flags & device::kAfterSums) != 0, after_sums);
+    after_rounds = (flags & device::kRounds) != 0;
+    after_sums = after_rounds && (flags & device::kBeginsSums) == 0;
     return flags;
   };
   for (int col = 0; col < cols; ++col) {
@@ -54,7 +54,7 @@ std::vector<Seen> go_through(WholeHead<Config<kMasked>>& head, const std::vector
       const int word = tile < walk.count() ? walk[tile] : head.tile_beyond(rows);
       const int row = TileEntry<>::column(word) * 128, lacking = Head::lacking_row(row, queries);
       const int flags = tell(word, row, col);
-      const bool begins = (flags & Head::kBegins) != 0, rounds = (flags & Head::kRounds) != 0;
+      const bool begins = (flags & device::kBeginsSums) != 0, rounds = (flags & device::kRounds) != 0;
       if (kMasked && lacking >= 0) {
         EXPECT_TRUE(begins && rounds && col == 0);
         ++seen.at(static_cast<size_t>(lacking / 128)).zeroed;
@@ -70,7 +70,7 @@ std::vector<Seen> go_through(WholeHead<Config<kMasked>>& head, const std::vector
       }
     }
   }
-  EXPECT_EQ(tell(-1, 0, cols - 1) & (Head::kBegins | Head::kRounds), 0);
+  EXPECT_EQ(tell(-1, 0, cols - 1) & (device::kBeginsSums | device::kRounds), 0);
   return seen;
 }
 

@@ -19,7 +19,7 @@
 // The order of turns is enforced by the kTurn barriers. Keep fences outside the turn; the turn is the critical path.
 // Without a score_mod P is computed while dP is still being multiplied (kOverlapped).
 //
-// backward_tiles.cuh describes Config; this file adds:
+// hopper_tiles.cuh describes Config; this file adds:
 //   kStoresBoxes               TMA stores dK and dV
 //   kStoresFirst               the first CTA that has dQ of some queries stores it: its sums do not begin as zeros
 //   kOrdered                   dQ is summed in the order of the tiles of keys: a tile's warp waits for the one before.
@@ -35,8 +35,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key, Tiles::key_batch, Tiles::key_head, Tiles::mask_,
       Tiles::more_;
-  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::first_key,
-      Tiles::masked, Tiles::pairs, Tiles::place_of, Tiles::produce;
+  using Tiles::alive, Tiles::at_edge, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::first_key, Tiles::masked,
+      Tiles::pairs, Tiles::place_of, Tiles::produce;
   using Tiles::grad_out_empty, Tiles::gradient, Tiles::gradient_empty, Tiles::gradient_full;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities, Tiles::issue_grad_value, Tiles::issue_scores;
   using Tiles::kAll, Tiles::kAlone, Tiles::kBoxes, Tiles::kConsumerWarps, Tiles::kSumEmpty, Tiles::kSumFull,
@@ -50,7 +50,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   using Tiles::warp;
   using typename Tiles::Lines, typename Tiles::Place, typename Tiles::Sums, typename Tiles::T;
   // A warpgroup's dQ is transposed: 64 columns of the head. Where the head has no more, each warpgroup has its part of
-  // the queries. Of narrow heads it has 64 queries and lies as they do: transposed, half of it would be no columns.
+  // the queries. For narrow heads it has 64 queries and lies as they do: transposed, half of it would be no columns.
   static constexpr bool kRowsShared = Config::kHead <= 64, kNarrow = Config::kNarrow;
   static constexpr int kSumRows = Config::kRows / (kRowsShared ? Config::kGroups : 1);
   static constexpr int kBlocksQ = (kNarrow ? Config::kHead : kSumRows) / 8;
@@ -237,7 +237,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
 
   __device__ __forceinline__ void give_gradients(const float (&grad_key)[kBlocksD][4],
                                                  const float (&grad_value)[kBlocksE][4]) const {
-    if constexpr (Config::kGradValue) give_rows(place_of_gradient(group_, true), grad_value, 1.0f);  // dropout's factor is in P
+    if constexpr (Config::kGradValue)
+      give_rows(place_of_gradient(group_, true), grad_value, 1.0f);  // dropout's factor is in P
     if constexpr (Config::kGradKey) give_rows(place_of_gradient(group_, false), grad_key, a_.scale);
   }
   /// Where TMA stores a warpgroup's dV or dK from.
@@ -500,8 +501,8 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   }
   /// dQ of the tile before `next`.
   __device__ __forceinline__ void keep_grad_query(float (&c)[kBlocksQ][4], const Place& next) {
-    if (Config::kWhole && next.after_rounds()) {
-      round_grad_query(c, next.after_sums());
+    if (Config::kWhole && next.has(kAfterRounds)) {
+      round_grad_query(c, next.has(kAfterSums));
     } else {
       store_grad_query(c);
     }
@@ -576,14 +577,14 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
         __syncwarp();
       }
       if constexpr (Config::kWhole) {
-        if (place.rounds()) {
+        if (place.has(kRounds)) {
           const int lacking = Config::kBlocks ? WholeHead<Config>::lacking_row(place.row(), a_.queries) : -1;
           const int to = lacking >= 0 ? lacking + first_row(group) : first;
           if (lane() == 0)
             store_box<Tiles::kUsedOnce>(more_.grad_query, sum(group), first_col(group), to, place.h, place.b);
         } else if (adds && row < a_.queries) {
           float* to = sums_of(place, group) + lane() * 8 * a_.sum_cols;
-          if (place.begins()) {
+          if (place.has(kBeginsSums)) {
             store_floats(to, sum(group) + lane() * kEightRows, bytes);
           } else {
             add_floats(to, sum(group) + lane() * kEightRows, bytes);
@@ -677,7 +678,7 @@ class FlexBackwardHopper : FlexBackwardHopperTiles<Config> {
   }
   // Brings the sums to which the warpgroup will add a tile's dQ and round it.
   __device__ __forceinline__ void bring_sums(const Place& place, int group) const {
-    if (!place.rounds() || place.begins()) return;
+    if (!place.has(kRounds) || place.has(kBeginsSums)) return;
     const int rows = a_.queries - place.row() - first_row(group), bytes = piece_bytes(group);
     const int pieces = min(max(rows + 7, 0) / 8, kPieces);
     const unsigned full = Tiles::sums_full(group);

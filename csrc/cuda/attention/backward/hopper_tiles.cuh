@@ -1,7 +1,7 @@
 // What both Hopper backwards share: the layout of shared memory, the TMA producer, the products and the pairs of a
-// tile. Either each consumer warpgroup owns 64 keys (backward.cuh), or all have the same 64 (backward_wide.cuh).
+// tile. Either each consumer warpgroup owns 64 keys (hopper.cuh), or all have the same 64 (hopper_wide.cuh).
 //
-// scores.cuh and portable/backward.cuh describe Config; kWarps counts warps with keys of their own. This file adds:
+// scores.cuh and portable.cuh describe Config; kWarps counts warps with keys of their own. This file adds:
 //   kGroups                    consumer warpgroups
 //   kQueryStages, kStages      tiles in shared memory: of Q, and of dO and dS
 //   kKeyStages                 tiles of keys: with 2, the next keys arrive before the last products of the present ones
@@ -15,6 +15,7 @@
 //                              part has its own kind
 #pragma once
 
+#include "cuda/attention/backward/place.cuh"
 #include "cuda/attention/backward/whole_head.cuh"
 #include "cuda/attention/captured/buffers.cuh"
 #include "cuda/attention/captured/pair_boxes.cuh"
@@ -75,9 +76,8 @@ class FlexBackwardHopperTiles {
   static constexpr int kConsumerWarps = kThreads / kLanes;
   // What is there once for the keys; an even number.
   static constexpr int kKeyBarriers = 2 * Config::kKeyStages;
-  // Stand in place of a tile behind the last one of some keys: tiles of other keys follow, or none.
-  static constexpr int kOtherKeys = -2, kNoMore = -1;
-  using Entry = TileEntry<Config::kParts>;
+  using Place = device::Place<Config>;
+  static constexpr int kOtherKeys = Place::kOtherKeys, kNoMore = Place::kNoMore;
   static constexpr unsigned kBoxStages = kBoxes ? Config::kReadStages : 1;
   // Pairs for which a mask_mod is called at a time.
   static constexpr int kTogether = 8;
@@ -165,28 +165,6 @@ class FlexBackwardHopperTiles {
   static __device__ __forceinline__ int query_parity_of(int i) {
     return static_cast<int>(static_cast<unsigned>(i) / Config::kQueryStages & 1);
   }
-  /// A tile of queries of one of the query heads that share the keys; `tile` is as FlexTiles lists it, or less than 0.
-  /// `keys`: the first key, and whether it is their first and their last tile, the stage that the keys are in,
-  /// whether the call has far rows, and the flags of WholeHead.
-  struct Place {
-    int b, h, tile, keys;
-    using Whole = WholeHead<Config>;
-    static constexpr int kLast = 1, kStage = 2, kFirst = 4, kFar = 1 << 30;
-    __device__ __forceinline__ int row() const { return Entry::column(tile) * (Config::kRows / Config::kParts); }
-    __device__ __forceinline__ int kinds() const { return Entry::kinds(tile); }
-    __device__ __forceinline__ int col() const { return keys & (kFar - Config::kCols); }
-    __device__ __forceinline__ bool first() const { return (keys & kFirst) != 0; }
-    __device__ __forceinline__ bool last() const { return (keys & kLast) != 0; }
-    __device__ __forceinline__ bool far() const { return (keys & kFar) != 0; }
-    __device__ __forceinline__ bool begins() const { return (keys & Whole::kBegins) != 0; }
-    __device__ __forceinline__ bool rounds() const { return (keys & Whole::kRounds) != 0; }
-    __device__ __forceinline__ bool after_rounds() const { return (keys & Whole::kAfterRounds) != 0; }
-    __device__ __forceinline__ bool after_sums() const { return (keys & Whole::kAfterSums) != 0; }
-    __device__ __forceinline__ int stage() const { return keys / kStage & 1; }
-    __device__ __forceinline__ int stage_before() const { return stage() ^ (keys / kFirst & 1); }
-    __device__ __forceinline__ int next_stage() const { return stage() ^ (keys & kLast); }
-  };
-
   __device__ __forceinline__ unsigned key(int s) const {
     return shared_ + kMemory.key.offset + (kSeamless ? s : 0) * kMemory.key.piece;
   }
@@ -230,7 +208,7 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ unsigned sums_full(int group) const {
     return key_gradients_empty((Config::kOwnPlaces ? Config::kGroups : 0) + group);
   }
-  /// Of a warpgroup: its dV and behind it its dK.
+  /// A warpgroup's dV and behind it its dK.
   __device__ __forceinline__ unsigned key_gradients(int group) const {
     return shared_ + kMemory.key_gradients.offset + group * (kMemory.key_gradients.piece / Config::kGroups);
   }
@@ -257,8 +235,8 @@ class FlexBackwardHopperTiles {
   __device__ __forceinline__ void produce() {
     const int all = more_.heads * col_tiles(), row_tiles = (a_.queries + Config::kRows - 1) / Config::kRows;
     int id = Config::kOrdered ? first_id_ : static_cast<int>(blockIdx.x) * (Config::kWhole ? col_tiles() : 1), i = 0;
-    for (int keys = 0; (id & kIds) < all; ++keys) {
-      take(id & kIds);
+    for (int keys = 0; id < all; ++keys) {
+      take(id);
       if constexpr (Config::kWhole) {
         if (col_tile_ == 0) {
           whole_.begin(row_tiles, col_tiles(), a_.tiles.batches == 1 && a_.tiles.heads == 1, [&](int col) {
@@ -294,31 +272,28 @@ class FlexBackwardHopperTiles {
           ++b;
         }
       }
-      const bool more = (id & kIds) < all;
+      const bool more = id < all;
       if (!kSeamless || !more) end(i++, more ? kOtherKeys : kNoMore, keys);
     }
   }
-  static constexpr int kIds = Config::kOrdered ? 0x7fffffff : -1;  // the bits of an id
   /// In order a CTA may wait only for keys that a running one has taken, and some CTAs of a launch may not run yet (in
   /// a green context, or beside other kernels). So CTAs take their first keys from a counter (draw_first). The first
   /// that asks for more decides for all: if every CTA has come, each takes every gridDim-th keys, with which it stays
-  /// as far behind the CTA before it as it is; else all keys come from the counter, and their ids have the sign bit
-  /// set.
-  __device__ __forceinline__ int next_id(int id, bool first) const {
+  /// as far behind the CTA before it as it is; else all keys come from the counter (counted_).
+  __device__ __forceinline__ int next_id(int id, bool first) {
     const int ctas = static_cast<int>(gridDim.x);
     if constexpr (Config::kWhole) {
       if (col_tile_ + 1 < col_tiles()) return id + 1;
       return Config::kBlocks ? (ctas + atomicAdd(more_.next, 1)) * col_tiles() : id + 1 + (ctas - 1) * col_tiles();
     }
     if constexpr (!Config::kOrdered) return ctas + (Config::kBlocks ? atomicAdd(more_.next, 1) : id);
-    bool counted = id < 0;
     if (first) {
       constexpr int kCounted = 1, kEvery = 2;
       const int wanted = atomicAdd(more_.next, 0) == ctas ? kEvery : kCounted;
       const int before = atomicCAS(more_.next + 1, 0, wanted);
-      counted = (before == 0 ? wanted : before) == kCounted;
+      counted_ = (before == 0 ? wanted : before) == kCounted;
     }
-    return counted ? atomicAdd(more_.next, 1) | ~kIds : id + ctas;
+    return counted_ ? atomicAdd(more_.next, 1) : id + ctas;
   }
   static __device__ __forceinline__ void store(unsigned to, int x, int y, int z, int w) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
@@ -328,13 +303,13 @@ class FlexBackwardHopperTiles {
     const int s = stage_of(i), query_stage = query_stage_of(i);
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     store(place(i), key_batch_, key_head_ * a_.group, kind,
-          col_tile_ * Config::kCols | (kSeamless ? keys & 1 : 0) * Place::kStage | flags_of(Place{0, 0, kind, 0}));
+          col_tile_ * Config::kCols | (kSeamless ? keys & 1 : 0) * kKeyStage | bits_of(Place{0, 0, kind, 0}));
     Barrier::arrive(query_full(query_stage));
     Barrier::wait(grad_out_empty(s), parity_of(i) ^ 1);
     Barrier::arrive(grad_out_full(s));
   }
-  // More flags of a tile's Place.
-  __device__ __forceinline__ int flags_of(const Place& p) {
+  // What a tile's Place says where the CTA has all keys of a head.
+  __device__ __forceinline__ int bits_of(const Place& p) {
     if constexpr (!Config::kWhole) return 0;
     return whole_.next(p.tile, p.row(), a_.queries, col_tile_ == 0, col_tile_ + 1 == col_tiles());
   }
@@ -343,8 +318,7 @@ class FlexBackwardHopperTiles {
     const int s = stage_of(i), query_stage = query_stage_of(i), col = col_tile_ * Config::kCols;
     const int key_stage = kSeamless ? keys & 1 : 0;
     store(place(i), p.b, p.h, p.tile,
-          col | last * Place::kLast | key_stage * Place::kStage | first * Place::kFirst | (far_ ? Place::kFar : 0) |
-              flags_of(p));
+          col | last * kLastOfKeys | key_stage * kKeyStage | first * kFirstOfKeys | (far_ ? kFarRows : 0) | bits_of(p));
     Barrier::wait(query_empty(query_stage), query_parity_of(i) ^ 1);
     Barrier::expect(query_full(query_stage), kMemory.query.piece + (first ? kMemory.key.piece : 0));
     copy_boxes<Config::kRows, Config::kHead>(query(query_stage), more_.query, query_full(query_stage), p.row(), p.h,
@@ -643,6 +617,7 @@ class FlexBackwardHopperTiles {
   int head_ = -1;  // of dropout_
   int col_tile_, col_, key_batch_, key_head_, group_;
   int first_id_;             // in order: of the CTA's first keys
+  bool counted_ = false;     // of the producer, in order: further keys come from the counter
   const AnyFar far_;         // of the producer
   WholeHead<Config> whole_;  // of the producer
 };

@@ -5,10 +5,10 @@
 //   keys      S^T, dP^T and dS; dK += dS Q; the captured buffers' sums
 //   values    S^T again, then P; dV += P dO
 // The scores are computed twice; in exchange the two warpgroups never wait for each other. dQ has a kernel of its own
-// (grad_query.cuh) even where sums may come in any order: reduced from here, it would take as much L2 bandwidth as all
+// (grad_query/) even where sums may come in any order: reduced from here, it would take as much L2 bandwidth as all
 // reads together.
 //
-// backward_tiles.cuh describes Config.
+// hopper_tiles.cuh describes Config.
 #pragma once
 
 #include "cuda/attention/backward/hopper_tiles.cuh"
@@ -19,8 +19,8 @@ template <class Config>
 class FlexBackwardWideHopper : FlexBackwardHopperTiles<Config> {
   using Tiles = FlexBackwardHopperTiles<Config>;
   using Tiles::a_, Tiles::col_, Tiles::group_, Tiles::key_batch, Tiles::key_head, Tiles::score_, Tiles::sums_;
-  using Tiles::alive, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::grad_out_empty,
-      Tiles::query_empty, Tiles::first_key, Tiles::lane;
+  using Tiles::alive, Tiles::begin, Tiles::draw, Tiles::drop_operand, Tiles::grad_out_empty, Tiles::query_empty,
+      Tiles::first_key, Tiles::lane;
   using Tiles::issue_grad_key, Tiles::issue_grad_probabilities;
   using Tiles::issue_grad_value, Tiles::issue_scores, Tiles::load_rows, Tiles::masked;
   using Tiles::kAlone, Tiles::kBlocksD, Tiles::kBlocksE, Tiles::kBlocksN, Tiles::kInOrder, Tiles::kNoMore;

@@ -3,7 +3,7 @@
 // sums, and the last one adds the sums to its own and rounds.
 #pragma once
 
-#include "cuda/attention/mask/tile_entry.cuh"
+#include "cuda/attention/backward/place.cuh"
 
 namespace fusegrad::device {
 
@@ -12,10 +12,6 @@ class WholeHead {
   using Entry = TileEntry<Config::kParts>;
 
  public:
-  /// Flags of a tile: it is the first one of its queries, and the last one; of the tile before it, that this was the
-  /// last one, and had sums of others to add.
-  static constexpr int kBegins = 8, kRounds = 16, kAfterRounds = 32, kAfterSums = 64;
-
   /// With a block mask: counts of how many tiles of keys each of `row_tiles` tiles of queries has some. walk_of(col):
   /// the tiles of queries of a tile of keys (TileWalk). `same`: every head has the same lists, which are read once
   /// then.
@@ -52,10 +48,10 @@ class WholeHead {
   static __device__ __forceinline__ int lacking_row(int row, int queries) {
     return row - ((queries + Config::kRows - 1) / Config::kRows + 1) * Config::kRows;
   }
-  /// The flags of the next tile, and counts it. `word`: of its TileEntry, or less than 0 where there is no tile; `row`:
-  /// its first query.
+  /// The bits of the next tile's Place, and counts it. `word`: of its TileEntry, or less than 0 where there is no tile;
+  /// `row`: its first query.
   __device__ __forceinline__ int next(int word, int row, int queries, bool first_keys, bool last_keys) {
-    const int flags = before_;
+    const int bits = before_;
     bool begins = Config::kBlocks && word >= 0 && lacking_row(row, queries) >= 0, rounds = begins;
     if (word >= 0 && row < queries) {
       if constexpr (Config::kBlocks) {
@@ -69,7 +65,7 @@ class WholeHead {
       }
     }
     before_ = rounds ? kAfterRounds | (begins ? 0 : kAfterSums) : 0;
-    return flags | begins * kBegins | rounds * kRounds;
+    return bits | begins * kBeginsSums | rounds * kRounds;
   }
 
  private:
@@ -79,7 +75,7 @@ class WholeHead {
     while (lacking_ < row_tiles && (all_ >> kBits * lacking_ & kMost) != 0) ++lacking_;
   }
 
-  int before_ = 0;                         // the flags that the last tile gives the next one
+  int before_ = 0;                         // the bits that the last tile gives the next one
   unsigned long long all_ = 0, left_ = 0;  // of each tile of queries, the tiles of keys in all and those left
   int lacking_ = 0;                        // the next tile of queries that has none
 };
