@@ -115,6 +115,21 @@ TEST(FlexCallPlan, RegionsOfTheScratchMemoryLieApart) {
   }
 }
 
+TEST(Scratch, HasGapsWhereItIsChecked) {
+  Scratch scratch;
+  const Region a = scratch.add("a", 100), b = scratch.add_zeros("b", 256), c = scratch.add("c", 1);
+  scratch.lay_out(/*gap=*/1000);
+  EXPECT_TRUE(scratch.checked());
+  int64_t bytes = 0;
+  for (const Region region : {b, a, c}) {
+    EXPECT_EQ(scratch[region].offset, bytes) << scratch[region].name;
+    EXPECT_EQ(scratch[region].offset % 256, 0);
+    EXPECT_GE(scratch[region].room, scratch[region].bytes + 1000);
+    bytes += scratch[region].room;
+  }
+  EXPECT_EQ(scratch.bytes(), bytes);
+}
+
 TEST(FlexCallPlan, TheOrderOfABackward) {
   Calls calls({2, 16, 16, 4096, 4096}, 64, ScoreMod());
   EXPECT_EQ(steps(plan_forward(asked_of(calls.forward), kHopper)), std::vector<std::string>{"flex_forward_hopper"});

@@ -40,6 +40,20 @@ void flex_fill_zeros(void* data, int64_t bytes, void* stream) {
   check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)), "flex_fill_zeros");
 }
 
+void flex_fill_ones(void* data, int64_t bytes, void* stream) {
+  if (bytes == 0) return;
+  check(cudaMemsetAsync(data, 0xff, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)), "flex_fill_ones");
+}
+
+std::vector<std::byte> flex_read(const void* data, int64_t bytes, void* stream) {
+  std::vector<std::byte> read(static_cast<size_t>(bytes));
+  if (bytes == 0) return read;
+  const auto s = static_cast<cudaStream_t>(stream);
+  check(cudaMemcpyAsync(read.data(), data, read.size(), cudaMemcpyDeviceToHost, s), "flex_read");
+  check(cudaStreamSynchronize(s), "flex_read");
+  return read;
+}
+
 void flex_copy_bytes(const void* from, void* to, int64_t bytes, void* stream) {
   if (bytes == 0) return;
   check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/error.h"
 #include "cuda/attention/captured/convert.h"
 #include "cuda/attention/plan/program.h"
 #include "cuda/attention/plan/steps.h"
@@ -233,7 +234,23 @@ void PlanRun::launch(const Program& program, void* arguments, const std::vector<
 }
 
 void fill_scratch(const Scratch& scratch, void* memory, CUstream_st* stream) {
-  flex_fill_zeros(memory, scratch.zero_bytes(), stream);
+  if (!scratch.checked()) return flex_fill_zeros(memory, scratch.zero_bytes(), stream);
+  // What nobody wrote is NaN, too.
+  flex_fill_ones(memory, scratch.bytes(), stream);
+  for (const Scratch::Part& part : scratch.parts()) {
+    if (part.zeros) flex_fill_zeros(static_cast<std::byte*>(memory) + part.offset, part.bytes, stream);
+  }
+}
+
+void check_scratch(const Scratch& scratch, const void* memory, const std::string& step, CUstream_st* stream) {
+  for (const Scratch::Part& part : scratch.parts()) {
+    const auto gap =
+        flex_read(static_cast<const std::byte*>(memory) + part.offset + part.bytes, part.room - part.bytes, stream);
+    const auto written = std::find_if(gap.begin(), gap.end(), [](std::byte b) { return b != std::byte{0xff}; });
+    FUSEGRAD_CHECK(RuntimeError, written == gap.end(), "flex_attention: ", step, " must not write behind '", part.name,
+                   "', a region of ", part.bytes, " bytes of its scratch memory, but wrote byte ",
+                   written - gap.begin(), " behind it");
+  }
 }
 
 }  // namespace fusegrad::cuda

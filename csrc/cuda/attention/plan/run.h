@@ -111,12 +111,17 @@ class Run : public PlanRun {
 };
 
 void fill_scratch(const Scratch& scratch, void* memory, CUstream_st* stream);
+/// Where the scratch memory has gaps: waits for the stream, and raises where a step has written one.
+void check_scratch(const Scratch& scratch, const void* memory, const std::string& step, CUstream_st* stream);
 
 template <class Call>
 void run(const Plan<Call>& plan, const Call& call, void* scratch, CUstream_st* stream) {
   fill_scratch(plan.scratch, scratch, stream);
   Run<Call> now(plan, call, scratch, stream);
-  for (const Step<Call>& step : plan.steps) step.run(now);
+  for (const Step<Call>& step : plan.steps) {
+    step.run(now);
+    if (plan.scratch.checked()) check_scratch(plan.scratch, scratch, step.name, stream);
+  }
 }
 
 // Steps that plans of all calls have.

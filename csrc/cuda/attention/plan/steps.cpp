@@ -1,9 +1,11 @@
 #include "cuda/attention/plan/steps.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <set>
 #include <sstream>
+#include <string_view>
 
 #include "common/error.h"
 #include "cuda/attention/captured/copy_rows.h"
@@ -60,6 +62,12 @@ std::set<size_t> boxes_elsewhere(const AskedMod& asked, const FlexMod& mod) {
 }
 
 }  // namespace
+
+int64_t scratch_gap() {
+  constexpr int64_t kGap = int64_t{64} << 10;
+  const char* value = std::getenv("FUSEGRAD_CHECK_SCRATCH");
+  return value != nullptr && std::string_view(value) == "1" ? kGap : 0;
+}
 
 void begin_plan(const Asked& asked, CallPlan& plan) {
   plan.shape = asked.shape;
