@@ -76,8 +76,10 @@ class Renderer {
   std::string render() {
     text_ = "struct " + options_.name + " {\n";
     captured();
-    text_ += "  static constexpr bool kGiven = " + flag(options_.given) + ", kFastMath = " + flag(options_.fast_math) + ";\n";
-    text_ += "  static constexpr auto kUnread = fusegrad::device::score_mod::Unread::" + unread_name(options_.unread) + ";\n";
+    text_ += "  static constexpr bool kGiven = " + flag(options_.given) + ", kFastMath = " + flag(options_.fast_math) +
+             ";\n";
+    text_ += "  static constexpr auto kUnread = fusegrad::device::score_mod::Unread::" + unread_name(options_.unread) +
+             ";\n";
     const std::string indices = "int b, int h, int q_idx, int kv_idx, bool valid";
     if (graph_.kind() == Kind::kScoreMod) {
       begin_apply("float", "float score, " + indices);
@@ -190,7 +192,7 @@ class Renderer {
       text_ += "    }\n";
     }
   }
-  // Of a loop's body, which the source has once.
+  // How often a loop's body is unrolled, which the source has once.
   static constexpr int kUnrolled = 2;
   void begin_loop(int axis, int unrolled) {
     const std::string name = names_[axis_node(axis)];
@@ -424,8 +426,8 @@ class Renderer {
     std::vector<std::string> facts;
     for (const NodeId id : pair_loads_) {
       const DType dtype = options_.dtypes[static_cast<size_t>(graph_[id].payload)];
-      facts.push_back(flag((dependence[id].on() & set_of(kVarB)) != 0) + ", " + flag(reads_by_groups(graph_, id)) + ", " +
-                      number(box_bytes(graph_, id, options_.dtypes)) + ", " +
+      facts.push_back(flag((dependence[id].on() & set_of(kVarB)) != 0) + ", " + flag(reads_by_groups(graph_, id)) +
+                      ", " + number(box_bytes(graph_, id, options_.dtypes)) + ", " +
                       number(box_dimensions(graph_, id, options_.dtypes)) + ", " + flag(dtype == DType::kBFloat16) +
                       ", " + flag(graph_[id].type == Type::kInt));
     }

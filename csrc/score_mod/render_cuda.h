@@ -32,20 +32,20 @@ struct RenderOptions {
   Unread unread = Unread::kBranch;
 };
 
-/// Of one of pair_reads: the bytes of an element where a query's elements for all keys are a row of the buffer, key by
+/// The bytes of an element of one of pair_reads where a query's elements for all keys are a row of the buffer, key by
 /// key, and have 2 or 4 bytes each; else 0.
 int box_bytes(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 
-/// Of one of pair_reads: which first indices its buffer has: 1, one that depends on b and the call's numbers alone,
+/// Which first indices the buffer of one of pair_reads has: 1, one that depends on b and the call's numbers alone,
 /// such as b or b // 2; 2, h. They come in this order, then q_idx and kv_idx, so that boxes are the buffer's own, whose
 /// elements have 2 bytes. -1: its indices are others.
 int box_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 /// Those of pair_reads that have box_dimensions, in their order.
 std::vector<NodeId> mapped_reads(const Graph& graph, std::span<const DType> dtypes);
 
-/// Of one of pair_reads that reads numbers and has no box: the dimensions of its buffer, a bit each, whose indices tell
-/// pairs apart, where the others' depend on h alone. All pairs of a head read in a column of the product of these
-/// sizes. 0: they do not.
+/// The dimensions of the buffer of one of pair_reads, which reads numbers and has no box, a bit each: those whose
+/// indices tell pairs apart, where the others' depend on h alone. All pairs of a head read in a column of the product
+/// of these sizes. 0: they do not.
 uint32_t column_dimensions(const Graph& graph, NodeId load, std::span<const DType> dtypes);
 
 /// RenderOptions::small_buffers and small_scalars of what a call supplies.
@@ -63,7 +63,8 @@ bool small_scalars(std::span<const Value> scalars);
 ///     static __device__ float apply(const Captured&, float score, int b, int h, int q_idx, int kv_idx, bool valid,
 ///                                   const Reads& reads = Reads());
 ///     // its reads whose places depend on the key alone, or on its distance from the query alone (and on b and h), by
-///     // no other reads, and an element of one. Each goes through reads.read<k>(pointer, there), so that it can be made
+///     // no other reads, and an element of one. Each goes through reads.read<k>(pointer, there), so that it can be
+///     made
 ///     // for all keys or diagonals of a tile before
 ///     static constexpr int kLineCount;
 ///     static constexpr LineRead kLine[];

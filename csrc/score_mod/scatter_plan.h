@@ -47,8 +47,8 @@ struct ScatterStep {
   /// most once, and zeros, and no other contribution writes there; else empty. Where the sizes are the call's lengths,
   /// or the number of groups, and 1 at zeros, every element gets one contribution of the batches that share it.
   std::vector<std::optional<Input>> inputs = {};
-  /// Classes F and G: the dimensions, a bit each, whose indices tell pairs of a (b, h) apart. Of a table with others
-  /// too, such as t[i, h], a tile reaches a column alone, of the product of these sizes.
+  /// Classes F and G: the dimensions, a bit each, whose indices tell pairs of a (b, h) apart. A tile reaches only a
+  /// column of a table with others too, such as t[i, h], of the product of these sizes.
   uint32_t column = 0;
   /// Whether there are others.
   bool has_column = false;

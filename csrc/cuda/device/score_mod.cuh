@@ -102,8 +102,8 @@ template <class T>
 __device__ __forceinline__ T relu(T a) {
   return a <= 0 ? T(0) : a;
 }
-// kFastMath: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid and quotients
-// to a few units of 1e-7.
+// kFastMath: for scores of 16-bit queries and keys, whose own rounding is no finer: tanh to 2^-11, sigmoid and
+// quotients to a few units of 1e-7.
 template <bool kFastMath>
 __device__ __forceinline__ float sigmoid(float x) {
 #ifdef __CUDACC__
@@ -157,7 +157,7 @@ __device__ __forceinline__ T within(T a, T size) {
   return a >= 0 && a < size ? a : size;
 }
 
-/// Of -2^22 <= a < 2^22: by an addition to the bits of 1.5 * 2^23, where a float's unit is 1, since conversions are
+/// For -2^22 <= a < 2^22: by an addition to the bits of 1.5 * 2^23, where a float's unit is 1, since conversions are
 /// slow.
 __device__ __forceinline__ float small_to_float(int a) { return __int_as_float(a + 0x4b400000) - 12582912.0f; }
 __device__ __forceinline__ int64 to_int(float a) { return a != a ? 0 : __float2ll_rz(a); }
@@ -194,8 +194,8 @@ __device__ __forceinline__ bool inside(int64 i, int64 size) {
 /// How a read is left out that is not to be made.
 enum class Unread : char {
   kBranch,     ///< by a branch
-  kPredicate,  ///< by a predicate, so that what is around reads stays one block of instructions. It takes registers, which
-               ///< not all kernels have
+  kPredicate,  ///< by a predicate, so that what is around reads stays one block of instructions. It takes registers,
+               ///< which not all kernels have
   kElsewhere,  ///< not at all: zeros, or what is NaN in all types, are read from elsewhere. Equal reads are one, which
                ///< with a predicate they are not
 };
@@ -256,7 +256,8 @@ __device__ __forceinline__ float read_if(const float* p, bool there) {
 }
 template <Unread kUnread>
 __device__ __forceinline__ float read_if(const double* p, bool there) {
-  const unsigned long long bits = load_if<kUnread>(reinterpret_cast<const unsigned long long*>(p), there, 0x7fffffffffffffffull);
+  const unsigned long long bits =
+      load_if<kUnread>(reinterpret_cast<const unsigned long long*>(p), there, 0x7fffffffffffffffull);
   return static_cast<float>(__longlong_as_double(static_cast<long long>(bits)));
 }
 template <Unread kUnread>
@@ -277,7 +278,8 @@ __device__ __forceinline__ int read_if(const int* p, bool there) {
 }
 template <Unread kUnread>
 __device__ __forceinline__ int read_if(const short* p, bool there) {
-  return static_cast<short>(load_if<kUnread>(reinterpret_cast<const unsigned short*>(p), there, static_cast<unsigned short>(0)));
+  return static_cast<short>(
+      load_if<kUnread>(reinterpret_cast<const unsigned short*>(p), there, static_cast<unsigned short>(0)));
 }
 template <Unread kUnread>
 __device__ __forceinline__ int read_if(const signed char* p, bool there) {

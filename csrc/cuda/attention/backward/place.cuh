@@ -10,8 +10,8 @@ enum PlaceBit : int {
   kLastOfKeys = 1,   // it is the keys' last tile
   kKeyStage = 2,     // the stage that the keys are in
   kFirstOfKeys = 4,  // it is the keys' first tile
-  // Where a CTA has all keys of a head (whole_head.cuh): the tile is the first one of its queries, and the last one; the
-  // tile before it was the last one of its own, and had sums of others to add.
+  // Where a CTA has all keys of a head (whole_head.cuh): the tile is the first one of its queries, and the last one;
+  // the tile before it was the last one of its own, and had sums of others to add.
   kBeginsSums = 8,
   kRounds = 16,
   kAfterRounds = 32,

@@ -31,7 +31,7 @@ class BoxCopy {
 
   int64_t elements() const;  ///< that are copied
   int64_t bytes() const;     ///< of the copy
-  /// Of the copy as a tensor of the same sizes.
+  /// The copy's, as a tensor of the same sizes.
   std::vector<int64_t> strides() const;
   void run(const void* from, void* to, void* stream) const;
 

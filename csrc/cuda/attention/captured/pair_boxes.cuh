@@ -281,8 +281,8 @@ class PairBoxes {
       }
     }
   };
-  /// Of 16 queries by 8 keys, queries being rows, or of 16 keys by 8 queries, keys being rows (kKeyRows), from (q, kv)
-  /// of the tile on. Called by whole warps.
+  /// Those of 16 queries by 8 keys, queries being rows, or of 16 keys by 8 queries, keys being rows (kKeyRows), from
+  /// (q, kv) of the tile on. Called by whole warps.
   template <bool kKeyRows>
   static __device__ __forceinline__ Reads reads(unsigned tile, int q, int kv, int lane) {
     Reads found;
@@ -321,7 +321,8 @@ class PairBoxes {
   struct TwoWords {
     unsigned word[2];
   };
-  /// Of lane l < 16 the address of eight numbers: words of the fragments of two matrices, transposed or not.
+  /// Words of the fragments of two matrices, transposed or not. `at`: for each lane below 16 the address of eight
+  /// numbers.
   template <bool kTransposed>
   static __device__ __forceinline__ TwoWords load_two_matrices(unsigned at) {
     TwoWords found;

@@ -1,4 +1,4 @@
-// What the kernels that sum over batches (hopper/grad_buffers.cuh, portable/grad_buffers.cuh) share: which batches a
+// What the kernels that sum over batches (grad_buffers/) share: which batches a
 // CTA walks, and how the sums of its pairs reach a captured buffer's gradient.
 #pragma once
 

@@ -77,8 +77,8 @@ bool sums_columns(const FlexCase& c) {
 
 }  // namespace
 
-// Of each read of a pair the elements of the column of its table where that pays: a CTA reads a column once, and has
-// some thousand pairs of a tile at least. No more than fit the shared memory of every GPU beside the rest.
+// It pays since a CTA reads a column once, and has some thousand pairs of a tile at least. No more than fit the shared
+// memory of every GPU beside the rest.
 std::vector<int> columns_of(const FlexCase& c, const FlexTile& t) {
   constexpr int kMostElements = 2048;
   std::vector<int> columns;

@@ -22,9 +22,9 @@ bool stays(const FlexCase& c);
 /// The shared memory that a tile's kept reads take.
 int kept_bytes(const FlexCase& c, const FlexTile& t);
 
-/// Of the column of a table that a (b, h) reaches; 0 where it is the whole table.
+/// The elements of the column of a table that a (b, h) reaches; 0 where it is the whole table.
 int column_elements(const FlexCase& c, const score_mod::ScatterStep& step, size_t buffer);
-/// Of each read of a pair the elements of the column of its table, where that pays.
+/// The elements of the column of the table of each read of a pair, 0 where it does not pay.
 std::vector<int> columns_of(const FlexCase& c, const FlexTile& t);
 /// The shared memory that they take.
 int column_bytes(const FlexCase& c, const FlexTile& t);
@@ -34,7 +34,7 @@ enum class Boxes : uint8_t { kAny, kNumbers };
 bool has_boxes(const FlexMod& mod, Boxes of = Boxes::kAny);
 /// The shared memory that the boxes of a tile take.
 int box_bytes(const FlexCase& c, const FlexTile& t);
-/// Of reads of pairs, how many tiles TMA copies.
+/// How many reads of pairs have boxes that TMA copies.
 int box_maps(const FlexCase& c, const FlexTile& t);
 
 }  // namespace fusegrad::cuda::planner

@@ -84,8 +84,8 @@ bool is_stored(const FlexCase& c, const score_mod::ScatterStep& step, size_t buf
          dtype == score_mod::DType::kFloat16;
 }
 
-// Of a stored contribution, whether it is dS itself, of the same type, whose tiles TMA can store. One of them: there is
-// one tensor map.
+// Whether a stored contribution is dS itself, of the same type, whose tiles TMA can store. There is one tensor map, so
+// it must be the only one.
 bool stores_tiles(const FlexCase& c, const KernelFacts& facts, const score_mod::Graph& derivative,
                   const score_mod::ScatterStep& step, size_t buffer) {
   using score_mod::Input;

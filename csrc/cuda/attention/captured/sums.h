@@ -8,7 +8,7 @@
 
 namespace fusegrad::cuda {
 
-/// Of the contributions that one kernel makes.
+/// The sums of the contributions that one kernel makes.
 class BufferSums {
  public:
   /// Gives the sums of a kernel their regions. They lie in the gradients themselves where those are float32 and sums

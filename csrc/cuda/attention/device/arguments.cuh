@@ -86,8 +86,8 @@ struct FlexForwardHopperArguments {
 /// What the backward needs of a row of scores.
 struct FlexRow {
   // With dropout probabilities come out times its scale: lse is less the scale's logarithm, delta divided by the scale.
-  // Of 16-bit elements times log2(e); infinite where no key takes part, so that probabilities are 0; -0 where all
-  // scores are far from 0 (far_rows.cuh).
+  // For 16-bit elements it is times log2(e). It is infinite where no key takes part, so that probabilities are 0; -0
+  // where all scores are far from 0 (far_rows.cuh).
   float lse;
   float delta;  // sum of grad_out * out, less grad_lse
 };

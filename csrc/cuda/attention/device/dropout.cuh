@@ -58,7 +58,7 @@ __device__ __forceinline__ unsigned mask_of_bits(unsigned word, int x) {
   return mask;
 }
 
-/// Of each bit: y's where the mask's is not set, else x's.
+/// Each bit is y's where the mask's is not set, else x's.
 __device__ __forceinline__ unsigned select_bits(unsigned mask, unsigned x, unsigned y) {
   unsigned z;
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(z) : "r"(mask), "r"(x), "r"(y));

@@ -79,8 +79,8 @@ __device__ __forceinline__ float load_if(bool there, const float* at) {
   return x;
 }
 
-/// What is to be subtracted from the scores of query q first, 0 of rows that are not far. Of a far row `row` gets the
-/// rest of its lse.
+/// What is to be subtracted from the scores of query q first, 0 for rows that are not far. The `row` of a far one gets
+/// the rest of its lse.
 template <class Config>
 __device__ __forceinline__ float take_origin(const FlexBackwardArguments& a, FlexRow& row, int b, int h, int q) {
   const bool far = is_far(row) && q < a.queries;

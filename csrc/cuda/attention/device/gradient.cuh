@@ -66,8 +66,8 @@ struct FlexPairGradient {
       constexpr bool kZeroAlready = kAllRead<Config> && Derivative::kPasses && !Config::kMaxGradient;
       const bool counts = takes_part && (kZeroAlready || changed != -FUSEGRAD_INFINITY);
       if constexpr (Derivative::kVectors) value[Derivative::kContributions] = counts ? d : 0.0f;
-      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv, kAllRead<Config> || counts, value,
-                            reads);
+      d = Derivative::apply(captured_of<Derivative>(captured), score * scale, d, b, h, q, kv,
+                            kAllRead<Config> || counts, value, reads);
       if constexpr (kAllRead<Config>) {
         d = counts ? d : 0.0f;
 #pragma unroll

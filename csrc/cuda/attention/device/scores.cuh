@@ -81,9 +81,7 @@ class TileLines {
  public:
   static constexpr int kWords = offset<Mod::kLineCount>();
   /// For a score_mod: whether there are lines for all reads by keys or diagonals.
-  static __device__ constexpr bool all() {
-    return Mod::kLineCount > 0 && !Mod::kTouchesBesides;
-  }
+  static __device__ constexpr bool all() { return Mod::kLineCount > 0 && !Mod::kTouchesBesides; }
 
   /// Called by kThreads threads: loads the thread's part of the lines from (q, kv) on.
   __device__ __forceinline__ void load(const typename Mod::Captured& captured, int b, int h, int q, int kv,
@@ -93,9 +91,9 @@ class TileLines {
       const int at = i * kThreads + thread;
       constexpr LineBy kOf = Mod::kLine[k].by;
       const auto element = Mod::template line<k>(captured, b, h, kOf == LineBy::kKey ? q : q + at,
-                                                 kOf == LineBy::kKey   ? kv + at
+                                                 kOf == LineBy::kKey        ? kv + at
                                                  : kOf == LineBy::kDiagonal ? kv + kKeys - 1
-                                                              : kv,
+                                                                            : kv,
                                                  true);
       if constexpr (kSame<Element<k>, float>) {
         ahead_[k][i] = __float_as_int(element);
@@ -137,7 +135,9 @@ class TileLines {
     }
     template <int k, class T>
     __device__ __forceinline__ Element<k> read(const T*, bool) const {
-      const unsigned from = Mod::kLine[k].by == LineBy::kDiagonal ? of_diagonal : Mod::kLine[k].by == LineBy::kKey ? of_key : of_query;
+      const unsigned from = Mod::kLine[k].by == LineBy::kDiagonal ? of_diagonal
+                            : Mod::kLine[k].by == LineBy::kKey    ? of_key
+                                                                  : of_query;
       if constexpr (Mod::kLine[k].words == 2) {
         return *static_cast<const long long*>(__cvta_shared_to_generic(2 * from - lines + offset<k>() * 4));
       } else if constexpr (kSame<Element<k>, float>) {
@@ -168,7 +168,8 @@ class TileLines {
   long long ahead_[Mod::kLineCount + 1][kEach];
 };
 
-/// Prefetches what a score_mod reads for each pair by itself as touch_tile does, assuming that 32 bytes of neighbouring keys lie side by side.
+/// Prefetches what a score_mod reads for each pair by itself as touch_tile does, assuming that 32 bytes of neighbouring
+/// keys lie side by side.
 template <class Mod, int kQueries, int kKeys, int kThreads>
 __device__ __forceinline__ void touch_pairs(const typename Mod::Captured& captured, int b, int h, int q, int kv,
                                             int thread, unsigned nowhere) {
@@ -311,7 +312,7 @@ __device__ __forceinline__ bool takes_part(const FlexTiles& tiles, const typenam
   }
 }
 
-/// Of a thread's pairs those whose block is listed and those whose block is full, as bits that masked_pairs explains.
+/// A thread's pairs whose block is listed, and those whose block is full, as bits that masked_pairs explains.
 template <class Pairs>
 struct BlockBits {
   Pairs listed, full;

@@ -65,7 +65,7 @@ struct ForwardMemory {
   constexpr int bytes() const { return columns.end(); }
 };
 
-/// Of forward mode: beside each operand its tangent, where it has one.
+/// Forward mode: beside each operand its tangent, where it has one.
 struct TangentsMemory {
   struct Sizes {
     int rows, cols, head, value, element_bytes;
@@ -84,7 +84,7 @@ struct TangentsMemory {
   constexpr int bytes() const { return value_tangent.end(); }
 };
 
-/// Of few queries: each warp has keys of its own, and its own stages of them. Their outputs take the stages' place.
+/// Few queries: each warp has keys of its own, and its own stages of them. Their outputs take the stages' place.
 struct FewForwardMemory {
   struct Sizes {
     int rows, cols, head, value, element_bytes, warps, stages;
@@ -128,7 +128,7 @@ struct GradQueryMemory {
   constexpr int bytes() const { return stages.end(); }
 };
 
-/// Of second derivatives: each operand with its tangent, and the tile that results are stored from.
+/// Second derivatives: each operand with its tangent, and the tile that results are stored from.
 struct PairTangentsMemory {
   struct Sizes {
     int rows, cols, head, value, element_bytes;

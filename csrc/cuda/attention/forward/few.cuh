@@ -4,7 +4,7 @@
 // end the warps' outputs are merged, and where there are several splits written to be merged by another kernel
 // (cuda/attention/forward/merge.h): both in a fixed order.
 //
-// scores.cuh and portable/forward.cuh describe Config; of few queries kCols are the keys of all warps, and kStages the
+// scores.cuh and portable.cuh describe Config; of few queries kCols are the keys of all warps, and kStages the
 // stages of each warp. There are at most kRows queries. This file adds:
 //   kKeyBoxes                  sm_90a, 16-bit elements: TMA copies keys and values. It reads an H100's memory at
 //                              3.1 TB/s, cp.async at 2.9

@@ -20,7 +20,7 @@ double time_of(const SplitWork& work, int64_t splits) {
 }  // namespace
 
 std::vector<int> few_query_tiles(int head_size, int value_size) {
-  // Of wider heads the output of one more accumulator's rows would not fit the registers.
+  // The output of one more accumulator's rows would not fit the registers of wider heads.
   if (std::max(head_size, value_size) > 128) return {16};
   return {16, 32};
 }

@@ -22,7 +22,7 @@ namespace {
 
 using score_mod::Reads;
 
-// Of a tile, for lines of what mods read.
+// A tile's lines of what mods read.
 int line_bytes(const FlexCase& c) {
   const bool lines = reads_by(c.score_mod, {Reads::kKey, Reads::kDiagonal}) ||
                      reads_by(c.mask_mod, {Reads::kRow, Reads::kKey, Reads::kDiagonal});
@@ -54,8 +54,8 @@ bool first_maximum(const FlexCase& c, const FlexTile& t) {
   return ((c.unscaled && masks_alone(c)) || boxes_alone()) && !c.max_scores && c.dtype == DType::kBFloat16 &&
          head_cols(c, kHopperCols) <= 192 && value_cols(c, kHopperCols) <= 128;
 }
-// Hopper forward: whether the first scores of the next queries run beside the last output. Of two warpgroups larger
-// heads are 1 to 3% slower so; other score_mods were not measured.
+// Hopper forward: whether the first scores of the next queries run beside the last output. With two
+// warpgroups larger heads are 1 to 3% slower so; other score_mods were not measured.
 bool seamless(const FlexCase& c, const FlexTile& t) {
   if (consumer_warps(t) > 8) return true;
   return first_maximum(c, t) && std::max(head_cols(c, kHopperCols), value_cols(c, kHopperCols)) == kHopperCols &&
@@ -162,7 +162,7 @@ std::vector<FlexTile> hopper_forward(const FlexCase& c) {
   return found;
 }
 
-// Of few queries: copies of many keys under way, of two CTAs, so that one goes on where the other begins or ends.
+// Few queries: copies of many keys are under way, for two CTAs, so that one goes on where the other begins or ends.
 std::vector<FlexTile> few_forward(const FlexCase& c, const std::string& architecture) {
   const int bytes = element_bytes(c.dtype) * std::max(head_cols(c), value_cols(c));
   const int keys = bytes <= 128 ? 32 : 16;  // of a warp

@@ -2,10 +2,10 @@
 //
 // One producer warp streams K and V through a TMA ring; kGroups consumer warpgroups have 64 queries each. While one
 // warpgroup's WGMMAs run (the scores of a tile and the output of the tile before), the others compute exponentials. The
-// producer loads the next queries while the epilogue stores the last output. forward_reads.cuh has what other warps
+// producer loads the next queries while the epilogue stores the last output. hopper_reads.cuh has what other warps
 // bring for mods.
 //
-// scores.cuh and portable/forward.cuh describe Config; this file adds:
+// scores.cuh and portable.cuh describe Config; this file adds:
 //   kGroups                    consumer warpgroups, 2 to 4; kRows = 64 * kGroups
 //   kStages                    tiles of keys and of values in shared memory
 //   kQueryStages               tiles of queries, 1 or 2: with 2, a warpgroup that is ahead stays ahead between queries
@@ -47,8 +47,8 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   static constexpr int kTogether = Config::kCols % 32 == 0 && Config::kValue < 256 ? 16 : 8;
   static constexpr bool kSeamless = Config::kSeamless;
   static_assert(!kSeamless || !Config::kKeySplits);
-  // Two or three warpgroups issue products by turns: one's run beside the others' exponentials. Of four there is always
-  // one that computes, and who waits for a turn is late.
+  // Two or three warpgroups issue products by turns: one's run beside the others' exponentials. One of four always
+  // computes, and who waits for a turn is late.
   static constexpr bool kTurns = kSeamless && Config::kGroups < 4;
   // Words of dropout of a tile.
   static constexpr int kWords = Config::kDropout ? Config::kCols / 64 : 1;
@@ -356,7 +356,7 @@ class FlexForwardHopper : FlexForwardHopperTiles<Config> {
   __device__ __forceinline__ bool masked(int tile) const {
     return Tiles::masked(kind_of(tile), Entry::column(tile) * Config::kCols);
   }
-  /// Of a tile that is computed once more, mods are applied again to its reads: they are released only then.
+  /// Mods are applied again to the reads of a tile that is computed once more: they are released only then.
   __device__ __forceinline__ void apply_mods(float (&s)[kBlocksN][4], int tile) const {
     if constexpr (Reads::kUsed) Barrier::wait(Tiles::reads_full(reads_.stage()), reads_.parity());
     change_and_mask(s, tile, Tiles::reads(reads_.stage()));

@@ -3,7 +3,7 @@
 // the producer bring them into a ring of stages, a tile or two ahead, so that consumers neither compute indices nor
 // wait for global memory.
 //
-// scores.cuh and forward.cuh describe Config; this file adds:
+// scores.cuh and hopper.cuh describe Config; this file adds:
 //   kReadStages                tiles of reads in shared memory; 0: every read is from where it is
 //   kLineBytes                 of a stage, for lines
 //   kBoxes                     whether a stage has boxes

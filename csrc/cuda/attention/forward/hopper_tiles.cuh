@@ -1,4 +1,4 @@
-// The shared memory, the mbarriers, the producer and the tile scheduler of the Hopper forward (forward.cuh).
+// The shared memory, the mbarriers, the producer and the tile scheduler of the Hopper forward (hopper.cuh).
 #pragma once
 
 #include "cuda/attention/device/scores.cuh"

@@ -209,7 +209,7 @@ class FlexForward {
 
   // Exponentials are relative to `max_`, a score that the row has had: not always the largest, since to follow each new
   // one means to rescale the output. It follows where a score is larger by 2^kSlack in the exponential, so that neither
-  // sums nor 16-bit probabilities overflow. Of a small output the rescaling costs less than the branch around it.
+  // sums nor 16-bit probabilities overflow. Rescaling a small output costs less than the branch around it.
   static constexpr bool kLazy = Config::kValue > 64;
   static constexpr float kSlack = kLazy && !Config::kMaxScores ? 8.0f : 0.0f;
 

@@ -1,4 +1,4 @@
-// The online softmax of the Hopper forward (forward.cuh): for a thread's two rows their maxima, their sums, and the
+// The online softmax of the Hopper forward (hopper.cuh): for a thread's two rows their maxima, their sums, and the
 // factor that rescales what was summed before.
 #pragma once
 
@@ -16,8 +16,8 @@ class FlexHopperSoftmax {
   // The largest sum of a tile's exponentials relative to a row's first maximum: float32 and BFloat16 are far from
   // overflow.
   static constexpr float kMostSum = 0x1p64f;
-  // Whether maxima of far rows are subtracted. Of queries and keys alone scores get so large that exponents overflow
-  // only beyond 2^30, and what rounding of the exponent does to all of a row cancels but in lse.
+  // Whether maxima of far rows are subtracted. Without a score_mod exponents overflow only where scores are beyond
+  // 2^30, and what rounding of the exponent does to all of a row cancels but in lse.
   static constexpr bool kFarScores = kHas<typename Config::ScoreMod> || Config::kKeySplits;
 
  public:
@@ -52,7 +52,7 @@ class FlexHopperSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) max[r] = score_mod::maximum(max[r], larger(s[n], r));
     }
-    // Negated, so that NaN and a row that had no score yet follow too. Of far rows the maximum is subtracted there.
+    // Negated, so that NaN and a row that had no score yet follow too. The maximum of far rows is subtracted there.
     bool follows = kFarScores && far_;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -1,9 +1,9 @@
-// The gradients of captured buffers by themselves, as portable/grad_buffers.cuh, for sm_90a: a CTA has kRows queries by
+// The gradients of captured buffers by themselves, as portable.cuh, for sm_90a: a CTA has kRows queries by
 // kCols keys of one query head, 64 queries a consumer warpgroup, and walks batches, whose contributions to one buffer
 // it adds up in registers. One producer thread brings the tiles of each batch by TMA, up to kStages batches ahead. A
 // warpgroup's keys are two halves: the products of one run beside the pairs of the other.
 //
-// portable/grad_buffers.cuh describes kPartialSums and the order of CTAs, backward_tiles.cuh kNarrow and kGroups.
+// portable.cuh describes kPartialSums and the order of CTAs, backward/hopper_tiles.cuh kNarrow and kGroups.
 #pragma once
 
 #include "cuda/attention/captured/pair_boxes.cuh"

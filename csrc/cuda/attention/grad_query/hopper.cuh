@@ -1,5 +1,5 @@
 // dQ by itself for sm_90a, persistent CTAs of kRows queries. Each CTA adds up in one order, so dQ is the same in every
-// run; like portable/grad_query.cuh, the kernel also finds the largest contribution to each captured buffer.
+// run; like portable.cuh, the kernel also finds the largest contribution to each captured buffer.
 //
 // The CTA has 64 queries per consumer warpgroup and walks their tiles of keys, which a producer warp loads by TMA. The
 // warpgroups ping-pong: one computes pairs while the other's WGMMAs run. The first products of the next queries run

@@ -24,8 +24,8 @@ void flex_block_map(const FlexBlockMap& map, unsigned char* blocks, void* stream
 struct FlexTileLists {
   int queries, keys, tile_q, tile_kv;
   bool by_key;
-  // Of a tile's queries, each with a kind of its own. By key tiles then begin at any part, which only direct lists can
-  // say, and blocks have at least as many queries as a tile.
+  // Parts of a tile's queries, each with a kind of its own. Tiles by key then begin at any part, which only direct
+  // lists can say, and blocks have at least as many queries as a tile.
   int parts = 1;
   int* zero = nullptr;  // a number that becomes 0, where a kernel wants one
 };

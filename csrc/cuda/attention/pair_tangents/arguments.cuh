@@ -1,4 +1,4 @@
-// The launch arguments of the kernel that second derivatives have (portable/pair_tangents.cuh); the host includes this
+// The launch arguments of the kernel that second derivatives have (portable.cuh); the host includes this
 // too.
 #pragma once
 
@@ -12,14 +12,14 @@ struct FlexPairRow {
   float lse, lse_low, delta, lse_tangent, delta_tangent;
 };
 
-/// Of the heads of queries from `first_head` on, counted over all batches, and the queries from `first_row` on, a
+/// The kernel takes heads of queries from `first_head` on, counted over all batches, and queries from `first_row` on, a
 /// multiple of the tile's. Rows of results have `columns` elements, keys rounded up to a multiple of 8.
 struct FlexPairTangentsArguments {
   FlexTensor query, key, value, grad_out, query_tangent, key_tangent, value_tangent, grad_out_tangent;
   const FlexPairRow* rows;  // [B, H, M]
   // [head_count, row_count, columns]: what captured tensors add to the tangents of the scores; null: nothing.
   const float* score_tangent;
-  // Of the operands' dtype, [head_count, row_count, parts, columns]: the tangents of the weights, and where grad_out
+  // [head_count, row_count, parts, columns] of the operands' dtype: the tangents of the weights, and where grad_out
   // has a tangent, behind them the weights; the tangents of the gradients by scale * query * key times the scale, and
   // behind them these gradients. Where there is a block mask, zeros before.
   void *weights, *gradients;

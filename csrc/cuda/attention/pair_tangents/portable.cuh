@@ -2,7 +2,7 @@
 // gradients of query, key and value, which products of matrices make of it. A CTA has kRows queries of one head, kRows
 // / kWarps a warp, and walks some of their tiles of keys; nothing is summed up here.
 //
-// Of a pair with score s and weight p = exp(s - lse), d = grad_out * value, and dots for tangents:
+// For a pair with score s and weight p = exp(s - lse), d = grad_out * value, and dots for tangents:
 //
 //   p'  = p (s' - lse')                     e  = p (d - delta)
 //   d'  = grad_out * value' + grad_out' * value
@@ -145,7 +145,7 @@ class FlexPairTangents {
   }
 
   // Turns s into the weights, of_s into their tangents, d into the gradients by scale * query * key, times the scale,
-  // and of_d into the tangents of these. Of a pair that takes no part all are 0, whatever they were.
+  // and of_d into the tangents of these. All are 0 for a pair that takes no part, whatever they were.
   __device__ __forceinline__ void pairs(Scores& s, Scores& of_s, Scores& d, Scores& of_d, int kind, int col) const {
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
     const int row = row_ + first_row() + lane() / 4;

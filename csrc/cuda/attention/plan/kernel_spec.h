@@ -63,7 +63,7 @@ struct FlexTile {
   PortableTile& portable() { return std::get<PortableTile>(own); }
   HopperTile& hopper() { return std::get<HopperTile>(own); }
   FewTile& few() { return std::get<FewTile>(own); }
-  // Of any family.
+  // What other families have one of, or none.
   int parts() const { return is_hopper() ? hopper().parts : 1; }
   int maps() const { return is_hopper() ? hopper().maps : 0; }
   int share() const { return family() == FlexFamily::kPortable ? portable().share : 1; }

@@ -57,7 +57,7 @@ struct LaunchPlan {
   int together = 1;  ///< of few queries: heads whose queries are the rows of a tile
 };
 
-/// Of the Hopper family's elements.
+/// An element of the Hopper family's operands.
 constexpr int64_t kHopperElementBytes = 2;
 
 /// Raises where there would be 2^31 CTAs or more.

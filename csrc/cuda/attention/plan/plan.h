@@ -46,7 +46,7 @@ std::vector<bool> covered_buffers(const FlexCase& c, const std::array<int64_t, 4
 
 /// In how many launches, one batch after the other or all at once, the backward's sums of the buffers' gradients come
 /// in one order without fixed point: where each place gets one contribution a launch, and a launch fills the GPU's
-/// `processors`, or gets partial sums of heads or CTAs; else 0. Of key and value so many `batches`, `heads` and `keys`.
+/// `processors`, or gets partial sums of heads or CTAs; else 0. `batches`, `heads`, `keys`: those of key and value.
 int64_t ordered_launches(const FlexCase& c, int64_t batches, int64_t heads, int64_t keys, int64_t processors,
                          const std::string& architecture);
 

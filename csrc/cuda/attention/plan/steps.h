@@ -13,7 +13,7 @@ namespace fusegrad::cuda {
 /// FlexCase's members that follow from what is asked, whatever the kernel; shape and mask of the plan.
 void begin_plan(const Asked& asked, CallPlan& plan);
 
-/// Of all pairs about the share that a mask_mod without buffers allows; 1 where that is not known.
+/// About the share of all pairs that a mask_mod without buffers allows; 1 where that is not known.
 double share_of_pairs(const Asked& asked);
 
 /// Whether the buffers of the score_mod's boxes whose rows do not lie together at multiples of 16 bytes are copied

@@ -48,7 +48,7 @@ std::vector<FlexTile> with_boxes(const FlexCase& c, std::vector<FlexTile> tiles)
   if (!has_boxes(c.score_mod)) return tiles;
   std::vector<FlexTile> found;
   for (FlexTile& t : tiles) {
-    // Of places of reads that are kept, boxes would be copied for each batch in vain.
+    // Where reads are kept, boxes would be copied for each batch in vain.
     t.boxes = !t.keeps() || kept_reads(c) == 0;
     found.push_back(t);
   }
@@ -78,7 +78,7 @@ bool takes_hopper(const FlexCase& c, const std::string& architecture) {
   if (architecture != "90a" || c.dtype == DType::kFloat32) return false;
   if (c.head_size == 0 || c.value_size == 0) return false;  // the copy engine has no empty tensors
   if (const auto family = forced_family()) return *family == FlexFamily::kHopper;
-  // Of small heads the portable kernels have tiles for short sequences, and boxes in all kernels. The gradient of
+  // The portable kernels have tiles for short sequences of small heads, and boxes in all kernels. The gradient of
   // max_scores needs forward and backward of one family.
   const int cols = head_cols(c) + value_cols(c);
   if (c.most_queries == 64 && c.most_keys == 64) return cols > 96;

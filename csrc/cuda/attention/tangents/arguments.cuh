@@ -1,4 +1,4 @@
-// The launch arguments of the kernels of forward mode (portable/tangents.cuh, hopper/tangents.cuh); the host includes
+// The launch arguments of the kernels of forward mode (portable.cuh, hopper.cuh); the host includes
 // this too.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Forward mode of flex attention for sm_90a, persistent CTAs of kRows queries: portable/tangents.cuh says what it
+// Forward mode of flex attention for sm_90a, persistent CTAs of kRows queries: portable.cuh says what it
 // computes, forward_tiles.cuh has the producer, which brings each operand's tangent behind the operand.
 //
 // A warpgroup's products of a tile are S = Q K^T, then dS = dQ K^T + Q dK^T, then O += P V and dO += P dV, then

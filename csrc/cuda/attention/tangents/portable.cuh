@@ -1,7 +1,7 @@
 // Forward mode of flex attention for every GPU from sm_80 on: the output, lse and their tangents in one walk over the
 // tiles of keys. A CTA has kRows queries of one head, kRows / kWarps a warp.
 //
-// Of a row with scores s, weights p = exp(s - lse) and tangents ds of the scores: r = sum p ds, d lse = r,
+// For a row with scores s, weights p = exp(s - lse) and tangents ds of the scores: r = sum p ds, d lse = r,
 // d out = sum p (ds v + dv) - r out. So the online softmax has three sums beside that of p: of p v, of p (ds v + dv),
 // and of p ds, all relative to a score that the row has had.
 //
@@ -148,7 +148,7 @@ class FlexTangents {
     multiply_accumulators<T, Config::kSplit>(to, weights, at(value), ValueTile::kStride, lane());
   }
 
-  // Of a pair that takes no part the score becomes -inf, and its tangent 0, whatever it was.
+  // The score of a pair that takes no part becomes -inf, and its tangent 0, whatever it was.
   __device__ __forceinline__ void apply_mods(Scores& s, Scores& d, int kind, int col) const {
     const bool masked = kind != kTileFull || col + Config::kCols > a_.keys || row_ + Config::kRows > a_.queries;
     const int row = row_ + first_row() + lane() / 4;

@@ -20,7 +20,8 @@ __device__ constexpr auto element_of() {
 }
 /// The type of the elements of contribution k's buffer, where its contributions are stored.
 template <class Derivative, int k>
-using ElementOf = decltype(element_of<Derivative::kContribution[k].element_bytes, Derivative::kContribution[k].bfloat16>());
+using ElementOf =
+    decltype(element_of<Derivative::kContribution[k].element_bytes, Derivative::kContribution[k].bfloat16>());
 
 /// Adds up x over the lanes that differ in bits 2 to 4, and shares the sums out among them: x[i] of a lane is then the
 /// sum at fold_index(i), for i below kCount / 8, at least 1. A butterfly: 7 shuffles for 8 sums.
