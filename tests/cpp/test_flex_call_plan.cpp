@@ -98,21 +98,57 @@ TEST(FlexCallPlan, RegionsOfTheScratchMemoryLieApart) {
       calls.deterministic(deterministic);
       calls.backward.grad_out = {};
       const auto plan = plan_backward(asked_of(calls.backward), kHopper);
-      auto parts = plan.scratch.parts();
-      std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.offset < b.offset; });
-      int64_t end = 0;
-      for (const auto& part : parts) {
+      const auto& parts = plan.scratch.parts();
+      for (size_t i = 0; i < parts.size(); ++i) {
+        const auto& part = parts[i];
         EXPECT_EQ(part.offset % 256, 0);
-        EXPECT_GE(part.offset, end) << part.name;
         EXPECT_EQ(part.zeros, part.offset < plan.scratch.zero_bytes()) << part.name;
-        end = part.offset + part.bytes;
+        EXPECT_GE(part.room, part.bytes);
+        EXPECT_LE(part.offset + part.room, plan.scratch.bytes());
+        for (size_t k = 0; k < i; ++k) EXPECT_FALSE(part.meets(parts[k])) << part.name << ", " << parts[k].name;
       }
-      EXPECT_LE(end, plan.scratch.bytes());
       for (const auto& step : plan.steps) {
         for (const Region region : step.regions) EXPECT_LT(static_cast<size_t>(region), parts.size()) << step.name;
       }
     }
   }
+}
+
+TEST(Scratch, RegionsThatAreNotInUseTogetherShareMemory) {
+  const auto laid_out = [](int64_t gap) {
+    Scratch scratch;
+    scratch.add("early", 1000, {0, 1});
+    scratch.add_zeros("zeros", 256);
+    scratch.add("late", 2000, {2, 3});
+    scratch.add("always", 512);
+    scratch.add("between", 256, {1, 2});
+    scratch.lay_out(gap);
+    const auto& parts = scratch.parts();
+    for (size_t i = 0; i < parts.size(); ++i) {
+      for (size_t k = 0; k < i; ++k) EXPECT_FALSE(parts[i].meets(parts[k])) << parts[i].name << ", " << parts[k].name;
+    }
+    return scratch;
+  };
+  const Scratch scratch = laid_out(0);
+  EXPECT_EQ(scratch[0].offset, scratch[2].offset);
+  EXPECT_EQ(scratch[3].offset, 256);
+  EXPECT_EQ(scratch.bytes(), 256 + 512 + 2048 + 256);
+  // Writes beyond a region are found: no other one lies there.
+  EXPECT_GE(laid_out(1000).bytes(), 256 + 1024 + 2048 + 512 + 256 + 5 * 1000);
+}
+
+// What the kernel for sums over batches needs is free again when dQ is summed up.
+TEST(FlexCallPlan, SumsOverBatchesLendTheirMemory) {
+  const auto examples = score_mod_examples();
+  bool some = false;
+  for (const auto& example : examples) {
+    const Calls calls({64, 4, 4, 256, 256}, 32, example.mod);
+    const auto plan = plan_backward(asked_of(calls.backward), kHopper);
+    int64_t bytes = 0;
+    for (const auto& part : plan.scratch.parts()) bytes += part.room;
+    some |= plan.scratch.bytes() < bytes;
+  }
+  EXPECT_TRUE(some);
 }
 
 TEST(Scratch, HasGapsWhereItIsChecked) {

@@ -16,6 +16,9 @@ namespace {
 
 using Now = Run<FlexBackwardCall>;
 
+// The phases of a backward (Lifetime), in their order.
+enum Phase : int { kPreparation, kOverBatches, kKernels, kFinish };
+
 // What the kernels of a backward have in common, the launches of the one by keys, and the kernel for buffers alone.
 struct Kernels {
   FlexCase common;
@@ -192,8 +195,9 @@ void plan_regions(const Asked& asked, Backward& b, CallPlan& plan) {
   } else {
     const int64_t group = n.group();
     const int64_t sum_heads = last.whole ? b.programs.back()->launch.ctas * group : heads;
-    b.query_sum = scratch.add("sum of dQ", 4 * sum_heads * b.sum_rows * b.sum_cols);
     b.zeroes_query_sum = !last.whole && !last.stores_first;
+    b.query_sum = scratch.add("sum of dQ", 4 * sum_heads * b.sum_rows * b.sum_cols,
+                              {b.zeroes_query_sum ? kPreparation : kKernels, kFinish});
     if (last.stores_first) {
       b.sum_states =
           scratch.add("states of dQ", 4 * (heads * b.sum_rows / 8) * sum_chunks(static_cast<int>(b.sum_cols)));
@@ -201,8 +205,8 @@ void plan_regions(const Asked& asked, Backward& b, CallPlan& plan) {
     if (last.whole && !asked.aligned_gradients[0]) b.query = place("gradient of query in rows", queries);
   }
   if (b.first().kernel == FlexKernel::kGradQuery && b.first().key_splits) {
-    b.query_parts =
-        scratch.add("parts of dQ", 4 * b.programs.front()->launch.splits * heads * n.queries * b.part_cols());
+    b.query_parts = scratch.add(
+        "parts of dQ", 4 * b.programs.front()->launch.splits * heads * n.queries * b.part_cols(), {kKernels, kFinish});
   }
   if (last.ordered) {
     b.counts = heads * tiles_in(n.queries, last.tile.rows) * 2;
@@ -342,10 +346,11 @@ Plan<FlexBackwardCall> plan_backward(const Asked& asked, const Gpu& gpu) {
         plan_launch(plan_kernel(c, gpu.architecture), n, plan.mask, gpu.multiprocessors, kernels.launches), plan));
   }
   plan_regions(asked, *made, plan);
-  made->sums.emplace(asked, made->last(), made->programs.back()->launch.ctas, plan);
+  made->sums.emplace(asked, made->last(), made->programs.back()->launch.ctas, Lifetime{kKernels, kFinish}, plan);
   if (const auto& over_batches = kernels.over_batches) {
     LaunchPlan launch{plan_kernel(over_batches->common, gpu.architecture), over_batches->ctas};
-    made->over_batches.emplace(asked, launch.spec.facts(), over_batches->ctas, plan);
+    made->over_batches.emplace(asked, launch.spec.facts(), over_batches->ctas, Lifetime{kOverBatches, kOverBatches},
+                               plan);
     made->groups = over_batches->groups;
     made->buffers = make_program(std::move(launch), plan);
   }

@@ -17,7 +17,7 @@ std::string of_buffer(const char* what, size_t i) { return std::string(what) + "
 
 }  // namespace
 
-BufferSums::BufferSums(const Asked& asked, const KernelFacts& facts, int64_t ctas, CallPlan& plan)
+BufferSums::BufferSums(const Asked& asked, const KernelFacts& facts, int64_t ctas, Lifetime lifetime, CallPlan& plan)
     : shape_(plan.shape), sums_(asked.score_mod.buffers.size()) {
   if (asked.score_mod.text.empty()) return;
   derivative_ = score_mod::cached_derivative(asked.score_mod.text, facts.wants_grad);
@@ -38,8 +38,9 @@ BufferSums::BufferSums(const Asked& asked, const KernelFacts& facts, int64_t cta
   for (size_t k = 0; k < count; ++k) {
     const int64_t partial = facts.partial_sums ? partial_sums(k) : 0;
     if (partial == 0) continue;
-    partial_[k] = {scratch.add("partial sums " + std::to_string(k), 4 * partial, /*zeros=*/!all_partial),
-                   scratch.add("their elements " + std::to_string(k), 8 * partial), partial};
+    const std::string name = "partial sums " + std::to_string(k);
+    partial_[k] = {all_partial ? scratch.add(name, 4 * partial, lifetime) : scratch.add_zeros(name, 4 * partial),
+                   scratch.add("their elements " + std::to_string(k), 8 * partial, lifetime), partial};
     fixed[buffer_of(k)] = true;
     most_partial = std::max(most_partial, partial);
   }
@@ -60,14 +61,15 @@ BufferSums::BufferSums(const Asked& asked, const KernelFacts& facts, int64_t cta
       // TMA stores tiles at multiples of 16 bytes.
       sum.in_gradient = tiles_ != static_cast<int>(i) ||
                         (asked.aligned_buffer_gradients[i] && shape_.keys * element_bytes(sum.dtype) % 16 == 0);
-      if (!sum.in_gradient) sum.region = scratch.add(of_buffer("gradient", i), sum.elements * element_bytes(sum.dtype));
+      if (!sum.in_gradient)
+        sum.region = scratch.add(of_buffer("gradient", i), sum.elements * element_bytes(sum.dtype), lifetime);
       continue;
     }
     sum.fixed = fixed[i];
     sum.in_gradient = !sum.fixed && sum.dtype == score_mod::DType::kFloat32;
     if (!sum.in_gradient) sum.region = scratch.add_zeros(of_buffer("sum", i), sum.elements * (sum.fixed ? 8 : 4));
     if (sum.fixed && sum.dtype != score_mod::DType::kFloat32)
-      sum.floats = scratch.add(of_buffer("rounded sum", i), 4 * sum.elements);
+      sum.floats = scratch.add(of_buffer("rounded sum", i), 4 * sum.elements, lifetime);
   }
   if (std::find(fixed.begin(), fixed.end(), true) != fixed.end())
     largest_ = scratch.add_zeros("largest contributions", 4 * static_cast<int64_t>(sums_.size()));

@@ -13,7 +13,8 @@ class BufferSums {
  public:
   /// Gives the sums of a kernel their regions. They lie in the gradients themselves where those are float32 and sums
   /// are float, or where each element gets one contribution, which is stored. `ctas`: of the kernel's launch.
-  BufferSums(const Asked& asked, const KernelFacts& facts, int64_t ctas, CallPlan& plan);
+  /// `lifetime`: from the kernel to finish().
+  BufferSums(const Asked& asked, const KernelFacts& facts, int64_t ctas, Lifetime lifetime, CallPlan& plan);
 
   int fixed_bits() const { return fixed_bits_; }
   /// The largest magnitudes of each buffer's contributions, where sums are in fixed point.
