@@ -63,6 +63,19 @@ def a_step(length: int = 300) -> tuple[Callable[[], tuple[Tensor, ...]], list[Te
     return step, leaves
 
 
+def test_steps_stay_within_their_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = a_step(301)
+    found = []
+    try:
+        for checked in ("0", "1"):
+            monkeypatch.setenv("FUSEGRAD_CHECK_SCRATCH", checked)
+            _C.flex.force_whole(0)  # plans are made anew
+            found.append(step(deterministic=True))
+    finally:
+        _C.flex.force_whole(-1)
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("options", [{}, {"inplace": True}, {"deterministic": True}], ids=str)
 def test_nothing_synchronises(options: dict) -> None:
     step, _ = a_step()
