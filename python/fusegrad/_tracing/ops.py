@@ -1,17 +1,16 @@
 """ATen operations on scalars, by their names: what each emits into the graph.
 
 A function's parameters are those of the operation's schema. Tensors and numbers arrive as terms, one element at a
-time; None and strings as they are. The result is cast to the type that PyTorch's promotion gives.
+time; None and strings as they are. The result is cast to the type that PyTorch's promotion gives. fusegrad.jax uses
+what is here too: it must not need torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fusegrad._C.score_mod import BOOL, FLOAT, INT, MAX_LENGTH, Graph
-
-from .trees import words
 
 __all__ = ["ELEMENTWISE", "FOLDS", "bounds", "checked", "inside", "wrapped"]
 
@@ -37,12 +36,10 @@ def _scaled(g: Graph, term: int, alpha: int) -> int:
 
 # --- the same under the same or another name ------------------------------------------------------------------
 
-_UNARY = words(
-    """
+_UNARY = """
     neg abs sign sqrt rsqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu relu erf erfc sin cos tan atan asin acos
     sinh cosh asinh acosh atanh floor ceil trunc
-    """
-)
+""".split()
 _BINARY = {
     "remainder": "mod",
     "floor_divide": "floor_div",
@@ -352,8 +349,12 @@ _INT32: Bounds = (-(1 << 31) + (1 << 20), (1 << 31) - (1 << 20))
 """Of captured int32: so far from the limits that small numbers may be added without a thought of wrapping."""
 
 
-def bounds(g: Graph, term: int, unknown: Bounds = _ANY, depth: int = 8) -> Bounds:
-    """What is known of an integer's least and largest value; `unknown`: of what is read or cast."""
+def bounds(
+    g: Graph, term: int, unknown: Bounds = _ANY, depth: int = 8, known: Mapping[int, Bounds] | None = None
+) -> Bounds:
+    """What is known of an integer's least and largest value; `unknown`: of what is read or cast, `known`: of terms."""
+    if known is not None and term in known:
+        return known[term]
     operation, type_, of, operands = g.node(term)
     if operation == "constant":
         return (int(of),) * 2
@@ -367,7 +368,7 @@ def bounds(g: Graph, term: int, unknown: Bounds = _ANY, depth: int = 8) -> Bound
         return unknown
     if operation not in _BOUNDS or depth == 0:
         return _ANY
-    x = [bounds(g, operand, unknown, depth - 1) for operand in operands]
+    x = [bounds(g, operand, unknown, depth - 1, known) for operand in operands]
     low, high = _BOUNDS[operation](x)
     return (low, high) if abs(low) < 1 << 62 and abs(high) < 1 << 62 else _ANY
 
@@ -415,10 +416,17 @@ _BOUNDS: dict[str, Callable[[list[Bounds]], Bounds]] = {
 }
 
 
-def wrapped(g: Graph, term: int, bits: int, signed: bool, from_wider: bool = False) -> int:
+def wrapped(
+    g: Graph,
+    term: int,
+    bits: int,
+    signed: bool,
+    from_wider: bool = False,
+    known: Mapping[int, Bounds] | None = None,
+) -> int:
     """An integer as a type of so many bits would hold it."""
     half = 1 << (bits - 1)
-    low, high = bounds(g, term, _INT32 if bits == 32 and not from_wider else _ANY)
+    low, high = bounds(g, term, _INT32 if bits == 32 and not from_wider else _ANY, known=known)
     if (-half if signed else 0) <= low and high < (half if signed else 2 * half):
         return term
     if not signed:

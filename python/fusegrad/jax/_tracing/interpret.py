@@ -1,0 +1,293 @@
+"""A walk over a jaxpr, in which each equation becomes a value of the trace.
+
+What depends on nothing but captured arrays JAX computes itself, before the call and with its own derivatives; of the rest
+there is a term where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .custom import custom_call
+from .elementwise import ELEMENTWISE, Scalars
+from .errors import Refused, of_jax
+from .layout import LAYOUT, VIEWS
+from .reductions import REDUCTIONS
+from .scatter import scatter
+from .values import MAX_UNROLLED, Index, Known, Rule, Trace, Value, category
+
+__all__ = ["SUPPORTED", "interpret"]
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr and its constants, of either class that JAX has had."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def interpret(t: Trace, closed: Any, args: Sequence[Value]) -> list[Value]:
+    """The results of a jaxpr."""
+    jaxpr, consts = _opened(closed)
+    values: dict[Any, Value] = {}
+
+    def read(atom: Any) -> Value:
+        return _constant(t, atom.val, atom.aval, True) if hasattr(atom, "val") else values[atom]
+
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        values[var] = _constant(t, const, var.aval, False)
+    values.update(zip(jaxpr.invars, args, strict=True))
+    for equation in _needed(jaxpr):
+        try:
+            results = _results(t, equation, [read(x) for x in equation.invars])
+            for var, value in zip(equation.outvars, results, strict=True):
+                values[var] = value
+                if not value.shape and not isinstance(value, Known):
+                    value.at(())  # now, since a chain of scalars may be long
+        except Refused as error:
+            error.equation = error.equation or equation
+            raise
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations that the results need."""
+    needed, found = {x for x in jaxpr.outvars if not hasattr(x, "val")}, []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects:
+            raise _refused(equation, "has effects", "leave it out")
+        if not needed.isdisjoint(equation.outvars):
+            needed.update(x for x in equation.invars if not hasattr(x, "val"))
+            found.append(equation)
+    return found[::-1]
+
+
+def _refused(equation: Any, what: str, instead: str) -> Refused:
+    error = Refused(f"the primitive {equation.primitive.name}, which {what}", instead)
+    error.equation = equation
+    return error
+
+
+def _constant(t: Trace, value: Any, aval: Any, is_literal: bool) -> Known:
+    # A jax.Array is captured, also where a jaxpr holds it as a literal: its value is no part of the text.
+    is_literal = is_literal and not isinstance(value, jax.Array)
+    return Known(t, aval.shape, aval.dtype, lambda: value, is_literal=is_literal)
+
+
+def _results(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    name, params = equation.primitive.name, equation.params
+    known = all(isinstance(x, Known) for x in operands)
+    inner = _inlined(name, params)
+    if inner is not None:
+        whole = _of_whole(t, name, inner, operands, equation)
+        if whole is not None:
+            return whole
+        if not known or all(e.primitive.name in VIEWS for e in _opened(inner)[0].eqns):
+            return interpret(t, inner, operands)
+    if known:
+        return _known(t, equation, operands)
+    if name in _CALLS:
+        return _CALLS[name](t, equation, operands)
+    avals = [var.aval for var in equation.outvars]
+    for aval in avals:
+        category(aval.dtype)
+    rules = _rules(t, name, params, operands, avals)
+    if rules is None:
+        raise _refused(equation, "score_mods do not have", "write it with the functions that docs/jax.md lists")
+    return [Value(t, aval.shape, aval.dtype, rule, equation) for aval, rule in zip(avals, rules, strict=True)]
+
+
+def _rules(t: Trace, name: str, params: Any, operands: list[Value], avals: Sequence[Any]) -> list[Rule] | None:
+    if name in LAYOUT:
+        return [LAYOUT[name](t, params, avals[0].shape, *operands)]
+    if name in REDUCTIONS:
+        return REDUCTIONS[name](t, params, *operands)
+    if name in ELEMENTWISE:
+        emit = ELEMENTWISE[name]
+        scalars = Scalars(t, params, tuple(x.dtype for x in operands), avals[0].dtype)
+        # Scalars may meet arrays: a predicate, bounds, numbers.
+        return [lambda index: emit(scalars, *(x.at(index if x.shape else ()) for x in operands))]
+    return None
+
+
+# --- what JAX computes ----------------------------------------------------------------------------------------
+
+
+def _known(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    """The results of an equation of known arrays."""
+    avals = [var.aval for var in equation.outvars]
+    is_literal = all(x.is_literal for x in operands if isinstance(x, Known))
+    made: list[Any] = []
+
+    def make() -> list[Any]:
+        if not made:
+            made.extend(_computed(equation, [x.array for x in operands if isinstance(x, Known)], is_literal))
+        return made
+
+    name, view = equation.primitive.name, None
+    if not is_literal and (name in VIEWS or (name == "convert_element_type" and _is_free(operands[0], avals[0]))):
+        rules = _rules(t, name, equation.params, operands, avals)
+        view = None if rules is None else rules[0]
+    else:
+        make()
+    return [Known(t, aval.shape, aval.dtype, _item(make, i), view, is_literal) for i, aval in enumerate(avals)]
+
+
+def _item(make: Callable[[], list[Any]], i: int) -> Callable[[], Any]:
+    return lambda: make()[i]
+
+
+def _is_free(x: Value, aval: Any) -> bool:
+    """Whether reading as another float is reading: floats have one type in the language."""
+    kinds = [jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (x.dtype, aval.dtype)]
+    return all(kinds) and jax.numpy.finfo(aval.dtype).bits >= jax.numpy.finfo(x.dtype).bits
+
+
+def _computed(equation: Any, arrays: list[Any], is_literal: bool) -> list[Any]:
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    with equation.ctx.manager:
+        if is_literal:  # a number of the text, also where all else is traced
+            with jax.ensure_compile_time_eval():
+                out = equation.primitive.bind(*functions, *arrays, **params)
+        else:
+            out = equation.primitive.bind(*functions, *arrays, **params)
+    return list(out) if equation.primitive.multiple_results else [out]
+
+
+# --- calls ----------------------------------------------------------------------------------------------------
+
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "jaxpr",
+}
+
+
+def _inlined(name: str, params: Any) -> Any:
+    return params.get(_INLINED[name]) if name in _INLINED else None
+
+
+def _of_whole(t: Trace, name: str, inner: Any, operands: list[Value], equation: Any) -> list[Value] | None:
+    """What a function of jax.numpy is in one operation, where it is made of several: floor_divide and remainder of
+    integers, of which the planners of kernels know something."""
+    if name not in ("jit", "pjit") or len(operands) != 2:
+        return None
+    function = equation.params.get("name")
+    primitive = {"floor_divide": "floor_div", "remainder": "mod"}.get(function)
+    aval = equation.outvars[0].aval
+    if primitive is None or not jax.numpy.issubdtype(aval.dtype, jax.numpy.integer):
+        return None
+    if not of_jax(_opened(inner)[0], function) or any(x.dtype != aval.dtype for x in operands):
+        return None
+    if all(isinstance(x, Known) for x in operands):
+        return None
+
+    def rule(index: Index) -> int:
+        a, b = (x.at(index if x.shape else ()) for x in operands)
+        low, high = t.bounds(b)
+        if low <= 0 <= high:
+            (general,) = interpret(t, inner, operands)
+            return general.at(index)
+        return t.g.apply(primitive, a, b)
+
+    return [Value(t, aval.shape, aval.dtype, rule, equation)]
+
+
+def _cond(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    """Both branches are computed, as under vmap."""
+    which, *args = operands
+    branches = [interpret(t, branch, args) for branch in equation.params["branches"]]
+    if isinstance(which, Known) and which.is_literal:
+        return branches[min(max(int(which.array), 0), len(branches) - 1)]
+    return [_choice(t, which, cases, equation) for cases in zip(*branches, strict=True)]
+
+
+def _choice(t: Trace, which: Value, cases: Sequence[Value], equation: Any) -> Value:
+    def rule(index: Index) -> int:
+        place = t.g.cast(which.at(()), t.g.type(t.zero))
+        return t.chosen([case.at(index) for case in cases], t.clipped(place, 0, len(cases) - 1))
+
+    return Value(t, cases[0].shape, cases[0].dtype, rule, equation)
+
+
+def _scan(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    """Step by step."""
+    params = equation.params
+    length, reverse = params["length"], params["reverse"]
+    consts, carried = _scan_counts(params)
+    if length > MAX_UNROLLED:
+        raise _refused(equation, f"has {length} steps", f"use at most {MAX_UNROLLED}, or sums and products of matrices")
+    fixed, carry, xs = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
+    collected: dict[int, list[Value]] = {}
+    for step in reversed(range(length)) if reverse else range(length):
+        given = [_element(t, x, step, equation) for x in xs]
+        out = interpret(t, params["jaxpr"], [*fixed, *carry, *given])
+        carry, collected[step] = out[:carried], out[carried:]
+    stacked = []
+    for i, var in enumerate(equation.outvars[carried:]):
+        parts = [collected[step][i] for step in range(length)]
+
+        def rule(index: Index, parts: list[Value] = parts) -> int:
+            return t.chosen([part.at(index[1:]) for part in parts], index[0])
+
+        stacked.append(Value(t, var.aval.shape, var.aval.dtype, rule, equation))
+    return [*carry, *stacked]
+
+
+def _scan_counts(params: Any) -> tuple[int, int]:
+    """How many operands are the same in all steps, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())  # since JAX 0.12
+    return consts, carried
+
+
+def _element(t: Trace, x: Value, step: int, equation: Any) -> Value:
+    place = t.g.constant(step)
+
+    def rule(index: Index) -> int:
+        return x.at((place, *index))
+
+    if isinstance(x, Known):
+        return Known(t, x.shape[1:], x.dtype, lambda: x.array[step], rule, x.is_literal)
+    return Value(t, x.shape[1:], x.dtype, rule, equation)
+
+
+def _split(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    (x,), d = operands, equation.params["axis"]
+    results, start = [], 0
+    for var, size in zip(equation.outvars, equation.params["sizes"], strict=True):
+
+        def rule(index: Index, start: int = start) -> int:
+            return x.at((*index[:d], t.plus(index[d], start), *index[d + 1 :]))
+
+        results.append(Value(t, var.aval.shape, var.aval.dtype, rule, equation))
+        start += size
+    return results
+
+
+def _custom(t: Trace, equation: Any, operands: list[Value]) -> list[Value]:
+    return custom_call(t, equation, operands, interpret)
+
+
+_CALLS: dict[str, Callable[[Trace, Any, list[Value]], list[Value]]] = {
+    "cond": _cond,
+    "scan": _scan,
+    "split": _split,
+    "optimization_barrier": lambda t, equation, operands: operands,
+    "custom_jvp_call": _custom,
+    "custom_vjp_call": _custom,
+    "custom_vjp_call_jaxpr": _custom,
+    **{name: scatter for name in ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul")},
+}
+
+SUPPORTED = frozenset({*ELEMENTWISE, *LAYOUT, *REDUCTIONS, *_CALLS, *_INLINED, "iota"})
+"""The names of the primitives that a score_mod may have."""
