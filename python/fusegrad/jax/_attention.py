@@ -102,7 +102,8 @@ def flex_attention(
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else _check.number(OP, "scale", scale)
     _check.value(OP, math.isfinite(factor), "scale must be a finite number", factor)
     acc = _check.acc_type(q.dtype)
-    score = _mod("score_mod", score_mod, lambda f: trace_score_mod(f, score_dtype=acc), q.dtype)
+    sizes = (B, H, M, N)
+    score = _mod("score_mod", score_mod, lambda f: trace_score_mod(f, score_dtype=acc, sizes=sizes), q.dtype)
     mask, lists, block_size = _mask(block_mask, B, H, M, N)
     wants_max = return_aux is not None and return_aux.max_scores
     call = Call(
@@ -196,7 +197,7 @@ def _mask(given: Any, B: int, H: int, M: int, N: int) -> tuple[Mod, list[jax.Arr
     _check.value(OP, lengths == (M, N), f"block_mask must be made for {M} queries and {N} keys", f"one for {lengths}")
     size = given.BLOCK_SIZE
     block = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-    mask = _mod("mask_mod", given.mask_mod, trace_mask_mod, None)
+    mask = _mod("mask_mod", given.mask_mod, lambda f: trace_mask_mod(f, sizes=(B, H, M, N)), None)
     lists = [given.kv_num_blocks, given.kv_indices]
     if getattr(given, "full_kv_num_blocks", None) is not None:
         lists += [given.full_kv_num_blocks, given.full_kv_indices]
